@@ -1,0 +1,41 @@
+# Two commands for users: `make simulate` and `make test`. Everything runs inside .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: simulate test test-slow lint format bench figures clean
+
+simulate: .venv/installed
+	$(BIN)/fedpriv simulate simulations/digits.toml
+
+test: lint
+	$(BIN)/pytest -m "not slow"
+
+test-slow: .venv/installed-test
+	$(BIN)/pytest -m slow
+
+lint: .venv/installed-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/installed-test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/installed
+	$(BIN)/python -m simulations.throughput
+	$(BIN)/python -m simulations.randomness
+
+clean:
+	rm -rf .venv
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+.venv/installed-test: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@

@@ -1,0 +1,1 @@
+"""Events, ledger and accountants; knows no mechanism and imports no torch."""

@@ -1,0 +1,1 @@
+"""Experiments, studies and benchmarks."""
