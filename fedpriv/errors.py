@@ -12,6 +12,9 @@ FedprivError
 Each message is one sentence that says what is wrong, its value and what is legal.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class FedprivError(Exception):
     """Base class of every error that fedpriv raises on purpose."""
@@ -43,3 +46,19 @@ class LedgerError(FedprivError):
 
 class CheckpointError(FedprivError):
     """A checkpoint does not fit the plan or the ledger it is resumed with."""
+
+
+def known_names(name: str, known: Iterable[str]) -> str:
+    """End of a sentence about an unknown name: the closest known one, then all of them.
+
+    >>> known_names("digts", ["digits", "synthetic"])
+    "did you mean 'digits'? known are: digits, synthetic"
+    >>> known_names("zzz", [])
+    'there is none'
+    """
+    names = sorted(known)
+    if not names:
+        return "there is none"
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known are: {', '.join(names)}"

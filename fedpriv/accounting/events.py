@@ -63,8 +63,10 @@ class SamplingEvent:
             raise InvalidValueError(
                 f"sampling_probability is {self.sampling_probability}; it must be in (0, 1]"
             )
-        if self.population < 1:
-            raise InvalidValueError(f"population is {self.population}; it must be at least 1")
+        if not isinstance(self.population, int) or self.population < 1:
+            raise InvalidValueError(
+                f"population is {self.population}; it must be a whole number of at least 1"
+            )
         if (self.policy, self.relation) not in _ANALYSED:
             legal = ", ".join(f"{policy} with {relation}" for policy, relation in _ANALYSED)
             raise InvalidValueError(

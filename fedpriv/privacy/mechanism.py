@@ -1,0 +1,65 @@
+"""One object per round: it draws the cohort, knows the query and names the event."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fedpriv.accounting.events import RoundEvent
+from fedpriv.errors import InvalidValueError
+from fedpriv.privacy.entropy import Entropy
+from fedpriv.privacy.layout import FloatVector
+from fedpriv.privacy.query import GaussianAverageQuery, GaussianSumQuery
+from fedpriv.privacy.sampling import PoissonSampling
+
+
+@dataclass(frozen=True)
+class PoissonGaussianMechanism:
+    """The Poisson-subsampled Gaussian mechanism over vector groups.
+
+    Sampling policy, query and neighbouring relation are fixed together here, so that what is
+    drawn, what is released and what is accounted cannot come apart.
+
+    Attributes:
+        sampling: who may be in a cohort, and with what probability.
+        query: the average query; its denominator is the expected cohort size.
+
+    Raises:
+        InvalidValueError: the denominator is not the expected cohort size.
+    """
+
+    sampling: PoissonSampling
+    query: GaussianAverageQuery
+
+    def __post_init__(self) -> None:
+        if self.query.denominator != self.sampling.expected_cohort_size:
+            raise InvalidValueError(
+                f"denominator is {self.query.denominator}; it must be the expected cohort size "
+                f"{self.sampling.expected_cohort_size}"
+            )
+
+    @classmethod
+    def of(
+        cls, sampling: PoissonSampling, sum_query: GaussianSumQuery
+    ) -> "PoissonGaussianMechanism":
+        """Mechanism whose average is over the expected cohort size of `sampling`."""
+        return cls(sampling, GaussianAverageQuery(sum_query, sampling.expected_cohort_size))
+
+    @property
+    def event(self) -> RoundEvent:
+        """What one round is charged as; known before the round."""
+        return RoundEvent(self.sampling.event(), self.query.sum_query.events)
+
+    def draw_cohort(self, entropy: Entropy, purpose: str) -> npt.NDArray[np.int64]:
+        """Positions of the users of one cohort, ascending; secret. May be empty."""
+        return self.sampling.draw(entropy.key(purpose))
+
+    def release(
+        self, total: FloatVector, entropy: Entropy, purpose: str
+    ) -> tuple[FloatVector, RoundEvent]:
+        """Noised average [D] of the cohort whose contributions sum to `total`, with its event.
+
+        An empty cohort releases like any other: its total is zero.
+        """
+        average, queries = self.query.release(total, entropy, purpose)
+        return average, RoundEvent(self.sampling.event(), queries)
