@@ -1,1 +1,1 @@
-"""."""
+"""Local training of many users at once in torch, behind the in-process transport."""

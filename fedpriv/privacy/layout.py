@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from fedpriv.errors import InvalidValueError
 
 FloatVector = npt.NDArray[np.float64]
+Scalar = TypeVar("Scalar", bound=np.generic)
 Tensors = Mapping[str, npt.NDArray[np.generic]]
 
 
@@ -86,7 +88,7 @@ class Layout:
             vector[self.slices[name]] = tensor.ravel()
         return vector
 
-    def unflatten(self, vector: npt.NDArray[np.floating]) -> dict[str, npt.NDArray[np.floating]]:
+    def unflatten(self, vector: npt.NDArray[Scalar]) -> dict[str, npt.NDArray[Scalar]]:
         """Split a vector [D] into named views of it; inverse of `flatten`.
 
         Raises:

@@ -1,0 +1,96 @@
+"""Cutting a cohort into chunks of users that train together."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedpriv.engine.schedule import steps_of
+from fedpriv.engine.task import Task
+from fedpriv.errors import InvalidValueError
+from fedpriv.federated.transport import LocalTraining
+
+_FLOAT = 4  # bytes
+_COPIES_OF_PARAMETERS = 4  # current parameters, gradient, velocity, and one temporary
+_COPIES_OF_ACTIVATIONS = 3  # forward, backward, and one temporary
+_PADDED_SHARE = 1.5  # examples of the largest user of a chunk over those of the smallest
+_PADDED_EXAMPLES = 8  # below this many, starting another chunk costs more than padding
+
+
+def lane_bytes(
+    task: Task, examples: Mapping[str, npt.NDArray[np.generic]], local: LocalTraining, largest: int
+) -> int:
+    """Estimate of the memory of one user in a chunk.
+
+    Args:
+        task: model and loss.
+        examples: at least one row of data, to measure the activations of an example.
+        local: how a user trains.
+        largest: number of examples of the largest user.
+    """
+    activations = 0
+
+    def measure(_layer: torch.nn.Module, _inputs: object, output: object) -> None:
+        nonlocal activations
+        if isinstance(output, torch.Tensor):
+            activations += output.numel()
+
+    leaves = [layer for layer in task.model.modules() if not any(layer.children())]
+    hooks = [layer.register_forward_hook(measure) for layer in leaves]
+    x = torch.tensor(examples[task.inputs][:1])
+    try:
+        with torch.no_grad():
+            task.model(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    parameters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
+    batch = min(local.batch_size or largest, largest)
+    held = steps_of(largest, local) * batch * x.numel()
+    moving = batch * activations * _COPIES_OF_ACTIVATIONS + parameters * _COPIES_OF_PARAMETERS
+    return _FLOAT * (held + moving)
+
+
+def lanes_within(memory: int, bytes_per_lane: int) -> int:
+    """How many users train together within `memory` bytes: at least one.
+
+    Raises:
+        InvalidValueError: the memory is not positive.
+    """
+    if memory < 1:
+        raise InvalidValueError(f"chunk memory is {memory} bytes; it must be positive")
+    return max(1, memory // max(1, bytes_per_lane))
+
+
+def chunks(
+    users: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], local: LocalTraining, lanes: int
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Cut users into chunks of at most `lanes` whose padding is small.
+
+    Users with similar batch widths and numbers of steps come together; users without examples
+    are left out, since their update is zero.
+
+    Args:
+        users: positions of the cohort's users.
+        sizes: number of examples of each of these users.
+        local: how a user trains.
+        lanes: largest number of users in a chunk.
+    """
+    steps = np.array([steps_of(size, local) for size in sizes.tolist()], dtype=np.int64)
+    widths = np.minimum(sizes, local.batch_size or sizes.max(initial=1))
+    order = np.lexsort((widths, steps))
+    order = order[steps[order] > 0]
+    start = 0
+    while start < len(order):
+        # Widths of a chunk stay alike as well when all batches hold all of a user's examples.
+        least = steps[order[start]] * widths[order[start]]
+        most = max(least * _PADDED_SHARE, least + _PADDED_EXAMPLES)
+        stop = start + 1
+        while (
+            stop < min(start + lanes, len(order))
+            and steps[order[stop]] * widths[order[stop]] <= most
+        ):
+            stop += 1
+        yield users[order[start:stop]]
+        start = stop

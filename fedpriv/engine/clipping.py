@@ -1,0 +1,57 @@
+"""Clipping and summing the updates of a chunk: `GaussianSumQuery.contribution` in torch."""
+
+import torch
+
+from fedpriv.engine.task import TorchTensors
+from fedpriv.privacy.groups import VectorGroup
+from fedpriv.privacy.layout import Layout
+
+# Conversion to float64 goes through blocks of columns that fit a processor's cache.
+_COLUMNS = 16_384
+
+
+def clipped_sum(
+    updates: TorchTensors, layout: Layout, groups: tuple[VectorGroup, ...]
+) -> torch.Tensor:
+    """Sum over users of their clipped contributions, in the units of the scaled update.
+
+    Guarantees: each user's part of group g has a norm of at most S_g in the sum, and a user with
+    any component that is not finite contributes zero to all groups.
+
+    Args:
+        updates: tensors [C, *shape], float32; users with NaN or inf are zeroed **in place**.
+        layout: tensors of an update.
+        groups: a partition of the layout.
+
+    Returns:
+        [D] float64 on the device of the updates.
+    """
+    lanes = {name: tensor.flatten(1) for name, tensor in updates.items()}
+    norms = {
+        name: torch.linalg.vector_norm(lane, dim=1, dtype=torch.float64)
+        for name, lane in lanes.items()
+    }
+    # In float64 the squares of finite float32 numbers cannot overflow: not finite means NaN or inf.
+    finite = torch.isfinite(torch.stack(list(norms.values()))).all(0)
+    if not bool(finite.all()):
+        for lane in lanes.values():
+            lane[~finite] = 0.0
+    device = finite.device
+    total = torch.zeros(layout.dimension, dtype=torch.float64, device=device)
+    for group in groups:
+        scaled = [norms[t] / scale for t, scale in zip(group.tensors, group.scales, strict=True)]
+        length = torch.linalg.vector_norm(torch.stack(scaled), dim=0)
+        # Squares and roots of D terms are off by less than this share of the norm.
+        margin = 1.0 - (layout.dimension + 16) * 2.0**-52
+        factors = (group.clipping_norm * margin / length).clamp(max=1.0)
+        factors = torch.where(finite, factors, 0.0)
+        for tensor, scale in zip(group.tensors, group.scales, strict=True):
+            _add(total[layout.slices[tensor]], factors / scale, lanes[tensor])
+    return total
+
+
+def _add(total: torch.Tensor, factors: torch.Tensor, lanes: torch.Tensor) -> None:
+    """Add factors [C] @ lanes [C, d] to total [d], in float64."""
+    for start in range(0, lanes.shape[1], _COLUMNS):
+        block = lanes[:, start : start + _COLUMNS].double()
+        total[start : start + _COLUMNS] += factors @ block

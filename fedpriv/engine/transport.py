@@ -1,0 +1,137 @@
+"""The in-process transport: users train together in chunks and are added into a sum."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedpriv.data.store import UserStore
+from fedpriv.engine.chunks import chunks, lane_bytes, lanes_within
+from fedpriv.engine.clipping import clipped_sum
+from fedpriv.engine.local import train_chunk
+from fedpriv.engine.schedule import schedule
+from fedpriv.engine.task import Task, TorchTensors
+from fedpriv.errors import InvalidValueError
+from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest, Transport
+from fedpriv.privacy.layout import Layout
+
+_log = logging.getLogger(__name__)
+
+
+def device_named(name: str) -> torch.device:
+    """Device of a name: "auto" takes CUDA where there is one.
+
+    Raises:
+        InvalidValueError: torch does not know the device, or this machine has none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidValueError(
+            f"device is {name!r}, which this machine does not have; legal are auto, cpu and cuda"
+        ) from error
+    return device
+
+
+@dataclass(frozen=True)
+class InProcessTransport(Transport):
+    """Trains the users of a store in this process.
+
+    Each chunk is one partial sum; no update outlives its chunk. If a chunk fails, its users are
+    trained one by one, and those that fail contribute zero.
+
+    Attributes:
+        task: model and loss.
+        users: the enrolled users' data.
+        device: where to train.
+        chunk_memory: bytes that a chunk of users may take, roughly; it decides how many users
+            train together. Chunks that fit a processor's caches are fastest.
+    """
+
+    task: Task
+    users: UserStore
+    device: torch.device
+    chunk_memory: int
+
+    def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
+        """Yield the sum of the clipped updates of each chunk."""
+        parameters = {
+            name: torch.tensor(p, device=self.device) for name, p in request.parameters.items()
+        }
+        sizes = self._sizes(request.users)
+        lanes = self._lanes(request.local)
+        for number, chunk in enumerate(chunks(request.users, sizes, request.local, lanes)):
+            yield from self._collect_chunk(request, parameters, chunk, f"chunk {number}")
+
+    def _collect_chunk(
+        self,
+        request: RoundRequest,
+        parameters: TorchTensors,
+        chunk: npt.NDArray[np.int64],
+        node: str,
+    ) -> Iterator[PartialSum]:
+        try:
+            total = self._train(request, parameters, chunk)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if len(chunk) == 1:
+                # The text of the error may hold the user's data.
+                _log.warning("a user counts as zero: training raised %s", type(error).__name__)
+                return
+            for lane in range(len(chunk)):
+                yield from self._collect_chunk(
+                    request, parameters, chunk[lane : lane + 1], f"{node}, lane {lane}"
+                )
+        else:
+            yield PartialSum(node, len(chunk), total)
+
+    def _train(
+        self, request: RoundRequest, parameters: TorchTensors, chunk: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float64]:
+        starts = self.users.offsets[chunk].tolist()
+        sizes = self._sizes(chunk).tolist()
+        plan = schedule(chunk.tolist(), starts, sizes, request.local, request.local_key)
+        fields = self.users.take(plan.rows)
+        x, y = (
+            torch.from_numpy(fields[name]).to(self.device)
+            for name in (self.task.inputs, self.task.targets)
+        )
+        weights = torch.from_numpy(plan.weights).to(self.device)
+        with self._seeded(request.local_key, int(chunk[0])):
+            updates = train_chunk(
+                self.task, parameters, self._constants, x, y, weights, request.local
+            )
+        layout = Layout.of(request.parameters)
+        return clipped_sum(updates, layout, request.groups).cpu().numpy()
+
+    @contextmanager
+    def _seeded(self, local_key: bytes, user: int) -> Iterator[None]:
+        """Torch's own generators, which draw dropout masks, seeded for one chunk and put back."""
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed((int.from_bytes(local_key[8:15], "little") + user) % 2**63)
+            yield
+
+    def _sizes(self, users: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Sizes of some users, at a cost that does not grow with the population."""
+        return self.users.offsets[users + 1] - self.users.offsets[users]
+
+    @cached_property
+    def _largest(self) -> int:
+        return int(self.users.sizes.max())
+
+    @cached_property
+    def _constants(self) -> TorchTensors:
+        return self.task.constants(self.device)
+
+    def _lanes(self, local: LocalTraining) -> int:
+        example: Mapping[str, npt.NDArray[np.generic]] = self.users.take(np.zeros(1, np.int64))
+        return lanes_within(self.chunk_memory, lane_bytes(self.task, example, local, self._largest))

@@ -1,0 +1,129 @@
+"""Checkpoints: the server's state in one file, bound to its plan and its ledger.
+
+A checkpoint holds released quantities only, and never a random state: a resumed run draws fresh
+cohorts and fresh noise.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from fedpriv.accounting.ledger import Head, Ledger
+from fedpriv.errors import CheckpointError
+from fedpriv.federated.optimizers import OptimizerState
+from fedpriv.federated.plan import TrainingPlan
+from fedpriv.federated.round import ServerState
+
+_FORMAT = "fedpriv checkpoint 1"
+_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A server state, with the plan and the point of the ledger that it belongs to."""
+
+    state: ServerState
+    plan_digest: str
+    ledger_head: Head
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write a checkpoint so that a crash leaves either all of it or nothing; keep the last two.
+
+    Returns:
+        The file written: `round-NNNNNN.safetensors`, NNNNNN the number of the next round.
+    """
+    state = checkpoint.state
+    tensors: dict[str, np.ndarray] = {}
+    for part, values in (
+        ("parameters", state.parameters),
+        ("first", state.optimizer.first),
+        ("second", state.optimizer.second),
+    ):
+        tensors |= {f"{part}/{name}": np.ascontiguousarray(v) for name, v in values.items()}
+    metadata = {
+        "format": _FORMAT,
+        "round": str(state.round),
+        "plan_digest": checkpoint.plan_digest,
+        "ledger_count": str(checkpoint.ledger_head.count),
+        "ledger_hash": checkpoint.ledger_head.hash,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"round-{state.round:06d}.safetensors"
+    write_atomically(path, save(tensors, metadata))
+    for old in checkpoints(folder)[:-_KEPT]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints of a folder, oldest first."""
+    return sorted(folder.glob("round-*.safetensors"))
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint.
+
+    Raises:
+        CheckpointError: the file is absent, damaged or of another format.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise CheckpointError(
+                    f"{path} has format {metadata.get('format')!r}; it must be {_FORMAT!r}"
+                )
+            parts: dict[str, dict[str, np.ndarray]] = {"parameters": {}, "first": {}, "second": {}}
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                part, _, name = key.partition("/")
+                parts[part][name] = file.get_tensor(key)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
+    state = ServerState(
+        int(metadata["round"]), parts["parameters"], OptimizerState(parts["first"], parts["second"])
+    )
+    head = Head(int(metadata["ledger_count"]), metadata["ledger_hash"])
+    return Checkpoint(state, metadata["plan_digest"], head)
+
+
+def resume(path: Path, plan: TrainingPlan, ledger: Ledger) -> ServerState:
+    """State to go on from.
+
+    Raises:
+        CheckpointError: the checkpoint is of another plan, or the ledger does not contain the
+            charges that the checkpoint had seen (another ledger, or one that was set back).
+    """
+    checkpoint = load_checkpoint(path)
+    if checkpoint.plan_digest != plan.digest:
+        raise CheckpointError(
+            f"{path} belongs to plan {checkpoint.plan_digest[:12]}, not to {plan.digest[:12]}; "
+            "a run can only be resumed with the plan it began with"
+        )
+    if not ledger.contains_head(checkpoint.ledger_head):
+        raise CheckpointError(
+            f"{path} has seen {checkpoint.ledger_head.count} charges that the ledger does not "
+            "hold; a run can only be resumed with its own, complete ledger"
+        )
+    by_name = checkpoint.state.parameters
+    ordered = {name: by_name[name] for name in plan.layout.names}
+    return ServerState(checkpoint.state.round, ordered, checkpoint.state.optimizer)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` by `content`, durably; a crash leaves the old file or the new one."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,43 @@
+"""Losses by name, one number per example, and any other by import path."""
+
+import importlib
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch.nn import functional
+
+from fedpriv.engine.task import Loss
+from fedpriv.errors import ModelError, known_names
+
+
+def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of class scores [B, K, …] against classes [B, …]."""
+    return functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Squared error of outputs against targets of the same shape [B, …]."""
+    return functional.mse_loss(outputs, targets, reduction="none")
+
+
+LOSSES: Mapping[str, Loss] = {"cross-entropy": cross_entropy, "squared-error": squared_error}
+
+
+def find_loss(name: str) -> Loss:
+    """Loss of a name, or "package.module:function".
+
+    Raises:
+        ModelError: there is no such loss.
+    """
+    if name in LOSSES:
+        return LOSSES[name]
+    module, separator, function = name.partition(":")
+    if not separator:
+        raise ModelError(
+            f"unknown loss {name!r}; {known_names(name, LOSSES)}, or package.module:function"
+        )
+    try:
+        return cast(Loss, getattr(importlib.import_module(module), function))
+    except (ImportError, AttributeError) as error:
+        raise ModelError(f"loss {name!r} cannot be imported: {error}") from error

@@ -1,0 +1,96 @@
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from fedpriv.errors import InvalidValueError
+from fedpriv.privacy.clipping import clip
+
+DTYPES = [np.float16, np.float32, np.float64]
+norms = st.floats(1e-30, 1e30)
+
+
+@st.composite
+def vectors(draw: st.DrawFn) -> np.ndarray:
+    dtype = draw(st.sampled_from(DTYPES))
+    width = np.dtype(dtype).itemsize * 8
+    size = draw(st.integers(0, 20))
+    return draw(hnp.arrays(dtype, size, elements=st.floats(width=width)))
+
+
+def exact_square(vector: np.ndarray) -> Fraction:
+    """‖v‖² without any rounding."""
+    return sum((Fraction(float(x)) ** 2 for x in vector), Fraction(0))
+
+
+@given(vectors(), norms)
+@example(np.array([3.4e38, 3.4e38], np.float32), 1.0)
+@example(np.array([1.7e308, 1.7e308]), 1.0)
+@example(np.array([1.7e308, 1.7e308]), 1e30)
+@example(np.array([5e-324, 5e-324]), 1e-30)
+@example(np.array([1e-45], np.float32), 1e-30)
+@example(np.array([6e-8] * 10, np.float16), 1e-7)
+@example(np.array([3.0, 4.0]), 5.0)
+def test_norm_never_exceeds_the_bound(vector: np.ndarray, clipping_norm: float) -> None:
+    clipped = clip(vector, clipping_norm)
+    assert clipped.dtype == vector.dtype
+    assert clipped.shape == vector.shape
+    assert exact_square(clipped) <= Fraction(clipping_norm) ** 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(20))
+def test_norm_of_long_vectors_never_exceeds_the_bound(dtype: type, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    vector = (rng.standard_normal(3000) * rng.choice([1e-3, 1.0, 10.0])).astype(dtype)
+    clipping_norm = float(rng.uniform(0.01, 2.0)) * float(np.linalg.norm(vector.astype(float)))
+    assert exact_square(clip(vector, clipping_norm)) <= Fraction(clipping_norm) ** 2
+
+
+@given(vectors(), norms)
+def test_non_finite_gives_zero(vector: np.ndarray, clipping_norm: float) -> None:
+    if np.all(np.isfinite(vector)):
+        assert np.all(np.isfinite(clip(vector, clipping_norm)))
+    else:
+        np.testing.assert_array_equal(clip(vector, clipping_norm), np.zeros_like(vector))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_bad_component_zeroes_the_vector(bad: float, dtype: type) -> None:
+    np.testing.assert_array_equal(clip(np.array([1.0, bad], dtype), 1.0), [0.0, 0.0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_and_empty_are_unchanged(dtype: type) -> None:
+    np.testing.assert_array_equal(clip(np.zeros(3, dtype), 1.0), np.zeros(3))
+    assert clip(np.zeros(0, dtype), 1.0).shape == (0,)
+
+
+@given(vectors(), norms)
+def test_short_vectors_are_unchanged_and_never_aliased(
+    vector: np.ndarray, clipping_norm: float
+) -> None:
+    clipped = clip(vector, clipping_norm)
+    assert clipped is not vector
+    short = exact_square(vector) if np.all(np.isfinite(vector)) else None
+    if short is not None and short * Fraction(1 + 1e-12) < Fraction(clipping_norm) ** 2:
+        np.testing.assert_array_equal(clipped, vector)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_equals_the_formula(dtype: type, scale: float) -> None:
+    vector = (np.random.default_rng(1).standard_normal(50) * scale).astype(dtype)
+    exact = vector.astype(float)
+    expected = exact * min(1.0, 2.0 / float(np.linalg.norm(exact)))
+    np.testing.assert_allclose(clip(vector, 2.0), expected, rtol=4 * np.finfo(dtype).eps + 1e-14)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf, 1e31, 1e-31])
+def test_illegal_norms_are_refused(bad: float) -> None:
+    with pytest.raises(InvalidValueError, match="clipping_norm of a vector is"):
+        clip(np.ones(2), bad)
