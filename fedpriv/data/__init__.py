@@ -1,1 +1,30 @@
-"""."""
+"""Users' data: who the users are, which rows belong to whom, and rows that belong to none.
+
+A `UserStore` holds the rows of all users as columns and offsets; a `Population` adds held-out rows
+and the name under which the privacy ledger knows the users. Loaders make populations, `from_*`
+functions make stores from arrays, tensors and datasets, and the module `partition` deals rows to
+synthetic users. Only NumPy is imported until a loader needs more.
+"""
+
+from fedpriv.data import partition
+from fedpriv.data.arrays import from_arrays, from_grouped
+from fedpriv.data.digits import load_digits
+from fedpriv.data.huggingface import from_dataset
+from fedpriv.data.mnist import load_mnist_writers
+from fedpriv.data.population import Population
+from fedpriv.data.registry import load_population
+from fedpriv.data.store import UserStore
+from fedpriv.data.synthetic import synthetic_population
+
+__all__ = [
+    "Population",
+    "UserStore",
+    "from_arrays",
+    "from_dataset",
+    "from_grouped",
+    "load_digits",
+    "load_mnist_writers",
+    "load_population",
+    "partition",
+    "synthetic_population",
+]

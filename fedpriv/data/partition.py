@@ -1,0 +1,215 @@
+"""Which user owns which row: pure functions of the labels and an explicit seed.
+
+Every partitioner returns int64 [rows], the user of each row, such that every row has one user in
+[0, users) and **every user has at least one row**. The seed fixes the result; it protects nothing.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpriv.data.checks import check_count
+from fedpriv.data.ids import IdArray, as_id_array
+from fedpriv.data.store import UserStore
+from fedpriv.errors import DataError, InvalidValueError
+
+
+def iid(rows: int, users: int, seed: int) -> NDArray[np.int64]:
+    """Deal rows to users at random in equal parts; sizes differ by at most one.
+
+    Args:
+        rows: number of rows.
+        users: number of users, at most `rows`.
+        seed: any integer ≥ 0.
+
+    Returns:
+        int64 [rows], the user of each row.
+
+    Raises:
+        InvalidValueError: a setting is out of range.
+    """
+    check_count("users", users)
+    _check_enough(rows, users, "users")
+    return _generator(seed).permutation(np.arange(rows, dtype=np.int64) % users)
+
+
+def dirichlet(
+    labels: NDArray[np.generic], users: int, alpha: float, seed: int
+) -> NDArray[np.int64]:
+    """Give every user its own mixture of labels, drawn from a Dirichlet distribution.
+
+    The variant is that of Hsu, Qi and Brown (2019, arXiv:1909.06335): user u draws a mixture
+    q_u ~ Dir(α·p), p being the labels' shares in all rows (Σ_k p_k = 1), and then its rows
+    one by one with labels from q_u, without replacement. Users are equally large: sizes differ
+    by at most one. A label that is used up is dropped from q_u and the rest renormalised; when
+    all of q_u is used up the user takes the rows that are left, in proportion to their labels,
+    so the last users are less skewed than the first. α → ∞ gives every user the shares p,
+    α → 0 one label.
+
+    Args:
+        labels: [rows] labels of any sortable dtype.
+        users: number of users, at most the number of rows.
+        alpha: concentration α > 0, finite.
+        seed: any integer ≥ 0.
+
+    Returns:
+        int64 [rows], the user of each row.
+
+    Raises:
+        InvalidValueError: a setting is out of range.
+    """
+    check_count("users", users)
+    if not isinstance(alpha, Real) or not 0.0 < alpha < math.inf:
+        raise InvalidValueError(f"alpha is {alpha!r}; it must be positive and finite")
+    _check_labels(labels)
+    _check_enough(len(labels), users, "users")
+    rng = _generator(seed)
+    label_of_row, left = np.unique(labels, return_inverse=True, return_counts=True)[1:]
+    shares = left / len(labels)
+    counts = np.empty((users, len(left)), dtype=np.int64)
+    for user, size in enumerate(np.diff(_even_cuts(len(labels), users))):
+        counts[user] = _draw_labels(rng, rng.dirichlet(alpha * shares), left, int(size))
+        left = left - counts[user]
+    user_of_row = np.empty(len(labels), dtype=np.int64)
+    for label in range(len(left)):
+        rows = rng.permutation(np.flatnonzero(label_of_row == label))
+        user_of_row[rows] = np.repeat(np.arange(users), counts[:, label])
+    return user_of_row
+
+
+def shards(
+    labels: NDArray[np.generic], users: int, shards_per_user: int, seed: int
+) -> NDArray[np.int64]:
+    """Give every user a few contiguous pieces of the rows sorted by label.
+
+    The "pathological" partition of McMahan et al. (2017, arXiv:1602.05629, section 3): sort the
+    rows by label (stably), cut them into users × shards_per_user shards whose sizes differ by
+    at most one, and deal the shards at random. A user sees few labels; sizes differ by at most
+    shards_per_user.
+
+    Args:
+        labels: [rows] labels of any sortable dtype.
+        users: number of users.
+        shards_per_user: shards that each user gets; users × shards_per_user ≤ rows.
+        seed: any integer ≥ 0.
+
+    Returns:
+        int64 [rows], the user of each row.
+
+    Raises:
+        InvalidValueError: a setting is out of range.
+    """
+    total = check_count("users", users) * check_count("shards_per_user", shards_per_user)
+    _check_labels(labels)
+    _check_enough(len(labels), total, "shards (users × shards_per_user)")
+    owner = _generator(seed).permutation(np.arange(total, dtype=np.int64) // shards_per_user)
+    user_of_row = np.empty(len(labels), dtype=np.int64)
+    by_label = np.argsort(labels, kind="stable")
+    user_of_row[by_label] = np.repeat(owner, np.diff(_even_cuts(len(labels), total)))
+    return user_of_row
+
+
+def by_column(ids: Sequence[object] | NDArray[np.generic]) -> NDArray[np.int64]:
+    """Make a user of every distinct id, numbered in order of first appearance.
+
+    >>> by_column(["ann", "bob", "ann", "eve"])
+    array([0, 1, 0, 2])
+
+    Args:
+        ids: [rows] the id of each row's user, all strings or all integers.
+
+    Returns:
+        int64 [rows], the user of each row.
+
+    Raises:
+        DataError: the ids are not one-dimensional, or not all strings or all integers.
+    """
+    return number_ids(as_id_array(ids))[1]
+
+
+def number_ids(ids: IdArray) -> tuple[IdArray, NDArray[np.int64]]:
+    """Distinct ids in order of first appearance [users], and each row's position there [rows]."""
+    distinct, first, position = np.unique(ids, return_index=True, return_inverse=True)
+    appearance = np.argsort(first)
+    rank = np.empty(len(first), dtype=np.int64)
+    rank[appearance] = np.arange(len(first))
+    return distinct[appearance], rank[position]
+
+
+def partition(
+    fields: Mapping[str, NDArray[np.generic]],
+    user_of_row: NDArray[np.integer],
+    user_ids: Sequence[str] | IdArray | None = None,
+) -> UserStore:
+    """Group rows by user; each user's rows keep their order.
+
+    Args:
+        fields: name → array [rows, ...]; held without a copy if the rows are grouped already.
+        user_of_row: [rows] positions of users. Without `user_ids` there are max + 1 users; a
+            position that does not occur is a user with zero rows.
+        user_ids: [N] ids by position, or None to use the positions as ids.
+
+    Raises:
+        DataError: a position is negative or beyond the ids, there is no row and no id, or the
+            fields do not make a UserStore.
+    """
+    owners = np.asarray(user_of_row)
+    if owners.ndim != 1 or owners.dtype.kind not in "iu" or (owners.size and owners.min() < 0):
+        raise DataError("user_of_row must be a list of integers ≥ 0, one per row")
+    users = int(owners.max()) + 1 if owners.size else 0
+    if user_ids is not None and len(user_ids) < users:
+        raise DataError(f"user_of_row names user {users - 1}, but there are {len(user_ids)} ids")
+    for name, field in fields.items():
+        if np.shape(field)[:1] != owners.shape:
+            raise DataError(
+                f"field {name!r} has shape {np.shape(field)}; its first axis must be the "
+                f"{owners.size} rows that were given a user"
+            )
+    sizes = np.bincount(owners, minlength=users if user_ids is None else len(user_ids))
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    if np.any(owners[1:] < owners[:-1]):
+        order = np.argsort(owners, kind="stable")
+        fields = {name: np.asarray(field)[order] for name, field in fields.items()}
+    return UserStore(fields, offsets, user_ids)
+
+
+def _draw_labels(
+    rng: np.random.Generator, mixture: NDArray[np.float64], left: NDArray[np.int64], size: int
+) -> NDArray[np.int64]:
+    """Labels [labels] of `size` draws from a mixture, none drawn more often than is left.
+
+    Draws of a used-up label are repeated from the others: the same law as one draw at a time
+    with the used-up labels dropped.
+    """
+    drawn = np.zeros_like(left)
+    while (missing := size - int(drawn.sum())) > 0:
+        rest = left - drawn
+        weights = np.where(rest > 0, mixture, 0.0)
+        if not weights.sum() > 0.0:
+            weights = rest.astype(np.float64)
+        drawn += np.minimum(rng.multinomial(missing, weights / weights.sum()), rest)
+    return drawn
+
+
+def _even_cuts(rows: int, parts: int) -> NDArray[np.int64]:
+    """Offsets [parts + 1] that cut rows into parts whose sizes differ by at most one."""
+    return np.arange(parts + 1, dtype=np.int64) * rows // parts
+
+
+def _generator(seed: int) -> np.random.Generator:
+    return np.random.default_rng(check_count("seed", seed, least=0))
+
+
+def _check_labels(labels: NDArray[np.generic]) -> None:
+    if np.ndim(labels) != 1:
+        raise InvalidValueError(
+            f"labels have shape {np.shape(labels)}; one label per row is needed"
+        )
+
+
+def _check_enough(rows: int, parts: int, what: str) -> None:
+    if check_count("rows", rows) < parts:
+        raise InvalidValueError(f"there are {parts} {what} for {rows} rows; each needs a row")

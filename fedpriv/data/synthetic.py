@@ -1,0 +1,111 @@
+"""Synthetic populations of any size: Gaussian classes, shifted a little for every user."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpriv.data.checks import check_count
+from fedpriv.data.population import Population
+from fedpriv.data.store import UserStore
+from fedpriv.errors import InvalidValueError
+
+_CLASS_RADIUS = 4.0
+_USER_SHIFT_STDDEV = 0.5
+_VALUES_AT_ONCE = 1 << 22
+
+
+def synthetic_population(
+    users: int = 1_000,
+    examples_per_user: int | Sequence[int] = 10,
+    shape: Sequence[int] = (32,),
+    *,
+    classes: int = 10,
+    seed: int = 0,
+    test_rows: int = 1_000,
+) -> Population:
+    """Draw users whose rows are x = m_y + s_u + noise, for tests of scale.
+
+    With d the number of components of x: class means m_k are uniform on the sphere of radius 4 in
+    R^d, so classes are nearly linearly separable once d is larger than a few; a user's shift is
+    s_u ~ N(0, 0.25·I_d), the same for all its rows; noise ~ N(0, I_d); labels are uniform. Test
+    rows have a shift each, as if each came from an unseen user. The memory taken is that of the
+    result and a few times the largest user's; user ids are positions and cost none.
+
+    Args:
+        users: number of users.
+        examples_per_user: rows of each user, or a pair (low, high): uniform on low..high, low ≥ 0.
+        shape: shape of one x, each side at least 1.
+        classes: number of classes.
+        seed: any integer ≥ 0; it fixes the result.
+        test_rows: number of held-out rows.
+
+    Returns:
+        Population with x float32 [rows, *shape] and y int64 [rows] in 0..classes - 1.
+
+    Raises:
+        InvalidValueError: a setting is out of range.
+    """
+    check_count("users", users)
+    check_count("classes", classes)
+    check_count("test_rows", test_rows)
+    sides = _sides(shape)
+    low, high = _size_range(examples_per_user)
+    rng = np.random.default_rng(check_count("seed", seed, least=0))
+    means = rng.standard_normal((classes, int(np.prod(sides))), dtype=np.float32)
+    means *= _CLASS_RADIUS / np.linalg.norm(means, axis=1, keepdims=True)
+    offsets = np.zeros(users + 1, dtype=np.int64)
+    np.cumsum(rng.integers(low, high, size=users, endpoint=True), out=offsets[1:])
+    store = UserStore(_draw(rng, means, offsets, sides), offsets)
+    test = _draw(rng, means, np.arange(test_rows + 1), sides)
+    each = f"{low}" if low == high else f"{low} to {high}"
+    name = (
+        f"synthetic: {users} users, {each} examples of shape {'x'.join(map(str, sides))}, "
+        f"{classes} classes, seed {seed}"
+    )
+    return Population(name, store, test)
+
+
+def _sides(shape: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(shape, str) or not isinstance(shape, Sequence):
+        raise InvalidValueError(f"shape is {shape!r}; it must be a list of whole numbers")
+    return tuple(check_count("each side of shape", side) for side in shape)
+
+
+def _size_range(examples_per_user: int | Sequence[int]) -> tuple[int, int]:
+    pair = examples_per_user
+    if isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2:
+        low = check_count("low of examples_per_user", pair[0], least=0)
+        return low, check_count("high of examples_per_user", pair[1], least=max(low, 1))
+    if isinstance(pair, Sequence):
+        raise InvalidValueError(
+            f"examples_per_user is {pair!r}; it must be a whole number or a pair (low, high)"
+        )
+    size = check_count("examples_per_user", pair)
+    return size, size
+
+
+def _draw(
+    rng: np.random.Generator,
+    means: NDArray[np.float32],
+    offsets: NDArray[np.int64],
+    shape: tuple[int, ...],
+) -> dict[str, NDArray[np.generic]]:
+    """Fields of users that own the rows between the offsets."""
+    rows, width = int(offsets[-1]), means.shape[1]
+    y = rng.integers(len(means), size=rows)
+    x = np.empty((rows, width), dtype=np.float32)
+    at_once = max(1, _VALUES_AT_ONCE // width)
+    first = 0
+    while first < len(offsets) - 1:
+        # Users of about `at_once` rows together, at least one user: temporaries stay small.
+        end = int(np.searchsorted(offsets, offsets[first] + at_once))
+        last = min(max(end, first + 1), len(offsets) - 1, first + at_once)
+        sizes = np.diff(offsets[first : last + 1])
+        part = slice(int(offsets[first]), int(offsets[last]))
+        shifts = rng.standard_normal((last - first, width), dtype=np.float32)
+        rng.standard_normal(out=x[part], dtype=np.float32)
+        x[part] += means[y[part]]
+        x[part] += np.repeat(shifts * np.float32(_USER_SHIFT_STDDEV), sizes, axis=0)
+        first = last
+    return {"x": x.reshape(rows, *shape), "y": y}

@@ -1,0 +1,167 @@
+"""Tests of stores made from arrays and tensors in memory."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedpriv.data import from_arrays, from_grouped
+from fedpriv.errors import DataError
+
+
+def grouped_slowly(ids):
+    """User → its rows, in order of first appearance, by a dictionary."""
+    users = {}
+    for row, user_id in enumerate(ids):
+        users.setdefault(user_id, []).append(row)
+    return users
+
+
+@given(
+    ids=st.one_of(
+        st.lists(st.sampled_from(["b", "a", "ccc", ""]), min_size=1, max_size=20),
+        st.lists(st.integers(-3, 3), min_size=1, max_size=20),
+    )
+)
+def test_grouping_equals_a_dictionary(ids):
+    rows = np.arange(len(ids))
+    store = from_arrays({"row": rows, "x": rows[:, None] * 1.5}, ids)
+    slow = grouped_slowly(ids)
+    assert [store.id_of(user) for user in range(store.population)] == [str(key) for key in slow]
+    for user, expected in enumerate(slow.values()):
+        examples = store.examples_of(user)
+        assert examples["row"].tolist() == expected
+        assert examples["x"][:, 0].tolist() == [1.5 * row for row in expected]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        ("b", "a", "b"),
+        np.array(["b", "a", "b"]),
+        np.array(["b", "a", "b"], dtype=object),
+    ],
+)
+def test_string_ids_of_any_container(ids):
+    store = from_arrays({"x": np.array([1, 2, 3])}, ids)
+    assert [store.id_of(0), store.id_of(1)] == ["b", "a"]
+    assert store.fields["x"].tolist() == [1, 3, 2]
+
+
+@pytest.mark.parametrize(
+    "ids", [[9, 4, 9], np.array([9, 4, 9], dtype=np.uint8), torch.tensor([9, 4, 9])]
+)
+def test_integer_ids_of_any_container(ids):
+    store = from_arrays({"x": np.array([1, 2, 3])}, ids)
+    assert [store.id_of(0), store.id_of(1)] == ["9", "4"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (["1", 1, "2"], "number 1 is 1; ids must be all strings or all integers"),
+        ([1, None, 2], "number 1 is None"),
+        (np.array(["a", None, "b"], dtype=object), "number 1 is None"),
+        (np.array([1.0, 2.0, np.nan]), "number 0 is 1.0"),
+        (np.array([True, False, True]), "number 0 is True"),
+        (torch.tensor([1.0, 2.0, 3.0]), "number 0 is 1.0"),
+        ([b"a", b"b", b"a"], "number 0 is b'a'"),
+    ],
+)
+def test_ids_that_could_merge_or_split_users_are_refused(ids, message):
+    with pytest.raises(DataError, match=message):
+        from_arrays({"x": np.arange(3)}, ids)
+
+
+def test_grouped_rows_are_held_without_a_copy():
+    x = np.arange(6.0).reshape(3, 2)
+    assert np.shares_memory(from_arrays({"x": x}, [5, 5, 1]).fields["x"], x)
+    assert not np.shares_memory(from_arrays({"x": x}, [5, 1, 5]).fields["x"], x)
+
+
+def test_tensors_are_taken_with_or_without_gradient():
+    x = torch.arange(6, dtype=torch.float32).reshape(3, 2).requires_grad_()
+    store = from_arrays({"x": x, "y": torch.tensor([1, 2, 3])}, ["b", "a", "b"])
+    assert store.fields["x"].dtype == np.float32
+    assert store.fields["y"].dtype == np.int64
+    np.testing.assert_array_equal(store.fields["x"], [[0, 1], [4, 5], [2, 3]])
+    np.testing.assert_array_equal(store.fields["y"], [1, 3, 2])
+
+
+def test_tensors_without_a_numpy_dtype_are_refused():
+    with pytest.raises(DataError, match="field 'x' cannot be an array"):
+        from_arrays({"x": torch.zeros(2, dtype=torch.bfloat16)}, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"x": np.zeros((2, 3))}, r"field 'x' has shape \(2, 3\); .* the 3 rows"),
+        ({"x": np.zeros(3), "y": np.zeros(4)}, "field 'y'"),
+        ({"x": [[1], [1, 2], [3]]}, "field 'x' cannot be an array"),
+        ({"x": np.array([{}, {}, {}])}, "dtype object"),
+        ({}, "no field"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(fields, message):
+    with pytest.raises(DataError, match=message):
+        from_arrays(fields, ["a", "b", "a"])
+
+
+def test_no_rows_are_no_users():
+    with pytest.raises(DataError, match="no users"):
+        from_arrays({"x": np.zeros((0, 2))}, [])
+
+
+def user(*values):
+    return {"x": np.array(values, dtype=np.float32).reshape(-1, 1), "y": np.arange(len(values))}
+
+
+def test_grouped_users_keep_their_order_and_rows():
+    users = {"eve": user(1, 2), "ann": user(), "bob": user(3)}
+    for source in (users, users.items(), iter(users.items())):
+        store = from_grouped(source)
+        assert [store.id_of(i) for i in range(3)] == ["eve", "ann", "bob"]
+        assert store.sizes.tolist() == [2, 0, 1]
+        assert store.fields["x"][:, 0].tolist() == [1, 2, 3]
+        assert store.fields["y"].tolist() == [0, 1, 0]
+
+
+def test_a_user_id_in_two_places_is_an_error():
+    with pytest.raises(DataError, match="user id 'ann' comes twice"):
+        from_grouped([("ann", user(1)), ("bob", user(2)), ("ann", user(3))])
+
+
+def test_grouped_tensors_and_lists():
+    store = from_grouped({"a": {"x": torch.ones(2, 2)}, "b": {"x": torch.zeros(1, 2)}})
+    assert store.fields["x"].tolist() == [[1, 1], [1, 1], [0, 0]]
+    words = from_grouped({"a": {"x": ["one"]}, "b": {"x": ["three"]}})
+    assert words.fields["x"].tolist() == ["one", "three"]
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"x": np.zeros((1, 1), np.float32)}, r"user 'b' has the fields \['x'\]"),
+        (user(1) | {"z": np.zeros(1)}, r"\['x', 'y', 'z'\]; others have \['x', 'y'\]"),
+        (user(1) | {"y": np.zeros(2, int)}, "user 'b' have different numbers of rows"),
+        (user(1) | {"y": np.int64(3)}, "user 'b' have different numbers of rows"),
+        (user(1) | {"x": np.zeros((1, 2), np.float32)}, r"float32\[2\] per row; others .*\[1\]"),
+        (user(1) | {"x": np.zeros((1, 1))}, r"'x' of user 'b' is float64\[1\] per row"),
+        (user(1) | {"x": [[1], [2, 3]]}, "field 'x' of user 'b' cannot be an array"),
+    ],
+)
+def test_users_whose_fields_do_not_fit_are_refused(second, message):
+    with pytest.raises(DataError, match=message):
+        from_grouped([("a", user(1, 2)), ("b", second)])
+
+
+def test_grouped_nobody_is_refused():
+    with pytest.raises(DataError, match="no users"):
+        from_grouped({})
+
+
+def test_grouped_ids_of_two_kinds_are_refused():
+    with pytest.raises(DataError, match="all strings or all integers"):
+        from_grouped([("1", user(1)), (1, user(2))])
