@@ -4,9 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.data import partition as partitioners
-from fedpriv.data.checks import known_names
 from fedpriv.data.population import Population
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, known_names
 
 _TEST_EVERY = 5
 

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fedpriv.data.arrays import from_arrays
-from fedpriv.data.checks import known_names
 from fedpriv.data.store import UserStore
-from fedpriv.errors import DataError
+from fedpriv.errors import DataError, known_names
 
 if TYPE_CHECKING:
     from datasets import Dataset

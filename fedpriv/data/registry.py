@@ -4,9 +4,8 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 
-from fedpriv.data.checks import known_names
 from fedpriv.data.population import Population
-from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.errors import DataError, InvalidValueError, known_names
 
 _LOADERS = {
     "digits": "fedpriv.data.digits:load_digits",

@@ -1,5 +1,7 @@
 """The loop: charge before release, stop before the budget, attempts."""
 
+import itertools
+
 import numpy as np
 import pytest
 from federation import CONSTANT, PARAMETERS, make_plan, open_books
@@ -67,7 +69,7 @@ def test_empty_cohorts_release_and_are_charged(tmp_path) -> None:
         reports, _ = run_to_the_end(train(plan, state, CONSTANT, books, OperatingSystemEntropy()))
         assert books.ledger.head.count == 5
     models = [report.state.parameters["w"] for report in reports]
-    assert all(not np.array_equal(a, b) for a, b in zip(models, models[1:], strict=False))
+    assert all(not np.array_equal(a, b) for a, b in itertools.pairwise(models))
 
 
 def test_a_repeated_round_is_a_new_attempt_with_fresh_noise_and_its_own_charge(tmp_path) -> None:
@@ -102,14 +104,8 @@ def test_nothing_is_noised_before_the_charge_is_on_disk(tmp_path, monkeypatch) -
 def test_seeded_runs_repeat_and_others_do_not(tmp_path, seed: int) -> None:
     plan = make_plan()
     ends = []
-    for number, entropy in enumerate(
-        [
-            SeededEntropy(seed),
-            SeededEntropy(seed),
-            SeededEntropy(seed + 1),
-            OperatingSystemEntropy(),
-        ]
-    ):
+    seeded = [SeededEntropy(s) for s in (seed, seed, seed + 1)]
+    for number, entropy in enumerate([*seeded, OperatingSystemEntropy()]):
         folder = tmp_path / str(number)
         folder.mkdir()
         with open_books(folder) as books:
