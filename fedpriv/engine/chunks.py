@@ -40,7 +40,7 @@ def lane_bytes(
     hooks = [layer.register_forward_hook(measure) for layer in leaves]
     x = torch.tensor(examples[task.inputs][:1])
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             task.model(x)
     finally:
         for hook in hooks:

@@ -1,1 +1,1 @@
-"""."""
+"""Figures and tables of finished runs."""

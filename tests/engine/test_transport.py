@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transport_conformance import TransportConformance
 
 from fedpriv.data.store import UserStore
+from fedpriv.engine.chunks import lane_bytes, lanes_within
 from fedpriv.engine.schedule import schedule
 from fedpriv.engine.task import Task
-from fedpriv.engine.transport import InProcessTransport
+from fedpriv.engine.transport import InProcessTransport, device_named
+from fedpriv.errors import InvalidValueError
 from fedpriv.federated.transport import LocalTraining, RoundRequest
 from fedpriv.privacy.groups import equal_split, flat, joint, layers, per_layer, scales_by_dimension
 from fedpriv.privacy.layout import Layout
@@ -87,6 +90,27 @@ def one_at_a_time(task: Task, users: UserStore, request: RoundRequest) -> np.nda
     return total
 
 
+def with_lanes(
+    task: Task, users: UserStore, local: LocalTraining, lanes: int
+) -> InProcessTransport:
+    """Transport with memory for just so many users in a chunk."""
+    one = lane_bytes(task, users.examples_of(0), local, max(SIZES))
+    return InProcessTransport(task, users, torch.device("cpu"), lanes * one)
+
+
+class TestInProcessTransport(TransportConformance):
+    """The last user's class is out of range, which makes the loss raise."""
+
+    def transport(self) -> InProcessTransport:
+        users = make_users()
+        users.fields["y"][users.rows_of(len(SIZES) - 1)] = 99
+        return InProcessTransport(make_task(), users, torch.device("cpu"), 100_000)
+
+    def request(self) -> RoundRequest:
+        local = LocalTraining(0.1, batch_size=4, epochs=2)
+        return request_for(make_task(), local, list(range(len(SIZES))), "flat")
+
+
 LOCALS = [
     LocalTraining(0.1, batch_size=4, epochs=2),
     LocalTraining(0.1, batch_size=4, epochs=2, momentum=0.9),
@@ -102,6 +126,75 @@ LOCALS = [
 def test_equals_one_user_at_a_time(strategy: str, local: LocalTraining, lanes: int) -> None:
     task, users = make_task(), make_users()
     request = request_for(task, local, list(range(len(SIZES))), strategy)
-    transport = InProcessTransport(task, users, torch.device("cpu"), lanes * 3000)
-    total = sum(partial.total for partial in transport.collect(request))
+    transport = with_lanes(task, users, local, lanes)
+    partials = list(transport.collect(request))
+    assert max(partial.users for partial in partials) <= lanes
+    total = sum(partial.total for partial in partials)
     np.testing.assert_allclose(total, one_at_a_time(task, users, request), atol=2e-6)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4, 100])
+@pytest.mark.parametrize("seed", range(3))
+def test_order_and_chunks_do_not_matter(lanes: int, seed: int) -> None:
+    task, users = make_task(), make_users()
+    local = LocalTraining(0.1, batch_size=4, epochs=1)
+    shuffled = np.random.default_rng(seed).permutation(len(SIZES)).tolist()
+    totals = [
+        sum(p.total for p in with_lanes(task, users, local, n).collect(request))
+        for n, request in (
+            (3, request_for(task, local, list(range(len(SIZES))), "flat")),
+            (lanes, request_for(task, local, shuffled, "flat")),
+        )
+    ]
+    np.testing.assert_allclose(totals[0], totals[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e38])
+def test_a_user_with_bad_data_counts_as_zero(bad: float) -> None:
+    task, users = make_task(), make_users()
+    local = LocalTraining(0.1, batch_size=4, epochs=2)
+    everyone = request_for(task, local, list(range(len(SIZES))), "flat")
+    others = request_for(task, local, [u for u in range(len(SIZES)) if u != 3], "flat")
+    without = sum(p.total for p in with_lanes(task, users, local, 4).collect(others))
+    users.fields["x"][users.rows_of(3)] = bad
+    total = sum(p.total for p in with_lanes(task, users, local, 4).collect(everyone))
+    # A normalised 1e38 overflows to NaN in this model.
+    np.testing.assert_allclose(total, without, atol=1e-6)
+
+
+def test_dropout_differs_between_users_and_repeats_with_the_key() -> None:
+    torch.manual_seed(0)
+    task = Task(nn.Sequential(nn.Linear(6, 30), nn.Dropout(0.5), nn.Linear(30, 3)), cross_entropy)
+    users = make_users()
+    local = LocalTraining(0.1, steps=1)
+    request = request_for(task, local, list(range(len(SIZES))), "flat")
+    transport = with_lanes(task, users, local, 100)
+    state = torch.random.get_rng_state()
+    first, again = (sum(p.total for p in transport.collect(request)) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    assert torch.equal(state, torch.random.get_rng_state())
+    other = RoundRequest(**{**vars(request), "local_key": bytes(reversed(KEY))})
+    assert not np.allclose(first, sum(p.total for p in transport.collect(other)))
+
+
+def test_frozen_parameters_stay_out_of_the_update() -> None:
+    task = make_task()
+    task.model[0].weight.requires_grad_(requires_grad=False)
+    assert "0.weight" not in task.parameters()
+    request = request_for(task, LocalTraining(0.1, steps=1), [0, 3], "flat")
+    (partial,) = InProcessTransport(task, make_users(), torch.device("cpu"), 10**7).collect(request)
+    assert partial.total.shape == (Layout.of(task.parameters()).dimension,)
+
+
+def test_unknown_devices_are_refused() -> None:
+    with pytest.raises(InvalidValueError, match="'gpu'"):
+        device_named("gpu")
+    assert device_named("cpu") == torch.device("cpu")
+    assert device_named("auto").type in ("cpu", "cuda")
+
+
+def test_too_little_memory_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="0 bytes"):
+        lanes_within(0, 100)
+    assert lanes_within(1, 100) == 1
+    assert lanes_within(1000, 100) == 10

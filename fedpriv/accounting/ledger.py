@@ -1,0 +1,248 @@
+"""The privacy ledger: what was spent on one population, charged before it is released."""
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Self, TextIO
+
+from fedpriv.accounting import ledger_chain
+from fedpriv.accounting.budget import PrivacyBudget
+from fedpriv.accounting.charge import Charge, ProposedCharge
+from fedpriv.accounting.database import Database
+from fedpriv.accounting.events import RoundEvent
+from fedpriv.accounting.ledger_rows import (
+    ChargedRow,
+    Head,
+    first_rows,
+    follow,
+    query_columns,
+    sampling_columns,
+)
+from fedpriv.accounting.ledger_schema import LEDGER
+from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.errors import BudgetExceededError, LedgerError
+
+__all__ = ["Charge", "ChargedRow", "Head", "Ledger", "ProposedCharge"]
+
+_EXPORT_FORMAT = "fedpriv ledger 1"
+
+
+class Ledger:
+    """An append-only SQLite file of every sampling event of one population, over all runs.
+
+    Guarantees:
+        * a charge is durable (fsync) when `charge` returns, and never refunded;
+        * processes and threads that charge one file never pass a budget together;
+        * no row leaves this class that does not fit the hash chain.
+
+    Use `create`, `open` or `open_or_create`, and close it or use it as a context manager.
+
+    Attributes:
+        ledger_id: 32 random hexadecimal digits.
+        population_name: name of the population.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._lock = threading.RLock()
+        try:
+            columns = ledger_chain.ledger_columns(database.read)
+        except LedgerError:
+            database.close()
+            raise
+        self.ledger_id = columns["ledger_id"]
+        self.population_name = columns["population"]
+        self._seen = ledger_chain.genesis(database.read)
+        self._spent: dict[RoundEvent, int] = {}
+
+    @classmethod
+    def create(cls, path: Path, population: str) -> Self:
+        """Create an empty ledger for a population.
+
+        Raises:
+            LedgerError: there is a file already, or it cannot be written.
+        """
+        return cls(Database.create(path, LEDGER, first_rows(population)))
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open an existing ledger.
+
+        Raises:
+            LedgerError: there is none, or it is of a version that this code does not read.
+        """
+        return cls(Database(path, LEDGER))
+
+    @classmethod
+    def open_or_create(cls, path: Path, population: str) -> Self:
+        """Open the ledger of a population, or create it if there is no file.
+
+        Raises:
+            LedgerError: the ledger is of another population, or cannot be opened or created.
+        """
+        ledger = cls(Database.open_or_create(path, LEDGER, first_rows(population)))
+        if ledger.population_name != population:
+            ledger.close()
+            raise LedgerError(
+                f"ledger {path} is of population {ledger.population_name!r}, not {population!r}"
+            )
+        return ledger
+
+    @property
+    def head(self) -> Head:
+        """How many charges there are, and the digest of the last."""
+        return ledger_chain.stored_head(self._database.read)
+
+    def charge(self, charge: ProposedCharge, budget: PrivacyBudget | None = None) -> Charge:
+        """Write down a charge, if the budget allows it, and return the receipt to release it.
+
+        Args:
+            charge: what is about to be released.
+            budget: what all charges of this ledger together may cost; None: no limit.
+
+        Raises:
+            BudgetExceededError: the budget would be passed.
+            LedgerError: this attempt was charged before, the ledger cannot be believed, or it
+                cannot be written.
+            In each case, nothing was charged.
+        """
+        with self._lock, self._database.transaction():
+            self._catch_up()
+            self._refuse_repetition(charge)
+            if budget is not None:
+                self._refuse_overspending(charge, budget)
+            row = follow(self._seen, charge)
+            self._database.insert("sampling_events", sampling_columns(row))
+            for query in query_columns(row):
+                self._database.insert("sum_query_events", query)
+            self._database.write(
+                "UPDATE head SET count = :position, hash = :hash",
+                {"position": row.position, "hash": row.hash},
+            )
+        return Charge(row.run, row.round, row.attempt, row.event, row.hash)
+
+    def charges(self, run: str | None = None) -> Iterator[ChargedRow]:
+        """All charges, or those of one run, in the order in which they were made.
+
+        Raises:
+            LedgerError: names the first place at which the ledger cannot be believed.
+        """
+        return (row for row in self._walk(self.head) if run is None or row.run == run)
+
+    def events(self, run: str | None = None) -> list[RoundEvent]:
+        """The event of each charge of `charges`, in order."""
+        return [row.event for row in self.charges(run)]
+
+    def spent(self) -> list[RoundEvent]:
+        """All events so far with equal ones merged, in order of first use.
+
+        Reads only what is new since this ledger was last asked or charged.
+
+        Raises:
+            LedgerError: names the first place at which what is new cannot be believed.
+        """
+        with self._lock:
+            self._catch_up()
+            return [replace(event, count=count) for event, count in self._spent.items()]
+
+    def runs(self) -> list[str]:
+        """Names of the runs, in the order of their first charge."""
+        sql = "SELECT run FROM sampling_events GROUP BY run ORDER BY min(id)"
+        return [row["run"] for row in self._database.read(sql)]
+
+    def next_attempt(self, run: str, round_number: int) -> int:
+        """The first attempt at a round that no charge, and none after it, was made for."""
+        sql = "SELECT max(attempt) + 1 AS next FROM sampling_events WHERE run = ? AND round = ?"
+        return self._database.read(sql, (run, round_number))[0]["next"] or 0
+
+    def contains_head(self, head: Head) -> bool:
+        """Whether this ledger once had this head: it grew from there, and was not set back."""
+        read = self._database.read
+        if head.count == 0:
+            return head == ledger_chain.genesis(read)
+        rows = read("SELECT hash FROM sampling_events WHERE id = ?", (head.count,))
+        return [row["hash"] for row in rows] == [head.hash]
+
+    def verify(
+        self, participation: ParticipationRecord | None = None, head: Head | None = None
+    ) -> None:
+        """Check every row, and that the file still only grows.
+
+        Without `head`, a ledger that was set back or rewritten from some row to its end passes.
+
+        Args:
+            participation: if given, every cohort committed to must be in it.
+            head: if given, one that this ledger once had, kept elsewhere.
+
+        Raises:
+            LedgerError: names the first row that is missing, changed, out of order, added
+                outside the chain or without its cohort; or the head or trigger that is wrong.
+        """
+        for row in self.charges():
+            if participation is not None:
+                participation.confirm(row)
+        ledger_chain.refuse_strays(self._database.read)
+        if altered := self._database.altered_schema():
+            raise LedgerError(f"tables or triggers were altered: {', '.join(altered)}")
+        if head is not None and not self.contains_head(head):
+            raise LedgerError(
+                f"the ledger never had the head of {head.count} charges with hash {head.hash}: "
+                "it is another ledger, or was set back or rewritten"
+            )
+
+    def export(self, stream: TextIO) -> None:
+        """Write the ledger as JSON lines; participation is never in it.
+
+        The first line names the ledger and its head, each other line is one sampling event with
+        its `sum_queries`. The hash of any line or sum query is SHA-256 of the object without
+        `hash`, its sum queries replaced by their hashes, as JSON with sorted keys and no spaces;
+        the first `previous_hash` is that of the first line without `head` and `format`.
+
+        Raises:
+            LedgerError: names the first place at which the ledger cannot be believed.
+        """
+        head = self.head
+        named = ledger_chain.ledger_columns(self._database.read)
+        header = {"format": _EXPORT_FORMAT, **named, "head": asdict(head)}
+        stream.write(json.dumps(header) + "\n")
+        for row in self._walk(head):
+            line = {**sampling_columns(row), "sum_queries": query_columns(row)}
+            stream.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _walk(self, end: Head) -> Iterator[ChargedRow]:
+        read = self._database.read
+        return ledger_chain.walk(read, ledger_chain.genesis(read), end)
+
+    def _catch_up(self) -> None:
+        for row in ledger_chain.walk(self._database.read, self._seen, self.head):
+            self._spent[row.event] = self._spent.get(row.event, 0) + 1
+            self._seen = row.head
+
+    def _refuse_repetition(self, charge: ProposedCharge) -> None:
+        sql = "SELECT 1 FROM sampling_events WHERE run = ? AND round = ? AND attempt = ?"
+        if self._database.read(sql, (charge.run, charge.round, charge.attempt)):
+            raise LedgerError(
+                f"run {charge.run}, round {charge.round}, attempt {charge.attempt} was charged "
+                f"before; the next attempt is {self.next_attempt(charge.run, charge.round)}"
+            )
+
+    def _refuse_overspending(self, charge: ProposedCharge, budget: PrivacyBudget) -> None:
+        epsilon = budget.epsilon_of([*self.spent(), charge.event])
+        if not epsilon <= budget.epsilon:
+            raise BudgetExceededError(
+                f"run {charge.run}, round {charge.round}, attempt {charge.attempt} would make "
+                f"ε = {epsilon} at δ = {budget.delta}, which passes the budget of "
+                f"ε = {budget.epsilon}; nothing was charged"
+            )

@@ -1,0 +1,191 @@
+"""What a ledger is told, what it keeps, and how the two are written down and hashed.
+
+A digest is SHA-256 over JSON with sorted keys, no spaces and numbers as Python's repr, which is
+exact for doubles. The digest of a sampling event covers every column of its row, its place in the
+ledger, the digests of its sum query events and the digest of the sampling event before it.
+"""
+
+import hashlib
+import json
+import operator
+import secrets
+import sqlite3
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from fedpriv.accounting.charge import ProposedCharge
+from fedpriv.accounting.database import Row
+from fedpriv.accounting.events import (
+    NeighbouringRelation,
+    Randomness,
+    RoundEvent,
+    SamplingEvent,
+    SamplingPolicy,
+    SumQueryEvent,
+)
+from fedpriv.errors import InvalidValueError
+
+# A tampered cell can hold anything that SQLite can, so bytes and inf have a digest too.
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr).encode
+
+
+@dataclass(frozen=True)
+class Head:
+    """A point in the chain of a ledger: how many charges it had, and the digest of the last."""
+
+    count: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class ChargedRow:
+    """One sampling event of a ledger, with its sum queries.
+
+    Attributes:
+        position: place in the ledger, from 1.
+        charged_at: when, in UTC, ISO 8601.
+        previous_hash: digest of the sampling event before, or of the ledger itself.
+        hash: digest of this sampling event.
+
+    The other attributes are those of `ProposedCharge`.
+    """
+
+    position: int
+    run: str
+    round: int
+    attempt: int
+    randomness: Randomness
+    event: RoundEvent
+    cohort_commitment: str
+    charged_at: str
+    previous_hash: str
+    hash: str
+
+    @property
+    def head(self) -> Head:
+        """The point of the chain that this sampling event makes."""
+        return Head(self.position, self.hash)
+
+    def __str__(self) -> str:
+        return name_of(self.position, self.run, self.round, self.attempt)
+
+
+def name_of(position: object, run: object, round_: object, attempt: object) -> str:
+    """How messages call a sampling event."""
+    return f"sampling event {position} (run {run}, round {round_}, attempt {attempt})"
+
+
+def first_rows(population: str) -> dict[str, dict[str, object]]:
+    """The rows of a new ledger, by table: what names it, and its head before any charge.
+
+    Raises:
+        InvalidValueError: the population's name is empty or not printable.
+    """
+    if not (population and population.isprintable()):
+        raise InvalidValueError(
+            f"the population is named {population!r}; a name must be printable and not empty"
+        )
+    named = {"ledger_id": secrets.token_hex(16), "population": population, "created_at": _now()}
+    return {"ledger": {**named}, "head": {"count": 0, "hash": digest(named)}}
+
+
+def follow(last: Head, charge: ProposedCharge) -> ChargedRow:
+    """The row by which `charge` extends, now, a ledger whose head is `last`."""
+    row = ChargedRow(
+        position=last.count + 1,
+        run=charge.run,
+        round=operator.index(charge.round),
+        attempt=operator.index(charge.attempt),
+        randomness=charge.randomness,
+        event=charge.event,
+        cohort_commitment=charge.cohort_commitment,
+        charged_at=_now(),
+        previous_hash=last.hash,
+        hash="",
+    )
+    return replace(row, hash=sampling_digest(sampling_columns(row), query_columns(row)))
+
+
+def sampling_columns(row: ChargedRow) -> dict[str, object]:
+    """Columns of the row's sampling event."""
+    sampling = row.event.sampling
+    return {
+        "id": row.position,
+        "run": row.run,
+        "round": row.round,
+        "attempt": row.attempt,
+        "policy": str(sampling.policy),
+        "sampling_probability": float(sampling.sampling_probability),
+        "population": operator.index(sampling.population),
+        "relation": str(sampling.relation),
+        "randomness": str(row.randomness),
+        "cohort_commitment": row.cohort_commitment,
+        "charged_at": row.charged_at,
+        "previous_hash": row.previous_hash,
+        "hash": row.hash,
+    }
+
+
+def query_columns(row: ChargedRow) -> list[dict[str, object]]:
+    """Columns of each of the row's sum query events, in order."""
+    return [_query_columns(row.position, *item) for item in enumerate(row.event.queries)]
+
+
+def _query_columns(sampling_event: int, position: int, query: SumQueryEvent) -> dict[str, object]:
+    columns = {
+        "sampling_event": sampling_event,
+        "position": position,
+        "group_name": query.group,
+        "clipping_norm": float(query.clipping_norm),
+        "noise_stddev": float(query.noise_stddev) + 0.0,  # SQLite keeps -0.0 as 0.0
+    }
+    return {**columns, "hash": digest(columns)}
+
+
+def parse(sampling: sqlite3.Row, queries: Sequence[sqlite3.Row]) -> ChargedRow:
+    """The value of a row and its sum query events as SQLite returns them.
+
+    Raises:
+        ValueError: a policy, relation or source of randomness is unknown, or a number is out of
+            its range.
+        TypeError: a number is not one.
+    """
+    event = RoundEvent(
+        SamplingEvent(
+            SamplingPolicy(sampling["policy"]),
+            sampling["sampling_probability"],
+            sampling["population"],
+            NeighbouringRelation(sampling["relation"]),
+        ),
+        tuple(
+            SumQueryEvent(q["group_name"], q["clipping_norm"], q["noise_stddev"]) for q in queries
+        ),
+    )
+    return ChargedRow(
+        position=sampling["id"],
+        run=sampling["run"],
+        round=sampling["round"],
+        attempt=sampling["attempt"],
+        randomness=Randomness(sampling["randomness"]),
+        event=event,
+        cohort_commitment=sampling["cohort_commitment"],
+        charged_at=sampling["charged_at"],
+        previous_hash=sampling["previous_hash"],
+        hash=sampling["hash"],
+    )
+
+
+def digest(columns: Row) -> str:
+    """SHA-256 in hexadecimal of all columns but `hash`."""
+    hashed = {name: value for name, value in columns.items() if name != "hash"}
+    return hashlib.sha256(_canonical(hashed).encode()).hexdigest()
+
+
+def sampling_digest(columns: Row, queries: Iterable[Row]) -> str:
+    """Digest of a sampling event, which covers its sum query events."""
+    return digest({**columns, "sum_queries": [query["hash"] for query in queries]})
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")

@@ -1,0 +1,205 @@
+"""Who took part, kept apart from the ledger: secret, and never exported.
+
+The ledger holds only a commitment to each cohort: SHA-256 over a salt of 32 random bytes and the
+cohort. It binds the server to the cohort and, without the salt, says nothing about it.
+"""
+
+import hashlib
+import json
+import secrets
+import zlib
+from dataclasses import dataclass
+from operator import index
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from fedpriv.accounting.database import Database
+from fedpriv.accounting.ledger_rows import ChargedRow
+from fedpriv.accounting.ledger_schema import PARTICIPATION
+from fedpriv.errors import InvalidValueError, LedgerError
+
+Users = npt.NDArray[np.int64]
+"""Positions of users in the population, ascending: [cohort]."""
+
+_SALT_BYTES = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Cohort:
+    """Who was asked to take part in one attempt at a round.
+
+    Attributes:
+        run: name of the run.
+        round: number of the round.
+        attempt: number of the attempt.
+        users: their positions in the population, ascending: [cohort].
+    """
+
+    run: str
+    round: int
+    attempt: int
+    users: Users
+
+
+class ParticipationRecord:
+    """A SQLite file of cohorts, readable and writable by its owner alone.
+
+    Guarantees:
+        * a cohort is durable when `record` returns its commitment;
+        * the salt comes from the operating system, in seeded runs too;
+        * a cohort that is read back is the one that was committed to.
+
+    Use `create`, `open` or `open_or_create`, and close it or use it as a context manager.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @classmethod
+    def create(cls, path: Path) -> Self:
+        """Create an empty record with mode 0600.
+
+        Raises:
+            LedgerError: there is a file already, or it cannot be written.
+        """
+        return cls(Database.create(path, PARTICIPATION, {}))
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open an existing record.
+
+        Raises:
+            LedgerError: there is none, or others than its owner can read or write it.
+        """
+        return cls(Database(path, PARTICIPATION))
+
+    @classmethod
+    def open_or_create(cls, path: Path) -> Self:
+        """Open the record at `path`, or create it if there is nothing.
+
+        Raises:
+            LedgerError: what is there cannot be used, or nothing can be created.
+        """
+        return cls(Database.open_or_create(path, PARTICIPATION, {}))
+
+    def record(
+        self, run: str, round_number: int, attempt: int, users: npt.NDArray[np.integer]
+    ) -> str:
+        """Keep a cohort and return its commitment, 64 hexadecimal digits.
+
+        To be called before the round is charged, so that every commitment in the ledger has a
+        cohort; one that is never charged is harmless. The same attempt may be recorded again.
+
+        Args:
+            run: name of the run.
+            round_number: number of the round.
+            attempt: number of the attempt.
+            users: distinct positions in the population, in any order: [cohort]; may be empty.
+
+        Raises:
+            InvalidValueError: `users` is not a vector of distinct integers from 0.
+            LedgerError: the cohort cannot be written.
+        """
+        cohort = Cohort(run, index(round_number), index(attempt), _ascending(users))
+        salt = secrets.token_bytes(_SALT_BYTES)
+        row = {
+            "commitment": _commitment(salt, cohort),
+            "run": run,
+            "round": cohort.round,
+            "attempt": cohort.attempt,
+            "salt": salt,
+            "users": zlib.compress(_encoded(cohort.users)),
+        }
+        with self._database.transaction():
+            self._database.insert("participation", row)
+        return str(row["commitment"])
+
+    def cohort_of(self, commitment: str) -> Cohort:
+        """The cohort that was committed to.
+
+        Raises:
+            LedgerError: there is none, or it was changed.
+        """
+        sql = "SELECT * FROM participation WHERE commitment = ?"
+        rows = self._database.read(sql, (commitment,))
+        if not rows:
+            raise LedgerError(f"no cohort with commitment {commitment} is recorded")
+        row = rows[0]
+        try:
+            users = np.frombuffer(zlib.decompress(row["users"]), dtype="<i8").astype(np.int64)
+            cohort = Cohort(row["run"], row["round"], row["attempt"], users)
+            unchanged = _commitment(row["salt"], cohort) == commitment
+        except (TypeError, ValueError, zlib.error):
+            unchanged = False
+        if not unchanged:
+            raise LedgerError(f"the cohort with commitment {commitment} was changed")
+        return cohort
+
+    def users_of(self, commitment: str) -> Users:
+        """Positions of the users of a cohort, ascending: [cohort].
+
+        Raises:
+            LedgerError: no such cohort is recorded, or it was changed.
+        """
+        return self.cohort_of(commitment).users
+
+    def confirm(self, row: ChargedRow) -> None:
+        """Check that the cohort of a charge is recorded and can have been drawn in its round.
+
+        Raises:
+            LedgerError: names the sampling event whose cohort is missing, changed, of another
+                attempt, or not of the population.
+        """
+        try:
+            cohort = self.cohort_of(row.cohort_commitment)
+        except LedgerError as error:
+            raise LedgerError(f"{row}: {error}") from error
+        if (cohort.run, cohort.round, cohort.attempt) != (row.run, row.round, row.attempt):
+            raise LedgerError(
+                f"{row}: its cohort is that of run {cohort.run}, round {cohort.round}, "
+                f"attempt {cohort.attempt}"
+            )
+        population = row.event.sampling.population
+        if cohort.users.size and cohort.users[-1] >= population:
+            raise LedgerError(
+                f"{row}: its cohort has user {cohort.users[-1]} of a population of {population}"
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _ascending(users: npt.NDArray[np.integer]) -> Users:
+    if users.ndim != 1 or not np.issubdtype(users.dtype, np.integer):
+        raise InvalidValueError(
+            f"users have shape {users.shape} and type {users.dtype}; they must be a vector of "
+            "integers"
+        )
+    ascending = np.unique(users).astype(np.int64)
+    if ascending.size != users.size:
+        raise InvalidValueError(
+            f"{users.size - ascending.size} users occur twice; a user joins a cohort once"
+        )
+    if ascending.size and ascending[0] < 0:
+        raise InvalidValueError(f"user {ascending[0]} is not a position; positions start at 0")
+    return ascending
+
+
+def _encoded(users: Users) -> bytes:
+    return users.astype("<i8").tobytes()
+
+
+def _commitment(salt: bytes, cohort: Cohort) -> str:
+    # The JSON object ends itself, so no two cohorts have the same encoding.
+    attempt = json.dumps([cohort.run, cohort.round, cohort.attempt]).encode()
+    return hashlib.sha256(salt + attempt + _encoded(cohort.users)).hexdigest()

@@ -1,0 +1,83 @@
+"""The folder of a run: where each file lies, and the one rule for writing metrics."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedpriv.errors import InvalidValueError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Files of one run.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: Path
+
+    @property
+    def plan(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "plan.toml"
+
+    @property
+    def ledger(self) -> Path:
+        """The ledger, unless the run charges a shared one."""
+        return self.path / "ledger.sqlite"
+
+    def participation_of(self, ledger: Path) -> Path:
+        """Who took part, beside the ledger that commits to it; readable by its owner only."""
+        return ledger.with_suffix(".participation.sqlite")
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per release, in the order of release."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the server's states."""
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The model after the last round."""
+        return self.path / "model.safetensors"
+
+    def create(self) -> None:
+        """Make the folder.
+
+        Raises:
+            InvalidValueError: it holds a run already, or cannot be made.
+        """
+        if self.plan.exists():
+            raise InvalidValueError(
+                f"{self.path} holds a run already; resume it or choose another folder"
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidValueError(f"{self.path} cannot be made: {error.strerror}") from error
+
+    def append_metrics(self, row: Mapping[str, object]) -> None:
+        """Add a line; a line that a crash cut short is ended first."""
+        with self.metrics.open("a+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 1, 0))
+            if file.read(1) not in (b"", b"\n"):
+                file.write(b"\n")
+            file.write(json.dumps(row).encode() + b"\n")
+
+    def read_metrics(self) -> Iterator[dict[str, object]]:
+        """Rows of all releases; lines that a crash cut short are left out."""
+        if not self.metrics.exists():
+            return
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue

@@ -1,0 +1,173 @@
+"""A run at the server: rounds, evaluation, metrics and checkpoints, in one folder."""
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save
+
+from fedpriv.accounting.budget import PrivacyBudget
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.federated.checkpoint import (
+    Checkpoint,
+    checkpoints,
+    resume,
+    save_checkpoint,
+    write_atomically,
+)
+from fedpriv.federated.optimizers import Parameters
+from fedpriv.federated.plan import TrainingPlan
+from fedpriv.federated.round import ServerState
+from fedpriv.federated.train import Books, RoundReport, Stop, train
+from fedpriv.federated.transport import Transport
+from fedpriv.privacy.entropy import Entropy
+
+from .evaluation import Evaluation
+from .folder import RunFolder
+
+Evaluate = Callable[[Parameters], Evaluation]
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often things are done, in rounds.
+
+    Attributes:
+        evaluate: rounds between evaluations; the last round is always evaluated.
+        checkpoint: rounds between checkpoints; the last round always has one.
+    """
+
+    evaluate: int
+    checkpoint: int
+
+
+@dataclass(frozen=True)
+class RoundRow:
+    """One line of the metrics: what one release was and cost.
+
+    Attributes:
+        round: number of the round, from 0.
+        attempt: number of the attempt.
+        epsilon: ε of all charges of the ledger so far, at `delta`.
+        delta: δ of the budget.
+        test_loss: mean loss on held-out rows, if the round was evaluated.
+        test_accuracy: accuracy on held-out rows, if there is one.
+        seconds: wall time of the round.
+        charge: hash of the round's row in the ledger.
+    """
+
+    round: int
+    attempt: int
+    epsilon: float
+    delta: float
+    test_loss: float | None
+    test_accuracy: float | None
+    seconds: float
+    charge: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        stop: why.
+        state: the server's state at the end.
+        evaluation: the last model on held-out rows.
+    """
+
+    stop: Stop
+    state: ServerState
+    evaluation: Evaluation
+
+
+@contextmanager
+def open_books(
+    ledger: Path, participation: Path, population: str, budget: PrivacyBudget
+) -> Iterator[Books]:
+    """Open or create ledger and participation record of a run, and close them in the end."""
+    with (
+        Ledger.open_or_create(ledger, population) as opened,
+        ParticipationRecord.open_or_create(participation) as record,
+    ):
+        yield Books(opened, record, budget)
+
+
+def state_to_start_from(
+    folder: RunFolder, plan: TrainingPlan, books: Books, initial: ServerState
+) -> ServerState:
+    """State of the newest checkpoint, or the initial state if there is none.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the plan or the ledger.
+    """
+    found = checkpoints(folder.checkpoints)
+    return resume(found[-1], plan, books.ledger) if found else initial
+
+
+def conduct(
+    folder: RunFolder,
+    plan: TrainingPlan,
+    state: ServerState,
+    transport: Transport,
+    books: Books,
+    entropy: Entropy,
+    evaluate: Evaluate,
+    cadence: Cadence,
+) -> Generator[RoundRow, None, Outcome]:
+    """Run a plan to its end or to the end of its budget, writing everything into a folder.
+
+    A line of metrics is written after each release and before its checkpoint; a run that is
+    resumed repeats the rounds since its last checkpoint as new attempts, with new charges.
+
+    Args:
+        folder: where to write; exists.
+        plan: the plan.
+        state: where to start, from `state_to_start_from`.
+        transport: reaches the users.
+        books: ledger, participation record and budget.
+        entropy: where cohorts and noise come from.
+        evaluate: measures a released model on rows of no enrolled user.
+        cadence: how often to evaluate and to write checkpoints.
+
+    Yields:
+        A row for each round.
+    """
+    rounds = train(plan, state, transport, books, entropy)
+    while True:
+        try:
+            report = next(rounds)
+        except StopIteration as end:
+            stop: Stop = end.value
+            break
+        state = report.state
+        due = state.round % cadence.evaluate == 0 or state.round == plan.rounds
+        row = _row(report, books, evaluate(state.parameters) if due else None)
+        folder.append_metrics(asdict(row))
+        if state.round % cadence.checkpoint == 0 or state.round == plan.rounds:
+            _save(folder, plan, state, books)
+        yield row
+    _save(folder, plan, state, books)
+    tensors = {name: np.ascontiguousarray(p) for name, p in state.parameters.items()}
+    write_atomically(folder.model, save(tensors))
+    return Outcome(stop, state, evaluate(state.parameters))
+
+
+def _row(report: RoundReport, books: Books, evaluation: Evaluation | None) -> RoundRow:
+    return RoundRow(
+        round=report.round,
+        attempt=report.attempt,
+        epsilon=books.budget.epsilon_of(books.ledger.spent()),
+        delta=books.budget.delta,
+        test_loss=evaluation.loss if evaluation else None,
+        test_accuracy=evaluation.accuracy if evaluation else None,
+        seconds=report.seconds,
+        charge=report.charge_hash,
+    )
+
+
+def _save(folder: RunFolder, plan: TrainingPlan, state: ServerState, books: Books) -> None:
+    save_checkpoint(folder.checkpoints, Checkpoint(state, plan.digest, books.ledger.head))

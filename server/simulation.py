@@ -1,0 +1,211 @@
+"""`fedpriv simulate`: a whole run on simulated users, from a configuration to its figures."""
+
+import os
+import tomllib
+from collections.abc import Generator
+from pathlib import Path
+
+import tomli_w
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.config import Config, load_config
+from fedpriv.engine.transport import device_named
+from fedpriv.errors import InvalidValueError
+from fedpriv.experiment import Experiment, build
+from fedpriv.federated.checkpoint import write_atomically
+from fedpriv.federated.train import Books, Stop
+from fedpriv.report.figures import accuracy_figure, epsilon_figure, save_figure
+from fedpriv.report.tables import format_epsilon, randomness_of
+
+from .evaluation import Evaluator
+from .folder import RunFolder
+from .run import Cadence, Outcome, RoundRow, conduct, open_books, state_to_start_from
+
+
+def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> None:
+    """Run or resume an experiment and print how it went.
+
+    Args:
+        file: the experiment, TOML.
+        assignments: "a.b=value" overrides.
+        out: folder of the run; by default a new one under runs/.
+        resume: go on with the run in `out`, or start it if there is none.
+
+    Raises:
+        FedprivError: something is wrong with the input; the message says what.
+    """
+    console = Console()
+    config = load_config(file, assignments)
+    run = _run_name(config)
+    folder = RunFolder(out or Path("runs") / run)
+    resuming = resume and folder.plan.exists()
+    if resuming:
+        run = _run_of(folder)
+    experiment = build(config, run)
+    _warn(experiment, console)
+    if not resuming:
+        folder.create()
+        write_atomically(folder.plan, _resolved_plan(experiment).encode())
+    ledger = Path(config.privacy.ledger) if config.privacy.ledger else folder.ledger
+    with open_books(
+        ledger, folder.participation_of(ledger), experiment.population.name, experiment.budget
+    ) as books:
+        state = state_to_start_from(folder, experiment.plan, books, experiment.initial_state)
+        if resuming:
+            console.print(f"resuming {folder.path} at round {state.round}")
+        evaluator = Evaluator(
+            experiment.task, experiment.population.test, device_named(config.engine.device)
+        )
+        rows = conduct(
+            folder,
+            experiment.plan,
+            state,
+            experiment.transport,
+            books,
+            experiment.entropy,
+            evaluator,
+            Cadence(config.output.evaluate_every, config.output.checkpoint_every),
+        )
+        outcome = _show(rows, experiment, state.round, console)
+        _print_result(experiment, folder, ledger, outcome, books, console)
+    _draw(folder, experiment)
+
+
+def _run_name(config: Config) -> str:
+    """Name that is new for each run, except of a seeded one, which can be repeated."""
+    if config.run:
+        return config.run
+    suffix = os.urandom(4).hex() if config.seed is None else f"seed{config.seed}"
+    return f"{config.name}-{suffix}"
+
+
+def _run_of(folder: RunFolder) -> str:
+    """Name of the run that a folder holds."""
+    try:
+        return str(tomllib.loads(folder.plan.read_text(encoding="utf-8"))["run"])
+    except (OSError, tomllib.TOMLDecodeError, KeyError) as error:
+        raise InvalidValueError(f"{folder.plan} cannot be read as a plan: {error}") from error
+
+
+def _resolved_plan(experiment: Experiment) -> str:
+    """Configuration as it was run, with a head of facts; it can be run again."""
+    plan = experiment.plan
+    facts = {
+        "population": plan.population,
+        "enrolled users": plan.sampling.population,
+        "expected cohort": f"{plan.sampling.expected_cohort_size:g}",
+        "parameters": plan.layout.dimension,
+        "plan digest": plan.digest,
+    }
+    facts |= {
+        f"group {q.group}": f"clipping norm {q.clipping_norm:g}, noise stddev {q.noise_stddev:g}"
+        for q in plan.mechanism.query.sum_query.events
+    }
+    head = "".join(f"# {name}: {value}\n" for name, value in facts.items())
+    return head + tomli_w.dumps(experiment.config.model_dump(exclude_none=True))
+
+
+def _warn(experiment: Experiment, console: Console) -> None:
+    delta, population = experiment.budget.delta, experiment.plan.sampling.population
+    if delta >= 1.0 / population:
+        console.print(
+            f"warning: δ is {delta:g}; it should be below 1/N = {1.0 / population:.3g}, since "
+            "publishing one random user's data whole satisfies δ = 1/N",
+            style="yellow",
+        )
+    if experiment.config.privacy.unsafe_no_privacy:
+        console.print("warning: unsafe_no_privacy is set; no ε holds for this run", style="red")
+
+
+def _show(
+    rows: Generator[RoundRow, None, Outcome], experiment: Experiment, first: int, console: Console
+) -> Outcome:
+    """Drive the run under a progress bar."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
+    )
+    expected = experiment.plan.sampling.expected_cohort_size
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(
+            experiment.plan.run, total=experiment.plan.rounds, completed=first, figures=""
+        )
+        accuracy = ""
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration as end:
+                outcome: Outcome = end.value
+                return outcome
+            if row.test_accuracy is not None:
+                accuracy = f"accuracy {row.test_accuracy:.1%}  "
+            # From the expected cohort, since the realised one is private.
+            speed = expected / row.seconds
+            figures = f"{accuracy}ε {row.epsilon:.3f}  {speed:,.0f} users/s"
+            progress.update(task, completed=row.round + 1, figures=figures)
+
+
+def _print_result(
+    experiment: Experiment,
+    folder: RunFolder,
+    ledger: Path,
+    outcome: Outcome,
+    books: Books,
+    console: Console,
+) -> None:
+    privacy, plan = experiment.config.privacy, experiment.plan
+    table = Table(title=f"{plan.run}", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    if outcome.evaluation.accuracy is not None:
+        table.add_row("accuracy on held-out rows", f"{outcome.evaluation.accuracy:.2%}")
+    table.add_row("loss on held-out rows", f"{outcome.evaluation.loss:.4f}")
+    loss = epsilon_of(books.ledger.spent(), privacy.delta, privacy.accountant)
+    table.add_row("user-level (ε, δ)", f"({format_epsilon(loss)}, {privacy.delta:g})")
+    of_run = books.ledger.events(plan.run)
+    if len(books.ledger.runs()) > 1:
+        alone = epsilon_of(of_run, privacy.delta, privacy.accountant)
+        table.add_row("of which this run alone", format_epsilon(alone))
+    table.add_row("what it means", loss.assumptions)
+    table.add_row("randomness", str(randomness_of(books.ledger)))
+    table.add_row("rounds", _rounds_text(outcome, len(of_run), plan.rounds))
+    table.add_row(
+        "mechanism",
+        f"q = {plan.sampling.sampling_probability:g} of N = {plan.sampling.population} users, "
+        f"z = {plan.noise_multiplier:.4g}, {experiment.config.clipping.strategy} clipping",
+    )
+    head = books.ledger.head
+    table.add_row("ledger", f"{ledger}\nhead {head.count}:{head.hash}")
+    table.add_row("folder", str(folder.path))
+    console.print(table)
+
+
+def _rounds_text(outcome: Outcome, charged: int, planned: int) -> str:
+    text = f"{outcome.state.round} of {planned}, {charged} charged"
+    return text if outcome.stop is Stop.ROUNDS else f"{text}: stopped, {outcome.stop}"
+
+
+def _draw(folder: RunFolder, experiment: Experiment) -> None:
+    """Figures of all rounds, the last attempt at each."""
+    rows = {int(str(row["round"])): row for row in folder.read_metrics()}
+    ordered = [rows[number] for number in sorted(rows)]
+    rounds = [int(str(row["round"])) + 1 for row in ordered]
+    name, delta = experiment.plan.run, experiment.budget.delta
+    spent = [float(str(row["epsilon"])) for row in ordered]
+    if spent and max(spent) < float("inf"):
+        figure = epsilon_figure(rounds, spent, delta, experiment.budget.epsilon, name)
+        save_figure(figure, folder.path, "epsilon")
+    measured = [
+        (number, float(str(row["test_accuracy"])))
+        for number, row in zip(rounds, ordered, strict=True)
+        if row["test_accuracy"] is not None
+    ]
+    if measured:
+        numbers, accuracy = zip(*measured, strict=True)
+        save_figure(accuracy_figure(numbers, accuracy, name), folder.path, "accuracy")

@@ -1,0 +1,157 @@
+"""A budget is never passed: not by one process, not by several, and a refusal changes nothing."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from fedpriv.accounting.budget import PrivacyBudget, merge_equal
+from fedpriv.accounting.events import Randomness, poisson_gaussian
+from fedpriv.accounting.ledger import Ledger, ProposedCharge
+from fedpriv.errors import BudgetExceededError, InvalidValueError, UnsupportedEventError
+
+CHEAP, DEAR = poisson_gaussian(0.1, 4.0), poisson_gaussian(0.1, 1.0)
+
+
+def price(events, delta):
+    """A stand-in for an accountant: each round costs Σ 1/z², and δ must be the budget's."""
+    assert delta == 1e-5
+    return math.fsum(event.count / event.noise_multiplier**2 for event in events)
+
+
+def propose(round_number, event=DEAR):
+    return ProposedCharge("r", round_number, 0, Randomness.SEEDED, event, "00" * 32)
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    with Ledger.create(tmp_path / "ledger", "users") as ledger:
+        yield ledger
+
+
+class TestBudget:
+    @pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan])
+    def test_epsilon_must_be_positive(self, epsilon):
+        with pytest.raises(InvalidValueError, match=f"epsilon is {epsilon}"):
+            PrivacyBudget(epsilon, 1e-5, price)
+
+    @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan])
+    def test_delta_must_be_a_probability_inside(self, delta):
+        with pytest.raises(InvalidValueError, match=f"delta is {delta}"):
+            PrivacyBudget(1.0, delta, price)
+
+    def test_admits_up_to_and_including_its_epsilon(self):
+        budget = PrivacyBudget(3.0, 1e-5, price)
+        assert budget.admits([DEAR, DEAR, DEAR])
+        assert not budget.admits([DEAR, DEAR, DEAR, CHEAP])
+        assert budget.epsilon_of([DEAR, CHEAP]) == 1.0625
+
+    @pytest.mark.parametrize("epsilon", [1.0, math.inf])
+    def test_a_price_that_is_not_a_number_is_not_admitted(self, epsilon):
+        assert not PrivacyBudget(epsilon, 1e-5, lambda *_: math.nan).admits([CHEAP])
+
+    def test_equal_events_are_priced_as_one(self):
+        priced = []
+        budget = PrivacyBudget(9.0, 1e-5, lambda events, _: priced.extend(events) or 0.0)
+        budget.epsilon_of([CHEAP, DEAR, replace(CHEAP, count=5), DEAR, CHEAP])
+        assert priced == [replace(CHEAP, count=7), replace(DEAR, count=2)]
+
+    def test_events_that_differ_in_the_last_bit_are_not_merged(self):
+        close = poisson_gaussian(math.nextafter(0.1, 1.0), 4.0)
+        assert merge_equal([CHEAP, close]) == (CHEAP, close)
+
+
+class TestCharging:
+    def test_stops_before_the_budget_is_passed(self, ledger):
+        budget = PrivacyBudget(3.0, 1e-5, price)
+        for number in range(3):
+            ledger.charge(propose(number), budget)
+        head = ledger.head
+        with pytest.raises(BudgetExceededError, match=r"ε = 4\.0 at δ = 1e-05.*budget of ε = 3\.0"):
+            ledger.charge(propose(3), budget)
+        assert ledger.head == head
+        assert ledger.next_attempt("r", 3) == 0
+        ledger.verify()
+
+    def test_a_refusal_leaves_room_for_what_still_fits(self, ledger):
+        budget = PrivacyBudget(1.1, 1e-5, price)
+        ledger.charge(propose(0), budget)
+        with pytest.raises(BudgetExceededError):
+            ledger.charge(propose(1), budget)
+        ledger.charge(propose(1, CHEAP), budget)
+        assert ledger.events() == [DEAR, CHEAP]
+
+    def test_counts_what_others_charged_without_it(self, ledger, tmp_path):
+        budget = PrivacyBudget(2.0, 1e-5, price)
+        ledger.charge(propose(0), budget)
+        with Ledger.open(tmp_path / "ledger") as other:
+            other.charge(propose(1))
+        with pytest.raises(BudgetExceededError):
+            ledger.charge(propose(2), budget)
+
+    def test_a_price_that_is_not_a_number_refuses(self, ledger):
+        with pytest.raises(BudgetExceededError, match="ε = nan"):
+            ledger.charge(propose(0), PrivacyBudget(math.inf, 1e-5, lambda *_: math.nan))
+        assert ledger.head.count == 0
+
+    def test_an_event_without_an_analysis_is_not_charged(self, ledger):
+        def refuse(events, delta):
+            raise UnsupportedEventError("no analysis")
+
+        with pytest.raises(UnsupportedEventError):
+            ledger.charge(propose(0), PrivacyBudget(1.0, 1e-5, refuse))
+        assert ledger.head.count == 0
+        ledger.charge(propose(0))
+        ledger.verify()
+
+    def test_the_price_may_ask_the_ledger(self, ledger):
+        ledger.charge(propose(0))
+        budget = PrivacyBudget(9.0, 1e-5, lambda _, delta: price(ledger.spent(), delta))
+        ledger.charge(propose(1), budget)
+        assert ledger.head.count == 2
+
+
+RACER = """
+import sys
+from pathlib import Path
+from fedpriv.accounting.budget import PrivacyBudget
+from fedpriv.accounting.events import Randomness, poisson_gaussian
+from fedpriv.accounting.ledger import Ledger, ProposedCharge
+from fedpriv.errors import BudgetExceededError
+
+budget = PrivacyBudget(60.0, 1e-5, lambda events, delta: float(sum(e.count for e in events)))
+event = poisson_gaussian(0.1, 1.0)
+with Ledger.open(Path(sys.argv[1])) as ledger:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for number in range(61):
+        proposal = ProposedCharge(sys.argv[2], number, 0, Randomness.SEEDED, event, "00" * 32)
+        try:
+            ledger.charge(proposal, budget)
+        except BudgetExceededError:
+            print(number)
+            break
+"""
+
+
+def test_processes_that_race_spend_the_budget_exactly(ledger, tmp_path):
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACER, tmp_path / "ledger", f"racer {number}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(3)
+    ]
+    for racer in racers:
+        assert racer.stdout.readline() == "ready\n"
+    for racer in racers:
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    charged = [int(racer.communicate(timeout=60)[0]) for racer in racers]
+    assert sum(charged) == 60
+    assert ledger.head.count == 60
+    ledger.verify()
