@@ -12,14 +12,17 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.federated.transport import LocalTraining
 
 _FLOAT = 4  # bytes
-_COPIES_OF_PARAMETERS = 4  # current parameters, gradient, velocity, and one temporary
 _COPIES_OF_ACTIVATIONS = 3  # forward, backward, and one temporary
 _PADDED_SHARE = 1.5  # examples of the largest user of a chunk over those of the smallest
 _PADDED_EXAMPLES = 8  # below this many, starting another chunk costs more than padding
 
 
 def lane_bytes(
-    task: Task, examples: Mapping[str, npt.NDArray[np.generic]], local: LocalTraining, largest: int
+    task: Task,
+    examples: Mapping[str, npt.NDArray[np.generic]],
+    local: LocalTraining,
+    largest: int,
+    copies: int,
 ) -> int:
     """Estimate of the memory of one user in a chunk.
 
@@ -28,6 +31,7 @@ def lane_bytes(
         examples: at least one row of data, to measure the activations of an example.
         local: how a user trains.
         largest: number of examples of the largest user.
+        copies: how often the parameters of one user are held at once.
     """
     activations = 0
 
@@ -48,7 +52,7 @@ def lane_bytes(
     parameters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
     batch = min(local.batch_size or largest, largest)
     held = steps_of(largest, local) * batch * x.numel()
-    moving = batch * activations * _COPIES_OF_ACTIVATIONS + parameters * _COPIES_OF_PARAMETERS
+    moving = batch * activations * _COPIES_OF_ACTIVATIONS + parameters * copies
     return _FLOAT * (held + moving)
 
 

@@ -1,12 +1,15 @@
 """Clipping and summing the updates of a chunk: `GaussianSumQuery.contribution` in torch."""
 
+from collections.abc import Iterator
+
 import torch
 
 from fedpriv.engine.task import TorchTensors
 from fedpriv.privacy.groups import VectorGroup
 from fedpriv.privacy.layout import Layout
 
-# Conversion to float64 goes through blocks of columns that fit a processor's cache.
+# Conversion to float64 goes through blocks of columns that fit a processor's cache, in memory that
+# is used again: on a CPU, fresh pages cost more than the arithmetic.
 _COLUMNS = 16_384
 
 
@@ -27,10 +30,7 @@ def clipped_sum(
         [D] float64 on the device of the updates.
     """
     lanes = {name: tensor.flatten(1) for name, tensor in updates.items()}
-    norms = {
-        name: torch.linalg.vector_norm(lane, dim=1, dtype=torch.float64)
-        for name, lane in lanes.items()
-    }
+    norms = {name: _norms(lane) for name, lane in lanes.items()}
     # In float64 the squares of finite float32 numbers cannot overflow: not finite means NaN or inf.
     finite = torch.isfinite(torch.stack(list(norms.values()))).all(0)
     if not bool(finite.all()):
@@ -52,6 +52,23 @@ def clipped_sum(
 
 def _add(total: torch.Tensor, factors: torch.Tensor, lanes: torch.Tensor) -> None:
     """Add factors [C] @ lanes [C, d] to total [d], in float64."""
-    for start in range(0, lanes.shape[1], _COLUMNS):
-        block = lanes[:, start : start + _COLUMNS].double()
-        total[start : start + _COLUMNS] += factors @ block
+    for columns, block in _blocks(lanes):
+        total[columns] += factors @ block
+
+
+def _norms(lanes: torch.Tensor) -> torch.Tensor:
+    """L2 norm of each of the lanes [C, d], in float64: [C]."""
+    parts = [torch.linalg.vector_norm(block, dim=1) for _, block in _blocks(lanes)]
+    norms: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    return norms
+
+
+def _blocks(lanes: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Blocks of columns of [C, d] in float64, at least one, all in the same memory."""
+    lane_count, dimension = lanes.shape
+    buffer = torch.empty(
+        (lane_count, min(_COLUMNS, dimension)), dtype=torch.float64, device=lanes.device
+    )
+    for start in range(0, max(dimension, 1), _COLUMNS):
+        block = lanes[:, start : start + _COLUMNS]
+        yield slice(start, start + _COLUMNS), buffer[:, : block.shape[1]].copy_(block)

@@ -13,6 +13,7 @@ import torch
 from fedpriv.data.store import UserStore
 from fedpriv.engine.chunks import chunks, lane_bytes, lanes_within
 from fedpriv.engine.clipping import clipped_sum
+from fedpriv.engine.linear import LinearLayers, linear_layers, train_linear_chunk
 from fedpriv.engine.local import train_chunk
 from fedpriv.engine.schedule import schedule
 from fedpriv.engine.task import Task, TorchTensors
@@ -21,6 +22,8 @@ from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest,
 from fedpriv.privacy.layout import Layout
 
 _log = logging.getLogger(__name__)
+_COPIES = 4  # parameters of a user in `train_chunk`: current, gradient, velocity, a temporary
+_COPIES_LINEAR = 2  # in `train_linear_chunk`: the update and a temporary
 
 
 def device_named(name: str) -> torch.device:
@@ -100,6 +103,7 @@ class InProcessTransport(Transport):
         starts = self.users.offsets[chunk].tolist()
         sizes = self._sizes(chunk).tolist()
         plan = schedule(chunk.tolist(), starts, sizes, request.local, request.local_key)
+        shape = plan.rows.shape
         fields = self.users.take(plan.rows)
         x, y = (
             torch.from_numpy(fields[name]).to(self.device)
@@ -107,9 +111,11 @@ class InProcessTransport(Transport):
         )
         weights = torch.from_numpy(plan.weights).to(self.device)
         with self._seeded(request.local_key, int(chunk[0])):
-            updates = train_chunk(
-                self.task, parameters, self._constants, x, y, weights, request.local
-            )
+            given = (self.task, parameters, self._constants, x, y, weights, request.local)
+            if self._linear is not None and self._linear.pays(shape[1] * shape[2]):
+                updates = train_linear_chunk(self._linear, *given)
+            else:
+                updates = train_chunk(*given)
         layout = Layout.of(request.parameters)
         return clipped_sum(updates, layout, request.groups).cpu().numpy()
 
@@ -129,9 +135,16 @@ class InProcessTransport(Transport):
         return int(self.users.sizes.max())
 
     @cached_property
+    def _linear(self) -> LinearLayers | None:
+        example = self.users.take(np.zeros(1, np.int64))[self.task.inputs]
+        return linear_layers(self.task, torch.from_numpy(example))
+
+    @cached_property
     def _constants(self) -> TorchTensors:
         return self.task.constants(self.device)
 
     def _lanes(self, local: LocalTraining) -> int:
         example: Mapping[str, npt.NDArray[np.generic]] = self.users.take(np.zeros(1, np.int64))
-        return lanes_within(self.chunk_memory, lane_bytes(self.task, example, local, self._largest))
+        copies = _COPIES if self._linear is None else _COPIES_LINEAR
+        one = lane_bytes(self.task, example, local, self._largest, copies)
+        return lanes_within(self.chunk_memory, one)

@@ -11,6 +11,7 @@ from transport_conformance import TransportConformance
 
 from fedpriv.data.store import UserStore
 from fedpriv.engine.chunks import lane_bytes, lanes_within
+from fedpriv.engine.linear import LinearLayers, linear_layers
 from fedpriv.engine.schedule import schedule
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, device_named
@@ -28,10 +29,13 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(outputs, targets, reduction="none")
 
 
-def make_task() -> Task:
+def make_task(kind: str = "general") -> Task:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.GroupNorm(2, 8), nn.Tanh(), nn.Linear(8, 3))
-    return Task(model, cross_entropy)
+    middle = {
+        "general": lambda: [nn.GroupNorm(2, 8), nn.Tanh()],
+        "linear": lambda: [nn.Tanh(), nn.Linear(8, 8, bias=False), nn.Tanh()],
+    }[kind]()
+    return Task(nn.Sequential(nn.Linear(6, 8), *middle, nn.Linear(8, 3)), cross_entropy)
 
 
 def make_users() -> UserStore:
@@ -94,7 +98,8 @@ def with_lanes(
     task: Task, users: UserStore, local: LocalTraining, lanes: int
 ) -> InProcessTransport:
     """Transport with memory for just so many users in a chunk."""
-    one = lane_bytes(task, users.examples_of(0), local, max(SIZES))
+    copies = 4 if linear_layers(task, torch.zeros(1, 6)) is None else 2
+    one = lane_bytes(task, users.examples_of(0), local, max(SIZES), copies)
     return InProcessTransport(task, users, torch.device("cpu"), lanes * one)
 
 
@@ -123,8 +128,13 @@ LOCALS = [
 @pytest.mark.parametrize("strategy", ["flat", "per-layer", "joint"])
 @pytest.mark.parametrize("local", LOCALS, ids=str)
 @pytest.mark.parametrize("lanes", [1, 3, 100])
-def test_equals_one_user_at_a_time(strategy: str, local: LocalTraining, lanes: int) -> None:
-    task, users = make_task(), make_users()
+@pytest.mark.parametrize("kind", ["general", "linear"])
+def test_equals_one_user_at_a_time(
+    strategy: str, local: LocalTraining, lanes: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Corrections do not pay for layers as small as these; they must be right all the same.
+    monkeypatch.setattr(LinearLayers, "pays", lambda _self, _examples: True)
+    task, users = make_task(kind), make_users()
     request = request_for(task, local, list(range(len(SIZES))), strategy)
     transport = with_lanes(task, users, local, lanes)
     partials = list(transport.collect(request))
