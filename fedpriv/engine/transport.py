@@ -57,21 +57,24 @@ class InProcessTransport(Transport):
         device: where to train.
         chunk_memory: bytes that a chunk of users may take, roughly; it decides how many users
             train together. Chunks that fit a processor's caches are fastest.
+        hosted: positions in the enrolled population of the store's users, if the store holds a
+            part of it; None if position i of the store is user i.
     """
 
     task: Task
     users: UserStore
     device: torch.device
     chunk_memory: int
+    hosted: npt.NDArray[np.int64] | None = None
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the sum of the clipped updates of each chunk."""
         parameters = {
             name: torch.tensor(p, device=self.device) for name, p in request.parameters.items()
         }
-        sizes = self._sizes(request.users)
-        lanes = self._lanes(request.local)
-        for number, chunk in enumerate(chunks(request.users, sizes, request.local, lanes)):
+        users = self._positions(request.users)
+        sizes, lanes = self._sizes(users), self._lanes(request.local)
+        for number, chunk in enumerate(chunks(users, sizes, request.local, lanes)):
             yield from self._collect_chunk(request, parameters, chunk, f"chunk {number}")
 
     def _collect_chunk(
@@ -102,7 +105,8 @@ class InProcessTransport(Transport):
     ) -> npt.NDArray[np.float64]:
         starts = self.users.offsets[chunk].tolist()
         sizes = self._sizes(chunk).tolist()
-        plan = schedule(chunk.tolist(), starts, sizes, request.local, request.local_key)
+        enrolled = (chunk if self.hosted is None else self.hosted[chunk]).tolist()
+        plan = schedule(enrolled, starts, sizes, request.local, request.local_key)
         shape = plan.rows.shape
         fields = self.users.take(plan.rows)
         x, y = (
@@ -110,7 +114,7 @@ class InProcessTransport(Transport):
             for name in (self.task.inputs, self.task.targets)
         )
         weights = torch.from_numpy(plan.weights).to(self.device)
-        with self._seeded(request.local_key, int(chunk[0])):
+        with self._seeded(request.local_key, enrolled[0]):
             given = (self.task, parameters, self._constants, x, y, weights, request.local)
             if self._linear is not None and self._linear.pays(shape[1] * shape[2]):
                 updates = train_linear_chunk(self._linear, *given)
@@ -125,6 +129,12 @@ class InProcessTransport(Transport):
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed((int.from_bytes(local_key[8:15], "little") + user) % 2**63)
             yield
+
+    def _positions(self, users: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Positions in the store of those users that are in it."""
+        if self.hosted is None:
+            return users[(users >= 0) & (users < self.users.population)]
+        return np.flatnonzero(np.isin(self.hosted, users))
 
     def _sizes(self, users: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Sizes of some users, at a cost that does not grow with the population."""

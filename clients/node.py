@@ -1,0 +1,37 @@
+"""A node's whole part in a round: one partial sum over those of its users that were drawn."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.federated.transport import PartialSum, RoundRequest
+from fedpriv.privacy.layout import Layout
+
+
+@dataclass(frozen=True)
+class Node:
+    """A process that hosts some of the enrolled users.
+
+    The node is trusted with its users' data and clips each of their updates by itself; whoever
+    receives the partial sum can only check its norm against the number of users in it.
+
+    Attributes:
+        name: under which the server knows it.
+        transport: trains the node's users; `hosted` says who of the population they are.
+    """
+
+    name: str
+    transport: InProcessTransport
+
+    def answer(self, request: RoundRequest) -> PartialSum:
+        """Train the node's users of the cohort and sum their clipped contributions.
+
+        Users of the request that the node does not host are left to other nodes.
+        """
+        total = np.zeros(Layout.of(request.parameters).dimension)
+        users = 0
+        for partial in self.transport.collect(request):
+            total += partial.total
+            users += partial.users
+        return PartialSum(self.name, users, total)

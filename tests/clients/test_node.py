@@ -1,0 +1,93 @@
+"""Nodes that host parts of a population give together what one process gives."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+from transport_conformance import TransportConformance
+
+from fedpriv.clients.node import Node
+from fedpriv.data.store import UserStore
+from fedpriv.data.synthetic import synthetic_population
+from fedpriv.engine.task import Task
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest, Transport
+from fedpriv.losses import cross_entropy
+from fedpriv.privacy.groups import flat
+from fedpriv.privacy.layout import Layout
+
+USERS = 12
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Nodes(Transport):
+    """A transport over nodes in this process."""
+
+    nodes: tuple[Node, ...]
+
+    def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
+        for node in self.nodes:
+            yield node.answer(request)
+
+
+def make_task() -> Task:
+    torch.manual_seed(0)
+    return Task(nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)), cross_entropy)
+
+
+def make_users() -> UserStore:
+    users = synthetic_population(USERS, (1, 9), (8,), classes=3, seed=0).users
+    users.fields["y"][users.rows_of(USERS - 1)] = 99  # the loss raises for this user
+    return users
+
+
+def make_nodes() -> Nodes:
+    users, task = make_users(), make_task()
+    parts = [np.array([0, 4, 5, 11]), np.array([1, 2, 3]), np.array([6, 7, 8, 9, 10])]
+    return Nodes(
+        tuple(
+            Node(f"node {i}", InProcessTransport(task, users.subset(part), CPU, 10**6, part))
+            for i, part in enumerate(parts)
+        )
+    )
+
+
+def make_request() -> RoundRequest:
+    parameters = make_task().parameters()
+    return RoundRequest(
+        "run",
+        0,
+        0,
+        parameters,
+        flat(Layout.of(parameters), 0.1),
+        LocalTraining(0.1, batch_size=2, epochs=2),
+        np.arange(USERS),
+        bytes(range(32)),
+    )
+
+
+class TestNodes(TransportConformance):
+    def transport(self) -> Transport:
+        return make_nodes()
+
+    def request(self) -> RoundRequest:
+        return make_request()
+
+
+def test_nodes_together_equal_one_process() -> None:
+    request = replace(make_request(), users=np.array([0, 2, 3, 7, 9, 11]))
+    alone = InProcessTransport(make_task(), make_users(), CPU, 10**6)
+    expected = sum(partial.total for partial in alone.collect(request))
+    partials = list(make_nodes().collect(request))
+    assert [partial.users for partial in partials] == [1, 2, 2]
+    np.testing.assert_allclose(sum(p.total for p in partials), expected, atol=1e-7)
+
+
+def test_a_node_without_drawn_users_answers_with_zero() -> None:
+    request = replace(make_request(), users=np.array([1]))
+    partial = make_nodes().nodes[0].answer(request)
+    assert partial.users == 0
+    np.testing.assert_array_equal(partial.total, 0.0)

@@ -1,0 +1,133 @@
+"""One clear sentence for each way in which a configuration can be wrong."""
+
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from fedpriv.config import Config, load_config, parse_config
+from fedpriv.errors import InvalidValueError
+
+ROOT = Path(__file__).parents[1]
+GOOD = {
+    "name": "test",
+    "rounds": 10,
+    "data": {"name": "digits"},
+    "model": {"name": "softmax"},
+    "local": {"learning_rate": 0.5, "epochs": 1},
+    "privacy": {"sampling_probability": 0.3, "epsilon": 2.0, "delta": 1e-3},
+    "clipping": {"norm": 0.5},
+}
+
+
+def changed(**assignments: object) -> dict[str, object]:
+    """GOOD with keys such as privacy__delta replaced, or removed when None."""
+    table: dict[str, object] = {k: dict(v) if isinstance(v, dict) else v for k, v in GOOD.items()}
+    for path, value in assignments.items():
+        *sections, key = path.split("__")
+        inner = table
+        for section in sections:
+            inner = inner.setdefault(section, {})  # type: ignore[assignment]
+        if value is None:
+            del inner[key]
+        else:
+            inner[key] = value
+    return table
+
+
+def test_a_good_table_is_read_with_defaults() -> None:
+    config = parse_config(GOOD, "test")
+    assert config.server.optimizer == "fedavg"
+    assert config.clipping.strategy == "flat"
+    assert config.local.batch_size == "all"
+    assert config.seed is None
+
+
+@pytest.mark.parametrize(
+    ("assignments", "message"),
+    [
+        ({"nmae": "x"}, "unknown key nmae; did you mean 'name'"),
+        ({"privacy__detla": 0.1}, "unknown key privacy.detla; did you mean 'delta'"),
+        ({"clipping": None}, "key clipping is absent"),
+        ({"privacy__delta": None}, "key privacy.delta is absent"),
+        ({"privacy__epsilon": None}, "epsilon is absent"),
+        ({"privacy__sampling_probability": 0.0}, "privacy.sampling_probability is 0.0"),
+        ({"privacy__sampling_probability": 1.1}, "less than or equal to 1"),
+        ({"privacy__delta": 1.0}, "privacy.delta is 1.0"),
+        ({"privacy__epsilon": -1.0}, "privacy.epsilon is -1.0"),
+        ({"privacy__noise_multiplier": 0.0}, "unsafe_no_privacy = true"),
+        ({"privacy__noise_multiplier": -0.5}, "privacy.noise_multiplier is -0.5"),
+        ({"privacy__unsafe_no_privacy": True}, "noise_multiplier must then be given"),
+        ({"clipping__norm": 0.0}, "clipping.norm is 0.0; input should be greater than 0"),
+        ({"clipping__norm": float("nan")}, "clipping.norm is nan"),
+        ({"clipping__norm": "wide"}, "clipping.norm is 'wide'"),
+        ({"clipping__strategy": "layer"}, "clipping.strategy is 'layer'.*'per-layer'"),
+        ({"local__batch_size": "some"}, "local.batch_size is 'some'"),
+        ({"local__batch_size": 0}, "local.batch_size is 0"),
+        ({"rounds": 0}, "rounds is 0"),
+        ({"rounds": 1.5}, "rounds is 1.5"),
+        ({"name": "a b"}, "name is 'a b'"),
+        ({"server__optimizer": "adam"}, "server.optimizer is 'adam'.*'fedadam'"),
+    ],
+)
+def test_each_mistake_is_one_sentence(assignments: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message) as caught:
+        parse_config(changed(**assignments), "test.toml")
+    assert str(caught.value).startswith("test.toml: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_overrides_replace_and_add_keys(tmp_path: Path) -> None:
+    path = tmp_path / "test.toml"
+    path.write_text(tomli_w.dumps(GOOD))
+    config = load_config(
+        path,
+        [
+            "clipping.strategy=joint",
+            "clipping.norm = 0.25",
+            "data.options.users=100",
+            "seed=3",
+            'server.options={"learning_rate" = 0.5}',
+        ],
+    )
+    assert config.clipping.strategy == "joint"
+    assert config.clipping.norm == 0.25
+    assert config.data.options == {"users": 100}
+    assert config.seed == 3
+    assert config.server.options == {"learning_rate": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("clipping.norm", "not of the form"),
+        ("=1", "not of the form"),
+        ("rounds.x=1", "rounds is not a table"),
+        ("clipping.nrom=1", "did you mean 'norm'"),
+    ],
+)
+def test_bad_overrides_are_refused(tmp_path: Path, override: str, message: str) -> None:
+    path = tmp_path / "test.toml"
+    path.write_text(tomli_w.dumps(GOOD))
+    with pytest.raises(InvalidValueError, match=message):
+        load_config(path, [override])
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match=r"absent\.toml cannot be read: No such file"):
+        load_config(tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("name = ")
+    with pytest.raises(InvalidValueError, match=r"broken\.toml is not valid TOML"):
+        load_config(broken)
+
+
+EXPERIMENTS = sorted((ROOT / "simulations").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=[path.name for path in EXPERIMENTS])
+def test_committed_experiments_are_valid_and_survive_writing(path: Path) -> None:
+    config = load_config(path)
+    table = config.model_dump(exclude_none=True)
+    assert parse_config(table, "again") == config
+    assert isinstance(config, Config)

@@ -1,0 +1,92 @@
+"""Who may import whom, and what importing costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# What each package may import of the project, besides itself and fedpriv.errors.
+ALLOWED = {
+    "fedpriv.errors": set(),
+    "fedpriv.accounting": set(),
+    "fedpriv.privacy": {"fedpriv.accounting.events"},
+    "fedpriv.data": set(),
+    "fedpriv.federated": {"fedpriv.accounting", "fedpriv.privacy"},
+    "fedpriv.engine": {"fedpriv.privacy", "fedpriv.federated.transport", "fedpriv.data.store"},
+    "fedpriv.models": set(),
+    "fedpriv.losses": {"fedpriv.engine.task"},
+    "fedpriv.config": set(),
+    "fedpriv.report": {"fedpriv.accounting"},
+    "fedpriv.experiment": {"fedpriv"},
+    "fedpriv.cli": {"fedpriv"},
+    "clients": {"fedpriv"},
+    "server": {"fedpriv"},
+    "simulations": {"fedpriv", "clients", "server"},
+}
+FOREIGN = {
+    "fedpriv.accounting": {"numpy", "scipy", "sqlite3"},
+    "fedpriv.privacy": {"numpy", "scipy", "cryptography"},
+    "fedpriv.federated": {"numpy", "safetensors"},
+}
+
+
+def package_of(name: str) -> str:
+    """The entry of ALLOWED that a module belongs to."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "fedpriv" else parts[0]
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for top in ("fedpriv", "clients", "server", "simulations"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            if name != "fedpriv":
+                found.append((name, path))
+    return found
+
+
+def imports(name: str, path: Path) -> set[str]:
+    """Modules that a file imports anywhere, relative imports resolved."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = name.rsplit(".", node.level)[0] + "." if node.level else ""
+            found.add(base + (node.module or ""))
+    return found
+
+
+@pytest.mark.parametrize(("name", "path"), modules(), ids=str)
+def test_imports_follow_the_layout(name: str, path: Path) -> None:
+    package = package_of(name)
+    allowed = ALLOWED[package] | {package, "fedpriv.errors"}
+    for imported in imports(name, path):
+        top = imported.split(".")[0]
+        if top in {"fedpriv", "clients", "server", "simulations"}:
+            reached = [a for a in allowed if imported == a or imported.startswith(f"{a}.")]
+            assert reached, f"{name} imports {imported}; allowed are {sorted(allowed)}"
+        elif package in FOREIGN and top not in sys.stdlib_module_names:
+            assert top in FOREIGN[package], f"{name} imports {imported}"
+
+
+@pytest.mark.parametrize(
+    ("name", "forbidden"),
+    [
+        ("fedpriv", "torch flwr numpy scipy"),
+        ("fedpriv.accounting.accountants", "torch flwr sklearn matplotlib pydantic"),
+        ("fedpriv.accounting.ledger", "torch flwr scipy matplotlib pydantic"),
+        ("fedpriv.privacy.mechanism", "torch flwr sklearn matplotlib"),
+        ("fedpriv.federated.train", "torch flwr sklearn matplotlib"),
+        ("fedpriv.cli", "torch flwr sklearn matplotlib scipy"),
+    ],
+)
+def test_importing_loads_nothing_heavy(name: str, forbidden: str) -> None:
+    check = f"import sys, {name}; print(*({set(forbidden.split())!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
