@@ -104,6 +104,8 @@ def export(
 
 def main() -> None:
     """Run the command line; an error of ours is one sentence and exit code 2."""
+    # Models and populations named package.module:function may lie in the working folder.
+    sys.path.append(str(Path.cwd()))
     try:
         app()
     except FedprivError as error:

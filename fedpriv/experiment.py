@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from fedpriv.accounting.accountants import ACCOUNTANTS, epsilon
 from fedpriv.accounting.budget import PrivacyBudget
 from fedpriv.accounting.calibration import calibrate_noise_multiplier
@@ -46,6 +48,7 @@ class Experiment:
         plan: the training plan.
         budget: what all runs of the ledger may spend together.
         entropy: where cohorts and noise come from.
+        device: where to train and evaluate.
     """
 
     config: Config
@@ -54,6 +57,7 @@ class Experiment:
     plan: TrainingPlan
     budget: PrivacyBudget
     entropy: Entropy
+    device: torch.device
 
     @property
     def initial_state(self) -> ServerState:
@@ -63,13 +67,8 @@ class Experiment:
     @property
     def transport(self) -> InProcessTransport:
         """Transport that trains the population in this process."""
-        engine = self.config.engine
-        return InProcessTransport(
-            self.task,
-            self.population.users,
-            device_named(engine.device),
-            engine.chunk_mebibytes * 2**20,
-        )
+        memory = self.config.engine.chunk_mebibytes * 2**20
+        return InProcessTransport(self.task, self.population.users, self.device, memory)
 
 
 def build(config: Config, run: str) -> Experiment:
@@ -82,6 +81,7 @@ def build(config: Config, run: str) -> Experiment:
     Raises:
         FedprivError: something does not fit; the message says what.
     """
+    device = device_named(config.engine.device)
     population = load_population(config.data.name, config.data.options)
     model = build_model(config.model.name, config.model.options, config.model.seed)
     task = Task(model, find_loss(config.model.loss))
@@ -104,7 +104,7 @@ def build(config: Config, run: str) -> Experiment:
         description=f"{config.model!r} seed={config.seed}",
     )
     entropy = OperatingSystemEntropy() if config.seed is None else SeededEntropy(config.seed)
-    return Experiment(config, population, task, plan, budget, entropy)
+    return Experiment(config, population, task, plan, budget, entropy, device)
 
 
 def privacy_budget(config: Config) -> PrivacyBudget:
@@ -119,7 +119,8 @@ def privacy_budget(config: Config) -> PrivacyBudget:
     def loss(events: Sequence[RoundEvent], delta: float) -> float:
         return epsilon(events, delta, privacy.accountant).epsilon
 
-    return PrivacyBudget(privacy.epsilon or float("inf"), privacy.delta, loss)
+    limited = privacy.epsilon is not None and not privacy.unsafe_no_privacy
+    return PrivacyBudget(privacy.epsilon if limited else float("inf"), privacy.delta, loss)
 
 
 def vector_groups(clipping: ClippingSection, layout: Layout) -> tuple[VectorGroup, ...]:

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.config import Config, load_config
-from fedpriv.engine.transport import device_named
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment import Experiment, build
 from fedpriv.federated.checkpoint import write_atomically
@@ -56,9 +55,7 @@ def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resu
         state = state_to_start_from(folder, experiment.plan, books, experiment.initial_state)
         if resuming:
             console.print(f"resuming {folder.path} at round {state.round}")
-        evaluator = Evaluator(
-            experiment.task, experiment.population.test, device_named(config.engine.device)
-        )
+        evaluator = Evaluator(experiment.task, experiment.population.test, experiment.device)
         rows = conduct(
             folder,
             experiment.plan,

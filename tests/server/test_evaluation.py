@@ -1,0 +1,48 @@
+"""Evaluation against the obvious, and without touching the model."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fedpriv.engine.task import Task
+from fedpriv.losses import cross_entropy, squared_error
+from fedpriv.server.evaluation import Evaluator
+
+CPU = torch.device("cpu")
+RNG = np.random.default_rng(0)
+
+
+def test_loss_and_accuracy_by_hand() -> None:
+    # More rows than are evaluated at once.
+    x = RNG.standard_normal((4321, 6)).astype(np.float32)
+    y = RNG.integers(0, 3, 4321)
+    model = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.9))
+    task = Task(model, cross_entropy)
+    weight = RNG.standard_normal((3, 6)).astype(np.float32)
+    bias = np.zeros(3, np.float32)
+    result = Evaluator(task, {"x": x, "y": y}, CPU)({"0.weight": weight, "0.bias": bias})
+    scores = torch.from_numpy(x @ weight.T)
+    assert result.accuracy == pytest.approx(float((scores.argmax(1).numpy() == y).mean()))
+    assert result.loss == pytest.approx(
+        functional.cross_entropy(scores, torch.from_numpy(y)).item(), rel=1e-5
+    )
+    assert model.training
+    assert not torch.equal(model[0].weight, torch.from_numpy(weight))
+
+
+def test_sequences_count_every_position() -> None:
+    x = RNG.standard_normal((10, 3, 5)).astype(np.float32)
+    y = x.argmax(1)
+    y[0] = (y[0] + 1) % 3
+    task = Task(nn.Identity(), cross_entropy)
+    result = Evaluator(task, {"x": x, "y": y}, CPU)({})
+    assert result.accuracy == pytest.approx(0.9)
+
+
+def test_regression_has_no_accuracy() -> None:
+    x = RNG.standard_normal((10, 2)).astype(np.float32)
+    result = Evaluator(Task(nn.Identity(), squared_error), {"x": x, "y": x + 2}, CPU)({})
+    assert result.accuracy is None
+    assert result.loss == pytest.approx(4.0)

@@ -1,0 +1,41 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from fedpriv.errors import InvalidValueError
+from fedpriv.server.folder import RunFolder
+
+
+def test_metrics_come_back_in_order(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert list(folder.read_metrics()) == []
+    rows = [{"round": i, "epsilon": i / 3} for i in range(3)]
+    for row in rows:
+        folder.append_metrics(row)
+    assert list(folder.read_metrics()) == rows
+
+
+@pytest.mark.parametrize("cut", range(1, 20))
+def test_a_line_cut_short_by_a_crash_loses_only_itself(tmp_path: Path, cut: int) -> None:
+    folder = RunFolder(tmp_path)
+    folder.append_metrics({"round": 0})
+    line = json.dumps({"round": 1, "epsilon": 0.5}).encode()
+    with folder.metrics.open("ab") as file:
+        file.write(line[:cut])
+    folder.append_metrics({"round": 2})
+    assert list(folder.read_metrics()) == [{"round": 0}, {"round": 2}]
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.plan.write_text("")
+    with pytest.raises(InvalidValueError, match="holds a run already"):
+        folder.create()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidValueError, match="cannot be made"):
+        RunFolder(tmp_path / "file" / "run").create()

@@ -1,0 +1,80 @@
+"""A run that is killed at random moments never releases what its ledger does not hold."""
+
+import multiprocessing
+import random
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.federated.checkpoint import checkpoints, load_checkpoint
+from fedpriv.server.folder import RunFolder
+from fedpriv.server.simulation import run_simulation
+
+KILLS = 20
+CONFIG = """
+name = "killed"
+rounds = 400
+data = { name = "digits" }
+model = { name = "softmax" }
+local = { learning_rate = 0.5, epochs = 1 }
+clipping = { norm = 0.5 }
+output = { evaluate_every = 100 }
+privacy = { sampling_probability = 0.3, epsilon = 50.0, delta = 1e-3, noise_multiplier = 4.0, \
+accountant = "rdp" }
+"""
+
+
+def check(folder: RunFolder) -> int:
+    """Every release is charged and the checkpoint is covered; returns the next round."""
+    if not folder.ledger.exists():
+        assert list(folder.read_metrics()) == []
+        assert checkpoints(folder.checkpoints) == []
+        return 0
+    with Ledger.open(folder.ledger) as ledger:
+        record = folder.participation_of(folder.ledger)
+        if record.exists():
+            with ParticipationRecord.open(record) as participation:
+                ledger.verify(participation)
+        charged = {row.hash: (row.round, row.attempt) for row in ledger.charges()}
+        for row in folder.read_metrics():
+            assert charged[str(row["charge"])] == (row["round"], row["attempt"])
+        found = checkpoints(folder.checkpoints)
+        if not found:
+            return 0
+        saved = load_checkpoint(found[-1])
+        assert ledger.contains_head(saved.ledger_head)
+        assert set(range(saved.state.round)) <= {number for number, _ in charged.values()}
+        return saved.state.round
+
+
+def test_killing_and_resuming_never_loses_a_charge(tmp_path: Path) -> None:
+    config, folder = tmp_path / "killed.toml", RunFolder(tmp_path / "run")
+    config.write_text(CONFIG)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fedpriv.server.simulation", "fedpriv.data.digits"])
+
+    def start() -> BaseProcess:
+        """What `fedpriv simulate FILE --out DIR --resume` does, in a process of its own."""
+        process = context.Process(
+            target=run_simulation, args=(config, [], folder.path), kwargs={"resume": True}
+        )
+        process.start()
+        return process
+
+    moments = random.Random(0)
+    reached = []
+    for _ in range(KILLS):
+        process = start()
+        time.sleep(moments.uniform(0.2, 1.5))
+        process.kill()
+        process.join()
+        reached.append(check(folder))
+    assert reached == sorted(reached)
+    assert reached[-1] > 0
+    process = start()
+    process.join()
+    assert process.exitcode == 0
+    assert check(folder) == 400
+    assert folder.model.exists()

@@ -1,0 +1,355 @@
+"""The commands as a user types them, with good and bad input."""
+
+import contextlib
+import io
+import json
+import sqlite3
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.cli import main
+
+ROOT = Path(__file__).parents[1]
+DIGITS = ROOT / "simulations" / "digits.toml"
+SHORT = ["--set", "rounds=6", "--set", "privacy.noise_multiplier=4.0"]
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def fedpriv(*arguments: str | Path, cwd: Path | None = None) -> Done:
+    """Run the command line's own main, in this process, as starting it takes seconds."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setenv("COLUMNS", "200")
+        patch.setenv("NO_COLOR", "1")
+        patch.setattr(sys, "argv", ["fedpriv", *map(str, arguments)])
+        patch.setattr(sys, "path", [*sys.path])
+        if cwd:
+            patch.chdir(cwd)
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            sys.modules.pop("mine", None)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def refused(*arguments: str | Path, cwd: Path | None = None) -> str:
+    """The one sentence of a command that must fail with exit code 2."""
+    done = fedpriv(*arguments, cwd=cwd)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "digits"
+    done = fedpriv("simulate", DIGITS, *SHORT, "--out", folder)
+    assert done.returncode == 0, done.stderr
+    assert "accuracy on held-out rows" in done.stdout
+    assert "operating system" in done.stdout
+    return folder
+
+
+def test_simulate_writes_the_run_folder(run_folder: Path) -> None:
+    names = {path.name for path in run_folder.iterdir()}
+    assert names == {
+        "plan.toml",
+        "ledger.sqlite",
+        "ledger.participation.sqlite",
+        "metrics.jsonl",
+        "checkpoints",
+        "model.safetensors",
+        "accuracy.png",
+        "accuracy.svg",
+        "epsilon.png",
+        "epsilon.svg",
+    }
+    assert (run_folder / "ledger.participation.sqlite").stat().st_mode & 0o777 == 0o600
+
+
+def test_metrics_hold_the_epsilon_of_the_ledger(run_folder: Path) -> None:
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == list(range(6))
+    with Ledger.open(run_folder / "ledger.sqlite") as ledger:
+        events = ledger.events()
+    for count, row in enumerate(rows, start=1):
+        assert row["epsilon"] == epsilon_of(events[:count], 1e-3).epsilon
+    assert rows[-1]["test_accuracy"] > 0.5
+
+
+def test_the_resolved_plan_runs_again(run_folder: Path, tmp_path: Path) -> None:
+    plan = run_folder / "plan.toml"
+    text = plan.read_text()
+    assert "# expected cohort: 86.1" in text
+    assert tomllib.loads(text)["privacy"]["noise_multiplier"] == 4.0
+    done = fedpriv("simulate", plan, "--out", tmp_path / "again")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_is_not_overwritten_but_resumed(run_folder: Path) -> None:
+    assert "holds a run already" in refused("simulate", DIGITS, *SHORT, "--out", run_folder)
+    before = (run_folder / "metrics.jsonl").read_bytes()
+    done = fedpriv("simulate", DIGITS, *SHORT, "--out", run_folder, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "at round 6" in done.stdout
+    assert (run_folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_resuming_with_another_plan_is_refused(run_folder: Path) -> None:
+    changed = ["--set", "rounds=6", "--set", "privacy.noise_multiplier=3.0"]
+    message = refused("simulate", DIGITS, *changed, "--out", run_folder, "--resume")
+    assert "can only be resumed with the plan it began with" in message
+
+
+def test_epsilon_prints_what_the_accountants_say(run_folder: Path) -> None:
+    ledger = run_folder / "ledger.sqlite"
+    done = fedpriv("epsilon", ledger, "--delta", "1e-3")
+    assert done.returncode == 0, done.stderr
+    with Ledger.open(ledger) as opened:
+        events = opened.events()
+    for name in ("pld", "rdp"):
+        value = epsilon_of(events, 1e-3, name).epsilon
+        row = next(line for line in done.stdout.splitlines() if f" {name} " in line)
+        printed = float(row.replace("│", " ").replace("┃", " ").split()[3])
+        assert value <= printed <= value + 1.001e-3
+    assert "operating system" in done.stdout
+    only = fedpriv("epsilon", ledger, "--accountant", "rdp")
+    assert " pld " not in only.stdout
+    assert "δ = 0.001" in only.stdout  # the largest power of ten below 1/287
+
+
+def test_ledger_show_verify_and_export(run_folder: Path, tmp_path: Path) -> None:
+    ledger = run_folder / "ledger.sqlite"
+    shown = fedpriv("ledger", "show", ledger, "--last", "2")
+    assert shown.returncode == 0
+    assert "287" in shown.stdout
+    assert len([line for line in shown.stdout.splitlines() if "update: 0.5, 2" in line]) == 2
+    participation = run_folder / "ledger.participation.sqlite"
+    intact = fedpriv("ledger", "verify", ledger, "--participation", participation)
+    assert intact.returncode == 0, intact.stderr
+    assert "6 charges, each with the cohort it commits to" in intact.stdout
+    head = intact.stdout.split("head ")[1].strip()
+    assert fedpriv("ledger", "verify", ledger, "--head", head).returncode == 0
+    assert "never had the head" in refused("ledger", "verify", ledger, "--head", "6:" + "0" * 64)
+    assert "COUNT:HASH" in refused("ledger", "verify", ledger, "--head", "six")
+    out = tmp_path / "ledger.jsonl"
+    assert fedpriv("ledger", "export", ledger, "--out", out).returncode == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 7
+    assert lines[1]["sum_queries"][0]["clipping_norm"] == 0.5
+    printed = fedpriv("ledger", "export", ledger)
+    assert printed.stdout == out.read_text()
+    assert "cannot be written" in refused("ledger", "export", ledger, "--out", tmp_path / "a" / "b")
+
+
+def test_verify_names_the_row_that_was_changed(run_folder: Path, tmp_path: Path) -> None:
+    forged = tmp_path / "forged.sqlite"
+    with sqlite3.connect(run_folder / "ledger.sqlite") as source, sqlite3.connect(forged) as copy:
+        source.backup(copy)
+    for connection in (source, copy):
+        connection.close()
+    with sqlite3.connect(forged) as connection:
+        triggers = connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'")
+        for (name,) in triggers.fetchall():
+            connection.execute(f'DROP TRIGGER "{name}"')
+        connection.execute("UPDATE sampling_events SET sampling_probability = 0.1 WHERE id = 3")
+    connection.close()
+    assert "sampling event 3" in refused("ledger", "verify", forged)
+    assert "sampling event 3" in refused("epsilon", forged)
+
+
+@pytest.mark.parametrize("strategy", ["flat", "per-layer", "joint"])
+def test_clippings_differ_by_one_key(strategy: str, tmp_path: Path) -> None:
+    key = f"clipping.strategy={strategy}"
+    done = fedpriv(
+        "simulate",
+        DIGITS,
+        *SHORT,
+        "--set",
+        "model.name=mlp",
+        "--set",
+        key,
+        "--set",
+        "model.options={inputs=64, hidden=8}",
+        "--out",
+        tmp_path / "run",
+    )
+    assert done.returncode == 0, done.stderr
+    with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
+        (event,) = set(ledger.events())
+    assert len(event.queries) == (2 if strategy == "per-layer" else 1)
+    assert event.noise_multiplier == pytest.approx(4.0)
+
+
+def test_seeded_runs_repeat_and_say_so(tmp_path: Path) -> None:
+    outputs = []
+    for name in ("one", "two"):
+        done = fedpriv("simulate", DIGITS, *SHORT, "--set", "seed=5", "--out", tmp_path / name)
+        assert "seeded: reproducible, not a guarantee" in done.stdout
+        outputs.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert outputs[0] == outputs[1]
+    epsilon = fedpriv("epsilon", tmp_path / "one" / "ledger.sqlite")
+    assert "seeded: reproducible, not a guarantee" in epsilon.stdout
+
+
+def test_runs_over_one_population_add_up_in_one_ledger(tmp_path: Path) -> None:
+    shared = tmp_path / "shared.sqlite"
+    key = f"privacy.ledger={shared}"
+    for name in ("one", "two"):
+        done = fedpriv("simulate", DIGITS, *SHORT, "--set", key, "--out", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    assert "of which this run alone" in done.stdout
+    printed = fedpriv("epsilon", shared, "--delta", "1e-3")
+    assert "all runs" in printed.stdout
+    with Ledger.open(shared) as ledger:
+        assert len(ledger.runs()) == 2
+        assert ledger.head.count == 12
+    other = ["--set", "data.options.users=100", "--set", key, "--out", str(tmp_path / "three")]
+    assert "is of population" in refused("simulate", DIGITS, *SHORT, *other)
+
+
+def test_the_budget_stops_a_run(tmp_path: Path) -> None:
+    limited = ["--set", "privacy.noise_multiplier=1.0", "--set", "privacy.epsilon=1.5"]
+    done = fedpriv("simulate", DIGITS, *limited, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "the next round would pass the privacy budget" in done.stdout
+    with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
+        events = ledger.events()
+    assert 0 < len(events) < 100
+    assert epsilon_of(events, 1e-3).epsilon <= 1.5
+    assert epsilon_of([*events, events[0]], 1e-3).epsilon > 1.5
+
+
+def test_a_large_delta_is_warned_about(tmp_path: Path) -> None:
+    done = fedpriv(
+        "simulate", DIGITS, *SHORT, "--set", "privacy.delta=0.01", "--out", tmp_path / "run"
+    )
+    assert done.returncode == 0
+    assert "warning: δ is 0.01; it should be below 1/N = 0.00348" in done.stdout
+
+
+def test_no_privacy_has_to_be_asked_for_and_is_infinite(tmp_path: Path) -> None:
+    off = ["--set", "privacy.noise_multiplier=0.0", "--set", "rounds=3"]
+    assert "unsafe_no_privacy = true" in refused("simulate", DIGITS, *off)
+    done = fedpriv(
+        "simulate",
+        DIGITS,
+        *off,
+        "--set",
+        "privacy.unsafe_no_privacy=true",
+        "--out",
+        tmp_path / "run",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no ε holds" in done.stdout
+    assert "∞" in fedpriv("epsilon", tmp_path / "run" / "ledger.sqlite").stdout
+
+
+JOINT = ["--set", "clipping.strategy=joint"]
+MODELS = """
+import torch
+from fedpriv.data.arrays import from_grouped
+from fedpriv.data.population import Population
+
+class NaN(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x.flatten(1)) * float("nan")
+
+def nan():
+    return NaN(64, 10)
+
+def normalised():
+    layers = torch.nn.Flatten(), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 10)
+    return torch.nn.Sequential(*layers)
+
+def twice():
+    row = {"x": torch.zeros(1, 64).numpy(), "y": torch.zeros(1, dtype=torch.int64).numpy()}
+    return Population("twice", from_grouped([("ann", row), ("bob", row), ("ann", row)]), row)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent.toml"], "absent.toml cannot be read: No such file"),
+        ([DIGITS, "--set", "privcy.delta=1"], "did you mean 'privacy'"),
+        ([DIGITS, "--set", "privacy.sampling_probability=1.5"], "is 1.5"),
+        ([DIGITS, "--set", "privacy.sampling_probability=0"], "is 0"),
+        ([DIGITS, "--set", "clipping.norm=-1"], "clipping.norm is -1"),
+        ([DIGITS, "--set", "clipping.norm=0"], "clipping.norm is 0"),
+        ([DIGITS, "--set", "data.name=digit"], "did you mean 'digits'"),
+        ([DIGITS, "--set", "data.options.usres=3"], "did you mean 'users'"),
+        ([DIGITS, "--set", "model.name=softmx"], "did you mean 'softmax'"),
+        ([DIGITS, "--set", "engine.device=gpu"], "'gpu'"),
+        ([DIGITS, "--set", "privacy.accountant=pdl"], "did you mean 'pld'"),
+        ([DIGITS, *JOINT, "--set", "clipping.scales={a=1.0}"], "1.bias"),
+        ([DIGITS, "--set", "local.steps=2"], "exactly one"),
+        ([DIGITS, "--set", "server.options.momentum=0.5"], "momentum"),
+        ([DIGITS, "--resume"], "--resume needs --out"),
+        ([DIGITS, "--set", "model={name='mine:nan'}"], "NaN"),
+        ([DIGITS, "--set", "model={name='mine:normalised'}"], "'1' is BatchNorm1d"),
+        ([DIGITS, "--set", "data={name='mine:twice'}"], "'ann'"),
+    ],
+    ids=lambda value: str(value)[-40:],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    arguments: list[str | Path], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(MODELS)
+    assert message in refused("simulate", *arguments, cwd=tmp_path)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", [["epsilon"], ["ledger", "show"], ["ledger", "verify"]])
+def test_files_that_are_no_ledgers_are_refused(command: list[str], tmp_path: Path) -> None:
+    assert "absent.sqlite" in refused(*command, tmp_path / "absent.sqlite")
+    other = tmp_path / "other.sqlite"
+    other.write_bytes(b"not a database at all" * 100)
+    assert "other.sqlite" in refused(*command, other)
+
+
+def test_bad_accountant_and_delta_are_refused(run_folder: Path) -> None:
+    ledger = run_folder / "ledger.sqlite"
+    assert "'moments'" in refused("epsilon", ledger, "--accountant", "moments")
+    assert "2" in refused("epsilon", ledger, "--delta", "2")
+
+
+def test_help_names_every_command() -> None:
+    for arguments, expected in [
+        ((), ["simulate", "epsilon", "ledger"]),
+        (("ledger",), ["show", "verify", "export"]),
+    ]:
+        done = fedpriv(*arguments, "--help")
+        assert done.returncode == 0
+        assert all(name in done.stdout for name in expected)
+
+
+def test_the_installed_command_answers() -> None:
+    command = Path(sys.executable).with_name("fedpriv")
+    for arguments, code in (["--help"], 0), (["simulate", "absent.toml"], 2), (["nonsense"], 2):
+        done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
