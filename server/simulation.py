@@ -159,7 +159,7 @@ def _print_result(
     privacy, plan = experiment.config.privacy, experiment.plan
     table = Table(title=f"{plan.run}", show_header=False)
     table.add_column(style="bold")
-    table.add_column()
+    table.add_column(overflow="fold")
     if outcome.evaluation.accuracy is not None:
         table.add_row("accuracy on held-out rows", f"{outcome.evaluation.accuracy:.2%}")
     table.add_row("loss on held-out rows", f"{outcome.evaluation.loss:.4f}")

@@ -1,0 +1,96 @@
+"""What README and docs say can be done, can be done."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from fedpriv.cli import app
+from fedpriv.config import Config
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAKE_TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Commands of indented and fenced blocks and of code spans, as words."""
+    text = page.read_text(encoding="utf-8")
+    lines = re.findall(
+        r"^(?: {4}|)\$? ?((?:[A-Z_]+=\S+ )?(?:fedpriv|make|python -m) .*)$", text, re.M
+    )
+    spans = re.findall(r"`((?:fedpriv|make|python -m) [^`]*)`", text)
+    return [shlex.split(c, comments=True) for c in (*lines, *spans)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_commands_exist(page: Path) -> None:
+    for words in commands(page):
+        match words:
+            case ["make", target, *_]:
+                assert target in MAKE_TARGETS
+            case ["python", "-m", module, *_]:
+                assert (ROOT / Path(*module.split(".")).with_suffix(".py")).exists(), module
+            case ["fedpriv", *arguments]:
+                check_command(arguments)
+
+
+def check_command(arguments: list[str]) -> None:
+    """Sub-commands exist and each option is one of theirs."""
+    command = get_command(app)
+    while arguments and arguments[0] in getattr(command, "commands", {}):
+        command = command.commands[arguments[0]]
+        arguments = arguments[1:]
+    known = {name for parameter in command.params for name in parameter.opts}
+    for argument in arguments:
+        if argument.startswith("--") and argument != "--help":
+            assert argument in known, f"{command.name} has no option {argument}"
+        if argument.startswith("simulations/"):
+            assert (ROOT / argument).exists(), argument
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_links_and_pictures_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_key_is_documented_and_every_documented_key_exists() -> None:
+    table = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    documented = set()
+    for cell in re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE):
+        documented |= set(re.findall(r"`([a-z_.]+)`", cell))
+    documented -= {"plan.toml", "ledger.sqlite", "metrics.jsonl", "model.safetensors"}
+    documented = {name for name in documented if not name.endswith((".png", ".sqlite"))}
+    keys = set()
+    for name, field in Config.model_fields.items():
+        section = getattr(field.annotation, "model_fields", None)
+        keys |= {f"{name}.{key}" for key in section} if section else {name}
+    assert documented == keys
+
+
+def test_the_example_of_the_data_guide_runs(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
+    done = subprocess.run(
+        [sys.executable, "-c", "from mine import people; print(people().users.population)"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("100\n", "")
+
+
+def test_the_version_is_one() -> None:
+    import fedpriv
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert fedpriv.__version__ == project["version"]
