@@ -1,7 +1,7 @@
 """From a configuration to the values that a run is made of."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -86,7 +86,6 @@ def build(config: Config, run: str) -> Experiment:
     model = build_model(config.model.name, config.model.options, config.model.seed)
     task = Task(model, find_loss(config.model.loss))
     check_task(task, {name: column[:4] for name, column in population.test.items()})
-    config = _resolved(config, config.run or run)
     budget = privacy_budget(config)
     layout = Layout.of(task.parameters())
     groups = vector_groups(config.clipping, layout)
@@ -97,12 +96,16 @@ def build(config: Config, run: str) -> Experiment:
         layout=layout,
         groups=groups,
         noise_shares=_noise_shares(config, layout, groups),
-        noise_multiplier=config.privacy.noise_multiplier or 0.0,
+        noise_multiplier=_noise_multiplier(config),
         sampling=PoissonSampling(population.users.population, config.privacy.sampling_probability),
         local=_local_training(config.local),
         optimizer=_optimizer(config.server),
         description=f"{config.model!r} seed={config.seed}",
     )
+    if config.privacy.noise_multiplier is None:
+        plan = _within(plan, budget)
+    privacy = config.privacy.model_copy(update={"noise_multiplier": plan.noise_multiplier})
+    config = config.model_copy(update={"run": plan.run, "privacy": privacy})
     entropy = OperatingSystemEntropy() if config.seed is None else SeededEntropy(config.seed)
     return Experiment(config, population, task, plan, budget, entropy, device)
 
@@ -119,8 +122,10 @@ def privacy_budget(config: Config) -> PrivacyBudget:
     def loss(events: Sequence[RoundEvent], delta: float) -> float:
         return epsilon(events, delta, privacy.accountant).epsilon
 
-    limited = privacy.epsilon is not None and not privacy.unsafe_no_privacy
-    return PrivacyBudget(privacy.epsilon if limited else float("inf"), privacy.delta, loss)
+    limit = privacy.epsilon
+    if limit is None or privacy.unsafe_no_privacy:
+        limit = float("inf")
+    return PrivacyBudget(limit, privacy.delta, loss)
 
 
 def vector_groups(clipping: ClippingSection, layout: Layout) -> tuple[VectorGroup, ...]:
@@ -155,19 +160,29 @@ def vector_groups(clipping: ClippingSection, layout: Layout) -> tuple[VectorGrou
             )
 
 
-def _resolved(config: Config, run: str) -> Config:
-    """Configuration with its run named and its noise multiplier calibrated."""
+def _noise_multiplier(config: Config) -> float:
+    """Noise multiplier of a configuration, calibrated to ε if it is not given."""
     privacy = config.privacy
-    if privacy.noise_multiplier is None and privacy.epsilon is not None:
-        noise_multiplier = calibrate_noise_multiplier(
-            privacy.epsilon,
-            privacy.delta,
-            config.rounds,
-            privacy.sampling_probability,
-            privacy.accountant,
-        )
-        privacy = privacy.model_copy(update={"noise_multiplier": noise_multiplier})
-    return config.model_copy(update={"run": run, "privacy": privacy})
+    if privacy.noise_multiplier is not None or privacy.epsilon is None:
+        return privacy.noise_multiplier or 0.0
+    return calibrate_noise_multiplier(
+        privacy.epsilon,
+        privacy.delta,
+        config.rounds,
+        privacy.sampling_probability,
+        privacy.accountant,
+    )
+
+
+def _within(plan: TrainingPlan, budget: PrivacyBudget) -> TrainingPlan:
+    """Plan with the noise raised until all its rounds fit into the budget.
+
+    The event's own noise multiplier may differ from the calibrated one by a rounding, and the
+    accountant's last digit with it.
+    """
+    while not budget.admits([replace(plan.mechanism.event, count=plan.rounds)]):
+        plan = replace(plan, noise_multiplier=plan.noise_multiplier * (1.0 + 1e-4))
+    return plan
 
 
 def _noise_shares(

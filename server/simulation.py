@@ -144,7 +144,7 @@ def _show(
                 accuracy = f"accuracy {row.test_accuracy:.1%}  "
             # From the expected cohort, since the realised one is private.
             speed = expected / row.seconds
-            figures = f"{accuracy}ε {row.epsilon:.3f}  {speed:,.0f} users/s"
+            figures = f"{accuracy}ε {format_epsilon(row.epsilon)}  {speed:,.0f} users/s"
             progress.update(task, completed=row.round + 1, figures=figures)
 
 
@@ -164,11 +164,11 @@ def _print_result(
         table.add_row("accuracy on held-out rows", f"{outcome.evaluation.accuracy:.2%}")
     table.add_row("loss on held-out rows", f"{outcome.evaluation.loss:.4f}")
     loss = epsilon_of(books.ledger.spent(), privacy.delta, privacy.accountant)
-    table.add_row("user-level (ε, δ)", f"({format_epsilon(loss)}, {privacy.delta:g})")
+    table.add_row("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})")
     of_run = books.ledger.events(plan.run)
     if len(books.ledger.runs()) > 1:
         alone = epsilon_of(of_run, privacy.delta, privacy.accountant)
-        table.add_row("of which this run alone", format_epsilon(alone))
+        table.add_row("of which this run alone", format_epsilon(alone.epsilon))
     table.add_row("what it means", loss.assumptions)
     table.add_row("randomness", str(randomness_of(books.ledger)))
     table.add_row("rounds", _rounds_text(outcome, len(of_run), plan.rounds))

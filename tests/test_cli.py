@@ -233,15 +233,15 @@ def test_runs_over_one_population_add_up_in_one_ledger(tmp_path: Path) -> None:
 
 
 def test_the_budget_stops_a_run(tmp_path: Path) -> None:
-    limited = ["--set", "privacy.noise_multiplier=1.0", "--set", "privacy.epsilon=1.5"]
+    limited = ["--set", "privacy.noise_multiplier=4.0", "--set", "privacy.epsilon=1.0"]
     done = fedpriv("simulate", DIGITS, *limited, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "the next round would pass the privacy budget" in done.stdout
     with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
         events = ledger.events()
     assert 0 < len(events) < 100
-    assert epsilon_of(events, 1e-3).epsilon <= 1.5
-    assert epsilon_of([*events, events[0]], 1e-3).epsilon > 1.5
+    assert epsilon_of(events, 1e-3).epsilon <= 1.0
+    assert epsilon_of([*events, events[0]], 1e-3).epsilon > 1.0
 
 
 def test_a_large_delta_is_warned_about(tmp_path: Path) -> None:

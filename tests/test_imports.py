@@ -80,7 +80,7 @@ def test_imports_follow_the_layout(name: str, path: Path) -> None:
     [
         ("fedpriv", "torch flwr numpy scipy"),
         ("fedpriv.accounting.accountants", "torch flwr sklearn matplotlib pydantic"),
-        ("fedpriv.accounting.ledger", "torch flwr scipy matplotlib pydantic"),
+        ("fedpriv.accounting.ledger", "torch flwr sklearn matplotlib pydantic"),
         ("fedpriv.privacy.mechanism", "torch flwr sklearn matplotlib"),
         ("fedpriv.federated.train", "torch flwr sklearn matplotlib"),
         ("fedpriv.cli", "torch flwr sklearn matplotlib scipy"),

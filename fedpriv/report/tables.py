@@ -32,16 +32,13 @@ def randomness_of(ledger: Ledger) -> Randomness:
     return Randomness.SEEDED if seeded else Randomness.OPERATING_SYSTEM
 
 
-def format_epsilon(loss: PrivacyLoss) -> str:
+def format_epsilon(epsilon: float) -> str:
     """ε to three decimals, rounded up: what is printed is never below what is true.
 
-    >>> from fedpriv.accounting.accountants import epsilon
-    >>> format_epsilon(epsilon([], 1e-5))
-    '0.000'
+    >>> format_epsilon(1.9991), format_epsilon(0.0), format_epsilon(float("inf"))
+    ('2.000', '0.000', '∞')
     """
-    if math.isinf(loss.epsilon):
-        return "∞"
-    return f"{math.ceil(loss.epsilon * 1000) / 1000:.3f}"
+    return "∞" if math.isinf(epsilon) else f"{math.ceil(epsilon * 1000) / 1000:.3f}"
 
 
 def print_epsilon(path: Path, delta: float | None, accountant: str) -> None:
@@ -65,7 +62,7 @@ def print_epsilon(path: Path, delta: float | None, accountant: str) -> None:
             loss = epsilon_of(of_run, delta, name)
             assumptions[loss.assumptions] = None
             rounds = sum(event.count for event in of_run)
-            table.add_row(run, str(rounds), name, format_epsilon(loss), _kind(loss))
+            table.add_row(run, str(rounds), name, format_epsilon(loss.epsilon), _kind(loss))
     console.print(table)
     for sentence in assumptions:
         console.print(sentence)
@@ -118,8 +115,9 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
 
 
 def _kind(loss: PrivacyLoss) -> str:
-    if loss.epsilon_low > 0.0 and math.isfinite(loss.epsilon):
-        return f"upper bound; the truth is at least {loss.epsilon_low:.3f}"
+    low = math.floor(loss.epsilon_low * 1000) / 1000 if math.isfinite(loss.epsilon) else 0.0
+    if low > 0.0:
+        return f"upper bound; the truth is at least {low:.3f}"
     return "upper bound"
 
 

@@ -1,0 +1,59 @@
+"""The public names, and the examples in docstrings."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import fedpriv
+
+PACKAGES = [
+    "fedpriv",
+    "fedpriv.accounting",
+    "fedpriv.data",
+    "fedpriv.engine",
+    "fedpriv.federated",
+    "fedpriv.privacy",
+]
+MODULES = [
+    info.name
+    for info in pkgutil.walk_packages(fedpriv.__path__, "fedpriv.")
+    if not info.name.startswith(("fedpriv.clients", "fedpriv.server"))
+]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_public_names_exist_once_and_are_documented(name: str) -> None:
+    package = importlib.import_module(name)
+    assert list(package.__all__) == sorted(set(package.__all__))
+    for public in package.__all__:
+        value = getattr(package, public)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert value.__doc__, f"{name}.{public} has no docstring"
+            assert value.__module__.startswith(f"{name}."), f"{public} is not of {name}"
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_what_a_package_imports_is_what_it_publishes(name: str) -> None:
+    package = importlib.import_module(name)
+    imported = {
+        public
+        for public, value in vars(package).items()
+        if not public.startswith("_")
+        and not inspect.ismodule(value)
+        and str(getattr(value, "__module__", "")).startswith("fedpriv")
+    }
+    assert imported <= set(package.__all__)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_hold(name: str) -> None:
+    module = importlib.import_module(name)
+    assert doctest.testmod(module).failed == 0
+
+
+def test_there_are_examples() -> None:
+    attempted = sum(doctest.testmod(importlib.import_module(n)).attempted for n in MODULES)
+    assert attempted >= 10
