@@ -33,9 +33,9 @@ clean:
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	PYTHONWARNINGS="ignore:Editable" $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
 .venv/installed-test: .venv/installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	PYTHONWARNINGS="ignore:Editable" $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $@
