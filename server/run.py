@@ -18,10 +18,10 @@ from fedpriv.federated.checkpoint import (
     save_checkpoint,
     write_atomically,
 )
+from fedpriv.federated.loop import Books, RoundReport, Stop, train
 from fedpriv.federated.optimizers import Parameters
 from fedpriv.federated.plan import TrainingPlan
 from fedpriv.federated.round import ServerState
-from fedpriv.federated.train import Books, RoundReport, Stop, train
 from fedpriv.federated.transport import Transport
 from fedpriv.privacy.entropy import Entropy
 

@@ -15,7 +15,7 @@ from fedpriv.config import Config, load_config
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment import Experiment, build
 from fedpriv.federated.checkpoint import write_atomically
-from fedpriv.federated.train import Books, Stop
+from fedpriv.federated.loop import Books, Stop
 from fedpriv.report.figures import accuracy_figure, epsilon_figure, save_figure
 from fedpriv.report.tables import format_epsilon, randomness_of
 

@@ -82,7 +82,7 @@ def test_imports_follow_the_layout(name: str, path: Path) -> None:
         ("fedpriv.accounting.accountants", "torch flwr sklearn matplotlib pydantic"),
         ("fedpriv.accounting.ledger", "torch flwr sklearn matplotlib pydantic"),
         ("fedpriv.privacy.mechanism", "torch flwr sklearn matplotlib"),
-        ("fedpriv.federated.train", "torch flwr sklearn matplotlib"),
+        ("fedpriv.federated.loop", "torch flwr sklearn matplotlib"),
         ("fedpriv.cli", "torch flwr sklearn matplotlib scipy"),
     ],
 )

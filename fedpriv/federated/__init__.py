@@ -1,6 +1,7 @@
 """One round as pure functions, the plan that governs it, and the loop around it."""
 
 from fedpriv.federated.fake import FakeTransport
+from fedpriv.federated.loop import Books, RoundReport, Stop, train
 from fedpriv.federated.optimizers import (
     FedAdaptive,
     FedAvg,
@@ -10,7 +11,6 @@ from fedpriv.federated.optimizers import (
 )
 from fedpriv.federated.plan import TrainingPlan
 from fedpriv.federated.round import ServerState, close_round, initial_state, open_round, sum_round
-from fedpriv.federated.train import Books, RoundReport, Stop, train
 from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest, Transport
 
 __all__ = [

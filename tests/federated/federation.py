@@ -12,8 +12,8 @@ from fedpriv.accounting.events import RoundEvent
 from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.federated.fake import FakeTransport
+from fedpriv.federated.loop import Books
 from fedpriv.federated.plan import TrainingPlan
-from fedpriv.federated.train import Books
 from fedpriv.federated.transport import LocalTraining, RoundRequest
 from fedpriv.privacy.groups import flat
 from fedpriv.privacy.layout import Layout

@@ -12,9 +12,9 @@ from fedpriv.federated.checkpoint import (
     resume,
     save_checkpoint,
 )
+from fedpriv.federated.loop import train
 from fedpriv.federated.optimizers import FedAdaptive, FedAvg, FedAvgM, SecondMoment
 from fedpriv.federated.round import ServerState, initial_state
-from fedpriv.federated.train import train
 from fedpriv.privacy.entropy import SeededEntropy
 
 OPTIMIZERS = [FedAvg(), FedAvgM(), FedAdaptive(SecondMoment.YOGI)]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from federation import CONSTANT, PARAMETERS, make_plan, open_books
 
-from fedpriv.federated import train as train_module
+from fedpriv.federated import loop
 from fedpriv.federated.fake import FakeTransport
+from fedpriv.federated.loop import RoundReport, Stop, train
 from fedpriv.federated.round import initial_state
-from fedpriv.federated.train import RoundReport, Stop, train
 from fedpriv.federated.transport import RoundRequest
 from fedpriv.privacy.entropy import OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.sampling import PoissonSampling
@@ -87,14 +87,14 @@ def test_nothing_is_noised_before_the_charge_is_on_disk(tmp_path, monkeypatch) -
     plan = make_plan()
     with open_books(tmp_path) as books:
         charged_when_noised = []
-        close = train_module.close_round
+        close = loop.close_round
 
         def spy(*arguments: object) -> object:
             with open_books(tmp_path) as another_process:
                 charged_when_noised.append(another_process.ledger.head.count)
             return close(*arguments)
 
-        monkeypatch.setattr(train_module, "close_round", spy)
+        monkeypatch.setattr(loop, "close_round", spy)
         state = initial_state(plan, PARAMETERS)
         run_to_the_end(train(plan, state, CONSTANT, books, SeededEntropy(0)))
     assert charged_when_noised == [1, 2, 3, 4, 5]
