@@ -148,13 +148,14 @@ def joint(
 
 
 def scales_by_dimension(layout: Layout) -> dict[str, float]:
-    """Scales α_j ∝ √d_j under which joint clipping adds as much noise in all as flat clipping.
+    """Scales α_j ∝ d_j^(−1/4): the least noise in all, if all tensors' updates are equally long.
 
-    Flat clipping at norm S and multiplier z adds noise of energy D·(zS)², joint clipping
-    Σ_j d_j·(zSα_j)²; equal for α_j = √(d_j·D / Σ d_k²). Small tensors such as biases then get
-    noise in proportion to the norm they can have.
+    At noise multiplier z, tensor j gets noise of energy d_j·(zSα_j)². Users whose m tensors all have
+    norm v need S² = v²·Σ 1/α_j² not to be clipped. The product Σ d_j·α_j² · Σ 1/α_j² is least for
+    α_j² ∝ 1/√d_j (Cauchy–Schwarz). The scales are normalised to Σ d_j·α_j² = D, so that joint
+    clipping adds as much noise in all as flat clipping at the same S.
     """
-    squares = sum(size**2 for size in layout.sizes.values())
-    return {
-        name: math.sqrt(size * layout.dimension / squares) for name, size in layout.sizes.items()
-    }
+    sizes = {name: max(size, 1) for name, size in layout.sizes.items()}
+    energy = math.fsum(math.sqrt(size) for size in sizes.values())
+    total = math.fsum(sizes.values())
+    return {name: math.sqrt(total / energy) * size**-0.25 for name, size in sizes.items()}

@@ -61,11 +61,23 @@ def test_joint_keeps_the_order_of_the_layout() -> None:
         joint(LAYOUT, 1.0, {"conv.weight": 1.0, "conv.bias": 2.0})
 
 
-def test_scales_by_dimension_keep_the_energy_of_the_noise() -> None:
+def test_scales_by_dimension_keep_the_energy_of_flat_noise() -> None:
     scales = scales_by_dimension(LAYOUT)
     energy = math.fsum(LAYOUT.sizes[name] * scale**2 for name, scale in scales.items())
     assert energy == pytest.approx(LAYOUT.dimension)
-    assert scales["fc.weight"] / scales["conv.bias"] == pytest.approx(math.sqrt(12 / 4))
+
+
+@pytest.mark.parametrize("name", LAYOUT.names)
+@pytest.mark.parametrize("factor", [0.8, 0.99, 1.01, 1.25])
+def test_scales_by_dimension_cost_least_when_tensors_are_equally_long(
+    name: str, factor: float
+) -> None:
+    def cost(scales: dict[str, float]) -> float:
+        energy = math.fsum(LAYOUT.sizes[n] * scale**2 for n, scale in scales.items())
+        return energy * math.fsum(1 / scale**2 for scale in scales.values())
+
+    best = scales_by_dimension(LAYOUT)
+    assert cost(best) < cost({**best, name: best[name] * factor})
 
 
 def test_groups_must_partition_the_layout() -> None:
