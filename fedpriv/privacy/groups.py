@@ -150,7 +150,7 @@ def joint(
 def scales_by_dimension(layout: Layout) -> dict[str, float]:
     """Scales α_j ∝ d_j^(−1/4): the least noise in all, if all tensors' updates are equally long.
 
-    At noise multiplier z, tensor j gets noise of energy d_j·(zSα_j)². Users whose m tensors all have
+    At noise multiplier z, tensor j gets noise of energy d_j·(zSα_j)². Users whose tensors all have
     norm v need S² = v²·Σ 1/α_j² not to be clipped. The product Σ d_j·α_j² · Σ 1/α_j² is least for
     α_j² ∝ 1/√d_j (Cauchy–Schwarz). The scales are normalised to Σ d_j·α_j² = D, so that joint
     clipping adds as much noise in all as flat clipping at the same S.

@@ -1,0 +1,1 @@
+"""Privacy claims of published papers, recomputed and held against certified intervals."""

@@ -1,0 +1,96 @@
+"""A published claim about ε, recomputed, and held against the certified interval.
+
+A claim is judged by two questions that are easily confused: is the number at least the exact one,
+and does the argument that led to it prove so.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rich.console import Console
+from rich.table import Table
+
+
+class Argument(StrEnum):
+    """What a claim rests on."""
+
+    PROOF = "proof"
+    ESTIMATE = "estimate"
+    """A limit without a bound on its error."""
+    FLAW = "flaw"
+    """A step that is not valid."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One number of a paper and what became of it.
+
+    Attributes:
+        what: the claim in words.
+        paper: the number as printed; "" where the paper has none and the method is another.
+        recomputed: the number by the paper's own method.
+        exact: the certified interval (low, up) of the true number.
+        argument: what the claim rests on.
+    """
+
+    what: str
+    paper: str
+    recomputed: float
+    exact: tuple[float, float]
+    argument: Argument
+
+    @property
+    def claimed(self) -> float:
+        """The printed number, or the recomputed one where nothing is printed."""
+        return float(self.paper) if self.paper else self.recomputed
+
+    @property
+    def is_below_truth(self) -> bool:
+        """Whether the true number is surely larger than all that is printed like the claimed."""
+        digits = len(self.paper.partition(".")[2])
+        rounding = 0.5 * 10.0**-digits if self.paper else 0.0
+        return self.claimed + rounding < self.exact[0]
+
+    @property
+    def is_valid_bound(self) -> bool:
+        """Whether the claim is proved and not refuted."""
+        return self.argument is Argument.PROOF and not self.is_below_truth
+
+    @property
+    def verdict(self) -> str:
+        """One phrase for readers; what cannot be relied on begins with "not a valid bound"."""
+        low, up = self.exact
+        if self.is_below_truth:
+            return f"not a valid bound: the truth is {_over(low / self.claimed)} it"
+        above = f"{_over(max(1.0, self.claimed / up))} the truth"
+        match self.argument:
+            case Argument.PROOF:
+                return f"valid bound, {above}"
+            case Argument.ESTIMATE:
+                return f"not a valid bound but an estimate, here {above}"
+            case Argument.FLAW:
+                return f"not a valid bound: a step fails; the number is {above}"
+
+
+def print_claims(title: str, claims: tuple[Claim, ...], notes: tuple[str, ...]) -> None:
+    """Print claims as a table and the notes below it."""
+    table = Table(title=title)
+    table.add_column("claim")
+    for column in ("paper", "recomputed", "exact"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    for claim in claims:
+        low, up = claim.exact
+        numbers = (claim.paper, f"{claim.recomputed:.4g}", f"{low:.4f}–{up:.4f}")
+        table.add_row(
+            claim.what, *numbers, claim.verdict, style="red" if claim.is_below_truth else ""
+        )
+    console = Console()
+    console.print(table)
+    for note in notes:
+        console.print(f"* {note}", highlight=False)
+
+
+def _over(ratio: float) -> str:
+    """How much more than 1, in words that end before what it is more than."""
+    return f"{ratio:.1f} times" if ratio >= 2.0 else f"{100 * (ratio - 1):.1f} % above"
