@@ -2,8 +2,8 @@
 
 The normals are ordinary floating-point numbers. Adding them to a sum that is itself rounded leaks
 through the low-order bits (Mironov 2012, "On significance of the least significant bits for
-differential privacy"): (ε, δ) is computed for real-valued noise, and whoever must rule out that
-attack uses the lattice mechanism, which adds integers, instead of this one.
+differential privacy"): (ε, δ) is computed for real-valued noise. Ruling that attack out takes sums
+and noise of integers, which this module does not make.
 """
 
 import math
