@@ -148,8 +148,8 @@ def _circular_sum(
     """Distribution of Σ_i (sum of counts[i] draws of indices[i]) modulo `size`.
 
     The error follows from ‖transform(x) rounded − exact‖₂ ≤ γ·‖transform(x)‖₂ (Higham 2002,
-    Theorem 24.2, with γ twice what it gives) and |a^T − b^T| ≤ T·|a − b| in the unit circle.
-    Double precision is left where that misses the tolerance, or where it costs nothing.
+    Theorem 24.2, for powers of two; γ is twice that, for other sizes) and |a^T − b^T| ≤ T·|a − b|
+    in the unit circle. Double precision is left where that misses the tolerance, or for free.
 
     Returns:
         [size] probabilities, entry k that of origin + k; the origin; a bound on the Euclidean
@@ -166,7 +166,8 @@ def _circular_sum(
     alive = np.arange(len(exponent))
     spread = summed = 0.0
     for index, weight, rest, top, count in zip(indices, weights, rests, tops, counts, strict=True):
-        circle: Vector = np.bincount((index - index[top]) % size, weights=rest, minlength=size)
+        where = (index - index[top]) % size
+        circle = np.bincount(where, weights=rest, minlength=size).astype(np.float64)
         part = rfft(circle.astype(real))[alive]
         large = np.abs(weight[top] + part) > math.exp(_SMALLEST / count)
         alive = alive[large]

@@ -85,7 +85,8 @@ def _both(rounds: Rounds, aim: Aim, direction: Direction) -> tuple[Composition |
     }
     above = [(dominating(q, z, points[q, z], direction), n) for (q, z), n in worse.items()]
     below = [(dominated(q, z, points[q, z], direction), n) for (q, z), n in better.items()]
-    return compose_atoms(below, window) if below else None, compose_atoms(above, window)
+    some = below and all(atoms.mass.any() for atoms, _ in below)
+    return compose_atoms(below, window) if some else None, compose_atoms(above, window)
 
 
 def _has_upper_end(rounds: Rounds) -> bool:
@@ -176,8 +177,8 @@ def _losses(c: Composition) -> Vector:
 def _ends(c: Composition, k: int, log_mgf: float) -> tuple[float, float, float]:
     """s = s_{k+1}, P(S > s_k) and the divergence at s, without tilt."""
     s = c.start + c.step * (k + 1)
-    survival = c.survival[k] * _exp(log_mgf - c.tilt * (s - c.step))
-    return s, survival, c.divergence[k + 1] * _exp(log_mgf - c.tilt * s)
+    survival = float(c.survival[k]) * _exp(log_mgf - c.tilt * (s - c.step))
+    return s, survival, float(c.divergence[k + 1]) * _exp(log_mgf - c.tilt * s)
 
 
 def _divergence(c: Composition, k: int, epsilon: float, log_mgf: float) -> float:
@@ -190,7 +191,9 @@ def _crossing(c: Composition, k: int, target: float, log_mgf: float) -> float:
     """The ε in [s_k, s_{k+1}] with that divergence, or the nearer end."""
     s, survival, divergence = _ends(c, k, log_mgf)
     share = (target - divergence) / max(survival - divergence, 1e-300)
-    return s + math.log1p(-min(max(share, 0.0), -math.expm1(-c.step)))
+    if share >= -math.expm1(-c.step):
+        return s - c.step
+    return s + math.log1p(-max(share, 0.0))
 
 
 def _exp(x: float) -> float:

@@ -154,7 +154,8 @@ def _step(k: Cumulant, aim: Aim) -> float:
     weight = k.count[:, None] * k.tilted(aim.steepness)
     distance = np.abs(k.loss - k.centre)
     budget = _TOLERANCE * max(aim.epsilon, 0.1 * spread) * 2 / (1 + aim.steepness)
-    high = math.log(max(0.02 * aim.epsilon, 0.1 * spread))
+    largest = float(np.abs(k.loss).max()) / 4
+    high = math.log(min(largest, max(0.02 * aim.epsilon, 0.1 * spread)))
     low = high - 14.0
     if _added_variance(weight, distance, math.exp(high)) <= budget:
         return math.exp(high)

@@ -1,0 +1,176 @@
+"""What every accountant promises, as tests that each accountant's test class inherits."""
+
+import math
+from abc import ABC, abstractmethod
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from fedpriv.accounting.accountants import ACCOUNTANTS, Accountant
+from fedpriv.accounting.events import (
+    NeighbouringRelation,
+    RoundEvent,
+    SamplingEvent,
+    SamplingPolicy,
+    SumQueryEvent,
+    poisson_gaussian,
+)
+from fedpriv.errors import InvalidValueError, UnsupportedEventError
+
+PROBABILITIES = st.one_of(st.just(1.0), st.floats(-5.0, 0.0).map(lambda e: 10**e))
+NOISES = st.floats(math.log(0.4), math.log(20.0)).map(math.exp)
+COUNTS = st.integers(1, 2000)
+DELTAS = st.floats(-10.0, -2.0).map(lambda e: 10**e)
+# Several classes inherit one property, so no example of one may be replayed for another.
+few = settings(
+    max_examples=12,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.differing_executors],
+)
+
+
+def analytic_gaussian(mu: float, delta: float) -> float:
+    """The exact ε of an unsampled Gaussian of sensitivity/stddev μ."""
+
+    def excess(epsilon: float) -> float:
+        upper = norm.logcdf(mu / 2 - epsilon / mu)
+        lower = norm.logcdf(-mu / 2 - epsilon / mu) + epsilon
+        return float(upper + math.log(-math.expm1(lower - upper))) - math.log(delta)
+
+    return float(brentq(excess, 1e-9 * mu, mu**2 / 2 + 40 * mu, xtol=1e-14, rtol=1e-13))
+
+
+def in_groups(q: float, z: float, weights: list[float]) -> RoundEvent:
+    """One round whose noise is split among groups; together they have the multiplier z."""
+    sampling = SamplingEvent(
+        SamplingPolicy.POISSON, q, 1000, NeighbouringRelation.ADD_OR_REMOVE_ONE
+    )
+    total = sum(weights)
+    queries = tuple(
+        SumQueryEvent(f"group {g}", float(g + 1), z * (g + 1) / math.sqrt(weight / total))
+        for g, weight in enumerate(weights)
+    )
+    return RoundEvent(sampling, queries)
+
+
+class AccountantConformance(ABC):
+    """Inherit as `class TestX(AccountantConformance)` and name the accountant."""
+
+    @property
+    @abstractmethod
+    def accountant(self) -> Accountant: ...
+
+    def epsilon(self, *events: RoundEvent, delta: float = 1e-6) -> float:
+        loss = self.accountant.epsilon(events, delta)
+        assert 0.0 <= loss.epsilon_low <= loss.epsilon
+        return loss.epsilon
+
+    def test_no_event_costs_nothing(self) -> None:
+        loss = self.accountant.epsilon([], 1e-5)
+        assert (loss.epsilon_low, loss.epsilon) == (0.0, 0.0)
+        assert self.accountant.delta([], 0.0) == 0.0
+
+    def test_a_round_without_noise_costs_everything(self) -> None:
+        events = [poisson_gaussian(0.01, 1.0, 10), poisson_gaussian(0.01, 0.0)]
+        assert self.epsilon(*events) == math.inf
+        assert self.accountant.delta(events, 3.0) == 1.0
+
+    def test_the_loss_says_what_it_is(self) -> None:
+        loss = self.accountant.epsilon(iter([poisson_gaussian(0.01, 1.0, 10)]), 1e-7)
+        assert loss.delta == 1e-7
+        assert ACCOUNTANTS[loss.accountant] == self.accountant
+        assert loss.relation is NeighbouringRelation.ADD_OR_REMOVE_ONE
+        for word in ("User-level", "add-or-remove-one", "poisson", loss.accountant):
+            assert word in loss.assumptions
+
+    @few
+    @given(q=PROBABILITIES, z=NOISES, count=COUNTS, delta=DELTAS)
+    def test_more_privacy_never_costs_more(
+        self, q: float, z: float, count: int, delta: float
+    ) -> None:
+        cost = self.epsilon(poisson_gaussian(q, z, count), delta=delta)
+        noisier = self.epsilon(poisson_gaussian(q, 1.05 * z, count), delta=delta)
+        rarer = self.epsilon(poisson_gaussian(q / 1.05, z, count), delta=delta)
+        longer = self.epsilon(poisson_gaussian(q, z, math.ceil(1.05 * count)), delta=delta)
+        looser = self.epsilon(poisson_gaussian(q, z, count), delta=min(0.9, 1.5 * delta))
+        if cost > 0.0:
+            assert noisier < cost
+            assert rarer < cost
+            assert looser < cost
+            assert longer > cost
+        else:
+            assert noisier == rarer == looser == 0.0
+
+    @few
+    @given(q=PROBABILITIES, z=NOISES, count=COUNTS, delta=DELTAS)
+    def test_delta_and_epsilon_agree(self, q: float, z: float, count: int, delta: float) -> None:
+        event = poisson_gaussian(q, z, count)
+        loss = self.accountant.epsilon([event], delta)
+        # δ at the reported ε may exceed the target only by what the two bounds are apart.
+        assert self.accountant.delta([event], 1.002 * loss.epsilon + 1e-12) <= 1.01 * delta
+        assert self.accountant.delta([event], 0.5 * loss.epsilon_low) >= delta or (
+            loss.epsilon_low == 0.0
+        )
+
+    @few
+    @given(
+        pairs=st.lists(st.tuples(PROBABILITIES, NOISES, COUNTS), min_size=2, max_size=4),
+        data=st.data(),
+    )
+    def test_order_and_counting_do_not_matter(
+        self, pairs: list[tuple[float, float, int]], data: st.DataObject
+    ) -> None:
+        whole = [poisson_gaussian(q, z, count + 1) for q, z, count in pairs]
+        split = [poisson_gaussian(q, z, n) for q, z, count in pairs for n in (count, 1)]
+        split = data.draw(st.permutations(split))
+        assert self.epsilon(*split) == pytest.approx(self.epsilon(*whole), rel=1e-9)
+
+    @pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [0.2, 3.0, 1.0, 0.01]])
+    def test_only_the_effective_noise_multiplier_matters(self, weights: list[float]) -> None:
+        grouped = [in_groups(0.05, 1.3, weights)] * 20
+        assert self.epsilon(*grouped) == pytest.approx(
+            self.epsilon(poisson_gaussian(0.05, 1.3, 20)), rel=1e-9
+        )
+
+    @few
+    @given(z=NOISES, count=COUNTS, delta=DELTAS)
+    def test_unsampled_rounds_cost_at_least_one_analytic_gaussian(
+        self, z: float, count: int, delta: float
+    ) -> None:
+        exact = analytic_gaussian(math.sqrt(count) / z, delta)
+        loss = self.accountant.epsilon([poisson_gaussian(1.0, z, count)], delta)
+        assert loss.epsilon_low * (1 - 1e-9) <= exact <= loss.epsilon * (1 + 1e-9)
+        assert loss.epsilon <= 1.3 * exact + 0.2
+
+    @few
+    @given(q=PROBABILITIES, z=NOISES, count=COUNTS, delta=DELTAS)
+    def test_sampling_never_costs_more_than_taking_part_always(
+        self, q: float, z: float, count: int, delta: float
+    ) -> None:
+        exact = analytic_gaussian(math.sqrt(count) / z, delta)
+        assert self.accountant.epsilon([poisson_gaussian(q, z, count)], delta).epsilon_low <= exact
+
+    @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, 2.0, math.nan])
+    def test_illegal_delta_is_named(self, delta: float) -> None:
+        with pytest.raises(InvalidValueError, match=rf"delta is {delta}; it must be in \(0, 1\)"):
+            self.accountant.epsilon([poisson_gaussian(0.1, 1.0)], delta)
+
+    @pytest.mark.parametrize("epsilon", [-0.1, math.inf, math.nan])
+    def test_illegal_epsilon_is_named(self, epsilon: float) -> None:
+        with pytest.raises(InvalidValueError, match=rf"epsilon is {epsilon}; it must be at least"):
+            self.accountant.delta([poisson_gaussian(0.1, 1.0)], epsilon)
+
+    @pytest.mark.parametrize(("field", "value"), [("relation", "replace-one"), ("policy", "fixed")])
+    def test_an_event_without_analysis_is_refused(self, field: str, value: str) -> None:
+        event = poisson_gaussian(0.1, 1.0)
+        object.__setattr__(event.sampling, field, value)  # as a later version may allow
+        legal = "legal is: poisson with add-or-remove-one"
+        events = [poisson_gaussian(0.1, 1.0), event]
+        with pytest.raises(UnsupportedEventError, match=rf"no analysis of .*{value}.*; {legal}"):
+            self.accountant.epsilon(events, 1e-5)
+        with pytest.raises(UnsupportedEventError, match=rf"no analysis of .*{value}.*; {legal}"):
+            self.accountant.delta(events, 1.0)

@@ -1,0 +1,147 @@
+"""Calibration lands on the safe side, and close to the edge."""
+
+import math
+
+import pytest
+
+from fedpriv.accounting.accountants import epsilon
+from fedpriv.accounting.calibration import (
+    calibrate_noise_multiplier,
+    largest_rounds,
+    largest_sampling_probability,
+)
+from fedpriv.accounting.events import poisson_gaussian
+from fedpriv.errors import InvalidValueError
+
+BUDGETS = [
+    (2.0, 1e-6, 1000, 0.01),
+    (0.1, 1e-9, 50, 0.3),
+    (8.0, 1e-5, 1, 1.0),
+    (30.0, 1e-5, 10_000, 1e-3),
+]
+
+
+def price(z: float, rounds: int, q: float, delta: float, accountant: str) -> float:
+    return epsilon([poisson_gaussian(q, z, rounds)], delta, accountant).epsilon
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize(("target", "delta", "rounds", "q"), BUDGETS)
+def test_noise_is_the_smallest_within_the_budget(
+    target: float, delta: float, rounds: int, q: float, accountant: str
+) -> None:
+    z = calibrate_noise_multiplier(target, delta, rounds, q, accountant)
+    assert price(z, rounds, q, delta, accountant) <= target
+    assert price(0.999 * z, rounds, q, delta, accountant) > target
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize(("target", "delta", "rounds", "q"), BUDGETS)
+def test_rounds_are_the_most_within_the_budget(
+    target: float, delta: float, rounds: int, q: float, accountant: str
+) -> None:
+    z = calibrate_noise_multiplier(target, delta, rounds, q, accountant)
+    most = largest_rounds(target, delta, z, q, accountant)
+    assert most >= rounds
+    assert price(z, most, q, delta, accountant) <= target
+    assert price(z, most + 1, q, delta, accountant) > target
+
+
+# z for the rounds of BUDGETS at which some sampling, but not q = 1, is within the budget.
+NOISES = [1.0, 20.0, 0.6, 0.7]
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize(("budget", "z"), list(zip(BUDGETS, NOISES, strict=True)))
+def test_sampling_probability_is_the_largest_within_the_budget(
+    budget: tuple[float, float, int, float], z: float, accountant: str
+) -> None:
+    target, delta, rounds, _ = budget
+    q = largest_sampling_probability(target, delta, rounds, z, accountant)
+    assert price(z, rounds, q, delta, accountant) <= target
+    assert price(z, rounds, 1.001 * q, delta, accountant) > target
+
+
+def test_the_three_calibrations_are_inverses() -> None:
+    z = calibrate_noise_multiplier(2.0, 1e-5, 1000, 0.01)
+    assert largest_sampling_probability(2.0, 1e-5, 1000, z) == pytest.approx(0.01, rel=2e-3)
+    assert largest_rounds(2.0, 1e-5, z, 0.01) == pytest.approx(1000, rel=3e-3)
+
+
+def test_known_sampling_probability() -> None:
+    # ε of q = 0.01, z = 4, T = 10,000 at δ = 1e-5 is 0.94687 (to five digits).
+    q = largest_sampling_probability(0.94687, 1e-5, 10_000, 4.0)
+    assert 0.999 * 0.01 <= q <= 1.00002 * 0.01
+
+
+def test_one_rare_round_is_known_in_closed_form() -> None:
+    # H_{1+q(a−1)}((1−q)P + qQ ‖ P) = q·H_a(Q ‖ P), so that what is (ε0, δ0) with q = 1 costs
+    # log(1 + q(e^{ε0} − 1)) at qδ0 (Balle et al. 2018, Theorem 2).
+    epsilon_0 = epsilon([poisson_gaussian(1.0, 2.0)], 1e-3).epsilon_low
+    target = math.log1p(0.01 * math.expm1(epsilon_0))
+    q = largest_sampling_probability(target, 0.01 * 1e-3, 1, 2.0)
+    assert q == pytest.approx(0.01, rel=5e-3)
+
+
+def test_known_noise_multiplier() -> None:
+    # ε = 0.5 at δ = 1e-4 in 20,000 rounds with q = 0.01 needs 8.374.
+    z = calibrate_noise_multiplier(0.5, 1e-4, 20_000, 0.01)
+    assert 8.374 <= z <= 8.374 * 1.001
+
+
+def test_not_even_one_round_fits() -> None:
+    assert largest_rounds(0.1, 1e-6, 0.3, 0.5) == 0
+    assert largest_rounds(5.0, 1e-6, 0.0, 0.5) == 0
+
+
+def test_the_least_noise_is_enough_where_delta_covers_the_sampling() -> None:
+    assert calibrate_noise_multiplier(1.0, 1e-2, 1, 1e-3) == 0.05
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_out_of_reach_is_an_error(accountant: str) -> None:
+    with pytest.raises(
+        InvalidValueError, match=r"target_epsilon is 1e-09 at delta 1e-09; no noise multiplier up"
+    ):
+        calibrate_noise_multiplier(1e-9, 1e-9, 10_000, 1.0, accountant)
+
+
+def test_too_many_rounds_are_an_error() -> None:
+    with pytest.raises(InvalidValueError, match=r"more than 1073741824 rounds"):
+        largest_rounds(100.0, 1e-5, 1000.0, 1e-6, "rdp")
+
+
+def test_sampling_that_is_no_limit_is_an_error() -> None:
+    with pytest.raises(InvalidValueError, match=r"10 rounds .* every sampling probability up to 1"):
+        largest_sampling_probability(5.0, 1e-5, 10, 100.0)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_no_sampling_makes_rounds_without_noise_private(accountant: str) -> None:
+    with pytest.raises(
+        InvalidValueError, match=r"multiplier 0\.0 pass it with every .* from 1e-12"
+    ):
+        largest_sampling_probability(5.0, 1e-5, 10, 0.0, accountant)
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, math.inf, math.nan])
+def test_illegal_target_is_named(target: float) -> None:
+    with pytest.raises(InvalidValueError, match=f"target_epsilon is {target}; it must be positive"):
+        calibrate_noise_multiplier(target, 1e-5, 10, 0.1)
+    with pytest.raises(InvalidValueError, match=f"target_epsilon is {target}; it must be positive"):
+        largest_rounds(target, 1e-5, 1.0, 0.1)
+    with pytest.raises(InvalidValueError, match=f"target_epsilon is {target}; it must be positive"):
+        largest_sampling_probability(target, 1e-5, 10, 1.0)
+
+
+def test_other_illegal_arguments_are_named() -> None:
+    with pytest.raises(InvalidValueError, match=r"delta is 1.0"):
+        calibrate_noise_multiplier(1.0, 1.0, 10, 0.1)
+    with pytest.raises(InvalidValueError, match=r"count is 0"):
+        calibrate_noise_multiplier(1.0, 1e-5, 0, 0.1)
+    with pytest.raises(InvalidValueError, match=r"sampling_probability is 1.5"):
+        largest_rounds(1.0, 1e-5, 1.0, 1.5)
+    with pytest.raises(InvalidValueError, match=r"noise_stddev of group 'update' is nan"):
+        largest_sampling_probability(1.0, 1e-5, 10, math.nan)
+    with pytest.raises(InvalidValueError, match=r"accountant is 'clt'"):
+        largest_rounds(1.0, 1e-5, 1.0, 0.5, "clt")

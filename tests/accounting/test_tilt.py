@@ -1,0 +1,69 @@
+"""The quick cumulant and the choices made from it; what they cost is tested with the intervals."""
+
+import math
+
+import mpmath
+import numpy as np
+import pytest
+
+from fedpriv.accounting.loss import Direction
+from fedpriv.accounting.tilt import (
+    aim_at_delta,
+    aim_at_epsilon,
+    conversion,
+    cumulant,
+    resolve,
+)
+
+CASES = [((0.01, 1.0), 2.5, Direction.REMOVE), ((0.3, 2.0), 4.0, Direction.ADD)]
+
+
+@pytest.mark.parametrize(("pair", "w", "direction"), CASES)
+def test_cumulant_is_the_log_moment(
+    pair: tuple[float, float], w: float, direction: Direction
+) -> None:
+    q, z = pair
+
+    def moment(x: mpmath.mpf) -> mpmath.mpf:
+        density = 1 - q + q * mpmath.exp((2 * x - 1) / (2 * z**2))
+        return mpmath.npdf(x, 0, z) * density ** (1 + w if direction is Direction.REMOVE else -w)
+
+    exact = mpmath.log(mpmath.quad(moment, np.linspace(-15 * z, 4 + 15 * z, 20)))
+    assert cumulant({pair: 7}, 1e-30, direction)(w) == pytest.approx(7 * float(exact), rel=1e-6)
+
+
+def test_stddev_is_the_curvature_of_the_cumulant() -> None:
+    k = cumulant({(0.1, 1.0): 30, (0.5, 4.0): 2}, 1e-20, Direction.REMOVE)
+    for w in (0.0, 1.0, 6.0):
+        curvature = (k(w + 1e-3) - 2 * k(w) + k(w - 1e-3)) / 1e-6
+        assert k.stddev(w) ** 2 == pytest.approx(curvature, rel=1e-4)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_aims_at_epsilon_and_delta_meet(direction: Direction) -> None:
+    rounds = {(0.01, 1.0): 1000}
+    aim = aim_at_delta(rounds, 1e-6, direction)
+    back = aim_at_epsilon(rounds, aim.epsilon, direction)
+    assert back.log_delta == pytest.approx(math.log(1e-6), abs=0.7)
+    assert back.steepness == pytest.approx(aim.steepness, rel=0.5)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_the_step_follows_the_spread_of_one_round_and_not_their_number(
+    direction: Direction,
+) -> None:
+    for q, z in ((1e-4, 1.0), (0.01, 2.0)):
+        stddev = q * math.sqrt(math.expm1(1 / z**2))
+        for rounds in (10_000, 1_000_000):
+            aim = aim_at_delta({(q, z): rounds}, 1e-6, direction)
+            window, lattice = resolve({(q, z): rounds}, aim, direction)
+            assert 0.01 * stddev < lattice.step == window.step < 0.2 * stddev
+
+
+def test_conversion_is_the_largest_gain_over_a_plain_moment_bound() -> None:
+    # (1 − e^{ε − L})_+ ≤ e^{w(L − ε) − c(w)}, with equality somewhere.
+    for w in (0.01, 1.0, 50.0):
+        gap = np.linspace(1e-4, 200.0 / w, 200_001)
+        ratio = -np.expm1(-gap) * np.exp(-w * gap)
+        assert math.log(float(ratio.max())) == pytest.approx(-conversion(w), abs=1e-3)
+        assert math.log(float(ratio.max())) <= -conversion(w) + 1e-12
