@@ -1,4 +1,4 @@
-"""From a privacy budget to the noise, or the number of rounds, that it allows."""
+"""From a privacy budget to the noise, the number of rounds or the sampling that it allows."""
 
 import math
 
@@ -9,6 +9,7 @@ from fedpriv.errors import InvalidValueError
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e5
 _PRECISION = 1.0005
 _MOST_ROUNDS = 1 << 30
+_LEAST_PROBABILITY = 1e-12
 
 
 def calibrate_noise_multiplier(
@@ -105,6 +106,56 @@ def largest_rounds(
         low, high = high, 2 * high
     while high > low + 1:
         middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def largest_sampling_probability(
+    target_epsilon: float,
+    delta: float,
+    rounds: int,
+    noise_multiplier: float,
+    accountant: str = "pld",
+) -> float:
+    """The largest sampling probability whose rounds stay within (ε, δ).
+
+    * The accountant prices the result at ε(q) ≤ target_epsilon, always.
+    * A sampling probability larger by a thousandth is priced above it.
+
+    Args:
+        target_epsilon: ε > 0.
+        delta: δ in (0, 1).
+        rounds: T ≥ 1, all alike.
+        noise_multiplier: z ≥ 0.
+        accountant: a key of `ACCOUNTANTS`.
+
+    Returns:
+        q in [1e-12, 1).
+
+    Raises:
+        InvalidValueError: an argument is out of range, q = 1 stays within (ε, δ), so that sampling
+            is no limit, or not even q = 1e-12 does.
+    """
+
+    def fits(q: float) -> bool:
+        event = poisson_gaussian(q, noise_multiplier, rounds)
+        return pricing.epsilon([event], delta).epsilon <= target_epsilon
+
+    _check_target(target_epsilon)
+    pricing = accountant_named(accountant)
+    low, high = _LEAST_PROBABILITY, 1.0
+    if fits(high):
+        raise InvalidValueError(
+            f"target_epsilon is {target_epsilon} at delta {delta}; {rounds} rounds with noise "
+            f"multiplier {noise_multiplier} stay within it with every sampling probability up to 1"
+        )
+    if not fits(low):
+        raise InvalidValueError(
+            f"target_epsilon is {target_epsilon} at delta {delta}; {rounds} rounds with noise "
+            f"multiplier {noise_multiplier} pass it with every sampling probability from {low:g} on"
+        )
+    while high > _PRECISION * low:
+        middle = math.sqrt(low * high)
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
