@@ -26,7 +26,7 @@ def epsilon_interval(rounds: Rounds, delta: float) -> tuple[float, float]:
     * No round: [0, 0]. A round without noise: [∞, ∞], by convention even where a user is so rarely
       sampled that δ alone would cover it.
     * The ends differ by about a thousandth where q ≥ 1e-7, 0.2 ≤ z ≤ 100, δ ≥ 1e-12 and there are
-      at most a million rounds, or by a few hundredths where δ comes from a user's rare large losses.
+      at most a million rounds, or by some hundredths where δ comes from rare, large losses.
     * Noise multipliers below 0.05 have the upper end ∞.
 
     Args:
