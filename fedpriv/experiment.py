@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fedpriv.accounting.accountants import ACCOUNTANTS, epsilon
+from fedpriv.accounting.accountant import Bound
+from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.budget import PrivacyBudget
 from fedpriv.accounting.calibration import calibrate_noise_multiplier
 from fedpriv.accounting.events import RoundEvent
@@ -113,14 +114,15 @@ def build(config: Config, run: str) -> Experiment:
 def privacy_budget(config: Config) -> PrivacyBudget:
     """Budget of a configuration; without limit where there is no privacy to keep."""
     privacy = config.privacy
-    if privacy.accountant not in ACCOUNTANTS:
+    accountant = accountant_named(privacy.accountant)
+    if accountant.epsilon([], privacy.delta).bound is Bound.ESTIMATE:
         raise InvalidValueError(
-            f"unknown accountant {privacy.accountant!r}; "
-            f"{known_names(privacy.accountant, ACCOUNTANTS)}"
+            f"privacy.accountant is {privacy.accountant!r}, whose estimate can be below the truth; "
+            "a budget needs an upper bound, such as that of pld"
         )
 
     def loss(events: Sequence[RoundEvent], delta: float) -> float:
-        return epsilon(events, delta, privacy.accountant).epsilon
+        return accountant.epsilon(events, delta).epsilon
 
     limit = privacy.epsilon
     if limit is None or privacy.unsafe_no_privacy:

@@ -6,7 +6,8 @@
 True
 """
 
-from fedpriv.accounting.accountants import ACCOUNTANTS, Accountant, PrivacyLoss, delta, epsilon
+from fedpriv.accounting.accountant import Accountant, Bound, PrivacyLoss
+from fedpriv.accounting.accountants import ACCOUNTANTS, delta, epsilon
 from fedpriv.accounting.budget import PrivacyBudget
 from fedpriv.accounting.calibration import calibrate_noise_multiplier, largest_rounds
 from fedpriv.accounting.events import (
@@ -24,6 +25,7 @@ from fedpriv.accounting.participation import ParticipationRecord
 __all__ = [
     "ACCOUNTANTS",
     "Accountant",
+    "Bound",
     "Charge",
     "ChargedRow",
     "Head",

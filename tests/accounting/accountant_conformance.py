@@ -60,6 +60,11 @@ def in_groups(q: float, z: float, weights: list[float]) -> RoundEvent:
 class AccountantConformance(ABC):
     """Inherit as `class TestX(AccountantConformance)` and name the accountant."""
 
+    amplifies = True
+    """Whether rarer sampling makes rounds cheaper."""
+    analytic_slack: tuple[float, float] = (1.3, 0.2)
+    """Factor and summand by which unsampled rounds may cost more than the analytic Gaussian."""
+
     @property
     @abstractmethod
     def accountant(self) -> Accountant: ...
@@ -99,7 +104,7 @@ class AccountantConformance(ABC):
         looser = self.epsilon(poisson_gaussian(q, z, count), delta=min(0.9, 1.5 * delta))
         if cost > 0.0:
             assert noisier < cost
-            assert rarer < cost
+            assert rarer < cost or (rarer == cost and not self.amplifies)
             assert looser < cost
             assert longer > cost
         else:
@@ -144,7 +149,8 @@ class AccountantConformance(ABC):
         exact = analytic_gaussian(math.sqrt(count) / z, delta)
         loss = self.accountant.epsilon([poisson_gaussian(1.0, z, count)], delta)
         assert loss.epsilon_low * (1 - 1e-9) <= exact <= loss.epsilon * (1 + 1e-9)
-        assert loss.epsilon <= 1.3 * exact + 0.2
+        factor, summand = self.analytic_slack
+        assert loss.epsilon <= factor * exact + summand
 
     @few
     @given(q=PROBABILITIES, z=NOISES, count=COUNTS, delta=DELTAS)
