@@ -15,15 +15,24 @@ from fedpriv.server.simulation import run_simulation
 KILLS = 20
 CONFIG = """
 name = "killed"
-rounds = 400
+rounds = 2000
 data = { name = "digits" }
 model = { name = "softmax" }
 local = { learning_rate = 0.5, epochs = 1 }
 clipping = { norm = 0.5 }
-output = { evaluate_every = 100 }
+output = { evaluate_every = 500 }
 privacy = { sampling_probability = 0.3, epsilon = 50.0, delta = 1e-3, noise_multiplier = 4.0, \
 accountant = "rdp" }
 """
+
+
+def await_release(folder: RunFolder, process: BaseProcess) -> None:
+    """Wait for a release after this call, or for the end of the process."""
+    before = folder.metrics.stat().st_size if folder.metrics.exists() else 0
+    while process.is_alive():
+        if folder.metrics.exists() and folder.metrics.stat().st_size > before:
+            return
+        time.sleep(0.002)
 
 
 def check(folder: RunFolder) -> int:
@@ -65,9 +74,11 @@ def test_killing_and_resuming_never_loses_a_charge(tmp_path: Path) -> None:
 
     moments = random.Random(0)
     reached = []
-    for _ in range(KILLS):
+    for kill in range(KILLS):
         process = start()
-        time.sleep(moments.uniform(0.2, 1.5))
+        if kill % 2:  # while rounds are run, however long the start takes
+            await_release(folder, process)
+        time.sleep(moments.uniform(0.0, 1.0))
         process.kill()
         process.join()
         reached.append(check(folder))
@@ -76,5 +87,5 @@ def test_killing_and_resuming_never_loses_a_charge(tmp_path: Path) -> None:
     process = start()
     process.join()
     assert process.exitcode == 0
-    assert check(folder) == 400
+    assert check(folder) == 2000
     assert folder.model.exists()
