@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fedpriv.accounting.accountants import ACCOUNTANTS, PrivacyLoss
+from fedpriv.accounting.accountant import Bound, PrivacyLoss
+from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.events import Randomness, RoundEvent
 from fedpriv.accounting.ledger import Head, Ledger
@@ -118,7 +119,7 @@ def _kind(loss: PrivacyLoss) -> str:
     low = math.floor(loss.epsilon_low * 1000) / 1000 if math.isfinite(loss.epsilon) else 0.0
     if low > 0.0:
         return f"upper bound; the truth is at least {low:.3f}"
-    return "upper bound"
+    return str(Bound.ESTIMATE if loss.bound is Bound.ESTIMATE else Bound.UPPER)
 
 
 def _parsed_head(head: str) -> Head:
