@@ -143,5 +143,5 @@ def test_other_illegal_arguments_are_named() -> None:
         largest_rounds(1.0, 1e-5, 1.0, 1.5)
     with pytest.raises(InvalidValueError, match=r"noise_stddev of group 'update' is nan"):
         largest_sampling_probability(1.0, 1e-5, 10, math.nan)
-    with pytest.raises(InvalidValueError, match=r"accountant is 'clt'"):
+    with pytest.raises(InvalidValueError, match=r"accountant 'clt'"):
         largest_rounds(1.0, 1e-5, 1.0, 0.5, "clt")
