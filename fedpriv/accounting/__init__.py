@@ -21,6 +21,11 @@ from fedpriv.accounting.events import (
 )
 from fedpriv.accounting.ledger import Charge, ChargedRow, Head, Ledger, ProposedCharge
 from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.accounting.policies import (
+    every_user_gaussian,
+    fixed_size_gaussian,
+    shuffled_gaussian,
+)
 
 __all__ = [
     "ACCOUNTANTS",
@@ -43,6 +48,9 @@ __all__ = [
     "calibrate_noise_multiplier",
     "delta",
     "epsilon",
+    "every_user_gaussian",
+    "fixed_size_gaussian",
     "largest_rounds",
     "poisson_gaussian",
+    "shuffled_gaussian",
 ]

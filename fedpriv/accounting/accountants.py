@@ -10,16 +10,19 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from fedpriv.accounting.accountant import (
+    GAUSSIAN,
     Accountant,
     Bound,
+    CheckedEvents,
     PrivacyLoss,
     check_delta,
     check_epsilon,
-    poisson_loss,
-    rounds_of,
+    checked,
 )
 from fedpriv.accounting.classical import CLASSICAL
-from fedpriv.accounting.events import RoundEvent
+from fedpriv.accounting.events import NeighbouringRelation, Pair, RoundEvent, SamplingPolicy
+from fedpriv.accounting.fixed_size import composed_fixed_size_rdp
+from fedpriv.accounting.loss import Vector
 from fedpriv.accounting.pld import delta_interval, epsilon_interval
 from fedpriv.accounting.rdp import (
     DEFAULT_ORDERS,
@@ -29,6 +32,12 @@ from fedpriv.accounting.rdp import (
 )
 from fedpriv.errors import InvalidValueError, known_names
 
+WITH_FIXED_SIZE: tuple[Pair, ...] = (
+    *GAUSSIAN,
+    (SamplingPolicy.FIXED_SIZE, NeighbouringRelation.REPLACE_ONE),
+)
+"""What the RDP accountant can price."""
+
 
 @dataclass(frozen=True)
 class PLDAccountant(Accountant):
@@ -37,20 +46,27 @@ class PLDAccountant(Accountant):
     name: str = field(default="pld", init=False)
 
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
-        """An interval of ε; see `pld.epsilon_interval`."""
+        """An interval of ε; see `pld.epsilon_interval`.
+
+        Shuffled passes count for its upper end alone: with them it is an upper bound.
+        """
         check_delta(delta)
-        low, up = epsilon_interval(rounds_of(events, self.name), delta)
-        return poisson_loss(low, up, delta, self.name, Bound.INTERVAL)
+        priced = checked(events, self.name)
+        low, up = epsilon_interval(priced.rounds(), delta)
+        if SamplingPolicy.SHUFFLED not in priced.policies:
+            return priced.loss(low, up, delta, self.name, Bound.INTERVAL)
+        low, _ = epsilon_interval(priced.rounds(without=SamplingPolicy.SHUFFLED), delta)
+        return priced.loss(low, up, delta, self.name, Bound.UPPER)
 
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
         """The upper end of an interval of δ; see `pld.delta_interval`."""
         check_epsilon(epsilon)
-        return delta_interval(rounds_of(events, self.name), epsilon)[1]
+        return delta_interval(checked(events, self.name).rounds(), epsilon)[1]
 
 
 @dataclass(frozen=True)
 class RDPAccountant(Accountant):
-    """Upper bounds by the moments accountant (`rdp`).
+    """Upper bounds by the moments accountant (`rdp`, `fixed_size`).
 
     Attributes:
         orders: the orders α > 1 to choose from.
@@ -70,21 +86,31 @@ class RDPAccountant(Accountant):
             )
 
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
-        """An upper bound on ε at the best order."""
+        """An upper bound on ε at the best order; an interval with cohorts of a fixed size.
+
+        Its lower end is what they cost if every user but one contributes −S, and that one +S or −S:
+        the sums then are −mS, and (2 − m)·S with probability m/N. This is the pair of a Poisson
+        sample at the same noise per sensitivity, which `pld` bounds from below.
+        """
         check_delta(delta)
-        rounds = rounds_of(events, self.name)
-        up = 0.0
-        if rounds:
-            up = epsilon_from_rdp(self.orders, composed_rdp(rounds, self.orders), delta)
-        return poisson_loss(0.0, up, delta, self.name, Bound.UPPER)
+        priced = checked(events, self.name, WITH_FIXED_SIZE)
+        up = epsilon_from_rdp(self.orders, self._rdp(priced), delta) if priced.events else 0.0
+        if SamplingPolicy.FIXED_SIZE not in priced.policies:
+            return priced.loss(0.0, up, delta, self.name, Bound.UPPER)
+        low, _ = epsilon_interval(priced.rounds(without=SamplingPolicy.SHUFFLED), delta)
+        return priced.loss(low, up, delta, self.name, Bound.INTERVAL)
 
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
         """An upper bound on δ at the best order."""
         check_epsilon(epsilon)
-        rounds = rounds_of(events, self.name)
-        if not rounds:
-            return 0.0
-        return delta_from_rdp(self.orders, composed_rdp(rounds, self.orders), epsilon)
+        priced = checked(events, self.name, WITH_FIXED_SIZE)
+        return delta_from_rdp(self.orders, self._rdp(priced), epsilon) if priced.events else 0.0
+
+    def _rdp(self, priced: CheckedEvents) -> Vector:
+        """[orders] RDP of all events together."""
+        others = composed_rdp(priced.rounds(without=SamplingPolicy.FIXED_SIZE), self.orders)
+        fixed = priced.rounds_of(SamplingPolicy.FIXED_SIZE)
+        return others + composed_fixed_size_rdp(fixed, self.orders)
 
 
 ACCOUNTANTS: Mapping[str, Accountant] = MappingProxyType(

@@ -14,8 +14,7 @@ from fedpriv.accounting.accountant import (
     PrivacyLoss,
     check_delta,
     check_epsilon,
-    poisson_loss,
-    rounds_of,
+    checked,
 )
 from fedpriv.accounting.events import RoundEvent
 from fedpriv.accounting.loss import Rounds
@@ -41,9 +40,10 @@ class ClassicalAccountant(Accountant):
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
         """What the formula says at δ."""
         check_delta(delta)
-        rounds = rounds_of(events, self.name)
+        priced = checked(events, self.name)
+        rounds = priced.rounds()
         up = self.price(rounds, delta) if rounds else 0.0
-        return poisson_loss(0.0, up, delta, self.name, self.bound)
+        return priced.loss(0.0, up, delta, self.name, self.bound)
 
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
         """The least δ, up to a millionth of log δ, at which the formula's ε is no more than this.
@@ -51,7 +51,7 @@ class ClassicalAccountant(Accountant):
         Between 1e-300 and 1; 1 if there is none.
         """
         check_epsilon(epsilon)
-        rounds = rounds_of(events, self.name)
+        rounds = checked(events, self.name).rounds()
         if not rounds:
             return 0.0
         low, high = _LOG_LEAST, _LOG_MOST

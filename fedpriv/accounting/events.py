@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction
 
 from fedpriv.errors import InvalidValueError
 
@@ -18,6 +19,15 @@ class SamplingPolicy(StrEnum):
 
     POISSON = "poisson"
     """Each user joins independently with the sampling probability."""
+    EVERY_USER = "every-user"
+    """All enrolled users are the cohort."""
+    FIXED_SIZE = "fixed-size"
+    """Exactly m of the N enrolled users, every such set equally likely, drawn afresh each round."""
+    SHUFFLED = "shuffled"
+    """The event is one whole **pass**: users are shuffled into disjoint batches, and each batch
+    gets a release of its own by the sum queries of the event. Every user is in exactly one batch of
+    a pass; a user that is missing leaves its place in its batch empty. A pass that stops early is
+    charged whole."""
 
 
 class NeighbouringRelation(StrEnum):
@@ -25,6 +35,17 @@ class NeighbouringRelation(StrEnum):
 
     ADD_OR_REMOVE_ONE = "add-or-remove-one"
     """One population is the other plus one user."""
+    REPLACE_ONE = "replace-one"
+    """The populations are of equal size and differ in the data of one user."""
+
+    @property
+    def sensitivity(self) -> float:
+        """How far the sum of a cohort moves at most, in clipping norms.
+
+        A user that joins or leaves moves it by one; one that is replaced by two, because its
+        update may turn from +S to −S.
+        """
+        return 2.0 if self is NeighbouringRelation.REPLACE_ONE else 1.0
 
 
 class Randomness(StrEnum):
@@ -36,7 +57,18 @@ class Randomness(StrEnum):
     """A CSPRNG keyed by a seed: whoever knows the seed can subtract the noise."""
 
 
-_ANALYSED = {(SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE)}
+Pair = tuple[SamplingPolicy, NeighbouringRelation]
+"""A sampling policy under a neighbouring relation: what an accountant can analyse, or not."""
+
+_ANALYSED: tuple[Pair, ...] = (
+    (SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE),
+    (SamplingPolicy.EVERY_USER, NeighbouringRelation.ADD_OR_REMOVE_ONE),
+    (SamplingPolicy.EVERY_USER, NeighbouringRelation.REPLACE_ONE),
+    (SamplingPolicy.FIXED_SIZE, NeighbouringRelation.REPLACE_ONE),
+    (SamplingPolicy.SHUFFLED, NeighbouringRelation.ADD_OR_REMOVE_ONE),
+    (SamplingPolicy.SHUFFLED, NeighbouringRelation.REPLACE_ONE),
+)
+_ALWAYS_TAKING_PART = (SamplingPolicy.EVERY_USER, SamplingPolicy.SHUFFLED)
 
 
 @dataclass(frozen=True)
@@ -45,7 +77,9 @@ class SamplingEvent:
 
     Attributes:
         policy: how the cohort is drawn.
-        sampling_probability: q in (0, 1], the chance of each user to be in the cohort.
+        sampling_probability: q in (0, 1], the chance of each user to be in the cohort: 1 for
+            every-user rounds and shuffled passes, and for fixed size the float nearest to m/N, so
+            that q·N rounds to the cohort size m.
         population: N ≥ 1, the number of enrolled users, a public constant.
         relation: the neighbouring relation under which the event may be accounted.
 
@@ -68,11 +102,25 @@ class SamplingEvent:
                 f"population is {self.population}; it must be a whole number of at least 1"
             )
         if (self.policy, self.relation) not in _ANALYSED:
-            legal = ", ".join(f"{policy} with {relation}" for policy, relation in _ANALYSED)
             raise InvalidValueError(
                 f"{self.policy} sampling with {self.relation} neighbours has no analysis; "
-                f"legal is: {legal}"
+                f"legal is: {names_of(_ANALYSED)}"
             )
+        self._check_cohort()
+
+    def _check_cohort(self) -> None:
+        q = self.sampling_probability
+        if self.policy in _ALWAYS_TAKING_PART and q != 1.0:
+            raise InvalidValueError(
+                f"sampling_probability is {q}; with {self.policy} sampling it must be 1"
+            )
+        if self.policy is SamplingPolicy.FIXED_SIZE:
+            cohort_size = round(Fraction(q) * self.population)
+            if cohort_size < 1 or q != cohort_size / self.population:
+                raise InvalidValueError(
+                    f"sampling_probability is {q}; with {self.policy} sampling it must be m/N for "
+                    f"a whole cohort size m of at least 1 and a population N of {self.population}"
+                )
 
 
 @dataclass(frozen=True)
@@ -151,22 +199,35 @@ def poisson_gaussian(
     >>> poisson_gaussian(q=0.01, noise_multiplier=4.0, count=10_000).noise_multiplier
     4.0
     """
-    sampling = SamplingEvent(
-        SamplingPolicy.POISSON, q, population, NeighbouringRelation.ADD_OR_REMOVE_ONE
-    )
+    relation = NeighbouringRelation.ADD_OR_REMOVE_ONE
+    sampling = SamplingEvent(SamplingPolicy.POISSON, q, population, relation)
     return RoundEvent(sampling, (SumQueryEvent("update", 1.0, noise_multiplier),), count)
 
 
 def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
-    """Count rounds by (sampling probability, effective noise multiplier), in order of first use.
+    """Count rounds by (sampling probability q, noise_stddev per *sensitivity*), by first use.
 
-    Accountants of the Poisson-subsampled Gaussian depend on nothing else.
+    The second number is the effective noise multiplier z where one user is added or removed, and
+    z/2 where one is replaced. Accountants of one policy depend on nothing else.
 
     >>> compose([poisson_gaussian(0.5, 2.0), poisson_gaussian(0.5, 2.0, count=3)])
     {(0.5, 2.0): 4}
     """
     rounds: dict[tuple[float, float], int] = {}
     for event in events:
-        key = (event.sampling.sampling_probability, event.noise_multiplier)
+        sampling = event.sampling
+        key = (
+            sampling.sampling_probability,
+            event.noise_multiplier / sampling.relation.sensitivity,
+        )
         rounds[key] = rounds.get(key, 0) + event.count
     return rounds
+
+
+def names_of(pairs: Iterable[Pair]) -> str:
+    """How messages list pairs.
+
+    >>> names_of([(SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE)])
+    'poisson with add-or-remove-one'
+    """
+    return ", ".join(f"{policy} with {relation}" for policy, relation in pairs)

@@ -30,6 +30,7 @@ class TestPLD(AccountantConformance):
 
 class TestRDP(AccountantConformance):
     accountant: Accountant = RDPAccountant()
+    prices_fixed_size = True
 
     def test_it_bounds_from_above(self) -> None:
         loss = self.accountant.epsilon(EVENTS, 1e-6)
