@@ -1,8 +1,9 @@
 """The command line: the one module of the library that reaches clients/ and server/, lazily."""
 
 import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -17,6 +18,21 @@ app = typer.Typer(
 ledger_app = typer.Typer(help="Look into, check and copy a privacy ledger.", no_args_is_help=True)
 app.add_typer(ledger_app, name="ledger")
 
+# Typer publishes the class of all errors of its parser only as a base of this one.
+_UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
+_INTERRUPTED = 130
+
+
+class FigureFormat(StrEnum):
+    """How a figure is written."""
+
+    PNG = "png"
+    SVG = "svg"
+
+
+Delta = Annotated[
+    float | None, typer.Option(help="δ", show_default="largest power of ten below 1/N")
+]
 LedgerPath = Annotated[Path, typer.Argument(help="the ledger file", show_default=False)]
 
 
@@ -28,7 +44,7 @@ def simulate(
         typer.Option("--set", help="replace a key, e.g. clipping.norm=0.3; may be repeated"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="folder of the run [default: runs/NAME-…]")
+        Path | None, typer.Option(help="folder of the run", show_default="runs/NAME-…")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="go on with the run in --out, or start it there")
@@ -44,16 +60,66 @@ def simulate(
 
 @app.command()
 def epsilon(
-    ledger: LedgerPath,
-    delta: Annotated[
-        float | None, typer.Option(help="δ [default: largest power of ten below 1/N]")
+    ledgers: Annotated[
+        list[Path],
+        typer.Argument(help="ledger files; several add up", show_default=False, metavar="LEDGER"),
+    ],
+    delta: Delta = None,
+    target: Annotated[
+        float | None, typer.Option("--epsilon", help="print the δ that holds at this ε instead")
     ] = None,
     accountant: Annotated[str, typer.Option(help="name of an accountant, or all")] = "all",
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Print the ε that the releases of a ledger cost, for each run and in all."""
-    from fedpriv.report import tables
+    """Print the ε that the releases of ledgers cost, for each run and in all."""
+    from fedpriv.report import machine_readable, spending, tables
 
-    tables.print_epsilon(ledger, delta, accountant)
+    spent = spending.price(ledgers, delta, target, accountant)
+    if as_json:
+        machine_readable.write_spending(spent, sys.stdout)
+    else:
+        tables.print_spending(spent)
+
+
+@app.command()
+def calibrate(
+    epsilon: Annotated[float, typer.Option(help="ε of the privacy budget", show_default=False)],
+    delta: Annotated[float, typer.Option(help="δ of the privacy budget", show_default=False)],
+    rounds: Annotated[int | None, typer.Option(help="T")] = None,
+    sampling_probability: Annotated[float | None, typer.Option(help="q in (0, 1]")] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="z: the noise on a sum over its clipping norm")
+    ] = None,
+    accountant: Annotated[str, typer.Option(help="name of an accountant")] = "pld",
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Find the noise, the rounds or the sampling within (ε, δ); the other two are given."""
+    from fedpriv.report import machine_readable, tables
+    from fedpriv.report.planning import plan_within
+
+    plan = plan_within(epsilon, delta, accountant, rounds, sampling_probability, noise_multiplier)
+    if as_json:
+        machine_readable.write_plan(plan, sys.stdout)
+    else:
+        tables.print_plan(plan)
+
+
+@app.command()
+def curves(
+    ledger: LedgerPath,
+    out: Annotated[Path, typer.Option(help="folder to write to", show_default=False)],
+    delta: Delta = None,
+    suffix: Annotated[FigureFormat, typer.Option("--format")] = FigureFormat.PNG,
+) -> None:
+    """Draw ε by rounds, δ by ε and the errors of a test for one user; with CSV."""
+    from fedpriv.report.curve_files import write_curves
+    from fedpriv.report.curves import curves_of
+    from fedpriv.report.spending import default_delta, read_ledgers
+
+    ledgers = read_ledgers([ledger])
+    found = curves_of(ledgers[0], default_delta(ledgers) if delta is None else delta)
+    for file in write_curves(found, out, suffix):
+        print(file)  # noqa: T201
 
 
 @ledger_app.command()
@@ -86,7 +152,9 @@ def verify(
 @ledger_app.command()
 def export(
     ledger: LedgerPath,
-    out: Annotated[Path | None, typer.Option(help="file to write [default: the terminal]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="file to write", show_default="the terminal")
+    ] = None,
 ) -> None:
     """Write a ledger as JSON lines, for anyone to check; never who took part."""
     from fedpriv.accounting.ledger import Ledger
@@ -103,14 +171,22 @@ def export(
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one sentence and exit code 2."""
+    """Run the command line; bad input is one sentence and exit code 2."""
     # Models and populations named package.module:function may lie in the working folder.
     sys.path.append(str(Path.cwd()))
     try:
-        app()
+        code = app(standalone_mode=False)
     except FedprivError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        sys.exit(2)
-    except KeyboardInterrupt:
+        _refuse(str(error))
+    except _UsageError as error:
+        _refuse(error.format_message())
+    if code == _INTERRUPTED:
         print("interrupted; --resume goes on from the last checkpoint", file=sys.stderr)  # noqa: T201
-        sys.exit(130)
+    sys.exit(code)
+
+
+def _refuse(sentence: str) -> NoReturn:
+    # Where a command is missing, its help was printed and there is no sentence.
+    if sentence:
+        print(f"error: {' '.join(sentence.split())}", file=sys.stderr)  # noqa: T201
+    sys.exit(2)

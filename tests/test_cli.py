@@ -1,67 +1,21 @@
 """The commands as a user types them, with good and bad input."""
 
-import contextlib
-import io
 import json
 import sqlite3
 import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.ledger import Ledger
-from fedpriv.cli import main
+from tests.commandline import fedpriv, refused
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "simulations" / "digits.toml"
 SHORT = ["--set", "rounds=6", "--set", "privacy.noise_multiplier=4.0"]
-
-
-@dataclass(frozen=True)
-class Done:
-    """How a command ended."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def fedpriv(*arguments: str | Path, cwd: Path | None = None) -> Done:
-    """Run the command line's own main, in this process, as starting it takes seconds."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
-        patch.setenv("COLUMNS", "200")
-        patch.setenv("NO_COLOR", "1")
-        patch.setattr(sys, "argv", ["fedpriv", *map(str, arguments)])
-        patch.setattr(sys, "path", [*sys.path])
-        if cwd:
-            patch.chdir(cwd)
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        finally:
-            sys.modules.pop("mine", None)
-    return Done(code, out.getvalue(), err.getvalue())
-
-
-def refused(*arguments: str | Path, cwd: Path | None = None) -> str:
-    """The one sentence of a command that must fail with exit code 2."""
-    done = fedpriv(*arguments, cwd=cwd)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("error: ")
-    return line
 
 
 @pytest.fixture(scope="module")
@@ -306,6 +260,7 @@ def twice():
         ([DIGITS, "--set", "model.name=softmx"], "did you mean 'softmax'"),
         ([DIGITS, "--set", "engine.device=gpu"], "'gpu'"),
         ([DIGITS, "--set", "privacy.accountant=pdl"], "did you mean 'pld'"),
+        ([DIGITS, "--set", "privacy.accountant=gdp"], "'gdp', whose estimate can be below"),
         ([DIGITS, *JOINT, "--set", "clipping.scales={a=1.0}"], "1.bias"),
         ([DIGITS, "--set", "local.steps=2"], "exactly one"),
         ([DIGITS, "--set", "server.options.momentum=0.5"], "momentum"),

@@ -11,7 +11,7 @@ _FORMATS = ("png", "svg")
 
 def accuracy_figure(rounds: Sequence[int], accuracy: Sequence[float], title: str) -> Figure:
     """Accuracy on held-out rows in percent against the number of rounds."""
-    figure, axes = _axes(title, "accuracy on held-out rows (%)")
+    figure, axes = new_axes(title, "accuracy on held-out rows (%)")
     axes.plot(rounds, [100.0 * a for a in accuracy], color="tab:blue")
     axes.set_ylim(0.0, 100.0)
     return figure
@@ -21,7 +21,7 @@ def epsilon_figure(
     rounds: Sequence[int], epsilon: Sequence[float], delta: float, limit: float, title: str
 ) -> Figure:
     """ε spent on the ledger against the number of rounds, with the budget if it is finite."""
-    figure, axes = _axes(title, f"user-level ε spent, at δ = {delta:g}")
+    figure, axes = new_axes(title, f"user-level ε spent, at δ = {delta:g}")
     axes.plot(rounds, epsilon, color="tab:red", label="spent")
     if limit < float("inf"):
         axes.axhline(limit, color="black", linestyle="--", linewidth=1.0, label="budget")
@@ -30,9 +30,11 @@ def epsilon_figure(
     return figure
 
 
-def save_figure(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write a figure as PNG and SVG and return the files."""
-    paths = [folder / f"{name}.{suffix}" for suffix in _FORMATS]
+def save_figure(
+    figure: Figure, folder: Path, name: str, formats: Sequence[str] = _FORMATS
+) -> list[Path]:
+    """Write a figure in each format, which are "png" and "svg", and return the files."""
+    paths = [folder / f"{name}.{suffix}" for suffix in formats]
     for path in paths:
         # Without a date the same run gives the same file.
         metadata = {"Date": None} if path.suffix == ".svg" else None
@@ -40,11 +42,17 @@ def save_figure(figure: Figure, folder: Path, name: str) -> list[Path]:
     return paths
 
 
-def _axes(title: str, vertical: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+def new_axes(
+    title: str,
+    vertical: str,
+    horizontal: str = "rounds",
+    size: tuple[float, float] = (6.4, 3.6),
+) -> tuple[Figure, Axes]:
+    """An empty figure with axes of these names, its size in inches."""
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     axes.set_title(title)
-    axes.set_xlabel("rounds")
+    axes.set_xlabel(horizontal)
     axes.set_ylabel(vertical)
     axes.grid(visible=True, alpha=0.3)
     axes.margins(x=0.01)

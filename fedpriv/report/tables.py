@@ -1,36 +1,24 @@
-"""What the command line prints of a ledger."""
+"""What the command line prints of ledgers and of settings within a budget."""
 
 import math
-from collections.abc import Sequence
+from decimal import ROUND_CEILING, Context
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
-from fedpriv.accounting.accountants import ACCOUNTANTS
-from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.events import Randomness, RoundEvent
+from fedpriv.accounting.events import Randomness
 from fedpriv.accounting.ledger import Head, Ledger
 from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.errors import InvalidValueError
-
-
-def default_delta(events: Sequence[RoundEvent]) -> float:
-    """Largest power of ten below 1/N for the largest population N of the events.
-
-    >>> from fedpriv.accounting.events import poisson_gaussian
-    >>> default_delta([poisson_gaussian(0.1, 1.0, population=1000)])
-    0.0001
-    """
-    population = max((event.sampling.population for event in events), default=1)
-    return 10.0 ** -(math.floor(math.log10(population)) + 1)
+from fedpriv.report.planning import Plan
+from fedpriv.report.spending import Spending, weakest_randomness
 
 
 def randomness_of(ledger: Ledger) -> Randomness:
     """The weakest source of randomness of all charges."""
-    seeded = any(row.randomness is Randomness.SEEDED for row in ledger.charges())
-    return Randomness.SEEDED if seeded else Randomness.OPERATING_SYSTEM
+    return weakest_randomness(ledger.charges())
 
 
 def format_epsilon(epsilon: float) -> str:
@@ -42,32 +30,69 @@ def format_epsilon(epsilon: float) -> str:
     return "∞" if math.isinf(epsilon) else f"{math.ceil(epsilon * 1000) / 1000:.3f}"
 
 
-def print_epsilon(path: Path, delta: float | None, accountant: str) -> None:
-    """Print ε of each run of a ledger and of all runs together, by one or all accountants."""
-    names = list(ACCOUNTANTS) if accountant == "all" else [accountant]
-    with Ledger.open(path) as ledger:
-        runs = {run: ledger.events(run) for run in ledger.runs()}
-        events = [event for of_run in runs.values() for event in of_run]
-        randomness = randomness_of(ledger)
-        population = ledger.population_name
-    delta = default_delta(events) if delta is None else delta
-    if len(runs) > 1:
-        runs["all runs"] = events
-    table = Table(title=f"user-level ε of {population} at δ = {delta:g}")
-    for column in ("run", "rounds", "accountant", "ε", "what it is"):
-        table.add_column(column, justify="right" if column in ("rounds", "ε") else "left")
-    console = Console()
-    assumptions: dict[str, None] = {}
-    for run, of_run in runs.items() or {"(no charge)": []}.items():
-        for name in names:
-            loss = epsilon_of(of_run, delta, name)
-            assumptions[loss.assumptions] = None
-            rounds = sum(event.count for event in of_run)
-            table.add_row(run, str(rounds), name, format_epsilon(loss.epsilon), _kind(loss))
+def format_delta(delta: float) -> str:
+    """δ to three digits, rounded up: what is printed is never below what is true.
+
+    >>> format_delta(1.2341e-6), format_delta(0.5), format_delta(0.0)
+    ('1.24e-6', '0.500', '0')
+    """
+    if delta == 0.0:
+        return "0"
+    rounded = Context(prec=3, rounding=ROUND_CEILING).create_decimal_from_float(delta)
+    return f"{rounded:.3f}" if delta >= 0.1 else f"{rounded:.2e}"
+
+
+def print_spending(spending: Spending) -> None:
+    """Print what each run, each ledger and all ledgers cost, in the accountants' words."""
+    several = len(spending.ledgers) > 1
+    table = Table(title=_title(spending))
+    if several:
+        table.add_column("ledger")
+    table.add_column("run")
+    table.add_column("rounds", justify="right", no_wrap=True)
+    table.add_column("accountant", no_wrap=True)
+    table.add_column("ε" if spending.epsilon is None else "δ", justify="right", no_wrap=True)
+    table.add_column("what it is")
+    for price in spending.prices:
+        part, loss = price.part, price.loss
+        ledger = [part.ledger or "all ledgers"] if several else []
+        run = part.run or ("all runs" if part.events else "(no charge)")
+        if spending.epsilon is None:
+            found = format_epsilon(price.epsilon), _kind(loss)
+        else:
+            found = format_delta(price.delta), _kind_of_delta(loss)
+        table.add_row(*ledger, run, str(part.rounds), loss.accountant, *found)
+    # Names and paths are no markup, whatever brackets they contain.
+    console = Console(markup=False, emoji=False)
     console.print(table)
-    for sentence in assumptions:
+    for ledger_without in (ledger for ledger in spending.ledgers if not ledger.charges):
+        console.print(f"{ledger_without.path} has no charge: nothing was released, so ε = 0.")
+    if several:
+        console.print("All ledgers: for a user who may be in each of their populations.")
+    words = dict.fromkeys(price.loss.assumptions for price in spending.prices)
+    for sentence in (*words, *(f"Not priced: {refusal}." for refusal in spending.refusals)):
         console.print(sentence)
-    console.print(f"Randomness: {randomness}.")
+    console.print(f"Randomness: {spending.randomness}.")
+
+
+def print_plan(plan: Plan) -> None:
+    """Print settings that stay within a budget, and what they really cost."""
+    values = {
+        "noise_multiplier": ("noise multiplier z", "smallest", plan.noise_multiplier),
+        "rounds": ("rounds T", "largest", plan.rounds),
+        "sampling_probability": ("sampling probability q", "largest", plan.sampling_probability),
+    }
+    loss = plan.loss
+    title = f"within ε = {plan.target_epsilon:g} at δ = {loss.delta:g}"
+    table = Table(title=title, show_header=False)
+    for name, (words, extreme, value) in values.items():
+        # In full, as a digit less would be another price.
+        table.add_row(words, str(value), f"{extreme} that fits" if name == plan.found else "given")
+    table.add_row("user-level ε", format_epsilon(loss.epsilon), _kind(loss))
+    table.add_row("accountant", loss.accountant, "")
+    console = Console()
+    console.print(table)
+    console.print(loss.assumptions)
 
 
 def print_ledger(path: Path, last: int | None) -> None:
@@ -93,7 +118,7 @@ def print_ledger(path: Path, last: int | None) -> None:
             f"{row.event.noise_multiplier:.4g}",
             row.randomness.partition(":")[0],
         )
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)
 
 
 def print_verification(path: Path, participation: Path | None, head: str | None) -> None:
@@ -106,7 +131,7 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
             with ParticipationRecord.open(participation) as record:
                 ledger.verify(record, expected)
         found = ledger.head
-    Console().print(
+    Console(markup=False, emoji=False).print(
         f"{path} is intact: {found.count} charges"
         + (", each with the cohort it commits to" if participation else "")
         + f"; head {found.count}:{found.hash}",
@@ -115,11 +140,22 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
     )
 
 
+def _title(spending: Spending) -> str:
+    populations = ", ".join(dict.fromkeys(each.population for each in spending.ledgers))
+    if spending.epsilon is None:
+        return f"user-level ε of {populations} at δ = {spending.delta:g}"
+    return f"user-level δ of {populations} at ε = {spending.epsilon:g}"
+
+
 def _kind(loss: PrivacyLoss) -> str:
     low = math.floor(loss.epsilon_low * 1000) / 1000 if math.isfinite(loss.epsilon) else 0.0
     if low > 0.0:
         return f"upper bound; the truth is at least {low:.3f}"
-    return str(Bound.ESTIMATE if loss.bound is Bound.ESTIMATE else Bound.UPPER)
+    return loss.bound
+
+
+def _kind_of_delta(loss: PrivacyLoss) -> str:
+    return Bound.ESTIMATE if loss.bound is Bound.ESTIMATE else Bound.UPPER
 
 
 def _parsed_head(head: str) -> Head:

@@ -1,0 +1,463 @@
+"""The commands that price ledgers and plan within a budget, with good and bad input."""
+
+import csv
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from fedpriv.accounting.accountant import Bound
+from fedpriv.accounting.accountants import ACCOUNTANTS
+from fedpriv.accounting.accountants import delta as delta_of
+from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.accounting.calibration import (
+    calibrate_noise_multiplier,
+    largest_rounds,
+    largest_sampling_probability,
+)
+from fedpriv.accounting.charge import ProposedCharge
+from fedpriv.accounting.events import (
+    NeighbouringRelation,
+    Randomness,
+    RoundEvent,
+    SamplingEvent,
+    SamplingPolicy,
+    SumQueryEvent,
+    poisson_gaussian,
+)
+from fedpriv.accounting.ledger import Ledger
+from tests.commandline import fedpriv, refused
+
+ONE = poisson_gaussian(0.1, 2.0, population=300)
+TWO = poisson_gaussian(0.2, 3.0, population=900)
+FULL = poisson_gaussian(1.0, 4.0, population=300)
+
+
+def ledger_of(
+    path: Path,
+    runs: dict[str, Sequence[RoundEvent]],
+    population: str = "people",
+    randomness: Randomness = Randomness.OPERATING_SYSTEM,
+) -> Path:
+    """A ledger of these rounds, run by run."""
+    with Ledger.create(path, population) as ledger:
+        for run, events in runs.items():
+            for number, event in enumerate(events):
+                ledger.charge(ProposedCharge(run, number, 0, randomness, event, "0" * 64))
+    return path
+
+
+def replaced(policy: SamplingPolicy, q: float) -> RoundEvent:
+    """A round of 100 users for neighbours that differ in one user, with z = 4."""
+    sampling = SamplingEvent(policy, q, 100, NeighbouringRelation.REPLACE_ONE)
+    return RoundEvent(sampling, (SumQueryEvent("update", 1.0, 4.0),))
+
+
+def printed(*arguments: str | Path) -> str:
+    done = fedpriv(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def table(*arguments: str | Path) -> list[list[str]]:
+    """Cells of the rows of the printed table."""
+    lines = [line for line in printed(*arguments).splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ledgers")
+    ledger_of(folder / "a.sqlite", {"first": [ONE] * 5, "second": [ONE, TWO]})
+    seeded = Randomness.SEEDED
+    ledger_of(folder / "b.sqlite", {"third": [TWO] * 3}, "others", randomness=seeded)
+    ledger_of(folder / "odd.sqlite", {"[/] $x": [TWO] * 3}, "$[/bold] :smile: $")
+    ledger_of(folder / "empty.sqlite", {})
+    ledger_of(folder / "full.sqlite", {"full": [FULL] * 4})
+    noiseless = poisson_gaussian(0.1, 0.0, population=300)
+    ledger_of(folder / "infinite.sqlite", {"bare": [ONE, noiseless]})
+    return folder
+
+
+def test_ledgers_add_up(folder: Path) -> None:
+    a, b = folder / "a.sqlite", folder / "b.sqlite"
+    rows = table("epsilon", a, b, "--delta", "1e-5", "--accountant", "rdp")
+    expected = [
+        (str(a), "first", [ONE] * 5),
+        (str(a), "second", [ONE, TWO]),
+        (str(a), "all runs", [ONE] * 6 + [TWO]),
+        (str(b), "third", [TWO] * 3),
+        ("all ledgers", "all runs", [ONE] * 6 + [TWO] * 4),
+    ]
+    assert len(rows) == len(expected)
+    for row, (ledger, run, events) in zip(rows, expected, strict=True):
+        assert row[:4] == [ledger, run, str(len(events)), "rdp"]
+        truth = epsilon_of(events, 1e-5, "rdp").epsilon
+        assert truth <= float(row[4]) <= truth + 1.001e-3
+        assert row[5] == "upper bound"
+    text = printed("epsilon", a, b)
+    # 900 users here and 900 there may be 1,800 in all.
+    assert "user-level ε of people, others at δ = 0.0001" in text
+    assert "a user who may be in each of their populations" in text
+    assert "Randomness: seeded: reproducible, not a guarantee." in text
+
+
+def test_the_default_delta_counts_one_population_once(folder: Path, tmp_path: Path) -> None:
+    small = poisson_gaussian(0.1, 2.0, population=600)
+    one = ledger_of(tmp_path / "one.sqlite", {"r": [small]}, "same")
+    two = ledger_of(tmp_path / "two.sqlite", {"r": [small]}, "same")
+    other = ledger_of(tmp_path / "other.sqlite", {"r": [small]}, "another")
+    assert "at δ = 0.001" in printed("epsilon", one, two, "--accountant", "rdp")
+    assert "at δ = 0.0001" in printed("epsilon", one, other, "--accountant", "rdp")
+
+
+def test_every_accountant_speaks_for_itself(folder: Path) -> None:
+    text = printed("epsilon", folder / "full.sqlite", "--delta", "1e-5")
+    rows = table("epsilon", folder / "full.sqlite", "--delta", "1e-5")
+    assert [row[2] for row in rows] == list(ACCOUNTANTS)
+    for row in rows:
+        loss = epsilon_of([FULL] * 4, 1e-5, row[2])
+        assert loss.assumptions in text
+        assert loss.epsilon <= float(row[3]) <= loss.epsilon + 1.001e-3
+        if loss.bound is Bound.ESTIMATE:
+            assert row[4] == "estimate"
+        else:
+            assert row[4].startswith(("upper bound", "certified interval"))
+
+
+def test_an_accountant_without_an_analysis_says_so(folder: Path, tmp_path: Path) -> None:
+    fixed = replaced(SamplingPolicy.FIXED_SIZE, 0.1)
+    ledger = ledger_of(tmp_path / "fixed.sqlite", {"fixed": [fixed] * 3}, "fixed")
+    (row,) = table("epsilon", ledger, "--delta", "1e-3")
+    loss = epsilon_of([fixed] * 3, 1e-3, "rdp")
+    assert row[2] == "rdp"
+    assert loss.epsilon <= float(row[3]) <= loss.epsilon + 1.001e-3
+    text = printed("epsilon", ledger)
+    assert "replace-one neighbours, fixed-size sampling" in text
+    assert "Not priced: the pld accountant has no analysis of fixed-size sampling" in text
+    found = json.loads(printed("epsilon", ledger, "--json"))
+    assert len(found["refusals"]) == len(ACCOUNTANTS) - 1
+    assert [each["accountant"] for each in found["rows"]] == ["rdp"]
+    message = refused("epsilon", ledger, "--accountant", "pld")
+    assert "the pld accountant has no analysis" in message
+    printed("curves", ledger, "--out", tmp_path / "drawn")
+    curve = rows_of(tmp_path / "drawn" / "delta_by_epsilon.csv")
+    assert {each["accountant"] for each in curve} == {"rdp"}
+
+
+def test_kinds_of_neighbours_do_not_add_up(folder: Path, tmp_path: Path) -> None:
+    every = replaced(SamplingPolicy.EVERY_USER, 1.0)
+    ledger = ledger_of(tmp_path / "replace.sqlite", {"every": [every]})
+    alone = table("epsilon", ledger, "--accountant", "pld", "--delta", "1e-5")
+    # Replacing moves the sum twice as far as adding: z = 4 is as z = 2.
+    truth = epsilon_of([poisson_gaussian(1.0, 2.0)], 1e-5).epsilon
+    assert truth <= float(alone[0][3]) <= truth + 1.001e-3
+    message = refused("epsilon", folder / "a.sqlite", ledger)
+    assert "add-or-remove-one and with replace-one neighbours cannot be added up" in message
+
+
+def test_delta_at_an_epsilon(folder: Path) -> None:
+    a = folder / "a.sqlite"
+    rows = table("epsilon", a, "--epsilon", "0.7")
+    events = {"first": [ONE] * 5, "second": [ONE, TWO], "all runs": [ONE] * 6 + [TWO]}
+    assert len(rows) == len(events) * len(ACCOUNTANTS)
+    for run, _, name, value, _ in rows:
+        truth = delta_of(events[run], 0.7, name)
+        # Summing in another order may change the last digits.
+        assert truth * (1 - 1e-9) <= float(value) <= 1.01 * truth
+    assert "user-level δ of people at ε = 0.7" in printed("epsilon", a, "--epsilon", "0.7")
+    (row,) = table("epsilon", folder / "full.sqlite", "--epsilon", "0", "--accountant", "pld")
+    assert row[4] == "upper bound"
+    # Total variation of N(0, 1) and N(μ, 1) with μ = √4/4.
+    assert 2 * norm.cdf(0.25) - 1 <= float(row[3]) <= 1.01 * (2 * norm.cdf(0.25) - 1)
+
+
+def test_json_is_one_object_with_the_same_numbers(folder: Path) -> None:
+    a, b = folder / "a.sqlite", folder / "b.sqlite"
+    found = json.loads(printed("epsilon", a, b, "--delta", "1e-5", "--json"))
+    assert found["delta"] == 1e-5
+    assert found["randomness"] == Randomness.SEEDED
+    assert [ledger["population"] for ledger in found["ledgers"]] == ["people", "others"]
+    with Ledger.open(b) as ledger:
+        assert found["ledgers"][1] == {
+            "path": str(b),
+            "ledger_id": ledger.ledger_id,
+            "population": "others",
+            "charges": 3,
+            "head": ledger.head.hash,
+        }
+    assert found["runs"] == [
+        {"ledger": str(a), "run": "first", "rounds": 5},
+        {"ledger": str(a), "run": "second", "rounds": 2},
+        {"ledger": str(b), "run": "third", "rounds": 3},
+    ]
+    totals = [row for row in found["rows"] if row["ledger"] is None]
+    assert [row["accountant"] for row in totals] == list(ACCOUNTANTS)
+    for row in totals:
+        loss = epsilon_of([ONE] * 6 + [TWO] * 4, 1e-5, row["accountant"])
+        assert row["run"] is None
+        assert row["rounds"] == 10
+        assert row["epsilon"] == pytest.approx(loss.epsilon, rel=1e-12)
+        assert row["epsilon_low"] == pytest.approx(loss.epsilon_low, rel=1e-12)
+        assert (row["delta"], row["bound"]) == (1e-5, loss.bound)
+        assert (row["relation"], row["assumptions"]) == (loss.relation, loss.assumptions)
+
+
+def test_json_of_deltas(folder: Path) -> None:
+    found = json.loads(printed("epsilon", folder / "b.sqlite", "--epsilon", "0.7", "--json"))
+    assert found["epsilon"] == 0.7
+    assert "delta" not in found
+    for row in found["rows"]:
+        assert row["delta"] == delta_of([TWO] * 3, 0.7, row["accountant"])
+        assert row["epsilon"] == 0.7
+        assert "epsilon_low" not in row
+
+
+def test_an_infinite_epsilon_is_no_number_in_json(folder: Path) -> None:
+    text = printed("epsilon", folder / "infinite.sqlite", "--json", "--accountant", "pld")
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    (row,) = json.loads(text, parse_constant=refuse)["rows"]
+    assert row["epsilon"] == "Infinity"
+    assert float(row["epsilon"]) == math.inf
+    assert table("epsilon", folder / "infinite.sqlite", "--accountant", "pld")[0][3] == "∞"
+
+
+def test_an_empty_ledger_costs_nothing_and_says_so(folder: Path) -> None:
+    empty = folder / "empty.sqlite"
+    for arguments, zero in ([], "0.000"), (["--epsilon", "1"], "0"):
+        rows = table("epsilon", empty, *arguments)
+        assert [row[:4] for row in rows] == [["(no charge)", "0", n, zero] for n in ACCOUNTANTS]
+    assert f"{empty} has no charge: nothing was released, so ε = 0." in printed("epsilon", empty)
+    rows = table("epsilon", folder / "b.sqlite", empty, "--accountant", "rdp")
+    assert [row[1] for row in rows] == ["third", "(no charge)", "all runs"]
+    assert rows[0][4] == rows[2][4]
+    assert rows[1][4] == "0.000"
+    found = json.loads(printed("epsilon", empty, "--json"))
+    assert found["runs"] == []
+    assert found["ledgers"][0]["head"] is None
+    assert {row["epsilon"] for row in found["rows"]} == {0.0}
+
+
+def test_names_are_no_markup(folder: Path) -> None:
+    odd = folder / "odd.sqlite"
+    (row, *_) = table("epsilon", odd)
+    assert row[0] == "[/] $x"
+    assert "$[/bold] :smile: $" in printed("epsilon", odd)
+    assert "[/] $x" in printed("ledger", "show", odd)
+    assert "$[/bold] :smile: $: 3 charges" in printed("ledger", "show", odd)
+
+
+def test_bad_epsilon_commands_are_refused(folder: Path, tmp_path: Path) -> None:
+    a = folder / "a.sqlite"
+    both = refused("epsilon", a, "--delta", "1e-5", "--epsilon", "2")
+    assert "delta is 1e-05 and epsilon is 2.0; only one can be given" in both
+    copied = shutil.copy(a, tmp_path / "copy.sqlite")
+    for again in a, copied:
+        message = refused("epsilon", a, again)
+        assert f"{a} and {again} are one ledger" in message
+        assert "each ledger must be given once" in message
+    assert "absent.sqlite" in refused("epsilon", a, folder / "absent.sqlite")
+    assert str(folder) in refused("epsilon", folder)
+    assert "'moments'" in refused("epsilon", a, "--accountant", "moments", "--json")
+    for bad in "-1", "inf", "nan":
+        assert f"epsilon is {float(bad)}" in refused("epsilon", a, "--epsilon", bad)
+    for bad in "0", "1", "nan", "-1e-5":
+        assert f"delta is {float(bad)}" in refused("epsilon", a, "--delta", bad)
+    assert "--delta" in refused("epsilon", a, "--delta", "small")
+    assert "LEDGER" in refused("epsilon")
+    assert "No such option: --detla" in refused("epsilon", a, "--detla", "1")
+
+
+def test_a_command_without_arguments_shows_its_help() -> None:
+    for arguments in (), ("ledger",):
+        done = fedpriv(*arguments)
+        assert done.returncode == 2
+        assert done.stderr == ""
+        assert "Usage" in done.stdout
+    assert "No such command 'nonsense'" in refused("nonsense")
+
+
+BUDGET = ["calibrate", "--epsilon", "2", "--delta", "1e-5"]
+ROUNDS = ["--rounds", "1000"]
+SAMPLING = ["--sampling-probability", "0.01"]
+NOISE = ["--noise-multiplier", "1.0"]
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ([*ROUNDS, *SAMPLING], "noise_multiplier"),
+        ([*ROUNDS, *NOISE], "sampling_probability"),
+        ([*SAMPLING, *NOISE], "rounds"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "given",
+)
+def test_calibrate_finds_the_third(given: list[str], found: str, accountant: str) -> None:
+    expected = {"rounds": 1000, "sampling_probability": 0.01, "noise_multiplier": 1.0}
+    expected[found] = {
+        "noise_multiplier": lambda: calibrate_noise_multiplier(2.0, 1e-5, 1000, 0.01, accountant),
+        "sampling_probability": lambda: largest_sampling_probability(
+            2.0, 1e-5, 1000, 1.0, accountant
+        ),
+        "rounds": lambda: largest_rounds(2.0, 1e-5, 1.0, 0.01, accountant),
+    }[found]()
+    command = [*BUDGET, *given, "--accountant", accountant]
+    plan = json.loads(printed(*command, "--json"))
+    assert {name: plan[name] for name in expected} == expected
+    assert plan["found"] == found
+    event = poisson_gaussian(plan["sampling_probability"], plan["noise_multiplier"], plan["rounds"])
+    loss = epsilon_of([event], 1e-5, accountant)
+    assert plan["epsilon"] == loss.epsilon <= plan["target_epsilon"] == 2.0
+    assert plan["epsilon_low"] == loss.epsilon_low
+    assert (plan["delta"], plan["accountant"]) == (1e-5, accountant)
+    assert (plan["bound"], plan["relation"]) == (loss.bound, loss.relation)
+    assert plan["assumptions"] == loss.assumptions
+    rows = {row[0]: row[1:] for row in table(*command)}
+    # What is printed can be typed again and costs the same.
+    assert float(rows["noise multiplier z"][0]) == plan["noise_multiplier"]
+    assert int(rows["rounds T"][0]) == plan["rounds"]
+    assert float(rows["sampling probability q"][0]) == plan["sampling_probability"]
+    assert [row[1] for row in rows.values()].count("given") == 2
+    assert loss.epsilon <= float(rows["user-level ε"][0]) <= 2.0
+    assert rows["accountant"][0] == accountant
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*BUDGET], "0 of rounds, sampling probability and noise multiplier are given"),
+        ([*BUDGET, *NOISE], "1 of rounds"),
+        ([*BUDGET, *ROUNDS, *SAMPLING, *NOISE], "3 of rounds"),
+        (["calibrate", "--epsilon", "2", *ROUNDS, *NOISE], "--delta"),
+        (["calibrate", "--delta", "1e-5", *ROUNDS, *NOISE], "--epsilon"),
+        (["calibrate", "--epsilon", "0", "--delta", "1e-5", *ROUNDS, *NOISE], "epsilon is 0.0"),
+        (["calibrate", "--epsilon", "nan", "--delta", "1e-5", *ROUNDS, *NOISE], "epsilon is nan"),
+        (["calibrate", "--epsilon", "2", "--delta", "1", *ROUNDS, *NOISE], "delta is 1.0"),
+        ([*BUDGET, *NOISE, "--rounds", "0"], "rounds is 0; it must be from 1"),
+        ([*BUDGET, *NOISE, "--rounds", "9" * 30], "rounds is 999"),
+        ([*BUDGET, *NOISE, "--rounds", "1.5"], "--rounds"),
+        ([*BUDGET, *NOISE, "--sampling-probability", "1.5"], "is 1.5; it must be in (0, 1]"),
+        ([*BUDGET, *SAMPLING, "--noise-multiplier", "nan"], "is nan"),
+        ([*BUDGET, *SAMPLING, "--noise-multiplier", "0"], "not even one round"),
+        ([*BUDGET, *ROUNDS, "--noise-multiplier", "0"], "every sampling probability from 1e-12"),
+        ([*BUDGET, *ROUNDS, "--noise-multiplier", "1e4"], "every sampling probability up to 1"),
+        ([*BUDGET, *ROUNDS, *NOISE, "--accountant", "all"], "accountant 'all'"),
+        (
+            ["calibrate", "--epsilon", "1e-9", "--delta", "1e-9", *ROUNDS, *SAMPLING],
+            "no noise multiplier up to",
+        ),
+    ],
+    ids=lambda value: " ".join(value[-4:]) if isinstance(value, list) else "refused",
+)
+def test_bad_calibrations_are_refused(arguments: list[str], message: str) -> None:
+    assert message in refused(*arguments)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+@pytest.fixture(scope="module")
+def drawn(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("drawn") / "deep" / "curves"
+    before = (folder / "full.sqlite").read_bytes()
+    text = printed("curves", folder / "full.sqlite", "--out", out, "--delta", "1e-5")
+    assert (folder / "full.sqlite").read_bytes() == before
+    assert text.split() == [
+        str(out / f"{name}.{suffix}")
+        for name in ("epsilon_by_rounds", "delta_by_epsilon", "trade_off")
+        for suffix in ("png", "csv")
+    ]
+    for figure in out.glob("*.png"):
+        assert figure.read_bytes().startswith(b"\x89PNG")
+    return out
+
+
+def test_curve_of_epsilon_by_rounds(drawn: Path) -> None:
+    rows = rows_of(drawn / "epsilon_by_rounds.csv")
+    assert [row["accountant"] for row in rows] == [name for name in ACCOUNTANTS for _ in range(4)]
+    for row in rows:
+        loss = epsilon_of([FULL] * int(row["rounds"]), 1e-5, row["accountant"])
+        assert float(row["epsilon"]) == pytest.approx(loss.epsilon, rel=1e-12)
+        assert float(row["epsilon_low"]) == pytest.approx(loss.epsilon_low, rel=1e-12)
+        assert (row["bound"], float(row["delta"])) == (loss.bound, 1e-5)
+    assert [int(row["rounds"]) for row in rows[:4]] == [1, 2, 3, 4]
+
+
+def test_curve_of_delta_by_epsilon(drawn: Path) -> None:
+    rows = rows_of(drawn / "delta_by_epsilon.csv")
+    assert {row["accountant"] for row in rows} == set(ACCOUNTANTS)
+    assert len(rows) <= 40 * len(ACCOUNTANTS)
+    reported = epsilon_of([FULL] * 4, 1e-5).epsilon
+    for row in rows[:: len(rows) // 50]:
+        epsilon, name = float(row["epsilon"]), row["accountant"]
+        assert float(row["delta"]) == delta_of([FULL] * 4, epsilon, name)
+        assert row["bound"] == epsilon_of([FULL] * 4, 1e-5, name).bound
+    ends = [float(row["epsilon"]) for row in rows if row["accountant"] == "pld"]
+    assert ends[0] == 0.0
+    assert ends[-1] > reported
+
+
+def test_the_trade_off_is_proven_and_near_the_truth(drawn: Path) -> None:
+    rows = rows_of(drawn / "trade_off.csv")
+    one, two, gaussian, perfect = (
+        np.array([float(row[name]) for row in rows])
+        for name in ("type_one", "type_two", "type_two_gaussian", "type_two_perfect")
+    )
+    assert one[0] == 0.0
+    assert one[-1] == 1.0
+    assert np.array_equal(perfect, 1 - one)
+    # Four rounds of z = 4 without sampling are exactly G_μ with μ = √4/4.
+    truth = norm.cdf(norm.isf(one) - 0.5)
+    assert np.all(two <= truth + 1e-12)
+    assert np.all(two >= truth - 2e-3)
+    # The equivalent Gaussian mechanism is the same one, up to the accountant's interval.
+    assert np.allclose(gaussian, truth, atol=1e-3)
+    # A trade-off function is convex.
+    slopes = np.diff(two) / np.diff(one)
+    assert np.all(np.diff(slopes) >= -1e-6)
+
+
+def test_the_trade_off_of_sampled_rounds_is_above_a_real_test(folder: Path, tmp_path: Path) -> None:
+    printed("curves", folder / "odd.sqlite", "--out", tmp_path, "--format", "svg")
+    assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".csv"}
+    assert "<svg" in (tmp_path / "trade_off.svg").read_text(encoding="utf-8")
+    rows = rows_of(tmp_path / "trade_off.csv")
+    # A test that looks at the sum of the releases of all three rounds, and its two errors.
+    rng = np.random.default_rng(7)
+    samples = 200_000
+    noise = rng.normal(0.0, 3.0, (samples, 3)).sum(axis=1)
+    user = rng.binomial(3, 0.2, samples) + rng.normal(0.0, 3.0, (samples, 3)).sum(axis=1)
+    thresholds = np.linspace(-5, 5, 21)
+    alpha = np.array([(noise > threshold).mean() for threshold in thresholds])
+    beta = np.array([(user <= threshold).mean() for threshold in thresholds])
+    one = [float(row["type_one"]) for row in rows]
+    proven = np.interp(alpha, one, [float(row["type_two"]) for row in rows])
+    # Six standard deviations of a frequency in 200,000 draws, for both errors.
+    assert np.all(beta >= proven - 12 * 0.5 / math.sqrt(samples))
+    # Nor is the bound far below: this test, which is not the best one, comes near it.
+    assert np.max(beta - proven) < 0.05
+
+
+def test_bad_curves_are_refused(folder: Path, tmp_path: Path) -> None:
+    full = folder / "full.sqlite"
+    assert "has no charge" in refused("curves", folder / "empty.sqlite", "--out", tmp_path / "x")
+    infinite = refused("curves", folder / "infinite.sqlite", "--out", tmp_path / "x")
+    assert "at delta 0.001 is infinite, as a round has too little noise" in infinite
+    assert "--out" in refused("curves", full)
+    assert "delta is 2.0" in refused("curves", full, "--out", tmp_path / "x", "--delta", "2")
+    assert "--format" in refused("curves", full, "--out", tmp_path / "x", "--format", "gif")
+    assert "absent" in refused("curves", folder / "absent.sqlite", "--out", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    assert "cannot be written" in refused("curves", full, "--out", full)
