@@ -71,6 +71,8 @@ def test_a_folder_is_not_overwritten_but_resumed(run_folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "at round 6" in done.stdout
     assert (run_folder / "metrics.jsonl").read_bytes() == before
+    again = fedpriv("simulate", run_folder / "plan.toml", "--out", run_folder, "--resume")
+    assert again.returncode == 0, again.stderr
 
 
 def test_resuming_with_another_plan_is_refused(run_folder: Path) -> None:
