@@ -1,0 +1,281 @@
+"""ε and δ by a contour integral against closed forms, the FFT, published values and themselves."""
+
+import itertools
+import math
+
+import mpmath
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedpriv.accounting import pld
+from fedpriv.accounting.contour import ContourUnsuitableError, delta_interval, epsilon_interval
+from fedpriv.accounting.events import compose, poisson_gaussian
+from fedpriv.accounting.panel import RoundsArray
+from fedpriv.errors import InvalidValueError, UnsupportedEventError
+
+ROUNDS = {(0.02, 0.9): 400, (0.005, 1.7): 3_000, (1.0, 25.0): 4}
+
+
+def gaussian_delta(mu, epsilon):
+    """δ of the Gaussian mechanism of sensitivity/stddev μ (Balle & Wang 2018), 50 digits."""
+    with mpmath.workdps(50):
+        mu, e = mpmath.mpf(mu), mpmath.mpf(epsilon)
+        upper = mpmath.ncdf(mu / 2 - e / mu)
+        return upper - mpmath.exp(e) * mpmath.ncdf(-mu / 2 - e / mu)
+
+
+def one_round_delta(q, z, epsilon):
+    """δ of one sampled round in both directions, 50 digits, from where the loss passes ±ε."""
+    with mpmath.workdps(50):
+        q, z, e = mpmath.mpf(q), mpmath.mpf(z), mpmath.mpf(epsilon)
+        x = z**2 * mpmath.log((mpmath.exp(e) - 1 + q) / q) + mpmath.mpf(1) / 2
+        absent, present = mpmath.ncdf(-x / z), mpmath.ncdf((1 - x) / z)
+        remove = (1 - q) * absent + q * present - mpmath.exp(e) * absent
+        rise = (mpmath.exp(-e) - 1 + q) / q
+        if rise <= 0:
+            return remove, mpmath.mpf(0)
+        x = z**2 * mpmath.log(rise) + mpmath.mpf(1) / 2
+        absent, present = mpmath.ncdf(x / z), mpmath.ncdf((x - 1) / z)
+        return remove, absent - mpmath.exp(e) * ((1 - q) * absent + q * present)
+
+
+def drifting(n, spread, seed=0):
+    """n rounds of which no two are alike."""
+    rng = np.random.default_rng(seed)
+    place = np.linspace(0.0, 1.0, n)
+    q = 0.01 * np.exp(spread * (0.7 * np.sin(3 * place) + 0.1 * rng.uniform(-1, 1, n)))
+    z = np.exp(spread * (0.5 * place + 0.1 * rng.uniform(-1, 1, n)))
+    return RoundsArray(q, z, np.ones(n))
+
+
+class TestClosedForms:
+    @settings(max_examples=60, deadline=None)
+    @given(
+        z=st.floats(0.3, 100.0),
+        count=st.integers(1, 10**6),
+        log_delta=st.floats(math.log(1e-15), math.log(1e-2)),
+    )
+    def test_unsampled_rounds_are_one_gaussian(self, z, count, log_delta):
+        delta, mu = math.exp(log_delta), math.sqrt(count) / z
+        low, up = epsilon_interval({(1.0, z): count}, delta)
+        assert up - low <= max(1e-6 * up, 1e-9)
+        assert gaussian_delta(mu, up) <= delta
+        assert low == 0.0 or gaussian_delta(mu, low) >= delta
+
+    @pytest.mark.parametrize("epsilon", [0.0, 0.5, 4.0, 20.0])
+    @pytest.mark.parametrize("mu", [0.01, 0.3, 1.0, 5.0])
+    def test_delta_of_unsampled_rounds(self, mu, epsilon):
+        low, up = delta_interval({(1.0, 10.0 / mu): 100}, epsilon)
+        assert low <= gaussian_delta(mu, epsilon) <= up
+        assert up - low <= max(1e-6 * up, 1e-265)
+
+    @pytest.mark.parametrize(
+        ("q", "z", "delta"),
+        [
+            (0.5, 1.0, 1e-5),
+            (0.5, 1.0, 1e-15),
+            (0.9, 0.3, 1e-5),
+            (0.1, 10.0, 1e-5),
+            (0.1, 10.0, 1e-15),
+            (0.01, 30.0, 1e-6),
+            (0.999, 3.0, 1e-8),
+            (1e-7, 100.0, 1e-12),
+        ],
+    )
+    def test_one_round(self, q, z, delta):
+        low, up = epsilon_interval({(q, z): 1}, delta)
+        assert 0.0 < low < up <= low * (1 + 1e-6)
+        assert max(one_round_delta(q, z, up)) <= delta <= max(one_round_delta(q, z, low))
+        below, above = delta_interval({(q, z): 1}, up)
+        assert below <= max(one_round_delta(q, z, up)) <= above <= below * (1 + 1e-4)
+
+    @pytest.mark.parametrize("z", [1.0, 1.0 + 1e-7, 1.0 - 1e-7])
+    def test_interval_tells_nearby_noise_apart(self, z):
+        low, up = epsilon_interval({(1.0, z): 1}, 1e-5)
+        inside = gaussian_delta(1.0, up) <= 1e-5 <= gaussian_delta(1.0, low)
+        assert inside == (z == 1.0)
+
+
+class TestOtherAccountants:
+    @pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-9, 1e-15])
+    @pytest.mark.parametrize(
+        "rounds",
+        [
+            {(0.01, 4.0): 10_000},
+            {(0.5, 1.0): 20},
+            {(0.001, 1.0): 10_000},
+            {(0.001, 0.5): 1_000_000},
+            {(0.01, 0.3): 10_000},
+            {(1e-4, 0.6): 100_000},
+            {(1e-7, 100.0): 1_000_000},
+            {(0.99, 0.3): 1_000_000},
+            {(0.01, 1.0): 100},
+            {(1.0, 20.0): 10, (0.02, 1.0): 300, (0.001, 0.8): 5_000},
+        ],
+    )
+    def test_interval_overlaps_with_that_of_the_fft(self, rounds, delta):
+        low, up = epsilon_interval(rounds, delta)
+        below, above = pld.epsilon_interval(rounds, delta)
+        assert up - low <= max(1e-6 * up, 1e-9)
+        assert max(low, below) <= min(up, above)
+
+    @pytest.mark.parametrize(
+        ("q", "z", "count", "delta", "published"),
+        [
+            (0.01, 4.0, 10_000, 1e-5, 0.94687),
+            (5_000 / 763_430, 1.0, 5_000, 1e-9, 3.8988),
+            (1e-5, 1.0, 1_000_000, 1e-6, 0.0452),
+            (256 / 60_000, 1.3, round(15 * 60_000 / 256), 1e-5, 0.8645),
+            (256 / 60_000, 0.5, round(100 * 60_000 / 256), 1e-5, 28.0460),
+        ],
+    )
+    def test_published_value(self, q, z, count, delta, published):
+        low, up = epsilon_interval({(q, z): count}, delta)
+        digit = 10.0 ** -len(str(published).split(".")[1])
+        assert low - 0.6 * digit <= published <= up + 0.6 * digit
+
+
+class TestOneMeaning:
+    def test_order_and_merging_do_not_matter(self):
+        reversed_ = dict(reversed(ROUNDS.items()))
+        split = RoundsArray(
+            np.array([0.02, 1.0, 0.02, 0.005]),
+            np.array([0.9, 25.0, 0.9, 1.7]),
+            np.array([100.0, 4.0, 300.0, 3_000.0]),
+        )
+        intervals = [epsilon_interval(r, 1e-6) for r in (ROUNDS, reversed_, split)]
+        lows, ups = zip(*intervals, strict=True)
+        assert max(lows) <= min(ups)
+        assert max(ups) - min(lows) <= 1e-7 * max(ups)
+
+    def test_rounds_come_from_events(self):
+        events = [poisson_gaussian(q, z, count) for (q, z), count in ROUNDS.items()]
+        low, up = epsilon_interval(compose(events), 1e-6)
+        assert (low, up) == pytest.approx(epsilon_interval(ROUNDS, 1e-6), rel=1e-12)
+
+    @settings(max_examples=25, deadline=None)
+    @given(log_q=st.floats(-5, 0), z=st.floats(0.6, 8.0), share=st.floats(1.0, 6.0))
+    def test_delta_at_epsilon_is_delta(self, log_q, z, share):
+        q = math.exp(log_q)
+        rounds = {(q, z): math.ceil(math.exp(share) / (q * min(z, 1.0)) ** 2)}
+        low, up = epsilon_interval(rounds, 1e-6)
+        assert delta_interval(rounds, low)[1] >= 1e-6
+        assert delta_interval(rounds, up)[0] <= 1e-6
+
+    def test_delta_falls_with_epsilon_and_epsilon_with_delta(self):
+        deltas = [delta_interval(ROUNDS, e) for e in np.linspace(0.0, 12.0, 25)]
+        assert all(a[0] > b[1] for a, b in itertools.pairwise(deltas))
+        epsilons = [epsilon_interval(ROUNDS, d) for d in np.geomspace(1e-2, 1e-15, 14)]
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(epsilons))
+
+    @pytest.mark.parametrize("worse", [(0.0201, 0.9, 400), (0.02, 0.899, 400), (0.02, 0.9, 401)])
+    def test_more_of_anything_is_worse(self, worse):
+        q, z, count = worse
+        _, up = epsilon_interval({(0.02, 0.9): 400}, 1e-6)
+        low, _ = epsilon_interval({(q, z): count}, 1e-6)
+        assert up < low
+
+
+class TestManyDifferentRounds:
+    def test_all_alike_but_given_one_by_one(self):
+        q, z = np.full(5_000, 0.01), np.full(5_000, 1.1)
+        low, up = epsilon_interval(RoundsArray(q, z, np.ones(5_000)), 1e-6)
+        below, above = epsilon_interval({(0.01, 1.1): 5_000}, 1e-6)
+        assert max(low, below) <= min(up, above)
+        assert up - low < 1e-7 * up
+
+    @pytest.mark.parametrize("n", [400, 3_000])
+    def test_a_few_kinds_given_one_by_one(self, n):
+        rng = np.random.default_rng(1)
+        kinds = [(0.004, 0.7), (0.01, 1.0), (0.02, 1.1), (0.05, 2.5), (0.008, 1.6)]
+        chosen = [kinds[i] for i in rng.integers(0, len(kinds), n)]
+        # Distances of 1e-9 make all rounds different without a change of ε that can be seen.
+        q = np.array([k[0] for k in chosen]) * (1 + 1e-9 * rng.uniform(-1, 1, n))
+        z = np.array([k[1] for k in chosen])
+        low, up = epsilon_interval(RoundsArray(q, z, np.ones(n)), 1e-6)
+        below, above = epsilon_interval({k: chosen.count(k) for k in kinds}, 1e-6)
+        assert up - low < 1e-6 * up
+        assert max(low, below) * (1 - 1e-7) <= min(up, above) * (1 + 1e-7)
+
+    @pytest.mark.parametrize(
+        ("n", "spread", "delta"), [(100_000, 0.3, 1e-5), (100_000, 1.5, 1e-8), (20_000, 2.0, 1e-6)]
+    )
+    def test_drifting_rounds_are_between_coarser_ones(self, n, spread, delta):
+        rounds = drifting(n, spread)
+        rounds = RoundsArray(rounds.q * math.sqrt(2_000 / n), rounds.z, rounds.counts)
+        low, up = epsilon_interval(rounds, delta)
+        assert up - low < 1e-6 * up
+        for worse in (True, False):
+            sharpen = np.ceil if worse else np.floor
+            q = np.exp(sharpen(np.log(rounds.q) * 40) / 40)
+            z = np.exp(-sharpen(-np.log(rounds.z) * 60) / 60)
+            pairs, counts = np.unique(np.stack([q, z], axis=1), axis=0, return_counts=True)
+            kinds = {(float(q), float(z)): int(c) for (q, z), c in zip(pairs, counts, strict=True)}
+            below, above = epsilon_interval(RoundsArray(q, z, rounds.counts), delta)
+            assert len(kinds) < 5_000
+            assert below > up if worse else above < low
+
+    def test_order_does_not_matter(self):
+        rounds = drifting(2_000, 1.0)
+        mixed = np.random.default_rng(2).permutation(2_000)
+        other = RoundsArray(rounds.q[mixed], rounds.z[mixed], rounds.counts)
+        assert epsilon_interval(rounds, 1e-6) == pytest.approx(
+            epsilon_interval(other, 1e-6), rel=1e-9
+        )
+
+
+class TestEdges:
+    def test_no_round_costs_nothing(self):
+        assert epsilon_interval({}, 1e-5) == (0.0, 0.0)
+        assert delta_interval({}, 0.0) == (0.0, 0.0)
+
+    def test_no_noise_costs_everything(self):
+        assert epsilon_interval({(0.1, 1.0): 5, (1e-6, 0.0): 1}, 1e-5) == (math.inf, math.inf)
+        assert delta_interval({(0.1, 1.0): 5, (1e-6, 0.0): 1}, 3.0) == (0.0, 1.0)
+
+    def test_a_delta_beyond_that_of_epsilon_zero_costs_nothing(self):
+        at_zero, _ = delta_interval({(1e-4, 5.0): 10_000}, 0.0)
+        assert epsilon_interval({(1e-4, 5.0): 10_000}, 1.001 * at_zero) == (0.0, 0.0)
+        low, up = epsilon_interval({(1e-4, 5.0): 10_000}, 0.999 * at_zero)
+        assert 0.0 < low <= up
+
+    def test_a_delta_too_small_for_a_float_is_0(self):
+        low, up = delta_interval({(0.01, 4.0): 100}, 50.0)
+        assert low == 0.0
+        assert 0.0 < up < 1e-265
+
+    @pytest.mark.parametrize(
+        ("rounds", "delta"),
+        [
+            ({(1e-7, 0.3): 1_000_000}, 1e-5),
+            ({(0.01, 1.0): 1}, 1e-5),
+            ({(0.1, 0.09): 100}, 1e-5),
+            ({(0.1, 2e6): 100}, 1e-5),
+            ({(1e-13, 1.0): 100}, 1e-5),
+            ({(0.1, 1.0): 100}, 1e-280),
+        ],
+    )
+    def test_refusal(self, rounds, delta):
+        with pytest.raises(ContourUnsuitableError, match="the contour"):
+            epsilon_interval(rounds, delta)
+        assert issubclass(ContourUnsuitableError, UnsupportedEventError)
+
+    @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan])
+    def test_illegal_delta(self, delta):
+        with pytest.raises(InvalidValueError, match=r"delta is .*; it must be in \(0, 1\)"):
+            epsilon_interval({(0.1, 1.0): 1}, delta)
+
+    @pytest.mark.parametrize("epsilon", [-0.1, math.inf, math.nan])
+    def test_illegal_epsilon(self, epsilon):
+        with pytest.raises(InvalidValueError, match=r"epsilon is .*; it must be finite"):
+            delta_interval({(0.1, 1.0): 1}, epsilon)
+
+    @pytest.mark.parametrize(
+        ("q", "z", "count"), [(0.0, 1.0, 1), (1.1, 1.0, 1), (0.1, -1.0, 1), (0.1, math.inf, 1),
+                              (0.1, 1.0, 0), (math.nan, 1.0, 1)]
+    )  # fmt: skip
+    def test_illegal_rounds(self, q, z, count):
+        with pytest.raises(InvalidValueError, match="it must be"):
+            epsilon_interval({(q, z): count}, 1e-5)

@@ -1,0 +1,376 @@
+"""Each bound that a contour relies on, against slow and exact twins."""
+
+import dataclasses
+import math
+
+import mpmath
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fedpriv.accounting.answers import DeltaAt, EpsilonAt
+from fedpriv.accounting.chebyshev import interpolated, tiled
+from fedpriv.accounting.cumulant import Direction, log_mgf_along, losses, tilt
+from fedpriv.accounting.inversion import cumulant_bound, make_contours
+from fedpriv.accounting.panel import RoundsArray, direct, merge, rounds_array, summary
+from fedpriv.accounting.saddle import plan_at_delta, plan_at_epsilon
+from fedpriv.accounting.shifted import decay, ellipses
+from fedpriv.accounting.windows import outside_support, support, window
+from fedpriv.errors import InvalidValueError
+
+LOG_TAIL = -60.0
+DIRECTIONS = list(Direction)
+
+
+def at_nodes(q, z, direction, nodes=256, log_tail=LOG_TAIL):
+    """Losses of one pair in a wide window."""
+    q, z = np.array([q]), np.array([z])
+    return losses(q, z, window(q, z, log_tail, direction), direction, nodes)
+
+
+def exact_log_mgf(q, z, direction, w):
+    """log E[e^{wL}] by adaptive quadrature with 40 digits over all outputs."""
+    with mpmath.workdps(40):
+        q, z, w = mpmath.mpf(q), mpmath.mpf(z), mpmath.mpmathify(w)
+        s = 1 + w if direction is Direction.REMOVE else -w
+
+        def integrand(y):
+            ratio = 1 - q + q * mpmath.exp(y / z - 1 / (2 * z**2))
+            return mpmath.npdf(y) * mpmath.exp(s * mpmath.log(ratio))
+
+        return complex(mpmath.log(mpmath.quad(integrand, list(range(-16, 24, 2)))))
+
+
+class TestCumulant:
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    @pytest.mark.parametrize(
+        ("q", "z", "w"),
+        [
+            (0.01, 1.0, 5 + 3j),
+            (0.3, 0.7, 2 + 10j),
+            (1.0, 0.8, 1.5 + 2j),
+            (0.999, 2.0, 7 - 5j),
+            (1e-3, 3.0, 30 + 80j),
+        ],
+    )
+    def test_against_mpmath(self, q, z, w, direction):
+        tilted = tilt(at_nodes(q, z, direction), w.real)
+        found = log_mgf_along(tilted, np.array([0.0, w.imag]))[0]
+        assert found[0] == pytest.approx(exact_log_mgf(q, z, direction, w.real), rel=1e-12)
+        # Logarithms may differ by a multiple of 2πi.
+        assert np.exp(found[1] - exact_log_mgf(q, z, direction, w)) == pytest.approx(1.0, abs=1e-10)
+
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    def test_tiny_sampling_probability_keeps_its_digits(self, direction):
+        q, z, c = 1e-7, 2.0, 4.0
+        found = float(tilt(at_nodes(q, z, direction), c).log_mgf[0])
+        # To second order in q: c·(c + 1)/2·q²·(e^{1/z²} − 1).
+        assert found == pytest.approx(c * (c + 1) / 2 * q**2 * math.expm1(1 / z**2), rel=1e-5)
+
+    @settings(max_examples=50, deadline=None)
+    @given(q=st.floats(1e-6, 1.0), z=st.floats(0.5, 20.0), order=st.integers(2, 12))
+    def test_whole_orders_are_binomial_sums(self, q, z, order):
+        terms = [
+            math.comb(order, k) * mpmath.mpf(1 - q) ** (order - k) * mpmath.mpf(q) ** k
+            * mpmath.exp(mpmath.mpf(k * (k - 1)) / (2 * z**2))
+            for k in range(order + 1)
+        ]  # fmt: skip
+        exact = float(mpmath.log(mpmath.fsum(terms)))
+        tilted = tilt(at_nodes(q, z, Direction.REMOVE, nodes=512, log_tail=-800.0), order - 1.0)
+        error = order * float(tilted.rounding[0]) + 1e-15
+        assert abs(float(tilted.log_mgf[0]) - exact) <= error + 1e-13 * exact
+
+    def test_mean_and_variance_are_derivatives(self):
+        given_losses = at_nodes(0.05, 0.9, Direction.REMOVE)
+        below, at, above = (tilt(given_losses, c) for c in (2.999, 3.0, 3.001))
+        slope = (above.log_mgf - below.log_mgf) / 0.002
+        bend = (above.log_mgf - 2 * at.log_mgf + below.log_mgf) / 1e-6
+        assert at.mean == pytest.approx(slope, rel=1e-5)
+        assert at.variance == pytest.approx(bend, rel=1e-4)
+
+
+class TestWindows:
+    @settings(max_examples=60, deadline=None)
+    @given(
+        q=st.floats(1e-7, 1.0),
+        z=st.floats(0.3, 50.0),
+        log_tail=st.floats(-300.0, -3.0),
+        direction=st.sampled_from(DIRECTIONS),
+    )
+    def test_it_is_left_with_at_most_the_tail(self, q, z, log_tail, direction):
+        low, high = (
+            float(e[0, 0]) for e in window(np.array([q]), np.array([z]), log_tail, direction)
+        )
+        with mpmath.workdps(30):
+            shift = 1 / mpmath.mpf(z)
+            absent = mpmath.ncdf(low) + mpmath.ncdf(-high)
+            present = mpmath.ncdf(low - shift) + mpmath.ncdf(shift - high)
+            leave = absent if direction is Direction.ADD else (1 - q) * absent + q * present
+            assert leave <= mpmath.exp(log_tail) * (1 + mpmath.mpf(1e-9))
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        q=st.floats(1e-4, 1.0),
+        z=st.floats(0.4, 10.0),
+        c=st.floats(0.1, 40.0),
+        direction=st.sampled_from(DIRECTIONS),
+    )
+    def test_little_mass_is_outside_the_support(self, q, z, c, direction):
+        everywhere = at_nodes(q, z, direction, nodes=768, log_tail=-400.0)
+        low, high = support(everywhere, (c,))
+        mass = tilt(everywhere, c).mass
+        outside = mass[(everywhere.y < low) | (everywhere.y > high)].sum()
+        assert outside <= outside_support(everywhere)[0]
+
+
+class TestShiftedPaths:
+    @settings(max_examples=150, deadline=None)
+    @given(
+        log_q=st.floats(math.log(1e-6), 0.0),
+        z=st.floats(0.3, 20.0),
+        log_c=st.floats(-2.0, 5.0),
+        log_t=st.floats(-4.0, 4.0),
+        direction=st.sampled_from(DIRECTIONS),
+    )
+    def test_characteristic_function_stays_below_its_bound(self, log_q, z, log_c, log_t, direction):
+        q, c = np.array([math.exp(log_q)]), math.exp(log_c)
+        ends = window(q, np.array([z]), LOG_TAIL, direction)
+        tilted = tilt(losses(q, np.array([z]), ends, direction, 768), c)
+        t = math.exp(log_t) / math.sqrt(float(tilted.variance[0]))
+        times = t * np.array([1.0, 1.2, 2.0, 5.0, 20.0])
+        known = [ellipses(tilted.losses, ends).log_error(tilted, u, 768)[0] < -30 for u in times]
+        assume(known[0])
+        found = log_mgf_along(tilted, times[known])[0].real - tilted.log_mgf[0]
+        # Below e^−28 the sum that is compared with is rounding.
+        assert min(decay(tilted, t)[0], 28.0) <= -found.max() + 1e-12
+
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    @pytest.mark.parametrize(("q", "z", "c"), [(0.01, 2.0, 10.0), (1.0, 1.0, 3.0), (0.2, 0.8, 2.0)])
+    def test_bound_is_close_to_the_truth(self, q, z, c, direction):
+        tilted = tilt(at_nodes(q, z, direction), c)
+        t = 2.0 / math.sqrt(float(tilted.variance[0]))
+        fall = tilted.log_mgf[0] - log_mgf_along(tilted, np.array([t]))[0, 0].real
+        assert 0.5 * fall < decay(tilted, t)[0]
+
+    @settings(max_examples=80, deadline=None)
+    @given(
+        log_q=st.floats(math.log(1e-5), 0.0),
+        z=st.floats(0.3, 20.0),
+        c=st.floats(0.1, 50.0),
+        log_t=st.floats(-3.0, 3.5),
+        nodes=st.sampled_from([12, 20, 32, 48, 64]),
+        direction=st.sampled_from(DIRECTIONS),
+    )
+    def test_quadrature_error_stays_below_its_bound(self, log_q, z, c, log_t, nodes, direction):
+        fine = tilt(at_nodes(math.exp(log_q), z, direction, nodes=768), c)
+        ends = fine.losses.low, fine.losses.high
+        t = math.exp(log_t) / math.sqrt(float(fine.variance[0]))
+        around = ellipses(fine.losses, ends)
+        assume(around.log_error(fine, t, 768)[0] < -32)
+        coarse = tilt(at_nodes(math.exp(log_q), z, direction, nodes=nodes), c)
+        exact = np.exp(log_mgf_along(fine, np.array([0.0, t]))[0] - fine.log_mgf[0])
+        found = np.exp(log_mgf_along(coarse, np.array([0.0, t]))[0] - fine.log_mgf[0])
+        bound = math.exp(min(around.log_error(fine, t, nodes)[0], 300.0))
+        assert np.abs(found - exact).max() <= bound + 1e-11
+
+
+def absolute_bounds(contour, epsilon):
+    """Bounds on δ(ε)."""
+    unit = math.exp(contour.log_scale(epsilon))
+    low, up = contour.bounds(epsilon)
+    return low * unit, up * unit
+
+
+class TestContours:
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    @pytest.mark.parametrize(
+        ("q", "z", "epsilon"),
+        [(0.5, 4.0, 0.5), (0.1, 10.0, 0.04), (0.95, 2.0, 1.5), (0.3, 6.0, 0.2)],
+    )
+    def test_each_direction_of_one_round(self, q, z, epsilon, direction):
+        panel = direct(rounds_array({(q, z): 1}))
+        plan = plan_at_epsilon(panel, epsilon, direction)
+        contours = make_contours(panel, plan)
+        assert len(contours) == 2
+        with mpmath.workdps(40):
+            exact = _one_round(mpmath.mpf(q), mpmath.mpf(z), mpmath.mpf(epsilon), direction)
+        for contour in contours:
+            low, up = absolute_bounds(contour, epsilon)
+            assert low <= exact <= up + contour.dropped
+            assert up - low <= 1e-5 * up
+
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    def test_value_depends_neither_on_the_contour_nor_on_the_step(self, direction):
+        panel = direct(rounds_array({(0.01, 1.0): 2_000, (0.05, 2.0): 100}))
+        plan = plan_at_delta(panel, math.log(1e-7), direction)
+        lows, ups, steps = [], [], set()
+        for factor in (0.7, 0.8, 0.9, 1.0):
+            for care in (0.0, 5.0, 20.0):
+                other = dataclasses.replace(
+                    plan, c=factor * plan.c, log_delta=plan.log_delta - care
+                )
+                for contour in make_contours(panel, other):
+                    low, up = absolute_bounds(contour, plan.epsilon)
+                    lows.append(low)
+                    ups.append(up)
+                    steps.add((contour.c, contour.period))
+        assert len(steps) == 24
+        assert max(lows) <= min(ups)
+        assert max(ups) - min(lows) <= 1e-6 * max(ups)
+
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    def test_careless_plans_widen_the_interval_and_keep_the_truth(self, direction):
+        panel = direct(rounds_array({(1.0, 20.0): 100}))
+        plan = plan_at_delta(panel, math.log(1e-5), direction)
+        exact = _gaussian(0.5, plan.epsilon)
+        widths = []
+        for careless in (0.0, 8.0, 14.0, 18.0, 20.0):
+            other = dataclasses.replace(plan, log_delta=plan.log_delta + careless, stop=1e-3)
+            contour = make_contours(panel, other)[0]
+            low, up = absolute_bounds(contour, plan.epsilon)
+            assert low <= exact <= up + contour.dropped
+            widths.append((up - low) / up)
+        assert widths == sorted(widths)
+        assert widths[0] < 1e-8
+        assert widths[-1] > 1e-2
+
+    def test_bounds_hold_at_any_epsilon(self):
+        panel = direct(rounds_array({(1.0, 20.0): 100}))
+        contour = make_contours(panel, plan_at_delta(panel, math.log(1e-5), Direction.ADD))[0]
+        for epsilon in (0.0, 0.5, 1.5, 2.5, 3.5):
+            low, up = absolute_bounds(contour, epsilon)
+            assert low <= _gaussian(0.5, epsilon) <= up + contour.dropped
+
+    def test_what_the_windows_leave_out_counts_against_the_upper_end(self):
+        panel = direct(rounds_array({(1.0, 20.0): 100}))
+        contour = make_contours(panel, plan_at_delta(panel, math.log(1e-5), Direction.REMOVE))[0]
+        assert 0.0 < contour.dropped < 1e-8 * 1e-5
+        more = dataclasses.replace(contour, dropped=4e-6)
+        (low, up), (same, higher) = (DeltaAt(2.0).interval(c) for c in (contour, more))
+        assert (same, higher) == (low, pytest.approx(up + 4e-6, rel=1e-9))
+        more = dataclasses.replace(contour, dropped=1e-8)
+        (low, up), (same, higher) = (EpsilonAt(math.log(1e-5)).interval(c) for c in (contour, more))
+        assert same == pytest.approx(low, rel=1e-9)
+        assert _gaussian(0.5, higher) <= 1e-5 - 1e-8 < _gaussian(0.5, up) <= 1e-5
+        everything = dataclasses.replace(contour, dropped=1e-5)
+        assert EpsilonAt(math.log(1e-5)).interval(everything)[1] == math.inf
+
+    def test_cumulant_bound_is_just_above_the_cumulant(self):
+        panel = direct(rounds_array({(0.02, 1.0): 500}))
+        plan = plan_at_delta(panel, math.log(1e-6), Direction.ADD)
+        exact = 500 * exact_log_mgf(0.02, 1.0, Direction.ADD, plan.c).real
+        assert exact <= cumulant_bound(panel, plan) <= exact * (1 + 1e-6)
+
+
+def _gaussian(mu, epsilon):
+    with mpmath.workdps(40):
+        mu, e = mpmath.mpf(mu), mpmath.mpf(epsilon)
+        return mpmath.ncdf(mu / 2 - e / mu) - mpmath.exp(e) * mpmath.ncdf(-mu / 2 - e / mu)
+
+
+def _one_round(q, z, e, direction):
+    """δ of one round in one direction, from the output where the loss passes ε."""
+    sign = 1 if direction is Direction.REMOVE else -1
+    ratio = (mpmath.exp(sign * e) - 1 + q) / q
+    if ratio <= 0:
+        return mpmath.mpf(0)
+    x = z**2 * mpmath.log(ratio) + mpmath.mpf(1) / 2
+    absent, present = mpmath.ncdf(-sign * x / z), mpmath.ncdf(sign * (1 - x) / z)
+    mixed = (1 - q) * absent + q * present
+    first, second = (mixed, absent) if sign > 0 else (absent, mixed)
+    return first - mpmath.exp(e) * second
+
+
+class TestPanels:
+    @staticmethod
+    def rounds(n, seed=0):
+        rng = np.random.default_rng(seed)
+        q = np.exp(rng.uniform(math.log(0.005), math.log(0.02), n))
+        return RoundsArray(q, rng.uniform(0.9, 1.5, n), rng.integers(1, 4, n).astype(float))
+
+    @staticmethod
+    def cumulants(panel, direction, c):
+        """[p, 3] cumulants at three points."""
+        ends = window(panel.widest_q, panel.widest_z, LOG_TAIL, direction)
+        tilted = tilt(losses(panel.q, panel.z, ends, direction, 128), c)
+        return log_mgf_along(tilted, np.array([0.0, 2.0, 8.0]))
+
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    @pytest.mark.parametrize("c", [2.0, 5.0])
+    def test_interpolation_is_as_good_as_it_says(self, direction, c):
+        rounds = self.rounds(3_000)
+        exact, few = direct(rounds), interpolated(rounds)
+        values = self.cumulants(few, direction, c)
+        error = np.abs(few.weight @ values - exact.weight @ self.cumulants(exact, direction, c))
+        said = few.interpolation_error(values)
+        assert (error <= said + 1e-12).all()
+        assert (said < 1e-2 * np.abs(values).max(axis=0) * rounds.counts.sum()).all()
+
+    def test_tiles_reach_the_tolerance(self):
+        rounds = self.rounds(3_000)
+        exact = direct(rounds)
+
+        def error(panel):
+            values = self.cumulants(panel, Direction.REMOVE, 6.0)
+            return float(panel.interpolation_error(values).max())
+
+        panel = tiled(rounds, error, 1e-7)
+        total = panel.weight @ self.cumulants(panel, Direction.REMOVE, 6.0)
+        truth = exact.weight @ self.cumulants(exact, Direction.REMOVE, 6.0)
+        assert len(panel.checks) > 1
+        assert np.abs(total - truth).max() <= 1e-7 * len(panel.checks)
+
+    @pytest.mark.parametrize(
+        ("q", "z"),
+        [(0.01, 1.0), (1.0, 3.0)],
+    )
+    def test_rounds_that_are_all_alike(self, q, z):
+        panel = interpolated(RoundsArray(np.full(200, q), np.full(200, z), np.ones(200)))
+        values = self.cumulants(panel, Direction.ADD, 3.0)
+        one = self.cumulants(direct(rounds_array({(q, z): 1})), Direction.ADD, 3.0)
+        assert panel.weight @ values == pytest.approx(200 * one[0], rel=1e-9)
+
+    def test_corners_bound_monotone_sums(self):
+        rounds = self.rounds(3_000)
+        panel = interpolated(rounds)
+        exact = float(rounds.counts @ (rounds.q / rounds.z))
+        assert panel.least(panel.q / panel.z) < exact < panel.most(panel.q / panel.z)
+        assert panel.count.sum() == panel.rounds == rounds.counts.sum()
+
+    def test_widest_pair_is_at_least_as_bad_as_all(self):
+        rounds = self.rounds(500)
+        panel = interpolated(rounds)
+        assert (panel.widest_q >= rounds.q.max() * (1 - 1e-12)).all()
+        assert (panel.widest_z <= rounds.z.min() * (1 + 1e-12)).all()
+
+    def test_merged_panels_sum_both(self):
+        first, second = self.rounds(300, seed=1), self.rounds(40, seed=2)
+        parts = interpolated(first), direct(second)
+        both = merge(parts)
+        values = self.cumulants(both, Direction.REMOVE, 3.0)
+        apart = [self.cumulants(part, Direction.REMOVE, 3.0) for part in parts]
+        assert both.weight @ values == pytest.approx(
+            sum(p.weight @ v for p, v in zip(parts, apart, strict=True)), rel=1e-10
+        )
+        assert both.interpolation_error(values) == pytest.approx(
+            parts[0].interpolation_error(apart[0]), rel=1e-3
+        )
+        assert both.least(both.q) == pytest.approx(sum(p.least(p.q) for p in parts))
+
+    def test_summary_is_small_and_near(self):
+        rounds = self.rounds(5_000)
+        panel, exact = summary(rounds), direct(rounds)
+        assert len(panel.q) <= 144
+        rough = panel.sum(tilted_cumulant(panel, 4.0))
+        assert rough == pytest.approx(exact.sum(tilted_cumulant(exact, 4.0)), rel=0.02)
+
+    def test_shapes_must_agree(self):
+        with pytest.raises(InvalidValueError, match="vectors of one length"):
+            RoundsArray(np.ones(3), np.ones(2), np.ones(3))
+
+
+def tilted_cumulant(panel, c):
+    """[p] K(c) of one round each."""
+    ends = window(panel.q, panel.z, LOG_TAIL, Direction.REMOVE)
+    return tilt(losses(panel.q, panel.z, ends, Direction.REMOVE, 96), c).log_mgf
