@@ -5,10 +5,11 @@ refuses the rest: a policy and an accountant that do not match must not yield an
 subclass `Accountant`, put it into `ACCOUNTANTS`, and inherit its tests from the conformance suite.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from fedpriv.accounting import pld, tight
 from fedpriv.accounting.accountant import (
     GAUSSIAN,
     Accountant,
@@ -22,8 +23,7 @@ from fedpriv.accounting.accountant import (
 from fedpriv.accounting.classical import CLASSICAL
 from fedpriv.accounting.events import NeighbouringRelation, Pair, RoundEvent, SamplingPolicy
 from fedpriv.accounting.fixed_size import composed_fixed_size_rdp
-from fedpriv.accounting.loss import Vector
-from fedpriv.accounting.pld import delta_interval, epsilon_interval
+from fedpriv.accounting.loss import Rounds, Vector
 from fedpriv.accounting.rdp import (
     DEFAULT_ORDERS,
     composed_rdp,
@@ -31,6 +31,8 @@ from fedpriv.accounting.rdp import (
     epsilon_from_rdp,
 )
 from fedpriv.errors import InvalidValueError, known_names
+
+Interval = Callable[[Rounds, float], tuple[float, float]]
 
 WITH_FIXED_SIZE: tuple[Pair, ...] = (
     *GAUSSIAN,
@@ -40,28 +42,36 @@ WITH_FIXED_SIZE: tuple[Pair, ...] = (
 
 
 @dataclass(frozen=True)
-class PLDAccountant(Accountant):
-    """Certified intervals by composing privacy loss distributions (`pld`)."""
+class IntervalAccountant(Accountant):
+    """Certified intervals, by default by composing privacy loss distributions (`pld`).
 
-    name: str = field(default="pld", init=False)
+    Attributes:
+        name: its name in `ACCOUNTANTS`.
+        epsilon_interval: from rounds and δ to an interval that holds ε.
+        delta_interval: from rounds and ε to an interval that holds δ.
+    """
+
+    name: str = "pld"
+    epsilon_interval: Interval = pld.epsilon_interval
+    delta_interval: Interval = pld.delta_interval
 
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
-        """An interval of ε; see `pld.epsilon_interval`.
+        """An interval of ε.
 
         Shuffled passes count for its upper end alone: with them it is an upper bound.
         """
         check_delta(delta)
         priced = checked(events, self.name)
-        low, up = epsilon_interval(priced.rounds(), delta)
+        low, up = self.epsilon_interval(priced.rounds(), delta)
         if SamplingPolicy.SHUFFLED not in priced.policies:
             return priced.loss(low, up, delta, self.name, Bound.INTERVAL)
-        low, _ = epsilon_interval(priced.rounds(without=SamplingPolicy.SHUFFLED), delta)
+        low, _ = self.epsilon_interval(priced.rounds(without=SamplingPolicy.SHUFFLED), delta)
         return priced.loss(low, up, delta, self.name, Bound.UPPER)
 
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
-        """The upper end of an interval of δ; see `pld.delta_interval`."""
+        """The upper end of an interval of δ."""
         check_epsilon(epsilon)
-        return delta_interval(checked(events, self.name).rounds(), epsilon)[1]
+        return self.delta_interval(checked(events, self.name).rounds(), epsilon)[1]
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ class RDPAccountant(Accountant):
         up = epsilon_from_rdp(self.orders, self._rdp(priced), delta) if priced.events else 0.0
         if SamplingPolicy.FIXED_SIZE not in priced.policies:
             return priced.loss(0.0, up, delta, self.name, Bound.UPPER)
-        low, _ = epsilon_interval(priced.rounds(without=SamplingPolicy.SHUFFLED), delta)
+        low, _ = pld.epsilon_interval(priced.rounds(without=SamplingPolicy.SHUFFLED), delta)
         return priced.loss(low, up, delta, self.name, Bound.INTERVAL)
 
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
@@ -113,8 +123,9 @@ class RDPAccountant(Accountant):
         return others + composed_fixed_size_rdp(fixed, self.orders)
 
 
+_TIGHT = IntervalAccountant("tight", tight.epsilon_interval, tight.delta_interval)
 ACCOUNTANTS: Mapping[str, Accountant] = MappingProxyType(
-    {each.name: each for each in (PLDAccountant(), RDPAccountant(), *CLASSICAL)}
+    {each.name: each for each in (IntervalAccountant(), _TIGHT, RDPAccountant(), *CLASSICAL)}
 )
 """Every accountant by its name."""
 

@@ -7,7 +7,6 @@ from fedpriv.accounting.accountants import (
     ACCOUNTANTS,
     Accountant,
     Bound,
-    PLDAccountant,
     RDPAccountant,
     accountant_named,
     delta,
@@ -20,12 +19,27 @@ EVENTS = [poisson_gaussian(0.01, 1.0, 1000), poisson_gaussian(1.0, 40.0, 3)]
 
 
 class TestPLD(AccountantConformance):
-    accountant: Accountant = PLDAccountant()
+    accountant: Accountant = ACCOUNTANTS["pld"]
 
     def test_it_certifies_an_interval(self) -> None:
         loss = self.accountant.epsilon(EVENTS, 1e-6)
         assert 0 < loss.epsilon_low < loss.epsilon < 1.001 * loss.epsilon_low
         assert Bound.INTERVAL in loss.assumptions
+
+
+class TestTight(AccountantConformance):
+    accountant: Accountant = ACCOUNTANTS["tight"]
+
+    def test_it_agrees_with_the_pld_and_is_tighter(self) -> None:
+        tight, pld = (ACCOUNTANTS[name].epsilon(EVENTS, 1e-6) for name in ("tight", "pld"))
+        assert pld.epsilon_low <= tight.epsilon_low <= tight.epsilon <= pld.epsilon
+        assert tight.epsilon - tight.epsilon_low < 1e-6
+        assert tight.bound is Bound.INTERVAL
+
+    def test_where_the_contour_is_weak_the_pld_serves(self) -> None:
+        rare = [poisson_gaussian(1e-5, 0.3, 10)]
+        tight, pld = (ACCOUNTANTS[name].epsilon(rare, 1e-6) for name in ("tight", "pld"))
+        assert (tight.epsilon_low, tight.epsilon) == (pld.epsilon_low, pld.epsilon)
 
 
 class TestRDP(AccountantConformance):
@@ -86,7 +100,7 @@ def test_upper_bounds_are_above_the_certified_truth(name: str) -> None:
 
 
 def test_every_accountant_is_listed_under_its_name() -> None:
-    assert list(ACCOUNTANTS) == ["pld", "rdp", "gdp", "zcdp", "advanced", "basic"]
+    assert list(ACCOUNTANTS) == ["pld", "tight", "rdp", "gdp", "zcdp", "advanced", "basic"]
     assert all(name == each.name for name, each in ACCOUNTANTS.items())
     for name in ACCOUNTANTS:
         assert accountant_named(name) is ACCOUNTANTS[name]
@@ -99,8 +113,8 @@ def test_functions_ask_the_named_accountant(name: str) -> None:
 
 
 def test_the_default_is_the_certified_accountant() -> None:
-    assert epsilon(EVENTS, 1e-6) == PLDAccountant().epsilon(EVENTS, 1e-6)
-    assert delta(EVENTS, 2.0) == PLDAccountant().delta(EVENTS, 2.0)
+    assert epsilon(EVENTS, 1e-6) == ACCOUNTANTS["pld"].epsilon(EVENTS, 1e-6)
+    assert delta(EVENTS, 2.0) == ACCOUNTANTS["pld"].delta(EVENTS, 2.0)
 
 
 def test_an_unknown_accountant_is_named() -> None:
