@@ -143,7 +143,7 @@ def _show(
             if row.test_accuracy is not None:
                 accuracy = f"accuracy {row.test_accuracy:.1%}  "
             # From the expected cohort, since the realised one is private.
-            speed = expected / row.seconds
+            speed = expected / row.simulation_only_seconds
             figures = f"{accuracy}ε {format_epsilon(row.epsilon)}  {speed:,.0f} users/s"
             progress.update(task, completed=row.round + 1, figures=figures)
 

@@ -39,7 +39,7 @@ def summary(runs: list[list[Row]]) -> dict[str, object]:
         "delta": last[0]["delta"],
         "rounds": len(runs[0]),
         "seconds_of_rounds": [
-            round(sum(float(str(r["seconds"])) for r in rows), 2) for rows in runs
+            round(sum(float(str(r["simulation_only_seconds"])) for r in rows), 2) for rows in runs
         ],
     }
 

@@ -1,6 +1,5 @@
 """The training loop: sample, collect, charge, release, report."""
 
-import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -31,14 +30,12 @@ class RoundReport:
         attempt: which attempt at the round succeeded, from 0.
         state: the server's state after the round.
         charge_hash: hash of the round's row in the ledger.
-        seconds: wall time of the round.
     """
 
     round: int
     attempt: int
     state: ServerState
     charge_hash: str
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,6 @@ def train(
         Why training ended (the value of the generator).
     """
     while state.round < plan.rounds:
-        began = time.monotonic()
         # Asked before the users are bothered, and again, atomically, by the charge.
         if not books.budget.admits([*books.ledger.spent(), plan.mechanism.event]):
             return Stop.BUDGET
@@ -96,8 +92,7 @@ def train(
         except BudgetExceededError:  # another run of the same population was faster
             return Stop.BUDGET
         state = close_round(plan, state, total, charge, entropy)
-        seconds = time.monotonic() - began
-        yield RoundReport(request.round, attempt, state, charge.hash, seconds)
+        yield RoundReport(request.round, attempt, state, charge.hash)
     return Stop.ROUNDS
 
 
