@@ -9,7 +9,11 @@ True
 from fedpriv.accounting.accountant import Accountant, Bound, PrivacyLoss
 from fedpriv.accounting.accountants import ACCOUNTANTS, delta, epsilon
 from fedpriv.accounting.budget import PrivacyBudget
-from fedpriv.accounting.calibration import calibrate_noise_multiplier, largest_rounds
+from fedpriv.accounting.calibration import (
+    calibrate_noise_multiplier,
+    largest_rounds,
+    largest_sampling_probability,
+)
 from fedpriv.accounting.events import (
     NeighbouringRelation,
     Randomness,
@@ -51,6 +55,7 @@ __all__ = [
     "every_user_gaussian",
     "fixed_size_gaussian",
     "largest_rounds",
+    "largest_sampling_probability",
     "poisson_gaussian",
     "shuffled_gaussian",
 ]

@@ -18,6 +18,7 @@ from fedpriv.accounting.tilt import Aim, aim_at_delta, aim_at_epsilon, conversio
 
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e6
 _LEAST_PROBABILITY = 1e-12
+_LEAST_DELTA = 1e-200
 
 
 def epsilon_interval(rounds: Rounds, delta: float) -> tuple[float, float]:
@@ -27,7 +28,7 @@ def epsilon_interval(rounds: Rounds, delta: float) -> tuple[float, float]:
       sampled that δ alone would cover it.
     * The ends differ by about a thousandth where q ≥ 1e-7, 0.2 ≤ z ≤ 100, δ ≥ 1e-12 and there are
       at most a million rounds, or by some hundredths where δ comes from rare, large losses.
-    * Noise multipliers below 0.05 have the upper end ∞.
+    * Noise multipliers below 0.05 have the upper end ∞, and so has δ below 1e-200.
 
     Args:
         rounds: number of rounds by (q, z), q in (0, 1], z ≥ 0.
@@ -40,6 +41,8 @@ def epsilon_interval(rounds: Rounds, delta: float) -> tuple[float, float]:
         return 0.0, 0.0
     if any(z == 0.0 for _, z in rounds):
         return math.inf, math.inf
+    if delta < _LEAST_DELTA:
+        return 0.0, math.inf
     low, up = 0.0, 0.0
     for direction in Direction:
         below, above = _both(rounds, aim_at_delta(_at_least(rounds), delta, direction), direction)

@@ -94,7 +94,7 @@ def _cached_rdp(q: float, z: float, orders: tuple[float, ...]) -> tuple[float, .
     if z == 0.0:
         return (math.inf,) * len(orders)
     if q == 1.0:
-        return tuple(alpha / (2 * z**2) for alpha in orders)
+        return tuple(alpha / 2 / z / z for alpha in orders)
     return tuple(_log_moment(q, z, alpha) * (1 + _SLACK) / (alpha - 1) for alpha in orders)
 
 

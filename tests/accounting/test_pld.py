@@ -229,6 +229,12 @@ def test_extreme_rounds_have_valid_intervals(q: float, z: float, delta: float) -
         assert up < 1e-3
 
 
+@pytest.mark.parametrize("delta", [1e-201, 1e-300, 5e-324])
+def test_a_delta_too_small_to_resolve_proves_no_epsilon(delta: float) -> None:
+    assert epsilon_interval({(1e-7, 1.0): 1}, delta) == (0.0, math.inf)
+    assert epsilon_interval({}, delta) == (0.0, 0.0)
+
+
 def test_delta_of_certain_and_impossible_losses() -> None:
     below, above = delta_interval({(1.0, 0.1): 100}, 0.0)
     assert 1 - 1e-6 < below <= above == 1.0

@@ -157,3 +157,7 @@ def test_conversions_stay_in_range() -> None:
     assert epsilon_from_rdp(DEFAULT_ORDERS, tiny, 0.9) == 0.0
     huge = composed_rdp({(1.0, 0.1): 1000}, DEFAULT_ORDERS)
     assert delta_from_rdp(DEFAULT_ORDERS, huge, 0.0) == 1.0
+
+
+def test_noise_beyond_the_square_of_floats_costs_nothing() -> None:
+    assert subsampled_gaussian_rdp(1.0, 1e308, [2.0]).tolist() == [0.0]
