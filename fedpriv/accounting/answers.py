@@ -6,8 +6,9 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from fedpriv.accounting.cumulant import Direction, log_absent
+from fedpriv.accounting.cumulant import log_absent
 from fedpriv.accounting.inversion import Contour, cumulant_bound
+from fedpriv.accounting.loss import Direction
 from fedpriv.accounting.panel import Panel
 from fedpriv.accounting.saddle import LEAST_LOG_DELTA, Plan, plan_at_delta, plan_at_epsilon
 

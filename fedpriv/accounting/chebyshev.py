@@ -13,7 +13,7 @@ import numpy as np
 from numpy.polynomial.chebyshev import chebvander
 from numpy.typing import NDArray
 
-from fedpriv.accounting.cumulant import Vector
+from fedpriv.accounting.loss import Vector
 from fedpriv.accounting.panel import Check, Panel, RoundsArray, direct, merge
 
 _NODES = 10

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 
 from fedpriv.accounting.answers import DeltaAt, EpsilonAt, Question
 from fedpriv.accounting.chebyshev import tiled
-from fedpriv.accounting.cumulant import Direction, tilt
+from fedpriv.accounting.cumulant import tilt
 from fedpriv.accounting.inversion import make_contours
+from fedpriv.accounting.loss import Direction
 from fedpriv.accounting.panel import Panel, RoundsArray, direct, rounds_array, summary
 from fedpriv.accounting.saddle import LEAST_LOG_DELTA, Plan, survey
 from fedpriv.errors import InvalidValueError, UnsupportedEventError

@@ -12,28 +12,19 @@ Gauss–Legendre nodes get it right to all digits; `windows` and `shifted` bound
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-Vector = NDArray[np.float64]
+from fedpriv.accounting.loss import Direction, Vector
+
 ComplexVector = NDArray[np.complex128]
 
 EPS = float(np.finfo(np.float64).eps)
 _CHUNK = 1 << 16
 """Numbers of a temporary array: half a MiB, so that it stays in the cache."""
-
-
-class Direction(IntEnum):
-    """Which of the two neighbours the mechanism ran on; the value is the sign of the loss."""
-
-    REMOVE = 1
-    """On the population with the user; the other neighbour is without."""
-    ADD = -1
-    """On the population without the user; the other neighbour is with."""
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from fedpriv.accounting.cumulant import (
     ComplexVector,
     Losses,
     Tilted,
-    Vector,
     log_mgf_along,
     losses,
     tilt,
 )
+from fedpriv.accounting.loss import Vector
 from fedpriv.accounting.panel import Panel
 from fedpriv.accounting.saddle import CERTAINTY, Plan, fitted, survey
 from fedpriv.accounting.shifted import Ellipses, decay, ellipses

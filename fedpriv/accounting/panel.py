@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.accounting.cumulant import ComplexVector, Vector
+from fedpriv.accounting.cumulant import ComplexVector
+from fedpriv.accounting.loss import Vector
 from fedpriv.errors import InvalidValueError
 
 _SAFETY = 8.0

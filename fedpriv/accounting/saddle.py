@@ -11,7 +11,8 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtri_exp
 
-from fedpriv.accounting.cumulant import Direction, Losses, losses, tilt
+from fedpriv.accounting.cumulant import Losses, losses, tilt
+from fedpriv.accounting.loss import Direction
 from fedpriv.accounting.panel import Panel
 from fedpriv.accounting.shifted import decay
 from fedpriv.accounting.windows import window

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedpriv.accounting.cumulant import Losses, Tilted, Vector, log_absent, log_likelihood
+from fedpriv.accounting.cumulant import Losses, Tilted, log_absent, log_likelihood
+from fedpriv.accounting.loss import Vector
 from fedpriv.accounting.windows import outside_support
 
 _LARGEST_ANGLE = 2.4

@@ -3,7 +3,8 @@
 import numpy as np
 from scipy.special import ndtri_exp
 
-from fedpriv.accounting.cumulant import Direction, Losses, Vector, power
+from fedpriv.accounting.cumulant import Losses, power
+from fedpriv.accounting.loss import Direction, Vector
 
 _CUT = 50.0
 """What is below e^−50 of the largest density need not be computed."""

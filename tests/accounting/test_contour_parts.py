@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from fedpriv.accounting.answers import DeltaAt, EpsilonAt
 from fedpriv.accounting.chebyshev import interpolated, tiled
-from fedpriv.accounting.cumulant import Direction, log_mgf_along, losses, tilt
+from fedpriv.accounting.cumulant import log_mgf_along, losses, tilt
 from fedpriv.accounting.inversion import cumulant_bound, make_contours
+from fedpriv.accounting.loss import Direction
 from fedpriv.accounting.panel import RoundsArray, direct, merge, rounds_array, summary
 from fedpriv.accounting.saddle import plan_at_delta, plan_at_epsilon
 from fedpriv.accounting.shifted import decay, ellipses
