@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: simulate test test-slow lint format bench figures clean
+.PHONY: simulate test test-slow lint format bench clean
 
 simulate: .venv/installed
 	$(BIN)/fedpriv simulate simulations/digits.toml
