@@ -114,7 +114,10 @@ def _warn(experiment: Experiment, console: Console) -> None:
             style="yellow",
         )
     if experiment.config.privacy.unsafe_no_privacy:
-        console.print("warning: unsafe_no_privacy is set; no ε holds for this run", style="red")
+        consequence = "no budget limits this run"
+        if experiment.plan.noise_multiplier == 0.0:
+            consequence = "there is no noise, and no ε holds for this run"
+        console.print(f"warning: unsafe_no_privacy is set; {consequence}", style="red")
 
 
 def _show(

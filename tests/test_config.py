@@ -27,7 +27,7 @@ def changed(**assignments: object) -> dict[str, object]:
         *sections, key = path.split("__")
         inner = table
         for section in sections:
-            inner = inner.setdefault(section, {})  # type: ignore[assignment]
+            inner = inner.setdefault(section, {})
         if value is None:
             del inner[key]
         else:

@@ -28,8 +28,8 @@ _WIDEST = 1e-3
 """Largest width of an interval, relative to its upper end."""
 _LEAST_NOISE, _MOST_NOISE = 0.1, 1e6
 _LEAST_PROBABILITY = 1e-12
-_MOST_DIRECT = 144
-"""More pairs than these are summarised to make plans."""
+MOST_DIRECT = 144
+"""More pairs than these are interpolated, with an error that is estimated, not proved."""
 _TOLERANCE = 1e-8
 """Interpolation error of K that each rectangle may have."""
 
@@ -118,14 +118,14 @@ def _within(rounds: RoundsArray) -> bool:
 
 def _both(rounds: RoundsArray, question: Question) -> tuple[float, float]:
     """The answer in the worse direction, as good as can be."""
-    rough = direct(rounds) if len(rounds.q) <= _MOST_DIRECT else summary(rounds)
+    rough = direct(rounds) if len(rounds.q) <= MOST_DIRECT else summary(rounds)
     plans = [question.plan(rough, direction) for direction in Direction]
 
     def error(panel: Panel) -> float:
         tilted = (tilt(survey(panel, p.log_tail, p.direction), p.c) for p in plans)
         return max(float(panel.interpolation_error(t.log_mgf[:, None])[0]) for t in tilted)
 
-    panel = rough if len(rounds.q) <= _MOST_DIRECT else tiled(rounds, error, _TOLERANCE)
+    panel = rough if len(rounds.q) <= MOST_DIRECT else tiled(rounds, error, _TOLERANCE)
     low, up = 0.0, 0.0
     for plan in plans:
         ceiling = question.ceiling(panel, plan) if low > 0.0 else question.largest

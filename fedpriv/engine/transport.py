@@ -146,15 +146,18 @@ class InProcessTransport(Transport):
 
     @cached_property
     def _linear(self) -> LinearLayers | None:
-        example = self.users.take(np.zeros(1, np.int64))[self.task.inputs]
-        return linear_layers(self.task, torch.from_numpy(example))
+        return linear_layers(self.task, torch.from_numpy(self._blank[self.task.inputs]))
+
+    @cached_property
+    def _blank(self) -> Mapping[str, npt.NDArray[np.generic]]:
+        """One row of zeros to measure the model on; no user's data may decide if a round runs."""
+        return {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in self.users.fields.items()}
 
     @cached_property
     def _constants(self) -> TorchTensors:
         return self.task.constants(self.device)
 
     def _lanes(self, local: LocalTraining) -> int:
-        example: Mapping[str, npt.NDArray[np.generic]] = self.users.take(np.zeros(1, np.int64))
         copies = _COPIES if self._linear is None else _COPIES_LINEAR
-        one = lane_bytes(self.task, example, local, self._largest, copies)
+        one = lane_bytes(self.task, self._blank, local, self._largest, copies)
         return lanes_within(self.chunk_memory, one)

@@ -41,6 +41,13 @@ class TestTight(AccountantConformance):
         tight, pld = (ACCOUNTANTS[name].epsilon(rare, 1e-6) for name in ("tight", "pld"))
         assert (tight.epsilon_low, tight.epsilon) == (pld.epsilon_low, pld.epsilon)
 
+    def test_what_is_only_estimated_is_left_to_the_pld(self) -> None:
+        many = [poisson_gaussian(0.01 + i / 10**5, 2.0) for i in range(145)]
+        tight, pld = (ACCOUNTANTS[name].epsilon(many, 1e-6) for name in ("tight", "pld"))
+        assert (tight.epsilon_low, tight.epsilon) == (pld.epsilon_low, pld.epsilon)
+        deltas = [ACCOUNTANTS[name].delta(many, 1.0) for name in ("tight", "pld")]
+        assert deltas[0] == deltas[1]
+
 
 class TestRDP(AccountantConformance):
     accountant: Accountant = RDPAccountant()

@@ -208,3 +208,29 @@ def test_too_little_memory_is_refused() -> None:
         lanes_within(0, 100)
     assert lanes_within(1, 100) == 1
     assert lanes_within(1000, 100) == 10
+
+
+def test_the_first_users_data_cannot_stop_a_round() -> None:
+    # Words out of the vocabulary make the model itself raise, wherever it is called on them.
+    rng = np.random.default_rng(0)
+    fields = {"x": rng.integers(0, 9, (sum(SIZES), 4)), "y": rng.integers(0, 3, sum(SIZES))}
+    users = UserStore(fields, make_users().offsets)
+    users.fields["x"][users.rows_of(0)] = 10**6
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(8, 3))
+    task = Task(model, cross_entropy)
+    local = LocalTraining(0.1, batch_size=4, epochs=1)
+    transport = InProcessTransport(task, users, torch.device("cpu"), 10**6)
+    everyone = request_for(task, local, list(range(len(SIZES))), "flat")
+    others = request_for(task, local, list(range(1, len(SIZES))), "flat")
+    total, without = (sum(p.total for p in transport.collect(r)) for r in (everyone, others))
+    assert np.any(without)
+    np.testing.assert_allclose(total, without, atol=1e-6)
+
+
+def test_a_population_without_any_example_sums_to_nothing() -> None:
+    empty = {"x": np.zeros((0, 6), np.float32), "y": np.zeros(0, np.int64)}
+    users = UserStore(empty, np.zeros(4, np.int64))
+    task, local = make_task(), LocalTraining(0.1, steps=1)
+    transport = InProcessTransport(task, users, torch.device("cpu"), 10**6)
+    assert list(transport.collect(request_for(task, local, [0, 1, 2], "flat"))) == []

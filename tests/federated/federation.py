@@ -35,7 +35,7 @@ def make_plan(**changes: object) -> TrainingPlan:
         sampling=PoissonSampling(20, 0.5),
         local=LocalTraining(0.1, steps=1),
     )
-    return replace(plan, **changes)  # type: ignore[arg-type]
+    return replace(plan, **changes)
 
 
 def rounds_spent(events: Sequence[RoundEvent], delta: float) -> float:

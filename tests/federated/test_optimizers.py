@@ -101,4 +101,4 @@ def test_arguments_are_left_alone_and_models_stay_finite(optimizer: ServerOptimi
 )
 def test_bad_settings_are_refused(make: object, message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
-        make()  # type: ignore[operator]
+        make()

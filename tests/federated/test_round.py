@@ -21,7 +21,7 @@ def charge_for(plan: TrainingPlan, books: object, round_number: int = 0) -> Char
     proposed = ProposedCharge(
         plan.run, round_number, 0, Randomness.SEEDED, plan.mechanism.event, "0" * 64
     )
-    return books.ledger.charge(proposed)  # type: ignore[attr-defined]
+    return books.ledger.charge(proposed)
 
 
 def test_without_noise_the_average_is_over_the_fixed_denominator(tmp_path) -> None:
