@@ -32,7 +32,8 @@ def add_up(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> Co
     A partial sum counts as zero when its node was heard before, when it has the wrong shape or a
     component that is not finite, when a group's norm passes (users in it) × S_g, when its weight is
     not from 0 to its users, or when more users would have contributed than are in the cohort.
-    Nothing here changes a fixed denominator.
+    Nothing here changes a fixed denominator, and what is logged names no node. Takes memory for one
+    total; each partial sum is read twice.
 
     Args:
         partials: in any order.
@@ -49,7 +50,8 @@ def add_up(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> Co
         weighs = float(partial.users if partial.weight is None else partial.weight)
         believed = not known and fits and 0.0 <= weighs <= partial.users
         if not believed or not clipping.admits(partial.total, partial.users):
-            _log.warning("a partial sum of node %s counts as zero: it is not valid", partial.node)
+            # The name of a node may be that of its one user, and that it was drawn is secret.
+            _log.warning("a partial sum counts as zero: it is not valid")
             continue
         contributed += partial.users
         weight += weighs

@@ -1,6 +1,7 @@
 """The clipping function π_S, total and safe under rounding."""
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -11,6 +12,7 @@ from fedpriv.errors import InvalidValueError
 SMALLEST_CLIPPING_NORM = 1e-30
 LARGEST_CLIPPING_NORM = 1e30
 _ULP = 2.0**-53
+_SMALL = 2.0**-600
 
 Scalar = TypeVar("Scalar", bound=np.floating)
 
@@ -44,20 +46,68 @@ def clip(vector: npt.NDArray[Scalar], clipping_norm: float) -> npt.NDArray[Scala
         InvalidValueError: S is outside [1e-30, 1e30].
     """
     check_clipping_norm(clipping_norm, "a vector")
-    peak = float(np.max(np.abs(vector), initial=0.0))
-    if not math.isfinite(peak):
-        return np.zeros_like(vector)
-    if peak == 0.0:
+    wide = vector.astype(np.float64)
+    if clip_in_place((wide,), clipping_norm) <= clipping_norm:
         return vector.copy()
-    # Dividing by the peak keeps the squares from over- and underflowing.
-    direction = vector.astype(np.float64) / peak
-    length = float(np.sqrt(direction @ direction))
-    # A dot product of d terms is off by at most d roundings, its root by half of that.
-    length *= 1.0 + (vector.size + 8) * _ULP
-    if peak * length <= clipping_norm:
-        return vector.copy()
-    # The last factor covers the roundings of this line and of the division by the peak.
-    return _towards_zero(direction * (clipping_norm / length * (1.0 - 8 * _ULP)), vector.dtype)
+    return _towards_zero(wide, vector.dtype)
+
+
+def clip_in_place(
+    parts: Sequence[npt.NDArray[np.float64]], clipping_norm: float, weight: float = 1.0
+) -> float:
+    """Clip one vector that lies in several arrays, and weight it: v becomes w·π_S(v).
+
+    Guarantees: those of `clip`, for the arrays as one vector, before the weight; then no component
+    grows. One pass takes the norm; where there is something to do, one clips and one weights. No
+    memory is taken.
+
+    Args:
+        parts: the arrays; any values; overwritten.
+        clipping_norm: S, legal for `check_clipping_norm`.
+        weight: w in [0, 1].
+
+    Returns:
+        A bound on the norm before clipping, above it by no more than rounding: at most S if and
+        only if the vector was not clipped; inf or NaN if a component is not finite, and also
+        where squares overflow.
+    """
+    bound = length = _upper_norm(parts)
+    if not math.isfinite(bound):
+        # Of finite numbers, some are so large that their squares overflow; times a power of two,
+        # which is exact where it matters, they do not.
+        _multiply(parts, _SMALL)
+        length = _upper_norm(parts)
+    if not math.isfinite(length):
+        for part in parts:
+            part.fill(0.0)
+    elif bound > clipping_norm:
+        # The last factor covers the roundings of this line and of the product.
+        _multiply(parts, clipping_norm / length * (1.0 - 8 * _ULP))
+    # A product with a number of at most 1 never rounds to a larger one.
+    _multiply(parts, weight)
+    return bound
+
+
+def norm_of(parts: Iterable[npt.NDArray[np.float64]]) -> float:
+    """L2 norm of arrays as one vector: [d] each; total.
+
+    Not finite if a component is not, and also where squares overflow, from 1e154 on. Off by at most
+    half as many roundings as there are components, and 4, if it is more than 1e-140; below, squares
+    underflow and it may be too small.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.hypot(*(float(np.linalg.norm(part)) for part in parts))
+
+
+def _upper_norm(parts: Sequence[npt.NDArray[np.float64]]) -> float:
+    """`norm_of`, with all that its roundings may have taken."""
+    return norm_of(parts) * (1.0 + (sum(part.size for part in parts) + 8) * _ULP)
+
+
+def _multiply(parts: Sequence[npt.NDArray[np.float64]], factor: float) -> None:
+    if factor != 1.0:
+        for part in parts:
+            np.multiply(part, factor, out=part)
 
 
 def _towards_zero(values: npt.NDArray[np.float64], dtype: np.dtype[Scalar]) -> npt.NDArray[Scalar]:

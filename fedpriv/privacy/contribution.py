@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.clipping import clip
+from fedpriv.privacy.clipping import clip_in_place, norm_of
 from fedpriv.privacy.groups import VectorGroup, check_partition
 from fedpriv.privacy.layout import FloatVector, Layout, Tensors
 
@@ -91,6 +91,9 @@ class Clipping:
         zero everywhere, and so do one component that is not finite, in any group, and a weight
         outside [0, 1].
 
+        Takes no memory but the vector. One pass copies the tensors and one takes the norms; scales,
+        clipping and weighting cost another each, where there is something to do.
+
         Args:
             tensors: all tensors of the layout but the indicator.
             weight: w of the user.
@@ -98,42 +101,56 @@ class Clipping:
         if not 0.0 <= weight <= 1.0:
             _log.warning("a user counts as zero: its weight is not from 0 to 1")
             return np.zeros(self.layout.dimension)
+        complete = {**tensors, **self._unknown}
         try:
-            vector = self.layout.flatten({**tensors, **self._unknown})
+            vector = self.layout.flatten(complete)
         except InvalidValueError as error:
             _log.warning("a malformed update counts as zero: %s", error)
             return np.zeros(self.layout.dimension)
-        if not np.all(np.isfinite(vector)):
-            return np.zeros(self.layout.dimension)
-        with np.errstate(over="ignore"):  # an overflow to inf is clipped to zero
-            vector /= self.scales
-        whole: dict[str, bool] = {}
-        for group, indices in self.parts:
-            part = vector[indices]
-            clipped = clip(part, group.clipping_norm)
-            whole[group.name] = bool(np.array_equal(part, clipped))
-            # A product with a number of at most 1 never rounds to a larger one.
-            vector[indices] = clipped * weight if group.name in self.weighted else clipped
+        self._divide_by_scales(vector)
+        whole, finite = {}, True
+        for group, slices in zip(self.groups, self._slices, strict=True):
+            weighs = weight if group.name in self.weighted else 1.0
+            norm = clip_in_place([vector[s] for s in slices], group.clipping_norm, weighs)
+            whole[group.name] = norm <= group.clipping_norm
+            finite = finite and math.isfinite(norm)
+        # Squares and quotients of finite numbers may overflow too: that is for their group alone.
+        if not finite and not all(map(_finite, complete.values())):
+            vector.fill(0.0)
+            return vector
         if self.indicator is not None:
             said = [0.5 if whole[name] else -0.5 for name in self.indicator.groups]
             vector[self.layout.slices[self.indicator.tensor]] = said
         return vector
 
+    def _divide_by_scales(self, vector: FloatVector) -> None:
+        """Make the units of a vector [D] those of contributions, in place."""
+        with np.errstate(over="ignore"):
+            for group in self.groups:
+                for tensor, scale in zip(group.tensors, group.scales, strict=True):
+                    if scale != 1.0:
+                        vector[self.layout.slices[tensor]] /= scale
+
     def admits(self, total: FloatVector, users: int) -> bool:
-        """Whether `total` can be a sum of `users` contributions: shape, finite, norm ≤ users·S."""
-        if total.shape != (self.layout.dimension,) or not np.all(np.isfinite(total)):
+        """Whether `total` can be a sum of `users` contributions: shape, finite, norm ≤ users·S.
+
+        The norm is compared up to rounding. One pass takes it; no memory is taken.
+        """
+        if total.shape != (self.layout.dimension,):
             return False
-        # A sum of contributions may exceed its bound by the rounding of the additions.
+        # A sum of contributions may exceed its bound by the rounding of the additions. The norm of
+        # what is not finite is not finite either, so it is below no bound.
         slack = 1.0 + (users + 8) * 2.0**-53
         return all(
-            float(np.linalg.norm(total[indices])) <= users * group.clipping_norm * slack
-            for group, indices in self.parts
+            norm_of(total[s] for s in slices) <= users * group.clipping_norm * slack < math.inf
+            for group, slices in zip(self.groups, self._slices, strict=True)
         )
 
     @property
     def parts(self) -> Iterator[tuple[VectorGroup, npt.NDArray[np.int64]]]:
         """Each group with its positions in the vector."""
-        return zip(self.groups, self._indices, strict=True)
+        for group, slices in zip(self.groups, self._slices, strict=True):
+            yield group, np.concatenate([np.arange(s.start, s.stop) for s in slices])
 
     @cached_property
     def scales(self) -> FloatVector:
@@ -151,9 +168,23 @@ class Clipping:
         return {asked.tensor: np.zeros(len(asked.groups))} if asked else {}
 
     @cached_property
-    def _indices(self) -> tuple[npt.NDArray[np.int64], ...]:
-        positions = np.arange(self.layout.dimension)
+    def _slices(self) -> tuple[tuple[slice, ...], ...]:
+        """Where each group lies in the vector; tensors that follow each other share a slice."""
         return tuple(
-            np.concatenate([positions[self.layout.slices[tensor]] for tensor in group.tensors])
-            for group in self.groups
+            _joined(self.layout.slices[tensor] for tensor in group.tensors) for group in self.groups
         )
+
+
+def _joined(slices: Iterable[slice]) -> tuple[slice, ...]:
+    """The same positions in the same order, in as few slices as can be."""
+    joined: list[slice] = []
+    for piece in slices:
+        start = joined.pop().start if joined and joined[-1].stop == piece.start else piece.start
+        joined.append(slice(start, piece.stop))
+    return tuple(joined)
+
+
+def _finite(tensor: npt.NDArray[np.generic]) -> bool:
+    """Whether all components are finite: if the largest and the smallest are; NaN is both."""
+    ends = np.max(tensor, initial=0.0), np.min(tensor, initial=0.0)
+    return bool(np.all(np.isfinite(ends)))

@@ -107,6 +107,9 @@ class Assembler:
       have, or damaged is refused as it comes, and changes nothing;
     * `finish` returns only bytes of the declared size and digest.
 
+    SHA-256 is most of the cost of a chunk, CRC-32 a fifth of it and the copy little. All three let
+    other threads run, so several assemblers, each in a thread, work at the same time.
+
     Args:
         content: what was declared.
         most: the largest size to accept, in bytes.

@@ -28,16 +28,32 @@ def test_good_sums_add_up() -> None:
         PartialSum("bad", 1, np.full(D, np.nan)),
         PartialSum("bad", 1, np.full(D, np.inf)),
         PartialSum("bad", 1, np.full(D, 1e38)),
+        PartialSum("bad", 1, np.full(D, 1e300)),
+        PartialSum("bad", 1, np.append(np.zeros(D - 1), np.nan)),
         PartialSum("bad", 1, np.full(D - 1, 0.1)),
         PartialSum("bad", 1, np.full((D, 1), 0.1)),
         PartialSum("bad", 0, np.full(D, 0.1)),
         PartialSum("bad", -1, np.full(D, 0.1)),
         PartialSum("bad", 9, np.full(D, 0.1)),
     ],
-    ids=["duplicate", "nan", "inf", "huge", "short", "shape", "nobody", "negative", "too many"],
+    ids=[
+        "duplicate",
+        "nan",
+        "inf",
+        "huge",
+        "overflow",
+        "one nan",
+        "short",
+        "shape",
+        "nobody",
+        "negative",
+        "too many",
+    ],
 )
-def test_bad_sums_count_as_zero(bad: PartialSum) -> None:
+def test_bad_sums_count_as_zero(bad: PartialSum, caplog: pytest.LogCaptureFixture) -> None:
     np.testing.assert_array_equal(add_up([GOOD, bad], CLIPPING, 10).total, GOOD.total)
+    (message,) = caplog.messages
+    assert bad.node not in message
 
 
 def test_no_sums_are_zero() -> None:

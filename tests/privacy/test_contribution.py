@@ -1,10 +1,12 @@
 """What one user adds: groups of an update, metrics, weights and the indicator together."""
 
 import math
+import tracemalloc
+from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
@@ -14,8 +16,8 @@ from fedpriv.privacy.adaptive import indicator_group, indicator_of
 from fedpriv.privacy.allocation import noise_stddevs, proportional_shares
 from fedpriv.privacy.contribution import Clipping, Indicator
 from fedpriv.privacy.entropy import SeededEntropy
-from fedpriv.privacy.groups import VectorGroup
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.groups import VectorGroup, equal_split, flat, joint, layers, per_layer
+from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.metrics import Metric
 from fedpriv.privacy.query import GaussianSumQuery
 
@@ -29,6 +31,17 @@ SHAPES = {"a": (3,), "b": (2, 2), "c": (5,), METRIC.tensor: (4,)}
 LAYOUT = Layout((*SHAPES, INDICATOR.tensor), (*SHAPES.values(), (2,)))
 GROUPS = (*UPDATE, METRIC.group, indicator_group(INDICATOR))
 CLIPPING = Clipping(LAYOUT, GROUPS, INDICATOR, ("left", "right"))
+# Groups whose tensors do not lie side by side, or lie in another order than they are named.
+SCATTERED = (
+    VectorGroup("left", ("a", "c"), 1.3, (1e-12, 1.0)),
+    VectorGroup("right", (METRIC.tensor, "b"), 0.2, (1.0, 1.0)),
+)
+WHOLE = flat(Layout(tuple(SHAPES), tuple(SHAPES.values())), 0.7)
+CLIPPINGS = {
+    "mixed": CLIPPING,
+    "scattered": Clipping(LAYOUT, (*SCATTERED, indicator_group(INDICATOR)), INDICATOR, ("right",)),
+    "one group": Clipping(Layout(tuple(SHAPES), tuple(SHAPES.values())), WHOLE),
+}
 weights = st.one_of(st.floats(0.0, 1.0), st.floats())
 
 
@@ -46,6 +59,144 @@ def sent(draw: st.DrawFn) -> dict[str, np.ndarray]:
 
 def part(vector: np.ndarray, group: VectorGroup) -> np.ndarray:
     return np.concatenate([vector[LAYOUT.slices[tensor]] for tensor in group.tensors])
+
+
+def obvious(clipping: Clipping, tensors: Tensors, weight: float) -> np.ndarray:
+    """The contribution tensor by tensor in as many arrays as it takes; NaN if it is close to S."""
+    slices = clipping.layout.slices
+    vector, whole = np.zeros(clipping.layout.dimension), {}
+    if not 0.0 <= weight <= 1.0 or any(tensors[n].shape != s for n, s in SHAPES.items()):
+        return vector
+    if not all(np.all(np.isfinite(tensor)) for tensor in tensors.values()):
+        return vector
+    for group in clipping.groups:
+        if group.tensors == (INDICATOR.tensor,):
+            continue
+        wide = [tensors[name].astype(np.float64).ravel() for name in group.tensors]
+        with np.errstate(over="ignore"):
+            part = np.concatenate([w / a for w, a in zip(wide, group.scales, strict=True)])
+        peak = float(np.max(np.abs(part), initial=0.0)) or 1.0
+        if math.isinf(peak):
+            part, whole[group.name] = np.zeros_like(part), False
+        else:
+            length = math.hypot(*(part / peak))
+            ratio = length * (peak / group.clipping_norm)
+            if abs(ratio - 1.0) < 1e-12:
+                return np.full_like(vector, np.nan)
+            whole[group.name] = ratio < 1.0
+            part = part if ratio < 1.0 else part / peak * (group.clipping_norm / length)
+        part = part * weight if group.name in clipping.weighted else part
+        for name in group.tensors:
+            size = clipping.layout.sizes[name]
+            vector[slices[name]], part = part[:size], part[size:]
+    if clipping.indicator is not None:
+        said = [0.5 if whole[name] else -0.5 for name in clipping.indicator.groups]
+        vector[slices[INDICATOR.tensor]] = said
+    return vector
+
+
+def constant(**values: float) -> dict[str, np.ndarray]:
+    return {name: np.full(shape, values.get(name, 0.0)) for name, shape in SHAPES.items()}
+
+
+@given(st.sampled_from(sorted(CLIPPINGS)), sent(), weights)
+@example("scattered", constant(a=1e300), 0.5)  # overflows divided by its scale
+@example("scattered", constant(a=1e300, b=np.inf), 0.5)
+@example("mixed", constant(c=1e200, a=1e-200), 0.5)  # its square overflows
+@example("one group", constant(a=1e200, c=-1e300), 1.0)
+@example("one group", constant(a=1.0, c=np.nan), 1.0)
+def test_equals_the_obvious_way_and_stays_exactly_within_every_norm(
+    name: str, tensors: dict[str, np.ndarray], weight: float
+) -> None:
+    clipping = CLIPPINGS[name]
+    contribution = clipping.contribution(tensors, weight)
+    expected = obvious(clipping, tensors, weight)
+    if not np.any(np.isnan(expected)):
+        np.testing.assert_allclose(contribution, expected, rtol=1e-14, atol=1e-290)
+    for group in clipping.groups:
+        square = sum(Fraction(float(x)) ** 2 for x in part(contribution, group))
+        assert square <= Fraction(group.clipping_norm) ** 2
+    assert clipping.admits(contribution, 1)
+
+
+@given(
+    st.sampled_from(sorted(CLIPPINGS)),
+    hnp.arrays(np.float64, 18, elements=st.floats(-1.0, 1.0) | st.floats()),
+    st.integers(0, 5),
+)
+def test_a_total_is_admitted_if_every_group_is_within_its_norms(
+    name: str, total: np.ndarray, users: int
+) -> None:
+    clipping = CLIPPINGS[name]
+    total = total[: clipping.layout.dimension]
+    expected = bool(np.all(np.isfinite(total)))
+    if expected:
+        for group in clipping.groups:
+            square = sum(Fraction(float(x)) ** 2 for x in part(total, group))
+            most = (users * Fraction(group.clipping_norm)) ** 2
+            if most < square < most * (1 + Fraction(1, 10**12)) + Fraction(1, 10**300):
+                return  # rounding and underflow decide
+            expected = expected and square <= most
+    assert clipping.admits(total, users) is expected
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e300])
+def test_no_number_of_users_sums_to_what_is_not_finite(bad: float) -> None:
+    total = np.zeros(LAYOUT.dimension)
+    total[3] = bad
+    assert not CLIPPING.admits(total, 10**308)
+
+
+@pytest.mark.parametrize("name", sorted(CLIPPINGS))
+def test_parts_are_the_positions_of_each_groups_tensors_in_their_order(name: str) -> None:
+    clipping = CLIPPINGS[name]
+    positions = np.arange(clipping.layout.dimension)
+    for group, indices in clipping.parts:
+        np.testing.assert_array_equal(indices, part(positions, group))
+        assert indices.dtype == np.int64
+    assert tuple(group for group, _ in clipping.parts) == clipping.groups
+
+
+LARGE = Layout(("0.weight", "0.bias", "2.weight", "2.bias"), ((700, 400), (700,), (10, 700), (10,)))
+STRATEGIES = {
+    "flat": flat(LARGE, 1.0),
+    "per layer": per_layer(LARGE, layers(LARGE), equal_split(layers(LARGE), 1.0)),
+    "joint": joint(LARGE, 1.0, dict(zip(LARGE.names, (0.5, 2.0, 3.0, 1.0), strict=True))),
+}
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("size", [1e-4, 1.0, np.nan])
+def test_large_updates_take_no_memory_but_the_vector(strategy: str, size: float) -> None:
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: (size * rng.standard_normal(shape[::-1])).astype(np.float32).T
+        for name, shape in zip(LARGE.names, LARGE.shapes, strict=True)
+    }
+    clipping = Clipping(LARGE, STRATEGIES[strategy])
+    tracemalloc.start()
+    try:
+        contribution = clipping.contribution(tensors)
+        made = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        held = tracemalloc.get_traced_memory()[0]
+        assert clipping.admits(contribution, 1)
+        taken = tracemalloc.get_traced_memory()[1] - held
+    finally:
+        tracemalloc.stop()
+    assert made < contribution.nbytes + 2**16
+    assert taken < 2**16
+    for group in clipping.groups:
+        slow = np.concatenate(
+            [
+                tensors[name].astype(np.longdouble).ravel() / scale
+                for name, scale in zip(group.tensors, group.scales, strict=True)
+            ]
+        )
+        slow = np.zeros_like(slow) if np.isnan(size) else slow
+        slow *= min(1.0, group.clipping_norm / (float(np.sqrt(np.sum(slow**2))) or 1.0))
+        found = np.concatenate([contribution[LARGE.slices[name]] for name in group.tensors])
+        np.testing.assert_allclose(found, slow.astype(np.float64), rtol=1e-9)
 
 
 @given(sent(), weights)

@@ -34,6 +34,15 @@ def test_order_is_of_the_layout_not_of_the_mapping() -> None:
     np.testing.assert_array_equal(vector, [1.0, 2.0, 3.0])
 
 
+def test_components_are_in_c_order_whatever_the_memory() -> None:
+    layout, square = Layout(("w",), ((2, 3),)), np.arange(6.0).reshape(2, 3)
+    strided = np.repeat(square, 2, axis=1)[:, ::2]
+    for tensor in (square, np.asfortranarray(square), strided, square.astype(">f4")):
+        vector = layout.flatten({"w": tensor})
+        np.testing.assert_array_equal(vector, np.arange(6.0))
+        assert vector.dtype == np.float64
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [

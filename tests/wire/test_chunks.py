@@ -3,6 +3,7 @@
 import hashlib
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -40,6 +41,13 @@ def test_pieces_of_any_length_are_cut_as_if_they_were_one(pieces: list[int]) -> 
     content = content_of(data)
     assert content == Content(len(whole), hashlib.sha256(whole).digest())
     assert assembled(stream, content) == whole
+
+
+def test_assemblers_in_threads_have_nothing_in_common() -> None:
+    data = [np.random.default_rng(seed).bytes(2 * CHUNK_BYTES + seed) for seed in range(4)]
+    streams = [list(chunks([one])) for one in data]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(assembled, streams, [content_of([one]) for one in data])) == data
 
 
 def test_what_is_put_together_is_read_only() -> None:
