@@ -2,10 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: simulate test test-slow lint format bench proto clean
+.PHONY: simulate federation test test-slow lint format bench proto clean
 
 simulate: .venv/installed
 	$(BIN)/fedpriv simulate simulations/digits.toml
+
+# One server and three nodes on loopback, with certificates.
+federation: .venv/installed
+	$(BIN)/python -m simulations.federation
 
 test: lint
 	$(BIN)/pytest -m "not slow"

@@ -23,3 +23,10 @@ class Relation(StrEnum):
 
     ADD_OR_REMOVE_ONE = "add-or-remove-one"
     REPLACE_ONE = "replace-one"
+
+
+class LogFormat(StrEnum):
+    """What a line of a log looks like."""
+
+    TEXT = "text"
+    JSON = "json"

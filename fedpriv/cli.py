@@ -8,6 +8,7 @@ import typer
 
 from fedpriv.choices import FigureFormat, Policy, Relation
 from fedpriv.errors import FedprivError, InvalidValueError
+from fedpriv.federation_cli import register as register_federation
 
 app = typer.Typer(
     help="Federated learning with user-level differential privacy that can be checked.",
@@ -27,6 +28,9 @@ Delta = Annotated[
     float | None, typer.Option(help="δ", show_default="largest power of ten below 1/N")
 ]
 LedgerPath = Annotated[Path, typer.Argument(help="the ledger file", show_default=False)]
+ReadLedgerPath = Annotated[
+    Path, typer.Argument(help="the ledger file, or an export of it", show_default=False)
+]
 
 
 @app.command()
@@ -88,7 +92,9 @@ def suggest(
 def epsilon(
     ledgers: Annotated[
         list[Path],
-        typer.Argument(help="ledger files; several add up", show_default=False, metavar="LEDGER"),
+        typer.Argument(
+            help="ledger files, or exports; several add up", show_default=False, metavar="LEDGER"
+        ),
     ],
     delta: Delta = None,
     target: Annotated[
@@ -148,7 +154,7 @@ def calibrate(
 
 @app.command()
 def curves(
-    ledger: LedgerPath,
+    ledger: ReadLedgerPath,
     out: Annotated[Path, typer.Option(help="folder to write to", show_default=False)],
     delta: Delta = None,
     suffix: Annotated[FigureFormat, typer.Option("--format")] = FigureFormat.PNG,
@@ -166,7 +172,7 @@ def curves(
 
 @ledger_app.command()
 def show(
-    ledger: LedgerPath,
+    ledger: ReadLedgerPath,
     last: Annotated[int | None, typer.Option(min=1, help="only the last so many rows")] = None,
 ) -> None:
     """Print the charges of a ledger."""
@@ -177,7 +183,7 @@ def show(
 
 @ledger_app.command()
 def verify(
-    ledger: LedgerPath,
+    ledger: ReadLedgerPath,
     participation: Annotated[
         Path | None, typer.Option(help="record of who took part, to check the commitments too")
     ] = None,
@@ -212,6 +218,9 @@ def export(
             raise InvalidValueError(f"{out} cannot be written: {error.strerror}") from error
 
 
+register_federation(app)
+
+
 def main() -> None:
     """Run the command line; bad input is one sentence and exit code 2."""
     # Models and populations named package.module:function may lie in the working folder.
@@ -222,6 +231,8 @@ def main() -> None:
         _refuse(str(error))
     except _UsageError as error:
         _refuse(error.format_message())
+    except OSError as error:  # of the system, as when a disk is full
+        _refuse(f"{error.filename or 'a file'} cannot be used: {error.strerror or error}")
     if code == _INTERRUPTED:
         print("interrupted; --resume goes on from the last checkpoint", file=sys.stderr)  # noqa: T201
     sys.exit(code)

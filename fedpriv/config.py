@@ -15,6 +15,7 @@ from fedpriv.sections import (
     Count,
     DataSection,
     EngineSection,
+    FederationSection,
     LocalSection,
     MetricsSection,
     ModelSection,
@@ -35,6 +36,7 @@ class Config(Section):
         run: name of the run in the ledger; made up from `name` if absent.
         seed: makes cohorts, noise and local training reproducible; the guarantee is then void for
             whoever knows the seed, and every report says so. Absent: the operating system's.
+        federation: where real nodes take part; read by `fedpriv serve` alone.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
@@ -52,6 +54,7 @@ class Config(Section):
     averaging: AveragingSection = AveragingSection()
     engine: EngineSection = EngineSection()
     output: OutputSection = OutputSection()
+    federation: FederationSection | None = None
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:

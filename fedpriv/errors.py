@@ -7,7 +7,9 @@ FedprivError
 ├── UnsupportedEventError    an accountant has no analysis of this event
 ├── BudgetExceededError      the next release would pass the privacy budget
 ├── LedgerError              a ledger that cannot be opened, extended or believed
+├── AuditError               a ledger of another machine breaks its promises
 ├── CheckpointError          a checkpoint that does not fit the plan or the ledger
+├── StoppedError             whoever runs the server asked it to stop
 └── WireError                a message of another machine that is malformed or does not fit
 
 Each message is one sentence that says what is wrong, its value and what is legal.
@@ -45,12 +47,20 @@ class LedgerError(FedprivError):
     """A ledger cannot be opened, extended or believed."""
 
 
+class AuditError(FedprivError):
+    """A ledger of another machine breaks its promises."""
+
+
 class CheckpointError(FedprivError):
     """A checkpoint does not fit the plan or the ledger it is resumed with."""
 
 
 class WireError(FedprivError):
     """A message of another machine is malformed, too large, or does not fit what was agreed."""
+
+
+class StoppedError(FedprivError):
+    """Whoever runs the server asked it to stop; the round was abandoned and nothing charged."""
 
 
 def known_names(name: str, known: Iterable[str]) -> str:

@@ -1,21 +1,19 @@
 """From a configuration to the values that a run is made of."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from fedpriv.accounting.accountant import Bound
-from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.budget import PrivacyBudget
-from fedpriv.accounting.calibration import smallest_noise
-from fedpriv.accounting.events import RoundEvent, poisson_gaussian
+from fedpriv.accounting.events import RoundEvent
+from fedpriv.affording import noise_multiplier, privacy_budget, within
 from fedpriv.config import Config
-from fedpriv.data.population import Population
 from fedpriv.data.registry import load_population
 from fedpriv.data.store import UserStore
 from fedpriv.engine.metric_checks import check_metrics
-from fedpriv.engine.metric_kinds import own_metrics
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.normalisation import running_norms
 from fedpriv.engine.task import Task, check_task
@@ -27,8 +25,6 @@ from fedpriv.federated.round import ServerState, initial_state
 from fedpriv.federated.statistics import METRIC, RunningStatistics
 from fedpriv.federated.transport import LocalTraining
 from fedpriv.grouping import grouping_of
-from fedpriv.losses import find_loss
-from fedpriv.models import build_model
 from fedpriv.privacy.adaptive import AdaptiveClipping
 from fedpriv.privacy.entropy import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.layout import Layout
@@ -36,6 +32,9 @@ from fedpriv.privacy.metrics import Metric
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.privacy.weights import Averaging, Weighting
 from fedpriv.sections import AveragingSection, LocalSection, MetricsSection, ServerSection
+from fedpriv.tasks import build_task
+
+HeldOut = Mapping[str, npt.NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Experiment:
 
     Attributes:
         config: the configuration with run and noise multiplier filled in.
-        population: enrolled users and held-out rows.
+        held_out: rows of no enrolled user, to measure the model on.
         task: model and loss.
         plan: the training plan.
         budget: what all runs of the ledger may spend together.
@@ -53,7 +52,7 @@ class Experiment:
     """
 
     config: Config
-    population: Population
+    held_out: HeldOut
     task: Task
     plan: TrainingPlan
     budget: PrivacyBudget
@@ -65,30 +64,67 @@ class Experiment:
         """State before the first round."""
         return initial_state(self.plan, self.task.parameters(), self.task.statistics())
 
-    @property
-    def transport(self) -> InProcessTransport:
-        """Transport that trains the population in this process."""
+    def in_process(self, users: UserStore) -> InProcessTransport:
+        """Transport that trains the enrolled users in this process."""
         memory = self.config.engine.chunk_mebibytes * 2**20
-        return InProcessTransport(self.task, self.population.users, self.device, memory)
+        return InProcessTransport(self.task, users, self.device, memory)
 
 
-def build(config: Config, run: str, spent: Sequence[RoundEvent] = ()) -> Experiment:
-    """Load data and model, calibrate the noise if asked to, and check that all of it fits.
+@dataclass(frozen=True)
+class Enrolled:
+    """What a plan needs to know of the enrolled users.
+
+    Attributes:
+        name: of the population, as in the ledger.
+        users: N, how many.
+        sizes: [N] numbers of examples; None where only nodes know them.
+    """
+
+    name: str
+    users: int
+    sizes: npt.NDArray[np.int64] | None = None
+
+
+def simulated(
+    config: Config, run: str, spent: Sequence[RoundEvent] = ()
+) -> tuple[Experiment, InProcessTransport]:
+    """Load the configured population; the experiment on it, and a transport that trains it here.
+
+    Args and errors as for `build`.
+    """
+    population = load_population(config.data.name, config.data.options)
+    users = population.users
+    enrolled = Enrolled(population.name, users.population, users.sizes)
+    experiment = build(config, run, enrolled, population.test, spent)
+    return experiment, experiment.in_process(users)
+
+
+def build(
+    config: Config,
+    run: str,
+    enrolled: Enrolled,
+    held_out: HeldOut,
+    spent: Sequence[RoundEvent] = (),
+) -> Experiment:
+    """Build the model, calibrate the noise if asked to, and check that all of it fits.
 
     Args:
         config: the configuration.
         run: name of the run in the ledger, if the configuration does not say.
+        enrolled: whom the plan is for.
+        held_out: rows of no enrolled user.
         spent: what the ledger holds already; calibrated noise keeps all of it together within ε.
 
     Raises:
         FedprivError: something does not fit; the message says what.
     """
     device = device_named(config.engine.device)
-    population = load_population(config.data.name, config.data.options)
-    model = build_model(config.model.name, config.model.options, config.model.seed)
-    task = Task(model, find_loss(config.model.loss), metrics=own_metrics(config.metrics.report))
-    held_out = {name: column[:4] for name, column in population.test.items()}
-    check_task(task, held_out)
+    described = config.model
+    task = build_task(
+        described.name, described.options, described.seed, described.loss, config.metrics.report
+    )
+    few = {name: column[:4] for name, column in held_out.items()}
+    check_task(task, few)
     budget = privacy_budget(config)
     layout = Layout.of(task.parameters())
     grouping = grouping_of(config.clipping, config.noise, layout)
@@ -96,73 +132,29 @@ def build(config: Config, run: str, spent: Sequence[RoundEvent] = ()) -> Experim
     adaptive, metrics = config.clipping.adaptive, _metrics(config.metrics, statistics)
     plan = TrainingPlan(
         run=config.run or run,
-        population=population.name,
+        population=enrolled.name,
         rounds=config.rounds,
         layout=layout,
         groups=grouping.groups,
         noise_shares=grouping.shares,
-        noise_multiplier=_noise_multiplier(config, budget, spent),
-        sampling=PoissonSampling(population.users.population, config.privacy.sampling_probability),
+        noise_multiplier=noise_multiplier(config, budget, spent),
+        sampling=PoissonSampling(enrolled.users, config.privacy.sampling_probability),
         local=_local_training(config.local),
         optimizer=_optimizer(config.server),
         description=f"{config.model!r} seed={config.seed}",
         metrics=metrics,
         metrics_share=config.metrics.share if metrics else 0.0,
         adaptive=AdaptiveClipping(**adaptive.model_dump()) if adaptive else None,
-        averaging=_averaging(config.averaging, population.users),
+        averaging=_averaging(config.averaging, enrolled),
         statistics=statistics,
     )
-    check_metrics(task, metrics, plan.mechanism.average.sum_query.clipping, held_out)
+    check_metrics(task, metrics, plan.mechanism.average.sum_query.clipping, few)
     if config.privacy.noise_multiplier is None:
-        plan = _within(plan, budget, spent)
+        plan = within(plan, budget, spent)
     privacy = config.privacy.model_copy(update={"noise_multiplier": plan.noise_multiplier})
     config = config.model_copy(update={"run": plan.run, "privacy": privacy})
     entropy = OperatingSystemEntropy() if config.seed is None else SeededEntropy(config.seed)
-    return Experiment(config, population, task, plan, budget, entropy, device)
-
-
-def privacy_budget(config: Config) -> PrivacyBudget:
-    """Budget of a configuration; without limit where there is no privacy to keep."""
-    privacy = config.privacy
-    if accountant_named(privacy.accountant).epsilon([], privacy.delta).bound is Bound.ESTIMATE:
-        raise InvalidValueError(
-            f"privacy.accountant is {privacy.accountant!r}, whose estimate can be below the truth; "
-            "a budget needs an upper bound, such as that of tight"
-        )
-
-    limit = privacy.epsilon
-    if limit is None or privacy.unsafe_no_privacy:
-        limit = float("inf")
-    return PrivacyBudget.priced_by(privacy.accountant, limit, privacy.delta)
-
-
-def _noise_multiplier(config: Config, budget: PrivacyBudget, spent: Sequence[RoundEvent]) -> float:
-    """Noise multiplier of a configuration, calibrated to ε if it is not given."""
-    privacy = config.privacy
-    if privacy.noise_multiplier is not None or privacy.epsilon is None:
-        return privacy.noise_multiplier or 0.0
-    if not budget.admits(spent):
-        raise InvalidValueError(
-            f"the ledger holds ε = {budget.epsilon_of(spent):.4g} at delta {privacy.delta} "
-            f"already; privacy.epsilon is {privacy.epsilon} and must be larger"
-        )
-    q = privacy.sampling_probability
-
-    def events_of(z: float) -> list[RoundEvent]:
-        return [*spent, poisson_gaussian(q, z, config.rounds)]
-
-    return smallest_noise(privacy.epsilon, privacy.delta, events_of, privacy.accountant)
-
-
-def _within(plan: TrainingPlan, budget: PrivacyBudget, spent: Sequence[RoundEvent]) -> TrainingPlan:
-    """Plan with the noise raised until all its rounds fit into the budget.
-
-    The event's own noise multiplier may differ from the calibrated one by a rounding, and the
-    accountant's last digit with it.
-    """
-    while not budget.admits([*spent, replace(plan.mechanism.event, count=plan.rounds)]):
-        plan = replace(plan, noise_multiplier=plan.noise_multiplier * (1.0 + 1e-4))
-    return plan
+    return Experiment(config, held_out, task, plan, budget, entropy, device)
 
 
 def _metrics(section: MetricsSection, statistics: RunningStatistics | None) -> tuple[Metric, ...]:
@@ -184,11 +176,16 @@ def _statistics(section: MetricsSection, task: Task) -> RunningStatistics | None
     return RunningStatistics(tuple(layers), channels, tuple(e.eps for e in layers.values()))
 
 
-def _averaging(section: AveragingSection, users: UserStore) -> Averaging:
+def _averaging(section: AveragingSection, enrolled: Enrolled) -> Averaging:
     weighting = Weighting(section.cap)
     total = section.total_weight
     if section.weights == "examples" and total is None:
-        total = float(weighting.of(users.sizes).sum())
+        if enrolled.sizes is None:
+            raise InvalidValueError(
+                "averaging.total_weight is absent; where users' data are at nodes it must be "
+                "given, as nobody here knows how many examples they have"
+            )
+        total = float(weighting.of(enrolled.sizes).sum())
     return Averaging(weighting, total, section.floor)
 
 

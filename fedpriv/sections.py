@@ -196,3 +196,31 @@ class OutputSection(Section):
 
     evaluate_every: Count = 1
     checkpoint_every: Count = 1
+
+
+class FederationSection(Section):
+    """Where real nodes take part, and how long the server waits for them.
+
+    `certificates` is a folder with ca.pem, server.pem, server.key and crl.pem. `revocation_list`
+    is another place of that list, or "none" for an authority that keeps none. `held_out` is an
+    .npz file of the server's own rows; absent, those of `data` are measured on.
+
+    A round ends when all have answered; at the latest after `deadline_seconds`; and before if only
+    nodes are missing that have not been connected for `absent_seconds`. With `fixed_length` it
+    always takes `deadline_seconds`, so that how long it took says nothing of who was drawn.
+    Updates in transfer take `transfer_mebibytes` of memory at most, each for `transfer_seconds`.
+    """
+
+    address: str = "127.0.0.1:7443"
+    enrolment: str
+    certificates: str | None = None
+    revocation_list: str | None = None
+    held_out: str | None = None
+    deadline_seconds: Positive = 600.0
+    absent_seconds: NonNegative = 10.0
+    fixed_length: bool = False
+    least_nodes: Count = 1
+    transfer_mebibytes: Count = 256
+    transfer_seconds: Positive = 120.0
+    calls_per_minute: Count = 600
+    metrics_address: str | None = None

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.config import load_config
-from fedpriv.experiment import Experiment, build
+from fedpriv.experiment import Experiment, simulated
 from fedpriv.federated.plan import TrainingPlan
 from fedpriv.report.tables import format_epsilon
 
@@ -76,7 +76,7 @@ def show_allocation(file: Path, assignments: list[str]) -> None:
     Raises:
         FedprivError: something is wrong with the input; the message says what.
     """
-    experiment = build(load_config(file, assignments), "plan")
+    experiment, _ = simulated(load_config(file, assignments), "plan")
     console = Console(markup=False, emoji=False)
     console.print(_table(experiment.plan))
     for line in _facts(experiment):

@@ -1,13 +1,15 @@
 """A small authority in a folder, which gives certificates to a server and to nodes.
 
     FOLDER/authority/    ca.pem ca.key crl.pem issued/NAME.pem
-    FOLDER/server/       ca.pem server.pem server.key
+    FOLDER/server/       ca.pem server.pem server.key crl.pem
     FOLDER/nodes/NAME/   ca.pem node.pem node.key
 
-One folder per machine, open to its owner only; all is PEM, and each file is replaced whole.
+One folder per machine, open to its owner only; all is PEM, and each file is replaced whole. Others
+can never read a key, not even while it is written. `server/crl.pem` is a copy that follows.
 """
 
 import fcntl
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -54,14 +56,17 @@ def init(folder: Path, hosts: Sequence[str]) -> None:
     except OSError as error:
         raise InvalidValueError(f"{path} cannot be made: {error.strerror}") from error
     authority = new_authority(path, datetime.now(UTC) - _CLOCK_SKEW, _AUTHORITY_LIFETIME)
-    _write_key(path / "ca.key", authority.key)
-    write_atomically(authority.crl, signed_crl(authority, (), 0, datetime.now(UTC)))
-    write_atomically(path / "ca.pem", authority.certificate.public_bytes(Encoding.PEM))
+    with _writing(path):
+        _write_key(path / "ca.key", authority.key)
+        write_atomically(authority.crl, signed_crl(authority, (), 0, datetime.now(UTC)))
+        write_atomically(path / "ca.pem", authority.certificate.public_bytes(Encoding.PEM))
     issue_server(folder, hosts)
 
 
 def issue_server(folder: Path, hosts: Sequence[str], *, lifetime: timedelta = YEAR) -> None:
     """Make the server a new key and certificate (serverAuth), in place of those it has.
+
+    The revocation list is copied beside them.
 
     Args:
         folder: as given to `init`.
@@ -79,6 +84,7 @@ def issue_server(folder: Path, hosts: Sequence[str], *, lifetime: timedelta = YE
             authority, "fedpriv server", alternatives, usage, begin, _CLOCK_SKEW + lifetime
         )
         _write_bundle(folder / "server", "server", authority, certificate, key)
+        _copy_list(authority)
 
 
 def issue(
@@ -125,13 +131,16 @@ def issue(
             )
         if old is not None:
             _revoke(authority, old)
+            _copy_list(authority)
         write_atomically(authority.record_of(node), certificate.public_bytes(Encoding.PEM))
         _write_bundle(folder / "nodes" / node, "node", authority, certificate, key)
     return folder / "nodes" / node
 
 
 def revoke(folder: Path, node: str) -> None:
-    """Put the node's certificate on the revocation list, for ever; again changes nothing.
+    """Put the node's certificate on the revocation list, for ever; again only copies the list.
+
+    The copy is `server/crl.pem`, if there is that folder.
 
     Raises:
         InvalidValueError: no such name, no authority, or the node was issued no certificate.
@@ -144,6 +153,7 @@ def revoke(folder: Path, node: str) -> None:
             raise InvalidValueError(f"{folder} has issued no certificate to node {node!r}")
         if not _is_revoked(authority, certificate):
             _revoke(authority, certificate)
+        _copy_list(authority)
 
 
 @contextmanager
@@ -163,7 +173,18 @@ def _opened(folder: Path) -> Iterator[Authority]:
             raise InvalidValueError(f"{path / 'ca.key'} cannot be read: {error}") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
             raise InvalidValueError(f"{path / 'ca.key'} is not the key of {path / 'ca.pem'}")
-        yield Authority(path, ca, key)
+        with _writing(folder):
+            yield Authority(path, ca, key)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Say in one sentence that a disk is full or a file is somebody else's."""
+    try:
+        yield
+    except OSError as error:
+        sentence = f"{error.filename or folder} cannot be written: {error.strerror}"
+        raise InvalidValueError(sentence) from error
 
 
 def _issued_to(authority: Authority, node: str) -> x509.Certificate | None:
@@ -211,7 +232,19 @@ def _write_bundle(
 
 
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
-    # Until its mode is set, the file is protected by its folder's.
     path.parent.chmod(0o700)
-    write_atomically(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    path.chmod(0o600)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    # Made anew, so nobody has it open, and with its last mode from the first moment.
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)  # durable with the certificate that follows into the same folder
+
+
+def _copy_list(authority: Authority) -> None:
+    server = authority.folder.parent / "server"
+    if server.is_dir():
+        write_atomically(server / "crl.pem", authority.crl.read_bytes())

@@ -2,6 +2,7 @@
 
 from datetime import datetime
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -20,6 +21,8 @@ _KEYS = (
     ed25519.Ed25519PublicKey,
     rsa.RSAPublicKey,
 )
+
+_REMEMBERED = 4096  # certificates; each takes some kilobytes
 
 
 class Check(StrEnum):
@@ -150,8 +153,7 @@ def node_of(
             valid; it is not made for clients (extended key usage clientAuth, which must be there,
             and no authority); the list cannot be believed; it is revoked; it has no legal name.
     """
-    certificate = _parsed_certificate(certificate_pem)
-    _check_issuer(certificate, ca)
+    certificate = _issued_by(ca, certificate_pem)
     for part, what in ((ca, "the authority"), (certificate, "the certificate")):
         begin, end = part.not_valid_before_utc, part.not_valid_after_utc
         if now < begin:
@@ -163,6 +165,14 @@ def node_of(
         sentence = f"the certificate with serial number {certificate.serial_number:x} is revoked"
         raise CertificateError(Check.REVOCATION, sentence)
     return _name_in(certificate)
+
+
+@lru_cache(_REMEMBERED)
+def _issued_by(ca: x509.Certificate, pem: bytes) -> x509.Certificate:
+    """The certificate, if the authority has signed it; what never changes, and takes longest."""
+    certificate = _parsed_certificate(pem)
+    _check_issuer(certificate, ca)
+    return certificate
 
 
 def _parsed_certificate(pem: bytes) -> x509.Certificate:

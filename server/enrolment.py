@@ -104,6 +104,15 @@ class Enrolment:
         return self._positions[node]
 
     @cached_property
+    def node_numbers(self) -> NDArray[np.int64]:
+        """[N] for each position the number of its node in `nodes`; read-only."""
+        numbers = np.empty(self.population, np.int64)
+        for number, node in enumerate(self.nodes):
+            numbers[self._positions[node]] = number
+        numbers.flags.writeable = False
+        return numbers
+
+    @cached_property
     def digest(self) -> str:
         """Name of this population for the ledger: SHA-256, in hex, of all ids.
 

@@ -1,12 +1,15 @@
 """The folder of a run: where each file lies, and the one rule for writing metrics."""
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.federated.checkpoint import naming
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,27 @@ class RunFolder:
         except OSError as error:
             raise InvalidValueError(f"{self.path} cannot be made: {error.strerror}") from error
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from the run until the block is left, or this process ends.
+
+        Two that went on with one run would write over each other's checkpoints.
+
+        Raises:
+            InvalidValueError: another process holds it.
+        """
+        with self.plan.open("r+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InvalidValueError(
+                    f"{self.path} holds a run that another process is at; stop that one first"
+                ) from error
+            yield
+
     def append_metrics(self, row: Mapping[str, object]) -> None:
         """Add a line; a line that a crash cut short is ended first."""
-        with self.metrics.open("a+b") as file:
+        with naming(self.metrics), self.metrics.open("a+b") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - 1, 0))
             if file.read(1) not in (b"", b"\n"):

@@ -10,7 +10,7 @@ from rich.table import Table
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.config import load_config
 from fedpriv.errors import InvalidValueError
-from fedpriv.experiment import build
+from fedpriv.experiment import simulated
 from fedpriv.federated.books import Books
 from fedpriv.federated.quantiles import NormQuantile, find_quantiles
 from fedpriv.report.tables import format_epsilon
@@ -42,18 +42,19 @@ def suggest_norms(
         )
     if rounds < 1:
         raise InvalidValueError(f"rounds is {rounds}; it must be at least 1")
-    experiment = build(config, f"{config.name}-suggest-{os.urandom(4).hex()}")
+    run = f"{config.name}-suggest-{os.urandom(4).hex()}"
+    experiment, transport = simulated(config, run)
     plan = replace(experiment.plan, rounds=rounds)
     console = Console(markup=False, emoji=False)
     participation = RunFolder(charged.parent).participation_of(charged)
-    population = experiment.population.name
+    population = experiment.plan.population
     known: tuple[NormQuantile, ...] = ()
     with Books.open(charged, participation, population, experiment.budget) as books:
         asked = find_quantiles(
             plan,
             experiment.initial_state,
             quantile,
-            experiment.transport,
+            transport,
             books,
             experiment.entropy,
         )

@@ -8,10 +8,12 @@ kept elsewhere, in a checkpoint or a report.
 import json
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 
 from fedpriv.accounting.ledger_rows import (
+    Cells,
     ChargedRow,
     Head,
     digest,
@@ -26,8 +28,10 @@ from fedpriv.errors import LedgerError
 Read = Callable[[str, Sequence[object]], list[sqlite3.Row]]
 """Runs one SQL query on a ledger."""
 
+EXPORT_FORMAT = "fedpriv ledger 1"
+"""What the first line of an export says it is."""
+
 _ROWS_AT_ONCE = 1000
-_EXPORT_FORMAT = "fedpriv ledger 1"
 
 
 def ledger_columns(read: Read) -> dict[str, str]:
@@ -55,9 +59,14 @@ def walk(read: Read, start: Head, end: Head) -> Iterator[ChargedRow]:
     """
     last = start
     for sampling, queries in _stored_rows(read, start, end):
-        row = _checked(read, last, sampling, queries)
+        row = checked(last, dict(sampling), [*map(dict, queries)], partial(_is_known, read))
         yield row
         last = row.head
+    refuse_other_end(last, end)
+
+
+def refuse_other_end(last: Head, end: Head) -> None:
+    """Raise LedgerError if a chain that leads to `last` does not end as the ledger says."""
     if last.count < end.count:
         raise LedgerError(f"sampling event {last.count + 1} is missing")
     if last != end:
@@ -78,10 +87,19 @@ def contains(read: Read, head: Head) -> bool:
 def exported(read: Read) -> Iterator[str]:
     """The lines of `Ledger.export`, each checked before it is yielded."""
     head = stored_head(read)
-    header = {"format": _EXPORT_FORMAT, **ledger_columns(read), "head": asdict(head)}
-    yield json.dumps(header)
+    yield header_line(ledger_columns(read), head)
     for row in walk(read, genesis(read), head):
-        yield json.dumps({**sampling_columns(row), "sum_queries": query_columns(row)})
+        yield row_line(row)
+
+
+def header_line(columns: Mapping[str, str], head: Head) -> str:
+    """The first line of an export: what names the ledger, and its head."""
+    return json.dumps({"format": EXPORT_FORMAT, **columns, "head": asdict(head)})
+
+
+def row_line(row: ChargedRow) -> str:
+    """The line of a sampling event in an export."""
+    return json.dumps({**sampling_columns(row), "sum_queries": query_columns(row)})
 
 
 def refuse_strays(read: Read) -> None:
@@ -118,18 +136,28 @@ def _stored_rows(
         after = rows[-1]["id"]
 
 
-def _checked(
-    read: Read, last: Head, sampling: sqlite3.Row, queries: Sequence[sqlite3.Row]
+def checked(
+    last: Head, sampling: Cells, queries: Sequence[Cells], is_known: Callable[[object], bool]
 ) -> ChargedRow:
-    """The value of a row that follows `last`, or a LedgerError that says what is wrong with it."""
+    """The value of a row that follows `last`.
+
+    Args:
+        last: the head before it.
+        sampling: its columns.
+        queries: columns of its sum query events, in order.
+        is_known: whether a digest is that of another sampling event or of the ledger itself.
+
+    Raises:
+        LedgerError: says what is wrong with the row.
+    """
     name = _name(sampling)
     if sampling["id"] != last.count + 1:
         raise LedgerError(f"sampling event {last.count + 1} is missing")
     follows = sampling["previous_hash"] == last.hash
-    if not follows and _is_digest_of_another(read, sampling["previous_hash"]):
+    if not follows and is_known(sampling["previous_hash"]):
         raise LedgerError(f"{name} is out of order")
     _refuse_changed_queries(name, queries)
-    if sampling_digest(dict(sampling), map(dict, queries)) != sampling["hash"]:
+    if sampling_digest(sampling, queries) != sampling["hash"]:
         raise LedgerError(f"{name} was changed, or the number of its sum query events was")
     if not follows:
         before = f"sampling event {last.count}" if last.count else "the ledger's own row"
@@ -140,22 +168,22 @@ def _checked(
         raise LedgerError(f"{name} is none that this version knows: {error}") from error
 
 
-def _refuse_changed_queries(name: str, queries: Sequence[sqlite3.Row]) -> None:
+def _refuse_changed_queries(name: str, queries: Sequence[Cells]) -> None:
     for position, query in enumerate(queries):
         if query["position"] != position:
             raise LedgerError(f"sum query event {position} of {name} is missing")
-        if digest(dict(query)) != query["hash"]:
+        if digest(query) != query["hash"]:
             raise LedgerError(f"sum query event {position} of {name} was changed")
     if not queries:
         raise LedgerError(f"sum query event 0 of {name} is missing")
 
 
-def _is_digest_of_another(read: Read, previous_hash: object) -> bool:
-    known = read("SELECT 1 FROM sampling_events WHERE hash = ? LIMIT 1", (previous_hash,))
-    return bool(known) or previous_hash == genesis(read).hash
+def _is_known(read: Read, digest_: object) -> bool:
+    known = read("SELECT 1 FROM sampling_events WHERE hash = ? LIMIT 1", (digest_,))
+    return bool(known) or digest_ == genesis(read).hash
 
 
-def _name(sampling: sqlite3.Row) -> str:
+def _name(sampling: Cells | sqlite3.Row) -> str:
     return name_of(*(sampling[column] for column in ("id", "run", "round", "attempt")))
 
 

@@ -13,10 +13,10 @@ import hashlib
 import json
 import operator
 import secrets
-import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
 from fedpriv.accounting.charge import ProposedCharge
 from fedpriv.accounting.database import Row
@@ -36,6 +36,9 @@ from fedpriv.errors import InvalidValueError, LedgerError
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr).encode
 
 _FRESH_NOISE = (1.0,)
+
+Cells = Mapping[str, Any]
+"""A row by column name as SQLite or JSON returns it: until `parse`, a cell may hold anything."""
 
 
 @dataclass(frozen=True)
@@ -164,27 +167,26 @@ def _query_columns(sampling_event: int, position: int, query: SumQueryEvent) -> 
     return {**columns, "hash": digest(columns)}
 
 
-def parse(sampling: sqlite3.Row, queries: Sequence[sqlite3.Row]) -> ChargedRow:
-    """The value of a row and its sum query events as SQLite returns them, of any version.
+def parse(sampling: Cells, queries: Sequence[Cells]) -> ChargedRow:
+    """The value of a row and its sum query events, of a ledger of any version.
 
     Raises:
         ValueError: a policy, relation or source of randomness is unknown, a number is out of
             its range, or a schedule or strategy is not written as `sampling_columns` does.
         TypeError: a number is not one, or a schedule has other fields.
     """
-    optional = dict(sampling)
     event = RoundEvent(
         SamplingEvent(
             SamplingPolicy(sampling["policy"]),
             sampling["sampling_probability"],
             sampling["population"],
             NeighbouringRelation(sampling["relation"]),
-            _schedule(optional.get("schedule")),
+            _schedule(sampling.get("schedule")),
         ),
         tuple(
             SumQueryEvent(q["group_name"], q["clipping_norm"], q["noise_stddev"]) for q in queries
         ),
-        strategy=_strategy(optional.get("strategy")),
+        strategy=_strategy(sampling.get("strategy")),
     )
     return ChargedRow(
         position=sampling["id"],

@@ -133,5 +133,12 @@ CREATE TABLE participation (
 ) WITHOUT ROWID;
 """
 
+_PARTICIPATION_SCHEMAS = (
+    _PARTICIPATION_SCHEMA,
+    # In files of version 1 an attempt is looked for row by row, cohorts and all.
+    _PARTICIPATION_SCHEMA
+    + "CREATE INDEX participation_by_attempt ON participation (run, round, attempt);\n",
+)
+
 LEDGER = FileFormat("ledger", 0x66707276, _LEDGER_SCHEMAS, 0o666)
-PARTICIPATION = FileFormat("participation record", 0x66707077, (_PARTICIPATION_SCHEMA,), 0o600)
+PARTICIPATION = FileFormat("participation record", 0x66707077, _PARTICIPATION_SCHEMAS, 0o600)

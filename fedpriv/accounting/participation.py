@@ -90,7 +90,7 @@ class ParticipationRecord:
     ) -> str:
         """Keep a cohort and return its commitment, 64 hexadecimal digits.
 
-        To be called before the round is charged, so that every commitment in the ledger has a
+        To be called before the cohort is asked, so that every commitment in the ledger has a
         cohort; one that is never charged is harmless. The same attempt may be recorded again.
 
         Args:
@@ -116,6 +116,11 @@ class ParticipationRecord:
         with self._database.transaction():
             self._database.insert("participation", row)
         return str(row["commitment"])
+
+    def next_attempt(self, run: str, round_number: int) -> int:
+        """The first attempt at a round that no cohort, and none after it, was recorded for."""
+        sql = "SELECT max(attempt) + 1 AS next FROM participation WHERE run = ? AND round = ?"
+        return int(self._database.read(sql, (run, round_number))[0]["next"] or 0)
 
     def cohort_of(self, commitment: str) -> Cohort:
         """The cohort that was committed to.

@@ -70,12 +70,13 @@ def ask(survey: Survey, users: UserStore, books: Books, entropy: Entropy) -> Ans
     """
     survey.check(users)
     books.refuse_if_beyond(survey.event, f"run {survey.run}, round {survey.round}")
-    attempt = books.ledger.next_attempt(survey.run, survey.round)
+    attempt = books.next_attempt(survey.run, survey.round)
     cohort = survey.mechanism.draw_cohort(entropy, _purpose("sampling", survey, attempt))
+    commitment = books.record(survey.run, survey.round, attempt, cohort)
     clipping = survey.mechanism.average.sum_query.clipping
     total = add_up(collect(survey, users, cohort), clipping, cohort.size).total
     charge = books.charge(
-        survey.run, survey.round, attempt, cohort, survey.event, entropy.randomness
+        survey.run, survey.round, attempt, commitment, survey.event, entropy.randomness
     )
     average = _released(survey, total, charge, entropy)
     return Answers(survey.answers(average), attempt, charge.hash)

@@ -1,8 +1,7 @@
 """The in-process transport: users train together in chunks and are added into a sum."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,10 +23,11 @@ from fedpriv.engine.local import train_chunk
 from fedpriv.engine.measuring import Examples, mean_losses, user_metrics
 from fedpriv.engine.metric_checks import check_metrics
 from fedpriv.engine.schedule import schedule
+from fedpriv.engine.seeding import seeded
+from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task, TorchTensors
 from fedpriv.errors import InvalidValueError
 from fedpriv.federated.transport import PartialSum, RoundRequest, Transport
-from fedpriv.privacy.metrics import Metric
 
 _log = logging.getLogger(__name__)
 _COPIES = 4  # parameters of a user in `train_chunk`: current, gradient, velocity, a temporary
@@ -85,10 +85,7 @@ class InProcessTransport(Transport):
             InvalidValueError: a metric is unknown or does not fit.
             ModelError: a metric cannot be computed on a row of zeros.
         """
-        if request.metrics:
-            check_metrics(self.task, request.metrics, request.clipping, self._blank)
-        statistics = _on(self.device, request.statistics)
-        start = _Start(_on(self.device, request.parameters), self._constants | statistics)
+        start = self._start(request)
         users = self._positions(request.users)
         sizes, lanes = self._sizes(users), self._lanes(request)
         seen: list[ChunkDiagnostics] = []
@@ -101,10 +98,45 @@ class InProcessTransport(Transport):
         if self.observer is not None:
             self.observer(diagnose_round(request, seen))
 
+    def raw_update(self, request: RoundRequest) -> tuple[dict[str, npt.NDArray[np.float32]], float]:
+        """Train the one user of the store for someone else to clip.
+
+        `request.clipping.contribution` of what is returned is what `collect` yields, up to the
+        rounding of its sums.
+
+        Returns:
+            The user's tensors as training left them, unclipped, also where they are not finite:
+            update and metrics minus their centres, all of the clipping's layout but the indicator,
+            in its order. And the user's weight.
+
+        Raises:
+            InvalidValueError: the store has several users, its user is not in the request or has
+                no examples, or a metric is unknown or does not fit.
+            ModelError: a metric cannot be computed on a row of zeros.
+            Exception: whatever training raises; its text may hold the user's data.
+        """
+        if self.users.population != 1:
+            raise InvalidValueError(
+                f"the store has {self.users.population} users; only one can send a raw update"
+            )
+        users = self._positions(request.users)
+        if not np.any(self._sizes(users)):
+            raise InvalidValueError("the user is not in the request, or has no examples")
+        tensors = self._sent(request, self._start(request), users)
+        (weight,) = request.weighting.of(self._sizes(users)).tolist()
+        asked = request.clipping.indicator
+        names = [n for n in request.clipping.layout.names if asked is None or n != asked.tensor]
+        return {name: tensors[name][0].cpu().numpy() for name in names}, weight
+
+    def _start(self, request: RoundRequest) -> Start:
+        if request.metrics:
+            check_metrics(self.task, request.metrics, request.clipping, self._blank)
+        return Start.of(request, self._constants, self.device)
+
     def _collect_chunk(
         self,
         request: RoundRequest,
-        start: "_Start",
+        start: Start,
         chunk: npt.NDArray[np.int64],
         node: str,
     ) -> Iterator[tuple[PartialSum, tuple[ChunkDiagnostics, ...]]]:
@@ -126,23 +158,30 @@ class InProcessTransport(Transport):
             yield PartialSum(node, len(chunk), total, weight), diagnostics
 
     def _contribute(
-        self, request: RoundRequest, start: "_Start", chunk: npt.NDArray[np.int64]
+        self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.float64], tuple[ChunkDiagnostics, ...]]:
         """Sum of what the users of a chunk contribute, and what an observer is told of them."""
-        clipping = request.clipping
-        tensors = self._train(request, start, chunk)
+        tensors = self._sent(request, start, chunk)
         diagnostics: tuple[ChunkDiagnostics, ...] = ()
-        if request.metrics or self.observer is not None:
-            examples = Examples(self.users, chunk, self._rows(request.metrics), self.device)
-            given = (self._evaluated, start.parameters | start.constants, examples)
-            tensors |= user_metrics(*given, request.metrics, tensors, clipping.groups)
-            if self.observer is not None:
-                diagnostics = (diagnose_chunk(tensors, clipping, mean_losses(*given)),)
+        if self.observer is not None:
+            losses = mean_losses(self._evaluated, start.tensors, self._examples(request, chunk))
+            diagnostics = (diagnose_chunk(tensors, request.clipping, losses),)
         weights = torch.from_numpy(request.weighting.of(self._sizes(chunk)))
-        return clipped_sum(tensors, clipping, weights).cpu().numpy(), diagnostics
+        return clipped_sum(tensors, request.clipping, weights).cpu().numpy(), diagnostics
+
+    def _sent(
+        self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64]
+    ) -> TorchTensors:
+        """Updates and metrics of the users of a chunk, before they are clipped."""
+        updates = self._train(request, start, chunk)
+        if not request.metrics:
+            return updates
+        examples = self._examples(request, chunk)
+        given = (self._evaluated, start.tensors, examples, request.metrics)
+        return updates | user_metrics(*given, updates, request.clipping.groups)
 
     def _train(
-        self, request: RoundRequest, start: "_Start", chunk: npt.NDArray[np.int64]
+        self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64]
     ) -> TorchTensors:
         """Updates of the users of a chunk."""
         starts = self.users.offsets[chunk].tolist()
@@ -156,18 +195,11 @@ class InProcessTransport(Transport):
             for name in (self.task.inputs, self.task.targets)
         )
         weights = torch.from_numpy(plan.weights).to(self.device)
-        with self._seeded(request.local_key, enrolled[0]):
+        with seeded(request.local_key, enrolled[0], self.device):
             given = (self.task, start.parameters, start.constants, x, y, weights, request.local)
             if self._linear is not None and self._linear.pays(shape[1] * shape[2]):
                 return train_linear_chunk(self._linear, *given)
             return train_chunk(*given)
-
-    @contextmanager
-    def _seeded(self, local_key: bytes, user: int) -> Iterator[None]:
-        """Torch's own generators, which draw dropout masks, seeded for one chunk and put back."""
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed((int.from_bytes(local_key[8:15], "little") + user) % 2**63)
-            yield
 
     def _positions(self, users: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Positions in the store of those users that are in it."""
@@ -200,9 +232,10 @@ class InProcessTransport(Transport):
     def _example_bytes(self) -> int:
         return example_bytes(self.task, self._blank)
 
-    def _rows(self, metrics: Sequence[Metric]) -> int:
-        """How many examples are measured at once."""
-        return lanes_within(self.chunk_memory, self._example_bytes + metric_bytes(metrics))
+    def _examples(self, request: RoundRequest, chunk: npt.NDArray[np.int64]) -> Examples:
+        """All examples of the users of a chunk, to be measured within the memory of a chunk."""
+        one = self._example_bytes + metric_bytes(request.metrics)
+        return Examples(self.users, chunk, lanes_within(self.chunk_memory, one), self.device)
 
     @cached_property
     def _constants(self) -> TorchTensors:
@@ -213,20 +246,3 @@ class InProcessTransport(Transport):
         copies = _COPIES if self._linear is None else _COPIES_LINEAR
         one = lane_bytes(self.task, self._blank, request.local, self._largest, copies)
         return lanes_within(self.chunk_memory, one + metric_bytes(request.metrics))
-
-
-@dataclass(frozen=True)
-class _Start:
-    """The model at the start of a round, on the device.
-
-    Attributes:
-        parameters: what is trained.
-        constants: frozen parameters and buffers.
-    """
-
-    parameters: TorchTensors
-    constants: TorchTensors
-
-
-def _on(device: torch.device, arrays: Mapping[str, npt.NDArray[np.float32]]) -> TorchTensors:
-    return {name: torch.tensor(array, device=device) for name, array in arrays.items()}

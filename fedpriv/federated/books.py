@@ -1,4 +1,4 @@
-"""Where rounds are written down before they release anything: ledger, participation, budget."""
+"""Where rounds are written down, before they ask and release: ledger, participation, budget."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,22 +62,49 @@ class Books:
                 f"δ = {self.budget.delta}; nobody was asked and nothing charged"
             )
 
+    def next_attempt(self, run: str, round_number: int) -> int:
+        """The first attempt at a round that nobody was asked for yet, and none after it.
+
+        One that was given up keeps its number, charged or not: an answer to it that comes late must
+        not count for the cohort of another.
+        """
+        return max(
+            self.ledger.next_attempt(run, round_number),
+            self.participation.next_attempt(run, round_number),
+        )
+
+    def record(
+        self, run: str, round_number: int, attempt: int, users: npt.NDArray[np.int64]
+    ) -> str:
+        """Write down a cohort before it is asked, durably; returns the commitment to it.
+
+        Args:
+            run: name of the run.
+            round_number: from 0.
+            attempt: from `next_attempt`.
+            users: the cohort, positions in the population.
+
+        Raises:
+            LedgerError: the cohort cannot be written.
+        """
+        return self.participation.record(run, round_number, attempt, users)
+
     def charge(
         self,
         run: str,
         round_number: int,
         attempt: int,
-        users: npt.NDArray[np.int64],
+        commitment: str,
         event: RoundEvent,
         randomness: Randomness,
     ) -> Charge:
-        """Record who took part, then charge the round; both are durable on return.
+        """Charge a round; the charge is durable on return.
 
         Args:
             run: name of the run.
             round_number: from 0.
-            attempt: from 0.
-            users: the cohort, positions in the population.
+            attempt: from `next_attempt`.
+            commitment: to its cohort, from `record`.
             event: what is about to be released.
             randomness: where cohort and noise come from.
 
@@ -85,6 +112,5 @@ class Books:
             BudgetExceededError: the budget would be passed; nothing was charged.
             LedgerError: the books cannot be believed or written; nothing was charged.
         """
-        commitment = self.participation.record(run, round_number, attempt, users)
         proposed = ProposedCharge(run, round_number, attempt, randomness, event, commitment)
         return self.ledger.charge(proposed, self.budget)

@@ -5,6 +5,8 @@ cohorts and fresh noise.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -121,13 +123,30 @@ def resume(path: Path, plan: TrainingPlan, ledger: Ledger) -> ServerState:
     return replace(checkpoint.state, parameters=ordered)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Say in an error of the system which file it is about, as a failed write does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` by `content`, durably; a crash leaves the old file or the new one."""
+    """Replace `path` by `content`, durably; a crash leaves the old file or the new one.
+
+    Raises:
+        OSError: it cannot be written, e.g. because the disk is full; the old file is left.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with naming(path), partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     partial.replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:

@@ -4,7 +4,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fedpriv.errors import BudgetExceededError
+from fedpriv.errors import BudgetExceededError, StoppedError
 from fedpriv.federated.books import Books
 from fedpriv.federated.plan import TrainingPlan
 from fedpriv.federated.round import (
@@ -24,6 +24,7 @@ class Stop(StrEnum):
 
     ROUNDS = "all rounds were run"
     BUDGET = "the next round would pass the privacy budget"
+    ASKED = "it was asked to stop"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def train(
 
     * every release was durable in the ledger before its noise was drawn;
     * training stops *before* the budget would be passed, with nothing charged for the round that
-      did not happen;
+      did not happen, and the same holds when the transport says that it was asked to stop;
     * an empty cohort releases and is charged like any other;
     * a round that was interrupted is run again as a new attempt: fresh cohort, noise and charge.
 
@@ -82,6 +83,8 @@ def train(
             report = run_round(plan, state, transport, books, entropy)
         except BudgetExceededError:
             return Stop.BUDGET
+        except StoppedError:
+            return Stop.ASKED
         state = report.state
         yield report
     return Stop.ROUNDS
@@ -100,11 +103,12 @@ def run_round(
         BudgetExceededError: the budget would be passed; nothing was charged or released.
     """
     event = mechanism_of(plan, state).event
-    attempt = books.ledger.next_attempt(plan.run, state.round)
+    attempt = books.next_attempt(plan.run, state.round)
     books.refuse_if_beyond(event, f"run {plan.run}, round {state.round}")
     request = open_round(plan, state, attempt, entropy)
+    commitment = books.record(plan.run, state.round, attempt, request.users)
     total = sum_round(request, transport.collect(request))
-    charge = books.charge(plan.run, state.round, attempt, request.users, event, entropy.randomness)
+    charge = books.charge(plan.run, state.round, attempt, commitment, event, entropy.randomness)
     release = close_round(plan, state, total, charge, entropy)
     return RoundReport(
         round=request.round,

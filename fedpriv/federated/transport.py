@@ -118,4 +118,8 @@ class Transport(ABC):
 
     @abstractmethod
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
-        """Yield the partial sums of a round, in any order; there may be none."""
+        """Yield the partial sums of a round, in any order; there may be none.
+
+        Raises:
+            StoppedError: whoever runs the server asked it to stop; the round is abandoned.
+        """

@@ -109,7 +109,7 @@ class Clipping:
             return np.zeros(self.layout.dimension)
         self._divide_by_scales(vector)
         whole, finite = {}, True
-        for group, slices in zip(self.groups, self._slices, strict=True):
+        for group, slices in zip(self.groups, self.spans, strict=True):
             weighs = weight if group.name in self.weighted else 1.0
             norm = clip_in_place([vector[s] for s in slices], group.clipping_norm, weighs)
             whole[group.name] = norm <= group.clipping_norm
@@ -143,14 +143,24 @@ class Clipping:
         slack = 1.0 + (users + 8) * 2.0**-53
         return all(
             norm_of(total[s] for s in slices) <= users * group.clipping_norm * slack < math.inf
-            for group, slices in zip(self.groups, self._slices, strict=True)
+            for group, slices in zip(self.groups, self.spans, strict=True)
         )
 
     @property
     def parts(self) -> Iterator[tuple[VectorGroup, npt.NDArray[np.int64]]]:
         """Each group with its positions in the vector."""
-        for group, slices in zip(self.groups, self._slices, strict=True):
+        for group, slices in zip(self.groups, self.spans, strict=True):
             yield group, np.concatenate([np.arange(s.start, s.stop) for s in slices])
+
+    @cached_property
+    def spans(self) -> tuple[tuple[slice, ...], ...]:
+        """Where each group lies in the vector, its tensors in order.
+
+        Tensors that follow each other share a slice.
+        """
+        return tuple(
+            _joined(self.layout.slices[tensor] for tensor in group.tensors) for group in self.groups
+        )
 
     @cached_property
     def scales(self) -> FloatVector:
@@ -166,13 +176,6 @@ class Clipping:
         """The indicator before anything was clipped."""
         asked = self.indicator
         return {asked.tensor: np.zeros(len(asked.groups))} if asked else {}
-
-    @cached_property
-    def _slices(self) -> tuple[tuple[slice, ...], ...]:
-        """Where each group lies in the vector; tensors that follow each other share a slice."""
-        return tuple(
-            _joined(self.layout.slices[tensor] for tensor in group.tensors) for group in self.groups
-        )
 
 
 def _joined(slices: Iterable[slice]) -> tuple[slice, ...]:

@@ -87,8 +87,10 @@ class FlooredAverageQuery:
         # Where B + w ≤ m it moves by w·c. Where B ≥ m, by m·(w·c·B − w·A)/(B·(B + w)), at most
         # 2·S·w·m/(B + w) ≤ 2·S. Where m lies between, by A·(m/(B + w) − 1) + w·c·m/(B + w), of
         # norm at most S·B·(B + w − m)/(B + w) + S·w ≤ S·B·w/(B + w) + S·w ≤ 2·S.
-        for group, indices in self.sum_query.clipping.parts:
-            if group.name in self.sum_query.clipping.weighted:
-                shrunk[indices] *= floor / max(floor, weight)
+        clipping = self.sum_query.clipping
+        for group, spans in zip(clipping.groups, clipping.spans, strict=True):
+            if group.name in clipping.weighted:
+                for span in spans:
+                    shrunk[span] *= floor / max(floor, weight)
         average, _ = self.average.release(shrunk, entropy, purpose)
         return average, self.events

@@ -70,9 +70,16 @@ class GaussianSumQuery:
         # Sensitivity: one user more or less changes the part of group g by its contribution, of
         # norm at most S_g. Divided by σ_g, group by group, all parts together change by at most
         # √(Σ_g (S_g/σ_g)²) = 1/z, and the noise below is N(0, I) in these units: equation (1).
-        for (group, indices), stddev in zip(self.clipping.parts, self.noise_stddevs, strict=True):
+        clipping = self.clipping
+        for group, spans, stddev in zip(
+            clipping.groups, clipping.spans, self.noise_stddevs, strict=True
+        ):
             key = entropy.key(f"{purpose}/{group.name}")
-            noised[indices] += gaussian_noise(key, indices.size, stddev)
+            noise = gaussian_noise(key, sum(s.stop - s.start for s in spans), stddev)
+            for span in spans:
+                size = span.stop - span.start
+                noised[span] += noise[:size]
+                noise = noise[size:]
         # Post-processing: the scales are public.
         return noised * self.clipping.scales, self.events
 
@@ -118,9 +125,10 @@ class GaussianAverageQuery:
         """What each component of the sum is divided by: [D]."""
         clipping = self.sum_query.clipping
         divisors = np.full(clipping.layout.dimension, self.denominator)
-        for group, indices in clipping.parts:
+        for group, spans in zip(clipping.groups, clipping.spans, strict=True):
             if group.name in clipping.weighted and self.weighted_denominator is not None:
-                divisors[indices] = self.weighted_denominator
+                for span in spans:
+                    divisors[span] = self.weighted_denominator
         return divisors
 
     @cached_property
@@ -128,8 +136,9 @@ class GaussianAverageQuery:
         """Standard deviation of the noise in each component of a release: [D]."""
         clipping = self.sum_query.clipping
         stddevs = np.empty(clipping.layout.dimension)
-        for (_, indices), stddev in zip(clipping.parts, self.sum_query.noise_stddevs, strict=True):
-            stddevs[indices] = stddev
+        for spans, stddev in zip(clipping.spans, self.sum_query.noise_stddevs, strict=True):
+            for span in spans:
+                stddevs[span] = stddev
         return stddevs * clipping.scales / self.denominators
 
     def release(

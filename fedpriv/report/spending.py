@@ -11,6 +11,7 @@ from fedpriv.accounting.accountants import ACCOUNTANTS, accountant_named
 from fedpriv.accounting.budget import merge_equal
 from fedpriv.accounting.events import Randomness, RoundEvent
 from fedpriv.accounting.ledger import ChargedRow, Ledger
+from fedpriv.accounting.ledger_lines import ExportedLedger, is_export
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 
 
@@ -104,8 +105,22 @@ class Spending:
         return weakest_randomness(row for ledger in self.ledgers for row in ledger.charges)
 
 
+def read_ledger(path: Path) -> LedgerContent:
+    """Read and check a ledger, or an export of one.
+
+    Raises:
+        LedgerError: it cannot be opened or believed.
+    """
+    if is_export(path):
+        exported = ExportedLedger.load(path)
+        return LedgerContent(path, exported.ledger_id, exported.population, exported.rows)
+    with Ledger.open(path) as ledger:
+        charges = tuple(ledger.charges())
+        return LedgerContent(path, ledger.ledger_id, ledger.population_name, charges)
+
+
 def read_ledgers(paths: Sequence[Path]) -> tuple[LedgerContent, ...]:
-    """Read and check ledgers.
+    """Read and check ledgers, or exports of them.
 
     Raises:
         LedgerError: one cannot be opened or believed.
@@ -113,9 +128,7 @@ def read_ledgers(paths: Sequence[Path]) -> tuple[LedgerContent, ...]:
     """
     found: dict[str, LedgerContent] = {}
     for path in paths:
-        with Ledger.open(path) as ledger:
-            charges = tuple(ledger.charges())
-            content = LedgerContent(path, ledger.ledger_id, ledger.population_name, charges)
+        content = read_ledger(path)
         if content.ledger_id in found:
             raise InvalidValueError(
                 f"{found[content.ledger_id].path} and {path} are one ledger, {content.ledger_id}; "
@@ -131,7 +144,7 @@ def price(
     """Price ledgers, their runs and their total.
 
     Args:
-        paths: ledger files, each of another ledger.
+        paths: ledger files or exports, each of another ledger.
         delta: δ at which to find ε; None without an ε: `default_delta`.
         epsilon: ε at which to find δ instead.
         accountant: a key of `ACCOUNTANTS`, or "all".
@@ -176,7 +189,16 @@ def default_delta(ledgers: Iterable[LedgerContent]) -> float:
     for ledger in ledgers:
         here = max((row.event.sampling.population for row in ledger.charges), default=0)
         enrolled[ledger.population] = max(enrolled.get(ledger.population, 0), here)
-    return 10.0 ** -(math.floor(math.log10(max(1, sum(enrolled.values())))) + 1)
+    return delta_below(sum(enrolled.values()))
+
+
+def delta_below(users: int) -> float:
+    """Largest power of ten below one over the number of users; without any, that of one.
+
+    >>> delta_below(999), delta_below(1000)
+    (0.001, 0.0001)
+    """
+    return 10.0 ** -(math.floor(math.log10(max(1, users))) + 1)
 
 
 def weakest_randomness(charges: Iterable[ChargedRow]) -> Randomness:

@@ -10,10 +10,11 @@ from rich.table import Table
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
 from fedpriv.accounting.events import Randomness, SamplingEvent
 from fedpriv.accounting.ledger import Head, Ledger
+from fedpriv.accounting.ledger_lines import ExportedLedger, is_export
 from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.errors import InvalidValueError
 from fedpriv.report.planning import Plan
-from fedpriv.report.spending import Spending, weakest_randomness
+from fedpriv.report.spending import Spending, read_ledger, weakest_randomness
 
 
 def randomness_of(ledger: Ledger) -> Randomness:
@@ -104,17 +105,17 @@ def print_plan(plan: Plan) -> None:
 
 
 def print_ledger(path: Path, last: int | None) -> None:
-    """Print the charges of a ledger, one line each."""
-    with Ledger.open(path) as ledger:
-        rows = list(ledger.charges())
-        title = f"{ledger.population_name}: {len(rows)} charges"
-    table = Table(title=title)
+    """Print the charges of a ledger or an export of one, one line each."""
+    content = read_ledger(path)
+    rows = content.charges
+    table = Table(title=f"{content.population}: {len(rows)} charges")
     headings = ("sampling", "q", "N", "group: S, σ", "z", "randomness")
     for column in ("#", "run", "round", "attempt", *headings):
         table.add_column(column)
     for row in rows[-(last or len(rows)) :]:
         groups = "\n".join(
-            f"{q.group}: {q.clipping_norm:.4g}, {q.noise_stddev:.4g}" for q in row.event.queries
+            f"{_shown(q.group)}: {q.clipping_norm:.4g}, {q.noise_stddev:.4g}"
+            for q in row.event.queries
         )
         table.add_row(
             str(row.position),
@@ -131,6 +132,11 @@ def print_ledger(path: Path, last: int | None) -> None:
     Console(markup=False, emoji=False).print(table)
 
 
+def _shown(name: str) -> str:
+    """A name of anybody's making, without what would command the terminal."""
+    return name if name.isprintable() else repr(name)
+
+
 def _sampling_text(sampling: SamplingEvent) -> str:
     """Policy and neighbours, and which rounds users are in where an event has several."""
     text = f"{sampling.policy}, {sampling.relation}"
@@ -141,15 +147,16 @@ def _sampling_text(sampling: SamplingEvent) -> str:
 
 
 def print_verification(path: Path, participation: Path | None, head: str | None) -> None:
-    """Verify a ledger and say what was checked; a LedgerError names the first bad row."""
+    """Verify a ledger or an export and say what was checked; a LedgerError names the first bad row.
+
+    An export has no place for a row outside the chain, so nothing else is to be checked in it.
+    """
     expected = None if head is None else _parsed_head(head)
-    with Ledger.open(path) as ledger:
-        if participation is None:
-            ledger.verify(head=expected)
-        else:
-            with ParticipationRecord.open(participation) as record:
-                ledger.verify(record, expected)
-        found = ledger.head
+    if is_export(path):
+        found = _verified(ExportedLedger.load(path), participation, expected)
+    else:
+        with Ledger.open(path) as ledger:
+            found = _verified(ledger, participation, expected)
     Console(markup=False, emoji=False).print(
         f"{path} is intact: {found.count} charges"
         + (", each with the cohort it commits to" if participation else "")
@@ -157,6 +164,18 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
         soft_wrap=True,
         highlight=False,
     )
+
+
+def _verified(
+    ledger: Ledger | ExportedLedger, participation: Path | None, head: Head | None
+) -> Head:
+    """The head of a ledger that was verified."""
+    if participation is None:
+        ledger.verify(head=head)
+    else:
+        with ParticipationRecord.open(participation) as record:
+            ledger.verify(record, head)
+    return ledger.head
 
 
 def _title(spending: Spending) -> str:

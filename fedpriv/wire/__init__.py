@@ -46,11 +46,13 @@ from fedpriv.wire.standing import (
     decode_hello,
     decode_receipt,
     decode_status,
+    digest_of,
     encode_hello,
     encode_receipt,
     encode_status,
 )
 from fedpriv.wire.tensors import Manifest, Receiver, manifest_of, pieces
+from fedpriv.wire.welcome import TaskDescription, Welcome, decode_welcome, encode_welcome
 
 __all__ = [
     "CHUNK_BYTES",
@@ -73,6 +75,8 @@ __all__ = [
     "RunState",
     "Status",
     "SummedUpdates",
+    "TaskDescription",
+    "Welcome",
     "chunks",
     "content_of",
     "decode_answer",
@@ -83,6 +87,8 @@ __all__ = [
     "decode_receipt",
     "decode_round_id",
     "decode_status",
+    "decode_welcome",
+    "digest_of",
     "encode_answer",
     "encode_content",
     "encode_hello",
@@ -91,6 +97,7 @@ __all__ = [
     "encode_receipt",
     "encode_round_id",
     "encode_status",
+    "encode_welcome",
     "manifest_of",
     "model_of",
     "parse",

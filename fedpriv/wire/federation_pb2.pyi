@@ -17,12 +17,48 @@ FLOAT32: DType
 FLOAT64: DType
 
 class Hello(_message.Message):
-    __slots__ = ("node", "version")
+    __slots__ = ("node", "version", "users_sha256")
     NODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    USERS_SHA256_FIELD_NUMBER: _ClassVar[int]
     node: str
     version: int
-    def __init__(self, node: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    users_sha256: bytes
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[int] = ..., users_sha256: _Optional[bytes] = ...) -> None: ...
+
+class FromServer(_message.Message):
+    __slots__ = ("welcome", "offer")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    offer: Offer
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("population_name", "population", "users", "task")
+    POPULATION_NAME_FIELD_NUMBER: _ClassVar[int]
+    POPULATION_FIELD_NUMBER: _ClassVar[int]
+    USERS_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    population_name: str
+    population: int
+    users: _containers.RepeatedScalarFieldContainer[int]
+    task: Task
+    def __init__(self, population_name: _Optional[str] = ..., population: _Optional[int] = ..., users: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, _Mapping]] = ...) -> None: ...
+
+class Task(_message.Message):
+    __slots__ = ("model", "options", "seed", "loss", "metrics")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    options: str
+    seed: int
+    loss: str
+    metrics: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., options: _Optional[str] = ..., seed: _Optional[int] = ..., loss: _Optional[str] = ..., metrics: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RoundId(_message.Message):
     __slots__ = ("run", "round", "attempt")

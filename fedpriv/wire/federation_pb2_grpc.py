@@ -37,7 +37,7 @@ class FederationStub:
         self.Connect = channel.unary_stream(
                 '/fedpriv.v1.Federation/Connect',
                 request_serializer=fedpriv_dot_wire_dot_federation__pb2.Hello.SerializeToString,
-                response_deserializer=fedpriv_dot_wire_dot_federation__pb2.Offer.FromString,
+                response_deserializer=fedpriv_dot_wire_dot_federation__pb2.FromServer.FromString,
                 _registered_method=True)
         self.Download = channel.unary_stream(
                 '/fedpriv.v1.Federation/Download',
@@ -65,8 +65,9 @@ class FederationServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Connect(self, request, context):
-        """A node says who it is and stays connected; the server offers it rounds in which users of the
-        node were drawn. One connection per node: a newer one ends the older.
+        """A node says who it is and stays connected; the server says what the node takes part in, then
+        offers it rounds in which users of the node were drawn. One connection per node: a newer one
+        ends the older. The stream ends with OK when the run is over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +107,7 @@ def add_FederationServicer_to_server(servicer, server):
             'Connect': grpc.unary_stream_rpc_method_handler(
                     servicer.Connect,
                     request_deserializer=fedpriv_dot_wire_dot_federation__pb2.Hello.FromString,
-                    response_serializer=fedpriv_dot_wire_dot_federation__pb2.Offer.SerializeToString,
+                    response_serializer=fedpriv_dot_wire_dot_federation__pb2.FromServer.SerializeToString,
             ),
             'Download': grpc.unary_stream_rpc_method_handler(
                     servicer.Download,
@@ -155,7 +156,7 @@ class Federation:
             target,
             '/fedpriv.v1.Federation/Connect',
             fedpriv_dot_wire_dot_federation__pb2.Hello.SerializeToString,
-            fedpriv_dot_wire_dot_federation__pb2.Offer.FromString,
+            fedpriv_dot_wire_dot_federation__pb2.FromServer.FromString,
             options,
             channel_credentials,
             insecure,

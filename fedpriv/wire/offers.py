@@ -32,6 +32,7 @@ from fedpriv.wire.rounds import (
 )
 from fedpriv.wire.tensors import FLOAT32, Manifest, decode_manifest, encode_manifest
 
+LONGEST_OFFER = NODE_RECEIVES_BYTES - 16  # leaves room for the tag and length of a FromServer
 Parameters = Mapping[str, npt.NDArray[np.float32]]
 
 
@@ -227,4 +228,4 @@ def decode_offer(message: pb.Offer) -> RoundOffer:
 def _check_offer(message: pb.Offer) -> None:
     at_most("users in an offer", len(message.users), MAX_USERS)
     at_most("metrics in an offer", len(message.metrics), MAX_TENSORS)
-    at_most("bytes in an offer", message.ByteSize(), NODE_RECEIVES_BYTES)
+    at_most("bytes in an offer", message.ByteSize(), LONGEST_OFFER)

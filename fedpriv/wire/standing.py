@@ -1,5 +1,8 @@
 """The small messages: who connects, whether an answer was taken, and where a federation stands."""
 
+import hashlib
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,13 +20,16 @@ class Hello:
 
     Attributes:
         node: its name, from 1 to 1024 printable characters; must be that in its certificate.
+        users_sha256: `digest_of` the ids of the users that it holds, 32 bytes.
         version: of the protocol that it speaks.
 
     Raises:
-        InvalidValueError: the name is not legal, or the version is not `VERSION`.
+        InvalidValueError: the name is not legal, the digest has another length, or the version is
+            not `VERSION`.
     """
 
     node: str
+    users_sha256: bytes
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -35,6 +41,16 @@ class Hello:
             raise InvalidValueError(
                 f"version of the protocol is {self.version}; this side speaks {VERSION}"
             )
+        if len(self.users_sha256) != 32:
+            raise InvalidValueError(
+                f"users_sha256 has {len(self.users_sha256)} bytes; it must have 32"
+            )
+
+
+def digest_of(user_ids: Iterable[str]) -> bytes:
+    """SHA-256 of ids in any order: of the UTF-8 of their JSON array, sorted, without spaces."""
+    text = json.dumps(sorted(user_ids), separators=(",", ":"))
+    return hashlib.sha256(text.encode()).digest()
 
 
 @dataclass(frozen=True)
@@ -119,7 +135,7 @@ class Status:
 
 def encode_hello(hello: Hello) -> pb.Hello:
     """The message of a hello."""
-    return pb.Hello(node=hello.node, version=hello.version)
+    return pb.Hello(node=hello.node, version=hello.version, users_sha256=hello.users_sha256)
 
 
 def decode_hello(message: pb.Hello) -> Hello:
@@ -129,7 +145,7 @@ def decode_hello(message: pb.Hello) -> Hello:
         WireError: it is not legal.
     """
     with refusing("a hello"):
-        return Hello(message.node, message.version)
+        return Hello(message.node, message.users_sha256, message.version)
 
 
 def encode_receipt(receipt: Receipt) -> pb.Receipt:

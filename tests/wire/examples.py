@@ -29,6 +29,8 @@ from fedpriv.wire import (
     RunState,
     Status,
     SummedUpdates,
+    TaskDescription,
+    Welcome,
     manifest_of,
     model_of,
 )
@@ -62,8 +64,11 @@ prices = st.builds(
     losses,
     below_one,
 )
+digests = st.binary(min_size=32, max_size=32)
 hellos = st.builds(
-    Hello, st.text(st.characters(codec="ascii", min_codepoint=32, max_codepoint=126), min_size=1)
+    Hello,
+    st.text(st.characters(codec="ascii", min_codepoint=32, max_codepoint=126), min_size=1),
+    digests,
 )
 receipts = st.builds(Receipt, st.booleans(), st.text(characters, max_size=20))
 statuses = st.builds(
@@ -103,6 +108,24 @@ metrics = st.builds(
 users = st.lists(st.integers(0, 2**40 - 1), unique=True, max_size=20).map(
     lambda drawn: np.array(sorted(drawn), np.int64)
 )
+options = st.dictionaries(
+    words,
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | finite | st.text(characters, max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+        max_leaves=5,
+    ),
+    max_size=3,
+)
+tasks = st.builds(
+    TaskDescription,
+    words,
+    options,
+    st.integers(0, 2**63 - 1),
+    words,
+    st.lists(words, max_size=3).map(tuple),
+)
+welcomes = st.builds(Welcome, words, st.integers(2**40, 2**63 - 1), users, tasks)
 
 
 @st.composite
@@ -152,7 +175,7 @@ def requests(draw: st.DrawFn) -> RoundRequest:
         clipping,
         draw(locals_),
         draw(users),
-        draw(st.binary(min_size=32, max_size=32)),
+        draw(digests),
         measured,
         Weighting(draw(counts)),
         draw(st.sampled_from([{}, {f"{name.run} running": np.ones(2, np.float32)}])),
@@ -169,7 +192,7 @@ def offers(draw: st.DrawFn) -> RoundOffer:
 def answers(draw: st.DrawFn) -> tuple[Answer, Expected]:
     """An answer to a round that clips somehow, and what it must look like."""
     expected = Expected.of(draw(clippings()))
-    digest = draw(st.binary(min_size=32, max_size=32))
+    digest = draw(digests)
     number = draw(st.integers(0, 2**20))
     raw = RawUpdate(draw(st.floats(0.0, 1.0)), Manifest(expected.update, FLOAT32, digest))
     weight = draw(st.none() | st.floats(0.0, float(number)))
@@ -197,6 +220,11 @@ def small_offer() -> RoundOffer:
     return RoundOffer.of(request, 60.0, PRICE, manifest_of(model_of(request)))
 
 
+def small_welcome() -> Welcome:
+    task = TaskDescription("mine:net", {"sizes": [2, 3]}, 7, "cross-entropy", ("mine:recall",))
+    return Welcome("people", 1000, np.array([1, 300], np.int64), task)
+
+
 @contextmanager
 def peak_memory() -> Iterator[Callable[[], int]]:
     """Gives a function that says the most bytes that Python and NumPy held inside the block."""
@@ -209,7 +237,10 @@ def peak_memory() -> Iterator[Callable[[], int]]:
         tracemalloc.stop()
 
 
-def same(one: RoundOffer | RoundRequest, other: RoundOffer | RoundRequest) -> bool:
+Compared = RoundOffer | RoundRequest | Welcome
+
+
+def same(one: Compared, other: Compared) -> bool:
     """Equality field by field and bit by bit."""
     return type(one) is type(other) and all(
         _same(getattr(one, field.name), getattr(other, field.name)) for field in fields(one)

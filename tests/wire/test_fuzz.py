@@ -15,7 +15,7 @@ from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.instructions import decode_clipping, decode_local, decode_metric
 from fedpriv.wire.limits import SERVER_RECEIVES_BYTES, parse
 from fedpriv.wire.tensors import decode_layout, decode_manifest
-from tests.wire.examples import PARAMETERS, PRICE, peak_memory, small_offer
+from tests.wire.examples import PARAMETERS, PRICE, peak_memory, small_offer, small_welcome
 
 OFFER = wire.encode_offer(small_offer())
 EXPECTED = Expected.of(small_offer().clipping)
@@ -54,16 +54,17 @@ CASES: dict[str, tuple[Callable[[Message], object], Message]] = {
     "decline": (decode_answer, answer_of(Decline("too dear"))),
     "chunk": (add_chunk, next(wire.chunks([BYTES]))),
     "content": (wire.decode_content, wire.encode_content(CONTENT)),
-    "hello": (wire.decode_hello, wire.encode_hello(wire.Hello("node"))),
+    "hello": (wire.decode_hello, wire.encode_hello(wire.Hello("node", bytes(32)))),
     "receipt": (wire.decode_receipt, wire.encode_receipt(wire.Receipt(True))),
+    "welcome": (wire.decode_welcome, wire.encode_welcome(small_welcome())),
     "status": (wire.decode_status, wire.encode_status(STATUS)),
 }
-INPUTS = 1000  # of each case and each way to disturb it, 32,000 in all
+INPUTS = 1000  # of each case and each way to disturb it, 34,000 in all
 VARINTS = [b"\xff" * 9 + b"\x01", b"\x80" * 10, bytes(8), b"\x08"]
 HOSTILE = {
     float: [float("nan"), float("inf"), -1.0, 0.0, 1e308, 5e-324, 0.5],
     int: [0, 1, 2, -1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1],
-    str: ["", "w", "unclipped", "x" * 2000, "\0\n", "é"],
+    str: ["", "w", "unclipped", "x" * 2000, "\0\n", "é", "{}"],
     bytes: [b"", bytes(31), bytes(32), bytes(33)],
     bool: [True, False],
 }
@@ -165,6 +166,10 @@ def test_any_bytes_give_a_value_or_a_wire_error(case: str) -> None:
         assert peak() < 2**22
 
 
+def decode_task(message: pb.Task) -> wire.Welcome:
+    return wire.decode_welcome(pb.Welcome(population_name="p", population=1, task=message))
+
+
 def nested(kind: type[Message], field: str, count: int) -> bytes:
     """So many empty elements of a repeated field: two bytes each."""
     return bytes([kind.DESCRIPTOR.fields_by_name[field].number << 3 | 2, 0]) * count
@@ -178,6 +183,7 @@ def nested(kind: type[Message], field: str, count: int) -> bytes:
         (decode_clipping, pb.Clipping, "groups"),
         (decode_clipping, pb.Clipping, "weighted"),
         (wire.decode_offer, pb.Offer, "metrics"),
+        (decode_task, pb.Task, "metrics"),
     ],
 )
 def test_a_message_full_of_empty_elements_is_refused_in_little_memory(
@@ -186,6 +192,14 @@ def test_a_message_full_of_empty_elements_is_refused_in_little_memory(
     data = nested(kind, field, SERVER_RECEIVES_BYTES // 2)
     with peak_memory() as peak:
         assert refused(decode, kind, data)
+    assert peak() < 2**22
+
+
+@pytest.mark.parametrize("options", ["[" * 2**16, "[]," * 2**15, "[" + "{}," * 21840 + "0]"])
+def test_options_full_of_empty_values_are_refused_in_little_memory(options: str) -> None:
+    data = pb.Task(model="m", options=options, loss="l").SerializeToString()
+    with peak_memory() as peak:
+        assert refused(decode_task, pb.Task, data)
     assert peak() < 2**22
 
 

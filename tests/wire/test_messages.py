@@ -1,5 +1,6 @@
 """Messages: every value survives the wire, and the bytes are those of the format."""
 
+import hashlib
 import struct
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from fedpriv.wire import (
     RoundOffer,
     Status,
     SummedUpdates,
+    Welcome,
     manifest_of,
 )
 from fedpriv.wire import federation_pb2 as pb
@@ -58,6 +60,31 @@ def test_offers_survive(offer: RoundOffer) -> None:
     decoded = wire.decode_offer(parse(pb.Offer, data, MOST))
     assert examples.same(decoded, offer)
     assert not decoded.users.flags.writeable
+
+
+@quick
+@given(examples.welcomes)
+def test_welcomes_survive(welcome: Welcome) -> None:
+    data = wire.encode_welcome(welcome).SerializeToString()
+    decoded = wire.decode_welcome(parse(pb.Welcome, data, MOST))
+    assert examples.same(decoded, welcome)
+    # True is 1 and 1 is 1.0 when compared, but not for whoever builds the task.
+    assert repr(decoded.task.options) == repr(welcome.task.options)
+    assert not decoded.users.flags.writeable
+
+
+def test_a_task_names_what_whoever_builds_it_must_import() -> None:
+    task = examples.small_welcome().task
+    assert task.imports == ("mine:net", "mine:recall")
+    assert replace(task, model="softmax", metrics=()).imports == ()
+    assert replace(task, model="softmax", loss="a.b:c").imports == ("a.b:c", "mine:recall")
+
+
+def test_ids_in_any_order_have_the_digest_of_the_format() -> None:
+    text = b'["7f3a","\\u00e9"]'
+    assert wire.digest_of(["é", "7f3a"]) == hashlib.sha256(text).digest()
+    assert wire.digest_of([]) == hashlib.sha256(b"[]").digest()
+    assert wire.digest_of(["a", "b"]) != wire.digest_of(['a","b'])
 
 
 @quick
@@ -147,6 +174,20 @@ def test_the_bytes_of_an_offer_are_those_of_the_format() -> None:
     ]
     assert wire.encode_offer(offer).SerializeToString(deterministic=True) == b"".join(written)
     assert examples.same(wire.decode_offer(parse(pb.Offer, b"".join(written), MOST)), offer)
+
+
+def test_the_bytes_of_a_hello_and_a_welcome_are_those_of_the_format() -> None:
+    digest = bytes(range(32))
+    hello = message(1, b"node") + b"\x10\x01" + message(3, digest)
+    assert wire.encode_hello(Hello("node", digest)).SerializeToString(deterministic=True) == hello
+    assert wire.decode_hello(parse(pb.Hello, hello, MOST)) == Hello("node", digest)
+    options = message(2, b'{"sizes": [2, 3]}')
+    task = message(1, b"mine:net") + options + b"\x18\x07" + message(4, b"cross-entropy")
+    written = message(1, b"people") + b"\x10\xe8\x07" + message(3, b"\x01\xac\x02")
+    written += message(4, task + message(5, b"mine:recall"))
+    welcome = examples.small_welcome()
+    assert wire.encode_welcome(welcome).SerializeToString(deterministic=True) == written
+    assert examples.same(wire.decode_welcome(parse(pb.Welcome, written, MOST)), welcome)
 
 
 def test_the_bytes_of_an_answer_and_a_chunk_are_those_of_the_format() -> None:

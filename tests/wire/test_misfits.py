@@ -33,6 +33,7 @@ from fedpriv.wire.tensors import FLOAT32
 from tests.wire import examples
 
 ID = RoundId("r", 3, 1)
+WELCOME = examples.small_welcome()
 
 
 def altered(change: Callable[[pb.Offer], object]) -> pb.Offer:
@@ -150,6 +151,77 @@ def test_a_long_reason_is_cut_and_what_is_no_text_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m.ClearField("population_name"), "population_name has 0 characters"),
+        (lambda m: setattr(m, "population", 2**64 - 1), "population is 18446744073709551615"),
+        (lambda m: setattr(m, "population", 300), "from 0 to 299"),
+        (lambda m: m.users.append(300), "ascending"),
+        (lambda m: m.users.insert(0, -1), "from 0 to 999"),
+        (lambda m: m.users.extend([0] * MAX_USERS), "there are 1048578 users"),
+        (lambda m: m.ClearField("task"), "not legal"),
+        (lambda m: setattr(m.task, "seed", 2**63), "seed is 9223372036854775808"),
+        (lambda m: setattr(m.task, "model", "x" * 1025), "1025 characters"),
+        (lambda m: setattr(m.task, "loss", "x" * 1025), "1025 characters"),
+        (lambda m: m.task.metrics.append("x" * 1025), "1025 characters"),
+        (lambda m: m.task.metrics.extend([""] * 4096), "there are 4097 metrics"),
+        (lambda m: setattr(m.task, "options", "[1]"), "no JSON object"),
+        (lambda m: setattr(m.task, "options", "{"), "not legal"),
+        (lambda m: setattr(m.task, "options", '{"a": NaN}'), "NaN, which is no number"),
+        (lambda m: setattr(m.task, "options", '{"a": -Infinity}'), "-Infinity, which is no"),
+        (lambda m: setattr(m.task, "options", '{"a": 1e999}'), "1e999, which is no number"),
+        (lambda m: setattr(m.task, "options", '{"a": %s}' % ("9" * 5000)), "not legal"),
+        (lambda m: setattr(m.task, "options", '{"a": %s' % ("[" * 5000)), "too deeply"),
+        (lambda m: setattr(m.task, "options", " " * 2**16 + "{}"), "65538 characters"),
+    ],
+)  # fmt: skip
+def test_welcomes_that_do_not_fit_are_refused(
+    change: Callable[[pb.Welcome], object], reason: str
+) -> None:
+    sent = wire.encode_welcome(WELCOME)
+    change(sent)
+    with pytest.raises(WireError, match=reason) as refused:
+        wire.decode_welcome(sent)
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"a": (1, 2)},
+        {1: 2},
+        {"a": float("nan")},
+        {"a": float("inf")},
+        {"a": object()},
+        {"a": "x" * 2**16},
+    ],
+    ids=["tuple", "key", "nan", "inf", "object", "long"],
+)
+def test_options_that_would_arrive_as_others_are_not_sent(options: dict[str, object]) -> None:
+    with pytest.raises(WireError):
+        wire.encode_welcome(replace(WELCOME, task=replace(WELCOME.task, options=options)))
+
+
+def test_options_that_are_nested_too_deeply_are_not_sent() -> None:
+    inner: list[object] = []
+    for _ in range(100_000):
+        inner = [inner]
+    with pytest.raises(WireError, match="too deeply"):
+        wire.encode_welcome(replace(WELCOME, task=replace(WELCOME.task, options={"a": inner})))
+
+
+def test_a_welcome_that_a_node_would_not_take_is_not_sent() -> None:
+    users = np.arange(MAX_USERS) + 2**62
+    everybody = replace(WELCOME, users=users, population=2**63 - 1)
+    assert wire.encode_welcome(everybody).ByteSize() < wire.NODE_RECEIVES_BYTES
+    names = tuple(f"{number:04}{'é' * 1000}" for number in range(4096))
+    with pytest.raises(WireError, match="bytes in a welcome; there may be at most"):
+        wire.encode_welcome(replace(everybody, task=replace(WELCOME.task, metrics=names)))
+    with pytest.raises(WireError, match="1048577 users"):
+        wire.encode_welcome(replace(WELCOME, users=np.arange(MAX_USERS + 1), population=2**40))
+
+
+@pytest.mark.parametrize(
     "make",
     [
         lambda: RoundId("", 0, 0),
@@ -170,9 +242,20 @@ def test_a_long_reason_is_cut_and_what_is_no_text_is_refused() -> None:
         lambda: RawUpdate(float("nan"), manifest_of(examples.PARAMETERS)),
         lambda: SummedUpdates(-1, None, manifest_of({"sum": np.zeros(2)})),
         lambda: Decline("x" * 1025),
-        lambda: Hello(""),
-        lambda: Hello("a\nb"),
-        lambda: Hello("node", 2),
+        lambda: Hello("", bytes(32)),
+        lambda: Hello("a\nb", bytes(32)),
+        lambda: Hello("node", bytes(31)),
+        lambda: Hello("node", bytes(32), 2),
+        lambda: replace(WELCOME, population_name=""),
+        lambda: replace(WELCOME, population_name="x" * 1025),
+        lambda: replace(WELCOME, population=300),
+        lambda: replace(WELCOME, population=2**63),
+        lambda: replace(WELCOME, population=0, users=np.zeros(0, np.int64)),
+        lambda: replace(WELCOME, users=np.array([1], np.int32)),
+        lambda: replace(WELCOME, users=np.array([[1]])),
+        lambda: replace(WELCOME, users=np.array([1, 1])),
+        lambda: replace(WELCOME.task, seed=-1),
+        lambda: replace(WELCOME.task, seed=2**63),
         lambda: Receipt(False, "x" * 1025),
         lambda: Status("", 0, 1, 0.0, 1.0, 0.0, 1, 1, 1, RunState.WAITING),
         lambda: Status("r", -1, 1, 0.0, 1.0, 0.0, 1, 1, 1, RunState.WAITING),
@@ -190,6 +273,7 @@ def test_an_unknown_state_and_an_unset_message_are_refused() -> None:
         (wire.decode_hello, pb.Hello()),
         (wire.decode_price, pb.Price()),
         (wire.decode_offer, pb.Offer()),
+        (wire.decode_welcome, pb.Welcome()),
     ):
         with pytest.raises(WireError):
             decode(kind)

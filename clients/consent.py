@@ -1,0 +1,163 @@
+"""What a node consents to: limits of its own, to which it holds every offer."""
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Annotated, Self
+
+import numpy as np
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.report.spending import delta_below
+from fedpriv.sections import NonNegative, Positive, Section
+from fedpriv.wire import RoundOffer, Welcome
+
+_ROUNDING = 1e-9
+"""Relative difference that splitting a norm or the noise among groups may make."""
+
+
+class Consent(Section):
+    """The limits within which a node takes part; an absent one limits nothing.
+
+    Attributes:
+        largest_clipping_norm: how far one user may move the update, see `reach_of`.
+        least_noise_multiplier: of a whole round.
+        most_rounds_per_day: in which users of the node are trained, in the last 24 hours.
+        total_epsilon: ε, at `delta`, of all charges of the ledger and the round that is offered.
+        delta: δ in (0, 1).
+
+    Raises:
+        pydantic.ValidationError: a limit is out of range or of another type, a key is unknown, or
+            there is a total ε without a δ.
+    """
+
+    largest_clipping_norm: Positive | None = None
+    least_noise_multiplier: NonNegative | None = None
+    most_rounds_per_day: Annotated[int, Field(ge=0)] | None = None
+    total_epsilon: Positive | None = None
+    delta: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+
+    @model_validator(mode="after")
+    def _must_have_a_delta(self) -> Self:
+        if self.total_epsilon is not None and self.delta is None:
+            raise ValueError(
+                f"total_epsilon is {self.total_epsilon} without a delta; an ε says nothing "
+                "without its δ, so delta must be given"
+            )
+        return self
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read limits from TOML: the attributes, as keys of the file.
+
+        Raises:
+            InvalidValueError: the file cannot be read or is no TOML, a key is unknown or of the
+                wrong type, a limit is out of range, or there is a total ε without a δ.
+        """
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise InvalidValueError(f"{path} is not valid TOML: {error}") from error
+        try:
+            return cls.model_validate(table)
+        except ValidationError as error:
+            raise InvalidValueError(f"{path}: {_sentence(error.errors()[0])}") from error
+
+    def delta_for(self, population: int) -> float:
+        """δ at which a node of this population asks for ε: its own, or the default of reports."""
+        return delta_below(population) if self.delta is None else self.delta
+
+    def objection(
+        self, offer: RoundOffer, rounds_today: int, epsilon_after: float | None = None
+    ) -> str | None:
+        """Why the node does not take part, in one sentence that says nothing of users, or None.
+
+        Clipping norm and noise multiplier may miss their limits by the rounding of sums over
+        groups, a part in 10⁹. Whatever cannot be compared, NaN, is an objection.
+
+        Args:
+            offer: what is offered.
+            rounds_today: in how many rounds users of the node were trained in the last 24 hours.
+            epsilon_after: ε at `delta` of all charges and this round, from the node's own
+                reading of the ledger; None: nobody read it, and what the server says counts, as
+                far as it says it at no larger δ.
+        """
+        norm, largest = reach_of(offer), self.largest_clipping_norm
+        if largest is not None and not norm <= largest * (1.0 + _ROUNDING):
+            return f"the clipping norm is {norm}; this node consents to at most {largest}"
+        noise, least = offer.price.noise_multiplier, self.least_noise_multiplier
+        if least is not None and not noise >= least * (1.0 - _ROUNDING):
+            return f"the noise multiplier is {noise}; this node consents to at least {least}"
+        most = self.most_rounds_per_day
+        if most is not None and not rounds_today < most:
+            return f"there were {rounds_today} rounds today; this node consents to at most {most}"
+        return self._objection_to_price(offer, epsilon_after)
+
+    def _objection_to_price(self, offer: RoundOffer, epsilon_after: float | None) -> str | None:
+        most, delta, price = self.total_epsilon, self.delta, offer.price
+        if most is None or delta is None:
+            return None
+        if epsilon_after is None:
+            if not price.delta <= delta:
+                return (
+                    f"ε is given at δ = {price.delta}; this node consents to ε at δ = {delta} or "
+                    "less, as it has not read the ledger"
+                )
+            epsilon_after = price.epsilon_after
+        if not epsilon_after <= most:
+            return (
+                f"ε would be {epsilon_after}; this node consents to at most {most} at δ = {delta}"
+            )
+        return None
+
+
+def reach_of(offer: RoundOffer) -> float:
+    """How far one user can move the update at most, in the units of the model.
+
+    With S_g the clipping norm and α_j the scales of group g, √(Σ_g (S_g·max_j α_j)²) over the
+    groups that hold tensors of the update; not those of metrics alone or of the indicator. Without
+    scales it is the norm of the whole clipped update.
+    """
+    clipping = offer.clipping
+    apart = {metric.tensor for metric in offer.metrics}
+    if clipping.indicator is not None:
+        apart.add(clipping.indicator.tensor)
+    norms = []
+    for group in clipping.groups:
+        scaled = zip(group.tensors, group.scales, strict=True)
+        scales = [scale for tensor, scale in scaled if tensor not in apart]
+        if scales:
+            norms.append(group.clipping_norm * max(scales))
+    return math.hypot(*norms)
+
+
+def misfit(welcome: Welcome, offer: RoundOffer) -> str | None:
+    """Why an offer cannot be of the population that the node was welcomed to, or None.
+
+    The sentence says nothing of users.
+    """
+    if offer.price.population != welcome.population:
+        return (
+            f"the offer is of a population of {offer.price.population}; the node was welcomed to "
+            f"one of {welcome.population}"
+        )
+    if not np.all(np.isin(offer.users, welcome.users)):
+        return "the offer is to users that the node was not welcomed with"
+    return None
+
+
+def _sentence(error: ErrorDetails) -> str:
+    """One sentence for a validation error: the key, its value and what is legal."""
+    where = ".".join(map(str, error["loc"]))
+    match error["type"]:
+        case "extra_forbidden":
+            return f"unknown key {where}; {known_names(where, Consent.model_fields)}"
+        case "value_error":
+            return str(error["ctx"]["error"])
+        case _:
+            message = error["msg"][0].lower() + error["msg"][1:]
+            return f"{where} is {error['input']!r}; {message}"

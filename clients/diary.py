@@ -1,0 +1,218 @@
+"""What a node remembers of what it took part in, and of the ledgers that it was shown."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+from fedpriv.accounting.database import Database
+from fedpriv.accounting.ledger import Head
+from fedpriv.accounting.ledger_schema import FileFormat
+from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.wire import RoundOffer
+
+_SCHEMA = """
+CREATE TABLE taken_part (
+    population_name TEXT NOT NULL,
+    run TEXT NOT NULL,
+    round INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    population INTEGER NOT NULL,
+    sampling_probability REAL NOT NULL,
+    noise_multiplier REAL NOT NULL,
+    at TEXT NOT NULL,
+    PRIMARY KEY (population_name, run, round, attempt)
+) WITHOUT ROWID;
+CREATE INDEX taken_part_by_time ON taken_part (at);
+CREATE TABLE ledgers (
+    ledger_id TEXT PRIMARY KEY,
+    population_name TEXT NOT NULL UNIQUE,
+    count INTEGER NOT NULL,
+    hash TEXT NOT NULL
+) WITHOUT ROWID;
+"""
+_FORMAT = FileFormat("diary", 0x66707064, (_SCHEMA,), 0o600)
+
+# An attempt that was interrupted is offered again by the same name: the looser of the two counts,
+# since the node has agreed to it, and the later time.
+_RECORD = """
+INSERT INTO taken_part VALUES (
+    :population_name, :run, :round, :attempt,
+    :population, :sampling_probability, :noise_multiplier, :at
+) ON CONFLICT DO UPDATE SET
+    sampling_probability = max(sampling_probability, excluded.sampling_probability),
+    noise_multiplier = min(noise_multiplier, excluded.noise_multiplier),
+    at = max(at, excluded.at)
+"""
+_REMEMBER = """
+INSERT INTO ledgers VALUES (:ledger_id, :population_name, :count, :hash)
+ON CONFLICT (ledger_id) DO UPDATE SET count = excluded.count, hash = excluded.hash
+WHERE excluded.count > ledgers.count
+"""
+
+
+@dataclass(frozen=True)
+class TakenPart:
+    """What was offered of an attempt at a round that the node took part in.
+
+    Attributes:
+        run: name of the run.
+        round: number of the round.
+        attempt: number of the attempt.
+        population: N.
+        sampling_probability: q; the largest, if the attempt was offered several times.
+        noise_multiplier: z; the smallest, if the attempt was offered several times.
+    """
+
+    run: str
+    round: int
+    attempt: int
+    population: int
+    sampling_probability: float
+    noise_multiplier: float
+
+
+class Diary:
+    """A SQLite file of a node, readable and writable by its owner alone.
+
+    It says when users of the node were drawn, though not which: keep it as secret as their data.
+
+    Guarantees:
+        * what is recorded or remembered is durable (fsync) when the call returns;
+        * an attempt counts once, however often it is recorded;
+        * a population has one ledger, and the remembered head of a ledger never goes back.
+
+    It may be used from several threads. Use `open`, and close it or use it as a context manager.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open a diary, or create it with mode 0600 if there is none.
+
+        Raises:
+            InvalidValueError: what is there is no diary, is of another version or can be read by
+                others, or none can be created.
+        """
+        with _refusing():
+            return cls(Database.open_or_create(path, _FORMAT, {}))
+
+    def record(self, population_name: str, offer: RoundOffer, now: datetime) -> None:
+        """Write down that the node takes part; to be called before it trains.
+
+        Args:
+            population_name: as in the welcome.
+            offer: what is offered.
+            now: with its time zone.
+
+        Raises:
+            InvalidValueError: it cannot be written, and the node must not train; or `now` has no
+                time zone.
+        """
+        row = {
+            "population_name": population_name,
+            "run": offer.id.run,
+            "round": offer.id.round,
+            "attempt": offer.id.attempt,
+            "population": offer.price.population,
+            "sampling_probability": offer.price.sampling_probability,
+            "noise_multiplier": offer.price.noise_multiplier,
+            "at": _text(now),
+        }
+        with _refusing(), self._database.transaction():
+            self._database.write(_RECORD, row)
+
+    def rounds_since(self, moment: datetime) -> int:
+        """How many attempts were recorded at this moment or later, of all populations.
+
+        Raises:
+            InvalidValueError: the diary cannot be read, or the moment has no time zone.
+        """
+        with _refusing():
+            sql = "SELECT count(*) FROM taken_part WHERE at >= ?"
+            return int(self._database.read(sql, (_text(moment),))[0][0])
+
+    def taken_part(self, population_name: str) -> tuple[TakenPart, ...]:
+        """What was recorded of a population, by run, round and attempt.
+
+        Raises:
+            InvalidValueError: the diary cannot be read.
+        """
+        sql = (
+            "SELECT run, round, attempt, population, sampling_probability, noise_multiplier "
+            "FROM taken_part WHERE population_name = ? ORDER BY run, round, attempt"
+        )
+        with _refusing():
+            return tuple(TakenPart(*row) for row in self._database.read(sql, (population_name,)))
+
+    def remember_head(self, ledger_id: str, population_name: str, head: Head) -> None:
+        """Keep the newest verified head of a ledger; that of fewer charges changes nothing.
+
+        Raises:
+            InvalidValueError: the population has another ledger, or it cannot be written.
+        """
+        known = self.ledger_of(population_name)
+        if known not in (None, ledger_id):
+            raise InvalidValueError(
+                f"population {population_name!r} has the ledger {known}, not {ledger_id}"
+            )
+        row = {
+            "ledger_id": ledger_id,
+            "population_name": population_name,
+            "count": head.count,
+            "hash": head.hash,
+        }
+        with _refusing(), self._database.transaction():
+            self._database.write(_REMEMBER, row)
+
+    def last_head(self, ledger_id: str) -> Head | None:
+        """The head that was remembered of a ledger, or None.
+
+        Raises:
+            InvalidValueError: the diary cannot be read.
+        """
+        with _refusing():
+            sql = "SELECT count, hash FROM ledgers WHERE ledger_id = ?"
+            rows = self._database.read(sql, (ledger_id,))
+        return Head(*rows[0]) if rows else None
+
+    def ledger_of(self, population_name: str) -> str | None:
+        """Id of the ledger of a population, or None if no head of one was remembered.
+
+        Raises:
+            InvalidValueError: the diary cannot be read.
+        """
+        with _refusing():
+            sql = "SELECT ledger_id FROM ledgers WHERE population_name = ?"
+            rows = self._database.read(sql, (population_name,))
+        return str(rows[0][0]) if rows else None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """A diary is no ledger: who handles a broken ledger must not take one for the other."""
+    try:
+        yield
+    except LedgerError as error:
+        raise InvalidValueError(str(error)) from error
+
+
+def _text(moment: datetime) -> str:
+    """A moment so that texts are ordered as moments are."""
+    if moment.tzinfo is None:
+        raise InvalidValueError(f"the moment {moment} has no time zone; it must have one")
+    return moment.astimezone(UTC).isoformat(timespec="microseconds")

@@ -1,0 +1,79 @@
+"""`fedpriv status`: where a federation stands, as its server says."""
+
+import asyncio
+import json
+import math
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from fedpriv.errors import WireError
+from fedpriv.logs import one_line
+from fedpriv.report.machine_readable import number
+from fedpriv.report.tables import format_epsilon
+from fedpriv.wire import Status
+
+from .channel import Identity, open_channel
+from .exchange import status
+
+_PATIENCE_SECONDS = 10.0
+
+
+def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
+    """Ask a server and print what it says, as a table or as one JSON object.
+
+    Nothing is believed but its form: it is the server's own word.
+
+    Args:
+        server: HOST:PORT.
+        identity: of a node that is enrolled there.
+        as_json: the fields of `Status`; an infinite ε is the string "Infinity".
+
+    Raises:
+        InvalidValueError: the address is not legal, or is not loopback and there is no TLS.
+        WireError: the server cannot be reached, refuses, or says what is no status.
+    """
+    found = asyncio.run(_ask(server, identity))
+    if as_json:
+        fields = {**vars(found), "state": str(found.state)}
+        for name in ("epsilon", "epsilon_limit"):
+            fields[name] = number(fields[name])
+        print(json.dumps(fields, indent=2, allow_nan=False))  # noqa: T201
+    else:
+        _print(found)
+
+
+async def _ask(server: str, identity: Identity) -> Status:
+    try:
+        async with open_channel(server, identity) as channel, asyncio.timeout(_PATIENCE_SECONDS):
+            return await status(channel)
+    except TimeoutError as error:
+        sentence = f"{server} does not answer within {_PATIENCE_SECONDS:g} seconds"
+        raise WireError(sentence) from error
+    except grpc.aio.AioRpcError as error:
+        # Its words are another machine's.
+        details = one_line(error.details() or "")[:400]
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            raise WireError(f"{server} cannot be reached: {details}") from error
+        raise WireError(f"{server} refuses, {error.code().name}: {details}") from error
+
+
+def _print(found: Status) -> None:
+    table = Table(title=one_line(found.run), show_header=False)
+    table.add_row("state", str(found.state))
+    table.add_row("round", f"{found.round} of {found.rounds}")
+    table.add_row("ε spent", f"{format_epsilon(found.epsilon)} at δ = {found.delta:g}")
+    table.add_row("ε left", _left(found))
+    table.add_row("nodes connected", f"{found.nodes_connected} of {found.nodes_enrolled}")
+    table.add_row("users enrolled", str(found.users_enrolled))
+    # The name of a run is no markup, whatever brackets it contains.
+    Console(markup=False, emoji=False, highlight=False).print(table)
+
+
+def _left(found: Status) -> str:
+    """What the budget has left, rounded down."""
+    if math.isinf(found.epsilon_limit):
+        return "no limit"
+    left = max(0.0, found.epsilon_limit - found.epsilon)
+    return f"{math.floor(left * 1000) / 1000:.3f} of {found.epsilon_limit:g}"

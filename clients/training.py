@@ -1,0 +1,250 @@
+"""The training process of a node: it holds the users' data and the model, and trains."""
+
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.func import grad, vmap
+
+from fedpriv import errors
+from fedpriv.data.store import UserStore
+from fedpriv.engine.metric_checks import check_metrics
+from fedpriv.engine.task import Task, check_task
+from fedpriv.engine.transport import InProcessTransport, device_named
+from fedpriv.errors import FedprivError, InvalidValueError, ModelError
+from fedpriv.federated.transport import LocalTraining, RoundRequest
+from fedpriv.privacy.contribution import Clipping
+from fedpriv.privacy.groups import flat
+from fedpriv.privacy.layout import Layout, Tensors
+from fedpriv.tasks import build_task
+from fedpriv.wire import TaskDescription, Welcome, digest_of
+
+from .messages import Loaded, OneUser, Source, Trained, receive, send
+from .node import Node
+from .users import enrolled_positions, load_users
+
+_MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Host:
+    """The users of a node, before it is known what they train.
+
+    Attributes:
+        users: their data.
+        device: where to train.
+        source: limits.
+    """
+
+    users: UserStore
+    device: torch.device
+    source: Source
+
+    @classmethod
+    def of(cls, source: Source) -> "Host":
+        """Load the users and find the device.
+
+        Raises:
+            DataError: the users cannot be loaded.
+            InvalidValueError: this machine does not have the device.
+        """
+        return cls(load_users(source.users), device_named(source.device), source)
+
+    @property
+    def loaded(self) -> Loaded:
+        """Which users there are."""
+        ids = (self.users.id_of(user) for user in range(self.users.population))
+        return Loaded(self.users.population, digest_of(ids))
+
+    def trainer(self, welcome: Welcome) -> "Trainer":
+        """Build the task and refuse one that cannot train, without touching the users' data.
+
+        Raises:
+            ModelError: the task cannot be built, or cannot train on such data.
+            InvalidValueError: an option does not fit, or other users are enrolled than there are.
+        """
+        hosted = enrolled_positions(self.users, welcome.users)
+        task = _task(welcome.task)
+        blank = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in self.users.fields.items()}
+        check_task(task, blank)
+        memory = self.source.chunk_mebibytes * _MEBIBYTE
+        _warm_up(InProcessTransport(task, UserStore(blank, np.array([0, 1])), self.device, memory))
+        transport = InProcessTransport(task, self.users, self.device, memory, hosted)
+        return Trainer(transport, blank)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Trains the users of a node for one task.
+
+    Attributes:
+        transport: over the node's users.
+        blank: one row of zeros of each field.
+    """
+
+    transport: InProcessTransport
+    blank: Tensors
+
+    def answer(self, request: RoundRequest) -> Trained | None:
+        """Train the users of a request that are hosted here.
+
+        Guarantees: a user whose training raises counts as zero, and so does one without examples.
+
+        Returns:
+            The sum over the node's users, its `node` empty; where the node has one user, that
+            user's tensors, or None if the user is not asked, has no examples, or training raises.
+
+        Raises:
+            InvalidValueError: the model is not that of the task, or a metric does not fit.
+            ModelError: a metric cannot be computed on a row of zeros.
+            MemoryError: there is not enough memory.
+            RuntimeError: the device works no more.
+        """
+        self._check(request)
+        trained = self._trained(request)
+        if self.transport.device.type == "cuda":
+            # A kernel that failed for one user has broken the process for all: then this raises.
+            torch.cuda.synchronize(self.transport.device)
+        return trained
+
+    def _trained(self, request: RoundRequest) -> Trained | None:
+        if self.transport.users.population > 1:
+            return Node("", self.transport).answer(request)
+        try:
+            tensors, weight = self.transport.raw_update(request)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # its text may hold the user's data, and to log it says who was drawn
+            return None
+        return OneUser(weight, tensors)
+
+    def _check(self, request: RoundRequest) -> None:
+        """Refuse what would raise whatever the users' data are."""
+        task = self.transport.task
+        _check_tensors("parameters", request.parameters, self._parameters)
+        if request.statistics:
+            _check_tensors("running statistics", request.statistics, self._statistics)
+        check_metrics(task, request.metrics, request.clipping, self.blank)
+
+    @cached_property
+    def _parameters(self) -> Tensors:
+        return self.transport.task.parameters()
+
+    @cached_property
+    def _statistics(self) -> Tensors:
+        return self.transport.task.statistics()
+
+
+def serve(channel: socket.socket) -> None:
+    """Answer the messages of `clients.messages`.
+
+    Raises:
+        EOFError: the other end is closed.
+        Exception: whatever else cannot be answered; it may hold users' data.
+    """
+    host: Host | None = None
+    trainer: Trainer | None = None
+    request: RoundRequest | None = None
+    while True:
+        message = receive(channel)
+        answer: object = None
+        try:
+            match message:
+                case Source():
+                    host = Host.of(message)
+                    answer = host.loaded
+                case Welcome() if host is not None:
+                    with _limited_afterwards(host.source.memory_mebibytes):
+                        trainer = host.trainer(message)
+                case RoundRequest() if trainer is not None:
+                    request = message
+                    answer = trainer.answer(request)
+                case np.ndarray() if trainer is not None and request is not None:
+                    answer = trainer.answer(replace(request, users=message))
+                case _:
+                    raise TypeError(f"a {type(message).__name__} has no answer yet")
+        except FedprivError as error:
+            answer = _plain(error)
+        send(channel, answer)
+
+
+def _task(described: TaskDescription) -> Task:
+    given = (described.model, described.options, described.seed, described.loss, described.metrics)
+    try:
+        return build_task(*given)
+    except FedprivError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"the task with model {described.model!r} cannot be built: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _warm_up(transport: InProcessTransport) -> None:
+    """Train one user, so that what torch loads and reserves at first is there before a limit is.
+
+    Raises:
+        ModelError: training raises.
+    """
+    parameters = transport.task.parameters()
+    layout = Layout.of(parameters)
+    clipping, local = Clipping(layout, flat(layout, 1.0)), LocalTraining(1.0, steps=2)
+    request = RoundRequest("", 0, 0, parameters, clipping, local, np.arange(1), bytes(32))
+    torch.ones(2**20).sum()  # large enough for all threads
+    vmap(grad(torch.sin))(torch.ones(1))  # not every training needs it, and it is slow to load
+    try:
+        transport.raw_update(request)
+    except Exception as error:
+        raise ModelError(f"the model cannot be trained: {error}") from error
+
+
+def _check_tensors(what: str, given: Tensors, known: Tensors) -> None:
+    shapes, legal = ({n: t.shape for n, t in tensors.items()} for tensors in (given, known))
+    if shapes != legal:
+        odd = sorted(name for name in shapes | legal if shapes.get(name) != legal.get(name))
+        raise InvalidValueError(
+            f"{what} {odd} of the round are missing, unknown or of another shape; legal are those "
+            "of the task"
+        )
+
+
+def _plain(error: FedprivError) -> FedprivError:
+    """The error as one of `fedpriv.errors`, which the other process can read without imports."""
+    kinds: list[type[FedprivError]] = [
+        kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__
+    ]
+    return kinds[0](str(error))
+
+
+@contextmanager
+def _limited_afterwards(mebibytes: int | None) -> Iterator[None]:
+    """Lift the limit of address space, and set it anew from what is taken at the end."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    try:
+        yield
+    finally:
+        if mebibytes is not None:
+            limit = _address_space() + mebibytes * _MEBIBYTE
+            soft = limit if most == resource.RLIM_INFINITY else min(limit, most)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, most))
+
+
+def _address_space() -> int:
+    """Bytes of address space that this process has.
+
+    Raises:
+        InvalidValueError: this system does not say.
+    """
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except OSError as error:
+        raise InvalidValueError("memory_mebibytes is given; only Linux can limit it") from error
+    return pages * resource.getpagesize()

@@ -1,0 +1,249 @@
+"""A node's users behind a process of their own: a failure of one costs the others nothing."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from fedpriv.errors import DataError, InvalidValueError, ModelError
+from fedpriv.federated.transport import PartialSum, RoundRequest
+from fedpriv.wire import Welcome
+
+from .messages import Loaded, OneUser, Source, Trained
+from .process import Process
+
+__all__ = ["OneUser", "Source", "Worker"]
+
+_log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Trains the users of a node in a process that may fail.
+
+    Guarantees:
+        * This process neither imports torch nor holds users' data; a model that is sent to the
+          other is not copied here.
+        * A user whose training raises, hangs, takes too much memory or ends the process counts as
+          zero; the node's other users are answered for, as far as time allows.
+        * A call that is cancelled kills a process that trains, at once. A process that has ended,
+          whatever the reason, is started and prepared again by the next call.
+        * After `close`, and after the end of this process even by SIGKILL, there is no other.
+        * Nothing that is logged says who was drawn, or holds users' data.
+
+    One call at a time; start it in the thread of an event loop that lives as long as it does.
+    """
+
+    def __init__(self, source: Source, process: Process, loaded: Loaded) -> None:
+        self._source = source
+        self._process = process
+        self._loaded = loaded
+        self._welcome: Welcome | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._busy = False
+        self._closed = False
+
+    @classmethod
+    async def start(cls, source: Source) -> "Worker":
+        """Start a process and load the users.
+
+        Raises:
+            DataError: the users cannot be loaded.
+            InvalidValueError: this machine does not have the device.
+        """
+        process = Process()
+        try:
+            return cls(source, process, await _load(process, source))
+        except BaseException:
+            process.kill()
+            await process.gone()
+            raise
+
+    @property
+    def users(self) -> int:
+        """How many users the node has, at least 1."""
+        return self._loaded.users
+
+    @property
+    def users_sha256(self) -> bytes:
+        """`fedpriv.wire.digest_of` their ids."""
+        return self._loaded.users_sha256
+
+    async def prepare(self, welcome: Welcome) -> None:
+        """Build the task that the node is welcomed to.
+
+        Raises:
+            ModelError: the task cannot be built, cannot train on data like the users', or ends the
+                process.
+            InvalidValueError: an option does not fit, other users are enrolled than the node has,
+                or the worker is busy or closed.
+            DataError: the process had ended, and the users cannot be loaded again.
+        """
+        with self._alone():
+            self._welcome = None
+            await _prepare(await self._ready(), welcome)
+            self._welcome = welcome
+
+    async def train(self, request: RoundRequest, seconds: float) -> Trained | None:
+        """Train those users of a request that the node has.
+
+        If that fails for several of them together, or takes more than half of the time, they are
+        trained one by one, each within an equal share of the time that is left.
+
+        Args:
+            request: of a round; users that the node does not have are left to other nodes.
+            seconds: until the answer is of no use. The source's limit holds too.
+
+        Returns:
+            For a node with one user that user's tensors, otherwise the sum over its users, with an
+            empty `node`. None if there is nothing to send: no training ended well and in time.
+
+        Raises:
+            InvalidValueError: nothing is prepared, the model is not that of the task, a metric
+                does not fit, or the worker is busy or closed.
+            ModelError: a metric cannot be computed, or the process had ended and the task cannot
+                be built again.
+            DataError: the process had ended, and the users cannot be loaded again.
+        """
+        with self._alone():
+            if self._welcome is None:
+                raise InvalidValueError("no task is prepared; call prepare first")
+            now = asyncio.get_running_loop().time()
+            longest = self._source.seconds
+            deadline = now + (seconds if longest is None else min(seconds, longest))
+            users = np.intersect1d(request.users, self._welcome.users)
+            process = await self._ready_before(deadline)
+            if process is None:
+                return None
+            if self.users == 1 or len(users) <= 1:
+                return await _answer(process, request, deadline)
+            together = await _answer(process, request, _between(deadline, 2))
+            if together is not None:
+                return together
+            _log.warning("training users together failed; they are trained one by one")
+            return await self._one_by_one(request, users, deadline)
+
+    async def close(self) -> None:
+        """End the process; a call after the first does nothing."""
+        self._closed = True
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        self._process.kill()
+        await self._process.gone()
+
+    async def _one_by_one(
+        self, request: RoundRequest, users: npt.NDArray[np.int64], deadline: float
+    ) -> PartialSum | None:
+        total: PartialSum | None = None
+        has_request: Process | None = None
+        for number in range(len(users)):
+            process = await self._ready_before(deadline)
+            if process is None:
+                break
+            alone = users[number : number + 1]
+            # A model is large: a process that has the request is told the user alone.
+            message = alone if process is has_request else replace(request, users=alone)
+            has_request = process
+            share = _between(deadline, len(users) - number)
+            one = await _answer(process, message, share)
+            if isinstance(one, PartialSum):
+                total = one if total is None else _added(total, one)
+            else:
+                _log.warning("a user counts as zero: it ended the process or took too long")
+        return total
+
+    async def _ready_before(self, deadline: float) -> Process | None:
+        """The process, loaded and prepared; None if that lasts longer."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._ready()
+        except TimeoutError:
+            return None
+
+    async def _ready(self) -> Process:
+        if self._closed:
+            raise InvalidValueError("the worker is closed")
+        if self._starting is None and not self._process.alive:
+            self._starting = asyncio.create_task(self._start_again())
+        if self._starting is not None:
+            starting = self._starting
+            try:
+                # Whoever is cancelled meanwhile has begun nothing; the next call finds it ready.
+                await asyncio.shield(starting)
+            finally:
+                if starting.done():
+                    self._starting = None
+        return self._process
+
+    async def _start_again(self) -> None:
+        self._process.kill()
+        await self._process.gone()
+        self._process = Process()
+        try:
+            loaded = await _load(self._process, self._source)
+            if loaded != self._loaded:
+                raise DataError(
+                    f"users {self._source.users!r} are other users than at the start; a node must "
+                    "be stopped before its users change"
+                )
+            if self._welcome is not None:
+                await _prepare(self._process, self._welcome)
+        except BaseException:
+            self._process.kill()
+            raise
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if self._busy:
+            raise InvalidValueError("the worker is busy; it takes one call at a time")
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+
+async def _load(process: Process, source: Source) -> Loaded:
+    try:
+        return cast(Loaded, await process.ask(source))
+    except ChildProcessError as error:
+        raise DataError(f"users {source.users!r} cannot be loaded: {error}") from error
+
+
+async def _prepare(process: Process, welcome: Welcome) -> None:
+    try:
+        await process.ask(welcome)
+    except ChildProcessError as error:
+        raise ModelError(
+            f"the task with model {welcome.task.model!r} cannot be built: {error}"
+        ) from error
+
+
+async def _answer(process: Process, message: object, until: float) -> Trained | None:
+    """What the process answers in time; None if it has ended, or was killed for taking longer."""
+    try:
+        async with asyncio.timeout_at(until):
+            return cast(Trained | None, await process.ask(message))
+    except (ChildProcessError, TimeoutError):
+        return None
+
+
+def _between(deadline: float, parts: int) -> float:
+    """When the first of equal parts of the time until a deadline ends."""
+    now = asyncio.get_running_loop().time()
+    return now + (deadline - now) / parts
+
+
+def _added(total: PartialSum, one: PartialSum) -> PartialSum:
+    """The sum of two, in the memory of the first."""
+    np.add(total.total, one.total, out=total.total)
+    return PartialSum("", total.users + one.users, total.total, _weight(total) + _weight(one))
+
+
+def _weight(partial: PartialSum) -> float:
+    return partial.users if partial.weight is None else partial.weight

@@ -1,0 +1,95 @@
+"""Logs of long-running commands: one line a record on stderr, for people or for programs.
+
+Names of nodes and reasons come from other machines, and the text of an exception may come from
+users' data. So every record is one line of printable characters whatever is in it, and of an
+exception only its type and the places it passed are written.
+"""
+
+import json
+import logging
+import math
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fedpriv.choices import LogFormat
+
+_STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime", "taskName"}
+
+
+def configure(form: LogFormat) -> None:
+    """Write all records from level INFO on, and Python's warnings, to stderr.
+
+    Handlers that were there before are removed, so calling it again changes the form.
+
+    Args:
+        form: one line of text, or one JSON object, for each record.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
+    logging.captureWarnings(capture=True)
+
+
+def one_line(text: str) -> str:
+    r"""The text with everything that is not printable escaped: ends of lines, colours, direction.
+
+    >>> print(one_line("a\nINFO b\x1b[2K"))
+    a\nINFO b\x1b[2K
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+class TextFormatter(logging.Formatter):
+    """Time in UTC, level and message in one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        return f"{_time(record, 'seconds')} {record.levelname:<7} {one_line(_message(record))}"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object in ASCII with time (UTC, ISO 8601), level, logger, message and extra fields.
+
+    Extra fields are strings, numbers, true, false or null, and anything else as its text; they
+    cannot take the place of the four.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        fixed: dict[str, object] = {
+            "time": _time(record, "milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": _message(record),
+        }
+        extra = {
+            name: _scalar(value)
+            for name, value in vars(record).items()
+            if name not in _STANDARD and name not in fixed
+        }
+        return json.dumps(fixed | extra, allow_nan=False)
+
+
+def _time(record: logging.LogRecord, precision: str) -> str:
+    moment = datetime.fromtimestamp(record.created, UTC)
+    return moment.isoformat(timespec=precision).replace("+00:00", "Z")
+
+
+def _message(record: logging.LogRecord) -> str:
+    message = record.getMessage()
+    if not record.exc_info or record.exc_info[0] is None:
+        return message
+    kind, _, passed = record.exc_info
+    places = (f"{Path(at.filename).name}:{at.lineno}" for at in traceback.extract_tb(passed))
+    return f"{message} ({kind.__name__} at {' > '.join(places)})"
+
+
+def _scalar(value: object) -> object:
+    exact = value is None or isinstance(value, str | int)
+    return value if exact or (isinstance(value, float) and math.isfinite(value)) else str(value)

@@ -1,0 +1,141 @@
+"""How a run begins or goes on: its name, its folder, and what it is to be told of."""
+
+import os
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import tomli_w
+from rich.console import Console
+
+from fedpriv.accounting.events import RoundEvent
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.config import Config, load_config
+from fedpriv.errors import InvalidValueError
+from fedpriv.experiment import Experiment
+from fedpriv.federated.checkpoint import write_atomically
+
+from .folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What is known of a run before its plan is.
+
+    Attributes:
+        config: the configuration; of a run that goes on, with the noise that it began with.
+        run: its name in the ledger.
+        folder: where it is written.
+        ledger: what it charges.
+        resuming: whether it goes on.
+    """
+
+    config: Config
+    run: str
+    folder: RunFolder
+    ledger: Path
+    resuming: bool
+
+    @classmethod
+    def of(cls, file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Self:
+        """Read an experiment, and the folder of the run if it is to go on.
+
+        Args:
+            file: the experiment, TOML.
+            assignments: "a.b=value" overrides.
+            out: folder of the run; by default a new one under runs/.
+            resume: go on with the run in `out`, or start it if there is none.
+
+        Raises:
+            InvalidValueError: a file cannot be read or used.
+        """
+        config = load_config(file, assignments)
+        run = _run_name(config)
+        folder = RunFolder(out or Path("runs") / run)
+        ledger = Path(config.privacy.ledger) if config.privacy.ledger else folder.ledger
+        resuming = resume and folder.plan.exists()
+        if resuming:
+            run, config = _as_begun(folder, config)
+        return cls(config, run, folder, ledger, resuming)
+
+    @property
+    def spent(self) -> list[RoundEvent]:
+        """What noise is to be calibrated to; a run that goes on was calibrated when it began."""
+        return [] if self.resuming else spent_in(self.ledger)
+
+    def write_plan(self, experiment: Experiment) -> None:
+        """Make the folder with the resolved plan; nothing for a run that goes on.
+
+        Raises:
+            InvalidValueError: the folder holds a run already, or cannot be made.
+        """
+        if not self.resuming:
+            self.folder.create()
+            write_atomically(self.folder.plan, _resolved_plan(experiment).encode())
+
+
+def _run_name(config: Config) -> str:
+    """Name that is new for each run, except of a seeded one, which can be repeated."""
+    if config.run:
+        return config.run
+    suffix = os.urandom(4).hex() if config.seed is None else f"seed{config.seed}"
+    return f"{config.name}-{suffix}"
+
+
+def spent_in(ledger: Path) -> list[RoundEvent]:
+    """What a ledger holds; nothing if there is none yet."""
+    if not ledger.exists():
+        return []
+    with Ledger.open(ledger) as opened:
+        return opened.spent()
+
+
+def _as_begun(folder: RunFolder, config: Config) -> tuple[str, Config]:
+    """Name of the run that a folder holds, and the configuration with the noise it began with.
+
+    Calibrated again it would be another, as the ledger has grown since.
+    """
+    try:
+        begun = tomllib.loads(folder.plan.read_text(encoding="utf-8"))
+        run, noise_multiplier = str(begun["run"]), float(begun["privacy"]["noise_multiplier"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidValueError(f"{folder.plan} cannot be read as a plan: {error}") from error
+    if config.privacy.noise_multiplier is not None:
+        return run, config
+    privacy = config.privacy.model_copy(update={"noise_multiplier": noise_multiplier})
+    return run, config.model_copy(update={"privacy": privacy})
+
+
+def _resolved_plan(experiment: Experiment) -> str:
+    """Configuration as it was run, with a head of facts; it can be run again."""
+    plan = experiment.plan
+    facts = {
+        "population": plan.population,
+        "enrolled users": plan.sampling.population,
+        "expected cohort": f"{plan.sampling.expected_cohort_size:g}",
+        "parameters": plan.layout.dimension,
+        "plan digest": plan.digest,
+    }
+    facts |= {
+        f"group {q.group}": f"clipping norm {q.clipping_norm:g}, noise stddev {q.noise_stddev:g}"
+        for q in plan.mechanism.query.sum_query.events
+    }
+    head = "".join(f"# {name}: {value}\n" for name, value in facts.items())
+    return head + tomli_w.dumps(experiment.config.model_dump(exclude_none=True))
+
+
+def warn(experiment: Experiment, console: Console) -> None:
+    """Say what the experiment's settings do to its guarantee."""
+    delta, population = experiment.budget.delta, experiment.plan.sampling.population
+    if delta >= 1.0 / population:
+        console.print(
+            f"warning: δ is {delta:g}; it should be below 1/N = {1.0 / population:.3g}, since "
+            "publishing one random user's data whole satisfies δ = 1/N",
+            style="yellow",
+        )
+    if experiment.config.privacy.unsafe_no_privacy:
+        consequence = "no budget limits this run"
+        if experiment.plan.noise_multiplier == 0.0:
+            consequence = "there is no noise, and no ε holds for this run"
+        console.print(f"warning: unsafe_no_privacy is set; {consequence}", style="red")

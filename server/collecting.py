@@ -1,0 +1,171 @@
+"""One attempt at a round while its answers come in: who is asked, who answered, and until when."""
+
+import asyncio
+import queue
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from time import monotonic
+
+import numpy as np
+import numpy.typing as npt
+
+from fedpriv.federated.transport import PartialSum, RoundRequest
+from fedpriv.wire import (
+    Answer,
+    Expected,
+    Price,
+    RawUpdate,
+    RoundId,
+    RoundOffer,
+    SummedUpdates,
+    chunks,
+    manifest_of,
+    model_of,
+    pieces,
+)
+
+from .enrolment import Enrolment
+from .roster import Roster
+
+_KEPT_BYTES = 2**26  # of a model; to serialise a larger one costs less than to hold it twice
+
+
+class Collecting:
+    """Answers of a cohort's nodes, each counted once, until the deadline.
+
+    Used on the server's event loop, but for `results` and `taken`, which another thread reads.
+
+    Guarantees:
+        * A node's answer counts once, whatever it sends again and in whatever order; a node
+          whose users were not drawn, or another round or attempt, is refused.
+        * Nothing counts after the end.
+
+    Args:
+        request: of the whole round.
+        price: what it costs.
+        enrolment: where the users are.
+        seconds: until the deadline.
+    """
+
+    def __init__(
+        self, request: RoundRequest, price: Price, enrolment: Enrolment, seconds: float
+    ) -> None:
+        self.id = RoundId(request.run, request.round, request.attempt)
+        self.clipping = request.clipping
+        self.expected = Expected.of(request.clipping)
+        self.deadline = monotonic() + seconds
+        self.changed = asyncio.Event()
+        self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()
+        self._taken = asyncio.Semaphore(0)
+        self._loop = asyncio.get_running_loop()
+        self._model = model_of(request)
+        self._offer = RoundOffer.of(request, seconds, price, manifest_of(self._model))
+        self._alone = {node for node in enrolment.nodes if len(enrolment.users[node]) == 1}
+        self._waiting = drawn_at(enrolment, request.users)
+        self._over = False
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Nodes that are asked and have not answered."""
+        return tuple(self._waiting)
+
+    def offer_to(self, node: str) -> RoundOffer | None:
+        """What to ask a node now; None if it is not asked, or has answered."""
+        left = self.deadline - monotonic()
+        if node not in self._waiting or left <= 0.0 or self._over:
+            return None
+        return replace(self._offer, seconds=left, users=self._waiting[node].copy())
+
+    def model_chunks(self) -> Iterable[bytes]:
+        """The model as serialised chunks; calls share them, unless the model is large."""
+        return self._kept if self._offer.model.content.size <= _KEPT_BYTES else self._serialised()
+
+    @cached_property
+    def _kept(self) -> list[bytes]:
+        return list(self._serialised())
+
+    def _serialised(self) -> Iterator[bytes]:
+        return (chunk.SerializeToString() for chunk in chunks(pieces(self._model)))
+
+    def refusal(self, node: str, answer: Answer) -> str | None:
+        """Why an answer cannot count, in one sentence; None if it can."""
+        if answer.id != self.id:
+            return "the answer is to another round or attempt than the one that is collected"
+        if node not in self._waiting or self._over:
+            return "no answer of this node is waited for"
+        match answer.content:
+            case RawUpdate() if node not in self._alone:
+                return "a node of several users must send the sum of their contributions"
+            case SummedUpdates() if node in self._alone:
+                return "a node of one user must send its update, which the server clips"
+            case SummedUpdates(users, _, _) if users > self._waiting[node].size:
+                return "the sum holds more users than were drawn at the node"
+            case _:
+                return None
+
+    async def settle(self, node: str, partial: PartialSum | None) -> bool:
+        """Count what a node sent, or that it sends nothing; False if it came too late.
+
+        Returns once the sum was taken, so that memory is held for no more answers than have turns.
+        """
+        if node not in self._waiting or self._over:
+            return False
+        del self._waiting[node]
+        if partial is not None:
+            self.results.put(partial)
+        self.changed.set()
+        if partial is not None:
+            await self._taken.acquire()
+        return True
+
+    def taken(self) -> None:
+        """Another thread has added what it read last from `results`."""
+        self._loop.call_soon_threadsafe(self._taken.release)
+
+    def seconds_left(self, roster: Roster, absent: float, *, fixed: bool) -> float:
+        """How long to wait if nothing changes; 0 if the round can end.
+
+        Args:
+            roster: who is connected.
+            absent: how long a node is waited for that is not.
+            fixed: wait for the deadline whatever happens.
+        """
+        now, end = monotonic(), self.deadline
+        if not self._waiting and not fixed:
+            return 0.0
+        away = [roster.away_since(node) for node in self._waiting]
+        if not fixed:
+            gone = [since for since in away if since is not None]
+            if len(gone) == len(away):
+                end = min(end, max(gone) + absent)
+        return max(0.0, end - now)
+
+    def finish(self) -> None:
+        """Count nothing more; again changes nothing."""
+        if not self._over:
+            self._over = True
+            self.results.put(None)
+
+    def abandon(self) -> None:
+        """Finish, and let go of what nobody will take any more."""
+        self.finish()
+        while not self.results.empty():
+            if self.results.get() is not None:
+                self._taken.release()
+
+
+def drawn_at(
+    enrolment: Enrolment, users: npt.NDArray[np.int64]
+) -> dict[str, npt.NDArray[np.int64]]:
+    """Drawn users by node: positions, ascending; only nodes that have some.
+
+    Args:
+        enrolment: where users are.
+        users: positions of the drawn, ascending.
+    """
+    numbers = enrolment.node_numbers[users]
+    order = np.argsort(numbers, kind="stable")
+    found, starts = np.unique(numbers[order], return_index=True)
+    parts = np.split(users[order], starts[1:])
+    return {enrolment.nodes[n]: part for n, part in zip(found.tolist(), parts, strict=False)}

@@ -1,0 +1,67 @@
+"""Where the server listens, and how it knows who calls."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from fedpriv.errors import InvalidValueError
+from fedpriv.sections import FederationSection
+
+from .addresses import Address
+from .certificates import RevocationList, load_ca
+from .guard import Identify, certified, declared
+from .listening import Files
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Door:
+    """An address, and what callers must show there.
+
+    Attributes:
+        address: where to listen.
+        credentials: of TLS; None: plain text.
+        identify: names the node behind a call.
+    """
+
+    address: Address
+    credentials: grpc.ServerCredentials | None
+    identify: Identify
+
+
+def door_of(section: FederationSection, *, insecure: bool) -> Door:
+    """The door that a configuration describes.
+
+    Args:
+        section: the configuration.
+        insecure: plain text, where nodes are whoever they say; on loopback only.
+
+    Raises:
+        InvalidValueError: certificates are absent or cannot be used, plain text would be seen by
+            other machines, or the address is none.
+    """
+    address = Address.parse(section.address, "federation.address")
+    if insecure:
+        if not address.on_loopback:
+            raise InvalidValueError(
+                f"federation.address is {section.address!r}; without TLS it must be on loopback, "
+                "such as 127.0.0.1:7443"
+            )
+        _log.warning("plain text: whoever uses this machine can say to be any node")
+        return Door(address, None, declared)
+    if section.certificates is None:
+        raise InvalidValueError(
+            "federation.certificates is absent; it must be a folder with ca.pem, server.pem, "
+            "server.key and crl.pem, as `fedpriv certs init` makes it, or --insecure be given"
+        )
+    folder = Path(section.certificates)
+    files = Files(folder / "ca.pem", folder / "server.pem", folder / "server.key")
+    ca = load_ca(files.ca)
+    crl = None
+    if section.revocation_list != "none":
+        crl = RevocationList(Path(section.revocation_list or folder / "crl.pem"))
+        crl.read(ca)  # one that cannot be used lets nobody in; better to hear of it at once
+    return Door(address, files.credentials(), certified(ca, crl))

@@ -1,0 +1,176 @@
+"""Who calls: an interceptor that lets no call reach a handler before its node is known."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from time import monotonic
+from typing import NoReturn, Protocol, TypeAlias, cast
+from urllib.parse import unquote
+
+import grpc
+from cryptography import x509
+
+from fedpriv.errors import InvalidValueError
+
+from .certificates import CertificateError, Check, RevocationList, check_node_name, node_of
+from .enrolment import Enrolment
+from .monitoring import Monitor, Refusal
+from .rates import RateLimit
+
+NODE: ContextVar[str] = ContextVar("NODE")
+"""The node that the handler of a call speaks with."""
+_OPEN_CALLS = 16  # of one node; it needs two or three, and some that are lost without a word
+NODE_KEY = "fedpriv-node"
+"""Where a node without a certificate says its name, percent-encoded."""
+
+Context: TypeAlias = grpc.aio.ServicerContext
+Behaviour = Callable[[object, Context], Awaitable[object]]
+
+
+class UnknownPeerError(Exception):
+    """The caller is not, or no longer, who may call; its text may be told to the caller."""
+
+
+class Identify(Protocol):
+    """Names the node behind a call, or raises UnknownPeerError."""
+
+    def __call__(self, context: Context) -> str:
+        """Name of the node."""
+
+
+def certified(ca: x509.Certificate, crl: RevocationList | None) -> Identify:
+    """The node that the certificate of the TLS connection was issued to, as of now."""
+
+    def identify(context: Context) -> str:
+        held = cast(Mapping[str, list[bytes]], context.auth_context()).get("x509_pem_cert")
+        if not held:
+            raise UnknownPeerError("the connection shows no certificate")
+        try:
+            return node_of(held[0], ca, crl, datetime.now(UTC))
+        except CertificateError as error:
+            # A list that cannot be read is the operator's to mend, and its path nobody else's.
+            if error.check is Check.LIST:
+                raise UnknownPeerError("the server cannot check for revocation now") from error
+            raise UnknownPeerError(f"the certificate is refused: {error}") from error
+
+    return identify
+
+
+def declared(context: Context) -> str:
+    """The node that the caller says it is: for plain text on one machine, where nobody can tell."""
+    names = [value for key, value in context.invocation_metadata() or () if key == NODE_KEY]
+    try:
+        if len(names) != 1:
+            raise InvalidValueError(f"the call has {len(names)} metadata {NODE_KEY}; one is needed")
+        return check_node_name(unquote(str(names[0]), errors="strict"))
+    except ValueError as error:
+        raise UnknownPeerError(str(error)) from error
+
+
+async def refuse(context: Context, code: grpc.StatusCode, sentence: str) -> NoReturn:
+    """End a call with a status and one sentence for the caller."""
+    await context.abort(code, sentence)
+    raise RuntimeError("unreachable, as abort raises")
+
+
+def _begun(behaviour: Behaviour) -> Behaviour:
+    """The handler, after headers were sent.
+
+    Sent with the first message, a node that does not read it could not be sent a status any more.
+    """
+
+    async def begun(request: object, context: Context) -> object:
+        await context.send_initial_metadata(())
+        return await behaviour(request, context)
+
+    return begun
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Checks the caller of every method of every service, then sets `NODE` and hands over.
+
+    Guarantees:
+        * No handler is entered by a caller whose certificate is unknown, expired, revoked or not a
+          node's, whose node is not enrolled, who calls too often, or has too many calls open.
+        * Whatever calls a node leaves open, their number is bounded, and so is their memory.
+    """
+
+    def __init__(
+        self, identify: Identify, enrolment: Enrolment, rates: RateLimit, monitor: Monitor
+    ) -> None:
+        self._identify, self._enrolled = identify, frozenset(enrolment.nodes)
+        self._rates, self._monitor = rates, monitor
+        self._open: Counter[str] = Counter()
+        self._ended = monotonic()
+
+    def quiet_for(self) -> float:
+        """Seconds since the last call ended; 0 while there is one."""
+        return 0.0 if self._open else monotonic() - self._ended
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """The handler of a method, behind the check."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = str(handler_call_details.method).rpartition("/")[2]
+        given = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(
+                self._guarded(_begun(handler.unary_stream), method), **given
+            )
+        if handler.stream_unary:
+            return grpc.stream_unary_rpc_method_handler(
+                self._guarded(handler.stream_unary, method), **given
+            )
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(
+                self._guarded(handler.unary_unary, method), **given
+            )
+        return None  # streams both ways: no method is
+
+    def _guarded(self, behaviour: Behaviour, method: str) -> Behaviour:
+        async def guarded(request: object, context: Context) -> object:
+            node = await self._admitted(context)
+            NODE.set(node)
+            began = monotonic()
+            self._open[node] += 1
+            try:
+                return await behaviour(request, context)
+            except grpc.aio.InternalError as error:
+                # The connection is lost; gRPC would log a traceback of any other error than this.
+                raise asyncio.CancelledError from error
+            finally:
+                self._ended = monotonic()
+                self._open[node] -= 1
+                if not self._open[node]:
+                    del self._open[node]
+                self._monitor.handled(method, self._ended - began)
+
+        return guarded
+
+    async def _admitted(self, context: Context) -> str:
+        try:
+            node = self._identify(context)
+        except UnknownPeerError as error:
+            self._monitor.refused(Refusal.IDENTITY)
+            await refuse(context, grpc.StatusCode.UNAUTHENTICATED, str(error))
+        if node not in self._enrolled:
+            self._monitor.refused(Refusal.ENROLMENT)
+            await refuse(context, grpc.StatusCode.PERMISSION_DENIED, "the node is not enrolled")
+        if not self._rates.admits(node):
+            self._monitor.refused(Refusal.RATE)
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "the node calls too often")
+        if self._open[node] >= _OPEN_CALLS:
+            self._monitor.refused(Refusal.RATE)
+            sentence = f"the node has {_OPEN_CALLS} calls open"
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)
+        return node

@@ -1,0 +1,48 @@
+"""A federation on loopback: one server and three nodes, with certificates.
+
+    python -m simulations.federation [--folder DIR]
+
+The 287 users of DIGITS are split among three nodes, each a process of its own that trains them. The
+nodes check the server's ledger before every round and after the last.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from fedpriv.errors import FedprivError
+from simulations import loopback
+
+FILE = Path(__file__).with_name("federation.toml")
+NODES = ("node-1", "node-2", "node-3")
+
+
+def run(folder: Path) -> str:
+    """Run the federation in a folder; what the server printed.
+
+    Raises:
+        FedprivError: a process failed; the text says what it printed.
+    """
+    loopback.lay_out_digits(folder)
+    with loopback.server(folder, FILE, "--exit") as server:
+        port = loopback.port_of(server)
+        with loopback.nodes(folder, NODES, port, "--once", "--verify-ledger") as nodes:
+            for program in (server, *nodes.values()):
+                if program.process.wait() != 0:
+                    raise FedprivError(f"{program.output} failed:\n{program.text}")
+            return server.text
+
+
+def main() -> None:
+    """Run it, and say where everything lies."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, help="a new folder; by default one of its own")
+    folder = parser.parse_args().folder or Path(tempfile.mkdtemp(prefix="federation-"))
+    print(run(folder))
+    print(f"certificates, users, logs and the run are in {folder}")
+
+
+if __name__ == "__main__":
+    main()

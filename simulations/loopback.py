@@ -1,0 +1,161 @@
+"""A federation on one machine: certificates, users split among nodes, and their processes."""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tomli_w
+
+from fedpriv.data.registry import load_population
+from fedpriv.data.store import UserStore
+from fedpriv.errors import FedprivError
+from server import authority
+
+COMMAND = (sys.executable, "-c", "from fedpriv.cli import main; main()")
+_LONGEST_START_SECONDS = 120.0
+_LONGEST_END_SECONDS = 20.0
+
+
+def lay_out(folder: Path, users: UserStore, sizes: Sequence[int]) -> None:
+    """Write what server and nodes need: certificates, an enrolment, and each node's users.
+
+    Users keep their positions: user i of the store is at position i of the enrolled population.
+
+    Args:
+        folder: gets certs/, users/NODE/ and enrolment.toml; nodes are node-1, node-2, ….
+        users: all users.
+        sizes: how many of them each node has; together all.
+    """
+    authority.init(folder / "certs", ["localhost", "127.0.0.1"])
+    digits = len(str(users.population - 1))
+    # Of one length, ids have the order of code points that numbers have.
+    ids = [str(user).zfill(digits) for user in range(users.population)]
+    parts = np.split(np.arange(users.population), np.cumsum(sizes)[:-1])
+    nodes = {}
+    for number, part in enumerate(parts, start=1):
+        node = f"node-{number}"
+        authority.issue(folder / "certs", node)
+        own = users.subset(part)
+        nodes[node] = {"users": [ids[user] for user in part]}
+        UserStore(own.fields, own.offsets, nodes[node]["users"]).save(folder / "users" / node)
+    (folder / "enrolment.toml").write_text(tomli_w.dumps({"nodes": nodes}), encoding="utf-8")
+
+
+def lay_out_digits(folder: Path, sizes: Sequence[int] = (96, 96, 95)) -> None:
+    """`lay_out` for the 287 users of DIGITS."""
+    lay_out(folder, load_population("digits", {"users": 287}).users, sizes)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A process of the federation, with what it prints in a file.
+
+    Attributes:
+        process: the process.
+        output: what it printed, standard error too.
+    """
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    @property
+    def text(self) -> str:
+        """What it has printed so far."""
+        return self.output.read_text(encoding="utf-8", errors="replace")
+
+    def await_text(self, pattern: str) -> re.Match[str]:
+        """Wait until it has printed what matches.
+
+        Raises:
+            FedprivError: it ended before, or takes too long.
+        """
+        end = time.monotonic() + _LONGEST_START_SECONDS
+        while time.monotonic() < end:
+            ended = self.process.poll() is not None
+            if found := re.search(pattern, self.text):
+                return found
+            if ended:
+                break
+            time.sleep(0.02)
+        raise FedprivError(f"{self.output} does not say {pattern!r}:\n{self.text}")
+
+
+@contextmanager
+def program(output: Path, *arguments: str, command: Sequence[str] = COMMAND) -> Iterator[Program]:
+    """A `fedpriv` process, ended with the block if it is not before."""
+    with output.open("ab") as file:
+        process = subprocess.Popen(
+            [*command, *arguments], stdout=file, stderr=subprocess.STDOUT, cwd=output.parent
+        )
+        try:
+            yield Program(process, output)
+        finally:
+            process.terminate()
+            try:
+                process.wait(_LONGEST_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def server(
+    folder: Path, file: Path, *arguments: str, port: int = 0, command: Sequence[str] = COMMAND
+) -> Iterator[Program]:
+    """`fedpriv serve FILE` in a folder that is laid out; it writes its run to `run`.
+
+    Args:
+        folder: from `lay_out`.
+        file: the experiment.
+        arguments: further ones.
+        port: where to listen; 0: any.
+        command: what runs instead of `fedpriv`, with the same arguments.
+    """
+    settings = {
+        "address": f"127.0.0.1:{port}",
+        "enrolment": str(folder / "enrolment.toml"),
+        "certificates": str(folder / "certs" / "server"),
+    }
+    assignments = [f"--set=federation.{key}={value}" for key, value in settings.items()]
+    out = ("--out", str(folder / "run"))
+    given = ("serve", str(file), *assignments, *out, *arguments)
+    with program(folder / "server.log", *given, command=command) as one:
+        yield one
+
+
+def port_of(serving: Program) -> int:
+    """Where a server listens, once it does."""
+    return int(serving.await_text(r"listening on \S+:(\d+)")[1])
+
+
+@contextmanager
+def node(
+    folder: Path, name: str, port: int, *arguments: str, command: Sequence[str] = COMMAND
+) -> Iterator[Program]:
+    """`fedpriv join` for a node of the folder; `command` as for `server`."""
+    with program(
+        folder / f"{name}.log",
+        "join",
+        f"--server=localhost:{port}",
+        f"--users={folder / 'users' / name}",
+        f"--certificates={folder / 'certs' / 'nodes' / name}",
+        f"--state={folder / 'state' / name}",
+        *arguments,
+        command=command,
+    ) as one:
+        yield one
+
+
+@contextmanager
+def nodes(
+    folder: Path, names: Sequence[str], port: int, *arguments: str
+) -> Iterator[dict[str, Program]]:
+    """Several nodes at once."""
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(node(folder, name, port, *arguments)) for name in names}

@@ -1,0 +1,370 @@
+"""A server that tampers with its ledger is caught by a node, and an honest one never is.
+
+Servers here are real ledgers; what a node gets is their export.
+"""
+
+import io
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedpriv.accounting.accountants import epsilon
+from fedpriv.accounting.charge import ProposedCharge
+from fedpriv.accounting.events import (
+    NeighbouringRelation,
+    Randomness,
+    RoundEvent,
+    SumQueryEvent,
+    poisson_gaussian,
+)
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.accounting.ledger_lines import ExportedLedger
+from fedpriv.accounting.policies import every_user_gaussian, poisson_replace_gaussian
+from fedpriv.clients.audit import Examined, charged_already, confirm, examine, price_with
+from fedpriv.clients.diary import Diary
+from fedpriv.errors import AuditError, InvalidValueError
+from fedpriv.wire import Price, RoundId, TaskDescription, Welcome
+from tests.wire.examples import small_offer
+
+DELTA = 1e-5
+N = 1000
+EVENT = poisson_gaussian(0.1, 2.0, population=N)
+NOW = datetime(2026, 3, 1, tzinfo=UTC)
+OFFER = small_offer()
+WELCOME = Welcome("people", N, np.array([1, 300]), TaskDescription("m", {}, 0, "cross-entropy"))
+
+
+def charge(ledger, run="r", number=0, attempt=0, event=EVENT):
+    ledger.charge(ProposedCharge(run, number, attempt, Randomness.SEEDED, event, "0" * 64))
+
+
+def read(ledger) -> ExportedLedger:
+    stream = io.StringIO()
+    ledger.export(stream)
+    return ExportedLedger.read(stream.getvalue().splitlines())
+
+
+def offer(run="r", number=0, attempt=0, event=EVENT, said=math.inf, delta=DELTA):
+    q = event.sampling.sampling_probability
+    price = Price(q, event.sampling.population, event.noise_multiplier, said, delta)
+    return replace(OFFER, id=RoundId(run, number, attempt), price=price)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A server's ledger and a node's diary."""
+
+    ledger: Ledger
+    diary: Diary
+
+    def examined(self) -> Examined:
+        return examine(read(self.ledger), WELCOME, self.diary, DELTA)
+
+    def take_part(self, *args, **fields) -> None:
+        self.diary.record("people", offer(*args, **fields), NOW)
+
+    def confirmed(self, offered=None) -> None:
+        confirm(self.examined(), self.diary, offered)
+
+
+@pytest.fixture
+def both(tmp_path):
+    with (
+        Ledger.create(tmp_path / "ledger", "people") as ledger,
+        Diary.open(tmp_path / "diary") as diary,
+    ):
+        yield Pair(ledger, diary)
+
+
+class TestExamining:
+    def test_says_what_the_charges_cost_and_remembers_the_head(self, both):
+        for number in range(3):
+            charge(both.ledger, number=number)
+            found = both.examined()
+            assert found.epsilon == epsilon([EVENT] * (number + 1), DELTA).epsilon
+            assert (found.rounds, found.head) == (number + 1, both.ledger.head)
+            assert both.diary.last_head(both.ledger.ledger_id) == both.ledger.head
+        assert both.diary.ledger_of("people") == both.ledger.ledger_id
+
+    def test_a_ledger_without_charges_costs_nothing(self, both):
+        assert (both.examined().epsilon, both.examined().rounds) == (0.0, 0)
+
+    def test_a_ledger_of_another_population_is_refused(self, both, tmp_path):
+        with Ledger.create(tmp_path / "other", "others") as ledger:
+            other = read(ledger)
+        with pytest.raises(AuditError, match="not of population 'people'"):
+            examine(other, WELCOME, both.diary, DELTA)
+        assert both.diary.ledger_of("others") is None
+
+    def test_a_ledger_in_place_of_another_is_refused(self, both, tmp_path):
+        both.examined()
+        with Ledger.create(tmp_path / "other", "people") as ledger:
+            other = read(ledger)
+        with pytest.raises(AuditError, match=f"and now has {other.ledger_id}: what was spent"):
+            examine(other, WELCOME, both.diary, DELTA)
+        assert both.diary.ledger_of("people") == both.ledger.ledger_id
+        both.examined()
+
+    def test_a_ledger_that_was_set_back_is_refused(self, both):
+        states = [read(both.ledger)]
+        for number in range(3):
+            charge(both.ledger, number=number)
+            states.append(read(both.ledger))
+        examine(states[2], WELCOME, both.diary, DELTA)
+        for older in states[:2]:
+            with pytest.raises(AuditError, match="its former head of 2 charges with hash"):
+                examine(older, WELCOME, both.diary, DELTA)
+        assert both.diary.last_head(both.ledger.ledger_id) == states[2].head
+        examine(states[3], WELCOME, both.diary, DELTA)
+
+    def test_a_ledger_that_was_rewritten_is_refused(self, both):
+        """All digests fit: only what the node remembers tells."""
+        charge(both.ledger)
+        both.examined()
+        kept = read(both.ledger)
+        row = replace(kept.rows[0], hash="1" * 64)
+        forged = replace(kept, head=row.head, rows=(row,))
+        with pytest.raises(AuditError, match="its former head of 1 charges"):
+            examine(forged, WELCOME, both.diary, DELTA)
+
+    def test_charges_without_a_common_price_are_refused_and_not_remembered(self, both):
+        charge(both.ledger, number=0)
+        charge(both.ledger, number=1, event=poisson_replace_gaussian(0.1, 2.0, population=N))
+        with pytest.raises(AuditError, match="has no ε"):
+            both.examined()
+        assert both.diary.last_head(both.ledger.ledger_id) is None
+
+    def test_a_delta_that_is_none_is_refused(self, both):
+        charge(both.ledger)
+        with pytest.raises(InvalidValueError, match="delta"):
+            examine(read(both.ledger), WELCOME, both.diary, 0.0)
+
+
+class TestPricing:
+    def test_is_that_of_the_charges_and_the_round(self, both):
+        charge(both.ledger)
+        two = RoundEvent(EVENT.sampling, (SumQueryEvent("a", 1.0, 3.0), SumQueryEvent("b", 2.0, 5)))
+        charge(both.ledger, number=1, event=two)
+        offered = poisson_gaussian(0.3, 1.5, population=N)
+        found = price_with(both.examined(), offer(number=2, event=offered))
+        assert found == epsilon([EVENT, two, offered], DELTA).epsilon
+        assert found > epsilon([EVENT, two], DELTA).low
+
+    def test_without_noise_it_is_infinite(self, both):
+        bare = poisson_gaussian(0.1, 0.0, population=N)
+        assert price_with(both.examined(), offer(event=bare)) == math.inf
+
+    def test_what_has_no_common_price_is_refused(self, both):
+        charge(both.ledger, event=every_user_gaussian(2.0, NeighbouringRelation.REPLACE_ONE))
+        with pytest.raises(AuditError, match="has no ε"):
+            price_with(both.examined(), offer(number=1))
+
+
+class TestConfirming:
+    def test_a_round_that_goes_on_uncharged_is_named(self, both):
+        charge(both.ledger, number=0)
+        both.take_part("r", 1)
+        both.confirmed(offer("r", 1, 1))  # still the same round: it was interrupted
+        with pytest.raises(AuditError, match="round 1 of run 'r' went on without a charge"):
+            both.confirmed(offer("r", 2))
+
+    def test_a_round_in_which_the_node_was_not_drawn_is_named_too(self, both):
+        charge(both.ledger, number=0)
+        charge(both.ledger, number=2)
+        with pytest.raises(AuditError, match="round 1 of run 'r' went on without a charge"):
+            both.confirmed(offer("r", 3))
+
+    def test_the_run_is_seen_to_have_gone_on_by_ledger_and_diary_alike(self, both):
+        both.take_part("r", 0)
+        both.confirmed()  # its last round may have been refused by the budget
+        both.take_part("r", 1)
+        with pytest.raises(AuditError, match="round 0 of run 'r' went on"):
+            both.confirmed()
+        charge(both.ledger, number=0)
+        both.confirmed()
+        charge(both.ledger, number=2)
+        with pytest.raises(AuditError, match="round 1 of run 'r' went on"):
+            both.confirmed()
+
+    def test_runs_that_the_node_was_not_offered_are_nobodys_business(self, both):
+        charge(both.ledger, "survey", 7)
+        charge(both.ledger, "r", 0)
+        both.take_part("r", 0)
+        both.confirmed(offer("r", 1))
+
+    def test_rounds_of_another_population_are_no_matter(self, both):
+        both.diary.record("others", offer("r", 0), NOW)
+        both.diary.record("others", offer("r", 5), NOW)
+        both.confirmed(offer("r", 0))
+
+    def test_a_far_round_is_no_work(self, both):
+        charge(both.ledger, number=0)
+        with pytest.raises(AuditError, match="round 1 of run 'r' went on"):
+            both.confirmed(offer("r", 2**32 - 1))
+
+    @pytest.mark.parametrize(
+        "event",
+        [
+            poisson_gaussian(0.1, 1.99, population=N),
+            poisson_gaussian(0.11, 2.0, population=N),
+            poisson_gaussian(0.1, 2.0, population=N + 1),
+            poisson_gaussian(0.1, 0.0, population=N),
+            every_user_gaussian(2.0, NeighbouringRelation.ADD_OR_REMOVE_ONE),
+        ],
+    )
+    def test_a_charge_that_is_not_as_it_was_offered_is_named(self, both, event):
+        both.take_part("r", 0)
+        charge(both.ledger, event=event)
+        both.confirmed(offer("r", 0, 1))
+        with pytest.raises(AuditError, match=r"attempt 0 at round 0 of run 'r' was offered with"):
+            both.confirmed(offer("r", 1))
+
+    def test_a_charge_that_is_better_than_it_was_offered_is_believed(self, both):
+        both.take_part("r", 0)
+        charge(both.ledger, event=poisson_gaussian(0.05, 2.5, population=N))
+        both.confirmed(offer("r", 1))
+
+    def test_a_charge_of_several_groups_counts_as_a_whole(self, both):
+        groups = tuple(SumQueryEvent(g, 0.1 / math.sqrt(3.0), 0.2) for g in "abc")
+        both.take_part("r", 0)
+        charge(both.ledger, event=RoundEvent(EVENT.sampling, groups))
+        both.confirmed(offer("r", 1))
+
+    def test_an_abandoned_attempt_is_covered_by_a_later_one(self, both):
+        both.take_part("r", 0, 0)
+        charge(both.ledger, attempt=2)
+        both.confirmed(offer("r", 1))
+
+    def test_an_earlier_attempt_covers_nothing(self, both):
+        charge(both.ledger, attempt=0)
+        both.take_part("r", 0, 1)
+        with pytest.raises(AuditError, match="attempt 1 at round 0 of run 'r' was offered"):
+            both.confirmed(offer("r", 1))
+        charge(both.ledger, attempt=1)
+        both.confirmed(offer("r", 1))
+
+
+class TestWhatTheServerSays:
+    def test_the_truth_and_more_are_believed(self, both):
+        charge(both.ledger)
+        truth = epsilon([EVENT] * 2, 1e-6).epsilon
+        for said in (truth, truth * (1 - 5e-7), truth * 2, math.inf):
+            both.confirmed(offer(number=1, said=said, delta=1e-6))
+        by_rdp = epsilon([EVENT] * 2, 1e-6, "rdp").epsilon
+        both.confirmed(offer(number=1, said=by_rdp, delta=1e-6))
+
+    def test_less_is_not(self, both):
+        charge(both.ledger)
+        truth = epsilon([EVENT] * 2, 1e-6).epsilon
+        for said in (0.0, truth * 0.5, truth * (1 - 3e-6), epsilon([EVENT], 1e-6).epsilon):
+            with pytest.raises(AuditError, match=f"the server says ε = {said} at δ = 1e-06, but"):
+                both.confirmed(offer(number=1, said=said, delta=1e-6))
+
+    def test_without_noise_or_delta_only_infinity_is(self, both):
+        bare = poisson_gaussian(0.1, 0.0, population=N)
+        for event, delta in ((bare, 1e-6), (EVENT, 0.0)):
+            both.confirmed(offer(event=event, said=math.inf, delta=delta))
+            with pytest.raises(AuditError, match="but charges and offer cost at least inf"):
+                both.confirmed(offer(event=event, said=1e9, delta=delta))
+
+    def test_charges_since_the_offer_do_not_make_it_a_lie(self, both):
+        charge(both.ledger, number=0)
+        said = epsilon([EVENT] * 2, DELTA).epsilon
+        charge(both.ledger, number=1)
+        charge(both.ledger, number=2)
+        both.confirmed(offer(number=1, said=said))
+
+    def test_an_offer_after_its_charge_is_told(self, both):
+        charge(both.ledger, number=0)
+        charge(both.ledger, number=1, attempt=3)
+        found = both.examined()
+        for attempt in range(4):
+            assert charged_already(found, offer("r", 1, attempt)) == (
+                f"attempt {attempt} at round 1 of run 'r', or one after it, is charged already"
+            )
+        for other in (offer("r", 1, 4), offer("r", 2), offer("s", 0), offer("r", 0, 1)):
+            assert charged_already(found, other) is None
+
+
+@st.composite
+def histories(draw):
+    """Rounds of a run: of each the attempts, of which the last is charged and any other may be.
+
+    An attempt that is not charged is offered again by the same number or by the next.
+    """
+    rounds = []
+    for _ in range(draw(st.integers(1, 4))):
+        attempts, number = [], 0
+        for _ in range(draw(st.integers(0, 2))):
+            charged = draw(st.booleans())
+            attempts.append((number, charged, draw(st.booleans())))
+            number += 1 if charged else draw(st.integers(0, 1))
+        rounds.append([*attempts, (number, True, draw(st.booleans()))])
+    return rounds
+
+
+class TestHistories:
+    """Of each attempt: its number, whether it was charged, and whether the node took part."""
+
+    @settings(max_examples=30, deadline=None)
+    @given(histories(), st.data())
+    def test_honest_servers_are_believed_and_others_caught(self, tmp_path_factory, rounds, data):
+        folder = tmp_path_factory.mktemp("history")
+        missing = data.draw(st.integers(0, len(rounds) - 1))
+        with (
+            Ledger.create(folder / "honest", "people") as honest,
+            Ledger.create(folder / "lying", "people") as lying,
+            Diary.open(folder / "diary") as diary,
+            Diary.open(folder / "diary of another") as other,
+        ):
+            for number, attempts in enumerate(rounds):
+                for attempt, charged, drawn in attempts:
+                    examined = examine(read(honest), WELCOME, diary, DELTA)
+                    offered = offer("r", number, attempt, said=price_with(examined, offer()))
+                    confirm(examined, diary, offered)
+                    assert charged_already(examined, offered) is None
+                    if drawn:
+                        diary.record("people", offered, NOW)
+                        other.record("people", offered, NOW)
+                    if charged:
+                        charge(honest, "r", number, attempt)
+                    if charged and number != missing:
+                        charge(lying, "r", number, attempt)
+            confirm(examine(read(honest), WELCOME, diary, DELTA), diary)
+            confirm(examine(read(honest), WELCOME, diary, DELTA), diary, offer("r", len(rounds)))
+            found = examine(read(lying), WELCOME, other, DELTA)
+            with pytest.raises(AuditError, match=f"round {missing} of run 'r' went on without a"):
+                confirm(found, other, offer("r", len(rounds)))
+
+
+@pytest.mark.parametrize("q", [5e-324, 1e-9, 1.0])
+@pytest.mark.parametrize("z", [0.0, 5e-324, 1e-9, 1e300])
+@pytest.mark.parametrize("delta", [5e-324, 1e-300, 1.0 - 2.0**-53])
+def test_extreme_prices_give_a_number(both, q, z, delta):
+    charge(both.ledger)
+    extreme = poisson_gaussian(q, z, population=N)
+    examined = examine(read(both.ledger), WELCOME, both.diary, delta)
+    offered = offer("r", 1, event=extreme, delta=delta)
+    confirm(examined, both.diary, offered)
+    assert price_with(examined, offered) >= examined.epsilon * (1.0 - 1e-3)
+
+
+@pytest.mark.parametrize("name", ["audit", "consent", "diary"])
+def test_importing_loads_neither_torch_nor_grpc(name):
+    check = (
+        f"import sys, fedpriv.clients.{name}; "
+        "print(*({'torch', 'grpc', 'flwr', 'matplotlib'} & set(sys.modules)))"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", check], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == ""

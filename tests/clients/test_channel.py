@@ -1,0 +1,281 @@
+"""Who a node is, and how far its connection can be trusted."""
+
+import asyncio
+import socket
+import stat
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import NameOID
+
+from fedpriv.clients import exchange
+from fedpriv.clients.channel import Certified, Named, identity_of, open_channel
+from fedpriv.errors import InvalidValueError
+from fedpriv.wire import Decline, Hello, RoundId, RunState, Status, Welcome
+from tests.clients.tiny_server import NODE, PATIENCE, TinyServer, make_certificates, said, serving
+
+STATUS = Status("run", 1, 5, 0.5, 2.0, 1e-5, 3, 1, 12, RunState.WAITING)
+HELLO = Hello(NODE, bytes(32))
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, Path]:
+    return make_certificates(tmp_path_factory.mktemp("certs"))
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, Path]:
+    return make_certificates(tmp_path_factory.mktemp("strangers"))
+
+
+def write_certificate(folder: Path, names: list[str], uris: list[str]) -> Path:
+    """A node's folder whose certificate has these common names and URIs."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name) for name in names])
+    builder = (
+        x509.CertificateBuilder()
+        .issuer_name(subject)
+        .subject_name(subject)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now)
+        .not_valid_after(now + timedelta(days=1))
+    )
+    if uris:
+        found = x509.SubjectAlternativeName(map(x509.UniformResourceIdentifier, uris))
+        builder = builder.add_extension(found, critical=False)
+    pem = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+    for name, content in (("ca.pem", b"ca"), ("node.pem", pem), ("node.key", b"key")):
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_a_certificate_says_who_a_node_is(certificates: tuple[object, Path]) -> None:
+    folder = certificates[1]
+    identity = identity_of(folder, None)
+    assert isinstance(identity, Certified)
+    assert identity.node == NODE
+    assert identity.ca == (folder / "ca.pem").read_bytes()
+    assert identity.certificate == (folder / "node.pem").read_bytes()
+    assert identity.key == (folder / "node.key").read_bytes()
+    assert stat.S_IMODE((folder / "node.key").stat().st_mode) == 0o600
+    assert "BEGIN" not in repr(identity)
+
+
+@pytest.mark.parametrize(
+    ("names", "uris", "node"),
+    [
+        (["plain"], [], "plain"),
+        (["ignored"], ["fedpriv:node:a%20b"], "a b"),
+        (["plain"], ["https://example.org"], "plain"),
+        ([], ["https://example.org", "fedpriv:node:%C3%A4"], "ä"),
+    ],
+)
+def test_the_name_is_that_of_the_uri_or_else_the_common_name(
+    tmp_path: Path, names: list[str], uris: list[str], node: str
+) -> None:
+    assert identity_of(write_certificate(tmp_path, names, uris), None).node == node
+
+
+@pytest.mark.parametrize(
+    ("names", "uris", "reason"),
+    [
+        ([], [], "0 names"),
+        (["one", "two"], [], "2 names"),
+        (["x"], ["fedpriv:node:a", "fedpriv:node:b"], "2 names"),
+        (["x"], ["fedpriv:node:%FF"], "no certificate of a node"),
+        (["a/b"], [], "must be 1 to 64 bytes"),
+    ],
+)
+def test_a_certificate_without_a_legal_name_is_refused(
+    tmp_path: Path, names: list[str], uris: list[str], reason: str
+) -> None:
+    with pytest.raises(InvalidValueError, match=reason):
+        identity_of(write_certificate(tmp_path, names, uris), None)
+
+
+def test_a_damaged_certificate_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match=r"ca\.pem cannot be read: No such file"):
+        identity_of(tmp_path, None)
+    write_certificate(tmp_path, ["n"], [])
+    (tmp_path / "node.pem").write_bytes(b"-----BEGIN CERTIFICATE-----\nAAAA\n")
+    with pytest.raises(InvalidValueError, match=r"node\.pem is no certificate of a node"):
+        identity_of(tmp_path, None)
+
+
+@pytest.mark.parametrize("both", [(Path("certs"), "node"), (None, None)])
+def test_exactly_one_identity_is_given(both: tuple[Path | None, str | None]) -> None:
+    with pytest.raises(InvalidValueError, match="exactly one of both must be given"):
+        identity_of(*both)
+
+
+@pytest.mark.parametrize("node", ["", "a/b", ".hidden", " a", "a\nb", "ä" * 33])
+def test_a_name_that_no_node_can_have_is_refused(node: str) -> None:
+    with pytest.raises(InvalidValueError, match="the name of a node is"):
+        identity_of(None, node)
+
+
+@pytest.mark.parametrize(
+    "server",
+    ["", "localhost", ":7443", "localhost:", "localhost:0", "localhost:65536", "localhost:７",
+     "::1:7443", "[::1]", "[::1]:", "[localhost]:1", "[::1%lo]:99999", "http://localhost:1",
+     "localhost:1/x", "local host:1", "localhost:-1", "localhost:1\n"],
+)  # fmt: skip
+def test_an_address_that_is_none_is_refused_in_one_sentence(server: str) -> None:
+    with pytest.raises(InvalidValueError, match=r"^server is ") as caught:
+        open_channel(server, Named("n"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "0.0.0.0", "[2001:db8::1]", "[::]"])
+def test_plain_text_to_another_machine_is_refused(host: str) -> None:
+    with pytest.raises(InvalidValueError, match="another machine perhaps"):
+        open_channel(f"{host}:7443", Named("n"))
+
+
+def test_a_host_that_does_not_exist_is_refused_for_plain_text() -> None:
+    with pytest.raises(InvalidValueError, match="cannot be resolved"):
+        open_channel("nowhere.invalid:7443", Named("n"))
+
+
+def own_address() -> str:
+    """An address of this machine that other machines could see."""
+    with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("2001:db8::1", 9))
+        except OSError:
+            pytest.skip("this machine has no network")
+        return str(probe.getsockname()[0])
+
+
+def test_plain_text_stays_here_though_a_name_resolves_to_another_address_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address = own_address()
+    loopback = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+
+    async def main() -> None:
+        server = grpc.aio.server()
+        port = server.add_insecure_port(f"[{address}]:0")
+        await server.start()
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: loopback)
+        try:
+            async with open_channel(f"[{address}]:{port}", Named("n")) as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await exchange.status(channel)
+            # A server that was reached would say UNIMPLEMENTED.
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        finally:
+            await server.stop(None)
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+
+
+def test_plain_text_goes_through_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where somebody listens, since gRPC would go there first."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        for name in ("no_grpc_proxy", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+
+        async def main() -> Status:
+            tiny = TinyServer()
+            tiny.status = said(STATUS)
+            named = identity_of(None, NODE)
+            async with serving(tiny) as port, open_channel(f"127.0.0.1:{port}", named) as channel:
+                return await exchange.status(channel)
+
+        assert asyncio.run(asyncio.wait_for(main(), PATIENCE)) == STATUS
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+
+
+async def say_everything(channel: grpc.aio.Channel, tiny: TinyServer) -> None:
+    """Call every method once."""
+    assert await exchange.status(channel) == STATUS
+    offer = await tiny.offer()
+    await tiny.script.put(None)
+    heard = [message async for message in exchange.connect(channel, HELLO)]
+    assert isinstance(heard[0], Welcome)
+    await exchange.download(channel, offer)
+    await exchange.upload(channel, RoundId("run", 0, 0), Decline("no"))
+    with pytest.raises(exchange.WireError):
+        await exchange.fetch_ledger(channel)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_every_call_in_plain_text_says_which_node_it_is(host: str) -> None:
+    async def main() -> TinyServer:
+        tiny = TinyServer()
+        tiny.status = said(STATUS)
+        named = identity_of(None, NODE)
+        async with serving(tiny) as port, open_channel(f"{host}:{port}", named) as channel:
+            await say_everything(channel, tiny)
+        return tiny
+
+    tiny = asyncio.run(asyncio.wait_for(main(), PATIENCE))
+    assert tiny.names == {NODE}
+    assert len(tiny.calls) == 5
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_tls_shows_both_certificates(certificates: tuple[object, Path], host: str) -> None:
+    credentials, folder = certificates
+
+    async def main() -> TinyServer:
+        tiny = TinyServer()
+        tiny.status = said(STATUS)
+        certified = identity_of(folder, None)
+        async with (
+            serving(tiny, credentials) as port,
+            open_channel(f"{host}:{port}", certified) as channel,
+        ):
+            await say_everything(channel, tiny)
+        return tiny
+
+    assert asyncio.run(asyncio.wait_for(main(), PATIENCE)).names == {NODE}
+
+
+async def status_of(
+    credentials: object, folder: Path | None, host: str, tiny: TinyServer
+) -> tuple[grpc.StatusCode, str]:
+    """How asking for the status fails."""
+    async with serving(tiny, credentials, host=host) as port:
+        identity = identity_of(folder, None if folder else "n")
+        async with open_channel(f"{host}:{port}", identity) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await exchange.status(channel)
+    return caught.value.code(), caught.value.details()
+
+
+def test_a_server_of_another_authority_is_not_spoken_to(
+    certificates: tuple[object, Path], strangers: tuple[object, Path]
+) -> None:
+    for credentials, folder in (
+        (strangers[0], certificates[1]),  # the server is a stranger
+        (None, certificates[1]),  # the server does not speak TLS
+        (certificates[0], None),  # the node does not
+        (certificates[0], strangers[1]),  # the node is a stranger
+    ):
+        tiny = TinyServer()
+        code, _ = asyncio.run(status_of(credentials, folder, "127.0.0.1", tiny))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert not tiny.calls
+
+
+def test_a_server_with_a_certificate_for_another_host_is_not_spoken_to(
+    certificates: tuple[object, Path],
+) -> None:
+    tiny = TinyServer()
+    code, details = asyncio.run(status_of(*certificates, "127.0.0.2", tiny))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "Hostname Verification Check failed" in details
+    assert not tiny.calls

@@ -1,0 +1,245 @@
+"""What a node consents to, read from a file and held against offers."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from fedpriv.clients.consent import Consent, misfit, reach_of
+from fedpriv.errors import InvalidValueError
+from fedpriv.privacy.contribution import Clipping, Indicator
+from fedpriv.privacy.groups import VectorGroup, equal_split, per_layer
+from fedpriv.privacy.layout import Layout
+from fedpriv.wire import RoundOffer, TaskDescription, Welcome, manifest_of, model_of
+from tests.wire.examples import small_offer, small_request
+
+OFFER = small_offer()
+"""S = 1, z = 1, q = 0.5, N = 1000 and ε = 2 at δ = 1e-6; it asks for a metric and an indicator."""
+WELCOME = Welcome(
+    "people", 1000, np.array([1, 7, 300], np.int64), TaskDescription("m", {}, 0, "cross-entropy")
+)
+
+
+def with_price(**fields):
+    return replace(OFFER, price=replace(OFFER.price, **fields))
+
+
+def with_groups(*groups):
+    """The offer with the tensors w, b, metrics/accuracy and unclipped in these groups."""
+    indicator = Indicator("unclipped", (groups[0].name,))
+    layout = OFFER.clipping.layout
+    return replace(OFFER, clipping=Clipping(layout, groups, indicator))
+
+
+METRIC = VectorGroup("metrics/accuracy", ("metrics/accuracy",), 77.0, (1.0,))
+COUNTING = VectorGroup("counting", ("unclipped",), 99.0, (1.0,))
+
+
+class TestLoading:
+    def load(self, tmp_path, text):
+        path = tmp_path / "consent.toml"
+        path.write_text(text, encoding="utf-8")
+        return Consent.load(path)
+
+    def test_all_keys(self, tmp_path):
+        assert self.load(
+            tmp_path,
+            "largest_clipping_norm = 1\nleast_noise_multiplier = 0.5\nmost_rounds_per_day = 9\n"
+            "total_epsilon = 8.0\ndelta = 1e-5\n",
+        ) == Consent(
+            largest_clipping_norm=1.0,
+            least_noise_multiplier=0.5,
+            most_rounds_per_day=9,
+            total_epsilon=8.0,
+            delta=1e-5,
+        )
+
+    def test_an_empty_file_limits_nothing(self, tmp_path):
+        assert self.load(tmp_path, "") == Consent()
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("largest_clip_norm = 1", "unknown key largest_clip_norm; did you mean "
+             "'largest_clipping_norm'?"),
+            ("total_epsilon = 1.0", "total_epsilon is 1.0 without a delta"),
+            ("total_epsilon = 0\ndelta = 0.1", "total_epsilon is 0; input should be greater"),
+            ("total_epsilon = inf\ndelta = 0.1", "total_epsilon is inf; input should be a finite"),
+            ("delta = 0.0", "delta is 0.0; input should be greater than 0"),
+            ("delta = 1.0", "delta is 1.0; input should be less than 1"),
+            ("delta = nan", "delta is nan; "),
+            ("least_noise_multiplier = -1", "least_noise_multiplier is -1; "),
+            ("least_noise_multiplier = nan", "least_noise_multiplier is nan; "),
+            ("largest_clipping_norm = true", "largest_clipping_norm is True; "),
+            ('largest_clipping_norm = "1"', "largest_clipping_norm is '1'; "),
+            ("largest_clipping_norm = inf", "largest_clipping_norm is inf; "),
+            ("most_rounds_per_day = 1.5", "most_rounds_per_day is 1.5; "),
+            ("most_rounds_per_day = -1", "most_rounds_per_day is -1; "),
+            ("delta 1", "is not valid TOML: "),
+        ],
+    )  # fmt: skip
+    def test_what_is_not_legal_is_one_sentence(self, tmp_path, text, message):
+        with pytest.raises(InvalidValueError) as error:
+            self.load(tmp_path, text)
+        assert message in str(error.value)
+        assert "\n" not in str(error.value)
+        assert str(tmp_path / "consent.toml") in str(error.value)
+
+    def test_files_that_are_none_are_refused(self, tmp_path):
+        with pytest.raises(InvalidValueError, match="cannot be read: No such file"):
+            Consent.load(tmp_path / "absent")
+        (tmp_path / "bytes").write_bytes(b"\xff")
+        with pytest.raises(InvalidValueError, match="is not valid TOML"):
+            Consent.load(tmp_path / "bytes")
+
+    def test_it_is_frozen(self):
+        with pytest.raises(ValidationError, match="frozen"):
+            Consent().delta = 0.5
+
+    def test_delta_is_its_own_or_the_default_of_reports(self):
+        assert Consent(delta=0.25).delta_for(1000) == 0.25
+        assert Consent().delta_for(999) == 1e-3
+        assert Consent().delta_for(1000) == 1e-4
+        assert Consent().delta_for(1) == 0.1
+
+
+class TestObjections:
+    def test_without_limits_there_is_none(self):
+        worst = with_price(noise_multiplier=0.0, epsilon_after=math.inf, delta=0.9)
+        assert Consent().objection(worst, 10**6, math.nan) is None
+
+    @pytest.mark.parametrize(
+        ("consent", "legal", "illegal", "message"),
+        [
+            (
+                Consent(most_rounds_per_day=3),
+                (OFFER, 2, None),
+                (OFFER, 3, None),
+                "there were 3 rounds today; this node consents to at most 3",
+            ),
+            (
+                Consent(largest_clipping_norm=1.0),
+                (OFFER, 0, None),
+                (with_groups(VectorGroup("u", ("w", "b"), 1.1, (1.0, 1.0)), METRIC, COUNTING), 0,
+                 None),
+                "the clipping norm is 1.1; this node consents to at most 1.0",
+            ),
+            (
+                Consent(least_noise_multiplier=1.0),
+                (OFFER, 0, None),
+                (with_price(noise_multiplier=0.99), 0, None),
+                "the noise multiplier is 0.99; this node consents to at least 1.0",
+            ),
+            (
+                Consent(total_epsilon=2.0, delta=1e-6),
+                (OFFER, 0, None),
+                (with_price(epsilon_after=2.01), 0, None),
+                "ε would be 2.01; this node consents to at most 2.0 at δ = 1e-06",
+            ),
+            (
+                Consent(total_epsilon=2.0, delta=1e-7),
+                (with_price(delta=1e-8), 0, None),
+                (OFFER, 0, None),
+                "ε is given at δ = 1e-06; this node consents to ε at δ = 1e-07 or less, as it has "
+                "not read the ledger",
+            ),
+            (
+                Consent(total_epsilon=2.0, delta=1e-7),
+                (OFFER, 0, 2.0),  # its own reading: what the server says does not matter
+                (with_price(epsilon_after=0.0), 0, 2.5),
+                "ε would be 2.5; this node consents to at most 2.0 at δ = 1e-07",
+            ),
+            (
+                Consent(total_epsilon=2.0, delta=1e-7),
+                (with_price(epsilon_after=math.inf, delta=0.5), 0, 1.0),
+                (OFFER, 0, math.nan),
+                "ε would be nan; this node consents to at most 2.0 at δ = 1e-07",
+            ),
+            (
+                Consent(total_epsilon=2.0, delta=1e-6),
+                (OFFER, 0, 0.0),
+                (OFFER, 0, math.inf),
+                "ε would be inf; this node consents to at most 2.0 at δ = 1e-06",
+            ),
+        ],
+    )  # fmt: skip
+    def test_each_limit_is_held(self, consent, legal, illegal, message):
+        assert consent.objection(*legal) is None
+        assert consent.objection(*illegal) == message
+
+    def test_the_first_objection_is_given(self):
+        strict = Consent(
+            largest_clipping_norm=0.1, least_noise_multiplier=9.0, most_rounds_per_day=0,
+            total_epsilon=0.1, delta=1e-6,
+        )  # fmt: skip
+        assert strict.objection(OFFER, 0).startswith("the clipping norm")
+        without = strict.model_copy(update={"largest_clipping_norm": None})
+        assert without.objection(OFFER, 0).startswith("the noise multiplier")
+        assert not any(str(user) in strict.objection(OFFER, 0) for user in OFFER.users[1:])
+
+    def test_an_offer_that_was_made_around_its_checks_is_objected_to(self):
+        broken = with_price()
+        object.__setattr__(broken.price, "noise_multiplier", math.nan)
+        object.__setattr__(broken.price, "epsilon_after", math.nan)
+        assert "is nan" in Consent(least_noise_multiplier=0.0).objection(broken, 0)
+        assert "nan" in Consent(total_epsilon=9.0, delta=0.5).objection(broken, 0)
+        object.__setattr__(broken.price, "delta", math.nan)
+        assert "δ = nan" in Consent(total_epsilon=9.0, delta=0.5).objection(broken, 0)
+
+    def test_a_norm_split_among_groups_is_not_objected_to_for_its_rounding(self):
+        layout, norm = Layout(tuple("abc"), ((), (), ())), 0.25
+        parts = {name: (name,) for name in "abc"}
+        groups = per_layer(layout, parts, equal_split(parts, norm))
+        request = replace(
+            small_request(),
+            parameters=dict.fromkeys("abc", np.zeros((), np.float32)),
+            clipping=Clipping(layout, groups),
+            metrics=(),
+        )
+        offer = RoundOffer.of(request, 1.0, OFFER.price, manifest_of(model_of(request)))
+        assert norm < reach_of(offer) < norm * (1.0 + 1e-15)
+        assert Consent(largest_clipping_norm=norm).objection(offer, 0) is None
+        assert Consent(largest_clipping_norm=norm * 0.999999).objection(offer, 0)
+
+
+class TestReach:
+    """How far the update moves at most: the longest that clipping lets through."""
+
+    @pytest.mark.parametrize(
+        "groups",
+        [
+            (VectorGroup("u", ("w", "b"), 3.0, (1.0, 1.0)), METRIC, COUNTING),
+            (VectorGroup("x", ("w",), 3.0, (1.0,)), VectorGroup("y", ("b",), 4.0, (1.0,)), METRIC,
+             COUNTING),
+            (VectorGroup("u", ("w", "b"), 3.0, (0.25, 2.0)), METRIC, COUNTING),
+            (VectorGroup("x", ("w", "metrics/accuracy"), 3.0, (1.0, 50.0)),
+             VectorGroup("y", ("b",), 4.0, (0.5,)), COUNTING),
+        ],
+    )  # fmt: skip
+    def test_is_the_longest_update_that_is_not_clipped(self, groups):
+        offer = with_groups(*groups)
+        clipping = offer.clipping
+        longest = 0.0
+        for tensors in ((w, b) for w in np.eye(5)[:, :4] for b in np.eye(4)[:, :3]):
+            update = {"w": tensors[0].reshape(2, 2) * 1e9, "b": tensors[1] * 1e9}
+            vector = clipping.contribution({**update, "metrics/accuracy": np.zeros(())})
+            moved = clipping.layout.unflatten(vector * clipping.scales)
+            longest = max(longest, math.hypot(*moved["w"].ravel(), *moved["b"]))
+        assert reach_of(offer) == pytest.approx(longest, rel=1e-9)
+
+
+class TestMisfits:
+    def test_an_offer_of_the_welcome_fits(self):
+        assert misfit(WELCOME, OFFER) is None
+
+    def test_an_offer_of_another_population_does_not(self):
+        assert misfit(WELCOME, with_price(population=1001)) == (
+            "the offer is of a population of 1001; the node was welcomed to one of 1000"
+        )
+
+    @pytest.mark.parametrize("users", [[0], [1, 2], [1, 300, 999]])
+    def test_an_offer_to_other_users_does_not_and_nobody_is_named(self, users):
+        found = misfit(WELCOME, replace(OFFER, users=np.array(users, np.int64)))
+        assert found == "the offer is to users that the node was not welcomed with"

@@ -1,0 +1,373 @@
+"""One call each: what is sent arrives, and what a server sends is believed only when it fits."""
+
+import asyncio
+import hashlib
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedpriv.clients import exchange
+from fedpriv.clients.channel import Named, open_channel
+from fedpriv.clients.messages import OneUser
+from fedpriv.errors import WireError
+from fedpriv.federated.transport import PartialSum
+from fedpriv.wire import (
+    CHUNK_BYTES,
+    NODE_RECEIVES_BYTES,
+    Content,
+    Decline,
+    Expected,
+    Hello,
+    RawUpdate,
+    Receipt,
+    RoundId,
+    RoundOffer,
+    RunState,
+    Status,
+    SummedUpdates,
+    Welcome,
+    chunks,
+    decode_answer,
+    encode_content,
+    manifest_of,
+    pieces,
+)
+from fedpriv.wire import federation_pb2 as pb
+from tests.clients.tiny_server import (
+    PARAMETERS,
+    PATIENCE,
+    Said,
+    TinyServer,
+    ledger_parts,
+    make_offer,
+    said,
+    serving,
+)
+
+ID = RoundId("run", 0, 0)
+STATUS = Status("run", 1, 5, 0.5, float("inf"), 1e-5, 3, 1, 12, RunState.COLLECTING)
+HELLO = Hello("n", bytes(32))
+Result = TypeVar("Result")
+
+
+@asynccontextmanager
+async def connected(tiny: TinyServer) -> AsyncIterator[grpc.aio.Channel]:
+    async with serving(tiny) as port, open_channel(f"127.0.0.1:{port}", Named("n")) as channel:
+        yield channel
+
+
+def ask(tiny: TinyServer, call: Callable[[grpc.aio.Channel], Awaitable[Result]]) -> Result:
+    """What a call to the server returns."""
+
+    async def main() -> Result:
+        async with connected(tiny) as channel:
+            return await call(channel)
+
+    return asyncio.run(asyncio.wait_for(main(), PATIENCE))
+
+
+async def heard(channel: grpc.aio.Channel) -> list[Welcome | RoundOffer]:
+    return [message async for message in exchange.connect(channel, HELLO)]
+
+
+def sending(**answers: list[Said] | Said) -> TinyServer:
+    """A server with some of its answers replaced."""
+    tiny = TinyServer()
+    for name, answer in answers.items():
+        setattr(tiny, name, answer)
+    return tiny
+
+
+def saying(*messages: Said, welcome: bool = True) -> TinyServer:
+    """A server that says this on a connection."""
+    tiny = TinyServer()
+    tiny.welcome = tiny.welcome if welcome else None
+    for message in messages:
+        tiny.script.put_nowait(message)
+    return tiny
+
+
+def large_model(megabytes: int) -> tuple[RoundOffer, dict[str, np.ndarray]]:
+    """An offer of a model in several chunks, whose clipping nobody looks at."""
+    rng = np.random.default_rng(0)
+    tensors = {"w": rng.standard_normal((megabytes, 250, 1000)).astype(np.float32)}
+    offer = make_offer()[0]
+    object.__setattr__(offer, "model", manifest_of(tensors))
+    return offer, tensors
+
+
+# Connect
+
+
+def test_a_connection_says_hello_and_yields_a_welcome_and_offers_until_the_run_is_over() -> None:
+    offers = [make_offer(number)[0] for number in range(3)]
+    tiny = saying(said(offers[0]), pb.FromServer(), said(offers[1]), said(offers[2]), None)
+    welcome, *rest = ask(tiny, heard)
+    assert isinstance(welcome, Welcome)
+    assert welcome.population == 100
+    np.testing.assert_array_equal(welcome.users, [3])
+    assert [offer.id for offer in rest if isinstance(offer, RoundOffer)] == [o.id for o in offers]
+    hello = tiny.hellos.get_nowait()
+    assert (hello.node, hello.version, hello.users_sha256) == ("n", 1, bytes(32))
+
+
+OFFER = said(make_offer()[0])
+WELCOME = TinyServer().welcome
+
+
+@pytest.mark.parametrize(
+    ("tiny", "reason"),
+    [
+        (lambda: saying(OFFER, welcome=False), "one welcome first"),
+        (lambda: saying(WELCOME), "one welcome first"),
+        (lambda: saying(None, welcome=False), "without a welcome"),
+        (lambda: saying(b"\xff\xff\xff"), "no FromServer"),
+        (lambda: saying(pb.FromServer(offer=pb.Offer())), "not legal"),
+        (lambda: saying(pb.FromServer(welcome=pb.Welcome()), welcome=False), "not legal"),
+    ],
+)
+def test_nonsense_on_a_connection_is_refused(tiny: Callable[[], TinyServer], reason: str) -> None:
+    with pytest.raises(WireError, match=reason):
+        ask(tiny(), heard)
+
+
+def test_a_message_beyond_the_limit_is_not_read() -> None:
+    tiny = saying(bytes(NODE_RECEIVES_BYTES + 1))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        ask(tiny, heard)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_connection_that_is_cancelled_ends_at_the_server_too() -> None:
+    async def main() -> None:
+        tiny = TinyServer()
+        async with connected(tiny) as channel:
+            task = asyncio.create_task(heard(channel))
+            await tiny.hellos.get()
+            await asyncio.sleep(0.0)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            while tiny.connected:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+
+
+# Download
+
+
+@pytest.mark.parametrize("megabytes", [1, 5])
+def test_a_model_arrives_as_it_is(megabytes: int) -> None:
+    offer, tensors = large_model(megabytes)
+    tiny = sending(model=list(chunks(pieces(tensors))))
+    model = ask(tiny, lambda channel: exchange.download(channel, offer))
+    assert list(model) == ["w"]
+    assert model["w"].dtype == np.float32
+    np.testing.assert_array_equal(model["w"], tensors["w"])
+    assert not model["w"].flags.writeable
+
+
+def hostile_models() -> dict[str, list[Said]]:
+    _, tensors = large_model(3)
+    good = list(chunks(pieces(tensors)))
+    other = list(chunks(pieces({"w": -tensors["w"]})))
+    short = pb.Chunk(number=2, data=good[2].data[:-1], crc32=good[2].crc32)
+    damaged = pb.Chunk(number=0, data=good[0].data, crc32=good[0].crc32 ^ 1)
+    return {
+        "SHA-256": list(other),
+        "ended after": list(good[:2]),
+        "follows after all": [*good, pb.Chunk(number=3, data=b"x")],
+        "came in place": [good[1], good[0]],
+        "must have": [*good[:2], short],
+        "CRC-32": [damaged],
+        "no Chunk": [b"\xff\xff"],
+    }
+
+
+@pytest.mark.parametrize("reason", hostile_models())
+def test_what_is_not_the_declared_model_is_refused(reason: str) -> None:
+    offer, _ = large_model(3)
+    tiny = sending(model=hostile_models()[reason])
+    with pytest.raises(WireError, match=reason):
+        ask(tiny, lambda channel: exchange.download(channel, offer))
+
+
+def test_a_model_takes_no_more_memory_than_was_declared() -> None:
+    """A server that sends on and on is not listened to."""
+    offer = make_offer()[0]
+    tiny = sending(model=[chunk for _ in range(64) for chunk in make_offer()[1]])
+    with pytest.raises(WireError, match="follows after all"):
+        ask(tiny, lambda channel: exchange.download(channel, offer))
+
+
+# Upload
+
+
+def uploaded(answer: OneUser | PartialSum | Decline) -> tuple[pb.Answer, bytes, Receipt]:
+    async def main() -> tuple[pb.Answer, bytes, Receipt]:
+        tiny = TinyServer()
+        async with connected(tiny) as channel:
+            receipt = await exchange.upload(channel, ID, answer)
+        return *tiny.answers.get_nowait(), receipt
+
+    return asyncio.run(asyncio.wait_for(main(), PATIENCE))
+
+
+def test_one_users_tensors_arrive_bit_by_bit() -> None:
+    tensors = {name: tensor * np.float32(0.1) for name, tensor in PARAMETERS.items()}
+    tensors["1.bias"] = np.array([np.nan, -0.0, np.inf], np.float32)
+    header, data, receipt = uploaded(OneUser(0.25, tensors))
+    answer = decode_answer(header, Expected.of(make_offer()[0].clipping))
+    assert answer.id == ID
+    assert answer.content == RawUpdate(0.25, manifest_of(tensors))
+    assert data == b"".join(tensor.tobytes() for tensor in tensors.values())
+    assert hashlib.sha256(data).digest() == answer.content.tensors.sha256
+    assert receipt == Receipt(accepted=True)
+
+
+def test_a_sum_arrives_bit_by_bit_and_without_a_name() -> None:
+    total = np.linspace(-1.0, 1.0, 15)
+    header, data, _ = uploaded(PartialSum("not said", 2, total, 1.5))
+    answer = decode_answer(header, Expected.of(make_offer()[0].clipping))
+    assert answer.content == SummedUpdates(2, 1.5, manifest_of({"sum": total}))
+    assert data == total.tobytes()
+    assert b"not said" not in header.SerializeToString()
+
+
+def test_a_decline_says_why() -> None:
+    header, data, _ = uploaded(Decline("too little noise"))
+    assert header.decline.reason == "too little noise"
+    assert data == b""
+
+
+def test_a_large_update_is_cut_into_chunks_as_it_is_sent() -> None:
+    tensors = {"w": np.zeros((48, 250, 1000), np.float32)}
+    size, most = tensors["w"].nbytes, 8 * CHUNK_BYTES
+
+    async def main() -> tuple[int, int]:
+        tiny = TinyServer()
+        tiny.keeps = False
+        async with connected(tiny) as channel:
+            tracemalloc.start()
+            try:
+                await exchange.upload(channel, ID, OneUser(1.0, tensors))
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+        return tiny.received, peak
+
+    received, peak = asyncio.run(asyncio.wait_for(main(), PATIENCE))
+    assert received == size
+    assert peak < most
+
+
+def test_a_server_may_refuse_before_it_has_heard_all() -> None:
+    refusal = Receipt(accepted=False, reason="the round is over")
+    tiny = sending(receipts=[said(refusal)])
+    tiny.listens = False
+    tensors = {"w": np.zeros((20, 250, 1000), np.float32)}
+    receipt = ask(tiny, lambda channel: exchange.upload(channel, ID, OneUser(1.0, tensors)))
+    assert receipt == refusal
+
+
+@pytest.mark.parametrize("receipt", [b"\xff\xff", pb.Receipt(reason="x" * 2000)])
+def test_a_receipt_that_is_none_is_refused(receipt: Said) -> None:
+    tiny = sending(receipts=[receipt])
+    with pytest.raises(WireError, match=r"Receipt|receipt|reason"):
+        ask(tiny, lambda channel: exchange.upload(channel, ID, Decline("no")))
+
+
+def test_a_call_that_fails_says_how() -> None:
+    tiny = sending(receipts=[(grpc.StatusCode.UNAVAILABLE, "later")])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        ask(tiny, lambda channel: exchange.upload(channel, ID, Decline("no")))
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.UNAVAILABLE, "later")
+
+
+# FetchLedger
+
+
+@pytest.mark.parametrize("size", [0, 5, 3 * CHUNK_BYTES + 17])
+def test_a_ledger_arrives_line_by_line(size: int) -> None:
+    data = (b'{"a": 1}\n' * (size // 9 + 1))[:size]
+    tiny = sending(ledger=ledger_parts(data))
+    lines = list(ask(tiny, exchange.fetch_ledger))
+    assert "".join(lines).encode() == data
+    assert all(line.endswith("\n") for line in lines[:-1])
+    assert all(line.count("\n") <= 1 for line in lines)
+
+
+def test_bytes_that_are_no_text_reach_whoever_reads_the_lines() -> None:
+    data = bytes(range(256)) + b"\r\n\r" + "ä\u2028\n".encode()
+    tiny = sending(ledger=ledger_parts(data))
+    text = "".join(ask(tiny, exchange.fetch_ledger))
+    assert text.encode("ascii", "surrogateescape") == data
+
+
+def declared(size: int) -> pb.LedgerPart:
+    return pb.LedgerPart(content=encode_content(Content(size, bytes(32))))
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ([], "how long its ledger is"),
+        (ledger_parts(b"x")[1:], "how long its ledger is"),
+        ([declared(exchange.LARGEST_LEDGER + 1)], "may have at most"),
+        ([declared(2**64 - 1)], "may have at most"),
+        ([declared(9)], "ended after 0 of 9"),
+        ([declared(1), ledger_parts(b"x")[1]], "SHA-256"),
+        ([*ledger_parts(b"xy"), ledger_parts(b"z")[1]], "follows after all"),
+        ([ledger_parts(b"xy")[0], pb.LedgerPart()], "has 0 bytes"),
+        ([b"\xff"], "no LedgerPart"),
+    ],
+)
+def test_what_is_not_the_declared_ledger_is_refused(parts: list[Said], reason: str) -> None:
+    with pytest.raises(WireError, match=reason):
+        ask(sending(ledger=parts), exchange.fetch_ledger)
+
+
+# GetStatus
+
+
+def test_a_status_arrives_as_it_is() -> None:
+    assert ask(sending(status=said(STATUS)), exchange.status) == STATUS
+
+
+@pytest.mark.parametrize("status", [b"\xff", pb.Status(), pb.Status(run="r", state="odd")])
+def test_a_status_that_is_none_is_refused(status: Said) -> None:
+    with pytest.raises(WireError, match=r"Status|status"):
+        ask(sending(status=status), exchange.status)
+
+
+# All of them
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.binary(max_size=60), min_size=1, max_size=4))
+def test_whatever_a_server_sends_is_a_value_or_a_wire_error(data: list[bytes]) -> None:
+    async def main() -> None:
+        tiny = saying(*data, None, welcome=False)
+        tiny.model, tiny.ledger, tiny.status = list(data), list(data), data[0]
+        tiny.receipts = [data[0]]
+        offer = make_offer()[0]
+        async with connected(tiny) as channel:
+            for call in (
+                lambda: heard(channel),
+                lambda: exchange.download(channel, offer),
+                lambda: exchange.fetch_ledger(channel),
+                lambda: exchange.status(channel),
+                lambda: exchange.upload(channel, ID, Decline("no")),
+            ):
+                with suppress(WireError):
+                    await call()
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))

@@ -1,0 +1,223 @@
+"""A whole node, with a real training process: rounds over TLS, and how it begins and ends."""
+
+import asyncio
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+from fedpriv.clients import joining
+from fedpriv.clients.backoff import Backoff
+from fedpriv.clients.joining import Joining, take_part
+from fedpriv.clients.users import load_users
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.federated.aggregate import add_up
+from fedpriv.tasks import build_task
+from fedpriv.wire import Expected, decode_answer, digest_of
+from tests.clients.tiny_server import (
+    NODE,
+    PARAMETERS,
+    PATIENCE,
+    TASK,
+    TinyServer,
+    make_certificates,
+    make_offer,
+    serving,
+)
+
+QUICK = Backoff(0.01, 0.05)
+# Joins as the command does, says on stdout what it has loaded, and ends as `join` does.
+COMMAND = """
+import logging, sys
+from pathlib import Path
+from fedpriv.clients.joining import Joining, join
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+server, users, certificates, state = sys.argv[1:]
+join(Joining(server, users, Path(certificates), state=Path(state), device="cpu"))
+print(sorted({"torch", "flwr"} & set(sys.modules)))
+"""
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[grpc.ServerCredentials, Path]:
+    return make_certificates(tmp_path_factory.mktemp("certs"))
+
+
+def write_users(folder: Path, ids: list[str]) -> Path:
+    rng = np.random.default_rng(5)
+    folder.mkdir()
+    for number, name in enumerate(ids, 3):
+        x = rng.standard_normal((number, 4)).astype(np.float32)
+        np.savez(folder / f"{name}.npz", x=x, y=rng.integers(0, 3, number))
+    return folder
+
+
+def in_process(users: Path, positions: list[int]) -> InProcessTransport:
+    task = build_task(TASK.model, TASK.options, TASK.seed, TASK.loss)
+    store = load_users(str(users))
+    order = np.argsort([store.id_of(user) for user in range(store.population)])
+    hosted = np.empty(len(positions), np.int64)
+    hosted[order] = positions
+    return InProcessTransport(task, store, torch.device("cpu"), 10**6, hosted)
+
+
+def expected_sum(users: Path, positions: list[int]) -> np.ndarray:
+    """What the engine of this process makes of the round that is offered."""
+    offer, _ = make_offer(users=np.array(positions))
+    partials = in_process(users, positions).collect(offer.request(PARAMETERS))
+    return add_up(partials, offer.clipping, len(positions)).total
+
+
+def test_a_silo_sends_the_sum_that_the_engine_computes(
+    tmp_path: Path, certificates: tuple[grpc.ServerCredentials, Path]
+) -> None:
+    credentials, folder = certificates
+    users, positions = write_users(tmp_path / "users", ["u2", "u10"]), [3, 70]
+
+    async def main() -> TinyServer:
+        tiny = TinyServer(positions)
+        async with serving(tiny, credentials) as port:
+            node = Joining(
+                f"localhost:{port}", str(users), folder, state=tmp_path / "state", device="cpu",
+                once=True,
+            )  # fmt: skip
+            task = asyncio.create_task(take_part(node))
+            await tiny.offer(users=np.array(positions))
+            received = asyncio.create_task(tiny.answers.get())
+            await asyncio.wait([task, received], return_when=asyncio.FIRST_COMPLETED)
+            header, data = await received
+            await tiny.script.put(None)
+            await task
+        answer = decode_answer(header, Expected.of(make_offer()[0].clipping))
+        assert (answer.content.users, answer.content.weight) == (2, 2.0)
+        np.testing.assert_allclose(
+            np.frombuffer(data, "<f8"), expected_sum(users, positions), atol=1e-7
+        )
+        return tiny
+
+    tiny = asyncio.run(asyncio.wait_for(main(), PATIENCE))
+    hello = tiny.hellos.get_nowait()
+    assert (hello.node, hello.users_sha256) == (NODE, digest_of(["u10", "u2"]))
+    assert tiny.names == {NODE}
+
+
+@asynccontextmanager
+async def process(*arguments: object) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A node as a process of its own, which does not outlive the block."""
+    started = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", COMMAND, *map(str, arguments),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield started
+    finally:
+        if started.returncode is None:
+            started.kill()
+        await started.wait()
+
+
+def children_of(parent: int) -> list[int]:
+    listed = Path(f"/proc/{parent}/task/{parent}/children").read_text(encoding="ascii")
+    return [int(child) for child in listed.split()]
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process, which has not ended; nobody may have asked how it ended."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_a_node_of_one_user_sends_its_update_and_stops_when_it_is_told(
+    tmp_path: Path, certificates: tuple[grpc.ServerCredentials, Path]
+) -> None:
+    credentials, folder = certificates
+    users = write_users(tmp_path / "users", ["alone"])
+
+    async def main() -> None:
+        tiny = TinyServer()
+        async with (
+            serving(tiny, credentials) as port,
+            process(f"127.0.0.1:{port}", users, folder, tmp_path / "state") as node,
+        ):
+            await tiny.offer()
+            received, ended = map(asyncio.ensure_future, (tiny.answers.get(), node.communicate()))
+            await asyncio.wait([received, ended], return_when=asyncio.FIRST_COMPLETED)
+            assert not ended.done(), (await ended)[1].decode()
+            header, data = await received
+            workers = children_of(node.pid)
+            assert workers
+            node.send_signal(signal.SIGTERM)
+            out, err = await ended
+        assert node.returncode == 0, err.decode()
+        assert out.decode() == "[]\n"
+        assert "stopped" in err.decode()
+        assert "alone" not in err.decode()
+        while any(map(runs, workers)):
+            await asyncio.sleep(0.01)
+        clipping = make_offer()[0].clipping
+        answer = decode_answer(header, Expected.of(clipping))
+        tensors = answer.content.tensors.layout.unflatten(np.frombuffer(data, "<f4"))
+        contribution = clipping.contribution(tensors, answer.content.weight)
+        np.testing.assert_allclose(contribution, expected_sum(users, [3]), atol=1e-7)
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+
+
+def test_users_that_cannot_be_loaded_end_it_at_once(tmp_path: Path) -> None:
+    node = Joining("127.0.0.1:9", str(tmp_path / "none"), node="n", state=tmp_path, device="cpu")
+    with pytest.raises(DataError, match="do not exist"):
+        asyncio.run(asyncio.wait_for(take_part(node), PATIENCE))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"node": None}, "exactly one of both must be given"),
+        ({"server": "nonsense"}, "must be HOST:PORT"),
+        ({"server": "192.0.2.1:7443"}, "another machine perhaps"),
+        ({"consent": Path("/nowhere/consent.toml")}, "cannot be read"),
+        ({"state": Path("/dev/null/state")}, "cannot be made"),
+        ({"memory_mebibytes": 0}, "memory_mebibytes is 0"),
+    ],
+)
+def test_settings_are_checked_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], reason: str
+) -> None:
+    monkeypatch.setattr(joining, "Worker", None)
+    fields = {"server": "127.0.0.1:9", "users": "unused", "node": "n", "state": tmp_path}
+    with pytest.raises(InvalidValueError, match=reason):
+        asyncio.run(take_part(Joining(**{**fields, **changes})))
+
+
+@pytest.mark.parametrize("xdg", [True, False])
+def test_a_node_remembers_in_a_folder_of_its_own_that_nobody_else_can_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, xdg: bool
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg") if xdg else "")
+    monkeypatch.setattr(joining, "Worker", None)
+    node = Joining("127.0.0.1:9", "unused", node="ä %", device="cpu")
+    with pytest.raises(AttributeError):
+        asyncio.run(take_part(node))
+    base = tmp_path / ("xdg" if xdg else ".local/state")
+    folder = base / "fedpriv" / "%C3%A4 %25"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "diary.sqlite").stat().st_mode) == 0o600
+
+
+def test_importing_it_loads_no_torch() -> None:
+    check = "import sys, fedpriv.clients.joining; print({'torch', 'flwr'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

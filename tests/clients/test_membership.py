@@ -1,0 +1,715 @@
+"""What a node does at a server, whatever the server does; who trains is played by the test."""
+
+import asyncio
+import io
+import logging
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from fedpriv.accounting.charge import ProposedCharge
+from fedpriv.accounting.events import Randomness, poisson_gaussian
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.clients import joining
+from fedpriv.clients.backoff import Backoff
+from fedpriv.clients.joining import Joining, take_part
+from fedpriv.clients.messages import OneUser, Source, Trained
+from fedpriv.errors import AuditError, InvalidValueError, ModelError, WireError
+from fedpriv.federated.transport import RoundRequest
+from fedpriv.wire import Receipt, RoundId, TaskDescription, Welcome, encode_round_id
+from fedpriv.wire import federation_pb2 as pb
+from tests.clients.tiny_server import (
+    PARAMETERS,
+    PATIENCE,
+    PRICE,
+    TASK,
+    Said,
+    TinyServer,
+    ledger_parts,
+    make_offer,
+    said,
+    serving,
+)
+
+QUICK = Backoff(0.01, 0.05)
+SECRET = "the data of a user"
+
+
+@dataclass
+class Player:
+    """Stands in for a node's worker.
+
+    Attributes:
+        answer: what training gives, or the error that it raises.
+        go: training waits for it.
+        prepared: welcomes.
+        asked: requests to train, as they come.
+        seconds: how long each may take.
+        abandoned: rounds whose training was cancelled.
+        closed: whether it was closed.
+    """
+
+    answer: Trained | Exception | None = field(default_factory=lambda: OneUser(1.0, PARAMETERS))
+    users: int = 1
+    users_sha256: bytes = bytes(32)
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    prepared: list[Welcome] = field(default_factory=list)
+    asked: asyncio.Queue[RoundRequest] = field(default_factory=asyncio.Queue)
+    seconds: list[float] = field(default_factory=list)
+    abandoned: list[int] = field(default_factory=list)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.go.set()
+
+    async def start(self, _: Source) -> "Player":
+        return self
+
+    async def prepare(self, welcome: Welcome) -> None:
+        self.prepared.append(welcome)
+        if isinstance(self.answer, ModelError):
+            raise self.answer
+
+    async def train(self, request: RoundRequest, seconds: float) -> Trained | None:
+        self.seconds.append(seconds)
+        await self.asked.put(request)
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.abandoned.append(request.round)
+            raise
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A server, a node's worker, and where the node keeps its things."""
+
+    tiny: TinyServer
+    player: Player
+    folder: Path
+
+    @asynccontextmanager
+    async def joined(self, port: int, **changes: object) -> AsyncIterator[asyncio.Task[None]]:
+        """A node that takes part until the block is left."""
+        node = Joining(
+            f"127.0.0.1:{port}", "played", node="n", state=self.folder, once=True, backoff=QUICK
+        )
+        task = asyncio.create_task(take_part(replace(node, **changes)))
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    def consent(self, text: str) -> Path:
+        path = self.folder / "consent.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def recorded(self) -> list[tuple[int, int]]:
+        """Rounds and attempts in the diary."""
+        with sqlite3.connect(self.folder / "diary.sqlite") as diary:
+            found = diary.execute("SELECT round, attempt FROM taken_part").fetchall()
+        diary.close()
+        return found
+
+
+async def happens(condition: Callable[[], bool]) -> None:
+    """Wait until it does; the scene has a limit of time."""
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+Act = Callable[[Scene], Coroutine[None, None, None]]
+
+
+@pytest.fixture
+def play(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Callable[[Act], None]:
+    """Runs a scene on an event loop of its own, within a limit of time."""
+    caplog.set_level(logging.INFO)
+
+    def run(act: Act) -> None:
+        async def main() -> None:
+            scene = Scene(TinyServer(), Player(), tmp_path)
+            monkeypatch.setattr(joining, "Worker", scene.player)
+            async with asyncio.timeout(PATIENCE):
+                await act(scene)
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_a_round_is_answered_and_the_end_of_the_run_is_the_end(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny, player = scene.tiny, scene.player
+        async with serving(tiny) as port, scene.joined(port) as task:
+            offer = await tiny.offer(4)
+            request = await player.asked.get()
+            header, data = await tiny.answers.get()
+            await happens(lambda: "round 4 of run 'run': answered after" in caplog.text)
+            await tiny.script.put(None)
+            await task
+        hello = tiny.hellos.get_nowait()
+        assert (hello.node, hello.users_sha256) == ("n", player.users_sha256)
+        assert (request.run, request.round, request.attempt) == ("run", 4, 0)
+        np.testing.assert_array_equal(request.parameters["1.weight"], PARAMETERS["1.weight"])
+        assert header.id == encode_round_id(offer.id)
+        assert header.update.weight == 1.0
+        assert data == b"".join(tensor.tobytes() for tensor in PARAMETERS.values())
+        assert 0.0 < player.seconds[0] < offer.seconds
+        assert scene.recorded() == [(4, 0)]
+        assert player.closed
+
+    play(act)
+    assert "connected as n to 127.0.0.1:" in caplog.text
+    assert ", with 1 of the 100 users of the population" in caplog.text
+
+
+def test_what_the_node_does_not_consent_to_is_declined_before_anybody_trains(
+    play: Callable[[Act], None],
+) -> None:
+    async def act(scene: Scene) -> None:
+        consent = scene.consent("least_noise_multiplier = 1.5")
+        async with serving(scene.tiny) as port, scene.joined(port, consent=consent):
+            await scene.tiny.offer()
+            header, data = await scene.tiny.answers.get()
+            noisy = replace(PRICE, noise_multiplier=2.0)
+            await scene.tiny.offer(1, price=noisy)
+            second, _ = await scene.tiny.answers.get()
+        assert "consents to at least 1.5" in header.decline.reason
+        assert data == b""
+        assert second.HasField("update")
+        assert scene.player.asked.qsize() == 1
+        assert scene.recorded() == [(1, 0)]
+
+    play(act)
+
+
+def test_the_rounds_of_a_day_are_counted(play: Callable[[Act], None]) -> None:
+    async def act(scene: Scene) -> None:
+        consent = scene.consent("most_rounds_per_day = 2")
+        async with serving(scene.tiny) as port, scene.joined(port, consent=consent):
+            kinds = []
+            for number in range(3):
+                await scene.tiny.offer(number)
+                kinds.append((await scene.tiny.answers.get())[0].WhichOneof("what"))
+        assert kinds == ["update", "update", "decline"]
+
+    play(act)
+
+
+def test_an_offer_of_another_population_is_declined(play: Callable[[Act], None]) -> None:
+    async def act(scene: Scene) -> None:
+        async with serving(scene.tiny) as port, scene.joined(port):
+            await scene.tiny.offer(price=replace(PRICE, population=99))
+            header, _ = await scene.tiny.answers.get()
+        assert "population of 99" in header.decline.reason
+
+    play(act)
+
+
+def test_a_diary_that_cannot_be_written_stops_nobody_but_the_training(
+    play: Callable[[Act], None],
+) -> None:
+    async def act(scene: Scene) -> None:
+        async with serving(scene.tiny) as port, scene.joined(port) as task:
+            await scene.tiny.hellos.get()
+            with sqlite3.connect(scene.folder / "diary.sqlite") as diary:
+                diary.execute("DROP TABLE taken_part")
+            diary.close()
+            await scene.tiny.offer()
+            header, _ = await scene.tiny.answers.get()
+            assert not task.done()
+        assert "cannot check the offer, or not write it down" in header.decline.reason
+        assert scene.player.asked.empty()
+
+    play(act)
+
+
+def test_the_newest_offer_wins(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny, player = scene.tiny, scene.player
+        player.go.clear()
+        async with serving(tiny) as port, scene.joined(port):
+            await tiny.offer(0)
+            assert (await player.asked.get()).round == 0
+            await tiny.offer(1)
+            assert (await player.asked.get()).round == 1
+            assert player.abandoned == [0]
+            player.go.set()
+            header, _ = await tiny.answers.get()
+        assert header.id.round == 1
+        assert tiny.answers.empty()
+
+    play(act)
+    assert "round 0 of run 'run': left unfinished" in caplog.text
+
+
+def test_the_same_offer_again_does_not_begin_anew(play: Callable[[Act], None]) -> None:
+    async def act(scene: Scene) -> None:
+        tiny, player = scene.tiny, scene.player
+        player.go.clear()
+        async with serving(tiny) as port, scene.joined(port):
+            await tiny.offer(0)
+            await player.asked.get()
+            await tiny.offer(0)
+            await tiny.script.put((grpc.StatusCode.UNAVAILABLE, "later"))
+            await tiny.hellos.get()
+            await tiny.hellos.get()
+            player.go.set()
+            await tiny.answers.get()
+        assert (player.abandoned, player.asked.qsize(), len(player.prepared)) == ([], 0, 1)
+
+    play(act)
+
+
+def test_work_goes_on_while_the_server_is_away(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It dies while a node trains, and comes back on the same port."""
+
+    async def act(scene: Scene) -> None:
+        tiny, player = scene.tiny, scene.player
+        player.go.clear()
+        other = TinyServer()
+        async with AsyncExitStack() as node:
+            async with serving(tiny) as port:
+                task = await node.enter_async_context(scene.joined(port))
+                await tiny.offer(0)
+                await player.asked.get()
+            player.go.set()
+            await happens(lambda: task.done() or "tried again" in caplog.text)
+            async with serving(other, port=port):
+                header, _ = await other.answers.get()
+                assert header.id.round == 0
+                await other.hellos.get()
+                await other.offer(1)
+                header, _ = await other.answers.get()
+                assert header.id.round == 1
+                await other.script.put(None)
+                await task
+        assert player.abandoned == []
+        assert len(player.prepared) == 1
+
+    play(act)
+
+
+def test_without_once_a_node_comes_back_after_the_end_of_a_run(
+    play: Callable[[Act], None],
+) -> None:
+    async def act(scene: Scene) -> None:
+        async with serving(scene.tiny) as port, scene.joined(port, once=False) as task:
+            for _ in range(3):
+                await scene.tiny.hellos.get()
+                await scene.tiny.script.put(None)
+            assert not task.done()
+        assert len(scene.player.prepared) == 1
+
+    play(act)
+
+
+def test_another_task_is_prepared_and_ends_what_was_done_for_the_last(
+    play: Callable[[Act], None],
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny, player = scene.tiny, scene.player
+        player.go.clear()
+        async with serving(tiny) as port, scene.joined(port):
+            await tiny.offer(0)
+            await player.asked.get()
+            tiny.welcome = TinyServer(task=replace(TASK, seed=1)).welcome
+            await tiny.script.put((grpc.StatusCode.UNAVAILABLE, "later"))
+            await happens(lambda: player.abandoned == [0])
+            player.go.set()
+            await tiny.offer(1)
+            header, _ = await tiny.answers.get()
+        assert [welcome.task.seed for welcome in player.prepared] == [0, 1]
+        assert header.id.round == 1
+
+    play(act)
+
+
+def test_an_answer_that_is_refused_is_no_failure(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        refusal = "round 0 of run 'run': the server refuses the answer: 'too late\\nfor this'"
+        tiny.receipts = [said(Receipt(accepted=False, reason="too late\nfor this"))]
+        async with serving(tiny) as port, scene.joined(port) as task:
+            await tiny.offer(0)
+            await happens(lambda: refusal in caplog.text)
+            await tiny.offer(1)
+            await happens(lambda: "round 1 of run 'run': answered" in caplog.text)
+            assert not task.done()
+
+    play(act)
+
+
+@pytest.mark.parametrize("answer", [None, RuntimeError(SECRET)])
+def test_training_that_fails_is_declined(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture, answer: Exception | None
+) -> None:
+    async def act(scene: Scene) -> None:
+        scene.player.answer = ModelError(SECRET) if answer else None
+        scene.player.prepare = lambda _: asyncio.sleep(0.0)  # type: ignore[method-assign]
+        async with serving(scene.tiny) as port, scene.joined(port):
+            await scene.tiny.offer()
+            header, _ = await scene.tiny.answers.get()
+        assert header.decline.reason == "training failed"
+
+    play(act)
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("what", ["chunk", "digest", "short", "long"])
+def test_a_model_that_is_not_the_declared_one_is_declined(
+    play: Callable[[Act], None], what: str
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        good = make_offer()[1]
+        models: dict[str, list[Said]] = {
+            "chunk": [b"\xff"],
+            "digest": [pb.Chunk(number=0, data=bytes(60), crc32=0x4A0B1B4F)],
+            "short": [],
+            "long": [*good, *good],
+        }
+        async with serving(tiny) as port, scene.joined(port):
+            offered, _ = make_offer()
+            tiny.model = models[what]
+            await tiny.script.put(said(offered))
+            header, _ = await tiny.answers.get()
+            await tiny.offer(1)
+            second, _ = await tiny.answers.get()
+        assert header.decline.reason == "the model did not arrive as it was declared"
+        assert second.HasField("update")
+
+    play(act)
+
+
+def test_lost_calls_are_repeated_until_the_answer_is_there(play: Callable[[Act], None]) -> None:
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        tiny.receipts = [
+            (grpc.StatusCode.UNAVAILABLE, "lost"),
+            (grpc.StatusCode.RESOURCE_EXHAUSTED, "busy"),
+        ]
+        async with serving(tiny) as port, scene.joined(port):
+            offered, model = make_offer()
+            tiny.model = [(grpc.StatusCode.UNAVAILABLE, "lost")]
+            await tiny.script.put(said(offered))
+            await happens(lambda: tiny.calls["Download"] >= 3)
+            tiny.model = model
+            header, _ = await tiny.answers.get()
+        assert header.HasField("update")
+        assert tiny.calls["Upload"] == 3
+
+    play(act)
+
+
+def test_nothing_is_sent_after_the_deadline(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny, player = scene.tiny, scene.player
+        passed = "round 0 of run 'run': not answered, its deadline has passed"
+        player.go.clear()
+        async with serving(tiny) as port, scene.joined(port):
+            await tiny.offer(0, seconds=0.3)
+            await happens(lambda: passed in caplog.text)
+            assert len(player.abandoned) == player.asked.qsize()
+            assert all(0.0 < seconds < 0.3 for seconds in player.seconds)
+            player.go.set()
+            await tiny.offer(1)
+            header, _ = await tiny.answers.get()
+        assert header.id.round == 1
+        assert tiny.calls["Upload"] == 1
+
+    play(act)
+
+
+def test_a_round_that_is_over_is_left(play: Callable[[Act], None]) -> None:
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        async with serving(tiny) as port, scene.joined(port):
+            offered, _ = make_offer()
+            tiny.model = [(grpc.StatusCode.FAILED_PRECONDITION, "the round is over")]
+            await tiny.script.put(said(offered))
+            await happens(lambda: tiny.calls["Download"] == 1)
+            await tiny.offer(1)
+            header, _ = await tiny.answers.get()
+        assert header.id.round == 1
+        assert scene.player.asked.qsize() == 1
+
+    play(act)
+
+
+# How a membership ends
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        ((grpc.StatusCode.UNAUTHENTICATED, "revoked"), r"refuses node 'n': 'revoked'"),
+        ((grpc.StatusCode.PERMISSION_DENIED, "no\nnode"), r"refuses node 'n': 'no\\nnode'"),
+        ((grpc.StatusCode.FAILED_PRECONDITION, "other users"), "refuses"),
+        ((grpc.StatusCode.INVALID_ARGUMENT, "a hello"), "refuses"),
+        ((grpc.StatusCode.ABORTED, "newer connection of the same node"), "another process speaks"),
+        (b"\xff\xff", "no FromServer"),
+        (pb.FromServer(offer=pb.Offer()), "not legal"),
+    ],
+)
+def test_a_server_that_refuses_for_good_or_talks_nonsense_is_left(
+    play: Callable[[Act], None], says: Said, reason: str
+) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.tiny.script.put(says)
+        async with serving(scene.tiny) as port, scene.joined(port) as task:
+            with pytest.raises(WireError, match=reason) as caught:
+                await task
+        assert "\n" not in str(caught.value)
+        assert scene.player.closed
+
+    play(act)
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "ABORTED", "INTERNAL"])
+def test_a_node_comes_back_after_other_failures(play: Callable[[Act], None], code: str) -> None:
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        for _ in range(3):
+            await tiny.script.put((grpc.StatusCode[code], "later"))
+        await tiny.script.put(None)
+        async with serving(tiny) as port, scene.joined(port) as task:
+            await task
+        assert tiny.calls["Connect"] == 4
+
+    play(act)
+
+
+def test_waits_grow_until_a_welcome(play: Callable[[Act], None]) -> None:
+    drawn: list[float] = []
+
+    def draw(low: float, high: float) -> float:
+        drawn.append(high)
+        return low
+
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        welcome, tiny.welcome = tiny.welcome, (grpc.StatusCode.UNAVAILABLE, "later")
+        async with serving(tiny) as port:
+            backoff = Backoff(1.0, 8.0, draw)
+            async with scene.joined(port, backoff=backoff) as task:
+                await happens(lambda: tiny.calls["Connect"] >= 6)
+                tiny.welcome = welcome
+                await tiny.script.put((grpc.StatusCode.UNAVAILABLE, "later"))
+                await tiny.script.put(None)
+                await task
+
+    play(act)
+    assert drawn[:5] == [2.0, 4.0, 8.0, 8.0, 8.0]
+    assert drawn[-1] == 1.0
+
+
+def test_code_that_the_server_names_is_run_only_if_it_is_trusted(
+    play: Callable[[Act], None],
+) -> None:
+    task = TaskDescription("models:mine", {}, 0, "losses:mine", ("metrics:mine",))
+
+    async def act(scene: Scene) -> None:
+        scene.tiny.welcome = TinyServer(task=task).welcome
+        async with serving(scene.tiny) as port:
+            trusted = ("models:mine", "losses:mine", "metrics:mine")
+            for missing in trusted:
+                others = tuple(path for path in trusted if path != missing)
+                async with scene.joined(port, trusted=others) as taking_part:
+                    with pytest.raises(InvalidValueError, match=f"--trust '{missing}' allows it"):
+                        await taking_part
+            assert scene.player.prepared == []
+            await happens(lambda: not scene.tiny.connected)
+            await scene.tiny.script.put(None)
+            async with scene.joined(port, trusted=trusted) as taking_part:
+                await taking_part
+            assert [welcome.task for welcome in scene.player.prepared] == [task]
+
+    play(act)
+
+
+def test_a_task_that_cannot_be_built_is_the_end(play: Callable[[Act], None]) -> None:
+    async def act(scene: Scene) -> None:
+        scene.player.answer = ModelError("no such model")
+        async with serving(scene.tiny) as port, scene.joined(port) as task:
+            with pytest.raises(ModelError, match="no such model"):
+                await task
+        assert scene.player.closed
+
+    play(act)
+
+
+# The ledger
+
+EVENT = poisson_gaussian(0.5, 1.0, population=100)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
+    with Ledger.create(tmp_path / "ledger.sqlite", "people") as opened:
+        yield opened
+
+
+def charge(ledger: Ledger, number: int) -> None:
+    ledger.charge(ProposedCharge("run", number, 0, Randomness.SEEDED, EVENT, "0" * 64))
+
+
+def exported(ledger: Ledger) -> list[Said]:
+    stream = io.StringIO()
+    ledger.export(stream)
+    return ledger_parts(stream.getvalue().encode())
+
+
+HONEST = replace(PRICE, epsilon_after=1e6)
+
+
+def test_a_ledger_is_read_before_and_after_taking_part(
+    play: Callable[[Act], None], ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        tiny.ledger = exported(ledger)
+        async with serving(tiny) as port, scene.joined(port, verify_ledger=True) as task:
+            for number in range(2):
+                await tiny.offer(number, price=HONEST)
+                header, _ = await tiny.answers.get()
+                assert header.HasField("update")
+                charge(ledger, number)
+                tiny.ledger = exported(ledger)
+            await tiny.script.put(None)
+            await task
+
+    play(act)
+    assert "after this round ε would be" in caplog.text
+    assert "the ledger holds 2 charges: ε = " in caplog.text
+
+
+def test_a_total_epsilon_is_held_to_the_nodes_own_reading(
+    play: Callable[[Act], None], ledger: Ledger
+) -> None:
+    """The server says 10⁶, but one round costs less than 20 at this δ."""
+
+    async def act(scene: Scene) -> None:
+        tiny, consent = scene.tiny, scene.consent("total_epsilon = 20.0\ndelta = 1e-5")
+        tiny.ledger = exported(ledger)
+        async with serving(tiny) as port:
+            async with scene.joined(port, consent=consent, verify_ledger=True):
+                await tiny.offer(0, price=HONEST)
+                read, _ = await tiny.answers.get()
+            async with scene.joined(port, consent=consent):
+                await tiny.offer(1, price=HONEST)
+                unread, _ = await tiny.answers.get()
+        assert read.HasField("update")
+        assert "consents to at most 20" in unread.decline.reason
+
+    play(act)
+
+
+@pytest.mark.parametrize("ledger_sent", ["another", "garbage", "nothing", "uncharged"])
+def test_a_ledger_that_cannot_be_believed_is_declined_until_it_can(
+    play: Callable[[Act], None], ledger: Ledger, tmp_path: Path, ledger_sent: str
+) -> None:
+    with Ledger.create(tmp_path / "another.sqlite", "people") as another:
+        swapped = exported(another)
+
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        tiny.ledger = exported(ledger)
+        bad: dict[str, list[Said]] = {
+            "another": swapped,
+            "garbage": ledger_parts(b"\x00\xff\n"),
+            "nothing": [],
+            "uncharged": tiny.ledger,
+        }
+        async with serving(tiny) as port, scene.joined(port, verify_ledger=True) as task:
+            kinds = []
+            for number in range(4):
+                await tiny.offer(number, price=HONEST)
+                kinds.append((await tiny.answers.get())[0])
+                charge(ledger, number)
+                tiny.ledger = bad[ledger_sent] if number < 2 else exported(ledger)
+            assert not task.done()
+        assert [kind.WhichOneof("what") for kind in kinds] == [
+            "update", "decline", "decline", "update"
+        ]  # fmt: skip
+        assert kinds[1].decline.reason == "the ledger cannot be believed"
+
+    play(act)
+
+
+def test_a_ledger_that_cannot_be_believed_at_the_end_is_an_error_of_once(
+    play: Callable[[Act], None], ledger: Ledger, tmp_path: Path
+) -> None:
+    with Ledger.create(tmp_path / "another.sqlite", "people") as another:
+        swapped = exported(another)
+
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        tiny.ledger = exported(ledger)
+        async with serving(tiny) as port, scene.joined(port, verify_ledger=True) as task:
+            await tiny.offer(0, price=HONEST)
+            await tiny.answers.get()
+            tiny.ledger = swapped
+            await tiny.script.put(None)
+            with pytest.raises(AuditError, match="had the ledger"):
+                await task
+
+    play(act)
+
+
+def test_a_second_release_on_one_charge_finds_nobody_to_train(
+    play: Callable[[Act], None], ledger: Ledger
+) -> None:
+    async def act(scene: Scene) -> None:
+        charge(ledger, 0)
+        scene.tiny.ledger = exported(ledger)
+        async with serving(scene.tiny) as port, scene.joined(port, verify_ledger=True):
+            await scene.tiny.offer(0, price=HONEST)
+            header, _ = await scene.tiny.answers.get()
+        assert "charged already" in header.decline.reason
+        assert scene.player.asked.empty()
+
+    play(act)
+
+
+def test_no_run_has_so_long_a_name_that_an_objection_cannot_be_said(
+    play: Callable[[Act], None], ledger: Ledger
+) -> None:
+    run = "x" * 1024
+
+    async def act(scene: Scene) -> None:
+        ledger.charge(ProposedCharge(run, 0, 0, Randomness.SEEDED, EVENT, "0" * 64))
+        scene.tiny.ledger = exported(ledger)
+        async with serving(scene.tiny) as port, scene.joined(port, verify_ledger=True):
+            await scene.tiny.offer(0, price=HONEST, id=RoundId(run, 0, 0))
+            header, _ = await scene.tiny.answers.get()
+        assert header.HasField("decline")
+
+    play(act)

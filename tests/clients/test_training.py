@@ -1,0 +1,161 @@
+"""What the training process computes, in this process: it is what the engine computes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedpriv.clients.messages import OneUser, Source
+from fedpriv.clients.training import Host, Trainer
+from fedpriv.engine.task import Task
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.errors import DataError, InvalidValueError, ModelError
+from fedpriv.federated.aggregate import add_up
+from fedpriv.federated.transport import PartialSum, RoundRequest
+from fedpriv.privacy.metrics import Metric
+from fedpriv.tasks import build_task
+from fedpriv.wire import TaskDescription, digest_of
+from tests.clients import hostile
+from tests.clients.people import (
+    GOOD,
+    IDS,
+    ORDER,
+    PARAMETERS,
+    POSITIONS,
+    TASK,
+    request_to,
+    source_of,
+    welcome,
+)
+
+
+def task_of() -> Task:
+    return build_task(TASK.model, TASK.options, TASK.seed, TASK.loss)
+
+
+def trainer_of(function: str, names: Sequence[str] = IDS) -> Trainer:
+    return Host.of(source_of(function)).trainer(welcome(names=names))
+
+
+def in_process(request: RoundRequest) -> InProcessTransport:
+    """Over the whole population, each user at its position."""
+    users = hostile.users()
+    hosted = np.array([POSITIONS[ORDER.index(name)] for name in IDS])
+    return InProcessTransport(task_of(), users, torch.device("cpu"), 10**6, hosted)
+
+
+def test_loaded_says_how_many_users_there_are_and_which() -> None:
+    loaded = Host.of(source_of("users")).loaded
+    assert loaded.users == len(IDS)
+    assert loaded.users_sha256 == digest_of(IDS)
+
+
+def test_a_sum_is_that_of_the_engine() -> None:
+    request = request_to(GOOD)
+    answer = trainer_of("users").answer(request)
+    assert isinstance(answer, PartialSum)
+    expected = add_up(in_process(request).collect(request), request.clipping, 4)
+    assert (answer.node, answer.users) == ("", 4)
+    assert answer.weight == pytest.approx(expected.weight)
+    np.testing.assert_allclose(answer.total, expected.total, rtol=1e-12)
+
+
+def test_a_user_that_raises_counts_as_zero() -> None:
+    with_one, without = (
+        trainer_of("users").answer(request_to(names)) for names in (["u8", "u5"], ["u8"])
+    )
+    assert isinstance(with_one, PartialSum)
+    assert isinstance(without, PartialSum)
+    assert with_one.users == without.users == 1
+    np.testing.assert_allclose(with_one.total, without.total, rtol=1e-6)
+
+
+def test_users_that_are_not_hosted_are_ignored() -> None:
+    request = request_to(["u8"])
+    more = replace(request, users=np.union1d(request.users, [1, 98]))
+    answers = [trainer_of("users").answer(one) for one in (request, more)]
+    assert [one.users for one in answers if isinstance(one, PartialSum)] == [1, 1]
+    np.testing.assert_array_equal(*(one.total for one in answers if isinstance(one, PartialSum)))
+
+
+def test_one_user_sends_raw_tensors() -> None:
+    trainer, request = trainer_of("one_good_user", ["u8"]), request_to(["u8"])
+    answer = trainer.answer(request)
+    assert isinstance(answer, OneUser)
+    assert list(answer.tensors) == list(request.clipping.layout.names)
+    expected = add_up(in_process(request).collect(request), request.clipping, 1)
+    assert answer.weight == expected.weight
+    contribution = request.clipping.contribution(answer.tensors, answer.weight)
+    np.testing.assert_allclose(contribution, expected.total, rtol=1e-12)
+
+
+def test_one_user_that_raises_or_is_not_asked_sends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = trainer_of("one_user_that_raises", ["u5"])
+    assert trainer.answer(request_to(["u5"])) is None
+    assert trainer.answer(request_to(GOOD)) is None
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({}, r"\['1.bias', '1.weight'\]"),
+        ({"1.weight": np.zeros((3, 4), np.float32)}, r"\['1.bias'\]"),
+        ({**PARAMETERS, "2.bias": np.zeros(1, np.float32)}, r"\['2.bias'\]"),
+        ({**PARAMETERS, "1.bias": np.zeros(1, np.float32)}, r"\['1.bias'\]"),
+    ],
+)
+def test_the_model_of_another_task_is_refused(
+    parameters: dict[str, np.ndarray], words: str
+) -> None:
+    request = replace(request_to(["u8"]), parameters=parameters)
+    with pytest.raises(InvalidValueError, match=words):
+        trainer_of("users").answer(request)
+
+
+def test_statistics_of_another_task_are_refused() -> None:
+    request = replace(request_to(["u8"]), statistics={"bn.mean": np.zeros(1, np.float32)})
+    with pytest.raises(InvalidValueError, match="running statistics"):
+        trainer_of("users").answer(request)
+
+
+def test_an_unknown_metric_is_refused_for_one_user_too() -> None:
+    request = replace(request_to(["u8"]), metrics=(Metric("shoe size"),))
+    for trainer in (trainer_of("users"), trainer_of("one_good_user", ["u8"])):
+        with pytest.raises(InvalidValueError, match="shoe size"):
+            trainer.answer(request)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (replace(TASK, model="no such"), "unknown model"),
+        (replace(TASK, options={"width": 3}), "no option"),
+        (replace(TASK, options={"features": "many"}), "cannot be built: TypeError"),
+        (replace(TASK, options={"features": 5}), "cannot be evaluated on the data"),
+        (replace(TASK, loss="no such"), "unknown loss"),
+    ],
+)
+def test_a_task_that_cannot_train_is_refused(task: TaskDescription, words: str) -> None:
+    host = Host.of(source_of("users"))
+    with pytest.raises(ModelError, match=words):
+        host.trainer(welcome(task))
+
+
+def test_other_users_than_enrolled_are_refused() -> None:
+    with pytest.raises(InvalidValueError, match="8 positions for 9 users"):
+        trainer_of("users", IDS[1:])
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="device is 'abacus'"):
+        Host.of(Source("tests.clients.hostile:users", "abacus"))
+
+
+def test_users_that_cannot_be_loaded_are_refused() -> None:
+    with pytest.raises(DataError, match="raised KeyError"):
+        Host.of(source_of("loader_that_raises"))

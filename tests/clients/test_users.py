@@ -1,0 +1,216 @@
+"""A node's users from every kind of source, and what is refused."""
+
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedpriv.clients.users import enrolled_positions, load_users
+from fedpriv.data.population import Population
+from fedpriv.data.store import UserStore
+from fedpriv.errors import DataError, InvalidValueError
+
+ROWS = {"b": [1.0, 2.0], "a": [3.0], "c": []}
+
+
+def fields_of(rows: list[float]) -> dict[str, np.ndarray]:
+    return {"x": np.array(rows, np.float32).reshape(-1, 1), "y": np.zeros(len(rows), np.int64)}
+
+
+def as_dict(store: UserStore) -> dict[str, list[float]]:
+    users = range(store.population)
+    return {store.id_of(user): store.examples_of(user)["x"][:, 0].tolist() for user in users}
+
+
+def write_each(folder: Path) -> Path:
+    folder.mkdir()
+    for name, rows in ROWS.items():
+        np.savez(folder / f"{name}.npz", **fields_of(rows))
+    return folder
+
+
+def whole_store() -> UserStore:
+    offsets = np.array([0, 2, 3, 3])
+    return UserStore(fields_of([1.0, 2.0, 3.0]), offsets, ["b", "a", "c"])
+
+
+def whole_population() -> Population:
+    return Population("people", whole_store(), fields_of([9.0]))
+
+
+def number() -> int:
+    return 3
+
+
+def failing() -> UserStore:
+    raise KeyError("secret of a user")
+
+
+NOT_A_FUNCTION = 3
+
+
+def test_a_saved_store(tmp_path: Path) -> None:
+    whole_store().save(tmp_path / "store")
+    store = load_users(str(tmp_path / "store"))
+    assert as_dict(store) == ROWS
+    assert isinstance(store.fields["x"], np.memmap)
+
+
+def test_a_folder_of_one_file_per_user(tmp_path: Path) -> None:
+    assert as_dict(load_users(str(write_each(tmp_path / "users")))) == ROWS
+
+
+def test_a_columnar_file_in_any_order(tmp_path: Path) -> None:
+    np.savez(tmp_path / "all.npz", **fields_of([1.0, 3.0, 2.0]), user_id=np.array(["b", "a", "b"]))
+    store = load_users(str(tmp_path / "all.npz"))
+    assert as_dict(store) == {"b": [1.0, 2.0], "a": [3.0]}
+    assert set(store.fields) == {"x", "y"}
+
+
+def test_ids_that_are_numbers_are_strings(tmp_path: Path) -> None:
+    np.savez(tmp_path / "all.npz", **fields_of([1.0, 2.0]), user_id=np.array([10, 9]))
+    assert as_dict(load_users(str(tmp_path / "all.npz"))) == {"10": [1.0], "9": [2.0]}
+
+
+@pytest.mark.parametrize("function", ["whole_store", "whole_population"])
+def test_a_function_by_import_path(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "some_loader", sys.modules[__name__])
+    assert as_dict(load_users(f"some_loader:{function}")) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("some_loader:number", "returned a int; it must return a UserStore or a Population"),
+        ("some_loader:failing", "raised KeyError"),
+        ("some_loader:absent", "cannot be imported"),
+        ("some_loader:NOT_A_FUNCTION", "no function"),
+        ("no_such_module:function", "cannot be imported"),
+        ("not a module:function", "cannot be imported"),
+        ("no_such_folder", "do not exist; legal are a folder, an .npz file and package.module"),
+    ],
+)
+def test_functions_that_are_refused(path: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "some_loader", sys.modules[__name__])
+    with pytest.raises(DataError, match=words) as raised:
+        load_users(path)
+    assert "secret" not in str(raised.value)
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there are no users"):
+        load_users(str(tmp_path))
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    folder = write_each(tmp_path / "users")
+    (folder / "notes.txt").write_text("hello")
+    with pytest.raises(DataError, match=r"notes\.txt is no \.npz file"):
+        load_users(str(folder))
+
+
+def test_a_folder_in_a_folder_is_refused(tmp_path: Path) -> None:
+    (write_each(tmp_path / "users") / "d.npz").mkdir()
+    with pytest.raises(DataError, match=r"d\.npz is no \.npz file"):
+        load_users(str(tmp_path / "users"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"x": np.zeros((1, 1), np.float32)}, "has the fields"),
+        ({**fields_of([1.0]), "y": np.zeros(2, np.int64)}, "different numbers of rows"),
+        ({**fields_of([1.0]), "x": np.zeros((1, 2), np.float32)}, "per row"),
+        ({**fields_of([1.0]), "x": np.zeros((1, 1))}, "per row"),
+        ({**fields_of([1.0]), "y": np.int64(1)}, "no array whose first axis is the rows"),
+    ],
+)
+def test_a_user_unlike_the_others_is_refused(
+    fields: dict[str, np.ndarray], words: str, tmp_path: Path
+) -> None:
+    folder = write_each(tmp_path / "users")
+    np.savez(folder / "d.npz", **fields)
+    with pytest.raises(DataError, match=words) as raised:
+        load_users(str(folder))
+    assert str(folder) in str(raised.value)
+
+
+def test_pickles_are_not_loaded(tmp_path: Path) -> None:
+    np.savez(tmp_path / "all.npz", x=np.array([{}]), user_id=np.array(["a"]))
+    with pytest.raises(DataError, match=r"all\.npz cannot be read"):
+        load_users(str(tmp_path / "all.npz"))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"PK\x03\x04" + bytes(50), b"secret,1\n"])
+def test_a_damaged_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "all.npz"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"all\.npz cannot be read") as raised:
+        load_users(str(path))
+    assert "secret" not in str(raised.value)
+
+
+def test_a_plain_array_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "all.npy", np.zeros(3))
+    with pytest.raises(DataError, match=r"all\.npy cannot be read"):
+        load_users(str(tmp_path / "all.npy"))
+
+
+def test_a_member_that_is_no_array_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "all.npz", "w") as file:
+        file.writestr("x.npy", b"secret")
+    with pytest.raises(DataError, match=r"all\.npz") as raised:
+        load_users(str(tmp_path / "all.npz"))
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({}, "no field 'user_id'"),
+        ({"user_id": np.array(["a"])}, "first axis must be"),
+        ({"user_id": np.array([0.5, 1.5])}, "all strings or all integers"),
+        ({"user_id": np.array([["a"], ["b"]])}, "one-dimensional"),
+    ],
+)
+def test_odd_ids_are_refused(columns: dict[str, np.ndarray], words: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "all.npz", **fields_of([1.0, 2.0]), **columns)
+    with pytest.raises(DataError, match=words) as raised:
+        load_users(str(tmp_path / "all.npz"))
+    assert "all.npz" in str(raised.value)
+
+
+def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "all.npz", **fields_of([]), user_id=np.empty(0, np.str_))
+    with pytest.raises(DataError, match="at least one"):
+        load_users(str(tmp_path / "all.npz"))
+
+
+@given(st.data())
+def test_the_kth_user_by_code_points_is_at_the_kth_position(data: st.DataObject) -> None:
+    words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=4)
+    ids = data.draw(st.lists(words, min_size=1, max_size=8, unique=True))
+    size = len(ids)
+    distinct = st.lists(st.integers(0, 99), min_size=size, max_size=size, unique=True)
+    positions = sorted(data.draw(distinct))
+    store = UserStore({"x": np.zeros(0)}, np.zeros(size + 1, np.int64), ids)
+    hosted = enrolled_positions(store, np.array(positions))
+    by_code_points = sorted(ids, key=lambda text: [ord(character) for character in text])
+    expected = dict(zip(by_code_points, positions, strict=True))
+    assert hosted.tolist() == [expected[name] for name in ids]
+
+
+def test_ids_that_are_positions_are_compared_as_strings() -> None:
+    store = UserStore({"x": np.zeros(0)}, np.zeros(12, np.int64))
+    # "0", "1", "10", "2", …, "9"
+    assert enrolled_positions(store, np.arange(11)).tolist() == [0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 2]
+
+
+@pytest.mark.parametrize("positions", [[], [4], [4, 5], [4, 5, 6, 7]])
+def test_there_is_one_position_for_each_user(positions: list[int]) -> None:
+    with pytest.raises(InvalidValueError, match=f"there are {len(positions)} positions for 3"):
+        enrolled_positions(whole_store(), np.array(positions, np.int64))

@@ -1,0 +1,362 @@
+"""A node's training process: what it answers, and what is left when it fails or is made to end."""
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedpriv.clients.messages import OneUser, Source, receive, send
+from fedpriv.clients.worker import Worker
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.errors import DataError, InvalidValueError, ModelError
+from fedpriv.federated.aggregate import add_up
+from fedpriv.federated.transport import PartialSum
+from fedpriv.privacy.metrics import Metric
+from fedpriv.tasks import build_task
+from fedpriv.wire import digest_of
+from tests.clients import hostile
+from tests.clients.people import (
+    GOOD,
+    IDS,
+    ORDER,
+    POSITIONS,
+    TASK,
+    request_to,
+    source_of,
+    welcome,
+)
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 300.0  # seconds; what needs no limit is done long before
+PARENT = """
+import asyncio, multiprocessing, sys
+from fedpriv.clients.worker import Worker
+from tests.clients.people import request_to, source_of, welcome
+
+async def main():
+    worker = await Worker.start(source_of("users"))
+    await worker.prepare(welcome())
+    print(multiprocessing.active_children()[0].pid, "torch" in sys.modules, flush=True)
+    await worker.train(request_to(["u40"]), 1000.0)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def mark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file that is there once a model loops."""
+    path = tmp_path_factory.mktemp("worker") / "looping"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(hostile.MARK, str(path))
+        yield path
+
+
+@pytest.fixture(scope="module")
+def runner(mark: Path) -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def worker(runner: asyncio.Runner) -> Iterator[Worker]:
+    """Over all users; the tests kill its process, and the next finds it as it was."""
+    worker = runner.run(started("users", memory_mebibytes=512))
+    yield worker
+    runner.run(worker.close())
+
+
+async def started(
+    function: str, names: list[str] = IDS, memory_mebibytes: int | None = None
+) -> Worker:
+    worker = await Worker.start(source_of(function, memory_mebibytes))
+    try:
+        await worker.prepare(welcome(names=names))
+    except BaseException:
+        await worker.close()
+        raise
+    return worker
+
+
+def of_good(names: list[str]) -> PartialSum:
+    """What the engine makes of those of these users who do nothing to their process."""
+    task = build_task(TASK.model, TASK.options, TASK.seed, TASK.loss)
+    hosted = np.array([POSITIONS[ORDER.index(name)] for name in IDS])
+    transport = InProcessTransport(task, hostile.users(), torch.device("cpu"), 10**6, hosted)
+    request = request_to([name for name in names if name in GOOD])
+    cohort = add_up(transport.collect(request), request.clipping, len(names))
+    return PartialSum("", len(request.users), cohort.total, cohort.weight)
+
+
+def assert_equal(answer: object, expected: PartialSum) -> None:
+    assert isinstance(answer, PartialSum)
+    assert (answer.node, answer.users) == ("", expected.users)
+    assert answer.weight == pytest.approx(expected.weight)
+    np.testing.assert_allclose(answer.total, expected.total, rtol=1e-5, atol=1e-8)
+
+
+def training_process() -> int:
+    (process,) = multiprocessing.active_children()
+    assert process.pid is not None
+    return process.pid
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+async def cancel_once(condition: Callable[[], bool], coroutine: Coroutine[None, None, object]):
+    """Run something until a condition holds, then cancel it."""
+    task = asyncio.ensure_future(coroutine)
+    await asyncio.to_thread(wait_until, condition)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_it_says_whom_it_holds(worker: Worker) -> None:
+    assert worker.users == len(IDS)
+    assert worker.users_sha256 == digest_of(IDS)
+
+
+def test_it_answers_as_the_engine_does(worker: Worker, runner: asyncio.Runner) -> None:
+    pid = training_process()
+    names = [*GOOD, "u5"]  # u5 raises
+    answer = runner.run(worker.train(request_to(names), LIMIT))
+    assert_equal(answer, of_good(names))
+    more = replace(request_to(["u6"]), users=np.array([1, *request_to(["u6"]).users, 99]))
+    assert_equal(runner.run(worker.train(more, LIMIT)), of_good(["u6"]))
+    assert training_process() == pid
+
+
+def test_users_that_end_the_process_count_as_zero(
+    worker: Worker, runner: asyncio.Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    # u2 exits, u33 makes a segmentation fault, u7 takes more memory than there is.
+    names = ["u01", "u2", "u33", "u6", "u7", "u8"]
+    answer = runner.run(worker.train(request_to(names), LIMIT))
+    assert_equal(answer, of_good(names))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
+    assert sum("counts as zero" in warning for warning in warnings) == 3
+    assert not any(name in caplog.text for name in (*IDS, "secret"))
+
+
+def test_a_user_that_hangs_counts_as_zero(worker: Worker, runner: asyncio.Runner) -> None:
+    # Half of the time is for all; of the other half a new process and two users need little.
+    names = ["u01", "u10", "u40"]
+    assert_equal(runner.run(worker.train(request_to(names), 14.0)), of_good(names))
+
+
+def test_one_user_that_takes_longer_than_the_source_allows_sends_nothing(
+    runner: asyncio.Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def whole_life() -> object:
+        source = replace(source_of("one_user_that_hangs"), seconds=1.0)
+        one = await Worker.start(source)
+        try:
+            await one.prepare(welcome(names=["u40"]))
+            return await one.train(request_to(["u40"]), LIMIT)
+        finally:
+            await one.close()
+
+    assert runner.run(whole_life()) is None
+    # A warning would say that this user was drawn.
+    assert all(record.levelno < logging.INFO for record in caplog.records)
+
+
+def test_a_deadline_that_is_past_gives_nothing(worker: Worker, runner: asyncio.Runner) -> None:
+    assert runner.run(worker.train(request_to(GOOD), 0.0)) is None
+
+
+def test_a_request_that_does_not_fit_is_refused(worker: Worker, runner: asyncio.Runner) -> None:
+    request = replace(request_to(GOOD), metrics=(Metric("shoe size"),))
+    with pytest.raises(InvalidValueError, match="shoe size"):
+        runner.run(worker.train(request, LIMIT))
+
+
+def test_a_cancelled_call_kills_the_process_and_the_next_starts_another(
+    worker: Worker, runner: asyncio.Runner, mark: Path
+) -> None:
+    runner.run(worker.train(request_to(["u8"]), LIMIT))
+    pid = training_process()
+    mark.unlink(missing_ok=True)
+    runner.run(cancel_once(mark.exists, worker.train(request_to(["u40"]), LIMIT)))
+    wait_until(lambda: not is_running(pid))
+    assert_equal(runner.run(worker.train(request_to(GOOD), LIMIT)), of_good(GOOD))
+    assert training_process() != pid
+
+
+def test_a_process_that_ends_between_rounds_is_started_again(
+    worker: Worker, runner: asyncio.Runner
+) -> None:
+    runner.run(worker.train(request_to(["u8"]), LIMIT))
+    pid = training_process()
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_running(pid))
+    assert_equal(runner.run(worker.train(request_to(GOOD), LIMIT)), of_good(GOOD))
+
+
+def test_signals_for_the_parent_do_not_reach_it(worker: Worker, runner: asyncio.Runner) -> None:
+    runner.run(worker.train(request_to(["u8"]), LIMIT))
+    pid = training_process()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid, number)
+    assert_equal(runner.run(worker.train(request_to(GOOD), LIMIT)), of_good(GOOD))
+    assert training_process() == pid
+
+
+def test_a_second_call_at_once_is_refused(worker: Worker, runner: asyncio.Runner) -> None:
+    async def two() -> tuple[object, object]:
+        calls = (worker.train(request_to(GOOD), LIMIT), worker.prepare(welcome()))
+        first, second = await asyncio.gather(*calls, return_exceptions=True)
+        return first, second
+
+    first, second = runner.run(two())
+    assert_equal(first, of_good(GOOD))
+    assert isinstance(second, InvalidValueError)
+    assert "busy" in str(second)
+
+
+def test_a_task_that_does_not_fit_is_refused_until_one_fits(
+    worker: Worker, runner: asyncio.Runner
+) -> None:
+    unknown = replace(TASK, model="no such")
+    for legal, error, words in (
+        (welcome(unknown), ModelError, "unknown model 'no such'"),
+        (welcome(names=IDS[1:]), InvalidValueError, "8 positions for 9 users"),
+        (
+            welcome(replace(TASK, model="tests.clients.hostile:model_that_exits", options={})),
+            ModelError,
+            "ended with exit code 9",
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            runner.run(worker.prepare(legal))
+        with pytest.raises(InvalidValueError, match="no task is prepared"):
+            runner.run(worker.train(request_to(GOOD), LIMIT))
+    runner.run(worker.prepare(welcome()))
+    assert_equal(runner.run(worker.train(request_to(GOOD), LIMIT)), of_good(GOOD))
+
+
+def test_users_that_cannot_be_loaded_are_refused_and_nothing_is_left(
+    runner: asyncio.Runner,
+) -> None:
+    before = set(multiprocessing.active_children())
+    for function, words in (
+        ("loader_that_raises", "the function raised KeyError$"),
+        ("loader_that_exits", "cannot be loaded: the training process ended with exit code 7"),
+    ):
+        with pytest.raises(DataError, match=words):
+            runner.run(Worker.start(source_of(function)))
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_one_user_sends_raw_tensors_and_nothing_is_left_after_close(
+    runner: asyncio.Runner, worker: Worker, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = {process.pid for process in multiprocessing.active_children()}
+
+    async def whole_life() -> int:
+        one = await started("one_good_user", ["u8"])
+        (pid,) = {process.pid for process in multiprocessing.active_children()} - before
+        answer = await one.train(request_to(["u8"]), LIMIT)
+        assert isinstance(answer, OneUser)
+        clipping = request_to(["u8"]).clipping
+        assert list(answer.tensors) == list(clipping.layout.names)
+        contribution = clipping.contribution(answer.tensors, answer.weight)
+        np.testing.assert_allclose(contribution, of_good(["u8"]).total, rtol=1e-5, atol=1e-8)
+        assert await one.train(request_to(["u6"]), LIMIT) is None
+        await one.close()
+        await one.close()
+        with pytest.raises(InvalidValueError, match="closed"):
+            await one.train(request_to(["u8"]), LIMIT)
+        return int(str(pid))
+
+    pid = runner.run(whole_life())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)  # not even a zombie
+    assert {process.pid for process in multiprocessing.active_children()} <= before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_sigkill_of_the_parent_leaves_no_process(mark: Path, tmp_path: Path) -> None:
+    mark.unlink(missing_ok=True)
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        try:
+            assert parent.stdout is not None
+            pid, has_torch = parent.stdout.readline().split()
+            wait_until(mark.exists)
+            assert is_running(int(pid))
+        finally:
+            parent.kill()
+    wait_until(lambda: not is_running(int(pid)))
+    assert has_torch == "False"
+
+
+@pytest.mark.parametrize("name", ["chunk_mebibytes", "memory_mebibytes", "seconds"])
+def test_limits_must_be_positive(name: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"{name} is 0; it must be positive"):
+        Source("users", **{name: 0})
+
+
+def test_arrays_are_sent_without_a_copy() -> None:
+    ours, theirs = socket.socketpair()
+    sent = {"w": np.arange(2**22, dtype=np.float32), "none": np.zeros(0), "one": np.array(3.0)}
+    received: list[object] = []
+    thread = threading.Thread(target=lambda: received.append(receive(theirs)))
+    with ours, theirs:
+        thread.start()
+        tracemalloc.start()
+        try:
+            send(ours, sent)
+            thread.join()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    (value,) = received
+    assert isinstance(value, dict)
+    for name, array in sent.items():
+        np.testing.assert_array_equal(value[name], array)
+    # What was received is in this process too; anything beside it would be a copy.
+    assert peak < 1.1 * sent["w"].nbytes
+
+
+def test_an_end_that_is_closed_is_found_out() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            theirs.sendall(bytes(3))
+        with pytest.raises(EOFError):
+            receive(ours)
+        with pytest.raises(OSError, match=r"(?i)broken pipe"):
+            send(ours, 1)

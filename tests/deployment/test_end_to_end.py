@@ -1,0 +1,96 @@
+"""A whole federation of real processes on loopback, with certificates."""
+
+import json
+import sqlite3
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.server.folder import RunFolder
+from fedpriv.server.simulation import run_simulation
+from simulations import federation, loopback
+
+NOISELESS = [
+    "run=same",
+    "seed=7",
+    "rounds=4",
+    "privacy.noise_multiplier=0.0",
+    "privacy.unsafe_no_privacy=true",
+]
+
+
+def test_a_federation_trains_within_its_budget_and_its_nodes_check_it(tmp_path: Path) -> None:
+    text = federation.run(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    rows = list(folder.read_metrics())
+    assert len(rows) == 20
+    assert float(str(rows[-1]["test_accuracy"])) > 0.7
+    assert all(row["simulation_only_seconds"] is None for row in rows)
+    with (
+        Ledger.open(folder.ledger) as ledger,
+        ParticipationRecord.open(folder.participation_of(folder.ledger)) as participation,
+    ):
+        ledger.verify(participation)
+        charges = list(ledger.charges())
+    assert [row["charge"] for row in rows] == [charge.hash for charge in charges]
+    assert all(charge.event.sampling.population == 287 for charge in charges)
+    assert 7.0 < float(str(rows[-1]["epsilon"])) <= 8.0
+    head = f"{len(charges)}:{charges[-1].hash}"
+    assert "".join(text.split()).count(head[:20]) == 1
+    for name in federation.NODES:
+        log = (tmp_path / f"{name}.log").read_text(encoding="utf-8")
+        assert "the ledger holds 20 charges" in log
+        assert "Traceback" not in log
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("sizes", [(96, 96, 95), (1, 1, 285)], ids=["silos", "nodes of one user"])
+def test_without_noise_the_model_is_that_of_the_simulator(
+    tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    loopback.lay_out_digits(tmp_path, sizes)
+    settings = [f"--set={setting}" for setting in NOISELESS]
+    with loopback.server(tmp_path, federation.FILE, "--exit", *settings) as server:
+        port = loopback.port_of(server)
+        with loopback.nodes(tmp_path, federation.NODES, port, "--once") as nodes:
+            for program in (server, *nodes.values()):
+                assert program.process.wait() == 0, program.text
+    run_simulation(federation.FILE, NOISELESS, tmp_path / "simulated", resume=False)
+    deployed, simulated = (
+        load_file(RunFolder(tmp_path / name).model) for name in ("run", "simulated")
+    )
+    assert deployed.keys() == simulated.keys()
+    for name, tensor in simulated.items():
+        assert np.linalg.norm(tensor) > 0.01
+        np.testing.assert_allclose(deployed[name], tensor, rtol=0.0, atol=1e-6)
+
+
+def test_status_tells_where_the_run_stands_and_nothing_else(tmp_path: Path) -> None:
+    loopback.lay_out_digits(tmp_path)
+    with loopback.server(tmp_path, federation.FILE) as server:
+        port = loopback.port_of(server)
+        asked = [
+            *loopback.COMMAND,
+            "status",
+            f"--server=localhost:{port}",
+            f"--certificates={tmp_path / 'certs' / 'nodes' / 'node-1'}",
+            "--json",
+        ]
+        done = subprocess.run(asked, capture_output=True, text=True, check=True)
+        status = json.loads(done.stdout)
+        server.process.terminate()
+        assert server.process.wait() == 0, server.text
+    assert status["nodes_enrolled"] == 3
+    assert status["nodes_connected"] == 0
+    assert status["users_enrolled"] == 287
+    assert status["round"] == 0
+    assert status["epsilon"] == 0.0
+    assert status["epsilon_limit"] == 8.0
+    assert "the run ended: it was asked to stop" in server.text
+    with sqlite3.connect(RunFolder(tmp_path / "run").ledger) as ledger:
+        assert ledger.execute("SELECT count(*) FROM sampling_events").fetchone() == (0,)

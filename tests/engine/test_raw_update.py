@@ -1,0 +1,169 @@
+"""A raw update is what `collect` would clip: clipping it gives what `collect` gives."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedpriv.data.store import UserStore
+from fedpriv.engine.metrics import metric
+from fedpriv.engine.task import Task
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.errors import InvalidValueError
+from fedpriv.federated.aggregate import add_up
+from fedpriv.federated.plan import TrainingPlan
+from fedpriv.federated.round import initial_state, open_round
+from fedpriv.federated.transport import LocalTraining, RoundRequest
+from fedpriv.losses import cross_entropy
+from fedpriv.privacy.adaptive import AdaptiveClipping
+from fedpriv.privacy.entropy import SeededEntropy
+from fedpriv.privacy.groups import flat, joint, layers, per_layer, scales_by_dimension
+from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.metrics import Metric
+from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.privacy.weights import Averaging, Weighting
+
+EXAMPLES = 7
+CAP = 10
+HOSTED = 5
+POPULATION = 8
+
+
+def make_task() -> Task:
+    torch.manual_seed(0)
+    return Task(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), cross_entropy)
+
+
+def one_user(examples: int = EXAMPLES) -> UserStore:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((examples, 6)).astype(np.float32)
+    return UserStore({"x": x, "y": rng.integers(0, 3, examples)}, np.array([0, examples]))
+
+
+def transport_of(users: UserStore) -> InProcessTransport:
+    """Over the user that the population has at position HOSTED."""
+    hosted = np.arange(HOSTED, HOSTED + users.population)
+    return InProcessTransport(make_task(), users, torch.device("cpu"), 20_000, hosted)
+
+
+def request_of(
+    strategy: str = "flat",
+    metrics: Sequence[Metric] = (),
+    *,
+    norm: float = 0.2,
+    weighted: bool = False,
+    adaptive: bool = False,
+) -> RoundRequest:
+    """A request to everyone."""
+    parameters = make_task().parameters()
+    layout = Layout.of(parameters)
+    groups = {
+        "flat": lambda: flat(layout, norm),
+        "per-layer": lambda: per_layer(layout, layers(layout), {"0": norm / 4, "2": norm * 1.5}),
+        "joint": lambda: joint(layout, norm, scales_by_dimension(layout)),
+    }[strategy]()
+    plan = TrainingPlan(
+        run="run",
+        population="people",
+        rounds=1,
+        layout=layout,
+        groups=groups,
+        noise_shares=(1.0 / len(groups),) * len(groups),
+        noise_multiplier=1.0,
+        sampling=PoissonSampling(POPULATION, 1.0),
+        local=LocalTraining(0.1, batch_size=4, epochs=2),
+        metrics=tuple(metrics),
+        metrics_share=0.1 if metrics else 0.0,
+        adaptive=AdaptiveClipping() if adaptive else None,
+        averaging=Averaging(Weighting(CAP), 30.0) if weighted else Averaging(),
+    )
+    return open_round(plan, initial_state(plan, parameters), 0, SeededEntropy(0))
+
+
+def collected(transport: InProcessTransport, request: RoundRequest) -> np.ndarray:
+    return add_up(transport.collect(request), request.clipping, 1).total
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("strategy", ["flat", "per-layer", "joint"])
+def test_clipping_it_gives_what_collect_gives(
+    strategy: str, weighted: bool, adaptive: bool
+) -> None:
+    transport = transport_of(one_user())
+    for metrics in ((), (metric("accuracy"), metric("examples", cap=10))):
+        for norm in (0.01, 100.0):  # clipped, and not
+            request = request_of(strategy, metrics, norm=norm, weighted=weighted, adaptive=adaptive)
+            clipping = request.clipping
+            tensors, weight = transport.raw_update(request)
+            assert weight == (EXAMPLES / CAP if weighted else 1.0)
+            indicator = {clipping.indicator.tensor} if adaptive else set()
+            assert [*tensors, *indicator] == list(clipping.layout.names)
+            assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(np.float32)}
+            expected = collected(transport, request)
+            contribution = clipping.contribution(tensors, weight)
+            assert np.any(contribution)
+            np.testing.assert_allclose(contribution, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_it_is_not_clipped() -> None:
+    tensors, _ = transport_of(one_user()).raw_update(request_of(norm=1e-3))
+    assert np.linalg.norm(np.concatenate([t.ravel() for t in tensors.values()])) > 0.1
+
+
+def test_metrics_are_without_their_centres() -> None:
+    request = request_of(metrics=(metric("accuracy"), metric("examples", cap=CAP)))
+    tensors, _ = transport_of(one_user()).raw_update(request)
+    assert tensors["metrics/examples"] == EXAMPLES - CAP / 2
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 20), st.floats(1e-4, 10.0), st.booleans())
+def test_it_agrees_with_collect_for_any_norm_and_size(
+    examples: int, norm: float, weighted: bool
+) -> None:
+    transport = transport_of(one_user(examples))
+    request = request_of(norm=norm, weighted=weighted)
+    expected = collected(transport, request)
+    contribution = request.clipping.contribution(*transport.raw_update(request))
+    np.testing.assert_allclose(contribution, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_what_is_not_finite_is_left_to_whoever_clips() -> None:
+    users = one_user()
+    users.fields["x"][:] = np.nan
+    transport, request = transport_of(users), request_of()
+    tensors, weight = transport.raw_update(request)
+    assert not all(np.isfinite(tensor).all() for tensor in tensors.values())
+    np.testing.assert_array_equal(request.clipping.contribution(tensors, weight), 0.0)
+
+
+def test_failing_training_raises() -> None:
+    users = one_user()
+    users.fields["y"][:] = 99
+    with pytest.raises((IndexError, RuntimeError)):
+        transport_of(users).raw_update(request_of())
+
+
+def test_only_one_user_can_send_one() -> None:
+    users = UserStore(one_user().fields, np.array([0, 3, EXAMPLES]))
+    with pytest.raises(InvalidValueError, match="the store has 2 users"):
+        transport_of(users).raw_update(request_of())
+
+
+def test_the_user_must_be_in_the_request_and_have_examples() -> None:
+    request = request_of()
+    with pytest.raises(InvalidValueError, match="not in the request"):
+        transport_of(one_user()).raw_update(replace(request, users=np.array([HOSTED - 1])))
+    with pytest.raises(InvalidValueError, match="no examples"):
+        transport_of(one_user(0)).raw_update(request)
+
+
+def test_an_unknown_metric_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="unknown metric"):
+        transport_of(one_user()).raw_update(request_of(metrics=(Metric("shoe size"),)))

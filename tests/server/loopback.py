@@ -1,0 +1,229 @@
+"""A real server on loopback, and nodes made for tests: each a thread with its own channel."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import numpy as np
+
+from fedpriv import wire
+from fedpriv.federated.transport import PartialSum, RoundRequest
+from fedpriv.privacy.layout import Tensors
+from fedpriv.server import authority
+from fedpriv.server.addresses import Address
+from fedpriv.server.answers import Transfers
+from fedpriv.server.certificates import RevocationList, load_ca
+from fedpriv.server.enrolment import Enrolment
+from fedpriv.server.grpc_transport import GrpcTransport, Patience
+from fedpriv.server.guard import Guard, Identify, certified
+from fedpriv.server.listening import Files, Listening, listening
+from fedpriv.server.monitoring import Monitor
+from fedpriv.server.rates import RateLimit
+from fedpriv.server.service import Service
+from fedpriv.wire import RunState, Status, TaskDescription, Welcome
+from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.federation_pb2_grpc import FederationStub
+
+PRICE = wire.Price(0.5, 1000, 1.0, 2.0, 1e-6)
+PATIENCE = Patience(deadline=20.0, absent=0.2, fixed=False, nodes=0)
+TRANSFERS = Transfers(uploads=4, seconds=30.0)
+NO_LIMIT = RateLimit(10**9)
+TASK = TaskDescription("softmax", {}, 0, "cross-entropy")
+LEDGER = b'{"a line": 1}\n' * 200_000  # some chunks
+
+
+@dataclass(frozen=True)
+class Site:
+    """A server that runs, with the folder of its certificates."""
+
+    certs: Path
+    enrolment: Enrolment
+    server: Listening
+
+    @property
+    def target(self) -> str:
+        return f"localhost:{self.server.address.port}"
+
+    def transport(self, patience: Patience = PATIENCE) -> GrpcTransport:
+        return GrpcTransport(self.server, self.enrolment, lambda _: PRICE, patience)
+
+    def channel(self, node: str | None) -> grpc.Channel:
+        """A channel with the certificate of a node; None: without one."""
+        bundle = None if node is None else self.certs / "nodes" / node
+        return channel_to(self.server.address.port, self.certs, bundle)
+
+
+@dataclass(frozen=True)
+class RemoteSite:
+    """A server that runs in another process."""
+
+    certs: Path
+    enrolment: Enrolment
+    port: int
+
+    def channel(self, node: str) -> grpc.Channel:
+        return channel_to(self.port, self.certs, self.certs / "nodes" / node)
+
+
+def channel_to(port: int, certs: Path, bundle: Path | None) -> grpc.Channel:
+    """A channel with the certificate of a bundle; None: without one."""
+    key = certificate = None
+    if bundle is not None:
+        key, certificate = ((bundle / f"node.{end}").read_bytes() for end in ("key", "pem"))
+    ca = (certs / "authority" / "ca.pem").read_bytes()
+    credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+    options = [("grpc.max_receive_message_length", wire.NODE_RECEIVES_BYTES)]
+    return grpc.secure_channel(f"localhost:{port}", credentials, options)
+
+
+@contextmanager
+def site(
+    folder: Path,
+    users: Mapping[str, Sequence[str]],
+    transfers: Transfers = TRANSFERS,
+    calls_per_minute: int = 100_000,
+) -> Iterator[Site]:
+    """A server for these users, whose nodes have certificates."""
+    certs = folder / "certs"
+    authority.init(certs, ["localhost", "127.0.0.1"])
+    for node in users:
+        authority.issue(certs, node)
+    ca = load_ca(certs / "authority" / "ca.pem")
+    identify = certified(ca, RevocationList(certs / "authority" / "crl.pem"))
+    server = certs / "server"
+    files = Files(server / "ca.pem", server / "server.pem", server / "server.key")
+    rates = RateLimit(calls_per_minute)
+    with serving(certs, users, identify, files.credentials(), transfers, rates) as made:
+        yield made
+
+
+@contextmanager
+def serving(
+    certs: Path,
+    users: Mapping[str, Sequence[str]],
+    identify: Identify,
+    credentials: grpc.ServerCredentials | None,
+    transfers: Transfers = TRANSFERS,
+    rates: RateLimit = NO_LIMIT,
+) -> Iterator[Site]:
+    """A server that knows its callers so."""
+    enrolment, monitor = Enrolment(users), Monitor()
+    status = Status(
+        "run", 0, 5, 0.5, 1.0, 1e-6, len(users), 0, enrolment.population, RunState.WAITING
+    )
+
+    def welcome_of(node: str) -> Welcome:
+        return Welcome(
+            enrolment.digest, enrolment.population, enrolment.users_of(node).copy(), TASK
+        )
+
+    def make() -> tuple[Service, Guard]:
+        guard = Guard(identify, enrolment, rates, monitor)
+        service = Service(
+            enrolment, welcome_of, lambda: LEDGER, identify, status, transfers, monitor
+        )
+        return service, guard
+
+    with listening(make, Address("127.0.0.1", 0), credentials) as server:
+        yield Site(certs, enrolment, server)
+
+
+Answering = Callable[[wire.RoundOffer, RoundRequest], Iterable[pb.UploadPart] | None]
+"""Makes the parts of an upload; None: sends nothing."""
+
+
+@dataclass
+class TestNode:
+    """A node of the simplest kind: it answers each offer once, as a function says."""
+
+    __test__ = False
+
+    site: Site | RemoteSite
+    name: str
+    answering: Answering
+    welcomed: threading.Event = field(default_factory=threading.Event)
+    receipts: list[wire.Receipt] = field(default_factory=list)
+    ended: list[grpc.StatusCode] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.channel = self.site.channel(self.name)
+        self.stub = FederationStub(self.channel)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def hello(self) -> pb.Hello:
+        digest = wire.digest_of(self.site.enrolment.users[self.name])
+        return wire.encode_hello(wire.Hello(self.name, digest))
+
+    def _run(self) -> None:
+        stream = self.stub.Connect(self.hello(), wait_for_ready=True)
+        try:
+            for message in stream:
+                if message.WhichOneof("what") == "welcome":
+                    self.welcomed.set()
+                else:
+                    self._answer(message.offer)
+            self.ended.append(grpc.StatusCode.OK)
+        except grpc.RpcError as error:
+            self.ended.append(error.code())
+
+    def _answer(self, message: pb.Offer) -> None:
+        offer = wire.decode_offer(message)
+        with suppress(grpc.RpcError):  # the round ended meanwhile
+            parts = self.answering(offer, offer.request(self.download(offer)))
+            if parts is not None:
+                self.receipts.append(wire.decode_receipt(self.stub.Upload(iter(parts))))
+
+    def download(self, offer: wire.RoundOffer) -> dict[str, np.ndarray]:
+        receiver = wire.Receiver(offer.model)
+        for chunk in self.stub.Download(wire.encode_round_id(offer.id)):
+            receiver.add(chunk)
+        return receiver.finish()
+
+    def close(self) -> None:
+        self.channel.close()
+        self._thread.join()
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition; one that does not come fails the test."""
+    end = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@contextmanager
+def nodes(
+    site: Site | RemoteSite, answering: Mapping[str, Answering]
+) -> Iterator[dict[str, TestNode]]:
+    """Nodes that are connected when the block begins."""
+    with ExitStack() as stack:
+        made = {}
+        for name, function in answering.items():
+            made[name] = TestNode(site, name, function)
+            stack.callback(made[name].close)
+        for node in made.values():
+            assert node.welcomed.wait(20.0)
+        yield made
+
+
+def sends(offer: wire.RoundOffer, content: object, tensors: Tensors) -> Iterator[pb.UploadPart]:
+    """The parts of an answer."""
+    yield pb.UploadPart(answer=wire.encode_answer(wire.Answer(offer.id, content)))
+    for chunk in wire.chunks(wire.pieces(tensors)):
+        yield pb.UploadPart(chunk=chunk)
+
+
+def raw(offer: wire.RoundOffer, tensors: Tensors, weight: float = 1.0) -> Iterator[pb.UploadPart]:
+    """The answer of a node of one user."""
+    return sends(offer, wire.RawUpdate(weight, wire.manifest_of(tensors)), tensors)
+
+
+def summed(offer: wire.RoundOffer, partial: PartialSum) -> Iterator[pb.UploadPart]:
+    """The answer of a node of several users."""
+    return sends(offer, wire.SummedUpdates.of(partial), {"sum": partial.total})

@@ -1,0 +1,361 @@
+"""The transport over gRPC: what every transport must do, over TLS, and what a network adds."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from transport_conformance import TransportConformance
+
+from fedpriv import wire
+from fedpriv.errors import StoppedError
+from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest, Transport
+from fedpriv.privacy.contribution import Clipping
+from fedpriv.privacy.groups import flat
+from fedpriv.privacy.layout import Layout
+from fedpriv.server import authority
+from fedpriv.server.roster import End
+from fedpriv.wire import Decline, SummedUpdates
+from fedpriv.wire import federation_pb2 as pb
+from tests.server.loopback import (
+    LEDGER,
+    PATIENCE,
+    Site,
+    TestNode,
+    nodes,
+    raw,
+    sends,
+    site,
+    summed,
+    until,
+)
+
+PARAMETERS = {"w": np.ones((300, 1000), np.float32), "b": np.zeros(7, np.float32)}
+LAYOUT = Layout.of(PARAMETERS)
+# Users 0 to 3 are at a silo, 4 and 5 at nodes of their own, 6 at one that always fails.
+USERS = {"silo": ["0", "1", "2", "3"], "four": ["4"], "five": ["5"], "six": ["6"]}
+
+
+def request_to(users: list[int], norm: float = 1.0, attempt: int = 0) -> RoundRequest:
+    clipping = Clipping(LAYOUT, flat(LAYOUT, norm))
+    drawn = np.array(users, np.int64)
+    local = LocalTraining(0.5, steps=1)
+    return RoundRequest("run", 3, attempt, PARAMETERS, clipping, local, drawn, bytes(32))
+
+
+def update_of(user: int, request: RoundRequest) -> dict[str, np.ndarray]:
+    """An update that depends on the user and on the model that came."""
+    rng = np.random.default_rng(user)
+    return {
+        name: (rng.standard_normal(p.shape) * 10.0**-user + 0.0 * p).astype(np.float32)
+        for name, p in request.parameters.items()
+    }
+
+
+def of_one(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
+    (user,) = request.users.tolist()
+    return raw(offer, update_of(user, request))
+
+
+def of_several(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
+    users = request.users.tolist()
+    total = sum(request.clipping.contribution(update_of(user, request)) for user in users)
+    return summed(offer, PartialSum("", len(users), total, float(len(users))))
+
+
+def fails(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
+    del request
+    return sends(offer, Decline("training failed"), {})
+
+
+ANSWERS = {"silo": of_several, "four": of_one, "five": of_one, "six": fails}
+
+
+def of_users(users: list[int]) -> np.ndarray:
+    """The obvious sum of the contributions of users."""
+    request = request_to(users)
+    return sum(
+        (request.clipping.contribution(update_of(user, request)) for user in users if user != 6),
+        start=np.zeros(LAYOUT.dimension),
+    )
+
+
+def collected(transport: Transport, request: RoundRequest) -> np.ndarray:
+    partials = list(transport.collect(request))
+    return sum((p.total for p in partials), start=np.zeros(LAYOUT.dimension))
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with site(tmp_path_factory.mktemp("site"), USERS) as made, nodes(made, ANSWERS):
+        yield made
+
+
+class TestGrpcTransport(TransportConformance):
+    @pytest.fixture(autouse=True)
+    def _over_grpc(self, federation: Site) -> None:
+        self.federation = federation
+
+    def transport(self) -> Transport:
+        return self.federation.transport()
+
+    def request(self) -> RoundRequest:
+        return request_to([0, 1, 2, 3, 4, 5, 6])
+
+    def test_only_nodes_of_drawn_users_answer_for_them(self) -> None:
+        for drawn in ([0, 5], [4], [1, 2], [0, 1, 2, 3, 4, 5, 6]):
+            total = collected(self.transport(), request_to(drawn))
+            np.testing.assert_allclose(total, of_users(drawn), atol=1e-9)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Site]:
+    with site(tmp_path, USERS) as made:
+        yield made
+
+
+def nothing(total: np.ndarray) -> bool:
+    return not np.any(total)
+
+
+def test_a_node_that_is_not_connected_counts_as_zero(alone: Site) -> None:
+    with nodes(alone, {"four": of_one}):
+        total = collected(alone.transport(), request_to([4, 5]))
+    np.testing.assert_allclose(total, of_users([4]), atol=1e-9)
+
+
+def test_a_node_that_comes_during_the_round_is_asked(alone: Site) -> None:
+    transport = alone.transport(replace(PATIENCE, absent=20.0))
+    late: list[TestNode] = []
+
+    def comes(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
+        late.append(TestNode(alone, "five", of_one))
+        return of_one(offer, request)
+
+    with nodes(alone, {"four": comes}):
+        total = collected(transport, request_to([4, 5]))
+    late[0].close()
+    np.testing.assert_allclose(total, of_users([4, 5]), atol=1e-9)
+
+
+def test_a_node_that_hangs_is_waited_for_until_the_deadline(alone: Site) -> None:
+    hang = threading.Event()
+
+    def hangs(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
+        hang.wait(60.0)
+        return of_one(offer, request)
+
+    with nodes(alone, {"four": hangs, "five": of_one}) as made:
+        transport = alone.transport(replace(PATIENCE, deadline=1.0))
+        total = collected(transport, request_to([4, 5]))
+        hang.set()
+        until(lambda: made["four"].receipts)
+        (receipt,) = made["four"].receipts
+    np.testing.assert_allclose(total, of_users([5]), atol=1e-9)
+    assert not receipt.accepted
+    assert receipt.reason == "no round is collected"
+
+
+def test_an_answer_counts_once_and_repetitions_are_refused(alone: Site) -> None:
+    with nodes(alone, {"four": of_one, "silo": of_several}) as made:
+        stub, kept = made["four"].stub, []
+
+        def twice(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
+            parts = list(of_one(offer, request))
+            kept.extend(parts)
+            kept.append(wire.decode_receipt(stub.Upload(iter(parts))))
+            return iter(parts)
+
+        made["four"].answering = twice
+
+        def waits(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
+            until(lambda: made["four"].receipts)
+            return of_several(offer, request)
+
+        made["silo"].answering = waits
+        total = collected(alone.transport(), request_to([0, 4]))
+        assert kept.pop().accepted
+        (again,) = made["four"].receipts
+        assert again == wire.Receipt(accepted=False, reason="no answer of this node is waited for")
+        np.testing.assert_allclose(total, of_users([0, 4]), atol=1e-9)
+
+        def replays(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
+            del offer, request
+            return iter(kept)
+
+        made["four"].answering = replays
+        transport = alone.transport(replace(PATIENCE, deadline=1.0))
+        assert nothing(collected(transport, request_to([4], attempt=1)))
+        assert made["four"].receipts[-1].reason.startswith("the answer is to another round")
+
+
+def malformed() -> dict[str, object]:
+    """Answers of a node of one user that must count as zero, and what the receipt says of them."""
+
+    def with_tensors(tensors: dict[str, np.ndarray]) -> object:
+        return lambda offer, _: raw(offer, tensors)
+
+    good = {name: np.ones(p.shape, np.float32) for name, p in PARAMETERS.items()}
+    as_sum = SummedUpdates.of(PartialSum("", 1, np.zeros(LAYOUT.dimension), 1.0))
+
+    def parts(offer: wire.RoundOffer) -> list[pb.UploadPart]:
+        return list(raw(offer, good))
+
+    def damaged(offer: wire.RoundOffer, _: RoundRequest) -> list[pb.UploadPart]:
+        made = parts(offer)
+        data = bytearray(made[1].chunk.data)
+        data[7] ^= 1
+        made[1].chunk.data = bytes(data)
+        return made
+
+    def other_weight(offer: wire.RoundOffer, _: RoundRequest) -> list[pb.UploadPart]:
+        made = parts(offer)
+        made[0].answer.update.weight = 1.5
+        return made
+
+    return {
+        "keys": with_tensors({"w": good["w"], "c": good["b"]}),
+        "shape": with_tensors({"w": good["w"].T.copy(), "b": good["b"]}),
+        "dtype": with_tensors({"b": good["b"].astype(np.float64)}),
+        "missing": with_tensors({"w": good["w"]}),
+        "truncated": lambda offer, _: parts(offer)[:-1],
+        "without a header": lambda offer, _: parts(offer)[1:],
+        "nothing": lambda _offer, _: iter(()),
+        "out of order": lambda offer, _: [parts(offer)[0], *reversed(parts(offer)[1:])],
+        "too much": lambda offer, _: [*parts(offer), parts(offer)[-1]],
+        "damaged": damaged,
+        "weight": other_weight,
+        "a sum": lambda offer, _: sends(offer, as_sum, {"sum": np.zeros(LAYOUT.dimension)}),
+    }
+
+
+@pytest.mark.parametrize("case", malformed())
+def test_a_malformed_answer_counts_as_zero_and_harms_nobody(federation: Site, case: str) -> None:
+    answer = malformed()[case]
+    with nodes(federation, {"four": answer}) as made:
+        transport = federation.transport(replace(PATIENCE, deadline=3.0))
+        total = collected(transport, request_to([4, 5]))
+        until(lambda: made["four"].receipts)
+    np.testing.assert_allclose(total, of_users([5]), atol=1e-9)
+    assert not made["four"].receipts[0].accepted
+    restore(federation)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+def test_hostile_numbers_are_clipped_to_at_most_the_norm(federation: Site, value: float) -> None:
+    tensors = {name: np.full(p.shape, value, np.float32) for name, p in PARAMETERS.items()}
+    with nodes(federation, {"four": lambda offer, _: raw(offer, tensors)}):
+        total = collected(federation.transport(), request_to([4]))
+    assert np.linalg.norm(total) <= 1.0
+    assert np.isfinite(total).all()
+    assert nothing(total) == (not np.isfinite(value))
+    restore(federation)
+
+
+def restore(federation: Site) -> None:
+    """Connect the usual nodes again in place of those that took their place."""
+    for name in ("four",):
+        NODES.append(TestNode(federation, name, ANSWERS[name]))
+        assert NODES[-1].welcomed.wait(20.0)
+
+
+NODES: list[TestNode] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close_nodes() -> Iterator[None]:
+    yield
+    while NODES:
+        NODES.pop().close()
+
+
+def test_a_newer_connection_ends_the_older(alone: Site) -> None:
+    with nodes(alone, {"four": of_one}) as older, nodes(alone, {"four": of_one}):
+        while not older["four"].ended:
+            time.sleep(0.01)
+        assert older["four"].ended == [grpc.StatusCode.ABORTED]
+        total = collected(alone.transport(), request_to([4]))
+    np.testing.assert_allclose(total, of_users([4]), atol=1e-9)
+
+
+def test_a_revoked_node_is_offered_nothing_and_counts_for_nothing(alone: Site) -> None:
+    def revoked_meanwhile(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
+        yield from of_one(offer, request)
+        authority.revoke(alone.certs, "four")
+
+    with nodes(alone, {"four": revoked_meanwhile, "five": of_one}) as made:
+        total = collected(alone.transport(), request_to([4, 5]))
+        np.testing.assert_allclose(total, of_users([5]), atol=1e-9)
+        assert made["four"].receipts == []
+        # The connection is open still; the next offer finds out.
+        total = collected(alone.transport(), request_to([4, 5], attempt=1))
+        np.testing.assert_allclose(total, of_users([5]), atol=1e-9)
+        assert made["four"].ended == [grpc.StatusCode.UNAUTHENTICATED]
+
+
+def test_a_round_of_fixed_length_lasts_until_its_deadline(alone: Site) -> None:
+    patience = replace(PATIENCE, deadline=1.5, fixed=True)
+    with nodes(alone, {"four": of_one}):
+        for drawn in ([4], [5], []):
+            began = time.monotonic()
+            collected(alone.transport(patience), request_to(drawn))
+            assert time.monotonic() - began >= 1.5
+
+
+def test_a_round_waits_for_enough_nodes_whoever_is_drawn(alone: Site) -> None:
+    transport = alone.transport(replace(PATIENCE, nodes=2))
+    totals: list[np.ndarray] = []
+    thread = threading.Thread(target=lambda: totals.append(collected(transport, request_to([4]))))
+    with nodes(alone, {"four": of_one}):
+        thread.start()
+        time.sleep(0.3)
+        assert totals == []
+        with nodes(alone, {"silo": of_several}):
+            thread.join()
+    np.testing.assert_allclose(totals[0], of_users([4]), atol=1e-9)
+
+
+@pytest.mark.parametrize("least", [0, 5], ids=["while it is collected", "while nodes are awaited"])
+def test_a_round_that_is_stopped_is_abandoned(alone: Site, least: int) -> None:
+    transport = alone.transport(replace(PATIENCE, absent=60.0, deadline=60.0, nodes=least))
+    timer = threading.Timer(0.5, transport.stop)
+    timer.start()
+    with pytest.raises(StoppedError, match="asked to stop"):
+        collected(transport, request_to([4]))
+    with pytest.raises(StoppedError, match="asked to stop"):
+        collected(transport, request_to([4]))
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        (End.RUN_OVER, grpc.StatusCode.OK),
+        (End.SHUTTING_DOWN, grpc.StatusCode.UNAVAILABLE),
+    ],
+)
+def test_when_it_is_over_connections_end(alone: Site, end: End, code: grpc.StatusCode) -> None:
+    roster = alone.server.service.roster
+    with nodes(alone, {"four": of_one}) as made:
+        alone.server.call(lambda: roster.end_all(end))
+        until(lambda: made["four"].ended)
+        assert made["four"].ended == [code]
+    with nodes(alone, {"four": of_one}) as made:
+        until(lambda: made["four"].ended)
+        assert made["four"].ended == [code]
+
+
+def test_the_ledger_and_the_status_are_for_every_node(federation: Site) -> None:
+    with nodes(federation, {"five": of_one}) as made:
+        parts = list(made["five"].stub.FetchLedger(pb.LedgerRequest()))
+        assembler = wire.Assembler(wire.decode_content(parts[0].content), len(LEDGER))
+        for part in parts[1:]:
+            assembler.add(part.chunk)
+        assert assembler.finish().tobytes() == LEDGER
+        status = wire.decode_status(made["five"].stub.GetStatus(pb.StatusRequest()))
+        assert (status.nodes_enrolled, status.users_enrolled) == (4, 7)
+        assert status.nodes_connected == federation.server.service.roster.connected
+    restore(federation)

@@ -1,0 +1,359 @@
+"""Commands of a deployment: certificates, where a run stands, and options that do not fit."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+
+from fedpriv.clients import status as status_module
+from fedpriv.server.certificates import CertificateError, RevocationList, load_ca, node_of
+from fedpriv.wire import RunState, Status, encode_status
+from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.federation_pb2_grpc import (
+    FederationServicer,
+    add_FederationServicer_to_server,
+)
+from tests.commandline import fedpriv, printed, refused
+
+STATUS = Status("digits", 3, 10, 1.2341, 2.0, 1e-5, 4, 3, 1797, RunState.COLLECTING)
+
+
+@dataclass(frozen=True)
+class Standing(FederationServicer):
+    """Says where it stands to whoever may ask, who was asking, or that nobody may ask."""
+
+    answer: pb.Status
+    refusal: str | None = None
+
+    def GetStatus(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.Status:  # noqa: N802
+        del request
+        if self.refusal is not None:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, self.refusal)
+        names = dict(context.invocation_metadata())
+        if not context.auth_context().get("x509_pem_cert"):
+            assert names["fedpriv-node"] == "n"
+        return self.answer
+
+
+@contextmanager
+def serving(servicer: Standing, certs: Path | None = None) -> Iterator[str]:
+    """HOST:PORT of a server that demands certificates if there is an authority."""
+    with ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool)
+        add_FederationServicer_to_server(servicer, server)
+        if certs is None:
+            port = server.add_insecure_port("127.0.0.1:0")
+        else:
+            key, pem, ca = (
+                (certs / "server" / name).read_bytes()
+                for name in ("server.key", "server.pem", "ca.pem")
+            )
+            credentials = grpc.ssl_server_credentials([(key, pem)], ca, require_client_auth=True)
+            port = server.add_secure_port("127.0.0.1:0", credentials)
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.stop(None).wait()
+
+
+def rows(text: str) -> dict[str, str]:
+    lines = [line for line in text.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    return dict(cells)
+
+
+def plain(server: str) -> list[str]:
+    return ["--server", server, "--insecure", "--node", "n"]
+
+
+def test_certificates_are_made_and_revoked_and_it_is_said_where_they_go(tmp_path: Path) -> None:
+    said = printed("certs", "init", "localhost", "127.0.0.1", cwd=tmp_path)
+    assert "certs/server: belongs on the server" in said
+    assert "certs/authority: keep it" in said
+    said = printed("certs", "issue", "hospital-a", "--days", "30", cwd=tmp_path)
+    assert said == "certs/nodes/hospital-a: move it to the node, for --certificates; " + (
+        "it is valid for 30 days\n"
+    )
+    certs = tmp_path / "certs"
+    pem = (certs / "nodes" / "hospital-a" / "node.pem").read_bytes()
+    ca = load_ca(certs / "authority" / "ca.pem")
+    crl = RevocationList(certs / "server" / "crl.pem")
+    assert node_of(pem, ca, crl, datetime.now(UTC)) == "hospital-a"
+    left = x509.load_pem_x509_certificate(pem).not_valid_after_utc - datetime.now(UTC)
+    assert timedelta(days=29) < left < timedelta(days=31)
+    assert "must be revoked or replaced" in refused("certs", "issue", "hospital-a", cwd=tmp_path)
+    said = printed("certs", "issue", "hospital-a", "--replace", cwd=tmp_path)
+    assert "certs/authority/crl.pem: copy it to the server" in said
+    said = printed("certs", "revoke", "hospital-a", cwd=tmp_path)
+    assert "'hospital-a' is refused from its next call on" in said
+    assert "certs/authority/crl.pem: copy it to the server" in said
+    with pytest.raises(CertificateError, match="is revoked"):
+        node_of(pem, ca, crl, datetime.now(UTC))
+
+
+def test_the_servers_certificate_is_renewed_in_any_folder(tmp_path: Path) -> None:
+    folder = ["--folder", tmp_path / "mine"]
+    printed("certs", "init", "localhost", *folder)
+    printed("certs", "issue", "n", *folder)
+    before = (tmp_path / "mine" / "server" / "server.pem").read_bytes()
+    said = printed("certs", "renew", "fl.example.org", *folder)
+    after = (tmp_path / "mine" / "server" / "server.pem").read_bytes()
+    assert f"{tmp_path / 'mine' / 'server'}: belongs on the server" in said
+    names = x509.load_pem_x509_certificate(after).extensions.get_extension_for_class(
+        x509.SubjectAlternativeName
+    )
+    assert before != after
+    assert names.value.get_values_for_type(x509.DNSName) == ["fl.example.org"]
+    assert (tmp_path / "mine" / "nodes" / "n" / "node.key").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["init"], "Missing argument"),
+        (["init", "a:80"], "host 'a:80' is neither"),
+        (["issue", "n"], "certs holds no authority"),
+        (["issue", "n", "--days", "0"], "--days"),
+        (["issue", "n", "--days", "4000"], "--days"),
+        (["issue", "../n"], "the name of a node is '../n'"),
+        (["revoke", "n"], "certs holds no authority"),
+        (["renew", "localhost"], "certs holds no authority"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_made_is_refused(
+    arguments: list[str], sentence: str, tmp_path: Path
+) -> None:
+    assert sentence in refused("certs", *arguments, cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_goes_to_a_terminal_is_printable(tmp_path: Path) -> None:
+    printed("certs", "init", "localhost", cwd=tmp_path)
+    assert "\x1b" not in refused("certs", "issue", "\x1b[2Kn", cwd=tmp_path)
+
+
+def test_status_over_tls_is_a_table(tmp_path: Path) -> None:
+    printed("certs", "init", "127.0.0.1", cwd=tmp_path)
+    printed("certs", "issue", "n", cwd=tmp_path)
+    bundle = tmp_path / "certs" / "nodes" / "n"
+    with serving(Standing(encode_status(STATUS)), tmp_path / "certs") as server:
+        text = printed("status", "--server", server, "--certificates", bundle)
+    assert text.splitlines()[0].strip() == "digits"
+    # ε is rounded up, and what is left of it down.
+    assert rows(text) == {
+        "state": "collecting",
+        "round": "3 of 10",
+        "ε spent": "1.235 at δ = 1e-05",
+        "ε left": "0.765 of 2",
+        "nodes connected": "3 of 4",
+        "users enrolled": "1797",
+    }
+
+
+def test_status_is_one_json_object(tmp_path: Path) -> None:
+    endless = replace(STATUS, epsilon=float("inf"), epsilon_limit=float("inf"))
+    with serving(Standing(encode_status(STATUS))) as server:
+        said = json.loads(printed("status", *plain(server), "--json"))
+    assert said == {
+        "run": "digits",
+        "round": 3,
+        "rounds": 10,
+        "epsilon": 1.2341,
+        "epsilon_limit": 2.0,
+        "delta": 1e-5,
+        "nodes_enrolled": 4,
+        "nodes_connected": 3,
+        "users_enrolled": 1797,
+        "state": "collecting",
+    }
+    with serving(Standing(encode_status(endless))) as server:
+        said = json.loads(printed("status", *plain(server), "--json"))
+        text = printed("status", *plain(server))
+    assert (said["epsilon"], said["epsilon_limit"]) == ("Infinity", "Infinity")
+    assert (rows(text)["ε spent"], rows(text)["ε left"]) == ("∞ at δ = 1e-05", "no limit")
+
+
+def test_what_a_server_says_cannot_write_to_the_terminal() -> None:
+    hostile = "\x1b[2K[bold]r\n│ round │ 9 of 9 │"
+    with serving(Standing(encode_status(replace(STATUS, run=hostile)))) as server:
+        text = printed("status", *plain(server))
+    assert "\x1b" not in text
+    assert "[bold]r" in text
+    assert rows(text)["round"] == "3 of 10"
+    with serving(Standing(pb.Status(), "go\n\x1b[2K" + "away" * 500)) as server:
+        line = refused("status", *plain(server))
+    assert "refuses, PERMISSION_DENIED: go\\n\\x1b[2Kaway" in line
+    assert len(line) < 600
+
+
+def test_a_status_that_is_none_is_refused() -> None:
+    nonsense = encode_status(STATUS)
+    nonsense.epsilon = float("nan")
+    with serving(Standing(nonsense)) as server:
+        assert "a status is not legal: ε is nan" in refused("status", *plain(server))
+
+
+def test_a_server_that_is_not_there_is_one_sentence() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        server = f"127.0.0.1:{free.getsockname()[1]}"
+        assert f"{server} cannot be reached" in refused("status", *plain(server))
+
+
+def test_a_server_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_module, "_PATIENCE_SECONDS", 0.5)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        server = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert f"{server} does not answer within" in refused("status", *plain(server))
+
+
+BOTH_OR_NEITHER = [
+    [],
+    ["--insecure"],
+    ["--node", "n"],
+    ["--certificates", "c", "--insecure"],
+    ["--certificates", "c", "--node", "n"],
+    ["--certificates", "c", "--insecure", "--node", "n"],
+]
+
+
+@pytest.mark.parametrize("identity", BOTH_OR_NEITHER, ids=" ".join)
+@pytest.mark.parametrize("command", ["join", "status"])
+def test_a_node_is_known_in_exactly_one_way(command: str, identity: list[str]) -> None:
+    more = ["--users", "here"] if command == "join" else []
+    line = refused(command, "--server", "localhost:1", *more, *identity)
+    assert "exactly one of the two must be given" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["serve"], "Missing argument 'file'"),
+        (["serve", "f.toml", "--resume"], "--resume needs --out"),
+        (["serve", "f.toml", "--log-format", "xml"], "--log-format"),
+        (["join", "--users", "here"], "Missing option '--server'"),
+        (["join", "--server", "localhost:1"], "Missing option '--users'"),
+        (["join", *plain("localhost:1"), "--users", "u", "--seconds", "0"], "--seconds is 0.0"),
+        (["join", *plain("localhost:1"), "--users", "u", "--seconds", "nan"], "--seconds is nan"),
+        (["join", *plain("localhost:1"), "--users", "u", "--memory", "0"], "--memory"),
+        (["status", *plain("localhost")], "it must be HOST:PORT"),
+        (["status", *plain("192.0.2.7:1")], "another machine"),
+        (["status", "--server", "localhost:1", "--certificates", "none"], "cannot be read"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_that_do_not_fit_are_refused(
+    arguments: list[str], sentence: str, tmp_path: Path
+) -> None:
+    assert sentence in refused(*arguments, cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# What a command calls is replaced by what prints its arguments, in a process of its own, as
+# commands configure logging for the whole process.
+STAND_IN = """
+import json, logging, sys
+from pathlib import Path
+from types import ModuleType
+
+def say(*arguments, **named):
+    (handler,) = logging.getLogger().handlers
+    print(json.dumps([arguments, named, type(handler.formatter).__name__], default=str))
+
+module = ModuleType(sys.argv[1])
+module.serve, module.join = say, say
+module.Joining = dict
+sys.modules[module.__name__] = module
+del sys.argv[1]
+from fedpriv.cli import main
+main()
+"""
+
+
+def passed_on(module: str, *arguments: str) -> tuple[list[object], dict[str, object], str]:
+    command = [sys.executable, "-c", STAND_IN, module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    positional, named, formatter = json.loads(done.stdout)
+    return positional, named, formatter
+
+
+def test_serve_passes_its_options_on() -> None:
+    module = "fedpriv.server.deployment"
+    positional, named, formatter = passed_on(module, "serve", "f.toml")
+    assert positional == ["f.toml", [], None]
+    assert named == {"resume": False, "insecure": False, "leave": False}
+    assert formatter == "TextFormatter"
+    options = ["--set", "a=1", "--set", "b=2", "--out", "o", "--log-format", "json"]
+    flags = ["--resume", "--insecure", "--exit"]
+    positional, named, formatter = passed_on(module, "serve", "f.toml", *options, *flags)
+    assert positional == ["f.toml", ["a=1", "b=2"], "o"]
+    assert named == {"resume": True, "insecure": True, "leave": True}
+    assert formatter == "JsonFormatter"
+
+
+def test_join_passes_its_options_on() -> None:
+    module = "fedpriv.clients.joining"
+    (joining,), _, formatter = passed_on(module, "join", *plain("localhost:1"), "--users", "u")
+    nothing = dict.fromkeys(["certificates", "consent", "state", "memory_mebibytes", "seconds"])
+    assert joining == nothing | {
+        "server": "localhost:1",
+        "users": "u",
+        "node": "n",
+        "verify_ledger": False,
+        "trusted": [],
+        "device": "auto",
+        "once": False,
+    }
+    assert formatter == "TextFormatter"
+    options = (
+        "--server [::1]:7443 --users a.b:c --certificates c --consent t.toml --verify-ledger "
+        "--state s --trust a:f --trust b:g --device cpu --memory 512 --seconds 1.5 --once "
+        "--log-format json"
+    )
+    (joining,), _, formatter = passed_on(module, "join", *options.split())
+    assert joining == {
+        "server": "[::1]:7443",
+        "users": "a.b:c",
+        "certificates": "c",
+        "node": None,
+        "consent": "t.toml",
+        "verify_ledger": True,
+        "state": "s",
+        "trusted": ["a:f", "b:g"],
+        "device": "cpu",
+        "memory_mebibytes": 512,
+        "seconds": 1.5,
+        "once": True,
+    }
+    assert formatter == "JsonFormatter"
+
+
+def test_asking_for_the_status_loads_nothing_heavy() -> None:
+    code = "import atexit, sys; sys.argv[0] = 'fedpriv'; from fedpriv.cli import main; " + (
+        "atexit.register(lambda: print('torch' in sys.modules, 'grpc' in sys.modules)); main()"
+    )
+    with serving(Standing(encode_status(STATUS))) as server:
+        command = [sys.executable, "-c", code, "status", *plain(server), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False True"
+
+
+def test_every_command_says_what_it_is_for() -> None:
+    text = fedpriv("--help").stdout
+    assert all(f" {command} " in text for command in ("serve", "join", "status", "certs"))
+    text = fedpriv("certs", "--help").stdout
+    assert all(f" {command} " in text for command in ("init", "issue", "revoke", "renew"))

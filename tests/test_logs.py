@@ -1,0 +1,134 @@
+"""Logs: one line a record whatever is in it, and nothing of what an exception says."""
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fedpriv.choices import LogFormat
+from fedpriv.logs import JsonFormatter, TextFormatter, one_line
+
+LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ (INFO   |WARNING|ERROR  ) (.*)")
+HOSTILE = "a\n2030-01-01T00:00:00Z ERROR   forged\r\x1b[2K\u2028\u202e\x00\ud800"
+
+
+def record(message: str, *arguments: object, **extra: object) -> logging.LogRecord:
+    logger = logging.getLogger("fedpriv.some")
+    return logger.makeRecord(
+        logger.name, logging.WARNING, "some.py", 1, message, arguments, None, extra=extra
+    )
+
+
+def failed(text: str) -> logging.LogRecord:
+    def train() -> None:
+        raise ValueError(text)
+
+    made = record("training failed")
+    try:
+        train()
+    except ValueError:
+        made.exc_info = sys.exc_info()
+    return made
+
+
+@given(st.text())
+@example(HOSTILE)
+def test_any_message_is_one_printable_line_of_text(message: str) -> None:
+    for made in (record("%s", message), record(message)):
+        line = TextFormatter().format(made)
+        assert line.isprintable()
+        assert line.splitlines() == [line]
+        assert LINE.fullmatch(line)
+
+
+@given(st.text(), st.text(), st.dictionaries(st.from_regex(r"x[a-z]*", fullmatch=True), st.text()))
+@example(HOSTILE, HOSTILE, {"x": HOSTILE})
+def test_any_message_is_one_object_that_says_the_same(
+    message: str, name: str, extra: dict[str, str]
+) -> None:
+    line = JsonFormatter().format(record("%s by %s", message, name, **extra))
+    assert line.isascii()
+    assert line.isprintable()
+    said = json.loads(line)
+    assert said == {
+        "time": said["time"],
+        "level": "WARNING",
+        "logger": "fedpriv.some",
+        "message": f"{message} by {name}",
+        **extra,
+    }
+
+
+def test_the_time_is_utc() -> None:
+    made = record("m")
+    made.created = datetime(2030, 1, 2, 3, 4, 5, 678900, UTC).timestamp()
+    assert TextFormatter().format(made) == "2030-01-02T03:04:05Z WARNING m"
+    said = json.loads(JsonFormatter().format(made))["time"]
+    assert said.startswith("2030-01-02T03:04:05.67")
+    assert datetime.fromisoformat(said).utcoffset().total_seconds() == 0
+
+
+def test_printable_text_stays_as_it_is() -> None:
+    assert one_line("hôpital a: ε ≤ 2 \\ 日本") == "hôpital a: ε ≤ 2 \\ 日本"
+    assert one_line("a\tb\x7f") == "a\\tb\\x7f"
+
+
+@pytest.mark.parametrize("form", [TextFormatter(), JsonFormatter()])
+def test_of_an_exception_only_type_and_place_are_said(form: logging.Formatter) -> None:
+    line = form.format(failed("glucose 7.1 of alice"))
+    assert "alice" not in line
+    assert re.search(
+        r"training failed \(ValueError at test_logs\.py:\d+ > test_logs\.py:\d+\)", line
+    )
+    assert line.splitlines() == [line]
+
+
+def test_extra_fields_are_plain_values_and_take_nobodys_place() -> None:
+    extra = {"round": 3, "epsilon": float("inf"), "share": 0.5, "late": True, "none": None}
+    others = {"sizes": [1, 2], "level": "forged", "logger": "forged", "time": "forged"}
+    said = json.loads(JsonFormatter().format(record("m", **extra, **others)))
+    assert said.pop("time") != "forged"
+    assert said == {
+        "level": "WARNING",
+        "logger": "fedpriv.some",
+        "message": "m",
+        "round": 3,
+        "epsilon": "inf",
+        "share": 0.5,
+        "late": True,
+        "none": None,
+        "sizes": "[1, 2]",
+    }
+
+
+@pytest.mark.parametrize("form", LogFormat)
+def test_configured_everything_goes_to_stderr_line_by_line(form: LogFormat) -> None:
+    code = f"""
+import logging, warnings
+from fedpriv.choices import LogFormat
+from fedpriv.logs import configure
+
+logging.basicConfig()
+configure(LogFormat.TEXT)
+configure(LogFormat({form.value!r}))
+log = logging.getLogger("fedpriv.some")
+log.debug("not said")
+log.info("node %s", "a\\nb", extra={{"round": 3}})
+warnings.warn("old\\nway")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    first, second = done.stderr.splitlines()
+    if form is LogFormat.TEXT:
+        assert LINE.fullmatch(first).groups() == ("INFO   ", "node a\\nb")
+        assert "UserWarning: old\\nway" in LINE.fullmatch(second)[2]
+    else:
+        assert json.loads(first)["message"] == "node a\nb"
+        assert json.loads(first)["round"] == 3
+        assert "UserWarning: old\nway" in json.loads(second)["message"]
