@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -51,7 +52,6 @@ class Collecting:
     def __init__(
         self, request: RoundRequest, price: Price, enrolment: Enrolment, seconds: float
     ) -> None:
-        self.id = RoundId(request.run, request.round, request.attempt)
         self.clipping = request.clipping
         self.expected = Expected.of(request.clipping)
         self.deadline = monotonic() + seconds
@@ -60,7 +60,10 @@ class Collecting:
         self._taken = asyncio.Semaphore(0)
         self._loop = asyncio.get_running_loop()
         self._model = model_of(request)
-        self._offer = RoundOffer.of(request, seconds, price, manifest_of(self._model))
+        self._offer = RoundOffer.of(
+            request, seconds, price, manifest_of(self._model), secrets.randbits(64)
+        )
+        self.id = self._offer.id
         self._alone = {node for node in enrolment.nodes if len(enrolment.users[node]) == 1}
         self._waiting = drawn_at(enrolment, request.users)
         self._over = False

@@ -61,14 +61,16 @@ class Task(_message.Message):
     def __init__(self, model: _Optional[str] = ..., options: _Optional[str] = ..., seed: _Optional[int] = ..., loss: _Optional[str] = ..., metrics: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RoundId(_message.Message):
-    __slots__ = ("run", "round", "attempt")
+    __slots__ = ("run", "round", "attempt", "nonce")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
     run: str
     round: int
     attempt: int
-    def __init__(self, run: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+    nonce: int
+    def __init__(self, run: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., nonce: _Optional[int] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("id", "seconds", "users", "clipping", "local", "metrics", "weight_cap", "local_key", "price", "model")

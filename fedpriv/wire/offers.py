@@ -114,7 +114,7 @@ class RoundOffer:
 
     @classmethod
     def of(
-        cls, request: RoundRequest, seconds: float, price: Price, model: Manifest
+        cls, request: RoundRequest, seconds: float, price: Price, model: Manifest, nonce: int = 0
     ) -> "RoundOffer":
         """The offer of a request to a node that hosts all of its users.
 
@@ -125,12 +125,13 @@ class RoundOffer:
             seconds: until the deadline.
             price: what the round costs.
             model: `manifest_of(model_of(request))`, the same for all nodes.
+            nonce: of the attempt.
 
         Raises:
             InvalidValueError: fields are out of range, or do not fit together.
         """
         return cls(
-            RoundId(request.run, request.round, request.attempt),
+            RoundId(request.run, request.round, request.attempt, nonce),
             seconds,
             request.users.copy(),
             request.clipping,

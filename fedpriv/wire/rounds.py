@@ -15,14 +15,17 @@ class RoundId:
         run: name of the run, from 1 to 1024 characters.
         round: number of the round, from 0.
         attempt: number of the attempt at this round, from 0.
+        nonce: random, in 64 bits: tells apart two attempts of one number, of which the first was
+            abandoned without a charge.
 
     Raises:
-        InvalidValueError: the name is empty or too long, or a number is not in 32 bits.
+        InvalidValueError: the name is empty or too long, or a number has too many bits.
     """
 
     run: str
     round: int
     attempt: int
+    nonce: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.run) <= MAX_NAME:
@@ -32,6 +35,8 @@ class RoundId:
         for name, number in (("round", self.round), ("attempt", self.attempt)):
             if not 0 <= number < 2**32:
                 raise InvalidValueError(f"{name} is {number}; it must be from 0 to 2^32 - 1")
+        if not 0 <= self.nonce < 2**64:
+            raise InvalidValueError(f"nonce is {self.nonce}; it must be from 0 to 2^64 - 1")
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def encode_round_id(round_id: RoundId) -> pb.RoundId:
         WireError: the name is no Unicode.
     """
     with refusing("the name of a round"):
-        return pb.RoundId(run=round_id.run, round=round_id.round, attempt=round_id.attempt)
+        return pb.RoundId(**vars(round_id))
 
 
 def decode_round_id(message: pb.RoundId) -> RoundId:
@@ -91,7 +96,7 @@ def decode_round_id(message: pb.RoundId) -> RoundId:
         WireError: it is not legal.
     """
     with refusing("the name of a round"):
-        return RoundId(message.run, message.round, message.attempt)
+        return RoundId(message.run, message.round, message.attempt, message.nonce)
 
 
 def encode_price(price: Price) -> pb.Price:

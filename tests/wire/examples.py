@@ -55,7 +55,7 @@ losses = st.floats(0.0, allow_nan=False)
 below_one = st.floats(0.0, 1.0, exclude_max=True)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
-round_ids = st.builds(RoundId, words, uints, uints)
+round_ids = st.builds(RoundId, words, uints, uints, st.integers(0, 2**64 - 1))
 prices = st.builds(
     Price,
     st.floats(0.0, 1.0, exclude_min=True),

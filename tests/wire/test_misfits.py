@@ -227,6 +227,8 @@ def test_a_welcome_that_a_node_would_not_take_is_not_sent() -> None:
         lambda: RoundId("", 0, 0),
         lambda: RoundId("r", 2**32, 0),
         lambda: RoundId("r", 0, -1),
+        lambda: RoundId("r", 0, 0, -1),
+        lambda: RoundId("r", 0, 0, 2**64),
         lambda: replace(examples.PRICE, sampling_probability=0.0),
         lambda: replace(examples.PRICE, sampling_probability=float("nan")),
         lambda: replace(examples.PRICE, population=0),
