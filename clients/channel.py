@@ -134,7 +134,7 @@ def open_channel(server: str, identity: Identity) -> grpc.aio.Channel:
       name;
     * without one nothing leaves this machine, whatever the name of the host resolves to later;
     * no message passes the limits of `fedpriv.wire.limits`;
-    * a server that is silent is noticed within 40 seconds, also between calls.
+    * a server that is silent is noticed within 100 seconds, also between calls.
 
     Args:
         server: HOST:PORT; an IPv6 address stands in brackets.

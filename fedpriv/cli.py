@@ -9,6 +9,7 @@ import typer
 from fedpriv.choices import FigureFormat, Policy, Relation
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.federation_cli import register as register_federation
+from fedpriv.logs import one_line
 
 app = typer.Typer(
     help="Federated learning with user-level differential privacy that can be checked.",
@@ -241,5 +242,6 @@ def main() -> None:
 def _refuse(sentence: str) -> NoReturn:
     # Where a command is missing, its help was printed and there is no sentence.
     if sentence:
-        print(f"error: {' '.join(sentence.split())}", file=sys.stderr)  # noqa: T201
+        # It may hold words of another machine.
+        print(f"error: {one_line(' '.join(sentence.split()))}", file=sys.stderr)  # noqa: T201
     sys.exit(2)

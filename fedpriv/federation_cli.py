@@ -64,9 +64,10 @@ def serve(
     if resume and out is None:
         raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
     from fedpriv.logs import configure
-    from fedpriv.server.deployment import serve as run
 
     configure(log_format)
+    from fedpriv.server.deployment import serve as run
+
     run(file, assignments or [], out, resume=resume, insecure=insecure, leave=leave)
 
 
@@ -111,11 +112,12 @@ def join(
     _check_identity(certificates, node, insecure=insecure)
     if seconds is not None and not 0.0 < seconds < math.inf:
         raise InvalidValueError(f"--seconds is {seconds}; it must be positive and finite")
-    from fedpriv.clients.joining import Joining
-    from fedpriv.clients.joining import join as run
     from fedpriv.logs import configure
 
     configure(log_format)
+    from fedpriv.clients.joining import Joining
+    from fedpriv.clients.joining import join as run
+
     run(
         Joining(
             server=server,

@@ -8,6 +8,7 @@ exception only its type and the places it passed are written.
 import json
 import logging
 import math
+import os
 import traceback
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,11 +21,14 @@ _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime", "tas
 def configure(form: LogFormat) -> None:
     """Write all records from level INFO on, and Python's warnings, to stderr.
 
-    Handlers that were there before are removed, so calling it again changes the form.
+    Handlers that were there before are removed, so calling it again changes the form. gRPC's own
+    lines have another form and hold what strangers send, as it came; they are left out, unless the
+    environment says otherwise. Call it before gRPC begins.
 
     Args:
         form: one line of text, or one JSON object, for each record.
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
     logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)

@@ -4,13 +4,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, Self, TypeVar, cast
 
 from fedpriv.errors import WireError
 from fedpriv.federated.transport import PartialSum
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.layout import FloatVector
 from fedpriv.wire import (
+    CHUNK_BYTES,
     Decline,
     RawUpdate,
     Receipt,
@@ -28,6 +29,7 @@ from .turns import Newest
 
 _log = logging.getLogger(__name__)
 _LONGEST_REASON = 400  # characters
+_BYTES_PER_COMPONENT = 12  # of an update: float32 as it came, and float64 as it is added
 _AT_A_TIME = 8  # chunks of an answer; no more of them wait to be added
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -44,6 +46,18 @@ class Transfers:
 
     uploads: int
     seconds: float
+
+    @classmethod
+    def within(cls, memory: int, dimension: int, seconds: float) -> Self:
+        """As many uploads as fit, at least one.
+
+        Args:
+            memory: bytes for updates in transfer.
+            dimension: D of a contribution.
+            seconds: the longest that one transfer may take.
+        """
+        one = _BYTES_PER_COMPONENT * dimension + min(_AT_A_TIME * CHUNK_BYTES, 4 * dimension)
+        return cls(max(1, memory // one), seconds)
 
 
 class Answers:

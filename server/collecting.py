@@ -17,7 +17,6 @@ from fedpriv.wire import (
     Expected,
     Price,
     RawUpdate,
-    RoundId,
     RoundOffer,
     SummedUpdates,
     chunks,

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
+from threadpoolctl import threadpool_limits
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment import Enrolled, build
@@ -68,6 +69,8 @@ def serve(
         state = state_to_start_from(folder, experiment.plan, books, experiment.initial_state)
         deployment = Deployment(experiment, section, enrolment, books, folder, beginning.ledger)
         with (
+            # Updates are added up in threads that are many already; more only wait for each other.
+            threadpool_limits(1, "blas"),
             deployment.listening(door, state.round) as server,
             _until_asked(server.stop) as asked,
         ):

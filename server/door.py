@@ -2,15 +2,17 @@
 
 import logging
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
+from cryptography import x509
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.sections import FederationSection
 
 from .addresses import Address
-from .certificates import RevocationList, load_ca
+from .certificates import CertificateError, RevocationList, load_ca
 from .guard import Identify, certified, declared
 from .listening import Files
 
@@ -63,5 +65,13 @@ def door_of(section: FederationSection, *, insecure: bool) -> Door:
     crl = None
     if section.revocation_list != "none":
         crl = RevocationList(Path(section.revocation_list or folder / "crl.pem"))
-        crl.read(ca)  # one that cannot be used lets nobody in; better to hear of it at once
+        _check(crl, ca)
     return Door(address, files.credentials(), certified(ca, crl))
+
+
+def _check(crl: RevocationList, ca: x509.Certificate) -> None:
+    """Refuse a list that cannot be used: it would let nobody in; better to hear of it at once."""
+    try:
+        crl.holds(0, ca, datetime.now(UTC))
+    except CertificateError as error:
+        raise InvalidValueError(str(error)) from error

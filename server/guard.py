@@ -30,7 +30,17 @@ Behaviour = Callable[[object, Context], Awaitable[object]]
 
 
 class UnknownPeerError(Exception):
-    """The caller is not, or no longer, who may call; its text may be told to the caller."""
+    """The caller is not, or no longer, who may call; its text may be told to the caller.
+
+    Attributes:
+        code: what the call ends with.
+    """
+
+    def __init__(
+        self, sentence: str, code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED
+    ) -> None:
+        super().__init__(sentence)
+        self.code = code
 
 
 class Identify(Protocol):
@@ -52,7 +62,8 @@ def certified(ca: x509.Certificate, crl: RevocationList | None) -> Identify:
         except CertificateError as error:
             # A list that cannot be read is the operator's to mend, and its path nobody else's.
             if error.check is Check.LIST:
-                raise UnknownPeerError("the server cannot check for revocation now") from error
+                sentence = "the server cannot check for revocation now"
+                raise UnknownPeerError(sentence, grpc.StatusCode.UNAVAILABLE) from error
             raise UnknownPeerError(f"the certificate is refused: {error}") from error
 
     return identify
@@ -162,7 +173,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no ty
             node = self._identify(context)
         except UnknownPeerError as error:
             self._monitor.refused(Refusal.IDENTITY)
-            await refuse(context, grpc.StatusCode.UNAUTHENTICATED, str(error))
+            await refuse(context, error.code, str(error))
         if node not in self._enrolled:
             self._monitor.refused(Refusal.ENROLMENT)
             await refuse(context, grpc.StatusCode.PERMISSION_DENIED, "the node is not enrolled")

@@ -33,7 +33,8 @@ OPTIONS: Sequence[tuple[str, int]] = (
     # What a node may send before anybody reads it; without a bound, memory grows with nodes.
     ("grpc.http2.lookahead_bytes", 2**18),
     ("grpc.http2.bdp_probe", 0),
-    # A peer that vanished without a word is noticed after the sum of these two.
+    # A peer that vanished without a word is noticed after the first of these and the minute that
+    # gRPC waits for the answer to a ping; on a slow way up, that answer waits behind an update.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),

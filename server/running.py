@@ -34,7 +34,6 @@ from .standing import LedgerLines, prices, status_at_start, welcomes
 _log = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 10.0  # the longest wait for nodes that read the ledger once more
 _QUIET_SECONDS = 1.0  # without a call, after which nobody is waited for
-_BYTES_PER_COMPONENT = 24  # of an update in transfer: as it came, as float64, and a temporary
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,8 @@ class Deployment:
         for node in self.enrolment.nodes:
             encode_welcome(welcome_of(node))  # what cannot be said is refused before anybody asks
         dimension = plan.mechanism.average.sum_query.clipping.layout.dimension
-        uploads = section.transfer_mebibytes * 2**20 // (_BYTES_PER_COMPONENT * dimension)
-        transfers = Transfers(max(1, uploads), section.transfer_seconds)
+        memory = section.transfer_mebibytes * 2**20
+        transfers = Transfers.within(memory, dimension, section.transfer_seconds)
         status = status_at_start(plan, self.books, self.enrolment, round_number)
         rates = RateLimit(section.calls_per_minute)
 

@@ -158,7 +158,7 @@ class Service:
             self._identify(context)
         except UnknownPeerError as error:
             self._monitor.refused(Refusal.IDENTITY)
-            await refuse(context, grpc.StatusCode.UNAUTHENTICATED, str(error))
+            await refuse(context, error.code, str(error))
 
     async def download(self, request: pb.RoundId, context: Context) -> None:
         """Send the model of the round to a node that was asked."""
@@ -186,7 +186,7 @@ class Service:
         try:
             receipt = await self._answers.take(NODE.get(), parts, collecting, context)
         except UnknownPeerError as error:
-            await refuse(context, grpc.StatusCode.UNAUTHENTICATED, str(error))
+            await refuse(context, error.code, str(error))
         return encode_receipt(receipt)
 
     async def fetch_ledger(self, request: pb.LedgerRequest, context: Context) -> None:

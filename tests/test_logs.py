@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -132,3 +133,18 @@ warnings.warn("old\\nway")
         assert json.loads(first)["message"] == "node a\nb"
         assert json.loads(first)["round"] == 3
         assert "UserWarning: old\nway" in json.loads(second)["message"]
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, "NONE"), ({"GRPC_VERBOSITY": "INFO"}, "INFO")])
+def test_grpc_says_nothing_of_its_own_unless_it_is_asked_to(
+    before: dict[str, str], after: str
+) -> None:
+    check = (
+        "import os; from fedpriv.choices import LogFormat; from fedpriv.logs import configure;"
+        "configure(LogFormat.TEXT); print(os.environ['GRPC_VERBOSITY'])"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "GRPC_VERBOSITY"} | before
+    done = subprocess.run(
+        [sys.executable, "-c", check], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == after

@@ -1,0 +1,218 @@
+"""Bytes per second and server memory of a deployment, beside a bare gRPC stream of the same bytes.
+
+Three processes on loopback: the server of `fedpriv serve`, a bare gRPC server, and all nodes, each
+with a connection and a certificate of its own. In a round the sampled nodes take the model and send
+updates, which the server checks, clips and adds up; every sum is compared with the known one.
+Between rounds the same nodes move the same bytes, as many streams at once and in the same
+directions, through the bare server, which is grpc.aio over the same mutual TLS with messages of
+1 MiB, and does nothing with them. In both, the nodes are a load and nothing else: they send what
+was made before, and throw away what comes. A last round asks all nodes.
+
+A ratio counts the rounds and the bare exchanges after the first of each, which pay for memory that
+is new to their processes; all is in the file.
+
+    python -m simulations.federation_load --json simulations/results/federation_load.json
+    python -m simulations.federation_load --nodes 1 --sampled 1 --parameters 268435456 --rounds 1
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import resource
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from fedpriv.errors import InvalidValueError
+from fedpriv.server.answers import Transfers
+from simulations.load_nodes import BareNodes, connected
+from simulations.load_server import Done, Round, serve, serve_bare
+from simulations.load_site import Site
+
+_MEBIBYTE = 2**20
+_UPDATES_BYTES = 256 * _MEBIBYTE  # those in transfer, as a configuration has it by default
+_POLL_SECONDS = 0.002
+_LONGEST_TRANSFER = 600.0
+_DESCRIPTORS = 100  # beside those of connections
+
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is measured.
+
+    Attributes:
+        nodes: that are connected.
+        sampled: of them, in each round but the last.
+        parameters: of the model, at least 1000.
+        rounds: of the sampled, at least 1.
+    """
+
+    nodes: int
+    sampled: int
+    parameters: int
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured; lists are one number per round.
+
+    Attributes:
+        seconds: of rounds of the sampled.
+        bare_seconds: of the bare exchanges of the same bytes.
+        connected: nodes at the end of each round, the last one too.
+        errors: of the sums, relative, the last one too.
+        peak_mebibytes: of the server's memory, rounds of the sampled.
+        seconds_of_all: of the round that asks all nodes.
+        peak_mebibytes_of_all: of the server's memory, with that round.
+    """
+
+    seconds: list[float]
+    bare_seconds: list[float]
+    connected: list[int]
+    errors: list[float]
+    peak_mebibytes: float
+    seconds_of_all: float
+    peak_mebibytes_of_all: float
+
+
+def measure(load: Load) -> Found:
+    """Run all rounds.
+
+    Raises:
+        InvalidValueError: the operating system allows too few connections.
+    """
+    _allow_connections(load)
+    with tempfile.TemporaryDirectory() as folder:
+        site = Site(Path(folder) / "certs", load.nodes, load.parameters)
+        site.issue()
+        transfers = Transfers.within(_UPDATES_BYTES, load.parameters, _LONGEST_TRANSFER)
+        with _process(serve, site, transfers) as server, _process(serve_bare, site) as bare:
+            return asyncio.run(_rounds(load, site, server, bare))
+
+
+def _allow_connections(load: Load) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = load.nodes + load.sampled + _DESCRIPTORS
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise InvalidValueError(
+            f"{hard} files may be open at once; {load.nodes} connections need {needed} (ulimit -n)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+@contextmanager
+def _process(target: Callable[..., None], *args: object) -> Iterator[Connection]:
+    """A process that ends with the block; its first argument is the other end of the pipe."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.join()
+
+
+async def _rounds(load: Load, site: Site, server: Connection, bare: Connection) -> Found:
+    port, bare_port = await _received(server, int), await _received(bare, int)
+    cohort, everybody = site.cohort(load.sampled), site.cohort(load.nodes)
+    bare_nodes = BareNodes(site, cohort, bare_port)
+    done: list[Done] = []
+    errors: list[float] = []
+    bare_seconds: list[float] = []
+
+    async def ask(asked: list[int]) -> None:
+        total = site.folder / "total.npy"
+        server.send(Round(len(done), asked, total))
+        done.append(await _received(server, Done))
+        errors.append(site.error_of(np.load(total, mmap_mode="r"), asked))
+
+    await bare_nodes.exchange()  # connects
+    async with connected(site, port):
+        for _ in range(load.rounds):
+            await ask(cohort)
+            began = time.perf_counter()
+            await bare_nodes.exchange()
+            bare_seconds.append(time.perf_counter() - began)
+        await bare_nodes.close()
+        await ask(everybody)
+    *sampled, last = done
+    return Found(
+        seconds=[d.seconds for d in sampled],
+        bare_seconds=bare_seconds,
+        connected=[d.connected for d in done],
+        errors=errors,
+        peak_mebibytes=sampled[-1].peak / _MEBIBYTE,
+        seconds_of_all=last.seconds,
+        peak_mebibytes_of_all=last.peak / _MEBIBYTE,
+    )
+
+
+async def _received(pipe: Connection, kind: type[Kind]) -> Kind:
+    """The next thing from a pipe; a wait that can be cancelled, unlike one in a thread."""
+    while not pipe.poll():
+        await asyncio.sleep(_POLL_SECONDS)
+    thing = pipe.recv()
+    if not isinstance(thing, kind):
+        raise TypeError(f"a process sent {type(thing)} in place of {kind}")
+    return thing
+
+
+def summary(load: Load, found: Found) -> dict[str, float]:
+    """What was measured, in a few numbers; the first of several rounds is left out of medians."""
+    size = load.sampled * 2 * 4 * load.parameters
+    ours = [size / s for s in found.seconds[1:] or found.seconds]
+    bare = [size / s for s in found.bare_seconds[1:] or found.bare_seconds]
+    return {
+        "megabytes per second": statistics.median(ours) / 1e6,
+        "megabytes per second of a bare stream": statistics.median(bare) / 1e6,
+        "ratio": statistics.median(ours) / statistics.median(bare),
+        "server's peak memory in MiB": found.peak_mebibytes,
+        "the same with all nodes sampled": found.peak_mebibytes_of_all,
+        "the same over the bytes of the model": (
+            found.peak_mebibytes_of_all * _MEBIBYTE / (4 * load.parameters)
+        ),
+        "connected nodes": min(found.connected),
+        "largest error of a sum": max(found.errors),
+    }
+
+
+def main() -> None:
+    """Measure, print and, if asked, keep the numbers."""
+    parser = argparse.ArgumentParser(description="load on a deployment, beside a bare gRPC stream")
+    parser.add_argument("--nodes", type=int, default=1000)
+    parser.add_argument("--sampled", type=int, default=200)
+    parser.add_argument("--parameters", type=int, default=1_200_000)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    given = parser.parse_args()
+    load = Load(given.nodes, given.sampled, given.parameters, given.rounds)
+    found = measure(load)
+    numbers = summary(load, found)
+    for name, value in numbers.items():
+        print(f"{name}: {value:.4g}")
+    if given.json:
+        command = shlex.join(["python", "-m", "simulations.federation_load", *sys.argv[1:]])
+        kept = {"command": command, "load": asdict(load), "summary": numbers} | asdict(found)
+        given.json.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The nodes of the load benchmark, in one process: each has its own channel and certificate."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from fedpriv.clients.channel import identity_of, open_channel
+from fedpriv.clients.exchange import connect
+from fedpriv.errors import WireError
+from fedpriv.wire import (
+    NODE_RECEIVES_BYTES,
+    Answer,
+    Hello,
+    RawUpdate,
+    RoundOffer,
+    Welcome,
+    chunks,
+    decode_receipt,
+    digest_of,
+    encode_answer,
+    encode_round_id,
+    manifest_of,
+    parse,
+    pieces,
+)
+from fedpriv.wire import federation_pb2 as pb
+from simulations.load_server import BARE, messages
+from simulations.load_site import Site, name_of, user_of
+
+
+class Prepared:
+    """An update of a site, ready to be sent in any round.
+
+    Args:
+        site: whose.
+        kind: which of its updates.
+    """
+
+    def __init__(self, site: Site, kind: int) -> None:
+        update = site.update(kind)
+        self._content = RawUpdate(1.0, manifest_of(update))
+        self._parts = [
+            pb.UploadPart(chunk=chunk).SerializeToString() for chunk in chunks(pieces(update))
+        ]
+
+    def messages(self, offer: RoundOffer) -> Iterator[bytes]:
+        """What to upload as the answer to an offer."""
+        header = encode_answer(Answer(offer.id, self._content))
+        yield pb.UploadPart(answer=header).SerializeToString()
+        yield from self._parts
+
+
+@asynccontextmanager
+async def connected(site: Site, port: int) -> AsyncIterator[None]:
+    """All nodes of a site are connected to its server while the block runs.
+
+    Each answers every offer as bare nodes do: it throws away the model that comes, and sends
+    messages that were made before. What a node's own checks cost is its own machine's business.
+
+    Raises:
+        ExceptionGroup: something went wrong at a node; it ends the block.
+    """
+    prepared = [Prepared(site, kind) for kind in range(site.kinds)]
+    async with asyncio.TaskGroup() as group:
+        welcomed = [asyncio.Event() for _ in range(site.nodes)]
+        tasks = [
+            group.create_task(_stay(site, number, port, prepared[number % site.kinds], event))
+            for number, event in enumerate(welcomed)
+        ]
+        for event in welcomed:
+            await event.wait()
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+async def _stay(
+    site: Site, number: int, port: int, update: Prepared, welcomed: asyncio.Event
+) -> None:
+    """One node, from its connection on."""
+    hello = Hello(name_of(number), digest_of([user_of(number)]))
+    async with _channel(site, number, port) as channel:
+        async for message in connect(channel, hello):
+            match message:
+                case Welcome():
+                    welcomed.set()
+                case RoundOffer():
+                    asked = encode_round_id(message.id).SerializeToString()
+                    async for _ in channel.unary_stream("/fedpriv.v1.Federation/Download")(asked):
+                        pass
+                    await _upload(channel, update.messages(message))
+
+
+def _channel(site: Site, number: int, port: int) -> grpc.aio.Channel:
+    return open_channel(f"localhost:{port}", identity_of(site.node_folder(number), None))
+
+
+async def _upload(channel: grpc.aio.Channel, parts: Iterator[bytes]) -> None:
+    data = await channel.stream_unary("/fedpriv.v1.Federation/Upload")(parts)
+    receipt = decode_receipt(parse(pb.Receipt, data, NODE_RECEIVES_BYTES))
+    if not receipt.accepted:
+        raise WireError(f"an answer is refused: {receipt.reason}")
+
+
+class BareNodes:
+    """Connections of some nodes to the bare server.
+
+    Args:
+        site: whose nodes.
+        cohort: their numbers.
+        port: of the bare server.
+    """
+
+    def __init__(self, site: Site, cohort: list[int], port: int) -> None:
+        self._channels = [_channel(site, number, port) for number in cohort]
+        self._parts = messages(site.model_bytes)
+
+    async def exchange(self) -> None:
+        """All at once: each node downloads, then uploads as much; nobody looks at the bytes."""
+        async with asyncio.TaskGroup() as group:
+            for channel in self._channels:
+                group.create_task(self._exchange(channel))
+
+    async def _exchange(self, channel: grpc.aio.Channel) -> None:
+        async for _ in channel.unary_stream(f"/{BARE}/Download")(b""):
+            pass
+        await channel.stream_unary(f"/{BARE}/Upload")(iter(self._parts))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for channel in self._channels:
+            await channel.close()

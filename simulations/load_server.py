@@ -1,0 +1,162 @@
+"""The servers of the load benchmark, each in a process of its own that does what a pipe says."""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import grpc
+import numpy as np
+
+from fedpriv.federated.aggregate import add_up
+from fedpriv.server.addresses import Address
+from fedpriv.server.answers import Transfers
+from fedpriv.server.certificates import RevocationList, load_ca
+from fedpriv.server.grpc_transport import GrpcTransport, Patience
+from fedpriv.server.guard import Guard, certified
+from fedpriv.server.listening import Listening, listening
+from fedpriv.server.monitoring import Monitor
+from fedpriv.server.rates import RateLimit
+from fedpriv.server.roster import End
+from fedpriv.server.service import Service
+from fedpriv.wire import CHUNK_BYTES, Price, RunState, Status, TaskDescription, Welcome
+from simulations.load_site import Site
+
+BARE = "bare.Stream"
+_PATIENCE = Patience(deadline=3600.0, absent=3600.0, fixed=False, nodes=0)
+_CALLS_PER_MINUTE = 600
+_TASK = TaskDescription("softmax", {}, 0, "cross-entropy")
+
+
+@dataclass(frozen=True)
+class Round:
+    """Asks the server for a round.
+
+    Attributes:
+        number: of the round.
+        cohort: numbers of the nodes to ask, ascending.
+        total: file for the sum, as `numpy.save` writes it.
+    """
+
+    number: int
+    cohort: list[int]
+    total: Path
+
+
+@dataclass(frozen=True)
+class Done:
+    """Says that a round is over.
+
+    Attributes:
+        seconds: from the request to the sum.
+        connected: how many nodes are.
+        peak: bytes of memory that the process had at most since it began (VmHWM).
+    """
+
+    seconds: float
+    connected: int
+    peak: int
+
+
+def serve(pipe: Connection, site: Site, transfers: Transfers) -> None:
+    """The server of `fedpriv serve`, with its transport, but rounds as the pipe asks for them.
+
+    Sends its port, then a `Done` for each `Round`; ends when the pipe is closed.
+
+    Args:
+        pipe: to the benchmark.
+        site: whom it serves.
+        transfers: bounds of the service.
+    """
+    enrolment = site.enrolment()
+    ca = load_ca(site.files.ca)
+    identify = certified(ca, RevocationList(site.folder / "server" / "crl.pem"))
+    status = Status("load", 0, 1, 0.0, 1.0, 1e-6, site.nodes, 0, site.nodes, RunState.WAITING)
+    price = Price(0.5, site.nodes, 1.0, 1.0, 1e-6)
+    monitor = Monitor()
+
+    def welcome_of(node: str) -> Welcome:
+        return Welcome("load", site.nodes, enrolment.users_of(node).copy(), _TASK)
+
+    def make() -> tuple[Service, Guard]:
+        guard = Guard(identify, enrolment, RateLimit(_CALLS_PER_MINUTE), monitor)
+        service = Service(enrolment, welcome_of, bytes, identify, status, transfers, monitor)
+        return service, guard
+
+    with listening(make, Address("127.0.0.1", 0), site.files.credentials()) as server:
+        transport = GrpcTransport(server, enrolment, lambda _: price, _PATIENCE)
+        pipe.send(server.address.port)
+        with suppress(EOFError):
+            while True:
+                pipe.send(_collected(pipe.recv(), site, server, transport))
+        server.call(lambda: server.service.roster.end_all(End.RUN_OVER))
+
+
+def _collected(asked: Round, site: Site, server: Listening, transport: GrpcTransport) -> Done:
+    request = site.request(asked.number, asked.cohort)
+    began = time.perf_counter()
+    added = add_up(transport.collect(request), request.clipping, len(asked.cohort))
+    seconds = time.perf_counter() - began
+    np.save(asked.total, added.total)
+    return Done(seconds, server.service.roster.connected, peak_bytes())
+
+
+def serve_bare(pipe: Connection, site: Site) -> None:
+    """A bare gRPC server of the same certificates; sends its port, ends when the pipe is closed.
+
+    Download sends as many bytes as the model has, from messages that were made before; Upload takes
+    messages and forgets them. grpc.aio with its defaults, and nothing between it and the bytes: no
+    protobuf, no interceptor, no limit on how many are served at once.
+
+    Args:
+        pipe: to the benchmark.
+        site: whose certificates and model size they are.
+    """
+    asyncio.run(_serve_bare(pipe, site))
+
+
+async def _serve_bare(pipe: Connection, site: Site) -> None:
+    parts = messages(site.model_bytes)
+
+    async def download(_: bytes, context: grpc.aio.ServicerContext) -> None:
+        for part in parts:
+            await context.write(part)
+
+    async def upload(received: AsyncIterator[bytes], _: grpc.aio.ServicerContext) -> bytes:
+        async for _part in received:
+            pass
+        return b""
+
+    server = grpc.aio.server()
+    methods = {
+        "Download": grpc.unary_stream_rpc_method_handler(download),
+        "Upload": grpc.stream_unary_rpc_method_handler(upload),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(BARE, methods),))
+    port = server.add_secure_port("127.0.0.1:0", site.files.credentials())
+    await server.start()
+    pipe.send(port)
+    with suppress(EOFError):
+        await asyncio.to_thread(pipe.recv)
+    await server.stop(None)
+
+
+def messages(size: int) -> list[bytes]:
+    """So many bytes in messages as long as a chunk's data; the last has what is left."""
+    whole, left = divmod(size, CHUNK_BYTES)
+    return [bytes(CHUNK_BYTES)] * whole + [bytes(left)] * bool(left)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process had since it began.
+
+    Not `getrusage`: there Linux counts what the parent had before, too.
+    """
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    if found is None:
+        raise RuntimeError("/proc/self/status does not say how much memory there was at most")
+    return int(found[1]) * 1024

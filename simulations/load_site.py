@@ -1,0 +1,116 @@
+"""What processes of the load benchmark share: a site with its certificates, model and updates."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fedpriv.federated.transport import LocalTraining, RoundRequest
+from fedpriv.privacy.contribution import Clipping
+from fedpriv.privacy.groups import flat
+from fedpriv.privacy.layout import FloatVector, Layout
+from fedpriv.server import authority
+from fedpriv.server.enrolment import Enrolment
+from fedpriv.server.listening import Files
+
+_KINDS = 4  # different updates; nodes share them, so that one process can hold those of all
+_NORM = 1.0  # far below that of every update
+_LOCAL = LocalTraining(0.1, steps=1)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A federation of one-user nodes, each with a certificate, and the model that they train.
+
+    Attributes:
+        folder: of the certificates, as `fedpriv certs` makes it.
+        nodes: how many there are; node i has the user at position i.
+        parameters: P of the model, at least 1000.
+    """
+
+    folder: Path
+    nodes: int
+    parameters: int
+
+    def issue(self) -> None:
+        """Make all certificates."""
+        authority.init(self.folder, ["localhost"])
+        for number in range(self.nodes):
+            authority.issue(self.folder, name_of(number))
+
+    @property
+    def model_bytes(self) -> int:
+        """Of the model, and of an update."""
+        return 4 * self.parameters
+
+    @property
+    def files(self) -> Files:
+        """What a server of the site shows, and whom it trusts."""
+        folder = self.folder / "server"
+        return Files(folder / "ca.pem", folder / "server.pem", folder / "server.key")
+
+    def node_folder(self, number: int) -> Path:
+        """What a node shows, and whom it trusts."""
+        return self.folder / "nodes" / name_of(number)
+
+    def enrolment(self) -> Enrolment:
+        """Where users are."""
+        return Enrolment({name_of(i): [user_of(i)] for i in range(self.nodes)})
+
+    def cohort(self, size: int) -> list[int]:
+        """Numbers of so many nodes, spread over all."""
+        return [i * self.nodes // size for i in range(size)]
+
+    @property
+    def kinds(self) -> int:
+        """How many different updates there are; node i sends number i modulo this."""
+        return min(_KINDS, self.nodes)
+
+    def update(self, kind: int) -> dict[str, npt.NDArray[np.float32]]:
+        """One of the updates."""
+        return self._random(1 + kind)
+
+    def request(self, number: int, cohort: list[int]) -> RoundRequest:
+        """A round of a given cohort, with a model of its own."""
+        clipping = Clipping(self._layout, flat(self._layout, _NORM))
+        model, users = self._random(1000 + number), np.array(cohort, np.int64)
+        return RoundRequest("load", number, 0, model, clipping, _LOCAL, users, bytes(32))
+
+    def error_of(self, total: FloatVector, cohort: list[int]) -> float:
+        """How far a sum is from that of a cohort's clipped updates: L2 norm, relative.
+
+        Args:
+            total: [P].
+            cohort: numbers of the nodes.
+        """
+        expected = np.zeros(self.parameters)
+        for kind in range(self.kinds):
+            parts = [tensor.reshape(-1) for tensor in self.update(kind).values()]
+            wide = np.concatenate(parts, dtype=np.float64)
+            count = sum(node % self.kinds == kind for node in cohort)
+            wide *= count * min(1.0, _NORM / float(np.linalg.norm(wide)))
+            expected += wide
+        length = np.linalg.norm(expected)
+        expected -= total
+        return float(np.linalg.norm(expected) / length)
+
+    @property
+    def _layout(self) -> Layout:
+        columns = 1000
+        rows, biases = divmod(self.parameters, columns)
+        return Layout(("weight", "bias"), ((rows, columns), (biases,)))
+
+    def _random(self, seed: int) -> dict[str, npt.NDArray[np.float32]]:
+        rng = np.random.default_rng(seed)
+        return self._layout.unflatten(rng.standard_normal(self.parameters, np.float32))
+
+
+def name_of(number: int) -> str:
+    """Name of a node."""
+    return f"node-{number:06}"
+
+
+def user_of(number: int) -> str:
+    """Id of the user of a node; ids sort as numbers do."""
+    return f"user-{number:06}"

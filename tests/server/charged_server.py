@@ -1,0 +1,126 @@
+"""A server in a process of its own that runs a charged round whenever it is told to."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+from federation import LAYOUT, PARAMETERS, make_plan, rounds_spent
+
+from fedpriv.accounting.budget import PrivacyBudget
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.choices import LogFormat
+from fedpriv.federated.books import Books
+from fedpriv.federated.loop import run_round
+from fedpriv.federated.round import initial_state
+from fedpriv.logs import configure
+from fedpriv.privacy.entropy import OperatingSystemEntropy
+from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.server.answers import Transfers
+from fedpriv.server.enrolment import Enrolment
+from tests.server.loopback import PATIENCE, RemoteSite, site
+
+Users = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class ChargedServer:
+    """What a test holds of the server."""
+
+    site: RemoteSite
+    folder: Path
+    process: BaseProcess
+    pipe: Connection
+
+    def begin_round(self) -> None:
+        """Draw everybody, and ask for their answers."""
+        self.pipe.send(True)
+
+    def released_sum(self) -> np.ndarray:
+        """[D] what the round released, without noise, times the expected size of a cohort."""
+        return self.pipe.recv()
+
+    def charges(self) -> int:
+        """How many releases the ledger holds, once the server has ended."""
+        with Ledger.open(self.folder / "ledger.sqlite") as ledger:
+            ledger.verify()
+            return ledger.head.count
+
+    @property
+    def log(self) -> str:
+        """What the server and gRPC have written."""
+        return (self.folder / "log.txt").read_text(errors="backslashreplace")
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory of the process that is in use."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
+        return int(line.split()[1]) * 1024
+
+    @property
+    def descriptors(self) -> int:
+        """How many files and connections the process has open."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))  # noqa: PTH208
+
+    def stop(self) -> int | None:
+        """End the server; its exit status."""
+        if self.process.is_alive():
+            self.pipe.send(False)
+        self.process.join(60.0)
+        return self.process.exitcode
+
+
+@contextmanager
+def charged_server(folder: Path, users: Users) -> Iterator[ChargedServer]:
+    """A server that listens when the block begins, and ends with it."""
+    ours, theirs = get_context("spawn").Pipe()
+    process = get_context("spawn").Process(target=_serve, args=(folder, users, theirs))
+    # As `configure` does where gRPC was not imported before; here it was, with this module.
+    with patch.dict(os.environ, {"GRPC_VERBOSITY": "NONE"}):
+        process.start()
+    theirs.close()
+    try:
+        remote = RemoteSite(folder / "certs", Enrolment(users), ours.recv())
+        server = ChargedServer(remote, folder, process, ours)
+        yield server
+        server.stop()
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _serve(folder: Path, users: Users, pipe: Connection) -> None:
+    errors = (folder / "log.txt").open("w")
+    os.dup2(errors.fileno(), 2)
+    configure(LogFormat.TEXT)
+    patience = replace(PATIENCE, deadline=120.0, absent=0.0)
+    with site(folder, users, Transfers(2, 20.0)) as made:
+        enrolment = made.enrolment
+        sampling = PoissonSampling(enrolment.population, 1.0)
+        plan = make_plan(
+            rounds=10_000, population=enrolment.digest, sampling=sampling, noise_multiplier=0.0
+        )
+        state = initial_state(plan, PARAMETERS)
+        ledger, record = folder / "ledger.sqlite", folder / "participation.sqlite"
+        budget = PrivacyBudget(1e9, 1e-5, rounds_spent)
+        with Books.open(ledger, record, enrolment.digest, budget) as books:
+            pipe.send(made.server.address.port)
+            while pipe.recv():
+                transport = made.transport(patience)
+                report = run_round(plan, state, transport, books, OperatingSystemEntropy())
+                step = flat_of(report.state.parameters) - flat_of(state.parameters)
+                state = report.state
+                pipe.send(step * sampling.expected_cohort_size)
+
+
+def flat_of(tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+    """[D] float64 of tensors in the order of the layout."""
+    return np.concatenate([tensors[name].ravel() for name in LAYOUT.names]).astype(np.float64)

@@ -1,0 +1,283 @@
+"""One attempt while its answers come in: whose answer counts, once, and how long is waited."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from time import monotonic
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedpriv import wire
+from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest
+from fedpriv.privacy.contribution import Clipping
+from fedpriv.privacy.groups import flat
+from fedpriv.privacy.layout import Layout
+from fedpriv.server.collecting import Collecting, drawn_at
+from fedpriv.server.enrolment import Enrolment
+from fedpriv.server.roster import Roster
+from fedpriv.wire import Answer, Decline, RawUpdate, SummedUpdates
+from fedpriv.wire import federation_pb2 as pb
+
+PARAMETERS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
+LAYOUT = Layout.of(PARAMETERS)
+ENROLMENT = Enrolment({"silo": ["0", "1", "2", "3"], "four": ["4"], "five": ["5"]})
+PRICE = wire.Price(0.5, 6, 1.0, 2.0, 1e-6)
+RAW = RawUpdate(1.0, wire.manifest_of(PARAMETERS))
+TOTAL = np.zeros(6)
+
+
+def request_to(users: list[int]) -> RoundRequest:
+    clipping, drawn = Clipping(LAYOUT, flat(LAYOUT, 1.0)), np.array(users, np.int64)
+    return RoundRequest(
+        "run", 3, 1, PARAMETERS, clipping, LocalTraining(0.5, steps=1), drawn, bytes(32)
+    )
+
+
+def collecting(users: list[int], seconds: float = 60.0) -> Collecting:
+    return Collecting(request_to(users), PRICE, ENROLMENT, seconds)
+
+
+def summed(users: int) -> SummedUpdates:
+    return SummedUpdates.of(PartialSum("", users, TOTAL, None))
+
+
+def of(node: str, users: int = 1) -> PartialSum:
+    return PartialSum(node, users, TOTAL, None)
+
+
+def played(scene: Callable[[], Coroutine[object, object, None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(60.0):
+            await scene()
+
+    asyncio.run(limited())
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_each_node_of_a_drawn_user_is_asked_for_its_drawn_users_alone() -> None:
+    async def scene() -> None:
+        it = collecting([1, 3, 4])
+        assert sorted(it.waiting) == ["four", "silo"]
+        asked = {node: it.offer_to(node) for node in ("silo", "four", "five", "nobody")}
+        assert asked["five"] is asked["nobody"] is None
+        assert asked["silo"].users.tolist() == [1, 3]
+        assert asked["four"].users.tolist() == [4]
+        assert asked["four"].id == it.id == wire.RoundId("run", 3, 1)
+        assert 0.0 < asked["four"].seconds <= 60.0
+
+    played(scene)
+
+
+def test_the_model_is_the_one_that_was_offered_however_often_it_is_read() -> None:
+    async def scene() -> None:
+        it = collecting([4])
+        for _ in range(2):
+            receiver = wire.Receiver(it.offer_to("four").model)
+            for chunk in it.model_chunks():
+                receiver.add(pb.Chunk.FromString(chunk))
+            np.testing.assert_array_equal(receiver.finish()["w"], PARAMETERS["w"])
+
+    played(scene)
+
+
+def test_after_the_deadline_or_the_end_nobody_is_asked() -> None:
+    async def scene() -> None:
+        assert collecting([4], seconds=1e-9).offer_to("four") is None
+        over = collecting([4])
+        over.finish()
+        assert over.offer_to("four") is None
+
+    played(scene)
+
+
+RUN = wire.RoundId("run", 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("node", "answer", "reason"),
+    [
+        ("four", Answer(RUN, RAW), None),
+        ("four", Answer(RUN, Decline("no")), None),
+        ("silo", Answer(RUN, Decline("no")), None),
+        ("silo", Answer(RUN, summed(0)), None),
+        ("silo", Answer(RUN, summed(2)), None),
+        ("silo", Answer(RUN, summed(3)), "more users than were drawn"),
+        ("silo", Answer(RUN, RAW), "must send the sum"),
+        ("four", Answer(RUN, summed(1)), "must send its update"),
+        ("five", Answer(RUN, RAW), "no answer of this node is waited for"),
+        ("nobody", Answer(RUN, RAW), "no answer of this node is waited for"),
+        ("four", Answer(replace(RUN, attempt=0), RAW), "another round or attempt"),
+        ("four", Answer(replace(RUN, attempt=2), Decline("no")), "another round or attempt"),
+        ("four", Answer(replace(RUN, round=2), RAW), "another round or attempt"),
+        ("four", Answer(replace(RUN, run="walk"), RAW), "another round or attempt"),
+    ],
+)
+def test_what_cannot_count_is_refused_in_one_sentence(
+    node: str, answer: Answer, reason: str | None
+) -> None:
+    async def scene() -> None:
+        found = collecting([0, 2, 4]).refusal(node, answer)
+        assert found is None if reason is None else reason in str(found)
+
+    played(scene)
+
+
+def taken(it: Collecting) -> list[PartialSum]:
+    """What there is to take, each taken at once, as the training loop does it."""
+    found = []
+    while not it.results.empty():
+        partial = it.results.get()
+        if partial is not None:
+            found.append(partial)
+            it.taken()
+    return found
+
+
+def test_an_answer_counts_once_in_whatever_order() -> None:
+    async def scene() -> None:
+        it = collecting([0, 4, 5])
+        first = asyncio.create_task(it.settle("four", of("four")))
+        await settled()
+        assert not await it.settle("four", of("four"))
+        assert not await it.settle("four", None)
+        assert it.refusal("four", Answer(RUN, RAW)) == "no answer of this node is waited for"
+        assert await it.settle("five", None)
+        assert not await it.settle("five", of("five"))
+        assert not await it.settle("nobody", of("nobody"))
+        assert it.waiting == ("silo",)
+        assert it.changed.is_set()
+        assert [partial.node for partial in taken(it)] == ["four"]
+        assert await first
+
+    played(scene)
+
+
+def test_nothing_counts_after_the_end() -> None:
+    async def scene() -> None:
+        it = collecting([0, 4, 5])
+        counted = asyncio.create_task(it.settle("four", of("four")))
+        await settled()
+        it.finish()
+        it.finish()
+        assert not await it.settle("five", of("five"))
+        assert it.refusal("silo", Answer(RUN, summed(1))) is not None
+        assert it.results.get().node == "four"
+        it.taken()
+        assert await counted
+        assert it.results.get() is None
+        assert it.results.empty()
+
+    played(scene)
+
+
+def test_settling_waits_until_the_sum_was_taken_by_another_thread() -> None:
+    async def scene() -> None:
+        it = collecting([0, 4, 5])
+        tasks = [asyncio.create_task(it.settle(n, of(n))) for n in ("silo", "four", "five")]
+        for done in range(1, 4):
+            await settled()
+            assert sum(task.done() for task in tasks) == done - 1
+            thread = threading.Thread(target=lambda: (it.results.get(), it.taken()))
+            thread.start()
+            await asyncio.to_thread(thread.join)
+        assert await asyncio.gather(*tasks) == [True] * 3
+
+    played(scene)
+
+
+def test_to_abandon_lets_go_of_all_that_wait() -> None:
+    async def scene() -> None:
+        it = collecting([0, 4, 5])
+        tasks = [asyncio.create_task(it.settle(n, of(n))) for n in ("silo", "four", "five")]
+        await settled()
+        it.abandon()
+        await asyncio.gather(*tasks)
+        assert it.results.empty()
+        it.abandon()
+        assert not await it.settle("four", of("four"))
+
+    played(scene)
+
+
+class Clocked:
+    """A roster in which nodes came and went when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = monotonic()
+        self.roster = Roster(lambda: None, lambda: self.now)
+
+    def away(self, node: str, seconds: float) -> None:
+        """A node that went so long ago."""
+        connection = self.roster.connect(node)
+        self.now = monotonic() - seconds
+        self.roster.disconnect(node, connection)
+
+
+def test_how_long_is_waited() -> None:
+    async def scene() -> None:
+        it, nodes = collecting([0, 4], seconds=100.0), Clocked()
+
+        def left(*, absent: float = 10.0, fixed: bool = False) -> float:
+            return it.seconds_left(nodes.roster, absent, fixed=fixed)
+
+        # Somebody is there who has not answered: until the deadline.
+        nodes.roster.connect("silo")
+        assert 95.0 < left() <= 100.0
+        # Only nodes are missing that are gone: as long as the last of them is waited for.
+        nodes.away("silo", 4.0)
+        nodes.away("four", 7.0)
+        assert 5.0 < left() <= 6.0
+        assert left(absent=4.0) == left(absent=0.0) == 0.0
+        assert 95.0 < left(absent=1000.0) <= 100.0
+        # One came back.
+        nodes.roster.connect("four")
+        assert 95.0 < left() <= 100.0
+        # A round of fixed length takes until its deadline.
+        nodes.away("four", 50.0)
+        nodes.away("silo", 50.0)
+        assert left() == 0.0
+        assert 95.0 < left(fixed=True) <= 100.0
+        # All have answered.
+        await it.settle("four", None)
+        await it.settle("silo", None)
+        assert left(absent=1000.0) == 0.0
+        assert 95.0 < left(fixed=True) <= 100.0
+
+    played(scene)
+
+
+def test_nobody_is_waited_for_in_an_empty_round_or_after_the_deadline() -> None:
+    async def scene() -> None:
+        nodes = Clocked()
+        assert collecting([]).seconds_left(nodes.roster, 10.0, fixed=False) == 0.0
+        assert collecting([]).seconds_left(nodes.roster, 10.0, fixed=True) > 55.0
+        nodes.roster.connect("four")
+        for fixed in (False, True):
+            assert collecting([4], 1e-9).seconds_left(nodes.roster, 10.0, fixed=fixed) == 0.0
+
+    played(scene)
+
+
+@given(st.data())
+def test_drawn_users_are_at_their_nodes(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=8))
+    order = data.draw(st.permutations(range(sum(sizes))))
+    ids, users = iter(order), {}
+    for number, size in enumerate(sizes):
+        users[f"node {number}"] = [f"{next(ids):03}" for _ in range(size)]
+    enrolment = Enrolment(users)
+    drawn = sorted(data.draw(st.sets(st.integers(0, sum(sizes) - 1))))
+    obvious: dict[str, list[int]] = {}
+    for position in drawn:
+        (node,) = [n for n in users if enrolment.user_ids[position] in users[n]]
+        obvious.setdefault(node, []).append(position)
+    found = drawn_at(enrolment, np.array(drawn, np.int64))
+    assert {node: part.tolist() for node, part in found.items()} == obvious

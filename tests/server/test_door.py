@@ -1,0 +1,137 @@
+"""The door that a configuration describes: what it needs, and what is refused at once."""
+
+import shutil
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+
+from fedpriv.errors import InvalidValueError
+from fedpriv.sections import FederationSection
+from fedpriv.server import authority
+from fedpriv.server.addresses import Address
+from fedpriv.server.door import door_of
+from fedpriv.server.guard import declared
+from tests.server.hostile_nodes import CALLS
+from tests.server.loopback import channel_to, serving
+
+DAY = timedelta(days=1)
+
+
+@pytest.fixture
+def certs(tmp_path: Path) -> Path:
+    authority.init(tmp_path / "certs", ["localhost"])
+    authority.issue(tmp_path / "certs", "four")
+    return tmp_path / "certs"
+
+
+def section(certs: Path | None = None, **settings: object) -> FederationSection:
+    folder = None if certs is None else str(certs / "server")
+    return FederationSection(enrolment="e.toml", certificates=folder, **settings)
+
+
+def told(section: FederationSection, node: Path) -> object:
+    """What a server behind that door tells a node of its status."""
+    door = door_of(section, insecure=False)
+    certs = node.parents[1]
+    with (
+        serving(certs, {"four": ["4"]}, door.identify, door.credentials) as made,
+        channel_to(made.server.address.port, certs, node) as channel,
+    ):
+        return CALLS["GetStatus"](channel)
+
+
+def test_with_certificates_an_issued_node_enters_and_a_revoked_one_does_not(certs: Path) -> None:
+    node = certs / "nodes" / "four"
+    assert isinstance(told(section(certs), node), bytes)
+    authority.revoke(certs, "four")
+    assert not isinstance(told(section(certs), node), bytes)
+
+
+def test_the_revocation_list_may_lie_elsewhere_or_not_be_kept(certs: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "list.pem"
+    shutil.move(certs / "server" / "crl.pem", elsewhere)
+    node = certs / "nodes" / "four"
+    assert isinstance(told(section(certs, revocation_list=str(elsewhere)), node), bytes)
+    authority.revoke(certs, "four")
+    (certs / "server" / "crl.pem").unlink()
+    assert isinstance(told(section(certs, revocation_list="none"), node), bytes)
+    kept = certs / "authority" / "crl.pem"
+    assert not isinstance(told(section(certs, revocation_list=str(kept)), node), bytes)
+
+
+def test_the_address_is_the_configured_one(certs: Path) -> None:
+    door = door_of(section(certs, address="[::1]:1234"), insecure=False)
+    assert door.address == Address("::1", 1234)
+    with pytest.raises(InvalidValueError, match=r"federation.address is 'nowhere'"):
+        door_of(section(certs, address="nowhere"), insecure=False)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:7443", "localhost:0", "[::1]:7443"])
+def test_plain_text_is_for_loopback(address: str) -> None:
+    door = door_of(section(address=address), insecure=True)
+    assert door.credentials is None
+    assert door.identify is declared
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:7443", "[::]:7443", "192.0.2.7:7443", "x.invalid:1"])
+def test_plain_text_is_for_loopback_only(certs: Path, address: str) -> None:
+    with pytest.raises(InvalidValueError, match="without TLS it must be on loopback"):
+        door_of(section(certs, address=address), insecure=True)
+
+
+def test_tls_needs_certificates() -> None:
+    with pytest.raises(InvalidValueError, match=r"federation.certificates is absent"):
+        door_of(section(), insecure=False)
+
+
+@pytest.mark.parametrize("file", ["ca.pem", "server.pem", "server.key", "crl.pem"])
+def test_a_file_that_is_absent_is_named(certs: Path, file: str) -> None:
+    (certs / "server" / file).unlink()
+    with pytest.raises(InvalidValueError, match=file):
+        door_of(section(certs), insecure=False)
+
+
+@pytest.mark.parametrize("file", ["ca.pem", "crl.pem"])
+def test_a_file_that_is_damaged_is_named(certs: Path, file: str) -> None:
+    (certs / "server" / file).write_text("nonsense")
+    with pytest.raises(InvalidValueError, match=file):
+        door_of(section(certs), insecure=False)
+
+
+def test_the_certificate_of_a_server_is_no_authority(certs: Path) -> None:
+    shutil.copy(certs / "server" / "server.pem", certs / "server" / "ca.pem")
+    with pytest.raises(InvalidValueError, match="no certificate of an authority"):
+        door_of(section(certs), insecure=False)
+
+
+@pytest.mark.parametrize("file", ["server.pem", "server.key"])
+def test_a_certificate_or_key_that_is_damaged_is_refused_when_listening(
+    certs: Path, file: str
+) -> None:
+    (certs / "server" / file).write_text("nonsense")
+    door = door_of(section(certs), insecure=False)
+    with (
+        pytest.raises(InvalidValueError, match="the server cannot listen on"),
+        serving(certs, {"four": ["4"]}, door.identify, door.credentials),
+    ):
+        pass
+
+
+def test_a_list_that_was_to_be_renewed_is_refused_at_once(certs: Path) -> None:
+    key = load_pem_private_key((certs / "authority" / "ca.key").read_bytes(), None)
+    ca = x509.load_pem_x509_certificate((certs / "authority" / "ca.pem").read_bytes())
+    now = datetime.now(UTC)
+    crl = (
+        x509.CertificateRevocationListBuilder()
+        .issuer_name(ca.subject)
+        .last_update(now - 2 * DAY)
+        .next_update(now - DAY)
+        .sign(key, hashes.SHA256())
+    )
+    (certs / "server" / "crl.pem").write_bytes(crl.public_bytes(Encoding.PEM))
+    with pytest.raises(InvalidValueError, match="was to be renewed by"):
+        door_of(section(certs), insecure=False)

@@ -1,0 +1,385 @@
+"""Who reaches a handler, over real TLS: those with a valid certificate of an enrolled node."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from urllib.parse import quote
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2
+
+from fedpriv import wire
+from fedpriv.server import authority
+from fedpriv.server.certificates import RevocationList, load_ca
+from fedpriv.server.guard import NODE, NODE_KEY, certified, declared
+from fedpriv.server.listening import Files
+from fedpriv.server.rates import RateLimit
+from fedpriv.server.service import Service
+from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.federation_pb2_grpc import FederationStub
+from tests.server.hostile_nodes import CALLS, HEALTH, Outcome, one
+from tests.server.loopback import Site, channel_to, serving, site, until
+
+USERS = {"silo": ["0", "1"], "four": ["4"], "five": ["5"], "hôpital": ["6"]}
+NOW = datetime.now(UTC)
+DAY = timedelta(days=1)
+HANDLERS = {
+    Service: {
+        "connect": "Connect",
+        "download": "Download",
+        "upload": "Upload",
+        "fetch_ledger": "FetchLedger",
+        "get_status": "GetStatus",
+    },
+    health.aio.HealthServicer: {"Check": "Check", "Watch": "Watch"},
+}
+
+
+def counting(entered: list[tuple[str, str]], name: str, method: Callable) -> Callable:
+    async def counted(self: object, request: object, context: object) -> object:
+        entered.append((name, NODE.get()))
+        return await method(self, request, context)
+
+    return counted
+
+
+@pytest.fixture(scope="module")
+def entered() -> Iterator[list[tuple[str, str]]]:
+    """Every entry of a handler: its name, and the node that it was told of."""
+    found: list[tuple[str, str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, methods in HANDLERS.items():
+            for attribute, name in methods.items():
+                method = counting(found, name, getattr(owner, attribute))
+                patch.setattr(owner, attribute, method)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def served(
+    entered: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
+    with site(tmp_path_factory.mktemp("site"), USERS) as made:
+        yield made
+
+
+@pytest.fixture
+def alone(entered: list[tuple[str, str]], tmp_path: Path) -> Iterator[Site]:
+    """A server of a test's own, whose certificates it may spoil."""
+    with site(tmp_path, USERS) as made:
+        yield made
+
+
+def outcomes(port: int, certs: Path, bundle: Path | None) -> dict[str, Outcome]:
+    """What each method says to whoever has the certificate of a bundle."""
+    with channel_to(port, certs, bundle) as channel:
+        return {name: call(channel) for name, call in CALLS.items()}
+
+
+def port_of(made: Site) -> int:
+    return made.server.address.port
+
+
+def admitted(made: Site, node: str, entered: list[tuple[str, str]]) -> None:
+    """Assert that a node reaches every handler once, under its name."""
+    before = len(entered)
+    codes = set(outcomes(port_of(made), made.certs, made.certs / "nodes" / node).values())
+    assert not codes & {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE}
+    assert sorted(entered[before:]) == sorted((name, node) for name in CALLS)
+
+
+def of_another_authority(made: Site, folder: Path) -> Path:
+    authority.init(folder / "other", ["localhost"])
+    return authority.issue(folder / "other", "four")
+
+
+def issued(made: Site, **validity: object) -> Path:
+    """Another certificate of a node, in place of the one it had."""
+    authority.revoke(made.certs, "four")
+    return authority.issue(made.certs, "four", **validity)
+
+
+def servers_own(made: Site, folder: Path) -> Path:
+    """The server's certificate and key, as if they were a node's."""
+    folder.mkdir(exist_ok=True)
+    for end in ("pem", "key"):
+        (folder / f"node.{end}").write_bytes((made.certs / "server" / f"server.{end}").read_bytes())
+    return folder
+
+
+def none(made: Site, folder: Path) -> None:
+    return None
+
+
+def expired(made: Site, folder: Path) -> Path:
+    return issued(made, begin=NOW - 2 * DAY, lifetime=DAY)
+
+
+def not_yet_valid(made: Site, folder: Path) -> Path:
+    return issued(made, begin=NOW + DAY)
+
+
+IN_TLS: dict[str, Callable[[Site, Path], Path | None]] = {
+    "none": none,
+    "of another authority": of_another_authority,
+    "expired": expired,
+    "not yet valid": not_yet_valid,
+    "for servers": servers_own,
+}
+
+
+@pytest.mark.parametrize("case", IN_TLS)
+def test_without_a_valid_certificate_nothing_is_reached(
+    alone: Site, entered: list[tuple[str, str]], tmp_path: Path, case: str
+) -> None:
+    before = len(entered)
+    bundle = IN_TLS[case](alone, tmp_path / "bundle")
+    found = outcomes(port_of(alone), alone.certs, bundle)
+    assert found == dict.fromkeys(CALLS, grpc.StatusCode.UNAVAILABLE)
+    assert entered[before:] == []
+    admitted(alone, "five", entered)
+
+
+def not_enrolled(made: Site) -> Path:
+    return authority.issue(made.certs, "stranger")
+
+
+def revoked(made: Site) -> Path:
+    authority.revoke(made.certs, "four")
+    return made.certs / "nodes" / "four"
+
+
+def damaged_list(made: Site) -> Path:
+    (made.certs / "authority" / "crl.pem").write_text("-----BEGIN X509 CRL-----\nnonsense")
+    return made.certs / "nodes" / "four"
+
+
+def missing_list(made: Site) -> Path:
+    (made.certs / "authority" / "crl.pem").unlink()
+    return made.certs / "nodes" / "four"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [
+        (not_enrolled, grpc.StatusCode.PERMISSION_DENIED),
+        (revoked, grpc.StatusCode.UNAUTHENTICATED),
+        (damaged_list, grpc.StatusCode.UNAVAILABLE),
+        (missing_list, grpc.StatusCode.UNAVAILABLE),
+    ],
+)
+def test_a_certificate_that_tls_accepts_reaches_nothing_if_it_may_not(
+    alone: Site,
+    entered: list[tuple[str, str]],
+    spoil: Callable[[Site], Path],
+    code: grpc.StatusCode,
+) -> None:
+    admitted(alone, "four", entered)
+    before = len(entered)
+    found = outcomes(port_of(alone), alone.certs, spoil(alone))
+    assert found == dict.fromkeys(CALLS, code)
+    assert entered[before:] == []
+
+
+def test_what_only_the_operator_should_know_is_not_told(alone: Site) -> None:
+    with alone.channel("four") as channel:
+        missing_list(alone)
+        with pytest.raises(grpc.RpcError) as caught:
+            FederationStub(channel).GetStatus(pb.StatusRequest())
+    assert caught.value.details() == "the server cannot check for revocation now"
+
+
+def test_revocation_counts_on_a_connection_that_is_open(
+    alone: Site, entered: list[tuple[str, str]]
+) -> None:
+    with alone.channel("four") as channel:
+        assert one(channel, HEALTH + "Check") == SERVING
+        authority.revoke(alone.certs, "four")
+        before = len(entered)
+        assert one(channel, HEALTH + "Check") is grpc.StatusCode.UNAUTHENTICATED
+    assert entered[before:] == []
+
+
+SERVING = health_pb2.HealthCheckResponse(
+    status=health_pb2.HealthCheckResponse.SERVING
+).SerializeToString()
+
+
+@pytest.mark.parametrize("node", USERS)
+def test_every_enrolled_node_reaches_every_handler_under_its_name(
+    served: Site, entered: list[tuple[str, str]], node: str
+) -> None:
+    admitted(served, node, entered)
+
+
+def test_a_known_node_is_told_that_the_server_serves(served: Site) -> None:
+    with served.channel("four") as channel:
+        for service in ("", "fedpriv.v1.Federation"):
+            asked = health_pb2.HealthCheckRequest(service=service).SerializeToString()
+            assert one(channel, HEALTH + "Check", asked) == SERVING
+
+
+@pytest.mark.parametrize("method", ["/fedpriv.v1.Federation/Other", "/x.Y/Connect", "/", "/../a"])
+def test_what_is_no_method_reaches_nothing(
+    served: Site, entered: list[tuple[str, str]], method: str
+) -> None:
+    before = len(entered)
+    with served.channel("four") as channel:
+        assert one(channel, method) is grpc.StatusCode.UNIMPLEMENTED
+    assert entered[before:] == []
+
+
+@contextmanager
+def limited(folder: Path, rates: RateLimit) -> Iterator[Site]:
+    certs = folder / "certs"
+    authority.init(certs, ["localhost"])
+    for node in USERS:
+        authority.issue(certs, node)
+    server = certs / "server"
+    files = Files(server / "ca.pem", server / "server.pem", server / "server.key")
+    identify = certified(load_ca(files.ca), RevocationList(certs / "authority" / "crl.pem"))
+    with serving(certs, USERS, identify, files.credentials(), rates=rates) as made:
+        yield made
+
+
+def test_a_node_that_calls_too_often_waits_and_others_do_not(
+    entered: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    time = [1000.0]
+    refused = grpc.StatusCode.RESOURCE_EXHAUSTED
+    with (
+        limited(tmp_path, RateLimit(3, lambda: time[0])) as made,
+        made.channel("four") as four,
+        made.channel("five") as five,
+    ):
+
+        def asked(channel: grpc.Channel, times: int) -> list[Outcome]:
+            return [one(channel, HEALTH + "Check") for _ in range(times)]
+
+        before = len(entered)
+        assert asked(four, 5) == [SERVING] * 3 + [refused] * 2
+        assert asked(five, 3) == [SERVING] * 3
+        time[0] += 20.0  # a third of a minute: one more
+        assert asked(four, 2) == [SERVING, refused]
+        time[0] += 3600.0  # a bucket has no more than its minute
+        assert asked(four, 4) == [SERVING] * 3 + [refused]
+        assert len(entered) - before == 10
+
+
+def test_a_node_has_so_many_calls_open_and_no_more(served: Site) -> None:
+    """Whatever a node leaves open ends somewhere; here health is watched, which never ends."""
+    until(lambda: served.server.guard.quiet_for() > 0.0)
+    with ExitStack() as stack:
+        # One connection carries 8 calls at once.
+        channels = [stack.enter_context(served.channel("four")) for _ in range(3)]
+        watch = [channel.unary_stream(HEALTH + "Watch") for channel in channels]
+        held = [watch[number % 2](b"", timeout=60.0) for number in range(16)]
+        assert [next(call) for call in held] == [SERVING] * 16
+        with pytest.raises(grpc.RpcError) as caught:
+            next(watch[2](b"", timeout=60.0))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.details() == "the node has 16 calls open"
+        with served.channel("five") as other:
+            assert one(other, HEALTH + "Check") == SERVING
+        assert served.server.guard.quiet_for() == 0.0
+        held.pop().cancel()
+        until(lambda: one(channels[2], HEALTH + "Check") == SERVING)
+    until(lambda: served.server.guard.quiet_for() > 0.0)
+
+
+@pytest.fixture(scope="module")
+def in_plain_text(entered: list[tuple[str, str]]) -> Iterator[Site]:
+    with serving(Path(), USERS, declared, None) as made:
+        yield made
+
+
+def said(made: Site, metadata: list[tuple[str, str]]) -> tuple[grpc.StatusCode, str]:
+    """How a call with this metadata ends."""
+    with grpc.insecure_channel(made.target) as channel:
+        call = FederationStub(channel).GetStatus.future(
+            pb.StatusRequest(), metadata=metadata, timeout=20.0
+        )
+        return call.code(), call.details()
+
+
+@pytest.mark.parametrize("node", USERS)
+def test_in_plain_text_a_node_is_whom_it_says(
+    in_plain_text: Site, entered: list[tuple[str, str]], node: str
+) -> None:
+    before = len(entered)
+    assert said(in_plain_text, [(NODE_KEY, quote(node))])[0] is grpc.StatusCode.OK
+    assert entered[before:] == [("GetStatus", node)]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sentence"),
+    [
+        ([], "has 0 metadata fedpriv-node; one is needed"),
+        ([(NODE_KEY, "four"), (NODE_KEY, "four")], "has 2 metadata fedpriv-node"),
+        ([(NODE_KEY, "four"), (NODE_KEY, "five")], "has 2 metadata fedpriv-node"),
+        ([(NODE_KEY, "")], "the name of a node is ''"),
+        ([(NODE_KEY, "%0a")], "the name of a node is"),
+        ([(NODE_KEY, "a%2fb")], "the name of a node is 'a/b'"),
+        ([(NODE_KEY, "%ff")], "codec can't decode"),
+        ([(NODE_KEY, "x" * 100)], "the name of a node is"),
+    ],
+)
+def test_in_plain_text_who_has_no_legal_name_reaches_nothing(
+    in_plain_text: Site,
+    entered: list[tuple[str, str]],
+    metadata: list[tuple[str, str]],
+    sentence: str,
+) -> None:
+    before = len(entered)
+    code, details = said(in_plain_text, metadata)
+    assert code is grpc.StatusCode.UNAUTHENTICATED
+    assert sentence in details
+    assert entered[before:] == []
+
+
+def test_in_plain_text_who_is_not_enrolled_reaches_nothing(
+    in_plain_text: Site, entered: list[tuple[str, str]]
+) -> None:
+    before = len(entered)
+    code, details = said(in_plain_text, [(NODE_KEY, "stranger")])
+    assert (code, details) == (grpc.StatusCode.PERMISSION_DENIED, "the node is not enrolled")
+    assert entered[before:] == []
+
+
+def test_nodes_that_call_at_once_are_not_mixed_up(
+    served: Site, entered: list[tuple[str, str]]
+) -> None:
+    before, names = len(entered), list(USERS)
+
+    def calls(node: str) -> None:
+        with served.channel(node) as channel:
+            for _ in range(50):
+                FederationStub(channel).GetStatus(pb.StatusRequest())
+
+    threads = [threading.Thread(target=calls, args=(node,)) for node in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(entered[before:]) == sorted([("GetStatus", node) for node in names] * 50)
+
+
+@pytest.mark.parametrize(
+    ("hello", "code"),
+    [
+        (wire.Hello("five", wire.digest_of(["5"])), grpc.StatusCode.PERMISSION_DENIED),
+        (wire.Hello("four", wire.digest_of(["5"])), grpc.StatusCode.FAILED_PRECONDITION),
+        (wire.Hello("four", wire.digest_of([])), grpc.StatusCode.FAILED_PRECONDITION),
+    ],
+)
+def test_a_hello_that_does_not_fit_the_certificate_connects_nobody(
+    served: Site, hello: wire.Hello, code: grpc.StatusCode
+) -> None:
+    before = served.server.service.roster.connected
+    with served.channel("four") as channel, pytest.raises(grpc.RpcError) as caught:
+        next(FederationStub(channel).Connect(wire.encode_hello(hello)))
+    assert caught.value.code() is code
+    assert served.server.service.roster.connected == before

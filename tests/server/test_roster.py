@@ -1,0 +1,141 @@
+"""Who is connected, and what each is told: the newest offer, on the newest connection."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from fedpriv.server.roster import Connection, End, Roster
+from fedpriv.wire import RoundOffer
+from tests.wire.examples import small_offer
+
+SOON = 0.01  # seconds; nothing comes in them
+LONG = 30.0
+
+
+Told = Callable[..., RoundOffer | End | None]
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    """Says what a connection has to tell, on one event loop."""
+    with asyncio.Runner() as runner:
+        yield lambda connection, seconds=SOON: runner.run(connection.next(seconds))
+
+
+def offers(count: int) -> list[RoundOffer]:
+    return [small_offer() for _ in range(count)]
+
+
+def test_of_offers_only_the_newest_waits(told: Told) -> None:
+    connection, (older, newer) = Connection(), offers(2)
+    connection.offer(older)
+    connection.offer(newer)
+    assert told(connection, LONG) is newer
+    assert told(connection) is None
+
+
+def test_an_offer_is_told_once_and_the_next_one_after_it(told: Told) -> None:
+    connection = Connection()
+    for offer in offers(3):
+        connection.offer(offer)
+        assert told(connection, LONG) is offer
+        assert told(connection) is None
+
+
+def test_an_offer_wakes_who_waits() -> None:
+    async def scene() -> None:
+        connection, (offer,) = Connection(), offers(1)
+        waiting = asyncio.create_task(connection.next(LONG))
+        await asyncio.sleep(0)
+        connection.offer(offer)
+        assert await waiting is offer
+
+    asyncio.run(scene())
+
+
+def test_after_its_end_a_connection_says_nothing_but_why_and_the_first_reason_stays(
+    told: Told,
+) -> None:
+    connection, (offer,) = Connection(), offers(1)
+    connection.offer(offer)
+    connection.end(End.NEWER)
+    connection.end(End.RUN_OVER)
+    connection.offer(offer)
+    assert [told(connection, LONG) for _ in range(3)] == [End.NEWER] * 3
+
+
+class Scene:
+    """A roster with a clock of its own, which counts how often it changed."""
+
+    def __init__(self) -> None:
+        self.now, self.changes = 100.0, 0
+        self.roster = Roster(self._changed, lambda: self.now)
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+
+def test_a_newer_connection_of_a_node_ends_the_older_and_no_other(told: Told) -> None:
+    roster = Scene().roster
+    older, other = roster.connect("a"), roster.connect("b")
+    newer = roster.connect("a")
+    assert told(older, LONG) is End.NEWER
+    assert told(newer) is told(other) is None
+    assert roster.connection_of("a") is newer
+    assert roster.connected == 2
+
+
+def test_the_end_of_an_older_connection_changes_nothing() -> None:
+    scene = Scene()
+    older, newer = scene.roster.connect("a"), scene.roster.connect("a")
+    before = scene.changes
+    scene.roster.disconnect("a", older)
+    assert (scene.changes, scene.roster.connected) == (before, 1)
+    assert scene.roster.connection_of("a") is newer
+    assert scene.roster.away_since("a") is None
+    scene.roster.disconnect("a", newer)
+    scene.roster.disconnect("a", newer)
+    assert (scene.changes, scene.roster.connected) == (before + 1, 0)
+    assert scene.roster.connection_of("a") is None
+
+
+def test_away_since() -> None:
+    """None while there; when it went last; when the server began if it never came."""
+    scene = Scene()
+    scene.now = 150.0
+    assert scene.roster.away_since("a") == 100.0
+    first = scene.roster.connect("a")
+    assert scene.roster.away_since("a") is None
+    scene.now = 200.0
+    scene.roster.disconnect("a", first)
+    scene.now = 250.0
+    assert scene.roster.away_since("a") == 200.0
+    again = scene.roster.connect("a")
+    assert scene.roster.away_since("a") is None
+    scene.now = 300.0
+    scene.roster.disconnect("a", again)
+    assert scene.roster.away_since("a") == 300.0
+    assert scene.roster.away_since("b") == 100.0
+
+
+def test_it_says_whenever_a_node_came_or_went() -> None:
+    scene = Scene()
+    connection = scene.roster.connect("a")
+    assert scene.changes == 1
+    scene.roster.connect("b")
+    assert scene.changes == 2
+    scene.roster.disconnect("a", connection)
+    assert scene.changes == 3
+    scene.roster.connect("a")
+    assert scene.changes == 4
+
+
+@pytest.mark.parametrize("why", [End.RUN_OVER, End.SHUTTING_DOWN])
+def test_end_all_ends_all_that_are_there_and_all_to_come(told: Told, why: End) -> None:
+    roster = Scene().roster
+    there = [roster.connect(node) for node in "abc"]
+    roster.end_all(why)
+    assert [told(connection, LONG) for connection in there] == [why] * 3
+    assert told(roster.connect("d"), LONG) is why
+    assert told(roster.connect("a"), LONG) is why

@@ -1,0 +1,128 @@
+"""What the server says of itself: to who connects, in an offer, and to who asks."""
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from federation import PARAMETERS, make_plan, open_books
+
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.config import Config
+from fedpriv.errors import LedgerError
+from fedpriv.federated.books import Books
+from fedpriv.federated.plan import TrainingPlan
+from fedpriv.federated.round import initial_state, open_round
+from fedpriv.privacy.adaptive import AdaptiveClipping
+from fedpriv.privacy.entropy import OperatingSystemEntropy
+from fedpriv.server.enrolment import Enrolment
+from fedpriv.server.standing import LedgerLines, prices, status_at_start, welcomes
+from fedpriv.wire import RunState, decode_welcome, encode_welcome
+
+ENROLMENT = Enrolment({"silo": ["b", "d"], "one": ["a"], "two": ["c"]})
+CONFIG = Config.model_validate(
+    {
+        "name": "n",
+        "rounds": 1,
+        "data": {"name": "digits"},
+        "model": {"name": "softmax", "options": {"features": 3, "classes": 2}, "seed": 5},
+        "local": {"learning_rate": 0.1, "steps": 1},
+        "privacy": {"sampling_probability": 0.5, "delta": 1e-3, "epsilon": 1.0},
+        "clipping": {"norm": 1.0},
+        "metrics": {"report": {"math:sqrt": {}, "accuracy": {}}},
+    }
+)
+
+
+def test_a_node_is_told_its_positions_the_population_and_the_task() -> None:
+    welcome_of = welcomes(CONFIG, ENROLMENT)
+    told = {node: decode_welcome(encode_welcome(welcome_of(node))) for node in ENROLMENT.nodes}
+    assert {node: welcome.users.tolist() for node, welcome in told.items()} == {
+        "one": [0],
+        "silo": [1, 3],
+        "two": [2],
+    }
+    for welcome in told.values():
+        assert (welcome.population_name, welcome.population) == (ENROLMENT.digest, 4)
+        task = welcome.task
+        assert (task.model, task.seed, task.loss) == ("softmax", 5, "cross-entropy")
+        assert dict(task.options) == {"features": 3, "classes": 2}
+        assert task.metrics == ("math:sqrt",)
+
+
+def charge(plan: TrainingPlan, books: Books, round_number: int) -> None:
+    users, event = np.array([1], np.int64), plan.mechanism.event
+    commitment = books.record(plan.run, round_number, 0, users)
+    randomness = OperatingSystemEntropy().randomness
+    books.charge(plan.run, round_number, 0, commitment, event, randomness)
+
+
+def test_a_price_is_that_of_the_round_and_of_all_before_it(tmp_path: Path) -> None:
+    plan = make_plan()
+    with open_books(tmp_path) as books:
+        price_of = prices(plan, books)
+        request = open_round(plan, initial_state(plan, PARAMETERS), 0, OperatingSystemEntropy())
+        for spent in range(3):
+            price = price_of(request)
+            assert (price.sampling_probability, price.population) == (0.5, 20)
+            assert 1.0 <= price.noise_multiplier < 1.0 + 1e-9  # what is charged rounds up
+            assert (price.epsilon_after, price.delta) == (spent + 1.0, 1e-5)
+            charge(plan, books, spent)
+
+
+def test_with_adaptive_clipping_the_price_is_what_the_round_will_charge(tmp_path: Path) -> None:
+    plan = make_plan(adaptive=AdaptiveClipping())
+    with open_books(tmp_path) as books:
+        request = open_round(plan, initial_state(plan, PARAMETERS), 0, OperatingSystemEntropy())
+        price = prices(plan, books)(request)
+    assert price.noise_multiplier == plan.mechanism.event.noise_multiplier
+
+
+def test_the_status_at_the_start_says_what_was_spent_before(tmp_path: Path) -> None:
+    plan = make_plan()
+    with open_books(tmp_path, limit=7.0) as books:
+        charge(plan, books, 0)
+        charge(plan, books, 1)
+        status = status_at_start(plan, books, ENROLMENT, 2)
+    assert (status.run, status.round, status.rounds) == ("run", 2, 5)
+    assert (status.epsilon, status.epsilon_limit, status.delta) == (2.0, 7.0, 1e-5)
+    assert (status.nodes_enrolled, status.nodes_connected, status.users_enrolled) == (3, 0, 4)
+    assert status.state is RunState.WAITING
+
+
+def exported(path: Path) -> bytes:
+    with Ledger.open(path) as ledger:
+        lines = io.StringIO()
+        ledger.export(lines)
+        return lines.getvalue().encode()
+
+
+def test_the_lines_of_the_ledger_are_its_export_also_while_it_grows(tmp_path: Path) -> None:
+    plan, path = make_plan(), tmp_path / "ledger.sqlite"
+    lines = LedgerLines(path)
+    with open_books(tmp_path) as books:
+        assert lines() == exported(path)
+        for number in range(3):
+            before = lines()
+            charge(plan, books, number)
+            assert lines() == exported(path) != before
+            assert lines() is lines()
+
+
+def test_the_lines_may_be_asked_for_in_many_threads(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with open_books(tmp_path) as books:
+        charge(make_plan(), books, 0)
+        lines = LedgerLines(path)
+        with ThreadPoolExecutor(8) as pool:
+            found = set(pool.map(lambda _: lines(), range(50)))
+    assert found == {exported(path)}
+
+
+@pytest.mark.parametrize("content", [None, b"nonsense" * 1000])
+def test_a_ledger_that_cannot_be_opened_has_no_lines(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "ledger.sqlite").write_bytes(content)
+    with pytest.raises(LedgerError):
+        LedgerLines(tmp_path / "ledger.sqlite")()
