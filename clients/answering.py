@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import grpc
 
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
-from fedpriv.wire import Decline, RoundOffer, Welcome
+from fedpriv.wire import Decline, Receipt, RoundOffer, Welcome
 
 from .backoff import Backoff, persist
 from .diary import Diary
@@ -59,9 +59,10 @@ class Answering:
         try:
             async with asyncio.timeout_at(deadline):
                 answer = await self._answer(welcome, offer, deadline)
-                receipt = await persist(
-                    lambda: upload(self.channel, offer.id, answer), self.backoff
-                )
+                receipt = await self._sent(offer, answer)
+                if not receipt.accepted:
+                    # One that is not told so would wait for another answer until the deadline.
+                    await self._sent(offer, Decline("the answer was refused"))
         except asyncio.CancelledError:
             _log.info("%s: left unfinished", what)
             raise
@@ -79,6 +80,9 @@ class Answering:
                 _log.info("%s: declined: %s", what, answer.reason)
             else:
                 _log.info("%s: answered after %.1f s", what, seconds)
+
+    async def _sent(self, offer: RoundOffer, answer: Trained | Decline) -> Receipt:
+        return await persist(lambda: upload(self.channel, offer.id, answer), self.backoff)
 
     async def _answer(
         self, welcome: Welcome, offer: RoundOffer, deadline: float
@@ -101,6 +105,10 @@ class Answering:
         except WireError as error:
             _log.error("the model did not arrive as it was declared: %s", error)
             return Decline("the model did not arrive as it was declared")
+        except grpc.aio.AioRpcError as error:
+            # Without an answer, the round would last until its deadline.
+            _log.error("the model cannot be fetched: %s (%r)", error.code().name, error.details())
+            return Decline("the model cannot be fetched")
         now = loop.time()
         # A sum has twice the bytes of the model, and the way up is often the slower one.
         margin = max(4.0 * (now - began), _LEAST_MARGIN * (deadline - began))

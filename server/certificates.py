@@ -1,9 +1,11 @@
 """The node that a certificate names: what a server asks of each peer."""
 
+import time
 from datetime import datetime
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeAlias
 from urllib.parse import unquote
 
 from cryptography import x509
@@ -79,6 +81,10 @@ def load_ca(path: Path) -> x509.Certificate:
     return ca
 
 
+_Stamp: TypeAlias = tuple[int, ...]
+_SETTLED_NANOSECONDS = 2_000_000_000
+
+
 class RevocationList:
     """A file of revoked serial numbers (a CRL), parsed again whenever it has changed.
 
@@ -93,7 +99,8 @@ class RevocationList:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._parsed: tuple[bytes, x509.Certificate, x509.CertificateRevocationList] | None = None
+        self._read: tuple[_Stamp | None, x509.Certificate, x509.CertificateRevocationList] | None
+        self._read = None
 
     def read(self, ca: x509.Certificate) -> x509.CertificateRevocationList:
         """The list as it is now.
@@ -102,12 +109,13 @@ class RevocationList:
             CertificateError: it is no complete list signed by the authority (`Check.LIST`).
         """
         try:
-            content = self.path.read_bytes()
-            if self._parsed is None or self._parsed[:2] != (content, ca):
-                self._parsed = (content, ca, _parsed_crl(content, ca))
+            stamp = _stamp_of(self.path)
+            if self._read is None or stamp is None or self._read[:2] != (stamp, ca):
+                self._read = (stamp, ca, _parsed_crl(self.path.read_bytes(), ca))
         except (OSError, *MALFORMED) as error:
+            self._read = None
             raise CertificateError(Check.LIST, f"{self.path} cannot be used: {error}") from error
-        return self._parsed[2]
+        return self._read[2]
 
     def holds(self, serial: int, ca: x509.Certificate, now: datetime) -> bool:
         """Whether the authority has revoked a serial number.
@@ -122,6 +130,17 @@ class RevocationList:
                 Check.LIST, f"{self.path} was to be renewed by {due}; it is {now}"
             )
         return crl.get_revoked_certificate_by_serial_number(serial) is not None
+
+
+def _stamp_of(path: Path) -> _Stamp | None:
+    """What is another once the file has changed; None just after a change.
+
+    Two changes within a tick of the clock of the file system leave equal times.
+    """
+    found = path.stat()
+    if time.time_ns() - found.st_ctime_ns < _SETTLED_NANOSECONDS:
+        return None
+    return (found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns)
 
 
 def _parsed_crl(content: bytes, ca: x509.Certificate) -> x509.CertificateRevocationList:

@@ -39,8 +39,9 @@ def print_result(
     if len(books.ledger.runs()) > 1:
         alone = epsilon_of(of_run, privacy.delta, privacy.accountant)
         table.add_row("of which this run alone", format_epsilon(alone.epsilon))
-    table.add_row("what it means", loss.assumptions)
-    table.add_row("randomness", str(randomness_of(books.ledger)))
+    if of_run:
+        table.add_row("what it means", loss.assumptions)
+        table.add_row("randomness", str(randomness_of(books.ledger)))
     table.add_row("rounds", _rounds_text(outcome, len(of_run), plan.rounds))
     table.add_row(
         "mechanism",

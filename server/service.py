@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _DOWNLOADS = 16  # at once; each holds a chunk or two
 _LEDGERS = 2
 _TOO_LONG = "it took too long, the node began another, or the round is over"
-_RECHECK_SECONDS = 30.0  # an idle connection of a revoked node ends after at most so long
+_RECHECK_SECONDS = 5.0  # an idle connection of a revoked node ends after at most so long
 
 
 class Service:

@@ -358,6 +358,12 @@ def test_an_answer_that_is_refused_is_no_failure(
         async with serving(tiny) as port, scene.joined(port) as task:
             await tiny.offer(0)
             await happens(lambda: refusal in caplog.text)
+            answer, _ = await tiny.answers.get()
+            decline, _ = await tiny.answers.get()
+            assert answer.WhichOneof("what") == "update"
+            # Otherwise the round would wait for another answer until its deadline.
+            assert decline.decline.reason == "the answer was refused"
+            assert decline.id == answer.id
             await tiny.offer(1)
             await happens(lambda: "round 1 of run 'run': answered" in caplog.text)
             assert not task.done()
@@ -448,16 +454,18 @@ def test_nothing_is_sent_after_the_deadline(
     play(act)
 
 
-def test_a_round_that_is_over_is_left(play: Callable[[Act], None]) -> None:
+def test_a_round_whose_model_cannot_be_fetched_is_declined(play: Callable[[Act], None]) -> None:
     async def act(scene: Scene) -> None:
         tiny = scene.tiny
         async with serving(tiny) as port, scene.joined(port):
             offered, _ = make_offer()
             tiny.model = [(grpc.StatusCode.FAILED_PRECONDITION, "the round is over")]
             await tiny.script.put(said(offered))
-            await happens(lambda: tiny.calls["Download"] == 1)
+            declined, _ = await tiny.answers.get()
             await tiny.offer(1)
             header, _ = await tiny.answers.get()
+        assert declined.id.round == 0
+        assert declined.decline.reason == "the model cannot be fetched"
         assert header.id.round == 1
         assert scene.player.asked.qsize() == 1
 

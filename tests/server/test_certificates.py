@@ -2,6 +2,7 @@
 
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -282,6 +283,33 @@ def test_a_damaged_list_lets_nobody_pass_and_is_not_begun_anew(
     with pytest.raises(CertificateError, match="cannot be used"):
         issue(folder, "n", replace=True)
     assert path.exists() == (content is not None)
+
+
+def test_a_list_is_read_again_when_it_may_have_changed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = []
+    read_bytes, now = Path.read_bytes, time.time_ns
+    crl, ca, pem = crl_of(folder), ca_of(folder), pem_of(issue(folder, "n"))
+    serial = x509.load_pem_x509_certificate(pem).serial_number
+
+    def counted(path: Path) -> bytes:
+        reads.append(path)
+        return read_bytes(path)
+
+    def revoked() -> bool:
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "read_bytes", counted)
+            return crl.holds(serial, ca, datetime.now(UTC))
+
+    assert [revoked(), revoked()] == [False, False]
+    assert len(reads) == 2  # written just now, so it may change and look the same
+    monkeypatch.setattr(time, "time_ns", lambda: now() + 3_000_000_000)
+    assert [revoked(), revoked(), revoked()] == [False, False, False]
+    assert len(reads) == 3
+    revoke(folder, "n")
+    assert revoked()
+    assert len(reads) == 4
 
 
 def write_crl(

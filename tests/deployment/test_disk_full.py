@@ -1,0 +1,110 @@
+"""A disk that is full when the server writes: it stops with one sentence, and goes on with room."""
+
+import resource
+import subprocess
+from collections.abc import Iterator
+from io import RawIOBase
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from simulations.loopback import Program
+from tests.deployment.checking import check
+from tests.deployment.sites import Site, ended, refused
+
+_LARGEST_FILE = 2048  # bytes: more than the server prints, less than it writes elsewhere
+# Where there is no room any more: what the sentence says, and what was charged and written down.
+FULL = {
+    "summed": ("ledger.sqlite cannot be extended, so nothing was written", 0, 0),
+    "drawn": ("ledger.participation.sqlite cannot be extended, so nothing was written", 0, 0),
+    "measured": (r"round-000001.safetensors cannot be used: File too large", 1, 1),
+}
+AT_FIRST = ("summed",)
+
+
+def limit_files(program: Program) -> None:
+    """From now on, no file of the program can grow beyond a few bytes."""
+    _, most = resource.prlimit(program.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(program.process.pid, resource.RLIMIT_FSIZE, (_LARGEST_FILE, most))
+
+
+@pytest.mark.parametrize(
+    "places",
+    [AT_FIRST, pytest.param(tuple(set(FULL) - set(AT_FIRST)), marks=pytest.mark.slow)],
+    ids=["ledger", "elsewhere"],
+)
+def test_a_file_that_cannot_grow(tmp_path: Path, places: tuple[str, ...]) -> None:
+    site = Site.lay_out(tmp_path, 287)
+    traps = site.traps("server")
+    charged = released = 0
+    with site.node("node-1", "--once") as node:
+        for place in sorted(places):
+            sentence, charges, rows = FULL[place]
+            traps.arm(place)
+            with site.server() as server:
+                traps.await_caught(place, server)
+                limit_files(server)
+                traps.free(place)
+                assert sentence in refused(server)
+            charged, released = charged + charges, released + rows
+            found = check(site)
+            assert (found.charged, found.released, found.next_round) == (charged, released, 0)
+        with site.server("--exit") as server:
+            ended(server)
+            ended(node)
+    found = check(site)
+    assert found.next_round == 6
+    assert found.charged == charged + 6
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one mebibyte."""
+    disk = tmp_path / "run"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def write_for_ever(file: RawIOBase, size: int) -> NoReturn:
+    while True:
+        file.write(bytes(size))
+
+
+def fill(disk: Path) -> Path:
+    """Leave no byte free; returns what fills it."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (2**16, 2**12, 1):
+            with pytest.raises(OSError, match="No space left"):
+                write_for_ever(file, size)
+    return filler
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full(tmp_path: Path, small_disk: Path) -> None:
+    site = Site.lay_out(tmp_path, 287)
+    traps = site.traps("server")
+    with site.node("node-1", "--once") as node:
+        for place, charged in (("drawn", 0), ("summed", 0), ("charged", 1), ("released", 2)):
+            traps.arm(place)
+            with site.server() as server:
+                traps.await_caught(place, server)
+                filler = fill(small_disk)
+                traps.free(place)
+                assert "No space left" in refused(server) or "disk is full" in refused(server)
+            found = check(site)
+            assert (found.charged, found.next_round) == (charged, 0)
+            filler.unlink()
+        with site.server("--exit") as server:
+            ended(server)
+            ended(node)
+    assert check(site).next_round == 6

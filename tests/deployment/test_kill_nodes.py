@@ -1,0 +1,103 @@
+"""A node that is killed or hangs counts as zero, and takes part again as soon as it can."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.clients.diary import Diary, TakenPart
+from tests.deployment.checking import stop_and_check
+from tests.deployment.sites import (
+    LONG,
+    Site,
+    ask_to_stop,
+    await_answers,
+    children_of,
+    ended,
+    hanging,
+    is_gone,
+    kill,
+    until,
+)
+
+PLACES = ("offered", "noted", "answering", "uploading")
+
+
+def diary_of(site: Site, name: str) -> tuple[TakenPart, ...]:
+    """What a node has written down, by round."""
+    with Ledger.open(site.run.ledger) as ledger:
+        population = ledger.population_name
+    with Diary.open(site.folder / "state" / name / "diary.sqlite") as diary:
+        return diary.taken_part(population)
+
+
+@contextmanager
+def killed_at(site: Site, place: str) -> Iterator[None]:
+    """Start node-2, and kill it as soon as it comes to a place; nothing of it is left."""
+    site.traps("node-2").arm(place)
+    with site.node("node-2") as node:
+        site.traps("node-2").await_caught(place, node)
+        children = children_of(node)
+        assert children
+        kill(node)
+    site.traps("node-2").free(place)
+    until(lambda: all(map(is_gone, children)))
+    yield
+
+
+def test_a_node_that_is_killed_or_hangs_while_it_trains(tmp_path: Path) -> None:
+    site = Site.lay_out(tmp_path, 144, 143)
+    with site.server(*LONG, "--set=federation.deadline_seconds=4.0") as server, site.node("node-1"):
+        with killed_at(site, "training"):
+            killed_in = diary_of(site, "node-2")[-1]
+            site.await_releases(2, server)
+        with site.node("node-2") as node:
+            await_answers(node)
+            assert killed_in in diary_of(site, "node-2")
+
+            site.traps("node-2").arm("training")
+            site.traps("node-2").await_caught("training", node)
+            with hanging(node):
+                site.await_releases(2, server)
+            site.traps("node-2").free("training")
+            await_answers(node)
+
+            site.traps("node-2").arm("training")
+            site.traps("node-2").await_caught("training", node)
+            children = children_of(node)
+            ask_to_stop(node)
+            ended(node)
+            until(lambda: all(map(is_gone, children)))
+        stop_and_check(site, server)
+    with Ledger.open(site.run.ledger) as ledger:
+        assert killed_in.round in {row.round for row in ledger.charges()}
+
+
+@pytest.mark.slow
+def test_a_node_that_is_killed_at_other_moments(tmp_path: Path) -> None:
+    site = Site.lay_out(tmp_path, 144, 143)
+    with site.server(*LONG) as server, site.node("node-1"):
+        for place in PLACES:
+            with killed_at(site, place):
+                site.await_releases(2, server)
+        with site.node("node-2") as node:
+            await_answers(node)
+            kill(node)  # whatever it does
+            site.await_releases(2, server)
+        stop_and_check(site, server)
+
+
+@pytest.mark.slow
+def test_a_training_process_that_is_killed_or_hangs(tmp_path: Path) -> None:
+    site = Site.lay_out(tmp_path, 144, 143)
+    traps = site.traps("node-2")
+    waiting = "--set=federation.deadline_seconds=10.0"
+    with site.server(*LONG, waiting) as server, site.node("node-1"), site.node("node-2") as node:
+        traps.arm("training")
+        traps.await_caught("training", node)
+        until(lambda: "trained one by one" in node.text, node)  # what hangs is killed in time
+        traps.free("training")
+        await_answers(node)
+        stop_and_check(site, server)

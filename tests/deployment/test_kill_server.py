@@ -1,0 +1,98 @@
+"""A server that is killed at any moment goes on with what was released, and its nodes with it."""
+
+import random
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.deployment.checking import Standing, check
+from tests.deployment.sites import Site, ended, kill
+
+KILLS = 7
+# Where the server is killed in a round: what that adds to charges, to releases that are written
+# down, and to rounds that are not run again.
+GAINS = {
+    "starting": (0, 0, 0),
+    "opened": (0, 0, 0),
+    "summed": (0, 0, 0),
+    "half charged": (0, 0, 0),
+    "charged": (1, 0, 0),
+    "released": (1, 0, 0),
+    "measured": (1, 1, 0),
+    "half saved": (1, 1, 0),
+    "saved": (1, 1, 1),
+}
+AT_FIRST = ("charged", "half saved")
+
+
+def killed_at(site: Site, place: str) -> None:
+    """Start the server, and kill it as soon as it comes to a place."""
+    traps = site.traps("server")
+    traps.arm(place)
+    with site.server() as server:
+        traps.await_caught(place, server)
+        kill(server)
+    traps.free(place)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [AT_FIRST, pytest.param(tuple(set(GAINS) - set(AT_FIRST)), marks=pytest.mark.slow)],
+    ids=["around charge and checkpoint", "elsewhere"],
+)
+def test_a_server_that_is_killed_between_two_steps(tmp_path: Path, places: tuple[str, ...]) -> None:
+    site = Site.lay_out(tmp_path, 287)
+    expected = (0, 0, 0)
+    with site.node("node-1", "--once") as node:
+        for place in sorted(places):
+            killed_at(site, place)
+            found = check(site)
+            expected = tuple(a + b for a, b in zip(expected, GAINS[place], strict=True))
+            assert (found.charged, found.released, found.next_round) == expected, place
+        with site.server("--exit") as server:
+            ended(server)
+            ended(node)
+    found = check(site)
+    assert found.next_round == 6
+    assert found.charged == expected[0] + 6 - expected[2]
+    assert site.run.model.exists()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_when_it_writes_the_model(tmp_path: Path) -> None:
+    site = Site.lay_out(tmp_path, 287)
+    with site.node("node-1"):
+        killed_at(site, "half modelled")
+        found = check(site)
+        assert found == Standing(dict.fromkeys(range(6), 1), 6, 6)
+        assert not site.run.model.exists()
+        with site.server("--exit") as server:
+            assert "round 6 of 6 is next" in ended(server)
+    assert check(site) == found
+    assert site.run.model.exists()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_at_random_moments(tmp_path: Path) -> None:
+    site = Site.lay_out(tmp_path, 144, 143)
+    moments = random.Random(0)
+    reached = []
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(site.node(f"node-{n}", "--once")) for n in (1, 2)]
+        for number in range(KILLS):
+            with site.server("--set=rounds=200") as server:
+                if number % 3:  # else while it starts
+                    site.await_releases(1, server)
+                    time.sleep(moments.uniform(0.0, 0.3))
+                else:
+                    time.sleep(moments.uniform(1.0, 4.0))
+                kill(server)
+            reached.append(check(site).next_round)
+        with site.server("--exit", "--set=rounds=200") as server:
+            for program in (server, *nodes):
+                ended(program)
+    assert reached == sorted(reached)
+    assert reached[-1] > 0
+    assert check(site).next_round == 200
