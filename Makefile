@@ -30,6 +30,7 @@ bench: .venv/installed-test
 	$(BIN)/python -m simulations.throughput
 	$(BIN)/python -m simulations.randomness
 	$(BIN)/python -m simulations.accounting_speed
+	$(BIN)/python -m simulations.federation_load
 
 # The messages between server and nodes; a test compares what this makes with what is committed.
 proto: .venv/installed-test

@@ -8,7 +8,6 @@ Guarantees of every function:
 * a task that is cancelled ends its call.
 """
 
-import asyncio
 import io
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -37,7 +36,6 @@ from fedpriv.wire import (
     SummedUpdates,
     Welcome,
     chunks,
-    decode_content,
     decode_offer,
     decode_receipt,
     decode_status,
@@ -91,7 +89,7 @@ async def connect(
 async def download(
     channel: grpc.aio.Channel, offer: RoundOffer
 ) -> dict[str, npt.NDArray[np.float32]]:
-    """The tensors of an offered round: read-only, of the declared shapes, sizes and digest.
+    """The tensors of an offered round: read-only, of the declared shapes and sizes.
 
     Raises:
         WireError: what was sent is not the declared model.
@@ -117,8 +115,7 @@ async def upload(
         WireError: the receipt is none, or the answer passes a limit.
         grpc.aio.AioRpcError: the call failed; the server may have taken the answer.
     """
-    # Reads all of it, for its digest.
-    header, tensors = await asyncio.to_thread(_header, round_id, answer)
+    header, tensors = _header(round_id, answer)
     path = _SERVICE + "Upload"
     call = channel.stream_unary(path, request_serializer=pb.UploadPart.SerializeToString)
     return decode_receipt(_parsed(pb.Receipt, await call(_parts(header, tensors))))
@@ -157,9 +154,9 @@ async def fetch_ledger(channel: grpc.aio.Channel) -> Iterator[str]:
     request = pb.LedgerRequest()
     async with aclosing(_responses(channel, "FetchLedger", request, pb.LedgerPart)) as parts:
         first = await anext(parts, pb.LedgerPart())
-        if first.WhichOneof("part") != "content":
+        if first.WhichOneof("part") != "size":
             raise WireError("the server does not say how long its ledger is")
-        assembler = Assembler(decode_content(first.content), LARGEST_LEDGER)
+        assembler = Assembler(first.size, LARGEST_LEDGER)
         async for part in parts:
             assembler.add(part.chunk)  # one that is not there has no bytes, and is refused
     text = io.BytesIO(assembler.finish().data)

@@ -151,11 +151,15 @@ class Answers:
     ) -> PartialSum:
         """What the chunks of an answer hold, clipped if it is one user's."""
         receiver = Receiver(content.tensors)
-        async for some in _several(parts):
-            # Digests let go of the interpreter, so other nodes are served meanwhile.
-            await _in_thread(_add, receiver, some)
-        self._monitor.received(content.tensors.content.size)
-        return await _in_thread(_finished, node, content, receiver, collecting.clipping)
+        some: list[pb.Chunk] = []
+        async for part in parts:
+            some.append(part.chunk)
+            if len(some) == _AT_A_TIME:
+                # Other nodes are served meanwhile; to wake a thread costs as much as some chunks.
+                await _in_thread(_add, receiver, some)
+                some = []
+        self._monitor.received(content.tensors.size)
+        return await _in_thread(_finished, node, content, receiver, some, collecting.clipping)
 
     def _called(self, node: str) -> str:
         """How a log names a node, without naming a user."""
@@ -175,27 +179,20 @@ async def _in_thread(function: Callable[P, Result], *args: P.args, **kwargs: P.k
         raise
 
 
-async def _several(parts: AsyncIterator[pb.UploadPart]) -> AsyncIterator[list[pb.Chunk]]:
-    """Chunks, some at a time: to wake a thread costs about as much as to add one."""
-    some: list[pb.Chunk] = []
-    async for part in parts:
-        some.append(part.chunk)
-        if len(some) == _AT_A_TIME:
-            yield some
-            some = []
-    if some:
-        yield some
-
-
 def _add(receiver: Receiver, some: list[pb.Chunk]) -> None:
     for chunk in some:
         receiver.add(chunk)
 
 
 def _finished(
-    node: str, content: RawUpdate | SummedUpdates, receiver: Receiver, clipping: Clipping
+    node: str,
+    content: RawUpdate | SummedUpdates,
+    receiver: Receiver,
+    last: list[pb.Chunk],
+    clipping: Clipping,
 ) -> PartialSum:
     """What was received, clipped if it is one user's."""
+    _add(receiver, last)
     tensors = receiver.finish()
     if isinstance(content, RawUpdate):
         contribution = clipping.contribution(tensors, content.weight)

@@ -81,7 +81,7 @@ class Collecting:
 
     def model_chunks(self) -> Iterable[bytes]:
         """The model as serialised chunks; calls share them, unless the model is large."""
-        return self._kept if self._offer.model.content.size <= _KEPT_BYTES else self._serialised()
+        return self._kept if self._offer.model.size <= _KEPT_BYTES else self._serialised()
 
     @cached_property
     def _kept(self) -> list[bytes]:

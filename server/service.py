@@ -12,11 +12,9 @@ from fedpriv.wire import (
     Status,
     Welcome,
     chunks,
-    content_of,
     decode_hello,
     decode_round_id,
     digest_of,
-    encode_content,
     encode_offer,
     encode_receipt,
     encode_status,
@@ -195,7 +193,7 @@ class Service:
         try:
             async with self._ledgers.turn(NODE.get()):
                 lines = await asyncio.to_thread(self._ledger)
-                await context.write(pb.LedgerPart(content=encode_content(content_of([lines]))))
+                await context.write(pb.LedgerPart(size=len(lines)))
                 for chunk in chunks([lines]):
                     await context.write(pb.LedgerPart(chunk=chunk))
         except TimeoutError:

@@ -21,11 +21,7 @@ from fedpriv.wire.answers import (
 from fedpriv.wire.chunks import (
     CHUNK_BYTES,
     Assembler,
-    Content,
     chunks,
-    content_of,
-    decode_content,
-    encode_content,
 )
 from fedpriv.wire.limits import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, parse
 from fedpriv.wire.offers import RoundOffer, decode_offer, encode_offer, model_of
@@ -61,7 +57,6 @@ __all__ = [
     "VERSION",
     "Answer",
     "Assembler",
-    "Content",
     "Decline",
     "Expected",
     "Hello",
@@ -78,9 +73,7 @@ __all__ = [
     "TaskDescription",
     "Welcome",
     "chunks",
-    "content_of",
     "decode_answer",
-    "decode_content",
     "decode_hello",
     "decode_offer",
     "decode_price",
@@ -90,7 +83,6 @@ __all__ = [
     "decode_welcome",
     "digest_of",
     "encode_answer",
-    "encode_content",
     "encode_hello",
     "encode_offer",
     "encode_price",

@@ -1,72 +1,18 @@
 """Bytes of any length as a stream of checksummed chunks, and back within a declared size."""
 
-import hashlib
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.errors import WireError
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.limits import refusing
 
 CHUNK_BYTES = 2**20
 """Data in every chunk but the last, which has what is left."""
 
 Bytes = bytes | bytearray | memoryview
-
-
-@dataclass(frozen=True)
-class Content:
-    """Bytes that follow in chunks.
-
-    Attributes:
-        size: how many.
-        sha256: of all of them, 32 bytes.
-
-    Raises:
-        InvalidValueError: the size is negative, or the digest has another length.
-    """
-
-    size: int
-    sha256: bytes
-
-    def __post_init__(self) -> None:
-        if self.size < 0:
-            raise InvalidValueError(f"size is {self.size}; it must not be negative")
-        if len(self.sha256) != 32:
-            raise InvalidValueError(f"sha256 has {len(self.sha256)} bytes; it must have 32")
-
-
-def content_of(pieces: Iterable[Bytes]) -> Content:
-    """Size and digest of the pieces one after the other, which are read once."""
-    digest, size = hashlib.sha256(), 0
-    for piece in pieces:
-        digest.update(piece)
-        size += len(piece)
-    return Content(size, digest.digest())
-
-
-def encode_content(content: Content) -> pb.Content:
-    """The message of a content.
-
-    Raises:
-        WireError: the size passes 64 bits.
-    """
-    with refusing("a content"):
-        return pb.Content(size=content.size, sha256=content.sha256)
-
-
-def decode_content(message: pb.Content) -> Content:
-    """The content of a message; total.
-
-    Raises:
-        WireError: the digest is none.
-    """
-    with refusing("a content"):
-        return Content(message.size, message.sha256)
 
 
 def chunks(pieces: Iterable[Bytes]) -> Iterator[pb.Chunk]:
@@ -98,36 +44,35 @@ def _full(pieces: Iterable[Bytes]) -> Iterator[bytes]:
 
 
 class Assembler:
-    """Puts the chunks of a content together.
+    """Puts chunks together.
 
     Guarantees:
 
     * it holds never more than the declared size, and takes memory as bytes arrive;
     * a chunk out of its turn (gap, repetition, beyond the end), of another length than it must
       have, or damaged is refused as it comes, and changes nothing;
-    * `finish` returns only bytes of the declared size and digest.
+    * `finish` returns only as many bytes as were declared, all of which passed their checksums.
 
-    SHA-256 is most of the cost of a chunk, CRC-32 a fifth of it and the copy little. All three let
-    other threads run, so several assemblers, each in a thread, work at the same time.
+    The checksums are against faults; against people there is TLS. Checksum and copy let other
+    threads run, so several assemblers, each in a thread, work at the same time.
 
     Args:
-        content: what was declared.
+        size: what was declared, in bytes.
         most: the largest size to accept, in bytes.
 
     Raises:
         WireError: the size is larger, or there is no memory for it.
     """
 
-    def __init__(self, content: Content, most: int) -> None:
-        if content.size > most:
-            raise WireError(f"a content has {content.size} bytes; it may have at most {most}")
+    def __init__(self, size: int, most: int) -> None:
+        if size > most:
+            raise WireError(f"{size} bytes are to follow; there may be at most {most}")
         try:
             # Pages are taken when they are written, not here.
-            self._bytes = np.empty(content.size, np.uint8)
+            self._bytes = np.empty(size, np.uint8)
         except MemoryError as error:
-            raise WireError(f"there is no memory for the {content.size} bytes") from error
-        self._content, self._received, self._chunks = content, 0, 0
-        self._digest = hashlib.sha256()
+            raise WireError(f"there is no memory for the {size} bytes") from error
+        self._size, self._received, self._chunks = size, 0, 0
 
     def add(self, chunk: pb.Chunk) -> None:
         """Take the next chunk.
@@ -135,7 +80,7 @@ class Assembler:
         Raises:
             WireError: it is not the next one, has the wrong length, or its checksum differs.
         """
-        left = self._content.size - self._received
+        left = self._size - self._received
         if not left:
             raise WireError(f"chunk {chunk.number} follows after all {self._received} bytes")
         if chunk.number != self._chunks:
@@ -148,7 +93,6 @@ class Assembler:
         if zlib.crc32(data) != chunk.crc32:
             raise WireError(f"chunk {chunk.number} is damaged: its CRC-32 differs")
         self._bytes[self._received : self._received + len(data)] = np.frombuffer(data, np.uint8)
-        self._digest.update(data)
         self._received += len(data)
         self._chunks += 1
 
@@ -156,13 +100,9 @@ class Assembler:
         """All bytes, read-only.
 
         Raises:
-            WireError: some are missing, or their SHA-256 is not the declared one.
+            WireError: some are missing.
         """
-        if self._received < self._content.size:
-            raise WireError(
-                f"the stream ended after {self._received} of {self._content.size} bytes"
-            )
-        if self._digest.digest() != self._content.sha256:
-            raise WireError(f"the SHA-256 of the {self._received} bytes is not the declared one")
+        if self._received < self._size:
+            raise WireError(f"the stream ended after {self._received} of {self._size} bytes")
         self._bytes.flags.writeable = False
         return self._bytes

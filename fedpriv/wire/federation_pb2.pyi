@@ -186,23 +186,15 @@ class Metric(_message.Message):
     options: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Union[Shape, _Mapping]] = ..., centre: _Optional[float] = ..., radius: _Optional[float] = ..., options: _Optional[_Iterable[float]] = ...) -> None: ...
 
-class Content(_message.Message):
-    __slots__ = ("size", "sha256")
-    SIZE_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
-    size: int
-    sha256: bytes
-    def __init__(self, size: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
-
 class Tensors(_message.Message):
-    __slots__ = ("layout", "dtype", "content")
+    __slots__ = ("layout", "dtype", "size")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
-    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
     layout: Layout
     dtype: DType
-    content: Content
-    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., dtype: _Optional[_Union[DType, str]] = ..., content: _Optional[_Union[Content, _Mapping]] = ...) -> None: ...
+    size: int
+    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., dtype: _Optional[_Union[DType, str]] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("number", "data", "crc32")
@@ -215,12 +207,12 @@ class Chunk(_message.Message):
     def __init__(self, number: _Optional[int] = ..., data: _Optional[bytes] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class LedgerPart(_message.Message):
-    __slots__ = ("content", "chunk")
-    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("size", "chunk")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
-    content: Content
+    size: int
     chunk: Chunk
-    def __init__(self, content: _Optional[_Union[Content, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    def __init__(self, size: _Optional[int] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class UploadPart(_message.Message):
     __slots__ = ("answer", "chunk")

@@ -10,14 +10,7 @@ import numpy.typing as npt
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.chunks import (
-    CHUNK_BYTES,
-    Assembler,
-    Content,
-    content_of,
-    decode_content,
-    encode_content,
-)
+from fedpriv.wire.chunks import CHUNK_BYTES, Assembler
 from fedpriv.wire.limits import (
     MAX_COMPONENTS,
     MAX_DIMENSIONS,
@@ -42,16 +35,13 @@ class Manifest:
     Attributes:
         layout: names and shapes, in the order of the stream.
         dtype: of all components, `FLOAT32` or `FLOAT64`.
-        sha256: of all bytes.
 
     Raises:
-        InvalidValueError: the dtype is neither, it is float64 of anything but one vector, or the
-            digest has not 32 bytes.
+        InvalidValueError: the dtype is neither, or it is float64 of anything but one vector.
     """
 
     layout: Layout
     dtype: FloatType
-    sha256: bytes
 
     def __post_init__(self) -> None:
         if self.dtype not in _ON_WIRE:
@@ -60,16 +50,15 @@ class Manifest:
             raise InvalidValueError(
                 f"{len(self.layout.names)} tensors are float64; only one vector may be"
             )
-        _ = self.content  # a digest that is none is refused here
 
     @property
-    def content(self) -> Content:
-        """Size and digest of the stream."""
-        return Content(self.layout.dimension * self.dtype.itemsize, self.sha256)
+    def size(self) -> int:
+        """Bytes of the stream."""
+        return self.layout.dimension * self.dtype.itemsize
 
 
 def manifest_of(tensors: Tensors) -> Manifest:
-    """The header of tensors, in their order; reads all of them once to take the digest.
+    """The header of tensors, in their order.
 
     Args:
         tensors: float32 of any shapes, or one float64 vector; any values, NaN and ±inf too.
@@ -80,7 +69,7 @@ def manifest_of(tensors: Tensors) -> Manifest:
     dtypes = {tensor.dtype.newbyteorder("<") for tensor in tensors.values()}
     for dtype in _ON_WIRE:
         if dtypes == {dtype}:
-            return Manifest(Layout.of(tensors), dtype, content_of(pieces(tensors)).sha256)
+            return Manifest(Layout.of(tensors), dtype)
     found = ", ".join(sorted(map(str, dtypes))) or "none"
     raise InvalidValueError(f"dtypes of tensors are {found}; all must be float32 or float64")
 
@@ -107,7 +96,7 @@ class Receiver:
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._assembler = Assembler(manifest.content, manifest.content.size)
+        self._assembler = Assembler(manifest.size, manifest.size)
 
     def add(self, chunk: pb.Chunk) -> None:
         """Take the next chunk.
@@ -177,7 +166,7 @@ def encode_manifest(manifest: Manifest) -> pb.Tensors:
     return pb.Tensors(
         layout=encode_layout(manifest.layout),
         dtype=_ON_WIRE[manifest.dtype],
-        content=encode_content(manifest.content),
+        size=manifest.size,
     )
 
 
@@ -194,7 +183,7 @@ def expect_manifest(message: pb.Tensors, layout: Layout, dtype: FloatType) -> Ma
     """The manifest of a message that must have this layout and dtype; total.
 
     Raises:
-        WireError: names, shapes, their order, dtype or size are others, or the digest is none.
+        WireError: names, shapes, their order, dtype or size are others.
     """
     names = message.layout.names
     if len(names) != len(layout.names) or tuple(names) != layout.names:
@@ -213,9 +202,8 @@ def _manifest(message: pb.Tensors, layout: Layout) -> Manifest:
     dtype = _NAMED.get(message.dtype)
     if dtype is None:
         raise WireError(f"dtype is number {message.dtype}; legal are {sorted(_NAMED)}")
-    content = decode_content(message.content)
     with refusing("a header of tensors"):
-        manifest = Manifest(layout, dtype, content.sha256)
-    if content != manifest.content:
-        raise WireError(f"the tensors have {manifest.content.size} bytes, not {content.size}")
+        manifest = Manifest(layout, dtype)
+    if message.size != manifest.size:
+        raise WireError(f"the tensors have {manifest.size} bytes, not {message.size}")
     return manifest

@@ -387,7 +387,7 @@ def test_training_that_fails_is_declined(
     assert SECRET not in caplog.text
 
 
-@pytest.mark.parametrize("what", ["chunk", "digest", "short", "long"])
+@pytest.mark.parametrize("what", ["chunk", "checksum", "short", "long"])
 def test_a_model_that_is_not_the_declared_one_is_declined(
     play: Callable[[Act], None], what: str
 ) -> None:
@@ -396,7 +396,7 @@ def test_a_model_that_is_not_the_declared_one_is_declined(
         good = make_offer()[1]
         models: dict[str, list[Said]] = {
             "chunk": [b"\xff"],
-            "digest": [pb.Chunk(number=0, data=bytes(60), crc32=0x4A0B1B4F)],
+            "checksum": [pb.Chunk(number=0, data=bytes(60), crc32=1)],
             "short": [],
             "long": [*good, *good],
         }

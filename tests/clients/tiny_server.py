@@ -26,8 +26,6 @@ from fedpriv.wire import (
     TaskDescription,
     Welcome,
     chunks,
-    content_of,
-    encode_content,
     encode_offer,
     encode_receipt,
     encode_status,
@@ -217,8 +215,8 @@ def said(value: Welcome | RoundOffer | Receipt | Status) -> Message:
 
 def ledger_parts(data: bytes) -> list[Said]:
     """What FetchLedger sends of a ledger."""
-    content = pb.LedgerPart(content=encode_content(content_of([data])))
-    return [content, *(pb.LedgerPart(chunk=chunk) for chunk in chunks([data]))]
+    size = pb.LedgerPart(size=len(data))
+    return [size, *(pb.LedgerPart(chunk=chunk) for chunk in chunks([data]))]
 
 
 def make_certificates(folder: Path) -> tuple[grpc.ServerCredentials, Path]:

@@ -70,7 +70,7 @@ def test_each_node_of_a_drawn_user_is_asked_for_its_drawn_users_alone() -> None:
         assert asked["five"] is asked["nobody"] is None
         assert asked["silo"].users.tolist() == [1, 3]
         assert asked["four"].users.tolist() == [4]
-        assert asked["four"].id == it.id == wire.RoundId("run", 3, 1)
+        assert asked["four"].id == it.id == replace(RUN, nonce=it.id.nonce)
         assert 0.0 < asked["four"].seconds <= 60.0
 
     played(scene)
@@ -101,6 +101,20 @@ def test_after_the_deadline_or_the_end_nobody_is_asked() -> None:
 RUN = wire.RoundId("run", 3, 1)
 
 
+def to(it: Collecting, answer: Answer) -> Answer:
+    """The answer with the nonce of the attempt."""
+    return replace(answer, id=replace(answer.id, nonce=it.id.nonce))
+
+
+def test_attempts_of_one_number_are_told_apart() -> None:
+    async def scene() -> None:
+        first, second = collecting([4]), collecting([4])
+        assert second.refusal("four", to(second, Answer(RUN, RAW))) is None
+        assert "another round or attempt" in str(second.refusal("four", Answer(first.id, RAW)))
+
+    played(scene)
+
+
 @pytest.mark.parametrize(
     ("node", "answer", "reason"),
     [
@@ -124,7 +138,8 @@ def test_what_cannot_count_is_refused_in_one_sentence(
     node: str, answer: Answer, reason: str | None
 ) -> None:
     async def scene() -> None:
-        found = collecting([0, 2, 4]).refusal(node, answer)
+        it = collecting([0, 2, 4])
+        found = it.refusal(node, to(it, answer))
         assert found is None if reason is None else reason in str(found)
 
     played(scene)
@@ -148,7 +163,9 @@ def test_an_answer_counts_once_in_whatever_order() -> None:
         await settled()
         assert not await it.settle("four", of("four"))
         assert not await it.settle("four", None)
-        assert it.refusal("four", Answer(RUN, RAW)) == "no answer of this node is waited for"
+        assert (
+            it.refusal("four", to(it, Answer(RUN, RAW))) == "no answer of this node is waited for"
+        )
         assert await it.settle("five", None)
         assert not await it.settle("five", of("five"))
         assert not await it.settle("nobody", of("nobody"))
@@ -168,7 +185,7 @@ def test_nothing_counts_after_the_end() -> None:
         it.finish()
         it.finish()
         assert not await it.settle("five", of("five"))
-        assert it.refusal("silo", Answer(RUN, summed(1))) is not None
+        assert it.refusal("silo", to(it, Answer(RUN, summed(1)))) is not None
         assert it.results.get().node == "four"
         it.taken()
         assert await counted

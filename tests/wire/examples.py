@@ -192,11 +192,10 @@ def offers(draw: st.DrawFn) -> RoundOffer:
 def answers(draw: st.DrawFn) -> tuple[Answer, Expected]:
     """An answer to a round that clips somehow, and what it must look like."""
     expected = Expected.of(draw(clippings()))
-    digest = draw(digests)
     number = draw(st.integers(0, 2**20))
-    raw = RawUpdate(draw(st.floats(0.0, 1.0)), Manifest(expected.update, FLOAT32, digest))
+    raw = RawUpdate(draw(st.floats(0.0, 1.0)), Manifest(expected.update, FLOAT32))
     weight = draw(st.none() | st.floats(0.0, float(number)))
-    total = SummedUpdates(number, weight, Manifest(expected.total, FLOAT64, digest))
+    total = SummedUpdates(number, weight, Manifest(expected.total, FLOAT64))
     decline = Decline(draw(st.text(characters, max_size=20)))
     return Answer(draw(round_ids), draw(st.sampled_from([raw, total, decline]))), expected
 

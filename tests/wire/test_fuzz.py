@@ -21,12 +21,11 @@ OFFER = wire.encode_offer(small_offer())
 EXPECTED = Expected.of(small_offer().clipping)
 MEASURED = {**PARAMETERS, "metrics/accuracy": np.zeros((), np.float32)}
 BYTES = b"some bytes"
-CONTENT = wire.content_of([BYTES])
 STATUS = wire.Status("r", 1, 2, 0.5, 1.0, 1e-6, 3, 2, 1000, wire.RunState.WAITING)
 
 
 def add_chunk(chunk: pb.Chunk) -> None:
-    assembler = Assembler(CONTENT, CONTENT.size)
+    assembler = Assembler(len(BYTES), len(BYTES))
     assembler.add(chunk)
     assert assembler.finish().tobytes() == BYTES
 
@@ -53,7 +52,6 @@ CASES: dict[str, tuple[Callable[[Message], object], Message]] = {
     "sum": (decode_answer, answer_of(SUMMED)),
     "decline": (decode_answer, answer_of(Decline("too dear"))),
     "chunk": (add_chunk, next(wire.chunks([BYTES]))),
-    "content": (wire.decode_content, wire.encode_content(CONTENT)),
     "hello": (wire.decode_hello, wire.encode_hello(wire.Hello("node", bytes(32)))),
     "receipt": (wire.decode_receipt, wire.encode_receipt(wire.Receipt(True))),
     "welcome": (wire.decode_welcome, wire.encode_welcome(small_welcome())),

@@ -157,7 +157,7 @@ def test_the_bytes_of_an_offer_are_those_of_the_format() -> None:
     clipping = layout + b"".join(groups) + indicator + message(4, b"update")
     mean = message(1, b"bn.running_mean")
     model = message(1, names[0] + names[1] + mean + w + b + message(2, message(1, b"\x02")))
-    model += b"\x10\x01" + message(3, b"\x08\x24" + message(2, offer.model.sha256))
+    model += b"\x10\x01" + b"\x18\x24"
     price = double(1, 0.5) + b"\x10\xe8\x07" + double(3, 1.0) + double(4, 2.0) + double(5, 1e-6)
     metric = message(1, b"accuracy") + message(2, b"") + double(3, 0.5) + double(4, 0.5)
     written = [
@@ -191,11 +191,10 @@ def test_the_bytes_of_a_hello_and_a_welcome_are_those_of_the_format() -> None:
 
 
 def test_the_bytes_of_an_answer_and_a_chunk_are_those_of_the_format() -> None:
-    digest = bytes(range(32))
     layout = message(1, message(1, b"sum") + message(2, message(1, b"\x02")))
-    tensors = layout + b"\x10\x02" + message(3, b"\x08\x10" + message(2, digest))
+    tensors = layout + b"\x10\x02\x18\x10"
     total = message(3, b"\x08\x05" + double(2, 2.5) + message(3, tensors))
-    answer = Answer(ID, SummedUpdates(5, 2.5, Manifest(Layout(("sum",), ((2,),)), FLOAT64, digest)))
+    answer = Answer(ID, SummedUpdates(5, 2.5, Manifest(Layout(("sum",), ((2,),)), FLOAT64)))
     written = message(1, message(1, b"r") + b"\x10\x03\x18\x01") + total
     assert wire.encode_answer(answer).SerializeToString(deterministic=True) == written
     (chunk,) = wire.chunks([b"123456789"])

@@ -122,7 +122,7 @@ def test_a_raw_update_holds_all_tensors_but_the_indicator() -> None:
 def test_what_the_other_side_would_not_take_is_not_sent() -> None:
     names = tuple(f"{i}{'x' * 1000}" for i in range(1200))
     layout = Layout(names, ((1,),) * len(names))
-    raw = RawUpdate(1.0, Manifest(layout, FLOAT32, bytes(32)))
+    raw = RawUpdate(1.0, Manifest(layout, FLOAT32))
     with pytest.raises(WireError, match="bytes in an answer; there may be at most"):
         wire.encode_answer(Answer(ID, raw))
     users = np.arange(MAX_USERS + 1)
