@@ -30,7 +30,6 @@ from .turns import Newest
 _log = logging.getLogger(__name__)
 _LONGEST_REASON = 400  # characters
 _BYTES_PER_COMPONENT = 12  # of an update: float32 as it came, and float64 as it is added
-_AT_A_TIME = 8  # chunks of an answer; no more of them wait to be added
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
@@ -56,7 +55,7 @@ class Transfers:
             dimension: D of a contribution.
             seconds: the longest that one transfer may take.
         """
-        one = _BYTES_PER_COMPONENT * dimension + min(_AT_A_TIME * CHUNK_BYTES, 4 * dimension)
+        one = _BYTES_PER_COMPONENT * dimension + CHUNK_BYTES
         return cls(max(1, memory // one), seconds)
 
 
@@ -151,15 +150,10 @@ class Answers:
     ) -> PartialSum:
         """What the chunks of an answer hold, clipped if it is one user's."""
         receiver = Receiver(content.tensors)
-        some: list[pb.Chunk] = []
         async for part in parts:
-            some.append(part.chunk)
-            if len(some) == _AT_A_TIME:
-                # Other nodes are served meanwhile; to wake a thread costs as much as some chunks.
-                await _in_thread(_add, receiver, some)
-                some = []
+            receiver.add(part.chunk)  # to wake a thread would cost as much
         self._monitor.received(content.tensors.size)
-        return await _in_thread(_finished, node, content, receiver, some, collecting.clipping)
+        return await _in_thread(_finished, node, content, receiver, collecting.clipping)
 
     def _called(self, node: str) -> str:
         """How a log names a node, without naming a user."""
@@ -179,20 +173,10 @@ async def _in_thread(function: Callable[P, Result], *args: P.args, **kwargs: P.k
         raise
 
 
-def _add(receiver: Receiver, some: list[pb.Chunk]) -> None:
-    for chunk in some:
-        receiver.add(chunk)
-
-
 def _finished(
-    node: str,
-    content: RawUpdate | SummedUpdates,
-    receiver: Receiver,
-    last: list[pb.Chunk],
-    clipping: Clipping,
+    node: str, content: RawUpdate | SummedUpdates, receiver: Receiver, clipping: Clipping
 ) -> PartialSum:
     """What was received, clipped if it is one user's."""
-    _add(receiver, last)
     tensors = receiver.finish()
     if isinstance(content, RawUpdate):
         contribution = clipping.contribution(tensors, content.weight)

@@ -75,6 +75,7 @@ def test_a_server_that_is_asked_to_stop_between_two_steps(tmp_path: Path) -> Non
             assert (found.next_round, found.released, found.charged) == (rounds,) * 3, place
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_in_one_sentence(tmp_path: Path) -> None:
     site = Site.lay_out(tmp_path, 144, 143)
     users = f"--users={tmp_path / 'users' / 'node-2'}"

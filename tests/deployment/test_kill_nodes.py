@@ -47,6 +47,7 @@ def killed_at(site: Site, place: str) -> Iterator[None]:
     yield
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_or_hangs_while_it_trains(tmp_path: Path) -> None:
     site = Site.lay_out(tmp_path, 144, 143)
     with site.server(*LONG, "--set=federation.deadline_seconds=4.0") as server, site.node("node-1"):
