@@ -112,6 +112,8 @@ class Scene:
         finally:
             task.cancel()
             await asyncio.wait([task])
+            # A connection not yet seen to be over would take what the script says to the next.
+            await happens(lambda: self.tiny.connected == 0)
 
     def consent(self, text: str) -> Path:
         path = self.folder / "consent.toml"
