@@ -4,12 +4,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 from fedpriv.errors import WireError
 from fedpriv.federated.transport import PartialSum
 from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.layout import FloatVector
 from fedpriv.wire import (
     Decline,
     RawUpdate,
@@ -20,6 +19,7 @@ from fedpriv.wire import (
 )
 from fedpriv.wire import federation_pb2 as pb
 
+from .asked import partial_sum_of
 from .collecting import Collecting
 from .enrolment import Enrolment
 from .guard import Context, Identify, UnknownPeerError
@@ -102,7 +102,11 @@ class Answers:
             raise
         if not receipt.accepted:
             self._monitor.refused(Refusal.ANSWER)
-            _log.warning("an answer of %s is refused: %s", self._called(node), receipt.reason)
+            _log.warning(
+                "an answer of %s is refused: %s",
+                self._enrolment.hosting.called(node),
+                receipt.reason,
+            )
         return receipt
 
     async def _taken(
@@ -114,12 +118,16 @@ class Answers:
     ) -> Receipt:
         async with self._newest.only(node, collecting.deadline):
             header = await anext(aiter(parts), pb.UploadPart())
-            answer = decode_answer(header.answer, collecting.expected)
+            answer = decode_answer(header.answer, collecting.asked.expected)
             if reason := collecting.refusal(node, answer):
                 return refused(reason)
             content = answer.content
             if isinstance(content, Decline):
-                _log.info("%s declines: %s", self._called(node), _one_line(content.reason))
+                _log.info(
+                    "%s declines: %s",
+                    self._enrolment.hosting.called(node),
+                    _one_line(content.reason),
+                )
                 return _receipt(counted=await collecting.settle(node, None))
             async with self._places:
                 async with asyncio.timeout(self._seconds):
@@ -141,11 +149,7 @@ class Answers:
             # Digests let go of the interpreter, so other nodes are served meanwhile.
             await _in_thread(_add, receiver, some)
         self._monitor.received(content.tensors.content.size)
-        return await _in_thread(_finished, node, content, receiver, collecting.clipping)
-
-    def _called(self, node: str) -> str:
-        """How a log names a node, without naming a user."""
-        return node if len(self._enrolment.users[node]) > 1 else "a node of one user"
+        return await _in_thread(_finished, node, content, receiver, collecting.asked.clipping)
 
 
 async def _in_thread(function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
@@ -181,13 +185,7 @@ def _add(receiver: Receiver, some: list[pb.Chunk]) -> None:
 def _finished(
     node: str, content: RawUpdate | SummedUpdates, receiver: Receiver, clipping: Clipping
 ) -> PartialSum:
-    """What was received, clipped if it is one user's."""
-    tensors = receiver.finish()
-    if isinstance(content, RawUpdate):
-        contribution = clipping.contribution(tensors, content.weight)
-        return PartialSum(node, 1, contribution, content.weight)
-    (total,) = tensors.values()
-    return content.partial_sum(node, cast(FloatVector, total))
+    return partial_sum_of(node, content, receiver.finish(), clipping)
 
 
 def _one_line(text: str) -> str:
