@@ -10,7 +10,17 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedpriv.errors import FedprivError
-from fedpriv.flower import ANSWER, HELLO, OFFER, TROUBLE, content_of, header_in, packed, tensors_in
+from fedpriv.flower import (
+    ANSWER,
+    HELLO,
+    OFFER,
+    TROUBLE,
+    check_installed,
+    content_of,
+    header_in,
+    packed,
+    tensors_in,
+)
 from fedpriv.wire import (
     NODE_RECEIVES_BYTES,
     Decline,
@@ -34,6 +44,7 @@ _LONGEST_TROUBLE = 400  # characters
 def say_hello(message: Message, context: Context) -> Message:
     """Say who the node is and which users it holds, or in one sentence why it cannot."""
     try:
+        check_installed()
         hello = introduce(message.content, context.node_config)
         headers = {HELLO: encode_hello(hello).SerializeToString()}
     except FedprivError as error:

@@ -23,7 +23,7 @@ from .asked import Hosting
 from .beginning import Beginning
 from .grid import GridTransport, Nodes, welcome_header
 from .grid_nodes import shards, simulated_workers
-from .simulation import carry_out
+from .simulation import Follow, carry_out
 from .standing import prices, task_of
 
 
@@ -92,17 +92,28 @@ class GridSimulation:
         cls, file: Path, assignments: list[str], out: Path | None, workers: int, *, resume: bool
     ) -> Self:
         """Read an experiment; args and errors as for `run_simulation`, and those of the class."""
-        beginning = Beginning.of(file, assignments, out, resume=resume)
+        return cls.at(Beginning.of(file, assignments, out, resume=resume), workers)
+
+    @classmethod
+    def at(cls, beginning: Beginning, workers: int) -> Self:
+        """Load the users of an experiment; errors as for `simulated`, and those of the class."""
         experiment, here = simulated(beginning.config, beginning.run, beginning.spent)
         return cls(beginning, experiment, here.users, workers)
 
-    def run(self, grid: Grid, stopping: threading.Event, console: Console) -> None:
+    def run(
+        self,
+        grid: Grid,
+        stopping: threading.Event,
+        console: Console,
+        follow: Follow | None = None,
+    ) -> None:
         """Run it to its end, with all that `fedpriv simulate` writes and prints.
 
         Args:
             grid: where the workers are.
             stopping: when it is set, the round that is collected is abandoned.
             console: where to print.
+            follow: as for `carry_out`.
 
         Raises:
             WorkerError: a worker does not do its part.
@@ -119,7 +130,7 @@ class GridSimulation:
             asking = GridTransport(grid, nodes, price_of, DEFAULT_TTL, stopping)
             return EveryWorker(asking, hosting)
 
-        carry_out(self.beginning, self.experiment, hosted, console)
+        carry_out(self.beginning, self.experiment, hosted, console, follow)
 
     @property
     def _simulated(self) -> Simulated:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -40,16 +41,27 @@ def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resu
     carry_out(beginning, experiment, lambda _experiment, _books: transport, Console())
 
 
+Follow = Callable[[Generator[RoundRow, None, Outcome], Experiment, int], Outcome]
+"""Drives the rounds of an experiment from one on, and tells somebody of each."""
+
+
 def carry_out(
-    beginning: Beginning, experiment: Experiment, hosted: Hosted, console: Console
+    beginning: Beginning,
+    experiment: Experiment,
+    hosted: Hosted,
+    console: Console,
+    follow: Follow | None = None,
+    clock: Callable[[], float] | None = time.monotonic,
 ) -> None:
-    """Run a simulation to its end, with all that it writes and prints.
+    """Run an experiment to its end, with all that it writes and prints.
 
     Args:
         beginning: how it begins or goes on.
         experiment: what is run.
-        hosted: makes the transport to the simulated users.
+        hosted: makes the transport to the users.
         console: where to print.
+        follow: is told of each round; None: a progress bar.
+        clock: seconds, to time the rounds of a simulation; None in a deployment.
 
     Raises:
         FedprivError: the run cannot go on; the message says why.
@@ -73,15 +85,19 @@ def carry_out(
             experiment.entropy,
             Evaluator(experiment.task, experiment.held_out, experiment.device),
             Cadence(output.evaluate_every, output.checkpoint_every),
-            time.monotonic,
+            clock,
         )
-        outcome = _show(rows, experiment, state.round, console)
+        outcome = (follow or partial(_show, console=console))(rows, experiment, state.round)
         print_result(experiment, folder, ledger, outcome, books, console)
     draw(folder, experiment)
 
 
 def _show(
-    rows: Generator[RoundRow, None, Outcome], experiment: Experiment, first: int, console: Console
+    rows: Generator[RoundRow, None, Outcome],
+    experiment: Experiment,
+    first: int,
+    *,
+    console: Console,
 ) -> Outcome:
     """Drive the run under a progress bar."""
     columns = (
