@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,8 +123,11 @@ def superlink(folder: Path) -> Iterator[SuperLink]:
 
 
 @contextmanager
-def supernodes(link: SuperLink, settings: Mapping[str, str]) -> Iterator[None]:
-    """SuperNodes by name, with their node-config."""
+def supernodes(
+    link: SuperLink, settings: Mapping[str, str]
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """SuperNodes by name, from their node-config."""
+    started = {}
     with ExitStack() as stack:
         for name, config in settings.items():
             key = new_key(link.folder / "keys", name)
@@ -139,12 +142,14 @@ def supernodes(link: SuperLink, settings: Mapping[str, str]) -> Iterator[None]:
                 f"--health-server-address=127.0.0.1:{free_port()}",
                 f"--node-config={config}",
             )
-            stack.enter_context(program(link, name, arguments))
-        yield
+            started[name] = stack.enter_context(program(link, name, arguments))
+        yield started
 
 
 @contextmanager
-def program(link: SuperLink, name: str, arguments: Sequence[str]) -> Iterator[None]:
+def program(
+    link: SuperLink, name: str, arguments: Sequence[str]
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process and those that it starts, ended with the block."""
     with (link.folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
@@ -156,9 +161,10 @@ def program(link: SuperLink, name: str, arguments: Sequence[str]) -> Iterator[No
             start_new_session=True,
         )
         try:
-            yield
+            yield process
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it has been killed
+                os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.wait(10.0)
             except subprocess.TimeoutExpired:
