@@ -25,6 +25,7 @@ from .replies import Replies
 _log = logging.getLogger(__name__)
 _HELLO_BYTES = 8192
 _POLL_SECONDS = 0.1
+_REST_SECONDS = 2.0
 _INTRODUCTION_SECONDS = 60.0
 _START_SECONDS = 600.0  # a worker imports torch and loads all users' data
 
@@ -103,7 +104,7 @@ class EnrolledNodes:
         """
         while len(present := self._present()) < self._least:
             _log.info("waiting for %d nodes; there are %d", self._least, len(present))
-            if self._stopping.wait(10.0 * _POLL_SECONDS):
+            if self._stopping.wait(_REST_SECONDS):
                 break
         if self._stopping.is_set():
             raise StoppedError("the server was asked to stop; nobody was asked")
@@ -115,13 +116,13 @@ class EnrolledNodes:
         strangers = [i for i in ids if i not in self._names]
         said = _introduced(self._grid, strangers, {}, _INTRODUCTION_SECONDS, self._stopping)
         for node_id, hello in said:
-            self._names[node_id] = self._name(hello)
+            if isinstance(hello, str):  # asked again in the next round
+                _log.warning("a node cannot take part now: %s", hello)
+            else:
+                self._names[node_id] = self._name(hello)
         return {name: node_id for node_id, name in self._names.items() if name is not None}
 
-    def _name(self, hello: Hello | str) -> str | None:
-        if isinstance(hello, str):
-            _log.warning("a node cannot take part: %s", hello)
-            return None
+    def _name(self, hello: Hello) -> str | None:
         enrolled = self._enrolment.users.get(hello.node)
         if enrolled is None or digest_of(enrolled) != hello.users_sha256:
             _log.warning("a node is not enrolled, or holds other users than are enrolled at it")

@@ -11,7 +11,8 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 _log = logging.getLogger(__name__)
-_FIRST_POLL_SECONDS = 0.01
+_FIRST_POLL_SECONDS = 0.005
+_POLL_GROWTH = 1.2  # so that a reply is noticed within a fifth of the time that it took
 _LONGEST_POLL_SECONDS = 0.5
 _SLICE_SECONDS = 0.2  # after which a stop is noticed
 
@@ -84,4 +85,4 @@ class Replies:
                 self._queue.put((node, None))
                 return
             self._over.wait(pause)
-            pause = min(2.0 * pause, _LONGEST_POLL_SECONDS)
+            pause = min(_POLL_GROWTH * pause, _LONGEST_POLL_SECONDS)
