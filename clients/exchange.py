@@ -115,13 +115,18 @@ async def upload(
         WireError: the receipt is none, or the answer passes a limit.
         grpc.aio.AioRpcError: the call failed; the server may have taken the answer.
     """
-    header, tensors = _header(round_id, answer)
+    header, tensors = header_of(round_id, answer)
     path = _SERVICE + "Upload"
     call = channel.stream_unary(path, request_serializer=pb.UploadPart.SerializeToString)
     return decode_receipt(_parsed(pb.Receipt, await call(_parts(header, tensors))))
 
 
-def _header(round_id: RoundId, answer: Trained | Decline) -> tuple[pb.Answer, Tensors]:
+def header_of(round_id: RoundId, answer: Trained | Decline) -> tuple[pb.Answer, Tensors]:
+    """The message of an answer, and the tensors that it declares, which are read for their digest.
+
+    Raises:
+        WireError: it passes a limit.
+    """
     tensors: Tensors = {}
     content: RawUpdate | SummedUpdates | Decline
     match answer:

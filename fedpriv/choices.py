@@ -30,3 +30,10 @@ class LogFormat(StrEnum):
 
     TEXT = "text"
     JSON = "json"
+
+
+class Engine(StrEnum):
+    """Where simulated users train."""
+
+    IN_PROCESS = "in-process"
+    FLOWER = "flower"

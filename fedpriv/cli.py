@@ -6,7 +6,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from fedpriv.choices import FigureFormat, Policy, Relation
+from fedpriv.choices import Engine, FigureFormat, Policy, Relation
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.federation_cli import register as register_federation
 from fedpriv.logs import one_line
@@ -47,13 +47,30 @@ def simulate(
     resume: Annotated[
         bool, typer.Option("--resume", help="go on with the run in --out, or start it there")
     ] = False,
+    engine: Annotated[Engine, typer.Option(help="where users train")] = Engine.IN_PROCESS,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="of the engine flower", show_default="2")
+    ] = None,
 ) -> None:
     """Train across simulated users, and print accuracy beside the (ε, δ) of the ledger."""
-    from fedpriv.server.simulation import run_simulation
-
     if resume and out is None:
         raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
-    run_simulation(file, assignments or [], out, resume=resume)
+    given = (file, assignments or [], out)
+    if engine is Engine.IN_PROCESS:
+        if workers is not None:
+            raise InvalidValueError(f"--workers is {workers}; only --engine flower has workers")
+        from fedpriv.server.simulation import run_simulation
+
+        run_simulation(*given, resume=resume)
+        return
+    from fedpriv.server.quiet import require_flower, switch_off_reports
+
+    require_flower()
+    switch_off_reports()
+    from fedpriv.clients.app import app as client_app
+    from fedpriv.server.on_ray import simulate_on_ray
+
+    simulate_on_ray(client_app, *given, workers=workers or 2, resume=resume)
 
 
 @app.command()

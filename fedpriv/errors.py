@@ -10,6 +10,7 @@ FedprivError
 ├── AuditError               a ledger of another machine breaks its promises
 ├── CheckpointError          a checkpoint that does not fit the plan or the ledger
 ├── StoppedError             whoever runs the server asked it to stop
+├── WorkerError              a worker of a simulation does not do its part
 └── WireError                a message of another machine that is malformed or does not fit
 
 Each message is one sentence that says what is wrong, its value and what is legal.
@@ -61,6 +62,10 @@ class WireError(FedprivError):
 
 class StoppedError(FedprivError):
     """Whoever runs the server asked it to stop; the round was abandoned and nothing charged."""
+
+
+class WorkerError(FedprivError):
+    """A worker of a simulation does not do its part; nothing was charged for the round."""
 
 
 def known_names(name: str, known: Iterable[str]) -> str:

@@ -4,12 +4,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import ParamSpec, Self, TypeVar, cast
+from typing import ParamSpec, Self, TypeVar
 
 from fedpriv.errors import WireError
 from fedpriv.federated.transport import PartialSum
 from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.layout import FloatVector
 from fedpriv.wire import (
     CHUNK_BYTES,
     Decline,
@@ -21,6 +20,7 @@ from fedpriv.wire import (
 )
 from fedpriv.wire import federation_pb2 as pb
 
+from .asked import partial_sum_of
 from .collecting import Collecting
 from .enrolment import Enrolment
 from .guard import Context, Identify, UnknownPeerError
@@ -115,7 +115,11 @@ class Answers:
             raise
         if not receipt.accepted:
             self._monitor.refused(Refusal.ANSWER)
-            _log.warning("an answer of %s is refused: %s", self._called(node), receipt.reason)
+            _log.warning(
+                "an answer of %s is refused: %s",
+                self._enrolment.hosting.called(node),
+                receipt.reason,
+            )
         return receipt
 
     async def _taken(
@@ -127,12 +131,16 @@ class Answers:
     ) -> Receipt:
         async with self._newest.only(node, collecting.deadline):
             header = await anext(aiter(parts), pb.UploadPart())
-            answer = decode_answer(header.answer, collecting.expected)
+            answer = decode_answer(header.answer, collecting.asked.expected)
             if reason := collecting.refusal(node, answer):
                 return refused(reason)
             content = answer.content
             if isinstance(content, Decline):
-                _log.info("%s declines: %s", self._called(node), _one_line(content.reason))
+                _log.info(
+                    "%s declines: %s",
+                    self._enrolment.hosting.called(node),
+                    _one_line(content.reason),
+                )
                 return _receipt(counted=await collecting.settle(node, None))
             async with self._places:
                 async with asyncio.timeout(self._seconds):
@@ -153,11 +161,8 @@ class Answers:
         async for part in parts:
             receiver.add(part.chunk)  # to wake a thread would cost as much
         self._monitor.received(content.tensors.size)
-        return await _in_thread(_finished, node, content, receiver, collecting.clipping)
-
-    def _called(self, node: str) -> str:
-        """How a log names a node, without naming a user."""
-        return node if len(self._enrolment.users[node]) > 1 else "a node of one user"
+        clipping = collecting.asked.clipping
+        return await _in_thread(_finished, node, content, receiver, clipping)
 
 
 async def _in_thread(function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
@@ -177,12 +182,7 @@ def _finished(
     node: str, content: RawUpdate | SummedUpdates, receiver: Receiver, clipping: Clipping
 ) -> PartialSum:
     """What was received, clipped if it is one user's."""
-    tensors = receiver.finish()
-    if isinstance(content, RawUpdate):
-        contribution = clipping.contribution(tensors, content.weight)
-        return PartialSum(node, 1, contribution, content.weight)
-    (total,) = tensors.values()
-    return content.partial_sum(node, cast(FloatVector, total))
+    return partial_sum_of(node, content, receiver.finish(), clipping)
 
 
 def _one_line(text: str) -> str:

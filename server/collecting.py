@@ -2,29 +2,15 @@
 
 import asyncio
 import queue
-import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from time import monotonic
 
-import numpy as np
-import numpy.typing as npt
-
 from fedpriv.federated.transport import PartialSum, RoundRequest
-from fedpriv.wire import (
-    Answer,
-    Expected,
-    Price,
-    RawUpdate,
-    RoundOffer,
-    SummedUpdates,
-    chunks,
-    manifest_of,
-    model_of,
-    pieces,
-)
+from fedpriv.wire import Answer, Price, RoundOffer, chunks, manifest_of, model_of, pieces
 
+from .asked import Asked
 from .enrolment import Enrolment
 from .roster import Roster
 
@@ -51,20 +37,16 @@ class Collecting:
     def __init__(
         self, request: RoundRequest, price: Price, enrolment: Enrolment, seconds: float
     ) -> None:
-        self.clipping = request.clipping
-        self.expected = Expected.of(request.clipping)
+        self.asked = Asked.of(request, enrolment.hosting)
         self.deadline = monotonic() + seconds
         self.changed = asyncio.Event()
         self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()
         self._taken = asyncio.Semaphore(0)
         self._loop = asyncio.get_running_loop()
         self._model = model_of(request)
-        self._offer = RoundOffer.of(
-            request, seconds, price, manifest_of(self._model), secrets.randbits(64)
-        )
-        self.id = self._offer.id
-        self._alone = {node for node in enrolment.nodes if len(enrolment.users[node]) == 1}
-        self._waiting = drawn_at(enrolment, request.users)
+        nonce = self.asked.id.nonce
+        self._offer = RoundOffer.of(request, seconds, price, manifest_of(self._model), nonce)
+        self._waiting = dict(self.asked.drawn)
         self._over = False
 
     @property
@@ -92,19 +74,11 @@ class Collecting:
 
     def refusal(self, node: str, answer: Answer) -> str | None:
         """Why an answer cannot count, in one sentence; None if it can."""
-        if answer.id != self.id:
-            return "the answer is to another round or attempt than the one that is collected"
+        if reason := self.asked.misfit(node, answer):
+            return reason
         if node not in self._waiting or self._over:
             return "no answer of this node is waited for"
-        match answer.content:
-            case RawUpdate() if node not in self._alone:
-                return "a node of several users must send the sum of their contributions"
-            case SummedUpdates() if node in self._alone:
-                return "a node of one user must send its update, which the server clips"
-            case SummedUpdates(users, _, _) if users > self._waiting[node].size:
-                return "the sum holds more users than were drawn at the node"
-            case _:
-                return None
+        return None
 
     async def settle(self, node: str, partial: PartialSum | None) -> bool:
         """Count what a node sent, or that it sends nothing; False if it came too late.
@@ -155,19 +129,3 @@ class Collecting:
         while not self.results.empty():
             if self.results.get() is not None:
                 self._taken.release()
-
-
-def drawn_at(
-    enrolment: Enrolment, users: npt.NDArray[np.int64]
-) -> dict[str, npt.NDArray[np.int64]]:
-    """Drawn users by node: positions, ascending; only nodes that have some.
-
-    Args:
-        enrolment: where users are.
-        users: positions of the drawn, ascending.
-    """
-    numbers = enrolment.node_numbers[users]
-    order = np.argsort(numbers, kind="stable")
-    found, starts = np.unique(numbers[order], return_index=True)
-    parts = np.split(users[order], starts[1:])
-    return {enrolment.nodes[n]: part for n, part in zip(found.tolist(), parts, strict=False)}

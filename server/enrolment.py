@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import InvalidValueError, known_names
 
+from .asked import Hosting
 from .certificates import check_node_name
 
 _FORMAT = "fedpriv enrolment 1"
@@ -111,6 +112,12 @@ class Enrolment:
             numbers[self._positions[node]] = number
         numbers.flags.writeable = False
         return numbers
+
+    @cached_property
+    def hosting(self) -> Hosting:
+        """Which node hosts which positions."""
+        alone = frozenset(node for node, ids in self.users.items() if len(ids) == 1)
+        return Hosting(self.nodes, self.node_numbers, alone)
 
     @cached_property
     def digest(self) -> str:

@@ -12,7 +12,7 @@ from fedpriv.federated.loop import Stop
 from fedpriv.report.tables import format_epsilon, randomness_of
 
 from .folder import RunFolder
-from .run import Outcome
+from .run import Outcome, RoundRow
 
 
 def print_result(
@@ -52,6 +52,14 @@ def print_result(
     table.add_row("ledger", f"{ledger}\nhead {head.count}:{head.hash}")
     table.add_row("folder", str(folder.path))
     console.print(table)
+
+
+def released_text(row: RoundRow, rounds: int) -> str:
+    """One line on a release, for a log."""
+    accuracy = "" if row.test_accuracy is None else f", accuracy {row.test_accuracy:.1%}"
+    private = "".join(f", {text}" for text in row.private_metrics)
+    spent = f"ε {format_epsilon(row.epsilon)} at δ {row.delta:g}"
+    return f"round {row.round + 1} of {rounds} released{accuracy}{private}, {spent}"
 
 
 def _clipping_text(experiment: Experiment) -> str:

@@ -11,7 +11,6 @@ from fedpriv.experiment import Experiment
 from fedpriv.federated.books import Books
 from fedpriv.federated.loop import Stop
 from fedpriv.federated.round import ServerState
-from fedpriv.report.tables import format_epsilon
 from fedpriv.sections import FederationSection
 from fedpriv.wire import RunState, encode_welcome
 
@@ -26,6 +25,7 @@ from .guard import Guard
 from .listening import Listening, listening
 from .monitoring import Monitor
 from .rates import RateLimit
+from .result import released_text
 from .roster import End
 from .run import Cadence, Outcome, RoundRow, conduct
 from .service import Service
@@ -175,17 +175,7 @@ class Deployment:
             self._say_goodbye(server.listening, over, end)
 
     def _publish(self, server: Listening, row: RoundRow) -> None:
-        accuracy = "" if row.test_accuracy is None else f", accuracy {row.test_accuracy:.1%}"
-        private = "".join(f", {text}" for text in row.private_metrics)
-        _log.info(
-            "round %d of %d released%s%s, ε %s at δ %g",
-            row.round + 1,
-            self.experiment.plan.rounds,
-            accuracy,
-            private,
-            format_epsilon(row.epsilon),
-            row.delta,
-        )
+        _log.info(released_text(row, self.experiment.plan.rounds))
         status = replace(
             server.service.status,
             round=row.round + 1,

@@ -165,7 +165,7 @@ class Service:
             asked = decode_round_id(request)
         except WireError as error:
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if collecting is None or asked != collecting.id or node not in collecting.waiting:
+        if collecting is None or asked != collecting.asked.id or node not in collecting.waiting:
             sentence = "the node is not asked in this round, or the round is over"
             await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, sentence)
         try:

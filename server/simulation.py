@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedpriv.experiment import Experiment, simulated
 from fedpriv.federated.books import Books
+from fedpriv.federated.transport import Transport
 from fedpriv.report.tables import format_epsilon
 
 from .beginning import Beginning, warn
@@ -18,9 +20,12 @@ from .evaluation import Evaluator
 from .result import print_result
 from .run import Cadence, Outcome, RoundRow, conduct, state_to_start_from
 
+Hosted = Callable[[Experiment, Books], Transport]
+"""Makes the transport to the users of an experiment, once its books are open."""
+
 
 def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> None:
-    """Run or resume an experiment and print how it went.
+    """Run or resume an experiment in this process and print how it went.
 
     Args:
         file: the experiment, TOML.
@@ -31,10 +36,37 @@ def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resu
     Raises:
         FedprivError: something is wrong with the input; the message says what.
     """
-    console = Console()
     beginning = Beginning.of(file, assignments, out, resume=resume)
-    folder, ledger = beginning.folder, beginning.ledger
     experiment, transport = simulated(beginning.config, beginning.run, beginning.spent)
+    carry_out(beginning, experiment, lambda _experiment, _books: transport, Console())
+
+
+Follow = Callable[[Generator[RoundRow, None, Outcome], Experiment, int], Outcome]
+"""Drives the rounds of an experiment from one on, and tells somebody of each."""
+
+
+def carry_out(
+    beginning: Beginning,
+    experiment: Experiment,
+    hosted: Hosted,
+    console: Console,
+    follow: Follow | None = None,
+    clock: Callable[[], float] | None = time.monotonic,
+) -> None:
+    """Run an experiment to its end, with all that it writes and prints.
+
+    Args:
+        beginning: how it begins or goes on.
+        experiment: what is run.
+        hosted: makes the transport to the users.
+        console: where to print.
+        follow: is told of each round; None: a progress bar.
+        clock: seconds, to time the rounds of a simulation; None in a deployment.
+
+    Raises:
+        FedprivError: the run cannot go on; the message says why.
+    """
+    folder, ledger = beginning.folder, beginning.ledger
     warn(experiment, console)
     beginning.write_plan(experiment)
     participation = folder.participation_of(ledger)
@@ -48,20 +80,24 @@ def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resu
             folder,
             experiment.plan,
             state,
-            transport,
+            hosted(experiment, books),
             books,
             experiment.entropy,
             Evaluator(experiment.task, experiment.held_out, experiment.device),
             Cadence(output.evaluate_every, output.checkpoint_every),
-            time.monotonic,
+            clock,
         )
-        outcome = _show(rows, experiment, state.round, console)
+        outcome = (follow or partial(_show, console=console))(rows, experiment, state.round)
         print_result(experiment, folder, ledger, outcome, books, console)
     draw(folder, experiment)
 
 
 def _show(
-    rows: Generator[RoundRow, None, Outcome], experiment: Experiment, first: int, console: Console
+    rows: Generator[RoundRow, None, Outcome],
+    experiment: Experiment,
+    first: int,
+    *,
+    console: Console,
 ) -> Outcome:
     """Drive the run under a progress bar."""
     columns = (

@@ -16,11 +16,16 @@ from fedpriv.wire import Price, RunState, Status, TaskDescription, Welcome
 from .enrolment import Enrolment
 
 
-def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], Welcome]:
-    """What to tell each node when it connects."""
+def task_of(config: Config) -> TaskDescription:
+    """The task by name, for nodes to build."""
     model = config.model
     metrics = tuple(own_metrics(config.metrics.report))
-    task = TaskDescription(model.name, model.options, model.seed, model.loss, metrics)
+    return TaskDescription(model.name, model.options, model.seed, model.loss, metrics)
+
+
+def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], Welcome]:
+    """What to tell each node when it connects."""
+    task = task_of(config)
 
     def welcome_of(node: str) -> Welcome:
         users = enrolment.users_of(node).copy()

@@ -254,7 +254,7 @@ def test_bad_epsilon_commands_are_refused(folder: Path, tmp_path: Path) -> None:
         assert f"delta is {float(bad)}" in refused("epsilon", a, "--delta", bad)
     assert "--delta" in refused("epsilon", a, "--delta", "small")
     assert "LEDGER" in refused("epsilon")
-    assert "No such option: --detla" in refused("epsilon", a, "--detla", "1")
+    assert "--detla" in refused("epsilon", a, "--detla", "1")
 
 
 def test_a_command_without_arguments_shows_its_help() -> None:

@@ -264,7 +264,7 @@ class Receipt(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     accepted: bool
     reason: str
-    def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, accepted: bool = ..., reason: _Optional[str] = ...) -> None: ...
 
 class LedgerRequest(_message.Message):
     __slots__ = ()

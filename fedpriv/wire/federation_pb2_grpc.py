@@ -5,7 +5,7 @@ import warnings
 
 from fedpriv.wire import federation_pb2 as fedpriv_dot_wire_dot_federation__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.80.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class FederationStub:
+class FederationStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -61,7 +61,7 @@ class FederationStub:
                 _registered_method=True)
 
 
-class FederationServicer:
+class FederationServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Connect(self, request, context):
@@ -137,7 +137,7 @@ def add_FederationServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Federation:
+class Federation(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

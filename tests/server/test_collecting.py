@@ -16,7 +16,7 @@ from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import flat
 from fedpriv.privacy.layout import Layout
-from fedpriv.server.collecting import Collecting, drawn_at
+from fedpriv.server.collecting import Collecting
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.roster import Roster
 from fedpriv.wire import Answer, Decline, RawUpdate, SummedUpdates
@@ -70,7 +70,7 @@ def test_each_node_of_a_drawn_user_is_asked_for_its_drawn_users_alone() -> None:
         assert asked["five"] is asked["nobody"] is None
         assert asked["silo"].users.tolist() == [1, 3]
         assert asked["four"].users.tolist() == [4]
-        assert asked["four"].id == it.id == replace(RUN, nonce=it.id.nonce)
+        assert asked["four"].id == it.asked.id == replace(RUN, nonce=it.asked.id.nonce)
         assert 0.0 < asked["four"].seconds <= 60.0
 
     played(scene)
@@ -103,14 +103,16 @@ RUN = wire.RoundId("run", 3, 1)
 
 def to(it: Collecting, answer: Answer) -> Answer:
     """The answer with the nonce of the attempt."""
-    return replace(answer, id=replace(answer.id, nonce=it.id.nonce))
+    return replace(answer, id=replace(answer.id, nonce=it.asked.id.nonce))
 
 
 def test_attempts_of_one_number_are_told_apart() -> None:
     async def scene() -> None:
         first, second = collecting([4]), collecting([4])
         assert second.refusal("four", to(second, Answer(RUN, RAW))) is None
-        assert "another round or attempt" in str(second.refusal("four", Answer(first.id, RAW)))
+        assert "another round or attempt" in str(
+            second.refusal("four", Answer(first.asked.id, RAW))
+        )
 
     played(scene)
 
@@ -296,5 +298,5 @@ def test_drawn_users_are_at_their_nodes(data: st.DataObject) -> None:
     for position in drawn:
         (node,) = [n for n in users if enrolment.user_ids[position] in users[n]]
         obvious.setdefault(node, []).append(position)
-    found = drawn_at(enrolment, np.array(drawn, np.int64))
+    found = enrolment.hosting.drawn(np.array(drawn, np.int64))
     assert {node: part.tolist() for node, part in found.items()} == obvious

@@ -1,0 +1,31 @@
+"""Users for tests that spread them among nodes; the last has a label that makes the loss raise."""
+
+import numpy as np
+
+from fedpriv.data.population import Population
+from fedpriv.data.synthetic import synthetic_population
+from fedpriv.federated.transport import LocalTraining, RoundRequest
+from fedpriv.privacy.contribution import Clipping
+from fedpriv.privacy.groups import flat
+from fedpriv.privacy.layout import Layout
+from fedpriv.tasks import build_task
+from fedpriv.wire import Price, TaskDescription
+
+USERS = 7
+PRICE = Price(0.5, USERS, 1.0, 2.0, 1e-6)
+TASK = TaskDescription("softmax", {"inputs": 8, "classes": 3}, 0, "cross-entropy")
+
+
+def population() -> Population:
+    made = synthetic_population(USERS, (1, 9), (8,), classes=3, seed=0)
+    made.users.fields["y"][made.users.rows_of(USERS - 1)] = 99
+    return made
+
+
+def request_to(users: list[int], attempt: int = 0) -> RoundRequest:
+    task = build_task(TASK.model, TASK.options, TASK.seed, TASK.loss)
+    parameters = task.parameters()
+    layout = Layout.of(parameters)
+    clipping = Clipping(layout, flat(layout, 0.01))
+    drawn, local = np.array(users, np.int64), LocalTraining(0.5, batch_size=2, epochs=2)
+    return RoundRequest("run", 3, attempt, parameters, clipping, local, drawn, bytes(range(32)))

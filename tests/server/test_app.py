@@ -1,0 +1,102 @@
+"""The ServerApp: what it is told, and a whole run on a grid in this process."""
+
+import zipfile
+from importlib.metadata import version
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import Context, RecordDict
+from flwr.cli.build import build_fab_from_disk
+from safetensors.numpy import load_file
+
+from fedpriv import flower
+from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.server.app import RunConfig
+from fedpriv.server.app import app as server_app
+from tests.commandline import fedpriv
+from tests.server.local_grid import LocalGrid, app
+
+ROOT = Path(__file__).parents[2]
+DIGITS = ROOT / "simulations" / "digits.toml"
+SETTINGS = ("rounds=2", "seed=3", "privacy.noise_multiplier=0.0", "privacy.unsafe_no_privacy=true")
+
+
+def run_on_workers(number: int, **config: object) -> None:
+    nodes = {k + 2: (app, {"partition-id": k, "num-partitions": number}) for k in range(number)}
+    grid = LocalGrid(nodes)
+    try:
+        server_app(grid=grid, context=Context(1, 1, {}, RecordDict(), config))
+    finally:
+        grid.close()
+
+
+def test_a_run_is_that_of_one_process_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    given = [f"--set={text}" for text in SETTINGS]
+    assert fedpriv("simulate", DIGITS, *given, "--out", tmp_path / "here").returncode == 0
+    there = {"experiment": str(DIGITS), "out": str(tmp_path / "there"), "resume": True}
+    run_on_workers(3, **there, set="; ".join(SETTINGS), workers=3)
+    models = [load_file(tmp_path / run / "model.safetensors") for run in ("here", "there")]
+    for name, parameter in models[0].items():
+        assert parameter.any()
+        np.testing.assert_allclose(models[1][name], parameter, atol=1e-6)
+    written = {path.name for path in (tmp_path / "there").iterdir()}
+    assert written == {path.name for path in (tmp_path / "here").iterdir()}
+    run_on_workers(2, **there, set="; ".join(SETTINGS), workers=2)
+    assert load_file(tmp_path / "there" / "model.safetensors").keys() == models[0].keys()
+    with pytest.raises(InvalidValueError, match="holds a run already"):
+        run_on_workers(2, **(there | {"resume": False}), set="; ".join(SETTINGS))
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({}, "experiment: Field required"),
+        ({"experiment": 3}, "experiment: Input should be a valid string"),
+        ({"experiment": "x", "workers": 0}, "workers: Input should be greater"),
+        ({"experiment": "x", "resume": True}, "out must then be given"),
+        ({"experiment": "x", "out-folder": "y"}, "out-folder: Extra inputs"),
+    ],
+    ids=str,
+)
+def test_a_run_config_that_is_not_legal_is_refused(
+    config: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(InvalidValueError, match=sentence):
+        RunConfig.of(config)
+
+
+def test_an_experiment_is_text_or_lies_in_the_bundle(tmp_path: Path) -> None:
+    of_file = RunConfig(experiment="simulations/digits.toml", set="seed=1", out=str(tmp_path))
+    of_text = of_file.model_copy(update={"experiment": DIGITS.read_text(encoding="utf-8")})
+    assert of_file.beginning().config == of_text.beginning().config
+    with pytest.raises(InvalidValueError, match="cannot be read"):
+        RunConfig(experiment="simulations/none.toml").beginning()
+
+
+def test_a_bundle_beside_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = version("fedpriv")
+    monkeypatch.setattr(flower, "__version__", "9.9.9")
+    with pytest.raises(InvalidValueError, match=f"fedpriv 9.9.9, installed is {installed}; both"):
+        run_on_workers(2, experiment=str(DIGITS))
+    with pytest.raises(InvalidValueError, match="both must be the same"):
+        flower.check_installed()
+
+
+def test_the_users_are_not_loaded_where_their_name_is_unknown(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="did you mean 'digits'"):
+        run_on_workers(2, experiment=str(DIGITS), set="data.name=digts", out=str(tmp_path / "a"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # of what Flower calls
+def test_the_bundle_holds_the_code_that_runs_and_one_experiment() -> None:
+    data = build_fab_from_disk(ROOT)
+    with zipfile.ZipFile(BytesIO(data)) as file:
+        names = set(file.namelist())
+    packages = {"fedpriv", "clients", "server"}
+    code = {str(p.relative_to(ROOT)) for name in packages for p in (ROOT / name).rglob("*.py")}
+    others = {"LICENSE", "pyproject.toml", "simulations/digits.toml", ".info/CONTENT"}
+    assert names == code | others
+    assert len(data) < 10 * 2**20

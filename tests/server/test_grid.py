@@ -1,0 +1,460 @@
+"""The transport over a Flower grid, with the app that nodes run and with hostile ones."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from transport_conformance import TransportConformance
+
+from fedpriv import flower, wire
+from fedpriv.clients.flower_node import respond
+from fedpriv.errors import StoppedError, WireError, WorkerError
+from fedpriv.federated.aggregate import add_up
+from fedpriv.federated.transport import PartialSum, RoundRequest, Transport
+from fedpriv.server.asked import Hosting
+from fedpriv.server.enrolment import Enrolment
+from fedpriv.server.grid import GridTransport, Nodes, welcome_header
+from fedpriv.server.grid_nodes import EnrolledNodes, shards, simulated_workers
+from fedpriv.server.grid_simulation import EveryWorker
+from fedpriv.wire import Decline, RawUpdate, SummedUpdates, Welcome
+from fedpriv.wire import federation_pb2 as pb
+from tests.server.crowd import PRICE, TASK, USERS, population, request_to
+from tests.server.local_grid import App, LocalGrid, app
+
+SECRET = "a user's secret"
+SECONDS = 30.0
+# Ids as Flower gives them, most of which no float64 holds.
+FIRST_ID = 2**64 - 1001
+
+
+@pytest.fixture(scope="module")
+def grids() -> Iterator[list[LocalGrid]]:
+    """Grids that are closed at the end."""
+    made: list[LocalGrid] = []
+    yield made
+    for grid in made:
+        grid.close()
+
+
+def simulated(grids: list[LocalGrid], workers: int = 3) -> tuple[LocalGrid, Transport]:
+    """A transport over workers that load the crowd by themselves."""
+    settings = [{"partition-id": k, "num-partitions": workers} for k in range(workers)]
+    grid = LocalGrid({FIRST_ID + k: (app, config) for k, config in enumerate(settings)})
+    grids.append(grid)
+    loaded = {flower.SIMULATED: crowd()}
+    present = simulated_workers(grid, population().users, workers, loaded, threading.Event())
+    empty = Welcome("crowd", USERS, np.empty(0, np.int64), TASK)
+    headers = loaded | {flower.WELCOME: welcome_header(empty)}
+    hosting = shards(USERS, workers)
+    nodes = Nodes(hosting, lambda: present, lambda _: headers)
+    asking = GridTransport(grid, nodes, lambda _: PRICE, SECONDS, threading.Event())
+    return grid, EveryWorker(asking, hosting)
+
+
+def crowd() -> bytes:
+    return flower.Simulated("tests.server.crowd:population", {}, "cpu", 32).encode()
+
+
+# Users 0 to 3 are at a silo, 4 and 5 at nodes of their own, 6 at one that always fails.
+HOSTED = {"silo": [0, 1, 2, 3], "four": [4], "five": [5], "six": [6]}
+ENROLMENT = Enrolment({node: [str(u) for u in users] for node, users in HOSTED.items()})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data of each node."""
+    made = tmp_path_factory.mktemp("users")
+    users = population().users
+    for node, own in HOSTED.items():
+        part = users.subset(np.array(own))
+        type(part)(part.fields, part.offsets, [str(u) for u in own]).save(made / node)
+    return made
+
+
+@contextmanager
+def enrolled(
+    folder: Path,
+    apps: Mapping[str, App] | None = None,
+    seconds: float = SECONDS,
+    stopping: threading.Event | None = None,
+) -> Iterator[tuple[LocalGrid, GridTransport]]:
+    """A transport over nodes that hold their own users; some may answer by other apps."""
+    stopping = stopping or threading.Event()
+    ids = {node: FIRST_ID + k for k, node in enumerate(HOSTED)}
+    grid = LocalGrid(
+        {
+            ids[node]: (
+                only_trains_with((apps or {}).get(node, app)),
+                {"node": node, "users": str(folder / node), "device": "cpu"},
+            )
+            for node in HOSTED
+        }
+    )
+
+    def headers(node: str) -> dict[str, bytes]:
+        users = ENROLMENT.users_of(node).copy()
+        return {flower.WELCOME: welcome_header(Welcome(ENROLMENT.digest, USERS, users, TASK))}
+
+    nodes = Nodes(ENROLMENT.hosting, EnrolledNodes(grid, ENROLMENT, 0, stopping), headers)
+    try:
+        yield grid, GridTransport(grid, nodes, lambda _: PRICE, seconds, stopping)
+    finally:
+        grid.close()
+
+
+def only_trains_with(training: App) -> App:
+    """Says who it is as every node does, and answers offers as an app does."""
+
+    def answer(message: Message, context: Context) -> Message:
+        queried = message.metadata.message_type == "query"
+        return (app if queried else training)(message, context)
+
+    return answer
+
+
+def total_of(transport: Transport, request: RoundRequest) -> np.ndarray:
+    partials = list(transport.collect(request))
+    return sum((p.total for p in partials), start=np.zeros(request.clipping.layout.dimension))
+
+
+class TestSimulatedWorkers(TransportConformance):
+    @pytest.fixture(autouse=True)
+    def _made(self, grids: list[LocalGrid]) -> None:
+        self._transport = simulated(grids)[1]
+
+    def transport(self) -> Transport:
+        return self._transport
+
+    def request(self) -> RoundRequest:
+        return request_to(list(range(USERS)))
+
+
+class TestEnrolledNodes(TransportConformance):
+    @pytest.fixture(autouse=True)
+    def _made(self, folder: Path) -> Iterator[None]:
+        with enrolled(folder) as (_, self._transport):
+            yield
+
+    def transport(self) -> Transport:
+        return self._transport
+
+    def request(self) -> RoundRequest:
+        return request_to(list(range(USERS)))
+
+
+def test_workers_and_nodes_give_what_one_process_gives(
+    folder: Path, grids: list[LocalGrid]
+) -> None:
+    welcome = welcome_header(Welcome("crowd", USERS, np.empty(0, np.int64), TASK))
+    request = request_to(list(range(USERS)))
+    settings = {"partition-id": 0, "num-partitions": 1}
+    given = flower.content_of({flower.SIMULATED: crowd(), flower.WELCOME: welcome})
+    expected = respond(given, settings, None, request).total
+    for workers in (1, 2, USERS):
+        np.testing.assert_allclose(
+            total_of(simulated(grids, workers)[1], request), expected, atol=1e-12
+        )
+    with enrolled(folder) as (_, transport):
+        # One user's tensors are clipped in NumPy at the server.
+        np.testing.assert_allclose(total_of(transport, request), expected, atol=1e-8)
+
+
+def test_a_round_is_one_message_per_node_with_drawn_users(grids: list[LocalGrid]) -> None:
+    grid, transport = simulated(grids, workers=3)
+    before = len(grid.sent)
+    total_of(transport, request_to([0, 1, 5]))
+    sent = [message.metadata.dst_node_id for message in grid.sent[before:]]
+    assert sent == [FIRST_ID, FIRST_ID + 2]
+
+
+def answering(change: Callable[[wire.Answer], wire.Answer], **headers: object) -> App:
+    """The node's app, with a change to the header of its answer."""
+
+    def answer(message: Message, context: Context) -> Message:
+        reply = app(message, context)
+        record = reply.content["fedpriv"]
+        said = pb.Answer.FromString(record["answer"])
+        offer = wire.decode_offer(pb.Offer.FromString(message.content["fedpriv"]["offer"]))
+        known = wire.decode_answer(said, wire.Expected.of(offer.clipping))
+        record["answer"] = wire.encode_answer(change(known)).SerializeToString()
+        for name, value in headers.items():
+            record[name] = value
+        return reply
+
+    return answer
+
+
+def content(change: Callable[[RecordDict], None]) -> App:
+    """The node's app, with a change to what it sends."""
+
+    def answer(message: Message, context: Context) -> Message:
+        reply = app(message, context)
+        change(reply.content)
+        return reply
+
+    return answer
+
+
+def with_tensors(data: bytes) -> App:
+    def change(records: RecordDict) -> None:
+        array = Array(dtype="float64", shape=(1,), stype="numpy.ndarray", data=data)
+        records["fedpriv.tensors"] = ArrayRecord({"fedpriv": array})
+
+    return content(change)
+
+
+def summing(change: Callable[[np.ndarray], np.ndarray], users: int | None = None) -> App:
+    """Sends the sum of its users, changed."""
+
+    def answer(message: Message, _context: Context) -> Message:
+        offer = wire.decode_offer(pb.Offer.FromString(message.content["fedpriv"]["offer"]))
+        total = change(np.zeros(offer.clipping.layout.dimension))
+        number = len(offer.users) if users is None else users
+        header = SummedUpdates.of(PartialSum("", number, total))
+        said = wire.encode_answer(wire.Answer(offer.id, header)).SerializeToString()
+        packed = flower.packed({"sum": total})
+        return Message(flower.content_of({flower.ANSWER: said}, packed), reply_to=message)
+
+    return answer
+
+
+def updating(message: Message, _context: Context) -> Message:
+    """Sends one user's update."""
+    offer = wire.decode_offer(pb.Offer.FromString(message.content["fedpriv"]["offer"]))
+    layout = offer.clipping.layout
+    update = layout.unflatten(np.ones(layout.dimension, np.float32))
+    header = RawUpdate(1.0, wire.manifest_of(update))
+    said = wire.encode_answer(wire.Answer(offer.id, header)).SerializeToString()
+    content = flower.content_of({flower.ANSWER: said}, flower.packed(update))
+    return Message(content, reply_to=message)
+
+
+def raising(_message: Message, _context: Context) -> Message:
+    raise RuntimeError(SECRET)
+
+
+def in_error(message: Message, _context: Context) -> Message:
+    return Message(Error(code=2, reason=SECRET), reply_to=message)
+
+
+def from_elsewhere(message: Message, context: Context) -> Message:
+    reply = app(message, context)
+    vars(reply.metadata)["_src_node_id"] = FIRST_ID + 1
+    return reply
+
+
+def drop(name: str) -> App:
+    return content(lambda records: records.__delitem__(name))
+
+
+def other_id(**fields: object) -> App:
+    return answering(lambda a: replace(a, id=replace(a.id, **fields)))
+
+
+HOSTILE: dict[str, App] = {
+    "raises": raising,
+    "an error": in_error,
+    "from another node": from_elsewhere,
+    "no record": drop("fedpriv"),
+    "no tensors": drop("fedpriv.tensors"),
+    "records of other kinds": content(
+        lambda records: records.update(
+            {"fedpriv": ArrayRecord(), "fedpriv.tensors": ConfigRecord()}
+        )
+    ),
+    "another version": answering(lambda a: a, version="0.0.0"),
+    "a header that is no bytes": answering(lambda a: a, answer=SECRET),
+    "a header that is no message": answering(lambda a: a, answer=b"\xff" * 9),
+    "a header that is long": answering(lambda a: a, answer=bytes(2**22)),
+    "another round": other_id(round=4),
+    "another attempt": other_id(attempt=1),
+    "another run": other_id(run="other"),
+    "declines": answering(lambda a: replace(a, content=Decline("not\ntoday"))),
+    "a raw update": updating,
+    "short tensors": with_tensors(bytes(7)),
+    "long tensors": with_tensors(bytes(10**6)),
+    "damaged tensors": with_tensors(bytes(27 * 8)),
+    "a longer sum": summing(lambda total: np.append(total, 0.0)),
+    "more users than drawn": summing(lambda total: total, users=5),
+}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_reply_counts_as_zero_and_harms_nobody(
+    folder: Path, hostile: App, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = request_to([0, 1, 4, 5])
+    with enrolled(folder, {"silo": hostile}) as (_, transport):
+        total = total_of(transport, request)
+    with enrolled(folder) as (_, transport):
+        np.testing.assert_allclose(total, total_of(transport, request_to([4, 5])), atol=1e-12)
+    assert total.any()
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("hostile", [in_error, raising, summing(lambda total: total)])
+def test_nothing_names_a_node_of_one_user(
+    folder: Path, hostile: App, caplog: pytest.LogCaptureFixture
+) -> None:
+    with enrolled(folder, {"four": hostile}) as (_, transport):
+        assert not total_of(transport, request_to([4])).any()
+    assert "a node of one user" in caplog.text
+    assert "four" not in caplog.text
+
+
+def test_a_node_of_one_user_sends_an_update_that_is_clipped_here(folder: Path) -> None:
+    request = request_to([4])
+    with enrolled(folder, {"four": updating}) as (_, transport):
+        total = total_of(transport, request)
+    assert np.linalg.norm(total) == pytest.approx(0.01)
+    with enrolled(folder, {"four": summing(lambda total: total + 1e-4)}) as (_, transport):
+        assert not total_of(transport, request).any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_numbers_that_are_none_or_large_are_left_to_whoever_adds_up(
+    folder: Path, value: float
+) -> None:
+    request = request_to([0, 1, 4])
+    with enrolled(folder, {"silo": summing(lambda total: total + value)}) as (_, transport):
+        total = add_up(transport.collect(request), request.clipping, 3).total
+    with enrolled(folder) as (_, transport):
+        np.testing.assert_allclose(total, total_of(transport, request_to([4])), atol=1e-12)
+
+
+def test_what_comes_after_the_deadline_counts_for_nothing(folder: Path) -> None:
+    release = threading.Event()
+
+    def hangs(message: Message, context: Context) -> Message:
+        release.wait()
+        return app(message, context)
+
+    began = time.monotonic()
+    try:
+        with enrolled(folder, {"silo": hangs}, seconds=3.0) as (_, transport):
+            rounds = transport.collect(request_to([0, 4]))
+            assert [partial.node for partial in rounds] == ["four"]
+            assert time.monotonic() - began >= 3.0
+            # Next attempt: the answer to the older one, which comes meanwhile, is not waited for.
+            release.set()
+            answered = {p.node for p in transport.collect(request_to([0, 4], attempt=1))}
+            assert answered == {"silo", "four"}
+    finally:
+        release.set()
+
+
+def test_a_round_that_is_stopped_is_abandoned(folder: Path) -> None:
+    release, stopping = threading.Event(), threading.Event()
+
+    def hangs(message: Message, context: Context) -> Message:
+        stopping.set()
+        release.wait()
+        return app(message, context)
+
+    try:
+        with enrolled(folder, {"silo": hangs}, stopping=stopping) as (_, transport):
+            with pytest.raises(StoppedError, match="nothing was charged"):
+                total_of(transport, request_to([0]))
+            with pytest.raises(StoppedError, match="nobody was asked"):
+                total_of(transport, request_to([0]))
+            release.set()
+    finally:
+        release.set()
+
+
+def test_a_node_that_is_absent_counts_as_zero_until_it_is_there(folder: Path) -> None:
+    with enrolled(folder) as (grid, transport):
+        silo = grid.nodes.pop(FIRST_ID)
+        assert not total_of(transport, request_to([0, 1])).any()
+        grid.nodes[7] = silo
+        assert total_of(transport, request_to([0, 1])).any()
+
+
+def test_the_newest_of_one_name_counts_and_strangers_do_not(folder: Path) -> None:
+    with enrolled(folder) as (grid, _):
+        hello = grid.nodes[FIRST_ID]
+        stolen = {"node": "silo", "users": str(folder / "four")}
+        unknown = {"node": "nobody", "users": str(folder / "four")}
+        broken = {"node": "silo", "users": str(folder / "none")}
+        grid.nodes |= {5: hello, 6: (app, stolen), 7: (app, unknown), 8: (app, broken)}
+        grid.nodes |= {9: (raising, {}), 10: (app, {"partition-id": 0, "num-partitions": 1})}
+        present = EnrolledNodes(grid, ENROLMENT, 4, threading.Event())()
+        assert present.keys() == set(HOSTED)
+        assert present["silo"] in {5, FIRST_ID}
+        asked = len(grid.sent)
+        assert EnrolledNodes(grid, ENROLMENT, 4, threading.Event())().keys() == set(HOSTED)
+        assert len(grid.sent) == 2 * asked
+
+
+def test_nodes_are_asked_once_who_they_are(folder: Path) -> None:
+    with enrolled(folder) as (grid, _):
+        nodes = EnrolledNodes(grid, ENROLMENT, 4, threading.Event())
+        first = nodes()
+        asked = len(grid.sent)
+        grid.nodes[5] = grid.nodes.pop(FIRST_ID)
+        second = nodes()
+        assert len(grid.sent) == asked + 1
+        assert second == {**first, "silo": 5}
+
+
+WORKERS = {FIRST_ID + k: (app, {"partition-id": k, "num-partitions": 2}) for k in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "loads", "sentence"),
+    [
+        ({**WORKERS, FIRST_ID: (raising, {})}, crowd(), "error 2 of Flower"),
+        (WORKERS, crowd().replace(b"crowd:", b"missing:"), "cannot be imported"),
+        (WORKERS, flower.Simulated("digits", {}, "cpu", 32).encode(), "other users"),
+        ({**WORKERS, 5: (app, {})}, crowd(), "3 workers .* configured for 2"),
+        ({**WORKERS, FIRST_ID: WORKERS[FIRST_ID + 1]}, crowd(), "1 of 2 workers answer"),
+        ({**WORKERS, FIRST_ID: (app, {"partition-id": 2})}, crowd(), "partition-id is 2"),
+        (WORKERS, b"{}", "a population is not legal"),
+    ],
+    ids=["no code", "no module", "other users", "too many", "one twice", "no share", "nothing"],
+)
+def test_a_simulation_begins_with_all_of_its_workers(
+    nodes: dict[int, tuple[App, Mapping[str, object]]], loads: bytes, sentence: str
+) -> None:
+    grid = LocalGrid(nodes)
+    try:
+        with pytest.raises(WorkerError, match=sentence):
+            simulated_workers(
+                grid, population().users, 2, {flower.SIMULATED: loads}, threading.Event()
+            )
+    finally:
+        grid.close()
+
+
+def test_a_worker_that_does_not_answer_ends_the_simulation(grids: list[LocalGrid]) -> None:
+    grid, transport = simulated(grids, workers=2)
+    grid.nodes[FIRST_ID + 1] = (raising, {})
+    assert total_of(transport, request_to([0])).any()
+    with pytest.raises(WorkerError, match="1 of 2 workers answered in round 3"):
+        total_of(transport, request_to([0, 6]))
+
+
+def test_the_sum_of_nobody_is_from_workers_without_drawn_users(grids: list[LocalGrid]) -> None:
+    _, transport = simulated(grids, workers=2)
+    assert list(transport.collect(request_to([]))) == []
+
+
+@pytest.mark.parametrize(("users", "workers"), [(7, 3), (7, 7), (5, 1), (1000, 7)])
+def test_shards_are_even_and_hold_everybody_once(users: int, workers: int) -> None:
+    shares = [flower.shard_of(users, k, workers) for k in range(workers)]
+    assert [user for share in shares for user in share] == list(range(users))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    hosting: Hosting = shards(users, workers)
+    for k, share in enumerate(shares):
+        np.testing.assert_array_equal(np.flatnonzero(hosting.numbers == k), share)
+
+
+def test_an_option_without_a_place_in_json_is_refused() -> None:
+    with pytest.raises(WireError, match="options of a population"):
+        flower.Simulated("digits", {"users": float("nan")}, "cpu", 32).encode()
