@@ -6,16 +6,16 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import pytest
+
 from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.federated.checkpoint import checkpoints, load_checkpoint
 from fedpriv.server.folder import RunFolder
 from fedpriv.server.simulation import run_simulation
 
-KILLS = 20
 CONFIG = """
 name = "killed"
-rounds = 2000
 data = { name = "digits" }
 model = { name = "softmax" }
 local = { learning_rate = 0.5, epochs = 1 }
@@ -58,9 +58,12 @@ def check(folder: RunFolder) -> int:
         return saved.state.round
 
 
-def test_killing_and_resuming_never_loses_a_charge(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kills", "rounds"), [(4, 400), pytest.param(20, 2000, marks=pytest.mark.slow)]
+)
+def test_killing_and_resuming_never_loses_a_charge(tmp_path: Path, kills: int, rounds: int) -> None:
     config, folder = tmp_path / "killed.toml", RunFolder(tmp_path / "run")
-    config.write_text(CONFIG)
+    config.write_text(f"rounds = {rounds}\n{CONFIG}")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fedpriv.server.simulation", "fedpriv.data.digits"])
 
@@ -74,7 +77,7 @@ def test_killing_and_resuming_never_loses_a_charge(tmp_path: Path) -> None:
 
     moments = random.Random(0)
     reached = []
-    for kill in range(KILLS):
+    for kill in range(kills):
         process = start()
         if kill % 2:  # while rounds are run, however long the start takes
             await_release(folder, process)
@@ -87,5 +90,5 @@ def test_killing_and_resuming_never_loses_a_charge(tmp_path: Path) -> None:
     process = start()
     process.join()
     assert process.exitcode == 0
-    assert check(folder) == 2000
+    assert check(folder) == rounds
     assert folder.model.exists()
