@@ -1,6 +1,5 @@
 """Losses by name, one number per example, and any other by import path."""
 
-import importlib
 from collections.abc import Mapping
 from typing import cast
 
@@ -9,6 +8,7 @@ from torch.nn import functional
 
 from fedpriv.engine.task import Loss
 from fedpriv.errors import ModelError, known_names
+from fedpriv.importing import import_function
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -32,12 +32,8 @@ def find_loss(name: str) -> Loss:
     """
     if name in LOSSES:
         return LOSSES[name]
-    module, separator, function = name.partition(":")
-    if not separator:
+    if ":" not in name:
         raise ModelError(
             f"unknown loss {name!r}; {known_names(name, LOSSES)}, or package.module:function"
         )
-    try:
-        return cast(Loss, getattr(importlib.import_module(module), function))
-    except (ImportError, AttributeError) as error:
-        raise ModelError(f"loss {name!r} cannot be imported: {error}") from error
+    return cast(Loss, import_function(f"loss {name!r}", name, ModelError))

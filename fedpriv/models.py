@@ -1,14 +1,12 @@
 """Models by name, small ones of the field's papers, and any other by import path."""
 
-import importlib
-import inspect
 from collections.abc import Callable, Mapping
-from typing import cast
 
 import torch
 from torch import nn
 
 from fedpriv.errors import ModelError, known_names
+from fedpriv.importing import check_options, import_function
 
 
 def softmax_regression(inputs: int = 64, classes: int = 10) -> nn.Module:
@@ -62,30 +60,19 @@ def build_model(name: str, options: Mapping[str, object], seed: int) -> nn.Modul
         seed: seed of torch's generator while the model is built; initial parameters are public.
 
     Raises:
-        ModelError: the name or an option is unknown, or the function does not return a module.
+        ModelError: the name is unknown, an option is unknown or absent, or the function does not
+            return a module.
     """
-    build = MODELS.get(name) or _imported(name)
-    known = inspect.signature(build).parameters
-    for option in options:
-        if option not in known:
-            raise ModelError(
-                f"model {name!r} has no option {option!r}; {known_names(option, known)}"
-            )
+    if name not in MODELS and ":" not in name:
+        raise ModelError(
+            f"unknown model {name!r}; {known_names(name, MODELS)}, or package.module:function"
+        )
+    what = f"model {name!r}"
+    build = MODELS.get(name) or import_function(what, name, ModelError)
+    check_options(what, build, options, ModelError)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build(**options)
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name!r} returned a {type(model).__name__}; it must return a nn.Module")
     return model
-
-
-def _imported(name: str) -> Callable[..., nn.Module]:
-    module, separator, function = name.partition(":")
-    if not separator:
-        raise ModelError(
-            f"unknown model {name!r}; {known_names(name, MODELS)}, or package.module:function"
-        )
-    try:
-        return cast(Callable[..., nn.Module], getattr(importlib.import_module(module), function))
-    except (ImportError, AttributeError) as error:
-        raise ModelError(f"model {name!r} cannot be imported: {error}") from error

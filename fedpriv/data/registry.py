@@ -1,11 +1,10 @@
 """Populations by name, for configuration files."""
 
-import importlib
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from fedpriv.data.population import Population
 from fedpriv.errors import DataError, InvalidValueError, known_names
+from fedpriv.importing import check_options, import_function
 
 _LOADERS = {
     "digits": "fedpriv.data.digits:load_digits",
@@ -35,47 +34,12 @@ def load_population(name: str, options: Mapping[str, object]) -> Population:
             f"unknown population {name!r}; {known_names(name, _LOADERS)}, "
             "or package.module:function"
         )
-    loader = _import_function(_LOADERS.get(name, name))
-    _check_options(name, loader, options)
+    what = f"population {name!r}"
+    loader = import_function(what, _LOADERS.get(name, name), DataError)
+    check_options(what, loader, options, InvalidValueError)
     population = loader(**options)
     if not isinstance(population, Population):
         raise DataError(
             f"{name} returned a {type(population).__name__}; it must return a Population"
         )
     return population
-
-
-def _import_function(path: str) -> Callable[..., object]:
-    module_name, _, function_name = path.partition(":")
-    if not all(part.isidentifier() for part in module_name.split(".")):
-        raise DataError(f"{path!r} is not of the form package.module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise DataError(
-            f"module {module_name!r} of {path!r} cannot be imported: {error}"
-        ) from error
-    function = vars(module).get(function_name)
-    if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise DataError(
-            f"module {module_name!r} has no function {function_name!r}; "
-            f"{known_names(function_name, functions)}"
-        )
-    loader: Callable[..., object] = function
-    return loader
-
-
-def _check_options(name: str, loader: Callable[..., object], options: Mapping[str, object]) -> None:
-    parameters = inspect.signature(loader).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    known = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    for option in options:
-        if option not in known:
-            raise InvalidValueError(
-                f"population {name!r} has no option {option!r}; {known_names(option, known)}"
-            )
-    for option, parameter in known.items():
-        if parameter.default is parameter.empty and option not in options:
-            raise InvalidValueError(f"population {name!r} needs the option {option!r}")

@@ -1,6 +1,5 @@
 """The kinds of metrics: how each is computed from a user's examples."""
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -9,6 +8,7 @@ import torch
 
 from fedpriv.engine.task import MetricFunction, Task
 from fedpriv.errors import InvalidValueError, ModelError
+from fedpriv.importing import import_function
 from fedpriv.privacy.metrics import Metric
 
 UPDATE_NORMS = "update-norms"
@@ -134,12 +134,8 @@ def own_metrics(names: Iterable[str]) -> dict[str, MetricFunction]:
     """
     found: dict[str, MetricFunction] = {}
     for name in names:
-        module, separator, function = name.partition(":")
-        if not separator or module == UPDATE_NORMS:
-            continue
-        try:
-            value = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise ModelError(f"metric {name!r} cannot be imported: {error}") from error
-        found[name] = cast(MetricFunction, value)
+        module, separator, _ = name.partition(":")
+        if separator and module != UPDATE_NORMS:
+            imported = import_function(f"metric {name!r}", name, ModelError)
+            found[name] = cast(MetricFunction, imported)
     return found

@@ -16,12 +16,13 @@ for whom a metric raises or is not finite; it then does not contribute an update
 is not finite counts as the bound, and a target that is no class is in no count.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from fedpriv.engine.metric_kinds import UPDATE_NORMS
 from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.importing import check_options
 from fedpriv.privacy.metrics import Metric
 
 _UPWARD = 1.0 + 2.0**-50  # on radii that are met exactly, for the rounding of the root
@@ -47,15 +48,9 @@ def metric(name: str, **numbers: float | Sequence[float]) -> Metric:
         InvalidValueError: the name or a number is unknown, absent or out of range.
     """
     make = _maker(name)
-    known = {n: p for n, p in inspect.signature(make).parameters.items() if n != "name"}
-    for number in numbers:
-        if number not in known:
-            raise InvalidValueError(
-                f"metric {name!r} has no number {number!r}; {known_names(number, known)}"
-            )
-    for number, parameter in known.items():
-        if parameter.default is parameter.empty and number not in numbers:
-            raise InvalidValueError(f"metric {name!r} needs the number {number!r}")
+    check_options(
+        f"metric {name!r}", partial(make, name), numbers, InvalidValueError, noun="number"
+    )
     return make(name, **numbers)
 
 

@@ -140,6 +140,7 @@ def test_models_by_import_path_and_bad_names() -> None:
         ("mpl", {}, "did you mean 'mlp'"),
         ("mlp", {"hiden": 3}, "did you mean 'hidden'"),
         ("fedpriv.models:nothing", {}, "cannot be imported"),
+        ("fedpriv.errors:known_names", {"name": "a"}, "needs the option 'known'"),
         ("fedpriv.errors:known_names", {"name": "a", "known": []}, "returned a str"),
     ]:
         with pytest.raises(ModelError, match=message):

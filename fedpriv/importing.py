@@ -1,0 +1,69 @@
+"""What a configuration names by import path, and the options that it gives to it."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import cast
+
+from fedpriv.errors import FedprivError, known_names
+
+Function = Callable[..., object]
+
+
+def import_function(what: str, path: str, error: type[FedprivError]) -> Function:
+    """Import the function, or the class, at "package.module:function"; this runs its module.
+
+    Args:
+        what: what is imported, for the message, such as "model 'own.models:wide'".
+        path: where it is.
+        error: class of the error.
+
+    Raises:
+        FedprivError: of class `error`, if the path has another form or nothing callable is there.
+    """
+    module_name, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise error(f"{what} is not of the form package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as cause:
+        raise error(f"{what} cannot be imported: {cause}") from cause
+    function = getattr(module, name, None)
+    if not callable(function):
+        public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+        raise error(
+            f"{what} cannot be imported: module {module_name!r} has no function {name!r}; "
+            f"{known_names(name, public)}"
+        )
+    return cast(Function, function)
+
+
+def check_options(
+    what: str,
+    function: Function,
+    options: Iterable[str],
+    error: type[FedprivError],
+    noun: str = "option",
+) -> None:
+    """Check names of options against a function's signature before it is called.
+
+    Args:
+        what: what takes the options, for the message.
+        function: is to be called with them; one that takes any keyword is not checked.
+        options: their names.
+        error: class of the error.
+        noun: what an option is called.
+
+    Raises:
+        FedprivError: of class `error`, if an option is unknown, or one without default is absent.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for option in options:
+        if option not in known:
+            raise error(f"{what} has no {noun} {option!r}; {known_names(option, known)}")
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in options:
+            raise error(f"{what} needs the {noun} {name!r}")

@@ -1,0 +1,48 @@
+"""Tests of what a configuration names by import path."""
+
+import collections
+
+import pytest
+
+from fedpriv.errors import DataError, InvalidValueError, ModelError
+from fedpriv.importing import check_options, import_function
+
+
+def test_functions_and_classes_are_found() -> None:
+    assert import_function("it", "collections:OrderedDict", ModelError) is collections.OrderedDict
+    assert import_function("it", "fedpriv.importing:check_options", ModelError) is check_options
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("collections", "it cannot be imported: module 'collections' has no function ''"),
+        ("collections:Orderedict", "did you mean 'OrderedDict'"),
+        ("collections:__doc__", "has no function '__doc__'"),
+        ("no_such_module:f", "it cannot be imported: No module named"),
+        ("collections/abc:f", "it is not of the form package.module:function"),
+        (".collections:f", "it is not of the form"),
+        ("", "it is not of the form"),
+    ],
+)
+@pytest.mark.parametrize("error", [DataError, ModelError])
+def test_what_is_not_there_is_one_sentence_of_the_error_asked_for(path, sentence, error) -> None:
+    with pytest.raises(error, match=sentence):
+        import_function("it", path, error)
+
+
+def options(first: int, *, second: int = 2) -> int:
+    return first + second
+
+
+def anything(**given: int) -> int:
+    return len(given)
+
+
+def test_options_are_those_of_the_signature() -> None:
+    for function, names in [(options, ["first"]), (options, ["second", "first"]), (anything, "ab")]:
+        check_options("it", function, names, ModelError)
+    with pytest.raises(ModelError, match="it has no option 'secnd'; did you mean 'second'"):
+        check_options("it", options, ["first", "secnd"], ModelError)
+    with pytest.raises(InvalidValueError, match="it needs the number 'first'"):
+        check_options("it", options, [], InvalidValueError, noun="number")
