@@ -11,7 +11,14 @@ from fedpriv.data.registry import load_population
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.federated.transport import RoundRequest
-from fedpriv.flower import SIMULATED, WELCOME, Simulated, header_in, shard_of
+from fedpriv.flower import (
+    SIMULATED,
+    WELCOME,
+    Simulated,
+    digest_of_shard,
+    header_in,
+    shard_of,
+)
 from fedpriv.tasks import build_task
 from fedpriv.wire import (
     NODE_RECEIVES_BYTES,
@@ -20,7 +27,6 @@ from fedpriv.wire import (
     RoundOffer,
     Welcome,
     decode_welcome,
-    digest_of,
     parse,
 )
 from fedpriv.wire import federation_pb2 as pb
@@ -51,10 +57,11 @@ def introduce(content: RecordDict, settings: Settings) -> Hello:
     """
     if "users" in settings:
         return Hello(str(settings.get("node", "")), _host_of(settings).loaded.users_sha256)
-    users = _population(_simulated(content)).users
+    population = _population(_simulated(content))
+    users = population.users
     shard = _shard(users.population, settings)
     name = f"worker-{settings['partition-id']}"
-    return Hello(name, digest_of(users.id_of(user) for user in shard))
+    return Hello(name, digest_of_shard(population.name, map(users.id_of, shard)))
 
 
 def respond(

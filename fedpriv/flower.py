@@ -5,7 +5,7 @@ bytes, as `fedpriv.wire.pieces` gives them. Both sides must run the same version
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from fedpriv import __version__
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.privacy.layout import Tensors
-from fedpriv.wire import Manifest, Receiver, chunks, pieces
+from fedpriv.wire import Manifest, Receiver, chunks, digest_of, pieces
 from fedpriv.wire.limits import MAX_NAME, at_most, refusing
 
 OFFER, ANSWER, HELLO, WELCOME = "offer", "answer", "hello", "welcome"
@@ -92,6 +92,16 @@ def shard_of(population: int, worker: int, workers: int) -> range:
         workers: how many there are.
     """
     return range(population * worker // workers, population * (worker + 1) // workers)
+
+
+def digest_of_shard(population: str, user_ids: Iterable[str]) -> bytes:
+    """What a worker of a simulation says of its users, so that all load the same: 32 bytes.
+
+    Args:
+        population: its name, which tells apart users whose ids are their positions.
+        user_ids: of the worker's share.
+    """
+    return digest_of([population, *user_ids])
 
 
 def packed(tensors: Tensors) -> Array:

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 from fedpriv.data.store import UserStore
 from fedpriv.errors import StoppedError, WireError, WorkerError
-from fedpriv.flower import HELLO, TROUBLE, content_of, header_in, shard_of
+from fedpriv.flower import HELLO, TROUBLE, content_of, digest_of_shard, header_in, shard_of
 from fedpriv.logs import one_line
 from fedpriv.wire import Hello, decode_hello, digest_of, parse
 from fedpriv.wire import federation_pb2 as pb
@@ -40,25 +40,31 @@ def shards(population: int, workers: int) -> Hosting:
 
 
 def simulated_workers(
-    grid: Grid, users: UserStore, workers: int, headers: Headers, stopping: threading.Event
+    grid: Grid,
+    population: str,
+    users: UserStore,
+    workers: int,
+    headers: Headers,
+    stopping: threading.Event,
 ) -> dict[str, int]:
     """Wait for the workers of a simulation; name → id on the grid.
 
     Args:
         grid: of the simulation.
-        users: all users, of whom each worker has a share.
+        population: its name.
+        users: all of its users, of whom each worker has a share.
         workers: how many there must be.
         headers: say whom the workers are to load.
         stopping: ends the waiting when it is set.
 
     Raises:
-        WorkerError: there are more or fewer workers, or one cannot load the same users.
+        WorkerError: there are more or fewer workers, or one cannot load the same population.
         StoppedError: it was asked to stop.
     """
     ids = _await_workers(grid, workers, stopping)
     shares = (shard_of(users.population, k, workers) for k in range(workers))
     expected = {
-        f"worker-{k}": digest_of(users.id_of(user) for user in share)
+        f"worker-{k}": digest_of_shard(population, map(users.id_of, share))
         for k, share in enumerate(shares)
     }
     found: dict[str, int] = {}

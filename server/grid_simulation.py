@@ -120,9 +120,10 @@ class GridSimulation:
             FedprivError: the run cannot go on; the message says why.
         """
         hosting = shards(self.users.population, self.workers)
-        population = {SIMULATED: self._simulated.encode()}
-        present = simulated_workers(grid, self.users, self.workers, population, stopping)
-        headers = population | {WELCOME: self._welcome}
+        loaded = {SIMULATED: self._simulated.encode()}
+        name = self.experiment.plan.population
+        present = simulated_workers(grid, name, self.users, self.workers, loaded, stopping)
+        headers = loaded | {WELCOME: self._welcome}
 
         def hosted(experiment: Experiment, books: Books) -> Transport:
             nodes = Nodes(hosting, lambda: present, lambda _worker: headers)

@@ -48,13 +48,18 @@ def simulated(grids: list[LocalGrid], workers: int = 3) -> tuple[LocalGrid, Tran
     grid = LocalGrid({FIRST_ID + k: (app, config) for k, config in enumerate(settings)})
     grids.append(grid)
     loaded = {flower.SIMULATED: crowd()}
-    present = simulated_workers(grid, population().users, workers, loaded, threading.Event())
+    present = introduced(grid, workers, loaded)
     empty = Welcome("crowd", USERS, np.empty(0, np.int64), TASK)
     headers = loaded | {flower.WELCOME: welcome_header(empty)}
     hosting = shards(USERS, workers)
     nodes = Nodes(hosting, lambda: present, lambda _: headers)
     asking = GridTransport(grid, nodes, lambda _: PRICE, SECONDS, threading.Event())
     return grid, EveryWorker(asking, hosting)
+
+
+def introduced(grid: LocalGrid, workers: int, loaded: Mapping[str, bytes]) -> dict[str, int]:
+    people = population()
+    return simulated_workers(grid, people.name, people.users, workers, loaded, threading.Event())
 
 
 def crowd() -> bytes:
@@ -412,12 +417,22 @@ WORKERS = {FIRST_ID + k: (app, {"partition-id": k, "num-partitions": 2}) for k i
         ({**WORKERS, FIRST_ID: (raising, {})}, crowd(), "error 2 of Flower"),
         (WORKERS, crowd().replace(b"crowd:", b"missing:"), "cannot be imported"),
         (WORKERS, flower.Simulated("digits", {}, "cpu", 32).encode(), "other users"),
+        (WORKERS, flower.Simulated("synthetic", {"users": USERS}, "cpu", 32).encode(), "other us"),
         ({**WORKERS, 5: (app, {})}, crowd(), "3 workers .* configured for 2"),
         ({**WORKERS, FIRST_ID: WORKERS[FIRST_ID + 1]}, crowd(), "1 of 2 workers answer"),
         ({**WORKERS, FIRST_ID: (app, {"partition-id": 2})}, crowd(), "partition-id is 2"),
         (WORKERS, b"{}", "a population is not legal"),
     ],
-    ids=["no code", "no module", "other users", "too many", "one twice", "no share", "nothing"],
+    ids=[
+        "no code",
+        "no module",
+        "other users",
+        "other data",
+        "too many",
+        "one twice",
+        "no share",
+        "nothing",
+    ],
 )
 def test_a_simulation_begins_with_all_of_its_workers(
     nodes: dict[int, tuple[App, Mapping[str, object]]], loads: bytes, sentence: str
@@ -425,9 +440,7 @@ def test_a_simulation_begins_with_all_of_its_workers(
     grid = LocalGrid(nodes)
     try:
         with pytest.raises(WorkerError, match=sentence):
-            simulated_workers(
-                grid, population().users, 2, {flower.SIMULATED: loads}, threading.Event()
-            )
+            introduced(grid, 2, {flower.SIMULATED: loads})
     finally:
         grid.close()
 
