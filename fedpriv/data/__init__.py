@@ -9,6 +9,7 @@ synthetic users. Only NumPy is imported until a loader needs more.
 from fedpriv.data import partition
 from fedpriv.data.arrays import from_arrays, from_grouped
 from fedpriv.data.digits import load_digits
+from fedpriv.data.flower_partitioners import from_partitioner, redeal
 from fedpriv.data.huggingface import from_dataset
 from fedpriv.data.mnist import load_mnist_writers
 from fedpriv.data.population import Population
@@ -22,9 +23,11 @@ __all__ = [
     "from_arrays",
     "from_dataset",
     "from_grouped",
+    "from_partitioner",
     "load_digits",
     "load_mnist_writers",
     "load_population",
     "partition",
+    "redeal",
     "synthetic_population",
 ]

@@ -8,7 +8,9 @@ from fedpriv.importing import check_options, import_function
 
 _LOADERS = {
     "digits": "fedpriv.data.digits:load_digits",
+    "hugging-face": "fedpriv.data.dataset_population:load_hugging_face",
     "mnist-writers": "fedpriv.data.mnist:load_mnist_writers",
+    "redealt": "fedpriv.data.dataset_population:load_redealt",
     "synthetic": "fedpriv.data.synthetic:synthetic_population",
 }
 
@@ -17,8 +19,9 @@ def load_population(name: str, options: Mapping[str, object]) -> Population:
     """Load a population by its name, or by the import path of a function that makes one.
 
     Args:
-        name: "digits", "mnist-writers", "synthetic", or "package.module:function". Naming a
-            function runs it: read a configuration file before you use it.
+        name: "digits", "hugging-face", "mnist-writers", "redealt", "synthetic", or
+            "package.module:function". Naming a function runs it: read a configuration file before
+            you use it.
         options: arguments of the loader, by name; they are checked against its signature before
             it is called.
 

@@ -51,7 +51,7 @@ def test_import_path(module):
     ("name", "message"),
     [
         ("digit", "unknown population 'digit'; did you mean 'digits'"),
-        ("?", "known are: digits, mnist-writers, synthetic, or package.module:function"),
+        ("?", "known are: digits, hugging-face, mnist-writers, redealt, synthetic, or package"),
         ("own_populations:mak", "no function 'mak'; did you mean 'make'"),
         ("own_populations:constant", "no function 'constant'"),
         ("no_such_module:make", "'no_such_module:make' cannot be imported"),

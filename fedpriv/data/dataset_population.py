@@ -1,0 +1,158 @@
+"""Populations whose users are those of a Hugging Face dataset, or parts of a partitioner."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpriv.data.checks import check_table, check_text
+from fedpriv.data.dataset_files import open_dataset
+from fedpriv.data.flower_partitioners import from_partitioner, partitioner_named, redeal
+from fedpriv.data.huggingface import (
+    DEFAULT_COLUMNS,
+    ColumnNames,
+    from_dataset,
+    read_columns,
+    read_ids,
+)
+from fedpriv.data.population import Population
+from fedpriv.data.registry import load_population
+from fedpriv.data.store import UserStore
+from fedpriv.errors import DataError, InvalidValueError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_Fields = Mapping[str, NDArray[np.generic]]
+
+
+def load_hugging_face(
+    train: str,
+    test: str,
+    *,
+    columns: ColumnNames = DEFAULT_COLUMNS,
+    user_column: str | None = None,
+    partitioner: str | None = None,
+    arguments: Mapping[str, object] | None = None,
+) -> Population:
+    """Load a dataset from this machine, its users named by a column or dealt by a partitioner.
+
+    The field x of images, uint8 [rows, height, width] or [..., channels], becomes float32
+    [rows, channels, height, width] in [0, 1].
+
+    The population's name holds a digest: of the users' ids, so that a user who gets another row
+    stays who it is; or, since users made of parts have no other identity, of all their rows.
+
+    Args:
+        train: users' rows, see `open_dataset` for what it may be.
+        test: held-out rows, likewise, with the same columns.
+        columns: as for `from_dataset`.
+        user_column: column of the user's id; what names users is preferred to a partitioner.
+        partitioner: see `partitioner_named`. Exactly one of the two must be given.
+        arguments: of the partitioner.
+
+    Raises:
+        DataError: a dataset cannot be read, does not hold what is asked for, holds text in a
+            field, or a test row is of a user whose other rows train: what is measured on it
+            would be released beside the ledger.
+        InvalidValueError: a setting is out of range, missing, or would have no effect.
+    """
+    _check_columns(columns)
+    rows, held_out = (
+        open_dataset(check_text(name, path)) for name, path in (("train", train), ("test", test))
+    )
+    match user_column, partitioner:
+        case str(), None if arguments is None:
+            store = from_dataset(rows, user_column, columns)
+            _check_apart(store, held_out, user_column)
+            how = f"{user_column}, {_digest_of_ids(store)}"
+        case None, str():
+            made = partitioner_named(partitioner, check_table("arguments", arguments))
+            store = from_partitioner(rows, made, columns)
+            how = f"{partitioner}, {_digest_of_rows(store)}"
+        case _:
+            raise InvalidValueError(
+                f"user_column is {user_column!r} and partitioner {partitioner!r}; exactly one must "
+                "be given, as text, and arguments with a partitioner only"
+            )
+    users = UserStore(_as_inputs(store.fields), store.offsets, store.user_ids)
+    return Population(
+        f"hugging-face: {users.population} users by {how}",
+        users,
+        _as_inputs(read_columns(held_out, columns)),
+    )
+
+
+def load_redealt(
+    population: str,
+    partitioner: str,
+    arguments: Mapping[str, object] | None = None,
+    options: Mapping[str, object] | None = None,
+) -> Population:
+    """Load another population by name, and deal its users' rows to other users.
+
+    Args:
+        population: name of the other, as for `load_population`; its held-out rows are kept.
+        partitioner: see `partitioner_named`; its columns are the fields with one value per row.
+        arguments: of the partitioner.
+        options: of the other population.
+
+    Raises:
+        DataError: there is no such population or partitioner, or parts are no rows.
+        InvalidValueError: an option or argument is refused.
+    """
+    made = partitioner_named(
+        check_text("partitioner", partitioner), check_table("arguments", arguments)
+    )
+    base = load_population(check_text("population", population), check_table("options", options))
+    users = redeal(base.users, made)
+    how = f"{users.population} users by {partitioner}, {_digest_of_rows(users)}"
+    return Population(f"{base.name}; dealt to {how}", users, base.test)
+
+
+def _check_columns(columns: object) -> None:
+    listed = columns.values() if isinstance(columns, Mapping) else [None]
+    names = [name for c in listed for name in (c if isinstance(c, list) else [c])]
+    if not all(isinstance(name, str) for name in names):
+        raise InvalidValueError(
+            f"columns is {columns!r}; it must be a table: field → column, or list of columns"
+        )
+
+
+def _check_apart(users: UserStore, held_out: "Dataset", user_column: str) -> None:
+    if user_column not in held_out.column_names:
+        return
+    enrolled = {users.id_of(user) for user in range(users.population)}
+    both = {str(user) for user in read_ids(held_out, user_column)} & enrolled
+    if both:
+        raise DataError(
+            f"{len(both)} users have rows in train and in test; held-out rows must be of nobody "
+            "who is enrolled"
+        )
+
+
+def _as_inputs(fields: _Fields) -> dict[str, NDArray[np.generic]]:
+    for name, field in fields.items():
+        if field.dtype.kind not in "biuf":
+            raise DataError(f"field {name!r} has dtype {field.dtype}; a model needs numbers")
+    x = fields.get("x")
+    if x is None or x.dtype != np.uint8 or x.ndim not in (3, 4):
+        return dict(fields)
+    pixels = x[:, np.newaxis] if x.ndim == 3 else np.moveaxis(x, -1, 1)
+    return {**fields, "x": np.ascontiguousarray(pixels, np.float32) / np.float32(255)}
+
+
+def _digest_of_ids(store: UserStore) -> str:
+    ids = sorted(store.id_of(user) for user in range(store.population))
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+
+
+def _digest_of_rows(store: UserStore) -> str:
+    digest = hashlib.sha256(store.offsets.astype("<i8").tobytes())
+    for name, field in sorted(store.fields.items()):
+        digest.update(json.dumps([name, str(field.dtype), field.shape]).encode())
+        digest.update(np.ascontiguousarray(field).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()[:16]

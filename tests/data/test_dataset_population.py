@@ -1,0 +1,238 @@
+"""Tests of populations from datasets on this machine."""
+
+import socket
+import sys
+
+import datasets
+import numpy as np
+import pytest
+
+from fedpriv.data import load_population
+from fedpriv.data.dataset_files import open_dataset
+from fedpriv.errors import DataError, InvalidValueError
+
+ROWS, HELD_OUT = 40, 12
+PIXELS = np.random.default_rng(5).integers(0, 256, (ROWS + HELD_OUT, 6, 5), dtype=np.uint8)
+WRITERS = [f"w{row % 8}" for row in range(ROWS)] + [f"v{row}" for row in range(HELD_OUT)]
+COLUMNS = {"x": ["a", "b"], "y": "label"}
+DIRICHLET = {"num_partitions": 4, "partition_by": "label", "alpha": 1.0, "min_partition_size": 1}
+
+
+def rows():
+    features = datasets.Features(
+        {
+            "image": datasets.Image(),
+            "colours": datasets.Image(),
+            "label": datasets.ClassLabel(num_classes=3),
+            "writer": datasets.Value("string"),
+            "a": datasets.Value("int64"),
+            "b": datasets.Value("float64"),
+        }
+    )
+    count = ROWS + HELD_OUT
+    columns = {
+        "image": list(PIXELS),
+        "colours": list(np.stack([PIXELS, PIXELS // 2, 255 - PIXELS], axis=-1)),
+        "label": np.arange(count) % 3,
+        "writer": WRITERS,
+        "a": np.arange(count),
+        "b": np.arange(count) / 8,
+    }
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The same rows in every form that is read."""
+    place = tmp_path_factory.mktemp("datasets")
+    both = rows()
+    splits = {"train": both.select(range(ROWS)), "test": both.select(range(ROWS, len(both)))}
+    datasets.DatasetDict(splits).save_to_disk(place / "saved")
+    (place / "parts").mkdir()
+    for name, split in splits.items():
+        flat = split.select_columns(["label", "writer", "a", "b"])
+        flat.to_csv(place / f"{name}.csv")
+        flat.to_json(place / f"{name}.jsonl")
+        split.to_parquet(place / f"{name}.parquet")
+    splits["train"].select(range(25)).to_parquet(place / "parts" / "0.parquet")
+    splits["train"].select(range(25, ROWS)).to_parquet(place / "parts" / "1.parquet")
+    return place
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """Whoever looks up a host, or opens a connection, fails the test."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("something was looked up in a network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def options(place, train="saved/train", test="saved/test", **more):
+    return {"train": str(place / train), "test": str(place / test), **more}
+
+
+@pytest.mark.parametrize("train", ["saved/train", "train.parquet", "parts"])
+def test_users_are_those_of_the_column(place, train):
+    population = load_population("hugging-face", options(place, train, user_column="writer"))
+    users = population.users
+    assert [users.id_of(user) for user in range(8)] == [f"w{user}" for user in range(8)]
+    for user in range(8):
+        mine = users.examples_of(user)
+        assert mine["y"].tolist() == [row % 3 for row in range(user, ROWS, 8)]
+        np.testing.assert_array_equal(
+            mine["x"], PIXELS[user:ROWS:8, None].astype(np.float32) / np.float32(255)
+        )
+    assert population.test["x"].shape == (HELD_OUT, 1, 6, 5)
+    assert population.test["x"].dtype == np.float32
+    assert population.name.startswith("hugging-face: 8 users by writer, ")
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_columns_of_a_table_become_one_field(place, kind):
+    files = options(place, f"train.{kind}", f"test.{kind}")
+    given = {"user_column": "writer", "columns": COLUMNS}
+    population = load_population("hugging-face", {**files, **given})
+    x = population.users.examples_of(3)["x"]
+    assert x.dtype == np.float32
+    np.testing.assert_array_equal(x, [[row, row / 8] for row in range(3, ROWS, 8)])
+    assert population.test["x"].shape == (HELD_OUT, 2)
+
+
+def test_colours_are_channels_first(place):
+    given = {"user_column": "writer", "columns": {"x": "colours", "y": "label"}}
+    population = load_population("hugging-face", options(place, **given))
+    x = population.users.fields["x"]
+    assert x.shape == (ROWS, 3, 6, 5)
+    np.testing.assert_allclose(x[:, 0] + x[:, 2], 1.0, atol=1e-6)
+    assert (x[:, 1] <= x[:, 0]).all()
+
+
+def test_a_partitioner_makes_users_as_it_does_alone(place):
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    given = {"partitioner": "DirichletPartitioner", "arguments": DIRICHLET}
+    population = load_population("hugging-face", options(place, **given))
+    alone = DirichletPartitioner(**DIRICHLET)
+    alone.dataset = rows().select(range(ROWS))
+    assert population.users.population == 4
+    for user in range(4):
+        part = sorted(alone.load_partition(user)["a"][:])
+        np.testing.assert_array_equal(
+            population.users.examples_of(user)["x"][:, 0] * 255, PIXELS[part]
+        )
+
+
+def test_the_name_changes_with_the_users_alone(place, tmp_path):
+    def named(train=None, name="hugging-face", **given):
+        if train is not None:
+            train.save_to_disk(tmp_path / str(len(list(tmp_path.iterdir()))))
+            given["train"] = str(max(tmp_path.iterdir(), key=lambda p: int(p.name)))
+        return load_population(name, {**options(place), **given}).name
+
+    all_rows = rows().select(range(ROWS))
+    by_writer = named(user_column="writer")
+    assert named(all_rows.select(range(8, ROWS)), user_column="writer") == by_writer
+    assert named(all_rows.select(range(7)), user_column="writer") != by_writer
+    four = {"partitioner": "IidPartitioner", "arguments": {"num_partitions": 4}}
+    dealt = named(**four)
+    assert named(all_rows, **four) == dealt
+    turned = all_rows.select(range(ROWS - 1, -1, -1))
+    others = {named(turned, **four), named(all_rows.select(range(ROWS - 4)), **four)}
+    assert len(others | {dealt, by_writer}) == 4
+
+
+def test_rows_of_a_known_population_can_be_dealt_to_other_users():
+    base = load_population("digits", {})
+    arguments = {"num_partitions": 10, "partition_by": "y", "num_classes_per_partition": 1}
+    arguments["class_assignment_mode"] = "deterministic"
+    given = {"population": "digits", "partitioner": "PathologicalPartitioner"}
+    made = load_population("redealt", {**given, "arguments": arguments})
+    for digit in range(10):
+        mine = made.users.examples_of(digit)
+        np.testing.assert_array_equal(
+            mine["x"], base.users.fields["x"][base.users.fields["y"] == digit]
+        )
+    np.testing.assert_array_equal(made.test["x"], base.test["x"])
+    start = "digits: 287 users, iid, seed 0; dealt to 10 users by PathologicalPartitioner, "
+    assert made.name.startswith(start)
+    other = load_population("redealt", {**given, "arguments": arguments, "options": {"seed": 1}})
+    assert other.name.split(", ")[-1] != made.name.split(", ")[-1]
+
+
+def test_nothing_is_left_behind(place, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    before = sorted(place.rglob("*"))
+    for path in ("saved/train", "train.csv", "train.jsonl", "train.parquet", "parts"):
+        assert len(open_dataset(place / path)) == ROWS
+    assert list(tmp_path.iterdir()) == []
+    assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "sentence"),
+    [
+        ({}, InvalidValueError, "user_column is None and partitioner None; exactly one"),
+        ({"user_column": "writer", "partitioner": "IidPartitioner"}, InvalidValueError, "exactly"),
+        ({"user_column": "writer", "arguments": {}}, InvalidValueError, "exactly one"),
+        ({"user_column": 3}, InvalidValueError, "user_column is 3"),
+        ({"partitioner": "IidPartitioner", "arguments": 3}, InvalidValueError, "must be a table"),
+        ({"user_column": "writr"}, DataError, "no column 'writr'; did you mean 'writer'"),
+        ({"user_column": "writer", "columns": "x"}, InvalidValueError, "columns is 'x'; it must"),
+        ({"user_column": "writer", "columns": {"x": [3]}}, InvalidValueError, "columns is "),
+        ({"user_column": "writer", "columns": {"x": []}}, DataError, "'x' is made of no columns"),
+        ({"user_column": "writer", "columns": {"x": ["writer"]}}, DataError, "no column of numb"),
+        ({"user_column": "writer", "columns": {"y": "writer"}}, DataError, "a model needs numbers"),
+        ({"user_column": "writer", "train": 3}, InvalidValueError, "train is 3; it must be text"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_sentence(place, given, error, sentence):
+    with pytest.raises(error, match=sentence):
+        load_population("hugging-face", {**options(place), **given})
+
+
+def test_held_out_rows_of_the_enrolled_are_refused(place):
+    files = options(place, test="saved/train", user_column="writer")
+    with pytest.raises(
+        DataError, match=r"^8 users have rows in train and in test; held-out"
+    ) as got:
+        load_population("hugging-face", files)
+    assert "w0" not in str(got.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("absent.csv", None, "absent.csv does not exist"),
+        ("notes.txt", "a,b", r"notes.txt is no dataset; legal are .*\.parquet"),
+        ("bad.csv", "a,b\n1,2\nsecret,3,4\n", r"bad.csv cannot be read \(ArrowInvalid\)"),
+        ("bad.json", '{"secret"', r"bad.json cannot be read \(ArrowInvalid\)"),
+        ("bad.parquet", "secret", r"bad.parquet cannot be read \(ArrowInvalid\)"),
+    ],
+)
+def test_files_that_hold_no_dataset_are_one_sentence(tmp_path, name, content, sentence):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=sentence) as got:
+        open_dataset(tmp_path / name)
+    assert "secret" not in str(got.value)
+
+
+def test_folders_that_hold_no_dataset_are_one_sentence(place, tmp_path):
+    with pytest.raises(
+        DataError, match=r"several splits; name one of them: .*saved/test, .*/train"
+    ):
+        open_dataset(place / "saved")
+    for folder in (tmp_path, place):  # nothing, and files of several kinds
+        with pytest.raises(DataError, match="is no dataset; legal are a folder saved by"):
+            open_dataset(folder)
+
+
+def test_absent_package_says_how_to_install_it(place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"pip install 'fedpriv\[datasets\]'"):
+        load_population("hugging-face", options(place, user_column="writer"))
