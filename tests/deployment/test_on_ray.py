@@ -3,14 +3,18 @@
 import os
 import subprocess
 import sys
+import tempfile
 import tomllib
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from fedpriv.data import load_population
 from fedpriv.server.folder import RunFolder
 from tests.server.loopback import until
 
@@ -33,12 +37,44 @@ socket.getaddrinfo = written
 """
 
 
+# Images of DIGITS saved as a dataset, whose partitioner makes users of unequal size.
+DEALT = """
+[data]
+name = "hugging-face"
+
+[data.options]
+train = "images/train"
+test = "images/test"
+partitioner = "DirichletPartitioner"
+
+[data.options.arguments]
+num_partitions = 40
+partition_by = "label"
+alpha = 0.5
+min_partition_size = 0
+"""
+
+
+def dealt_digits(folder: Path) -> None:
+    """Write an experiment on images of DIGITS, and the images, into a folder."""
+    digits = load_population("digits", {"users": 1})
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    for split, rows in (("train", digits.users.fields), ("test", digits.test)):
+        images = [(16 * image[0]).astype(np.uint8) for image in rows["x"]]
+        columns = {"image": images, "label": rows["y"]}
+        saved = datasets.Dataset.from_dict(columns, features=features)
+        saved.save_to_disk(folder / "images" / split)
+    start, rest = DIGITS.read_text(encoding="utf-8").split("[data]")
+    model = rest[rest.index("[model]") :]
+    (folder / "dealt.toml").write_text(start + DEALT + model, encoding="utf-8")
+
+
 def simulate(folder: Path, name: str, *arguments: str, **environment: str) -> str:
     """Run `fedpriv simulate` in a folder, and return what it printed."""
     assignments = [f"--set={text}" for text in FREE_OF_NOISE]
     command = [sys.executable, "-c", "from fedpriv.cli import main; main()"]
     done = subprocess.run(
-        [*command, "simulate", str(DIGITS), *assignments, "--out", name, *arguments],
+        [*command, "simulate", "dealt.toml", *assignments, "--out", name, *arguments],
         cwd=folder,
         env=os.environ | environment,
         capture_output=True,
@@ -47,6 +83,13 @@ def simulate(folder: Path, name: str, *arguments: str, **environment: str) -> st
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder with a path so short that Ray can have sockets in it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
 
 
 def processes_with(mark: str) -> list[str]:
@@ -62,13 +105,15 @@ def processes_with(mark: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_workers_give_what_one_process_gives_and_leave_nothing(tmp_path: Path) -> None:
+def test_two_workers_give_what_one_process_gives_and_leave_nothing(
+    tmp_path: Path, short: Path
+) -> None:
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK, encoding="utf-8")
     looked_up, mark = tmp_path / "looked_up", uuid.uuid4().hex
     looked_up.touch()
+    dealt_digits(tmp_path)
     simulate(tmp_path, "here")
-    before = {*Path("/tmp").glob("fedpriv-*")}
     said = simulate(
         tmp_path,
         "there",
@@ -78,9 +123,10 @@ def test_two_workers_give_what_one_process_gives_and_leave_nothing(tmp_path: Pat
         HOME=str(tmp_path / "home"),
         PYTHONPATH=str(tmp_path / "hook"),
         LOOKED_UP=str(looked_up),
+        RAY_TMPDIR=str(short),
     )
     until(lambda: processes_with(mark) == [])  # workers that were told to end
-    assert {*Path("/tmp").glob("fedpriv-*")} <= before
+    assert list(short.iterdir()) == []
     assert not (tmp_path / "home" / ".flwr").exists()
     # Ray asks the machine's own cloud, if it is in one, which it is; it says nothing of the run.
     own = {"None", "localhost", os.uname().nodename, "metadata.google.internal"}
