@@ -9,7 +9,17 @@ import typer
 from fedpriv.choices import Engine, FigureFormat, Policy, Relation
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.federation_cli import register as register_federation
+from fedpriv.ledger_cli import ReadLedgerPath
+from fedpriv.ledger_cli import app as ledger_app
 from fedpriv.logs import one_line
+from fedpriv.options import (
+    AsJson,
+    Assignments,
+    ExperimentFile,
+    Resume,
+    RunFolder,
+    check_resume,
+)
 
 app = typer.Typer(
     help="Federated learning with user-level differential privacy that can be checked.",
@@ -17,8 +27,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-ledger_app = typer.Typer(help="Look into, check and copy a privacy ledger.", no_args_is_help=True)
-app.add_typer(ledger_app, name="ledger")
 
 # Typer publishes the class of all errors of its parser only as a base of this one.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
@@ -28,33 +36,21 @@ _INTERRUPTED = 130
 Delta = Annotated[
     float | None, typer.Option(help="δ", show_default="largest power of ten below 1/N")
 ]
-LedgerPath = Annotated[Path, typer.Argument(help="the ledger file", show_default=False)]
-ReadLedgerPath = Annotated[
-    Path, typer.Argument(help="the ledger file, or an export of it", show_default=False)
-]
 
 
 @app.command()
 def simulate(
-    file: Annotated[Path, typer.Argument(help="the experiment, TOML", show_default=False)],
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="replace a key, e.g. clipping.norm=0.3; may be repeated"),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="folder of the run", show_default="runs/NAME-…")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="go on with the run in --out, or start it there")
-    ] = False,
+    file: ExperimentFile,
+    assignments: Assignments = None,
+    out: RunFolder = None,
+    resume: Resume = False,
     engine: Annotated[Engine, typer.Option(help="where users train")] = Engine.IN_PROCESS,
     workers: Annotated[
         int | None, typer.Option(min=1, help="of the engine flower", show_default="2")
     ] = None,
 ) -> None:
     """Train across simulated users, and print accuracy beside the (ε, δ) of the ledger."""
-    if resume and out is None:
-        raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
+    check_resume(out, resume=resume)
     given = (file, assignments or [], out)
     if engine is Engine.IN_PROCESS:
         if workers is not None:
@@ -75,11 +71,8 @@ def simulate(
 
 @app.command()
 def plan(
-    file: Annotated[Path, typer.Argument(help="the experiment, TOML", show_default=False)],
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="replace a key, e.g. clipping.norm=0.3; may be repeated"),
-    ] = None,
+    file: ExperimentFile,
+    assignments: Assignments = None,
 ) -> None:
     """Show what each vector group of a round gets, and what all rounds would cost."""
     from fedpriv.server.allocation import show_allocation
@@ -89,11 +82,8 @@ def plan(
 
 @app.command()
 def suggest(
-    file: Annotated[Path, typer.Argument(help="the experiment, TOML", show_default=False)],
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="replace a key, e.g. local.learning_rate=1; may be repeated"),
-    ] = None,
+    file: ExperimentFile,
+    assignments: Assignments = None,
     ledger: Annotated[
         Path | None, typer.Option(help="ledger to charge", show_default="privacy.ledger")
     ] = None,
@@ -119,7 +109,7 @@ def epsilon(
         float | None, typer.Option("--epsilon", help="print the δ that holds at this ε instead")
     ] = None,
     accountant: Annotated[str, typer.Option(help="name of an accountant, or all")] = "all",
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the ε that the releases of ledgers cost, for each run and in all."""
     from fedpriv.report import machine_readable, spending, tables
@@ -147,7 +137,7 @@ def calibrate(
     ] = None,
     population: Annotated[int | None, typer.Option(help="N, for fixed-size sampling")] = None,
     accountant: Annotated[str, typer.Option(help="name of an accountant")] = "tight",
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the noise, the rounds or the sampling within (ε, δ); the other two are given.
 
@@ -188,54 +178,7 @@ def curves(
         print(file)  # noqa: T201
 
 
-@ledger_app.command()
-def show(
-    ledger: ReadLedgerPath,
-    last: Annotated[int | None, typer.Option(min=1, help="only the last so many rows")] = None,
-) -> None:
-    """Print the charges of a ledger."""
-    from fedpriv.report import tables
-
-    tables.print_ledger(ledger, last)
-
-
-@ledger_app.command()
-def verify(
-    ledger: ReadLedgerPath,
-    participation: Annotated[
-        Path | None, typer.Option(help="record of who took part, to check the commitments too")
-    ] = None,
-    head: Annotated[
-        str | None, typer.Option(help="COUNT:HASH, a head that this ledger once had")
-    ] = None,
-) -> None:
-    """Check the hash chain of a ledger; exit code 2 and the first bad row if it is broken."""
-    from fedpriv.report import tables
-
-    tables.print_verification(ledger, participation, head)
-
-
-@ledger_app.command()
-def export(
-    ledger: LedgerPath,
-    out: Annotated[
-        Path | None, typer.Option(help="file to write", show_default="the terminal")
-    ] = None,
-) -> None:
-    """Write a ledger as JSON lines, for anyone to check; never who took part."""
-    from fedpriv.accounting.ledger import Ledger
-
-    with Ledger.open(ledger) as opened:
-        if out is None:
-            opened.export(sys.stdout)
-            return
-        try:
-            with out.open("w", encoding="utf-8") as stream:
-                opened.export(stream)
-        except OSError as error:
-            raise InvalidValueError(f"{out} cannot be written: {error.strerror}") from error
-
-
+app.add_typer(ledger_app, name="ledger")
 register_federation(app)
 
 

@@ -9,6 +9,7 @@ import typer
 
 from fedpriv.choices import LogFormat
 from fedpriv.errors import InvalidValueError
+from fedpriv.options import AsJson, Assignments, ExperimentFile, Resume, RunFolder, check_resume
 
 _certs = typer.Typer(
     help="Make a small authority, and certificates for server and nodes.", no_args_is_help=True
@@ -20,6 +21,25 @@ Certificates = Annotated[
 ]
 NodeName = Annotated[
     str | None, typer.Option(help="name of the node, with --insecure", show_default=False)
+]
+Users = Annotated[
+    str,
+    typer.Option(
+        help="users' data: a folder, a file or package.module:function",
+        metavar="SOURCE",
+        show_default=False,
+    ),
+]
+ConsentFile = Annotated[
+    Path | None, typer.Option(help="what the node agrees to, TOML", show_default="everything")
+]
+StateFolder = Annotated[
+    Path | None,
+    typer.Option(help="folder of what the node remembers", show_default="in the home folder"),
+]
+Trust = Annotated[
+    list[str] | None,
+    typer.Option(help="package.module:function that the server may name; may be repeated"),
 ]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="plain text without certificates; on loopback only")
@@ -43,17 +63,10 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
-    file: Annotated[Path, typer.Argument(help="the experiment, TOML", show_default=False)],
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="replace a key, e.g. clipping.norm=0.3; may be repeated"),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="folder of the run", show_default="runs/NAME-…")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="go on with the run in --out, or start it there")
-    ] = False,
+    file: ExperimentFile,
+    assignments: Assignments = None,
+    out: RunFolder = None,
+    resume: Resume = False,
     insecure: Insecure = False,
     leave: Annotated[
         bool, typer.Option("--exit", help="end with the run; else ledger and status stay up")
@@ -61,8 +74,7 @@ def serve(
     log_format: LogForm = LogFormat.TEXT,
 ) -> None:
     """Train across the users of nodes that connect; print accuracy beside the ledger's (ε, δ)."""
-    if resume and out is None:
-        raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
+    check_resume(out, resume=resume)
     from fedpriv.logs import configure
 
     configure(log_format)
@@ -73,31 +85,16 @@ def serve(
 
 def join(
     server: Server,
-    users: Annotated[
-        str,
-        typer.Option(
-            help="users' data: a folder, a file or package.module:function",
-            metavar="SOURCE",
-            show_default=False,
-        ),
-    ],
+    users: Users,
     certificates: Certificates = None,
     insecure: Insecure = False,
     node: NodeName = None,
-    consent: Annotated[
-        Path | None, typer.Option(help="what the node agrees to, TOML", show_default="everything")
-    ] = None,
+    consent: ConsentFile = None,
     verify_ledger: Annotated[
         bool, typer.Option("--verify-ledger", help="check the ledger and its ε before each round")
     ] = False,
-    state: Annotated[
-        Path | None,
-        typer.Option(help="folder of what the node remembers", show_default="in the home folder"),
-    ] = None,
-    trust: Annotated[
-        list[str] | None,
-        typer.Option(help="package.module:function that the server may name; may be repeated"),
-    ] = None,
+    state: StateFolder = None,
+    trust: Trust = None,
     device: Annotated[str, typer.Option(help="where to train")] = "auto",
     memory: Annotated[
         int | None, typer.Option(min=1, help="MiB that training may take", show_default="no limit")
@@ -141,7 +138,7 @@ def status(
     certificates: Certificates = None,
     insecure: Insecure = False,
     node: NodeName = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Ask a server where its run stands: round, ε spent and left, nodes that are connected."""
     _check_identity(certificates, node, insecure=insecure)

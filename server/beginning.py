@@ -13,10 +13,13 @@ from fedpriv.accounting.events import RoundEvent
 from fedpriv.accounting.ledger import Ledger
 from fedpriv.config import Config, load_config
 from fedpriv.errors import InvalidValueError
-from fedpriv.experiment import Experiment
+from fedpriv.experiment import Enrolled, Experiment, build
 from fedpriv.federated.checkpoint import write_atomically
+from fedpriv.sections import FederationSection
 
+from .enrolment import Enrolment
 from .folder import RunFolder
+from .held_out import held_out_rows
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,20 @@ class Beginning:
     def spent(self) -> list[RoundEvent]:
         """What noise is to be calibrated to; a run that goes on was calibrated when it began."""
         return [] if self.resuming else spent_in(self.ledger)
+
+    def on_nodes(self, section: FederationSection) -> tuple[Experiment, Enrolment]:
+        """The experiment on users that nodes host, and where they are.
+
+        Args:
+            section: says which file enrols them.
+
+        Raises:
+            FedprivError: something does not fit; the message says what.
+        """
+        enrolment = Enrolment.load(Path(section.enrolment))
+        held_out = held_out_rows(self.config, section)
+        enrolled = Enrolled(enrolment.digest, enrolment.population)
+        return build(self.config, self.run, enrolled, held_out, self.spent), enrolment
 
     def write_plan(self, experiment: Experiment) -> None:
         """Make the folder with the resolved plan; nothing for a run that goes on.

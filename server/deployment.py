@@ -11,15 +11,12 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.experiment import Enrolled, build
 from fedpriv.federated.books import Books
 from fedpriv.federated.loop import Stop
 
 from .beginning import Beginning, warn
-from .door import door_of
+from .door import Door, door_of
 from .drawing import draw
-from .enrolment import Enrolment
-from .held_out import held_out_rows
 from .result import print_result
 from .run import state_to_start_from
 from .running import Deployment
@@ -53,40 +50,45 @@ def serve(
     """
     console = Console()
     beginning = Beginning.of(file, assignments, out, resume=resume)
-    section, folder = beginning.config.federation, beginning.folder
+    section = beginning.config.federation
     if section is None:
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")
-    enrolment = Enrolment.load(Path(section.enrolment))
     door = door_of(section, insecure=insecure)
-    enrolled = Enrolled(enrolment.digest, enrolment.population)
-    held_out = held_out_rows(beginning.config, section)
-    experiment = build(beginning.config, beginning.run, enrolled, held_out, beginning.spent)
+    experiment, enrolment = beginning.on_nodes(section)
     warn(experiment, console)
     beginning.write_plan(experiment)
-    participation = folder.participation_of(beginning.ledger)
+    folder, ledger = beginning.folder, beginning.ledger
+    participation = folder.participation_of(ledger)
     population, budget = experiment.plan.population, experiment.budget
-    with folder.held(), Books.open(beginning.ledger, participation, population, budget) as books:
-        state = state_to_start_from(folder, experiment.plan, books, experiment.initial_state)
-        deployment = Deployment(experiment, section, enrolment, books, folder, beginning.ledger)
-        with (
-            # Updates are added up in threads that are many already; more only wait for each other.
-            threadpool_limits(1, "blas"),
-            deployment.listening(door, state.round) as server,
-            _until_asked(server.stop) as asked,
-        ):
-            console.print(
-                f"{experiment.plan.run}: listening on {server.address}, "
-                f"{len(enrolment.nodes)} nodes and {enrolment.population} users are enrolled, "
-                f"round {state.round} of {experiment.plan.rounds} is next, folder {folder.path}",
-                soft_wrap=True,
-                highlight=False,
-            )
-            outcome = deployment.run(server, state)
-            print_result(experiment, folder, beginning.ledger, outcome, books, console)
-            if outcome.stop is not Stop.ASKED and not leave:
-                console.print("serving ledger and status until stopped")
-                asked.wait()
+    with folder.held(), Books.open(ledger, participation, population, budget) as books:
+        deployment = Deployment(experiment, section, enrolment, books, folder, ledger)
+        _run(deployment, door, console, leave=leave)
     draw(folder, experiment)
+
+
+def _run(deployment: Deployment, door: Door, console: Console, *, leave: bool) -> None:
+    """Run all rounds and print the result; then, unless told to leave, serve until stopped."""
+    experiment, books, folder = deployment.experiment, deployment.books, deployment.folder
+    plan, enrolment = experiment.plan, deployment.enrolment
+    state = state_to_start_from(folder, plan, books, experiment.initial_state)
+    with (
+        # Updates are added up in threads that are many already; more only wait for each other.
+        threadpool_limits(1, "blas"),
+        deployment.listening(door, state.round) as server,
+        _until_asked(server.stop) as asked,
+    ):
+        console.print(
+            f"{plan.run}: listening on {server.address}, {len(enrolment.nodes)} nodes and "
+            f"{enrolment.population} users are enrolled, round {state.round} of {plan.rounds} is "
+            f"next, folder {folder.path}",
+            soft_wrap=True,
+            highlight=False,
+        )
+        outcome = deployment.run(server, state)
+        print_result(experiment, folder, deployment.ledger, outcome, books, console)
+        if outcome.stop is not Stop.ASKED and not leave:
+            console.print("serving ledger and status until stopped")
+            asked.wait()
 
 
 @contextmanager

@@ -1,23 +1,20 @@
 """A run on Flower nodes that hold enrolled users."""
 
 import threading
-from pathlib import Path
 
 from flwr.serverapp import Grid
 from rich.console import Console
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.experiment import Enrolled, Experiment, build
+from fedpriv.experiment import Experiment
 from fedpriv.federated.books import Books
 from fedpriv.federated.transport import Transport
 from fedpriv.flower import WELCOME
 from fedpriv.sections import FederationSection
 
 from .beginning import Beginning
-from .enrolment import Enrolment
 from .grid import GridTransport, Headers, Nodes, welcome_header
 from .grid_nodes import EnrolledNodes
-from .held_out import held_out_rows
 from .simulation import Follow, carry_out
 from .standing import prices, welcomes
 
@@ -46,10 +43,7 @@ def run_enrolled(
     Raises:
         FedprivError: something is wrong with the input, or the run cannot go on.
     """
-    enrolment = Enrolment.load(Path(section.enrolment))
-    held_out = held_out_rows(beginning.config, section)
-    enrolled = Enrolled(enrolment.digest, enrolment.population)
-    experiment = build(beginning.config, beginning.run, enrolled, held_out, beginning.spent)
+    experiment, enrolment = beginning.on_nodes(section)
     if section.least_nodes > len(enrolment.nodes):
         raise InvalidValueError(
             f"federation.least_nodes is {section.least_nodes}; {len(enrolment.nodes)} nodes are "

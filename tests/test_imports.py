@@ -43,6 +43,8 @@ ALLOWED = {
     "fedpriv.experiment": {"fedpriv"},
     "fedpriv.cli": {"fedpriv"},
     "fedpriv.federation_cli": {"fedpriv"},
+    "fedpriv.ledger_cli": {"fedpriv.accounting", "fedpriv.report"},
+    "fedpriv.options": set(),
     "clients": {"fedpriv"},
     "server": {"fedpriv"},
     "simulations": {"fedpriv", "clients", "server"},
