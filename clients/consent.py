@@ -1,17 +1,15 @@
 """What a node consents to: limits of its own, to which it holds every offer."""
 
 import math
-import tomllib
 from pathlib import Path
 from typing import Annotated, Self
 
 import numpy as np
-from pydantic import Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import Field, model_validator
 
-from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.report.spending import delta_below
 from fedpriv.sections import NonNegative, Positive, Section
+from fedpriv.settings import checked, read_toml
 from fedpriv.wire import RoundOffer, Welcome
 
 _ROUNDING = 1e-9
@@ -56,16 +54,7 @@ class Consent(Section):
             InvalidValueError: the file cannot be read or is no TOML, a key is unknown or of the
                 wrong type, a limit is out of range, or there is a total ε without a δ.
         """
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise InvalidValueError(f"{path} is not valid TOML: {error}") from error
-        try:
-            return cls.model_validate(table)
-        except ValidationError as error:
-            raise InvalidValueError(f"{path}: {_sentence(error.errors()[0])}") from error
+        return checked(cls, read_toml(path), str(path))
 
     def delta_for(self, population: int) -> float:
         """δ at which a node of this population asks for ε: its own, or the default of reports."""
@@ -148,16 +137,3 @@ def misfit(welcome: Welcome, offer: RoundOffer) -> str | None:
     if not np.all(np.isin(offer.users, welcome.users)):
         return "the offer is to users that the node was not welcomed with"
     return None
-
-
-def _sentence(error: ErrorDetails) -> str:
-    """One sentence for a validation error: the key, its value and what is legal."""
-    where = ".".join(map(str, error["loc"]))
-    match error["type"]:
-        case "extra_forbidden":
-            return f"unknown key {where}; {known_names(where, Consent.model_fields)}"
-        case "value_error":
-            return str(error["ctx"]["error"])
-        case _:
-            message = error["msg"][0].lower() + error["msg"][1:]
-            return f"{where} is {error['input']!r}; {message}"

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.settings import read_toml
 
 from .asked import Hosting
 from .certificates import check_node_name
@@ -65,12 +65,7 @@ class Enrolment:
             InvalidValueError: the file cannot be read, is no TOML, has a key that is unknown,
                 absent or of the wrong type, or enrols what `Enrolment` refuses.
         """
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise InvalidValueError(f"{path} is not valid TOML: {error}") from error
+        table = read_toml(path)
         try:
             nodes = _only_value(table, "nodes", "")
             if not isinstance(nodes, dict):

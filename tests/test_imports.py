@@ -28,7 +28,8 @@ ALLOWED = {
     "fedpriv.sections": set(),
     "fedpriv.choices": set(),
     "fedpriv.logs": {"fedpriv.choices"},
-    "fedpriv.config": {"fedpriv.sections"},
+    "fedpriv.settings": set(),
+    "fedpriv.config": {"fedpriv.sections", "fedpriv.settings"},
     "fedpriv.grouping": {"fedpriv.sections", "fedpriv.privacy"},
     "fedpriv.analytics": {
         "fedpriv.accounting",
