@@ -5,37 +5,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 from fedpriv.data.store import UserStore
 from fedpriv.engine.metrics import metric
-from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.federated.aggregate import add_up
-from fedpriv.federated.plan import TrainingPlan
-from fedpriv.federated.round import initial_state, open_round
 from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.privacy.adaptive import AdaptiveClipping
 from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.entropy import SeededEntropy
-from fedpriv.privacy.groups import flat, joint, layers, per_layer, scales_by_dimension
+from fedpriv.privacy.groups import flat
 from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.privacy.weights import Averaging, Weighting
+from tests.engine.everyone import make_task, request_to_all
 
 SIZES = [5, 0, 1, 12, 7, 3, 30, 2]
 BROKEN, RAISING = 4, 7
 CAP = 6
-
-
-def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(outputs, targets, reduction="none")
-
-
-def make_task() -> Task:
-    torch.manual_seed(0)
-    return Task(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), cross_entropy)
 
 
 def make_transport() -> InProcessTransport:
@@ -52,30 +36,9 @@ def make_transport() -> InProcessTransport:
 
 
 def request_of(strategy: str, averaging: Averaging, *, metrics: bool) -> RoundRequest:
-    """A request of a plan with adaptive clipping to everyone."""
-    parameters = make_task().parameters()
-    layout = Layout.of(parameters)
-    groups = {
-        "flat": lambda: flat(layout, 0.2),
-        "per-layer": lambda: per_layer(layout, layers(layout), {"0": 0.05, "2": 0.3}),
-        "joint": lambda: joint(layout, 0.3, scales_by_dimension(layout)),
-    }[strategy]()
-    plan = TrainingPlan(
-        run="run",
-        population="people",
-        rounds=1,
-        layout=layout,
-        groups=groups,
-        noise_shares=(1.0 / len(groups),) * len(groups),
-        noise_multiplier=1.0,
-        sampling=PoissonSampling(len(SIZES), 1.0),
-        local=LocalTraining(0.1, batch_size=4, steps=3),
-        metrics=(metric("accuracy"), metric("examples", cap=10)) if metrics else (),
-        metrics_share=0.1 if metrics else 0.0,
-        adaptive=AdaptiveClipping(),
-        averaging=averaging,
-    )
-    return open_round(plan, initial_state(plan, parameters), 0, SeededEntropy(0))
+    asked = (metric("accuracy"), metric("examples", cap=10)) if metrics else ()
+    local = LocalTraining(0.1, batch_size=4, steps=3)
+    return request_to_all(len(SIZES), local, strategy, asked, averaging)
 
 
 def alone(transport: InProcessTransport, request: RoundRequest, user: int) -> np.ndarray:

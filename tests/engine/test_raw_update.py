@@ -8,35 +8,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from fedpriv.data.store import UserStore
 from fedpriv.engine.metrics import metric
-from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.federated.aggregate import add_up
-from fedpriv.federated.plan import TrainingPlan
-from fedpriv.federated.round import initial_state, open_round
 from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.losses import cross_entropy
-from fedpriv.privacy.adaptive import AdaptiveClipping
-from fedpriv.privacy.entropy import SeededEntropy
-from fedpriv.privacy.groups import flat, joint, layers, per_layer, scales_by_dimension
-from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.metrics import Metric
-from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.privacy.weights import Averaging, Weighting
+from tests.engine.everyone import make_task, request_to_all
 
 EXAMPLES = 7
 CAP = 10
 HOSTED = 5
 POPULATION = 8
-
-
-def make_task() -> Task:
-    torch.manual_seed(0)
-    return Task(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), cross_entropy)
 
 
 def one_user(examples: int = EXAMPLES) -> UserStore:
@@ -59,30 +45,15 @@ def request_of(
     weighted: bool = False,
     adaptive: bool = False,
 ) -> RoundRequest:
-    """A request to everyone."""
-    parameters = make_task().parameters()
-    layout = Layout.of(parameters)
-    groups = {
-        "flat": lambda: flat(layout, norm),
-        "per-layer": lambda: per_layer(layout, layers(layout), {"0": norm / 4, "2": norm * 1.5}),
-        "joint": lambda: joint(layout, norm, scales_by_dimension(layout)),
-    }[strategy]()
-    plan = TrainingPlan(
-        run="run",
-        population="people",
-        rounds=1,
-        layout=layout,
-        groups=groups,
-        noise_shares=(1.0 / len(groups),) * len(groups),
-        noise_multiplier=1.0,
-        sampling=PoissonSampling(POPULATION, 1.0),
-        local=LocalTraining(0.1, batch_size=4, epochs=2),
-        metrics=tuple(metrics),
-        metrics_share=0.1 if metrics else 0.0,
-        adaptive=AdaptiveClipping() if adaptive else None,
-        averaging=Averaging(Weighting(CAP), 30.0) if weighted else Averaging(),
+    return request_to_all(
+        POPULATION,
+        LocalTraining(0.1, batch_size=4, epochs=2),
+        strategy,
+        metrics,
+        Averaging(Weighting(CAP), 30.0) if weighted else Averaging(),
+        norm=norm,
+        adaptive=adaptive,
     )
-    return open_round(plan, initial_state(plan, parameters), 0, SeededEntropy(0))
 
 
 def collected(transport: InProcessTransport, request: RoundRequest) -> np.ndarray:
