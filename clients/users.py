@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.data.arrays import from_arrays, from_grouped
+from fedpriv.data.npz import read_npz
 from fedpriv.data.population import Population
 from fedpriv.data.store import UserStore
 from fedpriv.errors import DataError, FedprivError, InvalidValueError
@@ -85,13 +86,13 @@ def _one_file_each(folder: Path) -> UserStore:
         if path.suffix != ".npz" or not path.is_file():
             raise DataError(f"{path} is no .npz file; a folder of users holds one ID.npz per user")
     try:
-        return from_grouped((path.stem, _arrays(path)) for path in files)
+        return from_grouped((path.stem, read_npz(path)) for path in files)
     except DataError as error:
         raise DataError(f"{folder}: {error}") from error
 
 
 def _columns(path: Path) -> UserStore:
-    fields = _arrays(path)
+    fields = read_npz(path)
     if IDS not in fields:
         raise DataError(f"{path} has no field {IDS!r}, the id of each row's user")
     ids = fields.pop(IDS)
@@ -99,23 +100,6 @@ def _columns(path: Path) -> UserStore:
         return from_arrays(fields, ids)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
-
-
-def _arrays(path: Path) -> dict[str, NDArray[np.generic]]:
-    """Arrays of an .npz file by name."""
-    try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
-            arrays = dict(file.items())
-    # NumPy and zipfile raise half a dozen kinds of errors; a text of theirs may quote the content.
-    except Exception as error:
-        raise DataError(
-            f"{path} cannot be read ({type(error).__name__}); it must be an .npz file of arrays "
-            "of numbers or strings"
-        ) from error
-    for name, array in arrays.items():
-        if not isinstance(array, np.ndarray) or array.ndim == 0:
-            raise DataError(f"{name!r} in {path} is no array whose first axis is the rows")
-    return arrays
 
 
 def _from_function(path: str) -> UserStore:

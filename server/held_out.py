@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import numpy as np
-
 from fedpriv.config import Config
+from fedpriv.data.npz import read_npz
 from fedpriv.data.registry import load_population
 from fedpriv.errors import DataError
 from fedpriv.experiment import HeldOut
@@ -20,13 +19,8 @@ def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
     if section.held_out is None:
         return load_population(config.data.name, config.data.options).test
     path = Path(section.held_out)
-    try:
-        with path.open("rb") as content, np.load(content, allow_pickle=False) as file:
-            rows = {name: np.asarray(file[name]) for name in file.files}
-    except Exception as error:  # what zipfile, zlib and NumPy raise has no common class
-        reason = " ".join(str(error).split())
-        raise DataError(f"{path} cannot be read as an .npz file: {reason}") from error
-    counts = {array.shape[0] if array.ndim else 0 for array in rows.values()}
+    rows = read_npz(path)
+    counts = {len(array) for array in rows.values()}
     if len(counts) != 1 or 0 in counts:
         raise DataError(
             f"{path} holds fields with {sorted(counts)} rows; all need the same number, at least "

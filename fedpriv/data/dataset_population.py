@@ -43,47 +43,43 @@ def load_hugging_face(
     The field x of images, uint8 [rows, height, width] or [..., channels], becomes float32
     [rows, channels, height, width] in [0, 1].
 
-    The population's name holds a digest: of the users' ids, so that a user who gets another row
-    stays who it is; or, since users made of parts have no other identity, of all their rows.
+    The population's name holds a digest: of the ids of users whom a column names, of all rows of
+    those who have no identity but their rows.
 
     Args:
         train: users' rows, see `open_dataset` for what it may be.
         test: held-out rows, likewise, with the same columns.
         columns: as for `from_dataset`.
-        user_column: column of the user's id; what names users is preferred to a partitioner.
-        partitioner: see `partitioner_named`. Exactly one of the two must be given.
+        user_column: column of the user's id.
+        partitioner: see `partitioner_named`; exactly one of the two must be given.
         arguments: of the partitioner.
 
     Raises:
-        DataError: a dataset cannot be read, does not hold what is asked for, holds text in a
-            field, or a test row is of a user whose other rows train: what is measured on it
-            would be released beside the ledger.
+        DataError: a dataset cannot be read or does not hold what is asked for, a field is text,
+            or a test row is of an enrolled user: what is measured on it would be released beside
+            the ledger.
         InvalidValueError: a setting is out of range, missing, or would have no effect.
     """
     _check_columns(columns)
     rows, held_out = (
         open_dataset(check_text(name, path)) for name, path in (("train", train), ("test", test))
     )
-    match user_column, partitioner:
-        case str(), None if arguments is None:
-            store = from_dataset(rows, user_column, columns)
-            _check_apart(store, held_out, user_column)
-            how = f"{user_column}, {_digest_of_ids(store)}"
-        case None, str():
-            made = partitioner_named(partitioner, check_table("arguments", arguments))
-            store = from_partitioner(rows, made, columns)
-            how = f"{partitioner}, {_digest_of_rows(store)}"
-        case _:
-            raise InvalidValueError(
-                f"user_column is {user_column!r} and partitioner {partitioner!r}; exactly one must "
-                "be given, as text, and arguments with a partitioner only"
-            )
+    if isinstance(user_column, str) and partitioner is None and arguments is None:
+        store = from_dataset(rows, user_column, columns)
+        _check_apart(store, held_out, user_column)
+        how = f"{user_column}, {_digest_of_ids(store)}"
+    elif isinstance(partitioner, str) and user_column is None:
+        made = partitioner_named(partitioner, check_table("arguments", arguments))
+        store = from_partitioner(rows, made, columns)
+        how = f"{partitioner}, {_digest_of_rows(store)}"
+    else:
+        raise InvalidValueError(
+            f"user_column is {user_column!r} and partitioner {partitioner!r}; exactly one must be "
+            "given, as text, and arguments with a partitioner only"
+        )
     users = UserStore(_as_inputs(store.fields), store.offsets, store.user_ids)
-    return Population(
-        f"hugging-face: {users.population} users by {how}",
-        users,
-        _as_inputs(read_columns(held_out, columns)),
-    )
+    name = f"hugging-face: {users.population} users by {how}"
+    return Population(name, users, _as_inputs(read_columns(held_out, columns)))
 
 
 def load_redealt(

@@ -6,11 +6,11 @@ import os
 import struct
 import zlib
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpriv.data.npz import read_npz
 from fedpriv.errors import DataError
 
 TRAIN_IMAGES = "train-images-idx3-ubyte.gz"
@@ -100,14 +100,10 @@ def read_train_writers(folder: Path) -> NDArray[np.integer]:
     """
     derived, original = folder / WRITERS, folder / QMNIST_TRAIN_LABELS
     if derived.is_file():
-        try:
-            with derived.open("rb") as file, np.load(file) as arrays:
-                writers: NDArray[np.integer] = arrays["train_writer"]
-        except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
-            raise DataError(f"{derived} cannot be read: {error}") from error
-        if writers.ndim != 1 or writers.dtype.kind not in "iu":
-            raise DataError(f"train_writer in {derived} is not a list of integers")
-        return writers
+        writers = read_npz(derived).get("train_writer")
+        if writers is None or writers.ndim != 1 or writers.dtype.kind not in "iu":
+            raise DataError(f"{derived} holds no list of integers train_writer")
+        return writers.astype(np.int64)
     if not original.is_file():
         raise DataError(
             f"{WRITERS} and {QMNIST_TRAIN_LABELS} are absent from {folder}; {_QMNIST_SOURCE}"

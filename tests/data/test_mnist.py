@@ -144,8 +144,8 @@ def test_a_damaged_file_is_named(folder, name, content, message):
     ("arrays", "message"),
     [
         ({"train_writer": WRITERS[:5]}, "writers for 5 training images; there are 6"),
-        ({"train_writer": WRITERS.astype(float)}, "not a list of integers"),
-        ({"test_writer": WRITERS}, "cannot be read"),
+        ({"train_writer": WRITERS.astype(float)}, "no list of integers train_writer"),
+        ({"test_writer": WRITERS}, "no list of integers train_writer"),
     ],
 )
 def test_writers_that_do_not_fit_are_refused(folder, arrays, message):
