@@ -62,7 +62,8 @@ def load_hugging_face(
     """
     _check_columns(columns)
     rows, held_out = (
-        open_dataset(check_text(name, path)) for name, path in (("train", train), ("test", test))
+        open_dataset(check_text("train", train)),
+        open_dataset(check_text("test", test)),
     )
     if isinstance(user_column, str) and partitioner is None and arguments is None:
         store = from_dataset(rows, user_column, columns)
