@@ -1,21 +1,22 @@
 """Clipping and summing what the users of a chunk send: `Clipping.contribution` in torch."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 import torch
 
 from fedpriv.engine.task import TorchTensors
+from fedpriv.engine.updates import Updates, few_lanes
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import VectorGroup
 
 # Conversion to float64 goes through blocks of columns that fit a processor's cache, in memory that
 # is used again: on a CPU, fresh pages cost more than the arithmetic.
-_COLUMNS = 16_384
+_DOUBLES = 2**17
 
 
 def clipped_sum(
-    tensors: TorchTensors, clipping: Clipping, weights: torch.Tensor | None = None
+    updates: Updates, clipping: Clipping, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sum over users of their clipped contributions, in the units of the scaled tensors.
 
@@ -23,23 +24,31 @@ def clipped_sum(
     any component that is not finite contributes zero to all groups.
 
     Args:
-        tensors: [C, *shape], float32; users with NaN or inf may be zeroed **in place**. All of
-            the layout but the indicator.
+        updates: all of the layout but the indicator.
         clipping: how contributions are made.
         weights: [C] in [0, 1], read for weighted groups; None: all are 1.
 
     Returns:
-        [D] float64 on the device of the tensors.
+        [D] float64 on the device of the updates.
     """
+    device = next(iter(updates.values())).device
+    total = torch.zeros(clipping.layout.dimension, dtype=torch.float64, device=device)
+    for lanes, tensors in few_lanes(updates):
+        _add_clipped(total, tensors, clipping, None if weights is None else weights[lanes])
+    return total
+
+
+def _add_clipped(
+    total: torch.Tensor, tensors: TorchTensors, clipping: Clipping, weights: torch.Tensor | None
+) -> None:
+    """Add what some users contribute to total [D]; their tensors are whole, [C, *shape]."""
     layout = clipping.layout
     lanes = _flattened(tensors)
     norms = {name: _norms(lane) for name, lane in lanes.items()}
     # In float64 the squares of finite float32 numbers cannot overflow: not finite means NaN or inf.
     finite = torch.isfinite(torch.stack(list(norms.values()))).all(0)
-    if not bool(finite.all()):
-        for lane in lanes.values():
-            lane[~finite] = 0.0
-    total = torch.zeros(layout.dimension, dtype=torch.float64, device=finite.device)
+    if finite.is_cuda or not bool(finite.all()):  # asking a GPU would mean to wait for it
+        lanes = {name: lane.where(finite[:, None], 0.0) for name, lane in lanes.items()}
     lengths = _lengths(norms, sent(clipping))
     # Squares and roots of D terms are off by less than this share of the norm.
     margin = 1.0 - (layout.dimension + 16) * 2.0**-52
@@ -53,25 +62,27 @@ def clipped_sum(
         for tensor, scale in zip(group.tensors, group.scales, strict=True):
             _add(total[layout.slices[tensor]], factors / scale, lanes[tensor])
     if clipping.indicator is not None:
-        total[layout.slices[clipping.indicator.tensor]] = _halves(
+        total[layout.slices[clipping.indicator.tensor]] += _halves(
             [whole[name] for name in clipping.indicator.groups], finite
         )
-    return total
 
 
-def group_norms(tensors: TorchTensors, groups: Iterable[VectorGroup]) -> TorchTensors:
+def group_norms(updates: Updates, groups: Iterable[VectorGroup]) -> TorchTensors:
     """L2 norm of each user's scaled part of each group before clipping: name of group → [C].
 
     Float64; not finite where a component is not.
 
     Args:
-        tensors: [C, *shape], float32, at least those of the groups.
+        updates: at least those of the groups.
         groups: the groups.
     """
     asked = tuple(groups)
     named = {tensor for group in asked for tensor in group.tensors}
-    lanes = _flattened({name: tensor for name, tensor in tensors.items() if name in named})
-    return _lengths({name: _norms(lane) for name, lane in lanes.items()}, asked)
+    norms: dict[str, list[torch.Tensor]] = {name: [] for name in named}
+    for _, tensors in few_lanes({name: u for name, u in updates.items() if name in named}):
+        for name, lane in _flattened(tensors).items():
+            norms[name].append(_norms(lane))
+    return _lengths({name: torch.cat(parts) for name, parts in norms.items()}, asked)
 
 
 def sent(clipping: Clipping) -> tuple[VectorGroup, ...]:
@@ -80,7 +91,7 @@ def sent(clipping: Clipping) -> tuple[VectorGroup, ...]:
     return tuple(group for group in clipping.groups if group.tensors != written)
 
 
-def _flattened(tensors: Mapping[str, torch.Tensor]) -> TorchTensors:
+def _flattened(tensors: TorchTensors) -> TorchTensors:
     """Tensors [C, *shape] as [C, d]; a shape may be () and hold zeros."""
     return {name: t.reshape(len(t), prod(t.shape[1:])) for name, t in tensors.items()}
 
@@ -102,7 +113,7 @@ def _halves(whole: Sequence[torch.Tensor], finite: torch.Tensor) -> torch.Tensor
 def _add(total: torch.Tensor, factors: torch.Tensor, lanes: torch.Tensor) -> None:
     """Add factors [C] @ lanes [C, d] to total [d], in float64."""
     for columns, block in _blocks(lanes):
-        total[columns] += factors @ block
+        total[columns].addmv_(block.t(), factors)
 
 
 def _norms(lanes: torch.Tensor) -> torch.Tensor:
@@ -115,9 +126,10 @@ def _norms(lanes: torch.Tensor) -> torch.Tensor:
 def _blocks(lanes: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """Blocks of columns of [C, d] in float64, at least one, all in the same memory."""
     lane_count, dimension = lanes.shape
+    width = max(1, _DOUBLES // max(1, lane_count))
     buffer = torch.empty(
-        (lane_count, min(_COLUMNS, dimension)), dtype=torch.float64, device=lanes.device
+        (lane_count, min(width, dimension)), dtype=torch.float64, device=lanes.device
     )
-    for start in range(0, max(dimension, 1), _COLUMNS):
-        block = lanes[:, start : start + _COLUMNS]
-        yield slice(start, start + _COLUMNS), buffer[:, : block.shape[1]].copy_(block)
+    for start in range(0, max(dimension, 1), width):
+        block = lanes[:, start : start + width]
+        yield slice(start, start + width), buffer[:, : block.shape[1]].copy_(block)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fedpriv.engine.clipping import group_norms, sent
-from fedpriv.engine.task import TorchTensors
+from fedpriv.engine.updates import Updates
 from fedpriv.federated.transport import RoundRequest
 from fedpriv.privacy.contribution import Clipping
 
@@ -59,13 +59,11 @@ class ChunkDiagnostics:
     loss: float
 
 
-def diagnose_chunk(
-    tensors: TorchTensors, clipping: Clipping, losses: torch.Tensor
-) -> ChunkDiagnostics:
+def diagnose_chunk(tensors: Updates, clipping: Clipping, losses: torch.Tensor) -> ChunkDiagnostics:
     """Diagnostics of a chunk.
 
     Args:
-        tensors: [C, *shape], what its users send, before clipping.
+        tensors: what its users send, before clipping.
         clipping: how contributions are made.
         losses: [C] mean loss of each user's examples.
     """

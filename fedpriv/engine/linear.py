@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from fedpriv.engine.task import Task, TorchTensors
+from fedpriv.engine.updates import OuterProducts, Updates
 from fedpriv.federated.transport import LocalTraining
 
 
@@ -85,11 +86,11 @@ def train_linear_chunk(
     y: torch.Tensor,
     weights: torch.Tensor,
     local: LocalTraining,
-) -> TorchTensors:
+) -> Updates:
     """Train C users from the same parameters; arguments and result as of `train_chunk`."""
     lanes, steps, batch = weights.shape
     counts = weights.sum(2)  # [C, S]
-    traces = {name: _Trace(lanes, layer) for name, layer in linear.layers.items()}
+    traces = {name: _Trace(lanes, steps, layer) for name, layer in linear.layers.items()}
     coefficients = _Coefficients(torch.zeros_like(counts), torch.zeros_like(counts))
     handles = [
         layer.register_forward_hook(traces[name].corrected) for name, layer in linear.layers.items()
@@ -139,18 +140,22 @@ class _Trace:
 
     Attributes:
         lanes: number of users C.
+        steps: number of steps S.
         layer: the layer.
-        inputs: per step, [C, r, in].
-        gradients: per step, of each user's loss by the layer's outputs, [C, r, out].
-        scaled: the gradients of all steps times their coefficients, [C, R, out].
-        output: what the layer gave in the step in progress.
+        inputs: [C, S·r, in], rows of the steps so far.
+        gradients: [C, S·r, out], of each user's loss by the layer's outputs.
+        scaled: [C, n, out], the gradients so far times their coefficients.
+        rows: what the layer saw in the step in progress, [C, r, in].
+        output: what it gave.
     """
 
     lanes: int
+    steps: int
     layer: nn.Linear
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    gradients: list[torch.Tensor] = field(default_factory=list)
-    scaled: torch.Tensor | None = None
+    inputs: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    gradients: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    scaled: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, 0))
+    rows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     output: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     def corrected(
@@ -158,31 +163,44 @@ class _Trace:
     ) -> torch.Tensor:
         """Forward hook: from the shared weights' output to each user's own."""
         rows = inputs[0].reshape(self.lanes, -1, self.layer.in_features)
-        if self.scaled is not None:
-            products = rows @ torch.cat(self.inputs, 1).transpose(1, 2)
+        before = self.scaled.shape[1]
+        if before:
+            products = rows @ self.inputs[:, :before].transpose(1, 2)
             if self.layer.bias is not None:
                 products = products + 1.0
-            output = output + (products @ self.scaled).view_as(output)
+            own = output.view(self.lanes, -1, self.layer.out_features)
+            output = torch.baddbmm(own, products, self.scaled).view_as(output)
         if not output.requires_grad:  # nothing before this layer is trained
             output = output.detach().requires_grad_()
-        self.inputs.append(rows.detach())
-        self.output = output
+        self.rows, self.output = rows.detach(), output
         return output
 
     def append(self, gradient: torch.Tensor, position: torch.Tensor) -> None:
         """Take the step's gradients [C·r, out] and the coefficients [C, S] after the step."""
-        self.gradients.append(gradient.reshape(self.lanes, -1, self.layer.out_features))
-        self.scaled = torch.cat(
-            [g * position[:, s, None, None] for s, g in enumerate(self.gradients)], 1
-        )
+        rows = gradient.reshape(self.lanes, -1, self.layer.out_features)
+        before, count = self.scaled.shape[1], rows.shape[1]
+        after = before + count
+        if before == 0:
+            self.inputs = _room(self.rows, self.steps)
+            self.gradients = _room(rows, self.steps)
+        self.inputs[:, before:after], self.gradients[:, before:after] = self.rows, rows
+        of_rows = position.repeat_interleave(count, 1)[:, :after, None]
+        self.scaled = self.gradients[:, :after] * of_rows
 
-    def updates(self) -> TorchTensors:
+    def updates(self) -> Updates:
         """Each user's weights (and bias) minus the shared ones: [C, out, in], [C, out]."""
-        scaled = self.scaled if self.scaled is not None else torch.empty(0)
-        updates = {"weight": scaled.transpose(1, 2) @ torch.cat(self.inputs, 1)}
+        updates: dict[str, torch.Tensor | OuterProducts] = {
+            "weight": OuterProducts(self.scaled, self.inputs)
+        }
         if self.layer.bias is not None:
-            updates["bias"] = scaled.sum(1)
+            updates["bias"] = self.scaled.sum(1)
         return updates
+
+
+def _room(rows: torch.Tensor, steps: int) -> torch.Tensor:
+    """Memory for the rows [C, r, d] of all steps."""
+    lanes, count, width = rows.shape
+    return rows.new_empty((lanes, steps * count, width))
 
 
 @contextmanager

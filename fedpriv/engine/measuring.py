@@ -25,6 +25,7 @@ from fedpriv.engine.metric_kinds import (
 )
 from fedpriv.engine.normalisation import recorded_moments
 from fedpriv.engine.task import Task, TorchTensors
+from fedpriv.engine.updates import Updates
 from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.privacy.groups import VectorGroup
 from fedpriv.privacy.metrics import Metric
@@ -73,7 +74,7 @@ def user_metrics(
     tensors: Mapping[str, torch.Tensor],
     examples: Examples,
     metrics: Sequence[Metric],
-    updates: TorchTensors,
+    updates: Updates,
     groups: Sequence[VectorGroup],
 ) -> TorchTensors:
     """What users report beside their updates: name of tensor → value − centre, float32 [C, *shape].
@@ -83,7 +84,7 @@ def user_metrics(
         tensors: parameters at the start of the round, frozen parameters and buffers.
         examples: of the users.
         metrics: those asked for.
-        updates: [C, *shape] of the users, before they are clipped.
+        updates: of the users, before they are clipped.
         groups: vector groups of the round.
     """
     values: dict[str, torch.Tensor] = {}
@@ -175,9 +176,7 @@ def measured_group(metric: Metric) -> str | None:
     return group if separator and kind == UPDATE_NORMS else None
 
 
-def _norms_within(
-    metric: Metric, updates: TorchTensors, groups: Sequence[VectorGroup]
-) -> torch.Tensor:
+def _norms_within(metric: Metric, updates: Updates, groups: Sequence[VectorGroup]) -> torch.Tensor:
     """For each threshold 1 if the norm of a user's scaled part of a group is not above it."""
     (group,) = [group for group in groups if group.name == measured_group(metric)]
     (norms,) = group_norms(updates, [group]).values()

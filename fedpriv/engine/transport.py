@@ -26,6 +26,7 @@ from fedpriv.engine.schedule import schedule
 from fedpriv.engine.seeding import seeded
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task, TorchTensors
+from fedpriv.engine.updates import Updates, whole
 from fedpriv.errors import InvalidValueError
 from fedpriv.federated.transport import PartialSum, RoundRequest, Transport
 
@@ -122,7 +123,7 @@ class InProcessTransport(Transport):
         users = self._positions(request.users)
         if not np.any(self._sizes(users)):
             raise InvalidValueError("the user is not in the request, or has no examples")
-        tensors = self._sent(request, self._start(request), users)
+        tensors = whole(self._sent(request, self._start(request), users))
         (weight,) = request.weighting.of(self._sizes(users)).tolist()
         asked = request.clipping.indicator
         names = [n for n in request.clipping.layout.names if asked is None or n != asked.tensor]
@@ -169,29 +170,26 @@ class InProcessTransport(Transport):
         weights = torch.from_numpy(request.weighting.of(self._sizes(chunk)))
         return clipped_sum(tensors, request.clipping, weights).cpu().numpy(), diagnostics
 
-    def _sent(
-        self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64]
-    ) -> TorchTensors:
+    def _sent(self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64]) -> Updates:
         """Updates and metrics of the users of a chunk, before they are clipped."""
         updates = self._train(request, start, chunk)
         if not request.metrics:
             return updates
         examples = self._examples(request, chunk)
         given = (self._evaluated, start.tensors, examples, request.metrics)
-        return updates | user_metrics(*given, updates, request.clipping.groups)
+        return {**updates, **user_metrics(*given, updates, request.clipping.groups)}
 
-    def _train(
-        self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64]
-    ) -> TorchTensors:
+    def _train(self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64]) -> Updates:
         """Updates of the users of a chunk."""
         starts = self.users.offsets[chunk].tolist()
         sizes = self._sizes(chunk).tolist()
         enrolled = (chunk if self.hosted is None else self.hosted[chunk]).tolist()
         plan = schedule(enrolled, starts, sizes, request.local, request.local_key)
         shape = plan.rows.shape
-        fields = self.users.take(plan.rows)
+        # In memory the steps come first, so that a step is one piece of it.
+        fields = self.users.take(plan.rows.swapaxes(0, 1))
         x, y = (
-            torch.from_numpy(fields[name]).to(self.device)
+            torch.from_numpy(fields[name]).to(self.device).transpose(0, 1)
             for name in (self.task.inputs, self.task.targets)
         )
         weights = torch.from_numpy(plan.weights).to(self.device)

@@ -1,0 +1,63 @@
+"""What the users of a chunk learnt, before anybody clips it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fedpriv.engine.task import TorchTensors
+
+# Numbers of whole updates that exist at a time: what has left a processor's caches before it is
+# clipped costs more than the arithmetic.
+_NUMBERS = 2**19
+
+
+@dataclass(frozen=True)
+class OuterProducts:
+    """A matrix of each user, Σ_r left_r right_rᵀ, held as its factors.
+
+    Attributes:
+        left: [C, R, out].
+        right: [C, R, in].
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    def __getitem__(self, lanes: slice) -> torch.Tensor:
+        """The matrices of some users: [c, out, in]."""
+        return torch.bmm(self.left[lanes].transpose(1, 2), self.right[lanes])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the factors are."""
+        return self.left.device
+
+    @property
+    def numbers(self) -> int:
+        """Numbers in the matrix of one user."""
+        return self.left.shape[2] * self.right.shape[2]
+
+
+Updates = Mapping[str, torch.Tensor | OuterProducts]
+"""Name of tensor → [C, *shape], float32, whole or in factors."""
+
+
+def whole(updates: Updates, lanes: slice = slice(None)) -> TorchTensors:
+    """Tensors of some of the users of a chunk: [c, *shape]."""
+    return {name: update[lanes] for name, update in updates.items()}
+
+
+def few_lanes(updates: Updates) -> Iterator[tuple[slice, TorchTensors]]:
+    """A few users at a time, at least one: which, and their whole tensors [c, *shape]."""
+    users = len(next(iter(updates.values())))
+    numbers = sum(
+        u.numbers if isinstance(u, OuterProducts) else u.numel() // users for u in updates.values()
+    )
+    few = max(1, _NUMBERS // max(1, numbers))
+    for start in range(0, users, few):
+        lanes = slice(start, start + few)
+        yield lanes, whole(updates, lanes)
