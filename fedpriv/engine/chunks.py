@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedpriv.engine.layers import Layers
 from fedpriv.engine.schedule import steps_of
 from fedpriv.engine.task import Task
 from fedpriv.errors import InvalidValueError
@@ -15,6 +16,7 @@ from fedpriv.privacy.metrics import Metric
 
 _FLOAT = 4  # bytes
 _DOUBLE = 8
+_COPIES = 4  # parameters of a user: current, gradient, velocity, a temporary
 _COPIES_OF_METRICS = 2  # the vector and a temporary
 _COPIES_OF_ACTIVATIONS = 3  # forward, backward, and one temporary
 _PADDED_SHARE = 1.5  # examples of the largest user of a chunk over those of the smallest
@@ -26,7 +28,7 @@ def lane_bytes(
     examples: Mapping[str, npt.NDArray[np.generic]],
     local: LocalTraining,
     largest: int,
-    copies: int,
+    layers: Layers | None,
 ) -> int:
     """Estimate of the memory of one user in a chunk.
 
@@ -35,13 +37,18 @@ def lane_bytes(
         examples: at least one row of data, to measure the activations of an example.
         local: how a user trains.
         largest: number of examples of the largest user.
-        copies: how often the parameters of one user are held at once.
+        layers: of the task, where users train in layers.
     """
     activations, inputs = _numbers_per_example(task, examples)
     parameters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
-    batch = min(local.batch_size or largest, largest)
-    held = steps_of(largest, local) * batch * inputs
-    moving = batch * activations * _COPIES_OF_ACTIVATIONS + parameters * copies
+    batch, steps = min(local.batch_size or largest, largest), steps_of(largest, local)
+    factors = 0
+    if layers is not None:
+        for name, layer in layers.low_rank(steps, batch).items():
+            parameters -= sum(p.numel() for p in layer.parameters())
+            factors += layers.rows[name] * (layer.in_features + 2 * layer.out_features)
+    held = steps * batch * (inputs + factors)
+    moving = batch * activations * _COPIES_OF_ACTIVATIONS + parameters * _COPIES
     return _FLOAT * (held + moving)
 
 
@@ -67,10 +74,12 @@ def _numbers_per_example(
     """Numbers in all activations of an example, and in its inputs."""
     activations = 0
 
-    def measure(_layer: torch.nn.Module, _inputs: object, output: object) -> None:
+    def measure(layer: torch.nn.Module, _inputs: object, output: object) -> None:
         nonlocal activations
         if isinstance(output, torch.Tensor):
             activations += output.numel()
+            if isinstance(layer, torch.nn.Conv2d):  # what it sees is copied, patch by patch
+                activations += output[0, 0].numel() * layer.weight[0].numel()
 
     leaves = [layer for layer in task.model.modules() if not any(layer.children())]
     hooks = [layer.register_forward_hook(measure) for layer in leaves]

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.data.store import UserStore
+from fedpriv.engine.batches import Batches
 from fedpriv.engine.chunks import chunks, example_bytes, lane_bytes, lanes_within, metric_bytes
 from fedpriv.engine.clipping import clipped_sum
 from fedpriv.engine.diagnostics import (
@@ -18,7 +19,8 @@ from fedpriv.engine.diagnostics import (
     diagnose_chunk,
     diagnose_round,
 )
-from fedpriv.engine.linear import LinearLayers, linear_layers, train_linear_chunk
+from fedpriv.engine.layered import train_layers_chunk
+from fedpriv.engine.layers import Layers, layers_of
 from fedpriv.engine.local import train_chunk
 from fedpriv.engine.measuring import Examples, mean_losses, user_metrics
 from fedpriv.engine.metric_checks import check_metrics
@@ -31,8 +33,6 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.federated.transport import PartialSum, RoundRequest, Transport
 
 _log = logging.getLogger(__name__)
-_COPIES = 4  # parameters of a user in `train_chunk`: current, gradient, velocity, a temporary
-_COPIES_LINEAR = 2  # in `train_linear_chunk`: the update and a temporary
 
 
 def device_named(name: str) -> torch.device:
@@ -185,18 +185,14 @@ class InProcessTransport(Transport):
         sizes = self._sizes(chunk).tolist()
         enrolled = (chunk if self.hosted is None else self.hosted[chunk]).tolist()
         plan = schedule(enrolled, starts, sizes, request.local, request.local_key)
-        shape = plan.rows.shape
         # In memory the steps come first, so that a step is one piece of it.
         fields = self.users.take(plan.rows.swapaxes(0, 1))
-        x, y = (
-            torch.from_numpy(fields[name]).to(self.device).transpose(0, 1)
-            for name in (self.task.inputs, self.task.targets)
-        )
-        weights = torch.from_numpy(plan.weights).to(self.device)
+        x, y = fields[self.task.inputs], fields[self.task.targets]
+        batches = Batches.of(plan, x, y, self.device)
         with seeded(request.local_key, enrolled[0], self.device):
-            given = (self.task, start.parameters, start.constants, x, y, weights, request.local)
-            if self._linear is not None and self._linear.pays(shape[1] * shape[2]):
-                return train_linear_chunk(self._linear, *given)
+            given = (self.task, start.parameters, start.constants, batches, request.local)
+            if self._layers is not None:
+                return train_layers_chunk(self._layers, *given)
             return train_chunk(*given)
 
     def _positions(self, users: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -214,8 +210,8 @@ class InProcessTransport(Transport):
         return int(self.users.sizes.max())
 
     @cached_property
-    def _linear(self) -> LinearLayers | None:
-        return linear_layers(self.task, torch.from_numpy(self._blank[self.task.inputs]))
+    def _layers(self) -> Layers | None:
+        return layers_of(self.task, torch.from_numpy(self._blank[self.task.inputs]))
 
     @cached_property
     def _blank(self) -> Mapping[str, npt.NDArray[np.generic]]:
@@ -241,6 +237,5 @@ class InProcessTransport(Transport):
 
     def _lanes(self, request: RoundRequest) -> int:
         """How many users train at once."""
-        copies = _COPIES if self._linear is None else _COPIES_LINEAR
-        one = lane_bytes(self.task, self._blank, request.local, self._largest, copies)
+        one = lane_bytes(self.task, self._blank, request.local, self._largest, self._layers)
         return lanes_within(self.chunk_memory, one + metric_bytes(request.metrics))

@@ -1,0 +1,85 @@
+"""Gradient descent of many users at once."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from fedpriv.engine.task import TorchTensors
+from fedpriv.federated.transport import LocalTraining
+
+
+@dataclass(frozen=True)
+class Descent:
+    """Where C users are on their way from the same parameters.
+
+    A step works in the memory of the one before, as fresh memory costs more: only the newest
+    descent may be used.
+
+    Attributes:
+        start: shared parameters, which nobody writes to.
+        local: learning rate, momentum and proximal term.
+        current: parameters of each user, [C, *shape]; before the first step those of the start.
+        velocity: of each user, [C, *shape]; empty before the first step and without momentum.
+    """
+
+    start: TorchTensors
+    local: LocalTraining
+    current: TorchTensors
+    velocity: TorchTensors = field(default_factory=dict)
+
+    @classmethod
+    def begin(cls, start: TorchTensors, local: LocalTraining) -> "Descent":
+        """Before the first step."""
+        return cls(start, local, start)
+
+    @property
+    def begun(self) -> bool:
+        """Whether users may differ."""
+        return self.current is not self.start
+
+    def of_lanes(self, lanes: int) -> TorchTensors:
+        """Parameters of each of C users, [C, *shape], to differentiate by."""
+        return {
+            name: (p if self.begun else p.expand(lanes, *p.shape)).detach().requires_grad_()
+            for name, p in self.current.items()
+        }
+
+    def after(self, gradients: TorchTensors, active: torch.Tensor | None) -> "Descent":
+        """Take a step.
+
+        Args:
+            gradients: of each user, [C, *shape]; two may share memory, so none is written to.
+            active: [C] whether a user has a step, or None if all have.
+        """
+        directions = gradients
+        if self.begun and self.local.proximal:
+            directions = {
+                name: (self.current[name] - self.start[name]).mul_(self.local.proximal).add_(d)
+                for name, d in directions.items()
+            }
+        if self.local.momentum:
+            directions = {
+                name: self.velocity[name].mul_(self.local.momentum).add_(d)
+                if self.begun
+                else d.clone()
+                for name, d in directions.items()
+            }
+        current = {
+            name: self._stepped(name, d if active is None else _masked(d, active))
+            for name, d in directions.items()
+        }
+        return Descent(self.start, self.local, current, directions if self.local.momentum else {})
+
+    def updates(self) -> TorchTensors:
+        """Parameters of each user minus those at the start: [C, *shape]."""
+        return {name: end.sub_(self.start[name]) for name, end in self.current.items()}
+
+    def _stepped(self, name: str, direction: torch.Tensor) -> torch.Tensor:
+        if self.begun:
+            return self.current[name].sub_(direction, alpha=self.local.learning_rate)
+        return torch.sub(self.start[name], direction, alpha=self.local.learning_rate)
+
+
+def _masked(direction: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+    """A direction [C, *shape] that is zero for users who are not active [C]."""
+    return torch.where(active.view(-1, *[1] * (direction.dim() - 1)), direction, 0.0)

@@ -1,0 +1,128 @@
+"""Layers with weights for each of the users of a chunk.
+
+Each stands in for a layer of torch and has its parameters under the same names, but with an axis
+in front, one slice for each of C users. Its input holds the examples of all users side by side,
+[C·B, …]; each user's go through that user's slice, in one batched matrix product.
+"""
+
+from math import prod
+
+import torch
+from torch import nn
+
+from fedpriv.engine.patches import Window, patches
+from fedpriv.errors import ModelError
+
+
+class LanesLinear(nn.Module):
+    """`torch.nn.Linear`."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[C·B, …, in] → [C·B, …, out]."""
+        return _product(x, self.weight.transpose(1, 2), self.bias)
+
+
+class LanesConv2d(nn.Module):
+    """`torch.nn.Conv2d` in one group; images lie channels last in memory, which is faster."""
+
+    def __init__(self, layer: nn.Conv2d) -> None:
+        super().__init__()
+        if isinstance(layer.padding, str) or layer.padding_mode != "zeros" or layer.groups != 1:
+            raise ModelError("only a convolution in one group with zeros around can be a product")
+        (kh, kw), (sh, sw) = layer.kernel_size, layer.stride
+        (ph, pw), (dh, dw) = layer.padding, layer.dilation
+        self.window = Window((kh, kw), (sh, sw), (ph, pw), (dh, dw))
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[C·B, in, height, width] → [C·B, out, rows, columns]."""
+        weight = self.weight.permute(0, 3, 4, 2, 1).flatten(1, 3)
+        seen = patches(x.permute(0, 2, 3, 1), self.window)
+        return _product(seen, weight, self.bias).permute(0, 3, 1, 2)
+
+
+class LanesEmbedding(nn.Module):
+    """`torch.nn.Embedding`."""
+
+    def __init__(self, layer: nn.Embedding) -> None:
+        super().__init__()
+        self.weight, self.padding = layer.weight, layer.padding_idx
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[C·B, …] numbers of words → [C·B, …, d]."""
+        lanes, _, width = self.weight.shape
+        # Unlike a sum of offsets and numbers, this cannot reach into another user's slice.
+        words = x.reshape(lanes, -1, 1).expand(-1, -1, width)
+        y = self.weight.gather(1, words).view(*x.shape, width)
+        if self.padding is not None:
+            y = torch.where((x == self.padding)[..., None], y.detach(), y)
+        return y
+
+
+class LanesAffine(nn.Module):
+    """A normalisation with weight and bias: the layer without them, then each user's own.
+
+    Args:
+        weight: of the layer.
+        bias: of the layer.
+        bare: the layer without weight and bias.
+        channels_first: whether weights are of the axis after the first, and not of the last ones.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        bare: nn.Module,
+        *,
+        channels_first: bool,
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.bare, self.channels_first = bare, channels_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[C·B, …] → same shape."""
+        x = self.bare(x)
+        lanes, *shape = self.weight.shape
+        rest = x.dim() - 1 - len(shape)
+        inner = (*shape, *[1] * rest) if self.channels_first else (*[1] * rest, *shape)
+        y = x.view(lanes, -1, *x.shape[1:]) * self.weight.view(lanes, 1, *inner)
+        if self.bias is not None:
+            y = y + self.bias.view(lanes, 1, *inner)
+        return y.view_as(x)
+
+
+def stand_in(layer: nn.Module) -> nn.Module:
+    """The layer with weights for each user.
+
+    Raises:
+        ModelError: there is no such.
+    """
+    kind = type(layer)  # a subclass may do something else
+    if isinstance(layer, nn.Linear) and kind is nn.Linear:
+        return LanesLinear(layer)
+    if isinstance(layer, nn.Conv2d) and kind is nn.Conv2d:
+        return LanesConv2d(layer)
+    if isinstance(layer, nn.Embedding) and kind is nn.Embedding and layer.max_norm is None:
+        return LanesEmbedding(layer)
+    if isinstance(layer, nn.GroupNorm) and kind is nn.GroupNorm:
+        bare = nn.GroupNorm(layer.num_groups, layer.num_channels, layer.eps, affine=False)
+        return LanesAffine(layer.weight, layer.bias, bare, channels_first=True)
+    if isinstance(layer, nn.LayerNorm) and kind is nn.LayerNorm:
+        shape = list(layer.normalized_shape)
+        plain = nn.LayerNorm(shape, layer.eps, elementwise_affine=False)
+        return LanesAffine(layer.weight, layer.bias, plain, channels_first=False)
+    raise ModelError(f"a layer of type {kind.__name__} cannot have weights for each user")
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Rows [C·B, …, in] times weights [C, in, out], plus biases [C, out]: [C·B, …, out]."""
+    lanes, width, _ = weight.shape
+    rows = x.reshape(lanes, prod(x.shape[:-1]) // lanes, width)
+    y = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias[:, None], rows, weight)
+    return y.view(*x.shape[:-1], -1)

@@ -1,0 +1,327 @@
+"""Models that train in layers: which they are, and that each user gets what it would get alone."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from fedpriv.engine import layers as module
+from fedpriv.engine.batches import Batches
+from fedpriv.engine.layered import train_layers_chunk
+from fedpriv.engine.layers import layers_of
+from fedpriv.engine.local import train_chunk
+from fedpriv.engine.schedule import schedule
+from fedpriv.engine.task import Task, TorchTensors
+from fedpriv.engine.updates import OuterProducts, Updates, whole
+from fedpriv.federated.transport import LocalTraining
+from fedpriv.losses import cross_entropy
+from fedpriv.models import cnn, mlp, softmax_regression
+
+KEY = bytes(range(32))
+CPU = torch.device("cpu")
+WORDS = 7
+
+
+class Reused(nn.Module):
+    """Calls one layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(6, 6, bias=False)
+        self.two = nn.Linear(6, 6, bias=False)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.tanh(self.one(x)))
+
+
+class Borrowed(nn.Module):
+    """Uses a layer's weight without calling the layer, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(self.words(x).mean(1), self.words.weight)
+
+
+class Captured(nn.Module):
+    """Calls its layer through a function that no copy of the model takes along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        layer = self.layer
+        self.call = lambda x: torch.tanh(layer(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x)
+
+
+class Branches(nn.Module):
+    """Adds two layers, whose biases then have one and the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) + self.two(x)
+
+
+class Language(nn.Module):
+    """Words [B, L] → scores [B, 5, L]: embedding, normalisation, linear layers over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 6, padding_idx=2)
+        self.norm = nn.LayerNorm(6)
+        self.one, self.two = nn.Linear(6, 9), nn.Linear(9, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.relu(self.one(self.norm(self.words(x))))).transpose(1, 2)
+
+
+def images() -> nn.Module:
+    """[B, 2, 9, 7] through all that a convolution can do."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 2), bias=False),
+        nn.GroupNorm(2, 4),
+        nn.Tanh(),
+        nn.MaxPool2d(2, stride=1),
+        nn.Conv2d(4, 3, 2, dilation=(1, 2)),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.LazyLinear(5),
+    )
+
+
+def built(model: nn.Module, example: torch.Tensor) -> nn.Module:
+    model(example)
+    return model
+
+
+def half_frozen() -> nn.Module:
+    layer = nn.Linear(6, 3)
+    layer.bias.requires_grad_(requires_grad=False)
+    return layer
+
+
+def frozen_trunk() -> nn.Module:
+    trunk = nn.Conv1d(1, 2, 3)
+    trunk.requires_grad_(requires_grad=False)
+    return nn.Sequential(nn.Unflatten(1, (1, 6)), trunk, nn.Flatten(), nn.Linear(8, 3))
+
+
+SIX, IMAGE = torch.zeros(1, 6), torch.zeros(1, 2, 9, 7)
+SENTENCE = torch.zeros(1, 4, dtype=torch.int64)
+KINDS = {
+    "bare": (lambda: nn.Linear(6, 3), SIX, {"": 1}),
+    "frozen": (frozen_trunk, SIX, {"3": 1}),
+    "language": (Language, SENTENCE, {"one": 4, "two": 4}),
+    "images": (lambda: built(images(), IMAGE), IMAGE, {"7": 1}),
+    "reused": (Reused, SIX, {}),
+    "tied": (Tied, SIX, {}),
+    "branches": (Branches, SIX, {"one": 1, "two": 1}),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "rows"),
+    [
+        (mlp(), torch.zeros(1, 1, 28, 28), {"1": 1, "3": 1}),
+        (softmax_regression(), torch.zeros(1, 64), {"1": 1}),
+        (cnn(), torch.zeros(1, 1, 28, 28), {"7": 1, "9": 1}),
+        *((make(), example, rows) for make, example, rows in KINDS.values()),
+        (half_frozen(), SIX, None),
+        (Borrowed(), SENTENCE, None),
+        (Captured(), SIX, None),
+        (nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3)), SIX, None),
+        (nn.Conv2d(2, 2, 3, groups=2), IMAGE, None),
+        (nn.Conv2d(2, 2, 3, padding="same"), IMAGE, None),
+        (nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), IMAGE, None),
+        (nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), SIX, None),
+        (nn.Embedding(9, 4, max_norm=1.0), SENTENCE, None),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)), SIX, None),
+    ],
+)
+def test_models_that_only_call_known_layers_qualify(
+    model: nn.Module, example: torch.Tensor, rows: dict[str, int] | None
+) -> None:
+    found = layers_of(Task(model, cross_entropy), example)
+    assert (found.rows if found else None) == rows
+    if found:
+        assert set(found.trained) >= set(found.rows)
+
+
+def test_corrections_pay_while_users_have_few_examples() -> None:
+    layers = layers_of(Task(mlp(), cross_entropy), torch.zeros(1, 1, 28, 28))
+    assert layers is not None
+    assert list(layers.low_rank(5, 10)) == ["1"]
+    assert list(layers.low_rank(1, 4)) == ["1", "3"]
+    assert not layers.low_rank(500, 10)
+
+
+def task_of(kind: str) -> tuple[Task, torch.Tensor]:
+    make, example, _ = KINDS[kind]
+    torch.manual_seed(0)
+    return Task(make(), cross_entropy), example
+
+
+def batches_of(
+    example: torch.Tensor, sizes: list[int], local: LocalTraining, *, positions: bool
+) -> Batches:
+    """Random users, user i with sizes[i] examples."""
+    rng, rows = np.random.default_rng(0), sum(sizes)
+    shape = (rows, *example.shape[1:])
+    floats = example.is_floating_point()
+    x = rng.standard_normal(shape).astype(np.float32) if floats else rng.integers(0, WORDS, shape)
+    y = rng.integers(0, 3, shape[:2] if positions else rows)
+    starts = (np.cumsum(sizes) - sizes).tolist()
+    plan = schedule(list(range(len(sizes))), starts, sizes, local, KEY)
+    taken = plan.rows.swapaxes(0, 1)
+    return Batches.of(plan, x[taken], y[taken], CPU)
+
+
+def trained_in_layers(
+    task: Task, example: torch.Tensor, batches: Batches, local: LocalTraining, touches: float
+) -> Updates:
+    layers = layers_of(task, example)
+    assert layers is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_TOUCHES", touches)
+        start = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
+        return train_layers_chunk(layers, task, start, task.constants(CPU), batches, local)
+
+
+def one_at_a_time(task: Task, batches: Batches, local: LocalTraining) -> TorchTensors:
+    """Updates of a plain loop: torch.optim.SGD on a copy of the model for each user."""
+    updates: dict[str, list[torch.Tensor]] = {name: [] for name in task.parameters()}
+    for user in range(batches.shape[0]):
+        model = copy.deepcopy(task.model)
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        start = {n: p.detach().clone() for n, p in trained.items()}
+        rate, momentum = local.learning_rate, local.momentum
+        optimizer = torch.optim.SGD(trained.values(), lr=rate, momentum=momentum)
+        for step in range(len(batches.full)):
+            real = batches.weights[user, step] > 0
+            if not real.any():
+                break
+            optimizer.zero_grad()
+            losses = task.losses_of(model(batches.x[user, step][real]), batches.y[user, step][real])
+            drift = sum(((p - start[n]) ** 2).sum() for n, p in trained.items())
+            (losses.mean() + local.proximal / 2 * drift).backward()
+            optimizer.step()
+        for name, parameter in trained.items():
+            updates[name].append(parameter.detach() - start[name])
+    return {name: torch.stack(of_users) for name, of_users in updates.items()}
+
+
+def assert_equal(found: Updates, expected: TorchTensors) -> None:
+    assert list(found) == list(expected)
+    for name, update in whole(found).items():
+        assert update.shape == expected[name].shape
+        # Sums of a few hundred products of numbers near 1, in another order.
+        scale = max(1.0, float(expected[name].abs().max()))
+        np.testing.assert_allclose(update, expected[name], atol=1e-5 * scale, err_msg=name)
+
+
+LOCALS = [
+    LocalTraining(0.1, batch_size=3, epochs=2),
+    LocalTraining(0.1, batch_size=3, steps=5, momentum=0.9, proximal=0.5),
+    LocalTraining(0.5, steps=1),
+    LocalTraining(0.1, batch_size=1, epochs=1, momentum=0.5),
+]
+
+
+@pytest.mark.parametrize("touches", [0, 10**9], ids=["weights", "corrections"])
+@pytest.mark.parametrize("local", LOCALS, ids=["epochs", "steps", "one", "singles"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_equals_one_user_at_a_time(kind: str, local: LocalTraining, touches: float) -> None:
+    task, example = task_of(kind)
+    batches = batches_of(example, [5, 1, 7, 4], local, positions=kind == "language")
+    found = trained_in_layers(task, example, batches, local, touches)
+    expected = one_at_a_time(task, batches, local)
+    assert all(float(update.abs().max()) > 1e-3 for update in expected.values())
+    assert_equal(found, expected)
+    assert any(isinstance(u, OuterProducts) for u in found.values()) == bool(
+        touches and KINDS[kind][2]
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from(sorted(KINDS)),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.sampled_from([0.0, 0.9]),
+    st.sampled_from([0.0, 0.3]),
+    st.sampled_from([0, 3, 10**9]),
+)
+def test_equals_training_whatever_the_model_is_made_of(
+    kind: str,
+    sizes: list[int],
+    batch: int,
+    steps: int,
+    momentum: float,
+    proximal: float,
+    touches: float,
+) -> None:
+    local = LocalTraining(0.1, batch_size=batch, steps=steps, momentum=momentum, proximal=proximal)
+    task, example = task_of(kind)
+    batches = batches_of(example, sizes, local, positions=kind == "language")
+    start = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
+    expected = train_chunk(task, start, task.constants(CPU), batches, local)
+    assert_equal(trained_in_layers(task, example, batches, local, touches), expected)
+
+
+def test_the_model_and_its_parameters_stay_as_they_are() -> None:
+    for kind in KINDS:
+        task, example = task_of(kind)
+        before, layers = task.parameters(), dict(task.model.named_modules())
+        local = LOCALS[1]
+        batches = batches_of(example, [5, 2], local, positions=kind == "language")
+        trained_in_layers(task, example, batches, local, 10)
+        assert dict(task.model.named_modules()) == layers
+        for name, parameter in task.parameters().items():
+            np.testing.assert_array_equal(parameter, before[name])
+
+
+@pytest.mark.parametrize("word", [-1, WORDS])
+def test_a_word_out_of_range_reaches_nobody_elses_weights(word: int) -> None:
+    task, example = task_of("language")
+    batches = batches_of(example, [3, 3], LOCALS[0], positions=True)
+    batches.x[0, 0, 0, 0] = word
+    with pytest.raises((RuntimeError, IndexError)):
+        trained_in_layers(task, example, batches, LOCALS[0], 0)
+
+
+@pytest.mark.parametrize("touches", [0, 10**9])
+def test_a_user_with_bad_data_changes_nobody_else(touches: float) -> None:
+    for kind in ("images", "frozen", "branches"):
+        task, example = task_of(kind)
+        batches = batches_of(example, [5, 4, 6], LOCALS[0], positions=False)
+        good = whole(trained_in_layers(task, example, batches, LOCALS[0], touches))
+        batches.x[1] = torch.nan
+        bad = whole(trained_in_layers(task, example, batches, LOCALS[0], touches))
+        assert not all(torch.isfinite(update[1]).all() for update in bad.values())
+        for name, update in bad.items():
+            np.testing.assert_array_equal(update[::2].numpy(), good[name][::2].numpy())
