@@ -13,6 +13,7 @@ from fedpriv.privacy.groups import VectorGroup
 # Conversion to float64 goes through blocks of columns that fit a processor's cache, in memory that
 # is used again: on a CPU, fresh pages cost more than the arithmetic.
 _DOUBLES = 2**17
+_DOUBLES_CUDA = 2**26
 
 
 def clipped_sum(
@@ -126,7 +127,8 @@ def _norms(lanes: torch.Tensor) -> torch.Tensor:
 def _blocks(lanes: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """Blocks of columns of [C, d] in float64, at least one, all in the same memory."""
     lane_count, dimension = lanes.shape
-    width = max(1, _DOUBLES // max(1, lane_count))
+    most = _DOUBLES_CUDA if lanes.is_cuda else _DOUBLES
+    width = max(1, most // max(1, lane_count))
     buffer = torch.empty(
         (lane_count, min(width, dimension)), dtype=torch.float64, device=lanes.device
     )

@@ -15,7 +15,7 @@ from fedpriv.engine.lanes import stand_in
 from fedpriv.engine.task import Task
 from fedpriv.errors import ModelError
 
-_TOUCHES = 10  # multiplications in the time that it takes to read and write a weight in memory
+_TOUCHES = 40  # multiplications in the time that it takes to change a weight in memory
 _TOLERANCE = 1e-4
 
 

@@ -86,16 +86,16 @@ class InProcessTransport(Transport):
             InvalidValueError: a metric is unknown or does not fit.
             ModelError: a metric cannot be computed on a row of zeros.
         """
-        start = self._start(request)
-        users = self._positions(request.users)
-        sizes, lanes = self._sizes(users), self._lanes(request)
         seen: list[ChunkDiagnostics] = []
-        for number, chunk in enumerate(chunks(users, sizes, request.local, lanes)):
-            for partial, diagnostics in self._collect_chunk(
-                request, start, chunk, f"chunk {number}"
-            ):
-                seen.extend(diagnostics)
-                yield partial
+        # One behind: a GPU works on the next chunk while the sum of the last one is awaited.
+        last: _ChunkSum | None = None
+        for chunk in self._sums(request):
+            seen.extend(chunk.diagnostics)
+            if last is not None:
+                yield last.partial
+            last = chunk
+        if last is not None:
+            yield last.partial
         if self.observer is not None:
             self.observer(diagnose_round(request, seen))
 
@@ -134,16 +134,18 @@ class InProcessTransport(Transport):
             check_metrics(self.task, request.metrics, request.clipping, self._blank)
         return Start.of(request, self._constants, self.device)
 
-    def _collect_chunk(
-        self,
-        request: RoundRequest,
-        start: Start,
-        chunk: npt.NDArray[np.int64],
-        node: str,
-    ) -> Iterator[tuple[PartialSum, tuple[ChunkDiagnostics, ...]]]:
+    def _sums(self, request: RoundRequest) -> Iterator["_ChunkSum"]:
+        start = self._start(request)
+        users = self._positions(request.users)
+        sizes, lanes = self._sizes(users), self._lanes(request)
+        for number, chunk in enumerate(chunks(users, sizes, request.local, lanes)):
+            yield from self._sums_of_chunk(request, start, chunk, f"chunk {number}")
+
+    def _sums_of_chunk(
+        self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64], node: str
+    ) -> Iterator["_ChunkSum"]:
         try:
-            total, diagnostics = self._contribute(request, start, chunk)
-            weight = float(request.weighting.of(self._sizes(chunk)).sum())
+            found = self._contribute(request, start, chunk, node)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -152,23 +154,24 @@ class InProcessTransport(Transport):
                 _log.warning("a user counts as zero: training raised %s", type(error).__name__)
                 return
             for lane in range(len(chunk)):
-                yield from self._collect_chunk(
-                    request, start, chunk[lane : lane + 1], f"{node}, lane {lane}"
-                )
+                one = chunk[lane : lane + 1]
+                yield from self._sums_of_chunk(request, start, one, f"{node}, lane {lane}")
         else:
-            yield PartialSum(node, len(chunk), total, weight), diagnostics
+            yield found
 
     def _contribute(
-        self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.float64], tuple[ChunkDiagnostics, ...]]:
+        self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64], node: str
+    ) -> "_ChunkSum":
         """Sum of what the users of a chunk contribute, and what an observer is told of them."""
         tensors = self._sent(request, start, chunk)
         diagnostics: tuple[ChunkDiagnostics, ...] = ()
         if self.observer is not None:
             losses = mean_losses(self._evaluated, start.tensors, self._examples(request, chunk))
             diagnostics = (diagnose_chunk(tensors, request.clipping, losses),)
-        weights = torch.from_numpy(request.weighting.of(self._sizes(chunk)))
-        return clipped_sum(tensors, request.clipping, weights).cpu().numpy(), diagnostics
+        shares = request.weighting.of(self._sizes(chunk))
+        weights = torch.from_numpy(shares).to(self.device, non_blocking=True)
+        total = clipped_sum(tensors, request.clipping, weights)
+        return _ChunkSum(node, len(chunk), total, float(shares.sum()), diagnostics)
 
     def _sent(self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64]) -> Updates:
         """Updates and metrics of the users of a chunk, before they are clipped."""
@@ -239,3 +242,19 @@ class InProcessTransport(Transport):
         """How many users train at once."""
         one = lane_bytes(self.task, self._blank, request.local, self._largest, self._layers)
         return lanes_within(self.chunk_memory, one + metric_bytes(request.metrics))
+
+
+@dataclass(frozen=True)
+class _ChunkSum:
+    """A partial sum that the device may still be working on; attributes as of `PartialSum`."""
+
+    node: str
+    users: int
+    total: torch.Tensor
+    weight: float
+    diagnostics: tuple[ChunkDiagnostics, ...]
+
+    @property
+    def partial(self) -> PartialSum:
+        """The partial sum, once the device is ready."""
+        return PartialSum(self.node, self.users, self.total.cpu().numpy(), self.weight)

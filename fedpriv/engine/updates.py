@@ -7,9 +7,10 @@ import torch
 
 from fedpriv.engine.task import TorchTensors
 
-# Numbers of whole updates that exist at a time: what has left a processor's caches before it is
-# clipped costs more than the arithmetic.
+# Numbers of whole updates that exist at a time. What has left a processor's caches before it is
+# clipped costs more than the arithmetic; a GPU needs more to be busy.
 _NUMBERS = 2**19
+_NUMBERS_CUDA = 2**26
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,12 @@ def whole(updates: Updates, lanes: slice = slice(None)) -> TorchTensors:
 
 def few_lanes(updates: Updates) -> Iterator[tuple[slice, TorchTensors]]:
     """A few users at a time, at least one: which, and their whole tensors [c, *shape]."""
-    users = len(next(iter(updates.values())))
+    first = next(iter(updates.values()))
+    users, most = len(first), _NUMBERS_CUDA if first.device.type == "cuda" else _NUMBERS
     numbers = sum(
         u.numbers if isinstance(u, OuterProducts) else u.numel() // users for u in updates.values()
     )
-    few = max(1, _NUMBERS // max(1, numbers))
+    few = max(1, most // max(1, numbers))
     for start in range(0, users, few):
         lanes = slice(start, start + few)
         yield lanes, whole(updates, lanes)

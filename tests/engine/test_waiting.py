@@ -1,0 +1,75 @@
+"""Training a chunk never asks the device for a number, which would make a GPU's host wait."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedpriv.data.store import UserStore
+from fedpriv.engine.task import Task
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.federated.transport import LocalTraining, RoundRequest
+from fedpriv.losses import cross_entropy
+from fedpriv.privacy.contribution import Clipping
+from fedpriv.privacy.groups import flat
+from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.weights import Weighting
+
+SIZES = [3, 9, 4, 4]
+# What reads numbers of a tensor, or has a result whose shape depends on them.
+WAITS = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select")
+
+
+class Asked(TorchDispatchMode):
+    """Keeps the names of the operations that would wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.operations += 1
+        name = func.overloadpacket.__name__
+        if name in WAITS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+MODELS = {
+    "layers": lambda: nn.Sequential(
+        nn.Conv2d(1, 3, 2), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(27, 300), nn.Linear(300, 3)
+    ),
+    "any": lambda: nn.Sequential(
+        nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(27, 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(MODELS))
+def test_a_chunk_asks_once_on_a_cpu_and_never_on_a_gpu(kind: str) -> None:
+    rng, rows = np.random.default_rng(0), sum(SIZES)
+    x, y = rng.standard_normal((rows, 1, 4, 4)).astype(np.float32), rng.integers(0, 3, rows)
+    users = UserStore({"x": x, "y": y}, np.concatenate([[0], np.cumsum(SIZES)]))
+    task = Task(MODELS[kind](), cross_entropy)
+    layout = Layout.of(task.parameters())
+    groups = flat(layout, 0.1)
+    request = RoundRequest(
+        "run",
+        0,
+        0,
+        task.parameters(),
+        Clipping(layout, groups, weighted=("update",)),
+        LocalTraining(0.1, batch_size=2, epochs=1, momentum=0.5, proximal=0.1),
+        np.arange(len(SIZES)),
+        bytes(32),
+        weighting=Weighting(5),
+    )
+    transport = InProcessTransport(task, users, torch.device("cpu"), 10**7)
+    chunks = len(list(transport.collect(request)))  # what is measured once is known from here on
+    with Asked() as asked:
+        assert len(list(transport.collect(request))) == chunks
+    assert asked.operations > 100
+    # Whether all are finite, for the few users clipped together: on a GPU nobody asks.
+    assert asked.names == ["_local_scalar_dense"] * chunks
