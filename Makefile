@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: simulate federation test test-slow lint format bench proto clean
+.PHONY: simulate federation test test-slow lint format bench bench-rivals proto clean
 
 simulate: .venv/installed
 	$(BIN)/fedpriv simulate simulations/digits.toml
@@ -32,13 +32,17 @@ bench: .venv/installed-test
 	$(BIN)/python -m simulations.accounting_speed
 	$(BIN)/python -m simulations.federation_load
 
+# Beside pfl, Flower on Ray and Opacus, which are installed apart from all else.
+bench-rivals: .venv-rivals/installed
+	.venv-rivals/bin/python -m simulations.benchmarks.compare
+
 # The messages between server and nodes; a test compares what this makes with what is committed.
 proto: .venv/installed-test
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
 		fedpriv/wire/federation.proto
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-rivals
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -49,4 +53,13 @@ clean:
 
 .venv/installed-test: .venv/installed
 	PYTHONWARNINGS="ignore:Editable" $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+RIVALS := --constraint simulations/benchmarks/constraints.txt
+.venv-rivals/installed: pyproject.toml simulations/benchmarks/constraints.txt
+	$(PYTHON) -m venv .venv-rivals
+	.venv-rivals/bin/python -m pip install --quiet --upgrade $(RIVALS) pip
+	.venv-rivals/bin/python -m pip install --quiet $(RIVALS) torch==2.13.0
+	PYTHONWARNINGS="ignore:Editable" .venv-rivals/bin/python -m pip install --quiet $(RIVALS) \
+		--editable '.[flower]' 'pfl[pytorch]' opacus
 	touch $@

@@ -1,0 +1,113 @@
+"""What a contestant is, and the two that need no other library: our engine and a plain loop."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedpriv.data.store import UserStore
+from fedpriv.engine import InProcessTransport, Task
+from fedpriv.federated.transport import LocalTraining, RoundRequest
+from fedpriv.losses import cross_entropy
+from fedpriv.privacy.contribution import Clipping
+from fedpriv.privacy.groups import flat
+from fedpriv.privacy.layout import Layout
+from fedpriv.sections import EngineSection
+from simulations.benchmarks.works import Work, clipped, flattened, sgd
+
+CEILING = "products"
+"""Name of the contestant that only multiplies matrices."""
+_SIDE, _PRODUCTS = 1024, 50
+PRODUCTS_FLOPS = _PRODUCTS * 2.0 * _SIDE**3
+"""Floating-point operations in a turn of `products`."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is asked of a contestant.
+
+    Attributes:
+        users: how many; the first ones.
+        local: how each trains.
+    """
+
+    users: int
+    local: LocalTraining
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of a turn.
+
+    Attributes:
+        seconds: it took.
+        total: the sum of clipped updates [D].
+    """
+
+    seconds: float
+    total: NDArray[np.float64]
+
+
+Train: TypeAlias = Callable[[Turn], NDArray[np.float64]]
+"""Trains the users of a turn and returns the sum of their clipped updates [D]."""
+
+Contestant: TypeAlias = Callable[[Work, torch.device, Callable[[Train], None]], None]
+"""Prepares for a work on a device, and lets itself be used for as long as the call takes."""
+
+
+def fedpriv(work: Work, device: torch.device, use: Callable[[Train], None]) -> None:
+    """Our engine, through its transport, with settings as `fedpriv simulate` has them."""
+    store = UserStore({"x": work.x.numpy(), "y": work.y.numpy()}, work.offsets)
+    task = Task(work.build(), cross_entropy)
+    memory = EngineSection().chunk_mebibytes * 2**20
+    transport = InProcessTransport(task, store, device, memory)
+    parameters = task.parameters()
+    layout = Layout.of(parameters)
+    clipping = Clipping(layout, flat(layout, work.clipping_norm))
+
+    def train(turn: Turn) -> NDArray[np.float64]:
+        users = np.arange(turn.users)
+        request = RoundRequest(
+            "benchmark", 0, 0, parameters, clipping, turn.local, users, local_key=bytes(32)
+        )
+        total = np.zeros(layout.dimension)
+        for partial in transport.collect(request):
+            total += partial.total
+        return total
+
+    use(train)
+
+
+def plain(work: Work, device: torch.device, use: Callable[[Train], None]) -> None:
+    """The loop that one would write: SGD on a user's batches, clip, add, start again."""
+    model = work.build().to(device)
+    parameters: list[torch.Tensor] = list(model.parameters())
+    start = [p.detach().clone() for p in parameters]
+    users = [tuple(t.to(device) for t in work.examples_of(user)) for user in range(work.users)]
+
+    def train(turn: Turn) -> NDArray[np.float64]:
+        total = [torch.zeros_like(p) for p in start]
+        for x, y in users[: turn.users]:
+            sgd(model, x, y, turn.local)
+            with torch.no_grad():
+                update = [p - s for p, s in zip(parameters, start, strict=True)]
+                torch._foreach_add_(total, clipped(update, work.clipping_norm))
+                torch._foreach_copy_(parameters, start)
+        return flattened(total)
+
+    use(train)
+
+
+def products(_work: Work, device: torch.device, use: Callable[[Train], None]) -> None:
+    """Nothing but matrix products, to know how fast the machine could be."""
+    left, right = torch.randn((2, _SIDE, _SIDE), device=device)
+
+    def train(_turn: Turn) -> NDArray[np.float64]:
+        for _ in range(_PRODUCTS):
+            result = left @ right
+        return flattened([result[0]])  # waits for the device
+
+    use(train)

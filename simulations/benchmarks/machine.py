@@ -1,0 +1,41 @@
+"""What a figure was measured on: processor, device and versions, and nothing that names either."""
+
+import os
+import platform
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+
+def machine(device: str, threads: int) -> dict[str, str | int]:
+    """Processor, number of cores, device and threads."""
+    on = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count() or 1,
+        "device": on,
+        "threads": threads,
+        "system": platform.system(),
+    }
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of Python and of those packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()

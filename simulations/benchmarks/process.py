@@ -1,0 +1,81 @@
+"""The process of a contestant; `arena` starts it with an end of a pipe."""
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+
+import torch
+
+from simulations.benchmarks.contestants import (
+    CEILING,
+    Contestant,
+    Done,
+    Train,
+    fedpriv,
+    plain,
+    products,
+)
+from simulations.benchmarks.works import WORKS
+
+
+def _serve(pipe: Connection, train: Train) -> None:
+    """Train whenever the other end of the pipe says so, until it is closed."""
+    while True:
+        try:
+            turn = pipe.recv()
+        except EOFError:
+            return
+        began = time.perf_counter()
+        total = train(turn)
+        pipe.send(Done(time.perf_counter() - began, total))
+
+
+def contestant_named(name: str, work: str) -> Contestant:
+    """Contestant of a name; of the rivals' libraries only its own is imported.
+
+    Args:
+        name: of the contestant.
+        work: name of the work, by which Flower's workers find it.
+    """
+    named: dict[str, Callable[[], Contestant]] = {
+        "fedpriv": lambda: fedpriv,
+        "plain": lambda: plain,
+        CEILING: lambda: products,
+        "pfl": _pfl,
+        "opacus": _opacus,
+        "flower": partial(_flower, work),
+    }
+    return named[name]()
+
+
+def _pfl() -> Contestant:
+    from simulations.benchmarks.rival_pfl import pfl  # noqa: PLC0415
+
+    return pfl
+
+
+def _opacus() -> Contestant:
+    from simulations.benchmarks.rival_opacus import opacus  # noqa: PLC0415
+
+    return opacus
+
+
+def _flower(work: str) -> Contestant:
+    from simulations.benchmarks.rival_flower import flower  # noqa: PLC0415
+
+    return partial(flower, work)
+
+
+def main(name: str, work: str, device: str, threads: str, end: str) -> None:
+    """Prepare, then take turns."""
+    torch.set_num_threads(int(threads))
+    torch.manual_seed(0)
+    contestant = contestant_named(name, work)
+    with Connection(int(end)) as pipe:
+        contestant(WORKS[work](), torch.device(device), partial(_serve, pipe))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
