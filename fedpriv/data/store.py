@@ -1,6 +1,6 @@
 """Users' data as columns: one array per field, one user's rows side by side, and offsets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -142,7 +142,20 @@ class UserStore:
         Raises:
             DataError: `folder` exists.
         """
-        write_store(Path(folder), self.fields, self.offsets, self.user_ids)
+        UserStore.save_parts(folder, [self])
+
+    @staticmethod
+    def save_parts(folder: str | Path, parts: Iterable["UserStore"]) -> None:
+        """Write the users of several stores, one store after another, as `save` writes one.
+
+        Parts are taken as they are needed, so that a generator can make a population that is
+        larger than memory; offsets and ids of all users are held.
+
+        Raises:
+            DataError: `folder` exists, there is no part, parts have different fields, or an id
+                occurs twice or in some parts alone.
+        """
+        write_store(Path(folder), ((p.fields, p.offsets, p.user_ids) for p in parts))
 
     @classmethod
     def load(cls, folder: str | Path, *, mmap: bool = True) -> Self:

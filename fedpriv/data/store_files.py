@@ -12,52 +12,46 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data.ids import IdArray, as_id_array
+from fedpriv.data.growing import GrowingArray
+from fedpriv.data.ids import IdArray, as_id_array, first_duplicate
 from fedpriv.errors import DataError
 
 _FORMAT = "fedpriv user store"
 _VERSION = 1
 
-Columns: TypeAlias = tuple[dict[str, NDArray[np.generic]], NDArray[np.int64], IdArray | None]
+Columns: TypeAlias = tuple[
+    Mapping[str, NDArray[np.generic]], NDArray[np.int64], Sequence[str] | IdArray | None
+]
 """Fields, offsets and user ids: the arguments of a UserStore."""
 
 
-def write_store(
-    folder: Path,
-    fields: Mapping[str, NDArray[np.generic]],
-    offsets: NDArray[np.int64],
-    user_ids: Sequence[str] | IdArray | None,
-) -> None:
-    """Write the folder beside its final place, flush it to disk, then rename it.
+def write_store(folder: Path, parts: Iterable[Columns]) -> None:
+    """Write parts, one after another, beside the final place, flush to disk, then rename.
+
+    Of the fields, one part is in memory at a time.
 
     Args:
         folder: final place; its parents are made.
-        fields: name → array [rows, ...].
-        offsets: int64 [N + 1].
-        user_ids: [N] ids or None.
+        parts: users of each part with their rows, as of a UserStore.
 
     Raises:
-        DataError: `folder` exists.
+        DataError: `folder` exists, there is no part, fields differ among parts, or an id occurs
+            twice or in some parts alone.
     """
     if folder.exists():
         raise DataError(f"{folder} exists; a saved store is never overwritten")
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.partial")
     partial.mkdir(parents=True)
-    description = {"format": _FORMAT, "version": _VERSION, "fields": list(fields)}
-    description["user_ids"] = user_ids is not None
     try:
-        _write_array(partial / "offsets.npy", offsets)
-        if user_ids is not None:
-            _write_array(partial / "user_ids.npy", as_id_array(user_ids))
-        for name, field in fields.items():
-            _write_array(partial / f"field-{name}.npy", field)
+        description = {"format": _FORMAT, "version": _VERSION} | _write_parts(partial, parts)
         with (partial / "store.json").open("x") as file:
             json.dump(description, file, indent=1)
             file.flush()
@@ -68,6 +62,48 @@ def write_store(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _write_parts(folder: Path, parts: Iterable[Columns]) -> dict[str, object]:
+    """Write all arrays; returns what the description says of them."""
+    columns: dict[str, GrowingArray] = {}
+    sizes: list[NDArray[np.int64]] = []
+    ids: list[IdArray | None] = []
+    with ExitStack() as files:
+        for fields, offsets, user_ids in parts:
+            if not sizes:
+                # "x": two fields whose names differ in case only must not share a file.
+                columns = {
+                    name: files.enter_context(GrowingArray.create(folder / f"field-{name}.npy"))
+                    for name in fields
+                }
+            if fields.keys() != columns.keys():
+                raise DataError(f"parts have the fields {list(columns)} and {list(fields)}")
+            for name, field in fields.items():
+                columns[name].append(field)
+            sizes.append(np.diff(offsets))
+            ids.append(None if user_ids is None else as_id_array(user_ids))
+    if not sizes:
+        raise DataError("a user store has no users; it needs at least one")
+    _write_array(folder / "offsets.npy", np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes])))
+    known = [part for part in ids if part is not None]
+    if known:
+        _write_array(folder / "user_ids.npy", _together(known, len(ids)))
+    return {"fields": list(columns), "user_ids": bool(known)}
+
+
+def _together(ids: list[IdArray], parts: int) -> IdArray:
+    if len(ids) < parts:
+        raise DataError(f"{len(ids)} of {parts} parts have user ids; all must have them, or none")
+    # 1 and "1" must not meet, and NumPy makes floats of signed and unsigned integers.
+    if len({part.dtype.kind for part in ids}) > 1:
+        kinds = sorted({str(part.dtype) for part in ids})
+        raise DataError(f"parts have user ids of {' and '.join(kinds)}; they must be of one kind")
+    together = np.concatenate(ids)
+    twice = first_duplicate(together)
+    if twice is not None:
+        raise DataError(f"user id {twice!r} occurs twice; a user must have one place in the store")
+    return together
 
 
 def read_store(folder: Path, *, mmap: bool) -> Columns:
@@ -109,11 +145,8 @@ def _read_description(folder: Path) -> dict[str, object]:
 
 
 def _write_array(path: Path, array: NDArray[np.generic]) -> None:
-    # "x": two fields whose names differ in case only must not share a file.
-    with path.open("xb") as file:
-        np.save(file, array, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
+    with GrowingArray.create(path) as file:
+        file.append(array)
 
 
 def _read_array(path: Path, *, mmap: bool) -> NDArray[np.generic]:
