@@ -71,7 +71,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     table = read_toml(path)
     for override in overrides:
-        _assign(table, override)
+        assign(table, override)
     return parse_config(table, str(path))
 
 
@@ -84,7 +84,16 @@ def parse_config(table: Mapping[str, object], source: str) -> Config:
     return checked(Config, table, source)
 
 
-def _assign(table: dict[str, object], override: str) -> None:
+def assign(table: dict[str, object], override: str) -> None:
+    """Replace one key of a table in place, as `--set` does.
+
+    Args:
+        table: the table; inner tables on the way are changed or made.
+        override: "a.b=value"; the value is TOML, or text if it is not.
+
+    Raises:
+        InvalidValueError: it is no assignment, or a key on its way holds no table.
+    """
     path, separator, text = override.partition("=")
     keys = [key.strip() for key in path.split(".")]
     if not separator or not all(keys):

@@ -1,0 +1,105 @@
+"""Files of studies: what they make, and what they may not say."""
+
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from fedpriv.errors import InvalidValueError
+from fedpriv.studies.file import load_study, study_toml
+from tests.studies.studying import BASE, study_file
+
+
+def arm_names(path: Path) -> list[str]:
+    return [arm.name for arm in load_study(path).arms]
+
+
+def test_axes_cross_and_their_values_become_assignments(tmp_path: Path) -> None:
+    axes = {
+        "clipping.norm": [0.25, 1],
+        "server.optimizer": ["fedavgm"],
+        "clipping": {"flat": [], "joint": ["clipping.strategy=joint"]},
+    }
+    study = load_study(study_file(tmp_path, axes=axes))
+    assert [arm.name for arm in study.arms] == [
+        "norm-0.25_optimizer-fedavgm_flat",
+        "norm-0.25_optimizer-fedavgm_joint",
+        "norm-1_optimizer-fedavgm_flat",
+        "norm-1_optimizer-fedavgm_joint",
+    ]
+    config = study.config_of(study.cells[-1])
+    assert (config.clipping.strategy, config.clipping.norm) == ("joint", 1)
+    assert config.server.optimizer == "fedavgm"
+    assert study.baseline == study.arms[0].name
+
+
+def test_the_base_is_a_file_beside_the_study(tmp_path: Path) -> None:
+    study_file(tmp_path)
+    base = tmp_path / "study.toml"
+    own = load_study(base)
+    (tmp_path / "study.toml").rename(tmp_path / "inline.toml")
+    (tmp_path / "base.toml").write_text(tomli_w.dumps(BASE))
+    assert load_study(study_file(tmp_path, base="base.toml")) == own
+
+
+def test_what_is_written_out_is_read_as_the_same_study(tmp_path: Path) -> None:
+    study = load_study(study_file(tmp_path, target={"epsilon": [1, 8.0], "delta": 1e-2}))
+    (tmp_path / "again.toml").write_text(study_toml(study))
+    assert load_study(tmp_path / "again.toml") == study
+
+
+def test_arms_differ_in_what_they_set_and_in_nothing_else(tmp_path: Path) -> None:
+    study = load_study(study_file(tmp_path))
+    flat, joint = (study.config_of(cell) for cell in study.cells if cell.seed == 1)
+    assert flat.run == joint.run
+    assert flat.seed == joint.seed == flat.model.seed == 1
+    assert (flat.privacy.epsilon, flat.privacy.delta) == (8.0, 1e-2)
+    assert joint.clipping.strategy == "joint"
+    same = {"name", "clipping"}
+    assert flat.model_dump(exclude=same) == joint.model_dump(exclude=same)
+
+
+def test_the_noise_of_the_base_is_replaced(tmp_path: Path) -> None:
+    privacy = {"sampling_probability": 0.5, "epsilon": 1.0, "delta": 0.1, "noise_multiplier": 3.0}
+    study = load_study(study_file(tmp_path, base=BASE | {"privacy": privacy}))
+    assert study.config_of(study.cells[0]).privacy.noise_multiplier is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"axes": None}, "exactly one of arms and axes"),
+        ({"arms": [{"name": "a"}]}, "exactly one of arms and axes"),
+        ({"axes": {"clipping": {}}}, "'clipping' has no level"),
+        ({"axes": {"clipping.norm": []}}, "'clipping.norm' has no level"),
+        ({"axes": {"clipping.norm": [0.1, 0.1]}}, "'norm-0.1' more than once"),
+        ({"axes": {"model.name": ["mine:net"]}}, "'mine:net', which makes no name of an arm"),
+        ({"axes": {"q": {"a/b": []}}}, "axis 'q' has the level 'a/b'"),
+        ({"axes": {"q": {"a": [1]}}}, "level 'a' of axis 'q' is [1]"),
+        ({"axes": {"clipping.norm": [[1]]}}, "axis 'clipping.norm' has the value [1]"),
+        ({"axes": {"q": 3}}, "axis 'q' is 3; it must be a table"),
+        ({"seeds": [1, 2, 1]}, "seeds hold 1 more than once"),
+        ({"seeds": []}, "seeds are none"),
+        ({"seeds": 0}, "seeds"),
+        ({"target": {"epsilon": [1.0, 1.0], "delta": 0.1}}, "target.epsilon hold 1.0 more than"),
+        ({"target": {"epsilon": -1.0, "delta": 0.1}}, "target.epsilon is -1.0"),
+        ({"target": None}, "key target is absent"),
+        ({"baseline": "flatt"}, "baseline is 'flatt', which is no arm; did you mean 'flat'?"),
+        ({"baselin": "flat"}, "unknown key baselin; did you mean 'baseline'?"),
+        ({"base": "nowhere.toml"}, "nowhere.toml cannot be read"),
+        ({"axes": {"privacy.epsilon": [2.0]}}, "sets privacy.epsilon; the study's target"),
+        ({"axes": {"p": {"x": ["privacy={delta=0.5}"]}}}, "sets privacy.epsilon"),
+        ({"axes": {"privacy.ledger": ["x"]}}, "every run of a study has its own"),
+        ({"axes": {"privacy.unsafe_no_privacy": [True]}}, "a study compares at equal privacy"),
+        ({"axes": {"seed": [4]}}, "sets seed; the study's seeds"),
+        ({"axes": {"model.seed": [4]}}, "sets model.seed; the study's seeds"),
+        ({"axes": {"clipping.nrom": [1.0]}}, "arm 'nrom-1.0': unknown key clipping.nrom"),
+        ({"axes": {"a": {"x": ["rounds"]}}}, "--set 'rounds' is not of the form"),
+        ({"accuracies": [2.0]}, "accuracies.0 is 2.0"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidValueError) as error:
+        load_study(study_file(tmp_path, **changes))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
