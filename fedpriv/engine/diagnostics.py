@@ -13,7 +13,8 @@ import torch
 from fedpriv.engine.clipping import group_norms, sent
 from fedpriv.engine.updates import Updates
 from fedpriv.federated.transport import RoundRequest
-from fedpriv.privacy.contribution import Clipping
+from fedpriv.privacy.groups import VectorGroup, layers, per_layer
+from fedpriv.privacy.layout import Layout
 
 _ROUNDING = 1.0 + 2.0**-20  # of float32: a metric at its bound is not clipped
 
@@ -34,6 +35,10 @@ class SimulationOnlyDiagnostics:
             fraction of users that were clipped.
         simulation_only_train_loss: average of users' mean losses at the parameters before the
             round, in evaluation mode, without a bound.
+        simulation_only_group_norms: for each of these groups, the average of users' norms before
+            clipping, in the units of its clipping norm.
+        simulation_only_update_norms: for each layer of the model, the average L2 norm of users'
+            updates of its tensors before clipping, in the model's units.
     """
 
     round: int
@@ -42,6 +47,8 @@ class SimulationOnlyDiagnostics:
     simulation_only_contributors: int
     simulation_only_clipped: Mapping[str, float]
     simulation_only_train_loss: float
+    simulation_only_group_norms: Mapping[str, float]
+    simulation_only_update_norms: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -52,29 +59,42 @@ class ChunkDiagnostics:
         users: their number.
         clipped: how many of them were clipped, by vector group.
         loss: sum of their mean losses.
+        group_norms: sum of their norms before clipping, by vector group.
+        update_norms: sum of the norms of their updates before clipping, by layer.
     """
 
     users: int
     clipped: Mapping[str, int]
     loss: float
+    group_norms: Mapping[str, float]
+    update_norms: Mapping[str, float]
 
 
-def diagnose_chunk(tensors: Updates, clipping: Clipping, losses: torch.Tensor) -> ChunkDiagnostics:
+def diagnose_chunk(
+    tensors: Updates, request: RoundRequest, losses: torch.Tensor
+) -> ChunkDiagnostics:
     """Diagnostics of a chunk.
 
     Args:
         tensors: what its users send, before clipping.
-        clipping: how contributions are made.
+        request: of the round.
         losses: [C] mean loss of each user's examples.
     """
-    groups = sent(clipping)
+    groups = sent(request.clipping)
     norms = group_norms(tensors, groups)
     finite = torch.isfinite(torch.stack(list(norms.values()))).all(0)
     clipped = {
         group.name: int((norms[group.name][finite] > group.clipping_norm * _ROUNDING).sum())
         for group in groups
     }
-    return ChunkDiagnostics(int(finite.sum()), clipped, float(losses[finite].sum()))
+    whole = group_norms(tensors, _layers_of(request))
+    return ChunkDiagnostics(
+        int(finite.sum()),
+        clipped,
+        float(losses[finite].sum()),
+        {name: float(norm[finite].sum()) for name, norm in norms.items()},
+        {name: float(norm[finite].sum()) for name, norm in whole.items()},
+    )
 
 
 def diagnose_round(
@@ -83,15 +103,31 @@ def diagnose_round(
     """Diagnostics of a round from those of its chunks."""
     seen = list(chunks)
     users = sum(chunk.users for chunk in seen)
+    groups = [group.name for group in sent(request.clipping)]
     share = 1.0 / users if users else math.nan
+
+    def average(sums: Iterable[float]) -> float:
+        return share * math.fsum(sums)
+
     return SimulationOnlyDiagnostics(
-        request.round,
-        request.attempt,
-        request.users.size,
-        users,
-        {
-            group.name: share * sum(chunk.clipped[group.name] for chunk in seen)
-            for group in sent(request.clipping)
+        round=request.round,
+        attempt=request.attempt,
+        simulation_only_cohort_size=request.users.size,
+        simulation_only_contributors=users,
+        simulation_only_clipped={g: average(chunk.clipped[g] for chunk in seen) for g in groups},
+        simulation_only_train_loss=average(chunk.loss for chunk in seen),
+        simulation_only_group_norms={
+            g: average(chunk.group_norms[g] for chunk in seen) for g in groups
         },
-        share * math.fsum(chunk.loss for chunk in seen),
+        simulation_only_update_norms={
+            layer.name: average(chunk.update_norms[layer.name] for chunk in seen)
+            for layer in _layers_of(request)
+        },
     )
+
+
+def _layers_of(request: RoundRequest) -> tuple[VectorGroup, ...]:
+    """The layers of the model as groups, in the model's units."""
+    layout = Layout.of(request.parameters)
+    parts = layers(layout)
+    return per_layer(layout, parts, dict.fromkeys(parts, 1.0))

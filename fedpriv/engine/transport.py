@@ -167,7 +167,7 @@ class InProcessTransport(Transport):
         diagnostics: tuple[ChunkDiagnostics, ...] = ()
         if self.observer is not None:
             losses = mean_losses(self._evaluated, start.tensors, self._examples(request, chunk))
-            diagnostics = (diagnose_chunk(tensors, request.clipping, losses),)
+            diagnostics = (diagnose_chunk(tensors, request, losses),)
         shares = request.weighting.of(self._sizes(chunk))
         weights = torch.from_numpy(shares).to(self.device, non_blocking=True)
         total = clipped_sum(tensors, request.clipping, weights)

@@ -61,7 +61,7 @@ def make_request(transport: InProcessTransport, clipping_norm: float) -> RoundRe
 def test_figures_are_true() -> None:
     transport, seen = make_transport()
     request = make_request(transport, 1e9)
-    lengths, losses = [], []
+    lengths, losses, by_layer = [], [], {"0": [], "3": []}
     model = transport.task.evaluated().model
     for user in GOOD:
         data = transport.users.examples_of(user)
@@ -71,6 +71,10 @@ def test_figures_are_true() -> None:
     for user in GOOD:
         (partial,) = transport.collect(replace(request, users=np.array([user])))
         lengths.append(float(np.linalg.norm(partial.total[:-1])))
+        parts = request.clipping.layout.unflatten(partial.total)
+        for layer, norms in by_layer.items():
+            both = (parts[f"{layer}.weight"].ravel(), parts[f"{layer}.bias"])
+            norms.append(float(np.linalg.norm(np.concatenate(both))))
     seen.clear()
     norm = float(np.median(lengths)) * 1.001
     list(transport.collect(make_request(transport, norm)))
@@ -82,6 +86,10 @@ def test_figures_are_true() -> None:
     clipped = diagnostics.simulation_only_clipped
     assert clipped["update"] == pytest.approx(np.mean(np.array(lengths) > norm))
     assert 0.0 < clipped["update"] < 1.0
+    assert diagnostics.simulation_only_group_norms["update"] == pytest.approx(np.mean(lengths))
+    for layer, norms in by_layer.items():
+        found = diagnostics.simulation_only_update_norms[layer]
+        assert found == pytest.approx(np.mean(norms))
     # A loss cannot leave its ball, so it is never clipped; but it is bounded, and here it shows.
     assert clipped["metrics/loss"] == 0.0
     assert max(losses) > 1.6
@@ -96,7 +104,13 @@ def test_nobody_contributing_gives_nan() -> None:
         assert diagnostics.simulation_only_cohort_size == len(users)
         assert diagnostics.simulation_only_contributors == 0
         assert math.isnan(diagnostics.simulation_only_train_loss)
-        assert all(math.isnan(share) for share in diagnostics.simulation_only_clipped.values())
+        for averages in (
+            diagnostics.simulation_only_clipped,
+            diagnostics.simulation_only_group_norms,
+            diagnostics.simulation_only_update_norms,
+        ):
+            assert averages
+            assert all(math.isnan(average) for average in averages.values())
 
 
 @pytest.mark.parametrize("memory", [1, 20_000, 10**7])
@@ -126,3 +140,5 @@ def test_indicators_are_not_among_the_groups() -> None:
     groups = (*request.clipping.groups, indicator_group(indicator))
     list(transport.collect(replace(request, clipping=Clipping(layout, groups, indicator))))
     assert set(seen[0].simulation_only_clipped) == {"update", "metrics/loss"}
+    assert set(seen[0].simulation_only_group_norms) == {"update", "metrics/loss"}
+    assert set(seen[0].simulation_only_update_norms) == {"0", "3"}
