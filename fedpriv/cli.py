@@ -70,6 +70,25 @@ def simulate(
 
 
 @app.command()
+def compare(
+    file: Annotated[Path, typer.Argument(help="the study, TOML", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the study", show_default="studies/NAME")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="runs at once", show_default="cores")
+    ] = None,
+) -> None:
+    """Run an experiment under several settings that all cost the same ε, and compare them.
+
+    Runs that are finished in the folder are not run again.
+    """
+    from fedpriv.server.comparing import run_study
+
+    run_study(file, out, workers)
+
+
+@app.command()
 def plan(
     file: ExperimentFile,
     assignments: Assignments = None,
@@ -195,7 +214,7 @@ def main() -> None:
     except OSError as error:  # of the system, as when a disk is full
         _refuse(f"{error.filename or 'a file'} cannot be used: {error.strerror or error}")
     if code == _INTERRUPTED:
-        print("interrupted; --resume goes on from the last checkpoint", file=sys.stderr)  # noqa: T201
+        print("interrupted; --resume goes on, and so does compare by itself", file=sys.stderr)  # noqa: T201
     sys.exit(code)
 
 

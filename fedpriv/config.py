@@ -69,7 +69,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         InvalidValueError: the file is absent or no TOML, a key is unknown, absent or of the wrong
             type, or a value is out of range.
     """
-    table = read_toml(path)
+    table = spelled_out(read_toml(path))
     for override in overrides:
         assign(table, override)
     return parse_config(table, str(path))
@@ -81,7 +81,19 @@ def parse_config(table: Mapping[str, object], source: str) -> Config:
     Raises:
         InvalidValueError: as for `load_config`.
     """
-    return checked(Config, table, source)
+    return checked(Config, spelled_out(table), source)
+
+
+def spelled_out(table: Mapping[str, object]) -> dict[str, object]:
+    """The table of an experiment in which data and model that are names alone are tables.
+
+    >>> spelled_out({"model": "mypkg.mymodule:build", "rounds": 3})
+    {'model': {'name': 'mypkg.mymodule:build'}, 'rounds': 3}
+    """
+    return {
+        key: {"name": value} if key in ("data", "model") and isinstance(value, str) else value
+        for key, value in table.items()
+    }
 
 
 def assign(table: dict[str, object], override: str) -> None:

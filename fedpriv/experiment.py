@@ -11,6 +11,7 @@ from fedpriv.accounting.budget import PrivacyBudget
 from fedpriv.accounting.events import RoundEvent
 from fedpriv.affording import noise_multiplier, privacy_budget, within
 from fedpriv.config import Config
+from fedpriv.data.population import Population
 from fedpriv.data.registry import load_population
 from fedpriv.data.store import UserStore
 from fedpriv.engine.metric_checks import check_metrics
@@ -92,7 +93,13 @@ def simulated(
 
     Args and errors as for `build`.
     """
-    population = load_population(config.data.name, config.data.options)
+    return on_population(config, run, load_population(config.data.name, config.data.options), spent)
+
+
+def on_population(
+    config: Config, run: str, population: Population, spent: Sequence[RoundEvent] = ()
+) -> tuple[Experiment, InProcessTransport]:
+    """As `simulated`, where the configured population is loaded already."""
     users = population.users
     enrolled = Enrolled(population.name, users.population, users.sizes)
     experiment = build(config, run, enrolled, population.test, spent)

@@ -8,9 +8,10 @@ from typing import Annotated, Self
 import tomli_w
 from pydantic import Field, model_validator
 
-from fedpriv.settings import checked, read_toml
+from fedpriv.config import spelled_out
 from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.sections import Count, Options, Positive, Section
+from fedpriv.settings import checked, read_toml
 from fedpriv.studies.axes import NAME, crossed
 from fedpriv.studies.study import Arm, Study, Table, Target, varied
 
@@ -88,7 +89,7 @@ def load_study(path: Path) -> Study:
     arms = arms or crossed(section.axes)
     study = Study(
         name=section.name,
-        base=read_toml(path.parent / base) if isinstance(base, str) else base,
+        base=spelled_out(read_toml(path.parent / base) if isinstance(base, str) else base),
         arms=arms,
         targets=tuple(
             Target(epsilon, section.target.delta)

@@ -1,7 +1,8 @@
 """What one run of a study came to, as the file that marks it finished."""
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -11,6 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from fedpriv.errors import DataError
 
 RESULT = "result.json"
+SIMULATION_ONLY = "simulation_only.jsonl"
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,7 @@ class RunResult:
         epsilon: ε that its ledger holds in the end, an upper bound.
         accuracy: of the last model on held-out rows, in [0, 1]; None if targets are no classes.
         loss: mean loss of the last model on held-out rows.
-        rounds_to: for each accuracy of the study, after how many rounds a model first had it, or
-            None; keys are texts of the numbers.
+        evaluations: (rounds done, accuracy then) each time that the model was measured.
         clipping_norms: S of each vector group of the update in the last round.
         noise_stddevs: σ on the sum of each of these groups in the first round, in its own units.
         simulation_only_users_per_second: expected cohort over the median time of a round, in one
@@ -61,13 +62,17 @@ class RunResult:
     epsilon: float
     accuracy: float | None
     loss: float
-    rounds_to: Mapping[str, int | None] = field(default_factory=dict)
+    evaluations: tuple[tuple[int, float], ...] = ()
     clipping_norms: Mapping[str, float] = field(default_factory=dict)
     noise_stddevs: Mapping[str, float] = field(default_factory=dict)
     simulation_only_users_per_second: float = 0.0
     simulation_only_clipped: Mapping[str, float] = field(default_factory=dict)
     simulation_only_update_norms: Mapping[str, float] = field(default_factory=dict)
     simulation_only_signal_to_noise: Mapping[str, float] = field(default_factory=dict)
+
+    def rounds_to(self, accuracy: float) -> int | None:
+        """After how many rounds a measured model first had an accuracy; None if none had."""
+        return next((rounds for rounds, had in self.evaluations if had >= accuracy), None)
 
     def to_json(self) -> str:
         """The result as one JSON object; numbers that are not finite are "NaN", "Infinity"."""
@@ -93,8 +98,20 @@ def read_result(folder: Path) -> RunResult | None:
         raise DataError(f"{path} cannot be read as the result of a run: {reason}") from error
 
 
+def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Write one JSON object a line; numbers that are not finite are null."""
+    lines = (json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
 def read_rows(path: Path) -> Iterator[dict[str, object]]:
     """Rows of a file of one JSON object a line; none if there is no such file."""
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             yield json.loads(line)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -37,7 +37,7 @@ class ArmSummary:
         accuracy_difference: this arm minus the baseline, over the seeds that both finished: paired.
             None for the baseline itself, without such seeds, or without accuracy.
         loss_difference: likewise.
-        rounds_to: by accuracy of the study, as text.
+        rounds_to: by accuracy of the study.
         noise_multiplier: z, calibrated to the target; the same for all seeds.
         epsilon: the largest ε that a run's ledger holds.
         simulation_only_users_per_second: median over seeds, in one thread.
@@ -53,7 +53,7 @@ class ArmSummary:
     loss: Interval
     accuracy_difference: Interval | None
     loss_difference: Interval | None
-    rounds_to: Mapping[str, RoundsTo]
+    rounds_to: Mapping[float, RoundsTo]
     noise_multiplier: float
     epsilon: float
     simulation_only_users_per_second: float
@@ -77,11 +77,22 @@ def summarise(study: Study, runs: Iterable[RunResult]) -> tuple[ArmSummary, ...]
         for name, of_arm in by_arm.items():
             if of_arm:
                 others = [] if name == study.baseline else baseline
-                summaries.append(_summary(target, of_arm, others))
+                summaries.append(_summary(study, target, of_arm, others))
     return tuple(summaries)
 
 
-def _summary(target: Target, runs: Sequence[RunResult], baseline: list[RunResult]) -> ArmSummary:
+def means(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each entry of tables with equal keys, over those that have a finite number there."""
+    means = {}
+    for name in tables[0]:
+        known = [table[name] for table in tables if math.isfinite(table.get(name, math.nan))]
+        means[name] = math.fsum(known) / len(known) if known else math.nan
+    return means
+
+
+def _summary(
+    study: Study, target: Target, runs: Sequence[RunResult], baseline: Sequence[RunResult]
+) -> ArmSummary:
     first = runs[0]
     return ArmSummary(
         arm=first.arm,
@@ -92,17 +103,16 @@ def _summary(target: Target, runs: Sequence[RunResult], baseline: list[RunResult
         accuracy_difference=_difference(runs, baseline, lambda run: run.accuracy),
         loss_difference=_difference(runs, baseline, lambda run: run.loss),
         rounds_to={
-            level: _rounds_to([run.rounds_to[level] for run in runs if level in run.rounds_to])
-            for level in first.rounds_to
+            level: _rounds_to([run.rounds_to(level) for run in runs]) for level in study.accuracies
         },
         noise_multiplier=first.noise_multiplier,
         epsilon=max(run.epsilon for run in runs),
         simulation_only_users_per_second=statistics.median(
             run.simulation_only_users_per_second for run in runs
         ),
-        simulation_only_clipped=_means([run.simulation_only_clipped for run in runs]),
-        simulation_only_update_norms=_means([run.simulation_only_update_norms for run in runs]),
-        simulation_only_signal_to_noise=_means(
+        simulation_only_clipped=means([run.simulation_only_clipped for run in runs]),
+        simulation_only_update_norms=means([run.simulation_only_update_norms for run in runs]),
+        simulation_only_signal_to_noise=means(
             [run.simulation_only_signal_to_noise for run in runs]
         ),
     )
@@ -128,12 +138,3 @@ def _rounds_to(rounds: Sequence[int | None]) -> RoundsTo:
     median = statistics.median(math.inf if number is None else number for number in rounds)
     reached = sum(number is not None for number in rounds)
     return RoundsTo(median if math.isfinite(median) else None, reached)
-
-
-def _means(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each entry over the tables that have a number there."""
-    means = {}
-    for name in tables[0]:
-        known = [table[name] for table in tables if math.isfinite(table.get(name, math.nan))]
-        means[name] = math.fsum(known) / len(known) if known else math.nan
-    return means

@@ -50,6 +50,6 @@ def result(study: Study, cell: Cell, **changes: object) -> RunResult:
         epsilon=7.9,
         accuracy=0.5,
         loss=1.0,
-        rounds_to={"0.5": 1},
+        evaluations=((1, 0.25), (2, 0.5)),
     )
     return replace(made, **changes)

@@ -120,10 +120,14 @@ def test_arms_are_compared_at_the_same_target_only(tmp_path: Path) -> None:
 def test_a_seed_that_never_reached_an_accuracy_counts_as_late(tmp_path: Path) -> None:
     study = load_study(study_file(tmp_path, seeds=3))
     reached = {"flat": [4, 10, None], "joint": [None, 3, None]}
-    runs = [result(study, c, rounds_to={"0.5": reached[c.arm.name][c.seed]}) for c in study.cells]
-    flat, joint = summarise(study, runs)
-    assert flat.rounds_to == {"0.5": RoundsTo(10, 2)}
-    assert joint.rounds_to == {"0.5": RoundsTo(None, 1)}
+
+    def measured(cell: Cell) -> tuple[tuple[int, float], ...]:
+        first = reached[cell.arm.name][cell.seed] or 13
+        return tuple((rounds, 0.5 * (rounds >= first)) for rounds in range(1, 13))
+
+    flat, joint = summarise(study, [result(study, c, evaluations=measured(c)) for c in study.cells])
+    assert flat.rounds_to == {0.5: RoundsTo(10, 2)}
+    assert joint.rounds_to == {0.5: RoundsTo(None, 1)}
 
 
 def test_a_study_without_accuracy_compares_losses(tmp_path: Path) -> None:
