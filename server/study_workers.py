@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -116,7 +117,8 @@ def _give(worker: _Worker, task: Task) -> Task:
 def _ready(workers: Iterable[_Worker]) -> list[_Worker]:
     """Workers with something to say, or who died; waits until there is one."""
     by_connection = {worker.connection: worker for worker in workers}
-    return [worker for c, worker in by_connection.items() if c in wait(list(by_connection))]
+    ready = wait(list(by_connection))
+    return [worker for connection, worker in by_connection.items() if connection in ready]
 
 
 def _received(worker: _Worker, task: Task) -> Progress:
@@ -137,12 +139,21 @@ def _received(worker: _Worker, task: Task) -> Progress:
 def work(connection: Connection) -> None:
     """Run what comes through a pipe until nobody is at its other end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this process will end it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     loaded: dict[str, Population] = {}
     with threadpool_limits(1), suppress(EOFError, ConnectionError):
         while True:
             task: Task = connection.recv()
             connection.send(_done(task, loaded, connection))
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone, however long a round takes."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _done(task: Task, loaded: dict[str, Population], connection: Connection) -> Progress | Failure:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -12,21 +13,22 @@ from fedpriv.studies.verdict import verdict
 
 _NOTES = (
     "± is Student's 95% interval over seeds on the same users; differences are paired by seed.",
-    "Simulation only: figures marked * are of users' data without noise; no guarantee covers them.",
+    "Clipped is the share of users in each vector group, signal/noise the norm of a round's sum of "
+    "clipped updates over that of its noise, update norm a user's mean before clipping.",
     "ε is what each run cost alone. All runs on the same users cost more together, and whoever "
     "knows a seed knows the noise: a study is for simulated users or for data that are public.",
 )
 
 
 def print_study(read: ReadStudy, console: Console) -> None:
-    """Print the answer first, then a table for each target."""
+    """Print the answer first, then tables for each target."""
     for sentence in verdict(read.study, read.arms):
         console.print(sentence, style="bold", highlight=False)
     for target in read.study.targets:
         arms = [arm for arm in read.arms if arm.target == target]
         if arms:
             console.print(_results(read, target, arms))
-            console.print(_layers(arms))
+            console.print(_simulation_only(arms))
     for note in _NOTES:
         console.print(note, highlight=False)
     if read.missing:
@@ -35,21 +37,21 @@ def print_study(read: ReadStudy, console: Console) -> None:
 
 def _results(read: ReadStudy, target: Target, arms: Sequence[ArmSummary]) -> Table:
     study = read.study
-    table = Table(
-        title=f"{study.name} at ε = {target.epsilon:g}, δ = {target.delta:g}: "
+    title = (
+        f"{study.name} at ε = {target.epsilon:g}, δ = {target.delta:g}: "
         f"{len(study.seeds)} seeds, against {study.baseline}"
     )
-    table.add_column("arm", no_wrap=True)
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    table.add_column("arm", overflow="fold")
     with_accuracy = any(arm.accuracy for arm in arms)
-    measured = ("accuracy %", "difference") if with_accuracy else ("loss", "difference")
-    levels = [f"rounds to {level:.4g}" for level in study.accuracies]
-    for column in (*measured, *levels, "z", "ε spent", "clipped %*", "users/s*"):
+    levels = [f"rounds\nto {level:.4g}" for level in study.accuracies]
+    measure = "accuracy\n%" if with_accuracy else "loss"
+    for column in (measure, "difference", *levels, "z", "ε spent"):
         table.add_column(column, justify="right", no_wrap=True)
     for arm in arms:
+        short = "" if len(arm.seeds) == len(study.seeds) else f" ({len(arm.seeds)} seeds)"
         table.add_row(
-            arm.arm
-            if len(arm.seeds) == len(study.seeds)
-            else f"{arm.arm} ({len(arm.seeds)} seeds)",
+            f"{arm.arm}{short}",
             _interval(arm.accuracy, 100.0) if with_accuracy else _interval(arm.loss),
             _difference(arm.accuracy_difference, 100.0)
             if with_accuracy
@@ -57,25 +59,27 @@ def _results(read: ReadStudy, target: Target, arms: Sequence[ArmSummary]) -> Tab
             *(_rounds(arm, level) for level in study.accuracies),
             f"{arm.noise_multiplier:.4g}",
             format_epsilon(arm.epsilon),
-            _range([100.0 * share for share in arm.simulation_only_clipped.values()]),
-            f"{arm.simulation_only_users_per_second:,.0f}",
         )
     return table
 
 
-def _layers(arms: Sequence[ArmSummary]) -> Table:
-    """Signal to noise and update norms by layer."""
-    table = Table(title="simulation only: signal to noise by layer, and mean norm of an update")
+def _simulation_only(arms: Sequence[ArmSummary]) -> Table:
+    """What nobody may know of real users, an arm after the other."""
+    table = Table(title="simulation only: what no guarantee covers", box=box.SIMPLE_HEAD)
+    table.add_column("arm", overflow="fold")
+    for column in ("users/s", "clipped %"):
+        table.add_column(column, justify="right", no_wrap=True)
     table.add_column("layer", no_wrap=True)
+    for column in ("signal/noise", "update norm"):
+        table.add_column(column, justify="right", no_wrap=True)
     for arm in arms:
-        table.add_column(arm.arm, justify="right")
-    for layer in arms[0].simulation_only_signal_to_noise:
-        cells = [
-            f"{arm.simulation_only_signal_to_noise.get(layer, math.nan):.3g} "
-            f"({arm.simulation_only_update_norms.get(layer, math.nan):.2g})"
-            for arm in arms
-        ]
-        table.add_row(layer, *cells)
+        shares = [100.0 * share for share in arm.simulation_only_clipped.values()]
+        speed = f"{arm.simulation_only_users_per_second:,.0f}"
+        cells = [arm.arm, speed, _range(shares)]
+        for layer, ratio in arm.simulation_only_signal_to_noise.items():
+            norm = arm.simulation_only_update_norms.get(layer, math.nan)
+            table.add_row(*cells, layer, f"{ratio:.3g}", f"{norm:.3g}")
+            cells = ["", "", ""]
     return table
 
 
@@ -101,4 +105,4 @@ def _rounds(arm: ArmSummary, level: float) -> str:
 def _range(values: Sequence[float]) -> str:
     """One number, or the least and the largest of several."""
     low, high = min(values), max(values)
-    return f"{low:.0f}" if f"{low:.0f}" == f"{high:.0f}" else f"{low:.0f}–{high:.0f}"
+    return f"{low:.0f}" if round(low) == round(high) else f"{low:.0f}–{high:.0f}"

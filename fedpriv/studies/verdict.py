@@ -3,39 +3,44 @@
 from collections.abc import Sequence
 
 from fedpriv.studies.intervals import CONFIDENCE, Interval
-from fedpriv.studies.study import Study
+from fedpriv.studies.study import Study, Target
 from fedpriv.studies.summary import ArmSummary
 
 
 def verdict(study: Study, arms: Sequence[ArmSummary]) -> tuple[str, ...]:
     """One sentence for each target: which arms are better or worse than the baseline.
 
-    They are where the interval of their paired differences leaves zero out; arms with one seed are
-    left out, and so are targets without others. Each interval is for one arm alone: among twenty
-    arms that are all alike, one is expected to leave zero out.
+    They are where the interval of their paired differences leaves zero out. Arms that cannot be
+    told, as they share one seed with the baseline or none, are left out, and so are targets with
+    no others. Each interval is for one arm alone: among twenty arms that are all alike, one is
+    expected to leave zero out.
     """
-    sentences = []
-    for target in study.targets:
-        words: dict[str, list[str]] = {"better": [], "worse": [], "not told apart": []}
-        for arm in arms:
-            of_loss, of_accuracy = arm.loss_difference, arm.accuracy_difference
-            difference = of_accuracy or of_loss
-            if arm.target != target or difference is None or difference.half_width is None:
-                continue
-            gain = difference.mean if of_accuracy else -difference.mean
+    sentences = (
+        _sentence(study, target, [arm for arm in arms if arm.target == target])
+        for target in study.targets
+    )
+    return tuple(sentence for sentence in sentences if sentence)
+
+
+def _sentence(study: Study, target: Target, arms: Sequence[ArmSummary]) -> str:
+    in_points = any(arm.accuracy_difference for arm in arms)
+    found: dict[str, list[str]] = {"better": [], "worse": [], "not told apart": []}
+    for arm in arms:
+        difference = arm.accuracy_difference if in_points else arm.loss_difference
+        if difference is not None and difference.half_width is not None:
+            gain = difference.mean if in_points else -difference.mean
             told = abs(gain) > difference.half_width
-            verdict_on = "not told apart" if not told else "better" if gain > 0.0 else "worse"
-            words[verdict_on].append(f"{arm.arm} ({_text(difference, points=bool(of_accuracy))})")
-        parts = [f"{word}: {', '.join(named)}" for word, named in words.items() if named]
-        if parts:
-            sentences.append(
-                f"At ε = {target.epsilon:g}, against {study.baseline}: {'; '.join(parts)}."
-            )
-    return tuple(sentences)
+            word = ("better" if gain > 0.0 else "worse") if told else "not told apart"
+            found[word].append(f"{arm.arm} ({_text(difference, 100.0 if in_points else 1.0)})")
+    parts = [f"{word}: {', '.join(named)}" for word, named in found.items() if named]
+    if not parts:
+        return ""
+    measure = "accuracy in points" if in_points else "loss"
+    return (
+        f"At ε = {target.epsilon:g}, {measure} against {study.baseline}, {CONFIDENCE:.0%} "
+        f"intervals: {'; '.join(parts)}."
+    )
 
 
-def _text(difference: Interval, *, points: bool) -> str:
-    """A difference with its interval: of accuracy in points, or of loss."""
-    scale, what = (100.0, "points of accuracy") if points else (1.0, "of loss")
-    mean, half_width = difference.mean * scale, (difference.half_width or 0.0) * scale
-    return f"{mean:+.3g} ± {half_width:.2g} {what} at {CONFIDENCE:.0%}"
+def _text(difference: Interval, scale: float) -> str:
+    return f"{scale * difference.mean:+.2f} ± {scale * (difference.half_width or 0.0):.2f}"

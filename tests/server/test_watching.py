@@ -1,0 +1,51 @@
+"""Figures of a simulated round: true, and no part of what the round is made of."""
+
+import math
+
+import numpy as np
+import pytest
+
+from fedpriv.config import parse_config
+from fedpriv.experiment import simulated
+from fedpriv.federated.round import mechanism_of, open_round
+from fedpriv.server.watching import watched
+from tests.studies.studying import BASE
+
+MODEL = {"name": "mlp", "options": {"inputs": 4, "hidden": 5, "classes": 3}}
+CLIPPINGS = [
+    {"norm": 0.3},
+    {"norm": 0.3, "strategy": "per-layer", "parts": "tensor"},
+    {"norm": 0.3, "strategy": "joint"},
+    {"norm": 0.3, "strategy": "joint", "adaptive": {}},
+]
+
+
+@pytest.mark.parametrize("clipping", CLIPPINGS, ids=lambda c: "-".join(map(str, c.values())))
+@pytest.mark.parametrize("averaging", [{}, {"floor": 0.5}], ids=str)
+def test_signal_and_noise_are_those_of_the_layers(
+    clipping: dict[str, object], averaging: dict[str, float]
+) -> None:
+    more = {"model": MODEL, "clipping": clipping, "averaging": averaging, "seed": 1}
+    experiment, transport = simulated(parse_config(BASE | more, "test"), "run")
+    state = experiment.initial_state
+    request = open_round(experiment.plan, state, 0, experiment.entropy)
+    rows: list[dict[str, object]] = []
+    looking = watched(transport, experiment.plan, rows.append)
+    partials = list(looking.collect(request))
+    for mine, theirs in zip(partials, transport.collect(request), strict=True):
+        np.testing.assert_array_equal(mine.total, theirs.total)
+    (row,) = rows
+    assert all(name in ("round", "attempt") or name.startswith("simulation_only") for name in row)
+    # A release is the average of the sum and of the noise alike, so their ratio is that of sums,
+    # tensor by tensor, each in units of its scale.
+    total = request.clipping.layout.unflatten(sum(partial.total for partial in partials))
+    stddevs = {e.group: e.noise_stddev for e in mechanism_of(experiment.plan, state).event.queries}
+    for layer in ("1", "3"):
+        signal, noise = 0.0, 0.0
+        for group in request.clipping.groups:
+            for tensor, scale in zip(group.tensors, group.scales, strict=True):
+                if tensor.startswith(f"{layer}."):
+                    signal += float(np.sum((scale * total[tensor]) ** 2))
+                    noise += total[tensor].size * (scale * stddevs[group.name]) ** 2
+        found = row["simulation_only_signal_to_noise"]
+        assert found[layer] == pytest.approx(math.sqrt(signal / noise), rel=1e-9)
