@@ -10,6 +10,7 @@ from pydantic import Field
 from fedpriv.errors import InvalidValueError
 from fedpriv.sections import (
     AveragingSection,
+    CallbacksSection,
     ClippingSection,
     Count,
     DataSection,
@@ -54,6 +55,7 @@ class Config(Section):
     averaging: AveragingSection = AveragingSection()
     engine: EngineSection = EngineSection()
     output: OutputSection = OutputSection()
+    callbacks: CallbacksSection = CallbacksSection()
     federation: FederationSection | None = None
 
 

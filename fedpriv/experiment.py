@@ -1,7 +1,7 @@
 """From a configuration to the values that a run is made of."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,7 @@ import torch
 from fedpriv.accounting.budget import PrivacyBudget
 from fedpriv.accounting.events import RoundEvent
 from fedpriv.affording import noise_multiplier, privacy_budget, within
+from fedpriv.callbacks import OnRound, find_callbacks, require_tensorboard
 from fedpriv.config import Config
 from fedpriv.data.population import Population
 from fedpriv.data.registry import load_population
@@ -50,6 +51,7 @@ class Experiment:
         budget: what all runs of the ledger may spend together.
         entropy: where cohorts and noise come from.
         device: where to train and evaluate.
+        on_round: who is told of each released round, by import path.
     """
 
     config: Config
@@ -59,6 +61,7 @@ class Experiment:
     budget: PrivacyBudget
     entropy: Entropy
     device: torch.device
+    on_round: Mapping[str, OnRound] = field(default_factory=dict)
 
     @property
     def initial_state(self) -> ServerState:
@@ -161,7 +164,10 @@ def build(
     privacy = config.privacy.model_copy(update={"noise_multiplier": plan.noise_multiplier})
     config = config.model_copy(update={"run": plan.run, "privacy": privacy})
     entropy = OperatingSystemEntropy() if config.seed is None else SeededEntropy(config.seed)
-    return Experiment(config, held_out, task, plan, budget, entropy, device)
+    if config.output.tensorboard:
+        require_tensorboard()
+    on_round = find_callbacks(config.callbacks.on_round)
+    return Experiment(config, held_out, task, plan, budget, entropy, device, on_round)
 
 
 def _metrics(section: MetricsSection, statistics: RunningStatistics | None) -> tuple[Metric, ...]:

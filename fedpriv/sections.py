@@ -192,10 +192,17 @@ class EngineSection(Section):
 
 
 class OutputSection(Section):
-    """What is written how often, in rounds."""
+    """What is written how often, in rounds; `tensorboard` adds event files."""
 
     evaluate_every: Count = 1
     checkpoint_every: Count = 1
+    tensorboard: bool = False
+
+
+class CallbacksSection(Section):
+    """Functions by import path that are given each released round; see `ReleasedRound`."""
+
+    on_round: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
 
 class FederationSection(Section):

@@ -51,6 +51,11 @@ class RunFolder:
         """The model after the last round."""
         return self.path / "model.safetensors"
 
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of event files, if they were asked for."""
+        return self.path / "tensorboard"
+
     def create(self) -> None:
         """Make the folder.
 

@@ -15,6 +15,7 @@ from fedpriv.sections import FederationSection
 from fedpriv.wire import RunState, encode_welcome
 
 from .addresses import Address
+from .announcing import Rounds, announced
 from .answers import Transfers
 from .door import Door
 from .enrolment import Enrolment
@@ -162,17 +163,23 @@ class Deployment:
         )
         over, end = RunState.STOPPED, End.SHUTTING_DOWN
         try:
-            while True:
-                try:
-                    self._publish(server.listening, next(rows))
-                except StopIteration as stopped:
-                    outcome: Outcome = stopped.value
-                    _log.info("the run ended: %s", outcome.stop)
-                    if outcome.stop is not Stop.ASKED:
-                        over, end = RunState.FINISHED, End.RUN_OVER
-                    return outcome
+            with announced(rows, experiment, self.folder, state.round) as told:
+                outcome = self._followed(server.listening, told)
+            if outcome.stop is not Stop.ASKED:
+                over, end = RunState.FINISHED, End.RUN_OVER
+            return outcome
         finally:
             self._say_goodbye(server.listening, over, end)
+
+    def _followed(self, server: Listening, rows: Rounds) -> Outcome:
+        """Run the rounds and publish each of them."""
+        while True:
+            try:
+                self._publish(server, next(rows))
+            except StopIteration as stopped:
+                outcome: Outcome = stopped.value
+                _log.info("the run ended: %s", outcome.stop)
+                return outcome
 
     def _publish(self, server: Listening, row: RoundRow) -> None:
         _log.info(released_text(row, self.experiment.plan.rounds))

@@ -14,6 +14,7 @@ from fedpriv.federated.books import Books
 from fedpriv.federated.transport import Transport
 from fedpriv.report.tables import format_epsilon
 
+from .announcing import announced
 from .beginning import Beginning, warn
 from .drawing import draw
 from .evaluation import Evaluator
@@ -87,7 +88,8 @@ def carry_out(
             Cadence(output.evaluate_every, output.checkpoint_every),
             clock,
         )
-        outcome = (follow or partial(_show, console=console))(rows, experiment, state.round)
+        with announced(rows, experiment, folder, state.round) as told:
+            outcome = (follow or partial(_show, console=console))(told, experiment, state.round)
         print_result(experiment, folder, ledger, outcome, books, console)
     draw(folder, experiment)
 

@@ -17,6 +17,7 @@ from fedpriv.studies import Cell, RunResult, Study
 from fedpriv.studies.results import RESULT, SIMULATION_ONLY, write_rows
 from fedpriv.studies.summary import means
 
+from .announcing import announced
 from .beginning import Beginning
 from .evaluation import Evaluator
 from .folder import RunFolder
@@ -95,13 +96,14 @@ def _conducted(
             Cadence(config.output.evaluate_every, config.rounds),
             time.monotonic,
         )
-        while True:
-            try:
-                rounds.append(next(rows))
-            except StopIteration as end:
-                outcome: Outcome = end.value
-                return rounds, outcome
-            tell(len(rounds))
+        with announced(rows, experiment, folder, 0) as told:
+            while True:
+                try:
+                    rounds.append(next(told))
+                except StopIteration as end:
+                    outcome: Outcome = end.value
+                    return rounds, outcome
+                tell(len(rounds))
 
 
 def _result(

@@ -1,5 +1,7 @@
 """Files of studies: what they make, and what they may not say."""
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.studies.file import load_study, study_toml
 from tests.studies.studying import BASE, study_file
 
-
-def arm_names(path: Path) -> list[str]:
-    return [arm.name for arm in load_study(path).arms]
+ROOT = Path(__file__).parents[2]
 
 
 def test_axes_cross_and_their_values_become_assignments(tmp_path: Path) -> None:
@@ -63,6 +63,30 @@ def test_the_noise_of_the_base_is_replaced(tmp_path: Path) -> None:
     privacy = {"sampling_probability": 0.5, "epsilon": 1.0, "delta": 0.1, "noise_multiplier": 3.0}
     study = load_study(study_file(tmp_path, base=BASE | {"privacy": privacy}))
     assert study.config_of(study.cells[0]).privacy.noise_multiplier is None
+
+
+def test_the_example_of_the_guide_is_a_study(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "studies.md").read_text()
+    example, arms = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "digits.toml").write_text((ROOT / "simulations" / "digits.toml").read_text())
+    (tmp_path / "axes.toml").write_text(example)
+    assert len(load_study(tmp_path / "axes.toml").arms) == 6
+    before, _, _ = re.sub("baseline.*", "", example).partition("[axes]")
+    (tmp_path / "arms.toml").write_text(before + arms)
+    (arm,) = load_study(tmp_path / "arms.toml").arms
+    assert arm.assignments == ("server.options={learning_rate=0.5}", "rounds=200")
+
+
+STUDIES = [
+    path
+    for path in sorted((ROOT / "simulations").glob("*.toml"))
+    if "seeds" in tomllib.loads(path.read_text())
+]
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=[path.name for path in STUDIES])
+def test_committed_studies_are_valid(path: Path) -> None:
+    assert len(load_study(path).arms) > 1
 
 
 @pytest.mark.parametrize(

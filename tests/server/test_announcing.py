@@ -1,0 +1,144 @@
+"""Whoever is told of rounds is told what was released, and cannot stop the run."""
+
+import dataclasses
+import json
+import logging
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fedpriv.callbacks import ReleasedRound
+from fedpriv.config import parse_config
+from fedpriv.errors import InvalidValueError
+from fedpriv.experiment import simulated
+from tests.commandline import fedpriv, printed, refused
+from tests.studies.studying import BASE
+
+DOCS = Path(__file__).parents[2] / "docs"
+RELEASING = BASE | {
+    "rounds": 3,
+    "clipping": {"norm": 0.5, "strategy": "per-layer", "parts": "tensor", "adaptive": {}},
+    "metrics": {"report": {"accuracy": {}, "label-counts": {"classes": 3, "bound": 5.0}}},
+}
+
+
+def experiment(folder: Path, **changes: object) -> Path:
+    path = folder / "experiment.toml"
+    path.write_text(tomli_w.dumps(RELEASING | changes))
+    return path
+
+
+def rows(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_example_of_the_guide_is_told_what_metrics_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "following.md").read_text(), re.DOTALL)
+    (section,) = re.findall(r"```toml\n(.*?)```", (DOCS / "following.md").read_text(), re.DOTALL)
+    (tmp_path / "mine.py").write_text(code)
+    # A stand-in that writes down what the tracker would be sent.
+    (tmp_path / "mlflow.py").write_text(
+        "import json\n\n\ndef log_metrics(metrics, step):\n"
+        "    with open('sent.jsonl', 'a') as file:\n"
+        "        file.write(json.dumps([step, metrics]) + '\\n')\n"
+    )
+    path = experiment(tmp_path)
+    path.write_text(path.read_text() + section)
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    printed("simulate", path, "--out", "run", cwd=tmp_path)
+    sent = [json.loads(line) for line in (tmp_path / "sent.jsonl").read_text().splitlines()]
+    sys.modules.pop("mlflow")
+    assert [step for step, _ in sent] == [1, 2, 3]
+    for row, (_, metrics) in zip(rows(tmp_path / "run"), sent, strict=True):
+        assert metrics == {
+            "test/loss": row["test_loss"],
+            "test/accuracy": row["test_accuracy"],
+            "privacy/epsilon": row["epsilon"],
+            "clipping_norm/1.weight": row["clipping_norms"][0],
+            "clipping_norm/1.bias": row["clipping_norms"][1],
+            "unclipped/1.weight": row["unclipped"][0],
+            "unclipped/1.bias": row["unclipped"][1],
+            "metric/accuracy": row["metrics"]["accuracy"],
+        }
+
+
+def test_event_files_hold_what_metrics_say_and_a_resumed_run_adds_to_them(tmp_path: Path) -> None:
+    path = experiment(tmp_path, output={"tensorboard": True})
+    (tmp_path / "mine.py").write_text(
+        "def stop(released):\n    if released.round == 1:\n        raise KeyboardInterrupt\n"
+    )
+    stopping = ("--set", 'callbacks.on_round=["mine:stop"]')
+    assert fedpriv("simulate", path, "--out", "run", *stopping, cwd=tmp_path).returncode == 130
+    printed("simulate", path, "--out", "run", "--resume", cwd=tmp_path)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    written = rows(tmp_path / "run")
+    assert [row["round"] for row in written] == [0, 1, 2]
+    for tag, column in (("test/accuracy", "test_accuracy"), ("privacy/epsilon", "epsilon")):
+        scalars = events.Scalars(tag)
+        assert [scalar.step for scalar in scalars] == [1, 2, 3]
+        assert [scalar.value for scalar in scalars] == pytest.approx([r[column] for r in written])
+
+
+def test_a_callback_that_raises_is_named_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def down(released):\n    raise OSError('nobody answers')\n\n\n"
+        "def seen(released):\n    with open('seen', 'a') as file:\n        file.write('x')\n"
+    )
+    path = experiment(tmp_path, callbacks={"on_round": ["mine:down", "mine:seen"]})
+    with caplog.at_level(logging.WARNING):
+        printed("simulate", path, "--out", "run", cwd=tmp_path)
+    assert len(rows(tmp_path / "run")) == 3
+    assert (tmp_path / "seen").read_text() == "xxx"
+    assert caplog.messages == [
+        f"callback mine:down raised OSError in round {number}: nobody answers"
+        for number in range(3)
+    ]
+
+
+def test_nothing_that_is_not_released_has_a_place() -> None:
+    # A new field must be a release, or public, as the plan is.
+    assert [field.name for field in dataclasses.fields(ReleasedRound)] == [
+        "run",
+        "rounds",
+        "round",
+        "attempt",
+        "epsilon",
+        "delta",
+        "test_loss",
+        "test_accuracy",
+        "clipping_norms",
+        "unclipped",
+        "metrics",
+        "metrics_noise_stddev",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("json", "'json'; it must be of the form package.module:function"),
+        ("nowhere:log", "callback 'nowhere:log' cannot be imported"),
+        ("json:nothing", "callback 'json:nothing' cannot be imported"),
+        ("json:__name__", "callback 'json:__name__' is a str; it must be a function"),
+    ],
+)
+def test_bad_callbacks_are_refused_before_the_run(tmp_path: Path, path: str, words: str) -> None:
+    file = experiment(tmp_path, callbacks={"on_round": [path]})
+    assert words in refused("simulate", file, "--out", "run", cwd=tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_tensorboard_event_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedpriv.callbacks.find_spec", lambda _name: None)
+    config = parse_config(RELEASING | {"output": {"tensorboard": True}}, "test")
+    with pytest.raises(InvalidValueError, match=r"pip install 'fedpriv\[tensorboard\]'"):
+        simulated(config, "run")
