@@ -49,7 +49,10 @@ class Failure:
 
 def cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        return os.cpu_count() or 1
 
 
 def run_all(tasks: Sequence[Task], workers: int) -> Generator[Progress]:

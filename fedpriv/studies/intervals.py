@@ -30,17 +30,18 @@ class Interval:
         """t-interval of independent values: x̄ ± t_{(1+c)/2, n−1}·s/√n.
 
         It covers the true mean with probability `confidence` if values are normal. It speaks of
-        other seeds on the same users, not of other users.
+        other seeds on the same users, not of other users. If a value is not finite, as the loss of
+        a model that diverged, the half width is NaN.
 
         Args:
             values: at least one.
             confidence: c in (0, 1).
         """
         count = len(values)
-        mean = math.fsum(values) / count
+        mean = sum(values) / count  # fsum refuses infinities of both signs
         if count == 1:
             return cls(mean, None, 1)
-        variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+        variance = sum((value - mean) ** 2 for value in values) / (count - 1)
         quantile = float(stats.t.ppf((1.0 + confidence) / 2.0, count - 1))
         return cls(mean, quantile * math.sqrt(variance / count), count)
 

@@ -72,6 +72,8 @@ def test_the_interval_is_students() -> None:
     low, high = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
     assert (interval.low, interval.high) == pytest.approx((low, high), rel=1e-12)
     assert Interval.of([0.3]) == Interval(0.3, None, 1)
+    for diverged in ([math.inf, 1.0], [math.inf, -math.inf], [math.nan, 1.0]):
+        assert math.isnan(Interval.of(diverged).half_width)
 
 
 def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:

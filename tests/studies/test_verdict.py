@@ -1,0 +1,105 @@
+"""The sentences of a study, and the tables that are printed of it."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fedpriv.report.studies import print_study
+from fedpriv.report.study_files import results_csv, results_json, runs_csv
+from fedpriv.studies import Cell, ReadStudy
+from fedpriv.studies.file import load_study
+from fedpriv.studies.verdict import verdict
+from tests.studies.studying import result, study_file
+
+AXES = {"a": {"base": [], "up": ["rounds=3"], "down": ["rounds=4"], "like": ["rounds=5"]}}
+SHIFT = {"base": 0.0, "up": 0.05, "down": -0.05, "like": 0.001}
+
+
+def read(folder: Path, changes: Callable[[Cell], dict[str, object]], **study: object) -> ReadStudy:
+    """A study whose results were made up."""
+    asked = load_study(study_file(folder, **({"axes": AXES, "seeds": 4} | study)))
+    results = tuple((cell, result(asked, cell, **changes(cell))) for cell in asked.cells)
+    return ReadStudy(folder, asked, results)
+
+
+def accuracy(cell: Cell) -> dict[str, object]:
+    noise = 0.002 * (-1) ** cell.seed * (cell.arm.name != "base")
+    return {"accuracy": 0.5 + 0.1 * cell.seed + SHIFT[cell.arm.name] + noise}
+
+
+def loss(cell: Cell) -> dict[str, object]:
+    return {"accuracy": None, "loss": 1.0 - accuracy(cell)["accuracy"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "measure", "sign"), [(accuracy, "accuracy in points", "+"), (loss, "loss", "-")]
+)
+def test_arms_whose_interval_leaves_zero_out_are_better_or_worse(
+    tmp_path: Path, changes: Callable[[Cell], dict[str, object]], measure: str, sign: str
+) -> None:
+    study = read(tmp_path, changes)
+    (sentence,) = verdict(study.study, study.arms)
+    assert sentence.startswith(
+        f"At ε = 8, {measure} against base, 95% intervals: better: up ({sign}"
+    )
+    words = [part.split(" (")[0] for part in sentence.partition("intervals: ")[2].split("; ")]
+    assert words == ["better: up", "worse: down", "not told apart: like"]
+
+
+def test_one_seed_tells_nothing_and_each_target_has_a_sentence(tmp_path: Path) -> None:
+    one = read(tmp_path, accuracy, seeds=1)
+    assert verdict(one.study, one.arms) == ()
+    two = read(tmp_path, accuracy, target={"epsilon": [1, 8.0], "delta": 1e-2})
+    assert [text.partition(",")[0] for text in verdict(two.study, two.arms)] == [
+        "At ε = 1",
+        "At ε = 8",
+    ]
+
+
+def test_a_model_that_diverged_makes_no_arm_better(tmp_path: Path) -> None:
+    bad = {"up": math.inf, "down": math.nan, "like": 1.0, "base": 1.0}
+    study = read(tmp_path, lambda cell: {"accuracy": None, "loss": bad[cell.arm.name]})
+    (sentence,) = verdict(study.study, study.arms)
+    assert "better" not in sentence
+    text = results_json(study)
+    assert json.loads(text, parse_constant=pytest.fail)["arms"][1]["loss"]["mean"] == "Infinity"
+
+
+def figures(cell: Cell) -> dict[str, object]:
+    per_layer = {"1": 0.5, "3": math.nan}
+    return accuracy(cell) | {
+        "simulation_only_clipped": {"1": 0.25, "3": 0.75},
+        "simulation_only_signal_to_noise": per_layer,
+        "simulation_only_update_norms": per_layer,
+        "simulation_only_users_per_second": 1234.0,
+    }
+
+
+def test_what_is_printed_fits_eighty_columns_and_holds_the_figures(tmp_path: Path) -> None:
+    study = read(tmp_path, figures, accuracies=[0.5, 0.9])
+    stream = io.StringIO()
+    print_study(study, Console(file=stream, width=80))
+    text = stream.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for cell in ("base", "65.00 ± ", "+5.00 ± ", "never", "1,234", "25–75", "7.900", "1.5"):
+        assert cell in text
+
+
+def test_tables_for_programs_name_what_is_not_private(tmp_path: Path) -> None:
+    study = read(tmp_path, figures)
+    arms = list(csv.DictReader(io.StringIO(results_csv(study))))
+    runs = list(csv.DictReader(io.StringIO(runs_csv(study))))
+    assert (len(arms), len(runs)) == (4, 16)
+    assert arms[1]["simulation_only_clipped.3"] == "0.75"
+    assert float(runs[5]["simulation_only_users_per_second"]) == 1234.0
+    private = ("clipped", "norm", "signal", "per_second")
+    for column in (*arms[0], *runs[0]):
+        if any(word in column for word in private) and not column.startswith("clipping_norms"):
+            assert column.startswith("simulation_only_"), column
