@@ -1,9 +1,14 @@
 """Users trained per second: the engine beside a plain PyTorch loop, in one process.
 
-Work: an MLP 784–128–10 on 100 users of 50 examples, batches of 10, one local epoch, flat clipping.
+Each kind of work has batches of 10, one local epoch and flat clipping:
+
+* mlp: 784–128–10, 100 users of 50 images;
+* cnn: the CNN of the DP-SGD tutorials, the same users;
+* softmax: regression from 60 numbers to 10 classes, 1,000 users of 10 examples.
+
 Both sides train, clip and sum; they run in alternation and the medians are printed.
 
-    python -m simulations.throughput [--json FILE]
+    python -m simulations.throughput [--json FILE] [--device cuda]
 """
 
 import argparse
@@ -11,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,29 +27,46 @@ from torch.nn import functional
 
 from fedpriv.data.store import UserStore
 from fedpriv.engine.task import Task
-from fedpriv.engine.transport import InProcessTransport
+from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.models import mlp
+from fedpriv.models import cnn, mlp, softmax_regression
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import flat
 from fedpriv.privacy.layout import Layout
 
-USERS, EXAMPLES, REPEATS = 100, 50, 15
+REPEATS = 15
 LOCAL = LocalTraining(learning_rate=0.1, batch_size=10, epochs=1)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained: a model, and users of equal size with random examples of a shape."""
+
+    model: Callable[[], nn.Module]
+    users: int
+    examples: int
+    shape: tuple[int, ...]
+
+    @property
+    def population(self) -> UserStore:
+        """The users."""
+        rng = np.random.default_rng(0)
+        rows = self.users * self.examples
+        x = rng.standard_normal((rows, *self.shape), dtype=np.float32)
+        offsets = np.arange(0, rows + 1, self.examples)
+        return UserStore({"x": x, "y": rng.integers(0, 10, rows)}, offsets)
+
+
+WORKS = {
+    "mlp": Work(mlp, 100, 50, (1, 28, 28)),
+    "cnn": Work(cnn, 100, 50, (1, 28, 28)),
+    "softmax": Work(partial(softmax_regression, inputs=60), 1_000, 10, (60,)),
+}
 
 
 def example_losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of each example."""
     return functional.cross_entropy(outputs, targets, reduction="none")
-
-
-def population() -> UserStore:
-    """Users of equal size with random images."""
-    rng = np.random.default_rng(0)
-    rows = USERS * EXAMPLES
-    x = rng.standard_normal((rows, 1, 28, 28), dtype=np.float32)
-    y = rng.integers(0, 10, rows)
-    return UserStore({"x": x, "y": y}, np.arange(0, rows + 1, EXAMPLES))
 
 
 def plain_round(model: nn.Module, users: UserStore, clipping_norm: float) -> None:
@@ -77,8 +100,24 @@ def engine_round(transport: InProcessTransport, request: RoundRequest) -> None:
         total += partial_sum.total
 
 
+def request_of(task: Task, users: UserStore) -> RoundRequest:
+    """A round with everyone."""
+    parameters = task.parameters()
+    layout = Layout.of(parameters)
+    return RoundRequest(
+        run="throughput",
+        round=0,
+        attempt=0,
+        parameters=parameters,
+        clipping=Clipping(layout, flat(layout, 1.0)),
+        local=LOCAL,
+        users=np.arange(users.population),
+        local_key=bytes(32),
+    )
+
+
 def measure(rounds: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Median users per second of each kind of round, run in alternation."""
+    """Median seconds of each kind of round, run in alternation."""
     seconds: dict[str, list[float]] = {name: [] for name in rounds}
     for repeat in range(REPEATS + 2):
         for name, run in rounds.items():
@@ -86,40 +125,41 @@ def measure(rounds: dict[str, Callable[[], None]]) -> dict[str, float]:
             run()
             if repeat >= 2:
                 seconds[name].append(time.perf_counter() - began)
-    return {name: USERS / statistics.median(times) for name, times in seconds.items()}
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def speeds_of(work: Work, device: torch.device, chunk_mebibytes: list[int]) -> dict[str, float]:
+    """Users per second of the plain loop, on the CPU, and of the engine."""
+    torch.manual_seed(0)
+    users, task = work.population, Task(work.model(), example_losses)
+    request = request_of(task, users)
+    rounds: dict[str, Callable[[], None]] = {
+        "plain PyTorch loop": lambda: plain_round(task.model, users, 1.0)
+    }
+    for mebibytes in chunk_mebibytes:
+        transport = InProcessTransport(task, users, device, mebibytes * 2**20)
+        name = f"fedpriv on {device.type}, chunks of {mebibytes} MiB"
+        rounds[name] = partial(engine_round, transport, request)
+    return {name: work.users / seconds for name, seconds in measure(rounds).items()}
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="users per second beside a plain PyTorch loop")
+    parser.add_argument("--work", choices=sorted(WORKS), nargs="+", default=list(WORKS))
     parser.add_argument("--chunk-mebibytes", type=int, nargs="+", default=[32])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    users, task = population(), Task(mlp(), example_losses)
-    parameters = task.parameters()
-    request = RoundRequest(
-        run="throughput",
-        round=0,
-        attempt=0,
-        parameters=parameters,
-        clipping=Clipping(Layout.of(parameters), flat(Layout.of(parameters), 1.0)),
-        local=LOCAL,
-        users=np.arange(USERS),
-        local_key=bytes(32),
-    )
-    rounds: dict[str, Callable[[], None]] = {
-        "plain PyTorch loop": lambda: plain_round(task.model, users, 1.0)
-    }
-    for mebibytes in arguments.chunk_mebibytes:
-        transport = InProcessTransport(task, users, torch.device("cpu"), mebibytes * 2**20)
-        rounds[f"fedpriv, chunks of {mebibytes} MiB"] = partial(engine_round, transport, request)
-    speeds = measure(rounds)
-    plain = speeds["plain PyTorch loop"]
-    for name, speed in speeds.items():
-        print(f"{name:32} {speed:8.0f} users/s   {speed / plain:5.2f} ×")
+    device = device_named(arguments.device)
+    found = {}
+    for name in arguments.work:
+        found[name] = speeds_of(WORKS[name], device, arguments.chunk_mebibytes)
+        plain, *_ = found[name].values()
+        for engine, speed in found[name].items():
+            print(f"{name:8} {engine:36} {speed:8.0f} users/s   {speed / plain:5.2f} ×")
     if arguments.json:
-        arguments.json.write_text(json.dumps(speeds, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,6 @@ from fedpriv.engine.updates import Updates, few_lanes
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import VectorGroup
 
-# Conversion to float64 goes through blocks of columns that fit a processor's cache, in memory that
-# is used again: on a CPU, fresh pages cost more than the arithmetic.
-_DOUBLES = 2**17
-_DOUBLES_CUDA = 2**26
-
 
 def clipped_sum(
     updates: Updates, clipping: Clipping, weights: torch.Tensor | None = None
@@ -34,7 +29,7 @@ def clipped_sum(
     """
     device = next(iter(updates.values())).device
     total = torch.zeros(clipping.layout.dimension, dtype=torch.float64, device=device)
-    for lanes, tensors in few_lanes(updates):
+    for lanes, tensors in _in_float64(updates):
         _add_clipped(total, tensors, clipping, None if weights is None else weights[lanes])
     return total
 
@@ -42,14 +37,14 @@ def clipped_sum(
 def _add_clipped(
     total: torch.Tensor, tensors: TorchTensors, clipping: Clipping, weights: torch.Tensor | None
 ) -> None:
-    """Add what some users contribute to total [D]; their tensors are whole, [C, *shape]."""
+    """Add what some users contribute to total [D]; their tensors [C, d] may be written to."""
     layout = clipping.layout
-    lanes = _flattened(tensors)
-    norms = {name: _norms(lane) for name, lane in lanes.items()}
+    norms = {name: torch.linalg.vector_norm(lane, dim=1) for name, lane in tensors.items()}
     # In float64 the squares of finite float32 numbers cannot overflow: not finite means NaN or inf.
     finite = torch.isfinite(torch.stack(list(norms.values()))).all(0)
     if finite.is_cuda or not bool(finite.all()):  # asking a GPU would mean to wait for it
-        lanes = {name: lane.where(finite[:, None], 0.0) for name, lane in lanes.items()}
+        for lane in tensors.values():
+            lane.masked_fill_(~finite[:, None], 0.0)
     lengths = _lengths(norms, sent(clipping))
     # Squares and roots of D terms are off by less than this share of the norm.
     margin = 1.0 - (layout.dimension + 16) * 2.0**-52
@@ -61,7 +56,7 @@ def _add_clipped(
         if weights is not None and group.name in clipping.weighted:
             factors = factors * weights.to(factors)
         for tensor, scale in zip(group.tensors, group.scales, strict=True):
-            _add(total[layout.slices[tensor]], factors / scale, lanes[tensor])
+            total[layout.slices[tensor]].addmv_(tensors[tensor].t(), factors / scale)
     if clipping.indicator is not None:
         total[layout.slices[clipping.indicator.tensor]] += _halves(
             [whole[name] for name in clipping.indicator.groups], finite
@@ -80,9 +75,9 @@ def group_norms(updates: Updates, groups: Iterable[VectorGroup]) -> TorchTensors
     asked = tuple(groups)
     named = {tensor for group in asked for tensor in group.tensors}
     norms: dict[str, list[torch.Tensor]] = {name: [] for name in named}
-    for _, tensors in few_lanes({name: u for name, u in updates.items() if name in named}):
-        for name, lane in _flattened(tensors).items():
-            norms[name].append(_norms(lane))
+    for _, tensors in _in_float64({name: updates[name] for name in updates if name in named}):
+        for name, lane in tensors.items():
+            norms[name].append(torch.linalg.vector_norm(lane, dim=1))
     return _lengths({name: torch.cat(parts) for name, parts in norms.items()}, asked)
 
 
@@ -90,11 +85,6 @@ def sent(clipping: Clipping) -> tuple[VectorGroup, ...]:
     """The groups that users send: all but that of the indicator, which follows from the others."""
     written = (clipping.indicator.tensor,) if clipping.indicator else ()
     return tuple(group for group in clipping.groups if group.tensors != written)
-
-
-def _flattened(tensors: TorchTensors) -> TorchTensors:
-    """Tensors [C, *shape] as [C, d]; a shape may be () and hold zeros."""
-    return {name: t.reshape(len(t), prod(t.shape[1:])) for name, t in tensors.items()}
 
 
 def _lengths(norms: TorchTensors, groups: Iterable[VectorGroup]) -> TorchTensors:
@@ -111,27 +101,22 @@ def _halves(whole: Sequence[torch.Tensor], finite: torch.Tensor) -> torch.Tensor
     return torch.where(finite, torch.stack(list(whole)).double() - 0.5, 0.0).sum(1)
 
 
-def _add(total: torch.Tensor, factors: torch.Tensor, lanes: torch.Tensor) -> None:
-    """Add factors [C] @ lanes [C, d] to total [d], in float64."""
-    for columns, block in _blocks(lanes):
-        total[columns].addmv_(block.t(), factors)
+def _in_float64(updates: Updates) -> Iterator[tuple[slice, TorchTensors]]:
+    """A few users at a time: which, and their tensors as [C, d].
 
-
-def _norms(lanes: torch.Tensor) -> torch.Tensor:
-    """L2 norm of each of the lanes [C, d], in float64: [C]."""
-    parts = [torch.linalg.vector_norm(block, dim=1) for _, block in _blocks(lanes)]
-    norms: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
-    return norms
-
-
-def _blocks(lanes: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Blocks of columns of [C, d] in float64, at least one, all in the same memory."""
-    lane_count, dimension = lanes.shape
-    most = _DOUBLES_CUDA if lanes.is_cuda else _DOUBLES
-    width = max(1, most // max(1, lane_count))
-    buffer = torch.empty(
-        (lane_count, min(width, dimension)), dtype=torch.float64, device=lanes.device
-    )
-    for start in range(0, max(dimension, 1), width):
-        block = lanes[:, start : start + width]
-        yield slice(start, start + width), buffer[:, : block.shape[1]].copy_(block)
+    All are in the same memory: on a CPU, fresh pages cost more than the arithmetic.
+    """
+    buffer = torch.empty((0, 0), dtype=torch.float64, device=next(iter(updates.values())).device)
+    for lanes, tensors in few_lanes(updates):
+        count = len(next(iter(tensors.values())))
+        widths = [prod(tensor.shape[1:]) for tensor in tensors.values()]
+        if not len(buffer):
+            buffer = buffer.new_empty((count, sum(widths)))
+        parts = torch.split(buffer[:count], widths, dim=1)
+        yield (
+            lanes,
+            {
+                name: part.copy_(tensor.reshape(part.shape))
+                for part, (name, tensor) in zip(parts, tensors.items(), strict=True)
+            },
+        )

@@ -10,7 +10,7 @@ from fedpriv.engine.task import TorchTensors
 # Numbers of whole updates that exist at a time. What has left a processor's caches before it is
 # clipped costs more than the arithmetic; a GPU needs more to be busy.
 _NUMBERS = 2**19
-_NUMBERS_CUDA = 2**26
+_NUMBERS_CUDA = 2**24
 
 
 @dataclass(frozen=True)
