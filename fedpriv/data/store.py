@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fedpriv.data.checks import check_count
 from fedpriv.data.ids import IdArray, as_id_array, first_duplicate
-from fedpriv.data.store_files import read_store, write_store
+from fedpriv.data.store_files import read_store, release_pages, write_store
 from fedpriv.errors import DataError, InvalidValueError
 
 
@@ -100,6 +100,9 @@ class UserStore:
     def take(self, rows: NDArray[np.integer]) -> dict[str, NDArray[np.generic]]:
         """Gather rows by number into new arrays; reads only these rows of a mapped field.
 
+        Of a field that `load` mapped, nothing stays resident: memory does not grow with what was
+        read.
+
         Args:
             rows: integers in [0, self.rows) of any shape, repeats allowed.
 
@@ -110,7 +113,9 @@ class UserStore:
             InvalidValueError: `rows` are not integers, or one is out of range.
         """
         _check_positions("rows", rows, self.rows)
-        return {n: np.take(np.asarray(field), rows, axis=0) for n, field in self.fields.items()}
+        taken = {n: np.take(np.asarray(field), rows, axis=0) for n, field in self.fields.items()}
+        release_pages(self.fields.values())
+        return taken
 
     def subset(self, users: NDArray[np.integer] | Sequence[int]) -> "UserStore":
         """Store of some users, in the order given, under the ids they have here.
@@ -164,7 +169,7 @@ class UserStore:
         Raises:
             DataError: `folder` is not a whole saved store of a known version.
         """
-        return cls(*read_store(Path(folder), mmap=mmap))
+        return cls(*read_store(Path(folder), mapped=mmap))
 
     def _check_user(self, user: int) -> None:
         if check_count("user", user, least=0) >= self.population:

@@ -9,9 +9,11 @@ Version 1 is the only version; a reader refuses every version it does not know.
 """
 
 import json
+import mmap
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -106,8 +108,8 @@ def _together(ids: list[IdArray], parts: int) -> IdArray:
     return together
 
 
-def read_store(folder: Path, *, mmap: bool) -> Columns:
-    """Read what `write_store` wrote; with `mmap`, fields are read-only np.memmap arrays.
+def read_store(folder: Path, *, mapped: bool) -> Columns:
+    """Read what `write_store` wrote; with `mapped`, fields are read-only np.memmap arrays.
 
     Raises:
         DataError: the folder is absent, not a store, of an unknown version, or damaged.
@@ -118,14 +120,27 @@ def read_store(folder: Path, *, mmap: bool) -> Columns:
         isinstance(n, str) and n.isidentifier() for n in names
     ):
         raise DataError(f"{folder / 'store.json'} names the fields {names!r}; not a list of names")
-    fields = {name: _read_array(folder / f"field-{name}.npy", mmap=mmap) for name in names}
-    cuts = _read_array(folder / "offsets.npy", mmap=False)
+    fields = {name: _read_array(folder / f"field-{name}.npy", mapped=mapped) for name in names}
+    cuts = _read_array(folder / "offsets.npy", mapped=False)
     if cuts.dtype.kind != "i":
         raise DataError(f"{folder / 'offsets.npy'} has dtype {cuts.dtype}; it must be int64")
     offsets: NDArray[np.int64] = cuts.astype(np.int64, copy=False)
     if not description.get("user_ids"):
         return fields, offsets, None
-    return fields, offsets, as_id_array(_read_array(folder / "user_ids.npy", mmap=False))
+    return fields, offsets, as_id_array(_read_array(folder / "user_ids.npy", mapped=False))
+
+
+def release_pages(fields: Iterable[NDArray[np.generic]]) -> None:
+    """Give what was read of read-only mapped arrays back to the operating system's cache.
+
+    Otherwise a process comes to hold all that it ever read, and its neighbours: a page fault maps
+    16 pages. The arrays stay as they are; where there is no such call nothing is done.
+    """
+    if sys.platform != "linux":
+        return
+    for field in fields:
+        if isinstance(field, np.memmap) and field.mode == "r" and isinstance(field.base, mmap.mmap):
+            field.base.madvise(mmap.MADV_DONTNEED)
 
 
 def _read_description(folder: Path) -> dict[str, object]:
@@ -149,9 +164,9 @@ def _write_array(path: Path, array: NDArray[np.generic]) -> None:
         file.append(array)
 
 
-def _read_array(path: Path, *, mmap: bool) -> NDArray[np.generic]:
+def _read_array(path: Path, *, mapped: bool) -> NDArray[np.generic]:
     try:
-        array: NDArray[np.generic] = np.load(path, mmap_mode="r" if mmap else None)
+        array: NDArray[np.generic] = np.load(path, mmap_mode="r" if mapped else None)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     return array
