@@ -1,6 +1,7 @@
 """`fedpriv simulate --engine flower`: Flower's simulation on Ray, begun and ended with the call."""
 
 import logging
+import math
 import os
 import tempfile
 import threading
@@ -79,5 +80,21 @@ def _backend(simulation: GridSimulation, folder: str) -> dict[str, dict[str, Con
     of_ray: dict[str, ConfigRecordValues] = {"log_to_driver": False}
     if "RAY_ADDRESS" not in os.environ:
         of_ray |= {"num_cpus": simulation.workers, "_temp_dir": folder}
-    share: dict[str, ConfigRecordValues] = {"num_cpus": 1, "num_gpus": gpus / simulation.workers}
-    return {"init_args": of_ray, "client_resources": share}
+    share = gpu_share(gpus, simulation.workers)
+    return {"init_args": of_ray, "client_resources": {"num_cpus": 1, "num_gpus": share}}
+
+
+def gpu_share(gpus: int, workers: int) -> float:
+    """Share of one GPU for each worker, so that all of them are placed at once.
+
+    A worker trains on one GPU, and Ray places it on one: shares of 2/3 on two GPUs would leave the
+    third of three workers waiting for ever.
+
+    >>> [gpu_share(gpus, 3) for gpus in (0, 2, 3, 4)]
+    [0.0, 0.5, 1.0, 1.0]
+
+    Args:
+        gpus: of the machine; 0 to train on its cores.
+        workers: at least one.
+    """
+    return 1.0 / math.ceil(workers / gpus) if gpus else 0.0
