@@ -31,6 +31,7 @@ bench: .venv/installed-test
 	$(BIN)/python -m simulations.randomness
 	$(BIN)/python -m simulations.accounting_speed
 	$(BIN)/python -m simulations.federation_load
+	$(BIN)/python -m simulations.flower_overhead
 	$(BIN)/python -m simulations.scale
 
 # Beside pfl, Flower on Ray and Opacus, which are installed apart from all else.

@@ -17,6 +17,7 @@ from rich.console import Console
 from fedpriv.errors import WorkerError
 
 from .grid_simulation import GridSimulation
+from .simulation import Follow
 
 
 def simulate_on_ray(
@@ -27,12 +28,11 @@ def simulate_on_ray(
     workers: int,
     *,
     resume: bool,
+    follow: Follow | None = None,
 ) -> None:
     """As `server.simulation.run_simulation`, with the users spread among workers of Ray.
 
-    Ray runs on this machine until the call ends; or, where the environment variable RAY_ADDRESS
-    says so, the workers are on a cluster that is up and stays up. Call `switch_off_reports` before
-    this module is imported.
+    Ray runs as `on_ray` has it. Call `switch_off_reports` before this module is imported.
 
     Guarantees: the input is checked before Ray is started; no process and no file but those of the
     run is left on this machine.
@@ -44,6 +44,7 @@ def simulate_on_ray(
         out: folder of the run; by default a new one under runs/.
         workers: how many.
         resume: go on with the run in `out`, or start it if there is none.
+        follow: as for `carry_out`.
 
     Raises:
         WorkerError: a worker does not do its part, e.g. because fedpriv is not installed there.
@@ -54,8 +55,34 @@ def simulate_on_ray(
 
     @server_app.main()
     def main(grid: Grid, _context: Context) -> None:
-        simulation.run(grid, stopping, Console())
+        simulation.run(grid, stopping, Console(), follow)
 
+    gpus = torch.cuda.device_count() if simulation.experiment.device.type == "cuda" else 0
+    try:
+        on_ray(server_app, client_app, workers, workers, gpus)
+    finally:
+        stopping.set()
+
+
+def on_ray(
+    server_app: ServerApp, client_app: ClientApp, nodes: int, processes: int, gpus: int = 0
+) -> None:
+    """Run an app in Flower's simulation, on Ray that is started for it and ends with it.
+
+    Where the environment variable RAY_ADDRESS says so, its processes are on a cluster that is up
+    and stays up.
+
+    Args:
+        server_app: what this process runs.
+        client_app: what nodes run.
+        nodes: how many there are.
+        processes: in how many, each with a core, they get their turns; of a cluster, all cores.
+        gpus: how many these share.
+
+    Raises:
+        WorkerError: Ray does not start, or breaks.
+        Exception: whatever the ServerApp raises.
+    """
     logging.getLogger("flwr").setLevel(logging.ERROR)
     # Paths of sockets must be short, which those of other temporary folders need not be.
     short = os.environ.get("RAY_TMPDIR", "/tmp")
@@ -64,23 +91,19 @@ def simulate_on_ray(
     ) as folder:
         os.environ["FLWR_HOME"] = folder  # where it writes an id, even of those it is not to report
         try:
-            run_simulation(
-                server_app, client_app, workers, backend_config=_backend(simulation, folder)
-            )
+            backend = _backend(processes, gpus, folder)
+            run_simulation(server_app, client_app, nodes, backend_config=backend)
         except RuntimeError as error:  # Flower's, when Ray does not start or breaks
             cause = " ".join(str(error.__cause__ or error).split())
             raise WorkerError(f"Ray cannot run the workers: {cause}") from error
-        finally:
-            stopping.set()
 
 
-def _backend(simulation: GridSimulation, folder: str) -> dict[str, dict[str, ConfigRecordValues]]:
-    """What Flower is to ask of Ray: one core for each worker, and shares of the GPUs."""
-    gpus = torch.cuda.device_count() if simulation.experiment.device.type == "cuda" else 0
+def _backend(processes: int, gpus: int, folder: str) -> dict[str, dict[str, ConfigRecordValues]]:
+    """What Flower is to ask of Ray: one core for each process, and shares of the GPUs."""
     of_ray: dict[str, ConfigRecordValues] = {"log_to_driver": False}
     if "RAY_ADDRESS" not in os.environ:
-        of_ray |= {"num_cpus": simulation.workers, "_temp_dir": folder}
-    share = gpu_share(gpus, simulation.workers)
+        of_ray |= {"num_cpus": processes, "_temp_dir": folder}
+    share = gpu_share(gpus, processes)
     return {"init_args": of_ray, "client_resources": {"num_cpus": 1, "num_gpus": share}}
 
 

@@ -15,10 +15,17 @@ App = Callable[[Message, Context], Message]
 _TURN = threading.Lock()
 
 
-def app(message: Message, context: Context) -> Message:
-    """The node's app; Flower gives each message a process, whose torch no other thread uses."""
-    with _TURN:
-        return client_app(message, context)
+def in_turns(app: App) -> App:
+    """An app of which, as in a process of Flower's, one message at a time uses torch."""
+
+    def answer(message: Message, context: Context) -> Message:
+        with _TURN:
+            return app(message, context)
+
+    return answer
+
+
+app = in_turns(client_app)
 
 
 class LocalGrid(Grid):
@@ -50,8 +57,10 @@ class LocalGrid(Grid):
     def create_message(self, *args: object, **kwargs: object) -> Message:
         raise NotImplementedError
 
-    def send_and_receive(self, *args: object, **kwargs: object) -> Iterable[Message]:
-        raise NotImplementedError
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        return [self._replies[name].result(timeout) for name in self.push_messages(messages)]
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.nodes)
