@@ -22,9 +22,11 @@ from fedpriv.studies.results import SIMULATION_ONLY, read_result, read_rows
 from tests.studies.studying import study_file
 
 
-def run(study: Study, cell: Cell, folder: Path, told: list[int]) -> RunResult:
+def run(
+    study: Study, cell: Cell, folder: Path, told: list[int], noise_multiplier: float
+) -> RunResult:
     data = study.config_of(cell).data
-    task = Task(study, cell, folder, calibrated(study)[cell.arm, cell.target])
+    task = Task(study, cell, folder, noise_multiplier)
     return run_task(task, load_population(data.name, data.options), told.append)
 
 
@@ -39,7 +41,7 @@ def test_a_result_is_what_ledger_model_and_metrics_say(tmp_path: Path) -> None:
     study = load_study(study_file(tmp_path))
     told: list[int] = []
     cell = study.cells[-1]
-    result = run(study, cell, tmp_path, told)
+    result = run(study, cell, tmp_path, told, calibrated(study)[cell.arm, cell.target])
     assert told == [1, 2]
     folder = RunFolder(tmp_path / cell.path)
     assert read_result(folder.path) == result
@@ -71,7 +73,7 @@ def test_arms_of_a_seed_have_the_same_users_and_seeds_have_others(tmp_path: Path
     study = load_study(study_file(tmp_path))
     drawn = {}
     for cell in study.cells:
-        run(study, cell, tmp_path, [])
+        run(study, cell, tmp_path, [], 2.0)
         drawn[cell.arm.name, cell.seed] = cohorts(RunFolder(tmp_path / cell.path))
     assert drawn["flat", 0] == drawn["joint", 0]
     assert drawn["flat", 1] == drawn["joint", 1]
