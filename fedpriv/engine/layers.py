@@ -17,6 +17,9 @@ from fedpriv.errors import ModelError
 
 _TOUCHES = 40  # multiplications in the time that it takes to change a weight in memory
 _TOLERANCE = 1e-4
+_EACH = 2  # examples of a user that is tried
+# Which of the users of `_some_like` are tried together: what mixes may show at an extreme alone.
+_TRIALS = ((0, 1, 2), (4, 3, 0), (3, 4, 0))
 
 
 @dataclass(frozen=True)
@@ -69,22 +72,27 @@ class Layers:
         return copy.deepcopy(self.model, memo)
 
 
-def layers_of(task: Task, example: torch.Tensor) -> Layers | None:
+def layers_of(task: Task, x: torch.Tensor, y: torch.Tensor) -> Layers | None:
     """The layers of a task, if they tell users apart in all that it trains.
+
+    Examples of several users are to go through the model side by side, so it must work on each by
+    itself: tried with random ones, what a user gets must be what it would get alone, and must be
+    the same to the last bit whatever the examples beside its own are.
 
     Args:
         task: the task.
-        example: [1, …] one input that the model accepts.
+        x: [1, …] one input that the model accepts.
+        y: [1, …] one target.
 
     Returns:
-        None if a trained layer is of no known kind or is trained in part, or if the model does
-        anything with a trained layer but call it.
+        None if a trained layer is of no known kind or is trained in part, if the model does
+        anything with a trained layer but call it, or if model or loss mix examples.
     """
     layers = _trained(task.model)
     if layers is None:
         return None
     with _evaluating(task.model):
-        rows = _rows_if_told_apart(layers, example)
+        rows = _rows_if_told_apart(layers, task, x, y)
     return None if rows is None else replace(layers, rows=rows)
 
 
@@ -115,37 +123,86 @@ def _trained(model: nn.Module) -> Layers | None:
     return Layers(model, trained, {})
 
 
-def _rows_if_told_apart(layers: Layers, example: torch.Tensor) -> dict[str, int] | None:
-    """`Layers.rows`, if two users with different weights get what each would get alone."""
+def _rows_if_told_apart(
+    layers: Layers, task: Task, x: torch.Tensor, y: torch.Tensor
+) -> dict[str, int] | None:
+    """`Layers.rows`, if a user's outputs and losses are its own."""
     calls: dict[str, list[int]] = {n: [] for n, e in layers.trained.items() if type(e) is nn.Linear}
     model = layers.replaced({})
     for name, seen in calls.items():
         model.get_submodule(name).register_forward_hook(partial(_count_rows, seen))
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, *example.shape[1:])
-    x = torch.zeros(shape, dtype=example.dtype)
-    if x.is_floating_point():
-        x = torch.randn(shape, generator=generator, dtype=example.dtype)
-    one = {name: p.detach() for name, p in layers.model.named_parameters() if p.requires_grad}
-    other = {n: p + torch.randn(p.shape, generator=generator) / 8 for n, p in one.items()}
-    both = {name: torch.stack([p, other[name]]) for name, p in one.items()}
+    inputs, targets = _some_like(x), _some_like(y)
     try:
         with torch.no_grad():
-            alone = torch.cat([functional_call(layers.model, own, (x,)) for own in (one, other)])
-            together = functional_call(model, both, (torch.cat([x, x]),))
-        off = (together - alone).abs().max()
+            apart = all(
+                _tells_apart(
+                    task,
+                    model,
+                    [inputs[user] for user in users],
+                    [targets[user] for user in users],
+                )
+                for users in _TRIALS
+            )
     except Exception:  # whatever the model does with its layers, it is not only to call them
         return None
-    if together.shape != alone.shape or not bool(off <= _TOLERANCE * alone.abs().max()):
+    if not apart:
         return None
     holders = Counter(
         id(p) for layer in layers.trained.values() for p in layer.parameters(recurse=False)
     )
+    forwards = 2 * len(_TRIALS)
     return {
-        name: seen[0] // len(x) // 2
+        name: seen[0] // (2 * _EACH)
         for name, seen in calls.items()
-        if len(seen) == 1 and all(holders[id(p)] == 1 for p in layers.trained[name].parameters())
+        if len(seen) == forwards
+        and all(holders[id(p)] == 1 for p in layers.trained[name].parameters())
     }
+
+
+def _tells_apart(
+    task: Task, side_by_side: nn.Module, x: list[torch.Tensor], y: list[torch.Tensor]
+) -> bool:
+    """Whether the first user gets what it gets alone, be the second or the third beside it.
+
+    Args:
+        task: the task.
+        side_by_side: its model with weights for each of two users.
+        x: inputs of three users.
+        y: targets of three users.
+    """
+    generator = torch.Generator().manual_seed(0)
+    one = {name: p.detach() for name, p in task.model.named_parameters() if p.requires_grad}
+    other = {n: p + torch.randn(p.shape, generator=generator) / 8 for n, p in one.items()}
+    both = {name: torch.stack([p, other[name]]) for name, p in one.items()}
+    alone = torch.cat(
+        [functional_call(task.model, own, (x,)) for own, x in zip((one, other), x, strict=False)]
+    )
+    together, beside = (
+        functional_call(side_by_side, both, (torch.cat([x[0], second]),)) for second in x[1:]
+    )
+    if together.shape != alone.shape:
+        return False
+    losses, losses_beside = (
+        task.losses_of(outputs, torch.cat([y[0], second]))[:_EACH]
+        for outputs, second in zip((together, beside), y[1:], strict=True)
+    )
+    off = (together - alone).abs().max()
+    return (
+        bool(off <= _TOLERANCE * alone.abs().max())
+        and torch.equal(together[:_EACH], beside[:_EACH])
+        and torch.equal(losses, losses_beside)
+    )
+
+
+def _some_like(example: torch.Tensor) -> list[torch.Tensor]:
+    """Examples of several users, [2, …] each, for an example [1, …]: random, zeros, ones."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (_EACH, *example.shape[1:])
+    if example.is_floating_point():
+        drawn = [torch.randn(shape, generator=generator) for _ in range(3)]
+    else:
+        drawn = [torch.randint(2, shape, generator=generator) for _ in range(3)]
+    return [e.to(example.dtype) for e in (*drawn, torch.zeros(shape), torch.ones(shape))]
 
 
 def _count_rows(seen: list[int], _layer: nn.Module, _inputs: object, output: torch.Tensor) -> None:

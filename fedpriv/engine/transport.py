@@ -214,7 +214,8 @@ class InProcessTransport(Transport):
 
     @cached_property
     def _layers(self) -> Layers | None:
-        return layers_of(self.task, torch.from_numpy(self._blank[self.task.inputs]))
+        blank = (self._blank[name] for name in (self.task.inputs, self.task.targets))
+        return layers_of(self.task, *map(torch.from_numpy, blank))
 
     @cached_property
     def _blank(self) -> Mapping[str, npt.NDArray[np.generic]]:

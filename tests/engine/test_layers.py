@@ -132,6 +132,14 @@ def frozen_trunk() -> nn.Module:
 
 SIX, IMAGE = torch.zeros(1, 6), torch.zeros(1, 2, 9, 7)
 SENTENCE = torch.zeros(1, 4, dtype=torch.int64)
+ONE = torch.zeros(1, dtype=torch.int64)
+
+
+def target_of(example: torch.Tensor) -> torch.Tensor:
+    """A class, or one for each word."""
+    return example if example is SENTENCE else ONE
+
+
 KINDS = {
     "bare": (lambda: nn.Linear(6, 3), SIX, {"": 1}),
     "frozen": (frozen_trunk, SIX, {"3": 1}),
@@ -165,14 +173,14 @@ KINDS = {
 def test_models_that_only_call_known_layers_qualify(
     model: nn.Module, example: torch.Tensor, rows: dict[str, int] | None
 ) -> None:
-    found = layers_of(Task(model, cross_entropy), example)
+    found = layers_of(Task(model, cross_entropy), example, target_of(example))
     assert (found.rows if found else None) == rows
     if found:
         assert set(found.trained) >= set(found.rows)
 
 
 def test_corrections_pay_while_users_have_few_examples() -> None:
-    layers = layers_of(Task(mlp(), cross_entropy), torch.zeros(1, 1, 28, 28))
+    layers = layers_of(Task(mlp(), cross_entropy), torch.zeros(1, 1, 28, 28), ONE)
     assert layers is not None
     assert list(layers.low_rank(5, 10)) == ["1"]
     assert list(layers.low_rank(1, 4)) == ["1", "3"]
@@ -203,7 +211,7 @@ def batches_of(
 def trained_in_layers(
     task: Task, example: torch.Tensor, batches: Batches, local: LocalTraining, touches: float
 ) -> Updates:
-    layers = layers_of(task, example)
+    layers = layers_of(task, example, target_of(example))
     assert layers is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_TOUCHES", touches)
