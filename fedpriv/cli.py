@@ -20,6 +20,7 @@ from fedpriv.options import (
     RunFolder,
     check_resume,
 )
+from fedpriv.study_cli import register as register_studies
 
 app = typer.Typer(
     help="Federated learning with user-level differential privacy that can be checked.",
@@ -67,25 +68,6 @@ def simulate(
     from fedpriv.server.on_ray import simulate_on_ray
 
     simulate_on_ray(client_app, *given, workers=workers or 2, resume=resume)
-
-
-@app.command()
-def compare(
-    file: Annotated[Path, typer.Argument(help="the study, TOML", show_default=False)],
-    out: Annotated[
-        Path | None, typer.Option(help="folder of the study", show_default="studies/NAME")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="runs at once", show_default="cores")
-    ] = None,
-) -> None:
-    """Run an experiment under several settings that all cost the same ε, and compare them.
-
-    Runs that are finished in the folder are not run again.
-    """
-    from fedpriv.server.comparing import run_study
-
-    run_study(file, out, workers)
 
 
 @app.command()
@@ -199,6 +181,7 @@ def curves(
 
 app.add_typer(ledger_app, name="ledger")
 register_federation(app)
+register_studies(app)
 
 
 def main() -> None:

@@ -48,13 +48,14 @@ ALLOWED = {
     "fedpriv.federation_cli": {"fedpriv"},
     "fedpriv.ledger_cli": {"fedpriv.accounting", "fedpriv.report"},
     "fedpriv.options": set(),
+    "fedpriv.study_cli": {"fedpriv"},
     "clients": {"fedpriv"},
     "server": {"fedpriv"},
     "simulations": {"fedpriv", "clients", "server"},
 }
 # Under these names both are installed; among themselves they import relatively, each its own.
 INSTALLED = ("fedpriv.clients", "fedpriv.server")
-REACH_INSTALLED = {"fedpriv.cli", "fedpriv.federation_cli", "simulations"}
+REACH_INSTALLED = {"fedpriv.cli", "fedpriv.federation_cli", "fedpriv.study_cli", "simulations"}
 FOREIGN = {
     "fedpriv.accounting": {"numpy", "scipy", "sqlite3"},
     "fedpriv.privacy": {"numpy", "scipy", "cryptography"},
