@@ -28,6 +28,7 @@ format: .venv/installed-test
 
 bench: .venv/installed-test
 	$(BIN)/python -m simulations.throughput
+	$(BIN)/python -m simulations.overheads
 	$(BIN)/python -m simulations.randomness
 	$(BIN)/python -m simulations.accounting_speed
 	$(BIN)/python -m simulations.federation_load

@@ -1,0 +1,113 @@
+"""What a round costs beside training: `python -m simulations.overheads [--rounds N]`.
+
+Whole rounds as `fedpriv simulate` runs them, with ledger, participation record and checkpoint on
+disk: 100 of 1,000 users of 50 images, an MLP 784–128–10, batches of 10, one local epoch. Python's
+profiler watches; times are of the wall, and waiting for the disk is among them.
+"""
+
+import argparse
+import cProfile
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fedpriv.accounting.budget import PrivacyBudget
+from fedpriv.data.store import UserStore
+from fedpriv.engine.clipping import clipped_sum
+from fedpriv.engine.layered import train_layers_chunk
+from fedpriv.engine.schedule import schedule
+from fedpriv.engine.task import Task
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.engine.updates import OuterProducts
+from fedpriv.federated.books import Books
+from fedpriv.federated.checkpoint import Checkpoint, save_checkpoint
+from fedpriv.federated.loop import run_round, train
+from fedpriv.federated.optimizers import FedAvg
+from fedpriv.federated.plan import TrainingPlan
+from fedpriv.federated.round import close_round, initial_state, open_round
+from fedpriv.privacy.entropy import OperatingSystemEntropy
+from fedpriv.privacy.groups import flat
+from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.sampling import PoissonSampling
+from simulations.throughput import LOCAL, WORKS, example_losses
+
+BESIDE = ("sampling", "clipping", "noise and server step", "budget", "ledger", "checkpoint")
+
+
+def plan_of(task: Task, users: int, rounds: int) -> TrainingPlan:
+    """Cohorts of 100 users in expectation."""
+    layout = Layout.of(task.parameters())
+    return TrainingPlan(
+        run="overheads",
+        population="random images",
+        rounds=rounds,
+        layout=layout,
+        groups=flat(layout, 1.0),
+        noise_shares=(1.0,),
+        noise_multiplier=1.0,
+        sampling=PoissonSampling(users, 100 / users),
+        local=LOCAL,
+        optimizer=FedAvg(),
+    )
+
+
+def run(folder: Path, rounds: int, population: int = 1_000) -> None:
+    """Train for some rounds, with all that is written to disk."""
+    torch.manual_seed(0)
+    users = replace(WORKS["mlp"], users=population).population
+    task = Task(WORKS["mlp"].model(), example_losses)
+    plan = plan_of(task, users.population, rounds)
+    engine = InProcessTransport(task, users, torch.device("cpu"), 32 * 2**20)
+    budget = PrivacyBudget.priced_by("tight", 100.0, 1e-6)
+    files = folder / "ledger", folder / "participation"
+    with Books.open(*files, plan.population, budget) as books:
+        state = initial_state(plan, task.parameters())
+        for report in train(plan, state, engine, books, OperatingSystemEntropy()):
+            save_checkpoint(folder, Checkpoint(report.state, plan.digest, books.ledger.head))
+
+
+def parts_of(profile: cProfile.Profile) -> dict[str, float]:
+    """Seconds of each part of the rounds, and of the rounds."""
+    watched = {entry.code: entry.totaltime for entry in profile.getstats()}
+
+    def seconds(*functions: Callable[..., object]) -> float:
+        return sum(watched[function.__code__] for function in functions)
+
+    whole = seconds(OuterProducts.__getitem__)
+    return {
+        "reading examples": seconds(schedule, UserStore.take),
+        "training": seconds(train_layers_chunk),
+        "updates from factors": whole,
+        "sampling": seconds(open_round),
+        "clipping": seconds(clipped_sum) - whole,
+        "noise and server step": seconds(close_round),
+        "budget": seconds(Books.refuse_if_beyond),
+        "ledger": seconds(Books.next_attempt, Books.record, Books.charge),
+        "checkpoint": seconds(save_checkpoint),
+        "all": seconds(run_round, save_checkpoint),
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="what a round costs beside training")
+    parser.add_argument("--rounds", type=int, default=20)
+    rounds = parser.parse_args().rounds
+    profile = cProfile.Profile()
+    with tempfile.TemporaryDirectory() as folder:
+        run(Path(folder), 2)  # what is done once per process
+    with tempfile.TemporaryDirectory() as folder:
+        profile.runcall(run, Path(folder), rounds)
+    parts = parts_of(profile)
+    for name, seconds in parts.items():
+        share = seconds / parts["all"]
+        print(f"{name:24} {1e3 * seconds / rounds:8.2f} ms a round {100 * share:6.1f} %")
+    beside = sum(parts[name] for name in BESIDE)
+    print(f"{', '.join(BESIDE)}: {100 * beside / parts['all']:.1f} %")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The benchmarks of the engine: what they measure, not how fast anything is."""
+
+import cProfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedpriv.engine.task import Task
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.models import softmax_regression
+from simulations import overheads, throughput
+from simulations.throughput import Work, example_losses, plain_round, request_of, speeds_of
+
+SMALL = Work(partial(softmax_regression, inputs=6), 5, 4, (6,))
+
+
+def test_both_sides_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "REPEATS", 1)
+    plain, *engine = speeds_of(SMALL, torch.device("cpu"), [1, 2]).items()
+    assert plain[0] == "plain PyTorch loop"
+    assert [name for name, _ in engine] == [f"fedpriv on cpu, chunks of {n} MiB" for n in (1, 2)]
+    assert all(speed > 0 for _, speed in (plain, *engine))
+
+
+def test_the_plain_loop_leaves_the_model_as_it_was() -> None:
+    task, users = Task(SMALL.model(), example_losses), SMALL.population
+    before = task.parameters()
+    plain_round(task.model, users, 1.0)
+    for name, parameter in task.parameters().items():
+        np.testing.assert_array_equal(parameter, before[name])
+    transport = InProcessTransport(task, users, torch.device("cpu"), 10**6)
+    assert sum(p.users for p in transport.collect(request_of(task, users))) == SMALL.users
+
+
+def test_parts_of_a_round_are_all_of_it(tmp_path: Path) -> None:
+    profile = cProfile.Profile()
+    profile.runcall(overheads.run, tmp_path, 2, 100)
+    parts = overheads.parts_of(profile)
+    assert set(overheads.BESIDE) < set(parts)
+    assert min(parts.values()) > 0.0
+    assert sum(parts.values()) - parts["all"] <= parts["all"]
