@@ -3,6 +3,8 @@
 import logging
 import math
 import os
+import secrets
+import socket
 import tempfile
 import threading
 from pathlib import Path
@@ -14,10 +16,12 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 from rich.console import Console
 
-from fedpriv.errors import WorkerError
+from fedpriv.errors import InvalidValueError, WorkerError
 
 from .grid_simulation import GridSimulation
 from .simulation import Follow
+
+_CONNECT_SECONDS = 10.0
 
 
 def simulate_on_ray(
@@ -47,6 +51,7 @@ def simulate_on_ray(
         follow: as for `carry_out`.
 
     Raises:
+        InvalidValueError: nobody answers at RAY_ADDRESS.
         WorkerError: a worker does not do its part, e.g. because fedpriv is not installed there.
         FedprivError: something is wrong with the input; the message says what.
     """
@@ -79,11 +84,20 @@ def on_ray(
         processes: in how many, each with a core, they get their turns; of a cluster, all cores.
         gpus: how many these share.
 
+    Guarantees: nobody else can use the Ray that is started here, although its ports are open to
+    all.
+
     Raises:
+        InvalidValueError: nobody answers at RAY_ADDRESS.
         WorkerError: Ray does not start, or breaks.
         Exception: whatever the ServerApp raises.
     """
-    logging.getLogger("flwr").setLevel(logging.ERROR)
+    if "RAY_ADDRESS" in os.environ:
+        _check_cluster(os.environ["RAY_ADDRESS"])
+    else:
+        _lock_ray()
+    # Its pages on what a worker raised may hold users' data; what matters is in our own sentence.
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
     # Paths of sockets must be short, which those of other temporary folders need not be.
     short = os.environ.get("RAY_TMPDIR", "/tmp")
     with tempfile.TemporaryDirectory(
@@ -121,3 +135,25 @@ def gpu_share(gpus: int, workers: int) -> float:
         workers: at least one.
     """
     return 1.0 / math.ceil(workers / gpus) if gpus else 0.0
+
+
+def _lock_ray() -> None:
+    """Let only processes that this one starts use its Ray.
+
+    Ray's ports are open on all interfaces, and whoever reaches them could run code here.
+    """
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # a process reads it once
+
+
+def _check_cluster(address: str) -> None:
+    """Refuse a HOST:PORT where nobody answers; Ray would try for many minutes."""
+    host, _, port = address.rpartition(":")
+    if "/" in host or not port.isdecimal():
+        return  # one of the other forms that Ray knows
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise InvalidValueError(
+            f"RAY_ADDRESS is {address!r}, where no cluster of Ray answers: {error}"
+        ) from error

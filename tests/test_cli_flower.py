@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.commandline import refused
+from tests.deployment.superlink import free_port
 
 DIGITS = Path(__file__).parents[1] / "simulations" / "digits.toml"
 
@@ -22,4 +23,15 @@ DIGITS = Path(__file__).parents[1] / "simulations" / "digits.toml"
 )
 def test_what_does_not_fit_is_refused(arguments: list[str], sentence: str, tmp_path: Path) -> None:
     assert sentence in refused("simulate", DIGITS, *arguments, cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("port", [None, 2**16])
+def test_an_address_where_no_cluster_answers_is_refused(
+    port: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"127.0.0.1:{port or free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    said = refused("simulate", DIGITS, "--engine", "flower", cwd=tmp_path)
+    assert f"RAY_ADDRESS is '{address}', where no cluster of Ray answers" in said
     assert list(tmp_path.iterdir()) == []

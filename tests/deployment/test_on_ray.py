@@ -1,22 +1,30 @@
 """A simulation on Flower's runtime with two workers of Ray is the simulation in this process."""
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import tomllib
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
+import grpc
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fedpriv.data import load_population
+from fedpriv.accounting.ledger import Ledger
 from fedpriv.server.folder import RunFolder
-from tests.server.loopback import until
+from simulations.loopback import Program
+from tests.commandline import fedpriv
+from tests.deployment.processes import clear, marked
+from tests.deployment.sites import ended, refused
+from tests.deployment.superlink import await_that
 
 DIGITS = Path(__file__).parents[2] / "simulations" / "digits.toml"
 FREE_OF_NOISE = (
@@ -37,96 +45,71 @@ socket.getaddrinfo = written
 """
 
 
-# Images of DIGITS saved as a dataset, whose partitioner makes users of unequal size.
-DEALT = """
-[data]
-name = "hugging-face"
+@dataclass(frozen=True)
+class Simulation:
+    """A `fedpriv simulate` that runs, and the processes that it starts.
 
-[data.options]
-train = "images/train"
-test = "images/test"
-partitioner = "DirichletPartitioner"
+    Attributes:
+        program: the command.
+        mark: in the environment of all of them.
+        scratch: where they may write.
+    """
 
-[data.options.arguments]
-num_partitions = 40
-partition_by = "label"
-alpha = 0.5
-min_partition_size = 0
-"""
+    program: Program
+    mark: str
+    scratch: Path
 
+    @property
+    def workers(self) -> list[int]:
+        return [p for p, line in marked(self.mark).items() if line.startswith("ray::ClientApp")]
 
-def dealt_digits(folder: Path) -> None:
-    """Write an experiment on images of DIGITS, and the images, into a folder."""
-    digits = load_population("digits", {"users": 1})
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    for split, rows in (("train", digits.users.fields), ("test", digits.test)):
-        images = [(16 * image[0]).astype(np.uint8) for image in rows["x"]]
-        columns = {"image": images, "label": rows["y"]}
-        saved = datasets.Dataset.from_dict(columns, features=features)
-        saved.save_to_disk(folder / "images" / split)
-    start, rest = DIGITS.read_text(encoding="utf-8").split("[data]")
-    model = rest[rest.index("[model]") :]
-    (folder / "dealt.toml").write_text(start + DEALT + model, encoding="utf-8")
+    @property
+    def addresses(self) -> set[str]:
+        """Where its Ray takes calls."""
+        return set(re.findall("--gcs-address=([^ ]+)", "\n".join(marked(self.mark).values())))
 
 
-def simulate(folder: Path, name: str, *arguments: str, **environment: str) -> str:
-    """Run `fedpriv simulate` in a folder, and return what it printed."""
-    assignments = [f"--set={text}" for text in FREE_OF_NOISE]
-    command = [sys.executable, "-c", "from fedpriv.cli import main; main()"]
-    done = subprocess.run(
-        [*command, "simulate", "dealt.toml", *assignments, "--out", name, *arguments],
-        cwd=folder,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """A folder with a path so short that Ray can have sockets in it."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
-
-
-def processes_with(mark: str) -> list[str]:
-    """Processes that were started with something in their environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
+@contextmanager
+def simulating(folder: Path, *arguments: str, **environment: str) -> Iterator[Simulation]:
+    """`fedpriv simulate` with two workers in a folder; it must end within the block."""
+    mark, output = uuid.uuid4().hex, folder / "output.txt"
+    given = [f"--set={text}" for text in FREE_OF_NOISE]
+    command = [sys.executable, "-c", "from fedpriv.cli import main; main()", "simulate"]
+    # Paths of sockets must be short.
+    with tempfile.TemporaryDirectory(dir="/tmp") as scratch, output.open("wb") as file:
+        process = subprocess.Popen(
+            [*command, DIGITS, *given, "--engine=flower", "--workers=2", *arguments],
+            cwd=folder,
+            env=os.environ | {"MARK": mark, "RAY_TMPDIR": scratch} | environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
         try:
-            if mark.encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text())
-        except OSError:  # it has ended, or is another user's
-            continue
-    return found
+            yield Simulation(Program(process, output), mark, Path(scratch))
+            await_that(lambda: marked(mark) == {})  # workers that were told to end
+        finally:
+            clear(mark)
+            process.wait()
 
 
 @pytest.mark.slow
-def test_two_workers_give_what_one_process_gives_and_leave_nothing(
-    tmp_path: Path, short: Path
-) -> None:
+def test_two_workers_give_what_one_process_gives_and_leave_nothing(tmp_path: Path) -> None:
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK, encoding="utf-8")
-    looked_up, mark = tmp_path / "looked_up", uuid.uuid4().hex
+    looked_up = tmp_path / "looked_up"
     looked_up.touch()
-    dealt_digits(tmp_path)
-    simulate(tmp_path, "here")
-    said = simulate(
-        tmp_path,
-        "there",
-        "--engine=flower",
-        "--workers=2",
-        MARK=mark,
-        HOME=str(tmp_path / "home"),
-        PYTHONPATH=str(tmp_path / "hook"),
-        LOOKED_UP=str(looked_up),
-        RAY_TMPDIR=str(short),
-    )
-    until(lambda: processes_with(mark) == [])  # workers that were told to end
-    assert list(short.iterdir()) == []
+    given = [f"--set={text}" for text in FREE_OF_NOISE]
+    assert fedpriv("simulate", DIGITS, *given, "--out", tmp_path / "here").returncode == 0
+    environment = {
+        "HOME": str(tmp_path / "home"),
+        "PYTHONPATH": str(tmp_path / "hook"),
+        "LOOKED_UP": str(looked_up),
+    }
+    with simulating(tmp_path, "--out=there", **environment) as simulation:
+        await_that(lambda: simulation.addresses)
+        assert_locked(*simulation.addresses)
+        said = ended(simulation.program)
+        assert list(simulation.scratch.iterdir()) == []
     assert not (tmp_path / "home" / ".flwr").exists()
     # Ray asks the machine's own cloud, if it is in one, which it is; it says nothing of the run.
     own = {"None", "localhost", os.uname().nodename, "metadata.google.internal"}
@@ -150,3 +133,26 @@ def test_two_workers_give_what_one_process_gives_and_leave_nothing(
 def is_address(host: str) -> bool:
     """Whether nothing is asked to look it up."""
     return host.replace(".", "").isdigit()
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_ends_the_run_before_its_round_is_charged(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with simulating(tmp_path, "--out=run", "--set=rounds=100000") as simulation:
+        await_that(lambda: list(folder.read_metrics()))
+        worker, *_ = simulation.workers
+        os.kill(worker, signal.SIGKILL)
+        said = refused(simulation.program)
+    assert re.search("[01] of 2 workers answered in round [0-9]+; all must$", said)
+    released = [row["charge"] for row in folder.read_metrics()]
+    with Ledger.open(folder.ledger) as ledger:
+        assert [row.hash for row in ledger.charges()] == released
+
+
+def assert_locked(address: str) -> None:
+    """Who has no token can do nothing in a cluster of Ray."""
+    with grpc.insecure_channel(address) as channel:
+        nodes = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
+        with pytest.raises(grpc.RpcError) as refusal:
+            nodes(b"", timeout=60.0, wait_for_ready=True)
+    assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
