@@ -51,20 +51,17 @@ def load_hugging_face(
         test: held-out rows, likewise, with the same columns.
         columns: as for `from_dataset`.
         user_column: column of the user's id.
-        partitioner: see `partitioner_named`; exactly one of the two must be given.
+        partitioner: see `partitioner_named`; one of the two must be given.
         arguments: of the partitioner.
 
     Raises:
         DataError: a dataset cannot be read or does not hold what is asked for, a field is text,
-            or a test row is of an enrolled user: what is measured on it would be released beside
-            the ledger.
+            or a test row is of an enrolled user, on whom a figure would pass by the ledger.
         InvalidValueError: a setting is out of range, missing, or would have no effect.
     """
     _check_columns(columns)
-    rows, held_out = (
-        open_dataset(check_text("train", train)),
-        open_dataset(check_text("test", test)),
-    )
+    rows = open_dataset(check_text("train", train))
+    held_out = open_dataset(check_text("test", test))
     if isinstance(user_column, str) and partitioner is None and arguments is None:
         store = from_dataset(rows, user_column, columns)
         _check_apart(store, held_out, user_column)
