@@ -192,10 +192,15 @@ class EngineSection(Section):
 
 
 class OutputSection(Section):
-    """What is written how often, in rounds; `tensorboard` adds event files."""
+    """What is written, and how often, in rounds; `tensorboard` adds event files.
+
+    With `simulation_only` a simulation in this process records true figures of each round, which no
+    guarantee covers.
+    """
 
     evaluate_every: Count = 1
     checkpoint_every: Count = 1
+    simulation_only: bool = False
     tensorboard: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Commands of studies: one experiment under several settings at equal privacy."""
+"""Commands of studies: one experiment under several settings at equal privacy, and reports."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +8,8 @@ import typer
 
 def register(app: typer.Typer) -> None:
     """Add the commands to those of the command line."""
-    app.command()(compare)
+    for command in (compare, report):
+        app.command()(command)
 
 
 def compare(
@@ -27,3 +28,19 @@ def compare(
     from fedpriv.server.comparing import run_study
 
     run_study(file, out, workers)
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="folder of a run or a study", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="file to write", show_default="report.html in FOLDER")
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="open it in the browser")] = False,
+) -> None:
+    """Write one HTML page of a run or a study, which opens offline; ledgers are verified first."""
+    from fedpriv.report.page.installed import require_report
+
+    require_report()
+    from fedpriv.server.reporting import write_report
+
+    print(write_report(folder, out, show=show))  # noqa: T201

@@ -15,6 +15,7 @@ from fedpriv.config import Config, load_config
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment import Enrolled, Experiment, build
 from fedpriv.federated.checkpoint import write_atomically
+from fedpriv.report.versions import versions
 from fedpriv.sections import FederationSection
 
 from .enrolment import Enrolment
@@ -133,6 +134,7 @@ def _resolved_plan(experiment: Experiment) -> str:
         "expected cohort": f"{plan.sampling.expected_cohort_size:g}",
         "parameters": plan.layout.dimension,
         "plan digest": plan.digest,
+        "software": ", ".join(f"{name} {number}" for name, number in versions().items()),
     }
     facts |= {
         f"group {q.group}": f"clipping norm {q.clipping_norm:g}, noise stddev {q.noise_stddev:g}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.federated.checkpoint import naming
+from fedpriv.studies.results import SIMULATION_ONLY, finite
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON object per release, in the order of release."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def simulation_only(self) -> Path:
+        """One JSON object per round of a simulation, of figures that no guarantee covers."""
+        return self.path / SIMULATION_ONLY
 
     @property
     def checkpoints(self) -> Path:
@@ -91,7 +97,14 @@ class RunFolder:
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
         """Add a line; a line that a crash cut short is ended first."""
-        with naming(self.metrics), self.metrics.open("a+b") as file:
+        self._append(self.metrics, row)
+
+    def append_simulation_only(self, row: Mapping[str, object]) -> None:
+        """Add a line; numbers that are not finite are null."""
+        self._append(self.simulation_only, finite(row))
+
+    def _append(self, path: Path, row: object) -> None:
+        with naming(path), path.open("a+b") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - 1, 0))
             if file.read(1) not in (b"", b"\n"):
@@ -100,9 +113,16 @@ class RunFolder:
 
     def read_metrics(self) -> Iterator[dict[str, object]]:
         """Rows of all releases; lines that a crash cut short are left out."""
-        if not self.metrics.exists():
+        return self._read(self.metrics)
+
+    def read_simulation_only(self) -> Iterator[dict[str, object]]:
+        """Rows of all rounds that were collected, released or not; likewise."""
+        return self._read(self.simulation_only)
+
+    def _read(self, path: Path) -> Iterator[dict[str, object]]:
+        if not path.exists():
             return
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 yield json.loads(line)
             except json.JSONDecodeError:

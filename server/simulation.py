@@ -20,6 +20,7 @@ from .drawing import draw
 from .evaluation import Evaluator
 from .result import print_result
 from .run import Cadence, Outcome, RoundRow, conduct, state_to_start_from
+from .watching import watched
 
 Hosted = Callable[[Experiment, Books], Transport]
 """Makes the transport to the users of an experiment, once its books are open."""
@@ -39,7 +40,10 @@ def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resu
     """
     beginning = Beginning.of(file, assignments, out, resume=resume)
     experiment, transport = simulated(beginning.config, beginning.run, beginning.spent)
-    carry_out(beginning, experiment, lambda _experiment, _books: transport, Console())
+    reached: Transport = transport
+    if experiment.config.output.simulation_only:
+        reached = watched(transport, experiment.plan, beginning.folder.append_simulation_only)
+    carry_out(beginning, experiment, lambda _experiment, _books: reached, Console())
 
 
 Follow = Callable[[Generator[RoundRow, None, Outcome], Experiment, int], Outcome]

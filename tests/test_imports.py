@@ -127,6 +127,8 @@ def test_imports_follow_the_layout(name: str, path: Path) -> None:
         ("fedpriv.studies", "torch grpc flwr sklearn matplotlib"),
         ("fedpriv.wire", "torch grpc flwr sklearn matplotlib pydantic"),
         ("fedpriv.cli", "torch grpc flwr sklearn matplotlib scipy prometheus_client cryptography"),
+        ("fedpriv.cli", "plotly jinja2"),
+        ("fedpriv.server.reporting", "torch grpc flwr sklearn matplotlib"),
         ("fedpriv.logs", "torch grpc numpy pydantic"),
         ("fedpriv.clients.status", "torch flwr sklearn matplotlib pydantic"),
         ("fedpriv.clients.joining", "torch flwr sklearn matplotlib"),

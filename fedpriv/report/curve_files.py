@@ -49,9 +49,9 @@ def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
         InvalidValueError: the folder cannot be written.
     """
     tables = {
-        "epsilon_by_rounds": _rows_by_rounds(curves.by_rounds),
+        "epsilon_by_rounds": _rows_by_rounds(curves.cost.by_rounds),
         "delta_by_epsilon": _rows_by_epsilon(curves.by_epsilon),
-        "trade_off": _rows_of_trade_off(curves.trade_off),
+        "trade_off": _rows_of_trade_off(curves.cost.trade_off),
     }
     figures = {
         "epsilon_by_rounds": figure_by_rounds(curves),
@@ -77,10 +77,11 @@ def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
 
 def figure_by_rounds(curves: Curves) -> Figure:
     """ε against the number of rounds, by every accountant; log scale, as they differ widely."""
+    cost = curves.cost
     figure, axes = new_axes(
-        "Privacy spent, by number of rounds", f"user-level ε at δ = {curves.delta:g}", size=_SIZE
+        "Privacy spent, by number of rounds", f"user-level ε at δ = {cost.delta:g}", size=_SIZE
     )
-    for curve in curves.by_rounds:
+    for curve in cost.by_rounds:
         _plot(axes, curve.rounds, curve.epsilon, curve)
     return figure
 
@@ -92,15 +93,16 @@ def figure_by_epsilon(curves: Curves) -> Figure:
     )
     for curve in curves.by_epsilon:
         _plot(axes, curve.epsilon, curve.delta, curve)
-    reported = f"ε = {format_epsilon(curves.epsilon)} at δ = {curves.delta:g}"
-    axes.axvline(curves.epsilon, color="black", linestyle=":", linewidth=1.0, label=reported)
-    axes.axhline(curves.delta, color="black", linestyle=":", linewidth=1.0)
+    cost = curves.cost
+    reported = f"ε = {format_epsilon(cost.epsilon)} at δ = {cost.delta:g}"
+    axes.axvline(cost.epsilon, color="black", linestyle=":", linewidth=1.0, label=reported)
+    axes.axhline(cost.delta, color="black", linestyle=":", linewidth=1.0)
     return figure
 
 
 def figure_of_trade_off(curves: Curves) -> Figure:
     """Least type II error against type I error, beside G_μ and perfect privacy."""
-    off = curves.trade_off
+    off = curves.cost.trade_off
     figure, axes = new_axes(
         "Least errors of any test for one user",
         "type II error: misses",
@@ -110,7 +112,7 @@ def figure_of_trade_off(curves: Curves) -> Figure:
     axes.plot(off.type_one, 1 - off.type_one, "k:", label="perfect privacy: guessing")
     axes.plot(off.type_one, off.type_two, color="tab:red", label=f"the ledger, by {off.accountant}")
     axes.fill_between(off.type_one, off.type_two, color="tab:red", alpha=0.1, label="impossible")
-    same = f"Gaussian mechanism of the same\nε at δ = {curves.delta:g}: μ = {off.mu:.3g}"
+    same = f"Gaussian mechanism of the same\nε at δ = {curves.cost.delta:g}: μ = {off.mu:.3g}"
     axes.plot(off.type_one, off.gaussian, "--", color="tab:blue", label=same)
     axes.set_aspect("equal")
     axes.set_xlim(0.0, 1.0)

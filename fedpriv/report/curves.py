@@ -1,5 +1,6 @@
 """Curves of a ledger: ε by rounds, δ by ε, and the least errors of a test for one user."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,55 +77,60 @@ class TradeOff:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What a ledger costs, and what that means for a test.
+
+    Attributes:
+        epsilon: ε at δ by the accountant of the trade-off, finite.
+        delta: δ in (0, 1).
+        by_rounds: one curve for each accountant.
+        trade_off: of the whole ledger, by the first accountant that has a bound.
+    """
+
+    epsilon: float
+    delta: float
+    by_rounds: tuple[EpsilonCurve, ...]
+    trade_off: TradeOff
+
+
+@dataclass(frozen=True)
 class Curves:
     """All curves of one ledger.
 
     Attributes:
         population: its name.
-        epsilon: ε at δ by the accountant of the trade-off, finite.
-        delta: δ in (0, 1).
-        by_rounds: one curve for each accountant.
+        cost: ε by rounds, and the trade-off.
         by_epsilon: one curve for each accountant.
-        trade_off: of the whole ledger.
     """
 
     population: str
-    epsilon: float
-    delta: float
-    by_rounds: tuple[EpsilonCurve, ...]
+    cost: Cost
     by_epsilon: tuple[DeltaCurve, ...]
-    trade_off: TradeOff
 
 
-def curves_of(ledger: LedgerContent, delta: float) -> Curves:
-    """Compute all curves, for which each accountant is asked at most 30 times.
+def cost_of(ledger: LedgerContent, delta: float) -> Cost:
+    """Compute ε by rounds, for which each accountant is asked at most 30 times, and the trade-off.
 
-    Accountants without an analysis of the ledger's events have no curve. The trade-off is that of
-    the first one with a bound.
+    Accountants without an analysis of the ledger's events have no curve.
 
     Raises:
         InvalidValueError: δ is out of range, or the ledger has no charge or an infinite ε.
         UnsupportedEventError: no accountant has a bound for the ledger's events.
     """
-    if not ledger.charges:
-        raise InvalidValueError(f"ledger {ledger.path} has no charge; a curve needs at least one")
     losses = _losses(ledger, delta)
-    basis = next(loss for loss in losses if loss.bound is not Bound.ESTIMATE)
-    if not np.isfinite(basis.epsilon):
-        raise InvalidValueError(
-            f"ε of ledger {ledger.path} at delta {delta} is infinite, as a round has too little "
-            "noise or delta is too small; a curve needs a finite one"
-        )
-    widest = 1.5 * basis.epsilon or 1.0
-    by_epsilon = {each.accountant: _delta_curve(ledger, widest, each) for each in losses}
-    return Curves(
-        ledger.population,
-        basis.epsilon,
-        delta,
-        tuple(_epsilon_curve(ledger, each) for each in losses),
-        tuple(by_epsilon.values()),
-        trade_off_of(by_epsilon[basis.accountant], gdp.equivalent_mu(basis.epsilon, delta)),
-    )
+    return _cost(ledger, losses, _delta_curve(ledger, _basis(losses), _widest(losses)))
+
+
+def curves_of(ledger: LedgerContent, delta: float) -> Curves:
+    """Compute `cost_of`, and δ by ε, for which each accountant is asked 30 times more.
+
+    Raises:
+        As `cost_of`.
+    """
+    losses = _losses(ledger, delta)
+    by_epsilon = [_delta_curve(ledger, each, _widest(losses)) for each in losses]
+    basis = by_epsilon[losses.index(_basis(losses))]
+    return Curves(ledger.population, _cost(ledger, losses, basis), tuple(by_epsilon))
 
 
 def trade_off_of(curve: DeltaCurve, mu: float) -> TradeOff:
@@ -152,7 +158,9 @@ def trade_off_of(curve: DeltaCurve, mu: float) -> TradeOff:
 
 
 def _losses(ledger: LedgerContent, delta: float) -> list[PrivacyLoss]:
-    """What the whole ledger costs, by each accountant that can tell; one is a bound."""
+    """What the whole ledger costs, by each accountant that can tell; one is a finite bound."""
+    if not ledger.charges:
+        raise InvalidValueError(f"ledger {ledger.path} has no charge; a curve needs at least one")
     events = merge_equal(ledger.events)
     losses, refusals = [], []
     for accountant in ACCOUNTANTS.values():
@@ -162,7 +170,33 @@ def _losses(ledger: LedgerContent, delta: float) -> list[PrivacyLoss]:
             refusals.append(error)
     if all(loss.bound is Bound.ESTIMATE for loss in losses):
         raise refusals[0]
+    if not np.isfinite(_basis(losses).epsilon):
+        raise InvalidValueError(
+            f"ε of ledger {ledger.path} at delta {delta} is infinite, as a round has too little "
+            "noise or delta is too small; a curve needs a finite one"
+        )
     return losses
+
+
+def _basis(losses: Iterable[PrivacyLoss]) -> PrivacyLoss:
+    """The first bound, from which the trade-off is made."""
+    return next(loss for loss in losses if loss.bound is not Bound.ESTIMATE)
+
+
+def _widest(losses: Iterable[PrivacyLoss]) -> float:
+    """The largest ε of a curve of δ."""
+    return 1.5 * _basis(losses).epsilon or 1.0
+
+
+def _cost(ledger: LedgerContent, losses: Iterable[PrivacyLoss], basis: DeltaCurve) -> Cost:
+    kept = tuple(losses)
+    whole = _basis(kept)
+    return Cost(
+        whole.epsilon,
+        whole.delta,
+        tuple(_epsilon_curve(ledger, each) for each in kept),
+        trade_off_of(basis, gdp.equivalent_mu(whole.epsilon, whole.delta)),
+    )
 
 
 def _epsilon_curve(ledger: LedgerContent, whole: PrivacyLoss) -> EpsilonCurve:
@@ -180,7 +214,7 @@ def _epsilon_curve(ledger: LedgerContent, whole: PrivacyLoss) -> EpsilonCurve:
     )
 
 
-def _delta_curve(ledger: LedgerContent, widest: float, whole: PrivacyLoss) -> DeltaCurve:
+def _delta_curve(ledger: LedgerContent, whole: PrivacyLoss, widest: float) -> DeltaCurve:
     accountant = accountant_named(whole.accountant)
     events = merge_equal(ledger.events)
     # Most of the trade-off is made by small ε.

@@ -100,7 +100,7 @@ def read_result(folder: Path) -> RunResult | None:
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Write one JSON object a line; numbers that are not finite are null."""
-    lines = (json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
+    lines = (json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
     path.write_text("".join(lines), encoding="utf-8")
 
 
@@ -111,7 +111,8 @@ def read_rows(path: Path) -> Iterator[dict[str, object]]:
             yield json.loads(line)
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
+    """A value of JSON with null for numbers that are not finite."""
     if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,95 @@
+"""Reading a report without a browser, and runs that are made up."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from xml.etree.ElementTree import Element
+
+import html5lib
+from plotly.offline import get_plotlyjs
+
+from fedpriv.accounting.charge import ProposedCharge
+from fedpriv.accounting.events import Randomness, RoundEvent
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.report.page.record import RoundRecord, RunRecord, SimulationOnlyRound, Verification
+from fedpriv.report.spending import read_ledger
+
+
+def parsed(page: str) -> Element:
+    """The document, in strict HTML 5; without the library, which takes the parser a minute."""
+    library = get_plotlyjs()
+    assert page.count(library) == 1
+    parser = html5lib.HTMLParser(strict=True, namespaceHTMLElements=False)
+    return parser.parse(page.replace(library, ""))
+
+
+def figures(document: Element) -> dict[str, dict]:
+    """Traces and layout of all charts, by name."""
+    data = [e for e in document.iter("script") if e.get("type") == "application/json"]
+    return {e.get("id").removeprefix("data-"): json.loads(e.text) for e in data}
+
+
+def words(element: Element) -> str:
+    """All text that is shown, with single spaces."""
+    hidden = {id(e) for name in ("script", "style") for e in element.iter(name)}
+    parts: list[str] = []
+
+    def walk(each: Element) -> None:
+        if id(each) not in hidden:
+            parts.append(each.text or "")
+            for inner in each:
+                walk(inner)
+                parts.append(inner.tail or "")
+
+    walk(element)
+    return " ".join(" ".join(parts).split())
+
+
+def section(document: Element, name: str) -> Element:
+    (found,) = [e for e in document.iter("section") if e.get("id") == name]
+    return found
+
+
+def made_up(
+    path: Path,
+    events: Sequence[RoundEvent],
+    rounds: Sequence[RoundRecord] = (),
+    *,
+    name: str = "run",
+    population: str = "people",
+    plan: str = "rounds = 1\n",
+    delta: float = 1e-5,
+    randomness: Randomness = Randomness.OPERATING_SYSTEM,
+    simulation_only: Sequence[SimulationOnlyRound] = (),
+) -> RunRecord:
+    """A run with these charges in a real ledger, and these rounds."""
+    with Ledger.create(path, population) as ledger:
+        for number, event in enumerate(events):
+            ledger.charge(ProposedCharge(name, number, 0, randomness, event, "0" * 64))
+        head = ledger.head
+    return RunRecord(
+        name=name,
+        folder=path.parent,
+        plan=plan,
+        rounds_planned=len(events),
+        delta=delta,
+        budget=None,
+        accountant="tight",
+        ledger=read_ledger(path),
+        verification=Verification(head, cohorts=False, releases=len(rounds)),
+        rounds=tuple(rounds),
+        simulation_only=tuple(simulation_only),
+    )
+
+
+def released(number: int, **changes: object) -> RoundRecord:
+    """A round with one group, clipped to 0.5."""
+    usual: Mapping[str, object] = {
+        "epsilon": 0.1 * number,
+        "accuracy": 0.5,
+        "loss": 1.0,
+        "clipping_norms": {"update": 0.5},
+        "metrics": {},
+        "metrics_noise_stddev": {},
+    }
+    return RoundRecord(number, **{**usual, **changes})

@@ -1,0 +1,121 @@
+"""The report in a real browser: it opens offline, without a complaint, on a phone and a desktop."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedpriv.accounting.events import poisson_gaussian
+from fedpriv.report.page.record import SimulationOnlyRound
+from fedpriv.report.page.run_page import page_of_run
+from fedpriv.report.page.writing import render, write_page
+from tests.report.browser import Tab, browsing
+from tests.report.pages import made_up, released
+
+pytestmark = pytest.mark.slow
+
+PHONE, DESKTOP = 360, 1280
+HOSTILE = "</script><script>window.broken=1</script><img src=x onerror='window.broken=1'><b>%{x}"
+# Each plot, how much text is along its axes and in its legend, and what of it is cut off.
+CUT_OFF = """
+[...document.querySelectorAll(".plot")].map((plot) => {
+  const around = plot.getBoundingClientRect();
+  const texts = plot.querySelectorAll(".xtitle, .ytitle, .xtick text, .ytick text, .traces");
+  const outside = [...texts].filter((text) => {
+    const at = text.getBoundingClientRect();
+    return at.left < around.left - 1 || at.right > around.right + 1
+      || at.top < around.top - 1 || at.bottom > around.bottom + 1;
+  });
+  return [plot.dataset.chart, texts.length, outside.map((text) => text.textContent)];
+})
+"""
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with browsing(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hostile")
+    rounds = [
+        released(number, metrics={HOSTILE: 1.0}, metrics_noise_stddev={HOSTILE: 0.1})
+        for number in (1, 2, 3)
+    ]
+    seen = [
+        SimulationOnlyRound(number, {HOSTILE: 2.0}, {HOSTILE: 2.0}, {HOSTILE: 0.5})
+        for number in (1, 2, 3)
+    ]
+    record = made_up(
+        folder / "ledger.sqlite",
+        [poisson_gaussian(0.5, 4.0, population=300)] * 3,
+        rounds,
+        name=HOSTILE,
+        population=HOSTILE,
+        plan=HOSTILE,
+        simulation_only=seen,
+    )
+    write_page(render(page_of_run(record)), folder / "report.html")
+    return folder / "report.html"
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+@pytest.mark.parametrize("which", ["report", "study_report", "hostile"])
+def test_it_is_drawn_without_a_complaint(
+    tab: Tab, request: pytest.FixtureRequest, which: str, width: int
+) -> None:
+    page: Path = request.getfixturevalue(which)
+    tab.events.clear()
+    tab.open(page, width)
+    assert tab.complaints() == []
+    asked = [address for address in tab.requested() if not address.startswith("data:")]
+    assert set(asked) == {page.as_uri()}
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.evaluate("window.broken") is None
+    plots = tab.evaluate(CUT_OFF)
+    assert len(plots) >= 6
+    for name, texts, cut_off in plots:
+        assert texts > 6, name
+        assert [text for text in cut_off if HOSTILE not in text] == [], name
+
+
+def test_names_are_shown_as_they_are(tab: Tab, hostile: Path) -> None:
+    tab.open(hostile, DESKTOP)
+    assert tab.evaluate("document.querySelector('h1').textContent") == HOSTILE
+    legend = "document.querySelector('[data-chart=data-clipped] .legendtext').textContent"
+    assert tab.evaluate(legend) == HOSTILE
+
+
+def test_dark_and_light(tab: Tab, report: Path) -> None:
+    paper = "getComputedStyle(document.body).backgroundColor"
+    axis = "getComputedStyle(document.querySelector('.xtitle')).fill"
+    light, dark = (
+        ("rgb(255, 255, 255)", "rgb(27, 31, 36)"),
+        ("rgb(20, 23, 28)", "rgb(230, 233, 238)"),
+    )
+    click = "document.getElementById('theme').click()"
+    for scheme, first, then in (("light", light, dark), ("dark", dark, light)):
+        wished = [{"name": "prefers-color-scheme", "value": scheme}]
+        tab.call("Emulation.setEmulatedMedia", features=wished)
+        tab.open(report, DESKTOP)
+        assert (tab.evaluate(paper), tab.evaluate(axis)) == first
+        tab.evaluate(click)
+        assert (tab.evaluate(paper), tab.evaluate(axis)) == then
+
+
+def test_paper_is_white_and_wide_enough(tab: Tab, report: Path) -> None:
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    tab.call("Emulation.setEmulatedMedia", features=dark)
+    tab.open(report, DESKTOP)
+    tab.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    tab.call("Emulation.setEmulatedMedia", media="print", features=dark)
+    widths = "Math.max(...[...document.querySelectorAll('.main-svg')].map((e) => e.clientWidth))"
+    assert tab.evaluate(widths) <= 680  # of A4 between margins of 1.5 cm: 18 cm at 96 dpi
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert tab.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
+    tab.call("Emulation.setEmulatedMedia", media="", features=dark)
+    tab.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 28)"
+    tab.wait_for(f"{widths} > 680")

@@ -1,0 +1,272 @@
+"""The report of a run, read without a browser."""
+
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+from scipy.stats import norm
+
+from fedpriv.accounting.accountants import ACCOUNTANTS
+from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.accounting.events import (
+    NeighbouringRelation,
+    Randomness,
+    RoundEvent,
+    SamplingEvent,
+    SamplingPolicy,
+    SumQueryEvent,
+    poisson_gaussian,
+)
+from fedpriv.errors import InvalidValueError
+from fedpriv.report.page.charts import Axis, Series, chart
+from fedpriv.report.page.record import SimulationOnlyRound
+from fedpriv.report.page.run_page import page_of_run
+from fedpriv.report.page.writing import render
+from fedpriv.report.spending import read_ledger
+from tests.report.pages import figures, made_up, parsed, released, section, words
+
+EVERYBODY = SamplingEvent(
+    SamplingPolicy.EVERY_USER, 1.0, 300, NeighbouringRelation.ADD_OR_REMOVE_ONE
+)
+FULL = RoundEvent(EVERYBODY, (SumQueryEvent("update", 1.0, 4.0),))
+SECTIONS = [
+    "summary",
+    "assumptions",
+    "accuracy",
+    "front",
+    "epsilon",
+    "trade-off",
+    "norms",
+    "ledger",
+    "plan",
+    "software",
+]
+HOSTILE = (
+    "</script><script>window.broken=1</script><img src=x onerror='window.broken=1'>&amp;\"{{7*7}}"
+)
+
+
+@pytest.fixture(scope="module")
+def page(report: Path) -> str:
+    return report.read_text(encoding="utf-8")
+
+
+def test_all_sections_are_there_and_can_be_jumped_to(page: str) -> None:
+    document = parsed(page)
+    assert [e.get("id") for e in document.iter("section")] == SECTIONS
+    links = [e.get("href") for e in document.iter("a")]
+    assert links == [f"#{name}" for name in SECTIONS]
+    assert all(words(e) for e in document.iter("section"))
+
+
+def test_nothing_is_fetched(page: str) -> None:
+    document = parsed(page)
+    for element in document.iter():
+        for name, value in element.items():
+            if name in {"src", "srcset", "data", "action", "poster"}:
+                pytest.fail(f"{element.tag} has {name} = {value}")
+            if name == "href":
+                assert value.startswith("#")
+    assert not list(document.iter("link"))
+    assert "url(" not in "".join(e.text for e in document.iter("style"))
+
+
+def test_only_the_scripts_that_are_named_may_run(page: str) -> None:
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    policy = policy.replace("&#39;", "'")
+    assert policy.startswith("default-src 'none'; ")
+    bodies = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert len(bodies) == 2
+    digests = [base64.b64encode(hashlib.sha256(b.encode()).digest()).decode() for b in bodies]
+    (allowed,) = re.findall(r"script-src ([^;]*);", policy)
+    assert allowed.split() == [f"'sha256-{digest}'" for digest in digests]
+
+
+def test_every_chart_names_its_axes_and_units(page: str) -> None:
+    document = parsed(page)
+    drawn = figures(document)
+    released_ones = {"accuracy", "loss", "front", "epsilon", "trade-off", "norms"}
+    assert set(drawn) == released_ones | {"layers", "clipped", "signal"}
+    for figure in drawn.values():
+        for axis in ("xaxis", "yaxis"):
+            assert re.fullmatch(r".*\w.*(<br>| )\(.+\)", figure["layout"][axis]["title"]["text"])
+    plots = [e.get("data-chart") for e in document.iter("div") if e.get("class") == "plot"]
+    assert plots == [f"data-{name}" for name in drawn]
+    assert all(words(e) for e in document.iter("figcaption"))
+
+
+def test_an_axis_without_a_unit_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="must have both"):
+        Axis("ε", "")
+
+
+def test_numbers_are_those_of_metrics_and_ledger(page: str, run_folder: Path) -> None:
+    document = parsed(page)
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    events = read_ledger(run_folder / "ledger.sqlite").events
+    summary = words(section(document, "summary"))
+    assert f"{rows[-1]['test_accuracy']:.2%}" in summary
+    (shown,) = re.findall(r"user-level ε ([0-9.]+)", summary)
+    epsilon = epsilon_of(events, 1e-3).epsilon
+    assert epsilon <= float(shown) <= epsilon + 1.001e-3
+    drawn = figures(document)
+    accuracy = drawn["accuracy"]["data"][0]
+    assert accuracy["x"] == [1, 2, 3, 4, 5, 6]
+    assert accuracy["y"] == pytest.approx([100 * row["test_accuracy"] for row in rows])
+    assert drawn["front"]["data"][0]["x"] == pytest.approx([row["epsilon"] for row in rows])
+    by_name = {trace["name"]: trace for trace in drawn["epsilon"]["data"] if "name" in trace}
+    assert {name.partition(":")[0] for name in by_name} == set(ACCOUNTANTS)
+    for name, trace in by_name.items():
+        last = epsilon_of(events, 1e-3, name.partition(":")[0]).epsilon
+        assert trace["y"][-1] == pytest.approx(last)
+
+
+def test_the_ledger_is_told_of(page: str, run_folder: Path) -> None:
+    text = words(section(parsed(page), "ledger"))
+    charges = read_ledger(run_folder / "ledger.sqlite").charges
+    assert f"fedpriv ledger verify ledger.sqlite --head 6:{charges[-1].hash}" in text
+    assert "All 6 releases of this run have their charge" in text
+    assert "fits the commitment" in text
+    plan = words(section(parsed(page), "plan"))
+    assert " ".join((run_folder / "plan.toml").read_text().split()) in plan
+
+
+def test_a_seed_is_warned_of(page: str) -> None:
+    assert "seeded randomness" in words(section(parsed(page), "summary"))
+
+
+def test_whatever_files_hold_is_text(tmp_path: Path) -> None:
+    events = [RoundEvent(EVERYBODY, (SumQueryEvent(HOSTILE, 1.0, 4.0),))]
+    rounds = [
+        released(
+            1,
+            clipping_norms={HOSTILE: 0.5},
+            metrics={HOSTILE: 1.0, "": 2.0},
+            metrics_noise_stddev={HOSTILE: 0.1},
+        )
+    ]
+    seen = [SimulationOnlyRound(1, {HOSTILE: 2.0}, {HOSTILE: 2.0}, {HOSTILE: 0.5}, {HOSTILE: 0.1})]
+    record = made_up(
+        tmp_path / "a",
+        events,
+        rounds,
+        name=HOSTILE,
+        population=HOSTILE,
+        plan=f'name = "{HOSTILE}"',
+        simulation_only=seen,
+    )
+    document = parsed(render(page_of_run(record)))
+    assert not list(document.iter("img"))
+    scripts = [e for e in document.iter("script") if e.get("type") != "application/json"]
+    assert len(scripts) == 2
+    assert words(next(document.iter("h1"))) == HOSTILE
+    assert HOSTILE in words(section(document, "ledger"))
+    assert HOSTILE in words(section(document, "plan"))
+    names = {trace["name"] for trace in figures(document)["clipped"]["data"]}
+    # Plotly reads names as markup of its own, so they have none.
+    assert names == {HOSTILE.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}
+
+
+def test_what_no_guarantee_covers_is_marked(tmp_path: Path) -> None:
+    seen = [
+        SimulationOnlyRound(1, {"update": 2.0}, {"dense": 2.0}, {"update": 0.5}, {"dense": 0.1})
+    ]
+    document = parsed(
+        render(page_of_run(made_up(tmp_path / "a", [FULL], [released(1)], simulation_only=seen)))
+    )
+    norms = words(section(document, "norms"))
+    assert norms.count("simulation only") == 4
+    assert norms.count("must not be published of real users") == 4
+    assert "seeded" not in words(document)
+    plain = made_up(tmp_path / "b", [FULL], [released(1)])
+    assert "simulation" not in words(section(parsed(render(page_of_run(plain))), "norms"))
+
+
+def test_true_figures_of_a_simulation_are_those_that_were_recorded(
+    page: str, run_folder: Path
+) -> None:
+    lines = (run_folder / "simulation_only.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["round"] for row in rows] == list(range(6))
+    drawn = figures(parsed(page))
+    clipping_norm, true = drawn["norms"]["data"]
+    assert clipping_norm["y"] == [0.5] * 6
+    norms = [row["simulation_only_group_norms"]["update"] for row in rows]
+    assert true["y"] == pytest.approx(norms)
+    assert true["line"]["color"] == clipping_norm["line"]["color"]
+    shares = [100 * row["simulation_only_clipped"]["update"] for row in rows]
+    assert drawn["clipped"]["data"][0]["y"] == pytest.approx(shares)
+    # With one group of one layer, and no scales, both are the norm of the whole update.
+    assert drawn["layers"]["data"][0]["y"] == pytest.approx(norms)
+
+
+def test_the_trade_off_says_no_more_than_is_true(tmp_path: Path) -> None:
+    noise = 1.25
+    record = made_up(tmp_path / "a", [RoundEvent(EVERYBODY, (SumQueryEvent("u", 1.0, noise),))])
+    text = words(section(parsed(render(page_of_run(record))), "trade-off"))
+    (percent,) = re.findall(r"goes unnoticed with probability at least ([0-9.]+)%", text)
+    # Dong, Roth & Su 2019, equation (6): G_μ(α) = Φ(Φ⁻¹(1 − α) − μ) with μ = 1/z.
+    true = norm.cdf(norm.ppf(0.95) - 1.0 / noise)
+    assert true - 0.03 < float(percent) / 100 <= true
+
+
+@pytest.mark.parametrize(
+    ("relation", "said"),
+    [
+        (NeighbouringRelation.ADD_OR_REMOVE_ONE, "are there, or none"),
+        (NeighbouringRelation.REPLACE_ONE, "replaced by somebody else's"),
+    ],
+)
+def test_the_assumptions_are_those_of_the_ledger(
+    tmp_path: Path, relation: NeighbouringRelation, said: str
+) -> None:
+    sampling = SamplingEvent(SamplingPolicy.POISSON, 0.25, 4000, relation)
+    record = made_up(tmp_path / "a", [RoundEvent(sampling, (SumQueryEvent("u", 1.0, 4.0),))])
+    text = words(section(parsed(render(page_of_run(record))), "assumptions"))
+    for part in (f"{relation}.", said, "poisson", "q = 0.25", "N = 4,000", "1/N = 0.00025"):
+        assert part in text
+
+
+def test_a_large_delta_is_warned_of(tmp_path: Path) -> None:
+    record = made_up(tmp_path / "a", [FULL], delta=0.01)
+    assert "not below 1/N = 0.00333" in words(parsed(render(page_of_run(record))))
+
+
+def test_without_noise_there_is_no_guarantee(tmp_path: Path) -> None:
+    record = made_up(tmp_path / "a", [poisson_gaussian(0.1, 0.0, population=300)], [released(1)])
+    document = parsed(render(page_of_run(record)))
+    assert "guarantees nothing to anybody" in words(section(document, "summary"))
+    assert "No curve is drawn" in words(section(document, "privacy"))
+
+
+def test_nothing_released_costs_nothing(tmp_path: Path) -> None:
+    document = parsed(render(page_of_run(made_up(tmp_path / "a", []))))
+    assert "Nothing was released" in words(section(document, "summary"))
+    assert "user-level ε 0.000" in words(section(document, "summary"))
+
+
+def test_a_shared_ledger_counts_whole(tmp_path: Path) -> None:
+    record = made_up(tmp_path / "a", [FULL] * 4, name="other", randomness=Randomness.SEEDED)
+    both = made_up(tmp_path / "b", [FULL], name="run")
+    charges = (*record.ledger.charges, *both.ledger.charges)
+    shared = type(record.ledger)(tmp_path / "c", "0" * 32, "people", charges)
+    changed = type(both)(**{**vars(both), "ledger": shared})
+    summary = words(section(parsed(render(page_of_run(changed))), "summary"))
+    (all_runs, alone) = re.findall(r"user-level ε ([0-9.]+) .* this run alone ([0-9.]+)", summary)[
+        0
+    ]
+    for text, count in ((all_runs, 5), (alone, 1)):
+        true = epsilon_of([FULL] * count, 1e-5).epsilon
+        assert true <= float(text) <= true + 1.001e-3
+
+
+def test_a_band_is_drawn_around_its_line() -> None:
+    line = Series("mean", [1, 2], [3.0, 4.0], [2.0, 3.5], [4.0, 4.5])
+    made = chart("a", "title", "caption", (Axis("x", "s"), Axis("y", "m")), [line])
+    band, mean = json.loads(made.figure)["data"]
+    assert (band["x"], band["y"]) == ([1, 2, 2, 1], [4.0, 4.5, 3.5, 2.0])
+    assert (mean["x"], mean["y"]) == ([1, 2], [3.0, 4.0])
+    assert band["legendgroup"] == mean["legendgroup"]

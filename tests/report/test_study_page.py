@@ -1,0 +1,121 @@
+"""The report of a study, read without a browser."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.report.spending import read_ledger
+from fedpriv.studies import read_study
+from fedpriv.studies.results import RESULT
+from fedpriv.studies.verdict import verdict
+from tests.commandline import printed, refused
+from tests.report.pages import figures, parsed, section, words
+
+
+@pytest.fixture(scope="module")
+def page(study_report: Path) -> str:
+    return study_report.read_text(encoding="utf-8")
+
+
+def metrics(folder: Path, arm: str, target: int, seed: int) -> list[dict]:
+    path = folder / "runs" / arm / f"epsilon-{target}" / f"seed-{seed}" / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_answer_comes_first(page: str, study_folder: Path) -> None:
+    read = read_study(study_folder)
+    document = parsed(page)
+    first = next(e for e in section(document, "summary").iter("p"))
+    assert first.get("class") == "answer"
+    assert words(first) == verdict(read.study, read.arms)[0]
+    summary = words(section(document, "summary"))
+    for arm in read.arms:
+        low, high = arm.accuracy.low, arm.accuracy.high
+        assert f"{50 * (low + high):.2f} ± {50 * (high - low):.2f}" in summary
+        assert f"{arm.noise_multiplier:.4g}" in summary
+
+
+def test_every_chart_names_its_axes_and_units(page: str) -> None:
+    drawn = figures(parsed(page))
+    assert {"accuracy-0", "accuracy-1", "front", "norms-flat", "layers-joint"} <= set(drawn)
+    for figure in drawn.values():
+        for axis in ("xaxis", "yaxis"):
+            assert re.fullmatch(r".*\w.*(<br>| )\(.+\)", figure["layout"][axis]["title"]["text"])
+
+
+def test_bands_are_students_over_seeds(page: str, study_folder: Path) -> None:
+    band, mean = figures(parsed(page))["accuracy-1"]["data"][:2]
+    assert mean["name"] == "flat"
+    values = [
+        [100 * metrics(study_folder, "flat", 8, seed)[number]["test_accuracy"] for seed in (0, 1)]
+        for number in (0, 1)
+    ]
+    assert mean["y"] == pytest.approx([sum(pair) / 2 for pair in values])
+    # Of two values the standard error is half their distance.
+    widths = [stats.t.ppf(0.975, 1) * abs(one - two) / 2 for one, two in values]
+    ends = list(zip(band["y"][:1:-1], band["y"][:2], strict=True))
+    assert [(high - low) / 2 for low, high in ends] == pytest.approx(widths)
+    assert [(high + low) / 2 for low, high in ends] == pytest.approx(mean["y"])
+
+
+def test_the_front_has_a_point_for_each_target(page: str, study_folder: Path) -> None:
+    for trace in figures(parsed(page))["front"]["data"]:
+        for number, target in enumerate((4, 8)):
+            last = [metrics(study_folder, trace["name"], target, seed)[-1] for seed in (0, 1)]
+            assert trace["x"][number] == pytest.approx(max(row["epsilon"] for row in last))
+            mean = sum(100 * row["test_accuracy"] for row in last) / 2
+            assert trace["y"][number] == pytest.approx(mean)
+        assert len(trace["error_y"]["array"]) == 2
+
+
+def test_each_kind_of_ledger_is_priced_once(page: str, study_folder: Path) -> None:
+    document = parsed(page)
+    kinds = [e for e in document.iter("section") if e.get("id").startswith("epsilon")]
+    assert len(kinds) == 2
+    for target, kind in zip((4, 8), kinds, strict=True):
+        said = words(kind)
+        assert f"Of flat at ε = {target}, joint at ε = {target}." in said
+        (shown,) = re.findall(r"tight certified interval \S+ (\S+)", said)
+        for arm in ("flat", "joint"):
+            path = study_folder / "runs" / arm / f"epsilon-{target}" / "seed-0" / "ledger.sqlite"
+            epsilon = epsilon_of(read_ledger(path).events, 1e-2).epsilon
+            assert epsilon <= float(shown) <= epsilon + 1.001e-3
+
+
+def test_every_ledger_was_verified(page: str, study_folder: Path) -> None:
+    text = words(section(parsed(page), "ledger"))
+    for path in study_folder.glob("runs/*/*/*/ledger.sqlite"):
+        assert read_ledger(path).charges[-1].hash in text
+    assert text.count(" yes ") == 8
+
+
+def test_a_result_that_says_too_little_is_refused(study_folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(study_folder, tmp_path / "copy"))
+    file = next(copy.glob(f"runs/flat/epsilon-8/seed-0/{RESULT}"))
+    told = json.loads(file.read_text())
+    file.write_text(json.dumps(told | {"epsilon": 0.5 * told["epsilon"]}))
+    assert "and its ledger holds" in refused("report", copy)
+
+
+def test_a_study_without_a_finished_run_is_refused(study_folder: Path, tmp_path: Path) -> None:
+    shutil.copy(study_folder / "study.toml", tmp_path)
+    assert "no run of the study" in refused("report", tmp_path)
+
+
+def test_what_is_missing_is_said(study_folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(study_folder, tmp_path / "copy"))
+    for folder in copy.glob("runs/*/epsilon-4"):
+        shutil.rmtree(folder)
+    shutil.rmtree(copy / "runs" / "joint" / "epsilon-8" / "seed-1")
+    document = parsed(Path(printed("report", copy).strip()).read_text(encoding="utf-8"))
+    assert "5 runs of the study are not finished" in words(section(document, "summary"))
+    # With one target, accuracy is drawn against what was spent on the way.
+    flat, joint = [t for t in figures(document)["front"]["data"] if "name" in t]
+    assert (flat["name"], joint["name"]) == ("flat", "joint")
+    spent = [row["epsilon"] for row in metrics(copy, "joint", 8, 0)]
+    assert joint["x"] == pytest.approx(spent)
