@@ -1,6 +1,7 @@
 """The engine against the obvious: one user at a time, with torch's own optimiser."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -117,6 +118,16 @@ class TestInProcessTransport(TransportConformance):
     def request(self) -> RoundRequest:
         local = LocalTraining(0.1, batch_size=4, epochs=2)
         return request_for(make_task(), local, list(range(len(SIZES))), "flat")
+
+
+def test_a_failing_user_changes_no_bit_of_users_who_train_alone() -> None:
+    conformance = TestInProcessTransport()
+    transport = replace(conformance.transport(), chunk_memory=1)
+    request = conformance.request()
+    others = replace(request, users=request.users[:-1])
+    total, without = (sum(p.total for p in transport.collect(r)) for r in (request, others))
+    assert np.any(without)
+    np.testing.assert_array_equal(total, without)
 
 
 LOCALS = [

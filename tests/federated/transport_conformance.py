@@ -60,8 +60,9 @@ class TransportConformance(ABC):
     def test_a_failing_user_counts_as_zero_and_harms_nobody(self) -> None:
         *others, failing = self.request().users.tolist()
         np.testing.assert_array_equal(self.sum_of([failing], None), 0.0)
+        # Who trains together decides how float32 rounds: by about 1e-7 after these few steps.
         np.testing.assert_allclose(
-            self.sum_of([*others, failing], None), self.sum_of(others, None), atol=1e-6
+            self.sum_of([*others, failing], None), self.sum_of(others, None), atol=1e-7
         )
 
     def test_an_empty_cohort_sums_to_zero(self) -> None:
