@@ -28,7 +28,7 @@ def privacy_sections(
         of: whose ledgers these are, if the page has several kinds.
         number: of the kind.
     """
-    end = f"-{number}" if number else ""
+    end, counted = (f"-{number}", f" ({number + 1})") if number else ("", "")
     notes = [f"Of {of}."] if of else []
     if loss is None:
         nothing = "Nothing was charged, so nothing was released: ε = 0."
@@ -46,14 +46,14 @@ def privacy_sections(
     return [
         Section(
             f"epsilon{end}",
-            "ε by round",
+            f"ε by round{counted}",
             notes,
             tables=[table],
             charts=[epsilon_chart(cost, f"epsilon{end}")],
         ),
         Section(
             f"trade-off{end}",
-            "What an attacker can tell",
+            f"What an attacker can tell{counted}",
             notes,
             charts=[trade_off_chart(cost, f"trade-off{end}")],
         ),

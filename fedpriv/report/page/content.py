@@ -29,10 +29,17 @@ class Column:
     Attributes:
         name: its heading, with its unit if there is one.
         number: whether it holds numbers.
+        long: whether it holds what may be broken anywhere, such as digests.
     """
 
     name: str
     number: bool = True
+    long: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What style sheets call it."""
+        return "long" if self.long else "number" if self.number else "text"
 
 
 @dataclass(frozen=True)

@@ -50,16 +50,13 @@ def results_table(read: ReadStudy, arms: Sequence[ArmRuns], target: Target) -> T
 
 def clipping_table(arms: Sequence[ArmRuns], target: Target) -> Table:
     """What arms clipped at a target, and how the rest stands against the noise."""
-    columns = tuple(
-        Column(name, number=number)
-        for name, number in (
-            ("arm", False),
-            ("users clipped (%)", False),
-            ("layer", False),
-            ("mean update norm (L2)", True),
-            ("signal to noise", True),
-            ("users/s", True),
-        )
+    columns = (
+        Column("arm", number=False),
+        Column("users clipped (%)", number=False),
+        Column("layer", number=False),
+        Column("mean update norm (L2)"),
+        Column("signal to noise"),
+        Column("users/s"),
     )
     rows = []
     for arm in (each.summary for each in arms):
@@ -81,16 +78,13 @@ def clipping_table(arms: Sequence[ArmRuns], target: Target) -> Table:
 
 def ledgers_table(arms: Sequence[ArmRuns]) -> Table:
     """The ledger of each run, as it was verified."""
-    columns = tuple(
-        Column(name, number=number)
-        for name, number in (
-            ("arm", False),
-            ("target ε", True),
-            ("seed", True),
-            ("charges", True),
-            ("cohorts checked", False),
-            ("head of the chain", False),
-        )
+    columns = (
+        Column("arm", number=False),
+        Column("target ε"),
+        Column("seed"),
+        Column("charges"),
+        Column("cohorts checked", number=False),
+        Column("head of the chain", number=False, long=True),
     )
     rows = [
         (
@@ -105,7 +99,7 @@ def ledgers_table(arms: Sequence[ArmRuns]) -> Table:
         for seed, record in zip(arm.summary.seeds, arm.records, strict=True)
     ]
     return Table(
-        "One ledger for each run: its chain holds, and no release is without", columns, rows
+        "One ledger for each run: its chain holds, and every release has its charge", columns, rows
     )
 
 
@@ -120,4 +114,4 @@ def _text(interval: Interval | None, scale: float, sign: str = "") -> str:
 def _rounds(arm: ArmSummary, level: float) -> str:
     found = arm.rounds_to[level]
     median = "never" if found.median is None else f"{found.median:g}"
-    return median if found.reached == len(arm.seeds) else f"{median} ({found.reached} seeds)"
+    return median if found.reached in {0, len(arm.seeds)} else f"{median} ({found.reached} seeds)"
