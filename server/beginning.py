@@ -77,10 +77,26 @@ class Beginning:
         Raises:
             FedprivError: something does not fit; the message says what.
         """
+        self.refuse_true_figures("on nodes")
         enrolment = Enrolment.load(Path(section.enrolment))
         held_out = held_out_rows(self.config, section)
         enrolled = Enrolled(enrolment.digest, enrolment.population)
         return build(self.config, self.run, enrolled, held_out, self.spent), enrolment
+
+    def refuse_true_figures(self, where: str) -> None:
+        """Refuse to record what only a simulation in one process can know.
+
+        Args:
+            where: the run is to be.
+
+        Raises:
+            InvalidValueError: the configuration asks for it.
+        """
+        if self.config.output.simulation_only:
+            raise InvalidValueError(
+                f"output.simulation_only is true; {where} it must be false, since only a "
+                "simulation in one process has figures that are not private"
+            )
 
     def write_plan(self, experiment: Experiment) -> None:
         """Make the folder with the resolved plan; nothing for a run that goes on.

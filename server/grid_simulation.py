@@ -97,6 +97,7 @@ class GridSimulation:
     @classmethod
     def at(cls, beginning: Beginning, workers: int) -> Self:
         """Load the users of an experiment; errors as for `simulated`, and those of the class."""
+        beginning.refuse_true_figures("on workers")
         experiment, here = simulated(beginning.config, beginning.run, beginning.spent)
         return cls(beginning, experiment, here.users, workers)
 

@@ -17,6 +17,10 @@ DIGITS = Path(__file__).parents[1] / "simulations" / "digits.toml"
         (["--engine", "flower", "--workers", "0"], "--workers"),
         (["--engine", "flower", "--workers", "288"], "from 1 to 287"),
         (["--engine", "gossip"], "--engine"),
+        (
+            ["--engine", "flower", "--set", "output.simulation_only=true"],
+            "output.simulation_only is true; on workers it must be false",
+        ),
         (["--engine", "flower", "--set", "data.name=digts"], "did you mean 'digits'"),
     ],
     ids=" ".join,

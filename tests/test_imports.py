@@ -32,7 +32,7 @@ ALLOWED = {
     "fedpriv.settings": set(),
     "fedpriv.config": {"fedpriv.sections", "fedpriv.settings"},
     "fedpriv.grouping": {"fedpriv.sections", "fedpriv.privacy"},
-    "fedpriv.studies": {"fedpriv.config", "fedpriv.sections"},
+    "fedpriv.studies": {"fedpriv.config", "fedpriv.sections", "fedpriv.settings"},
     "fedpriv.analytics": {
         "fedpriv.accounting",
         "fedpriv.privacy",

@@ -102,7 +102,7 @@ def with_lanes(
     task: Task, users: UserStore, local: LocalTraining, lanes: int
 ) -> InProcessTransport:
     """Transport with memory for just so many users in a chunk."""
-    layers = layers_of(task, torch.zeros(1, 6))
+    layers = layers_of(task, torch.zeros(1, 6), torch.zeros(1, dtype=torch.int64))
     one = lane_bytes(task, users.examples_of(0), local, max(SIZES), layers)
     return InProcessTransport(task, users, torch.device("cpu"), lanes * one)
 
