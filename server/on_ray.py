@@ -108,7 +108,7 @@ def on_ray(
             backend = _backend(processes, gpus, folder)
             run_simulation(server_app, client_app, nodes, backend_config=backend)
         except RuntimeError as error:  # Flower's, when Ray does not start or breaks
-            cause = " ".join(str(error.__cause__ or error).split())
+            cause = " ".join(str(_cause(error)).split())
             raise WorkerError(f"Ray cannot run the workers: {cause}") from error
 
 
@@ -157,3 +157,10 @@ def _check_cluster(address: str) -> None:
         raise InvalidValueError(
             f"RAY_ADDRESS is {address!r}, where no cluster of Ray answers: {error}"
         ) from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What lies behind errors of Flower, which only say that there was one."""
+    while isinstance(error, RuntimeError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error

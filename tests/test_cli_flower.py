@@ -39,3 +39,21 @@ def test_an_address_where_no_cluster_answers_is_refused(
     said = refused("simulate", DIGITS, "--engine", "flower", cwd=tmp_path)
     assert f"RAY_ADDRESS is '{address}', where no cluster of Ray answers" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_why_ray_cannot_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crashes(*_: object, **__: object) -> None:
+        try:
+            try:
+                raise ConnectionError("nobody\nthere")
+            except ConnectionError as cause:
+                raise RuntimeError("crashed") from cause
+        except RuntimeError as crash:
+            raise RuntimeError("an error was encountered") from crash
+
+    monkeypatch.setattr("fedpriv.server.on_ray.run_simulation", crashes)
+    for name in ("FLWR_HOME", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # which it sets
+        monkeypatch.setenv(name, "")
+    said = refused("simulate", DIGITS, "--engine", "flower", cwd=tmp_path)
+    assert said == "error: Ray cannot run the workers: nobody there"
+    assert list(tmp_path.iterdir()) == []
