@@ -41,10 +41,15 @@ class SuperLink:
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-            "MARK": str(self.folder),
+            "MARK": self.mark,
             "OMP_NUM_THREADS": "1",
             "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}",
         }
+
+    @property
+    def mark(self) -> str:
+        """In the environment of all its processes."""
+        return str(self.folder)
 
     @property
     def ca(self) -> Path:
@@ -65,14 +70,18 @@ class SuperLink:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def run(self, **config: object) -> str:
-        """Submit the app with a run config; the id of the run."""
+    def run(self, app: Path = ROOT, **config: object) -> str:
+        """Submit an app with a run config; the id of the run."""
         file = self.folder / "run.toml"  # as an argument it could not hold an experiment
         file.write_text(tomli_w.dumps(config), encoding="utf-8")
         given = ("--run-config", str(file), "--format", "json")
-        said = json.loads(self.flwr("run", str(ROOT), "test", *given))
+        said = json.loads(self.flwr("run", str(app), "test", *given))
         assert said["success"], said
         return str(said["run-id"])
+
+    def log_of(self, name: str) -> str:
+        """What a process of this name has printed."""
+        return (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
     def status(self, run: str) -> str:
         """How a run is, as Flower says."""
@@ -94,8 +103,15 @@ def await_that(condition: Callable[[], object]) -> None:
 
 
 @contextmanager
-def superlink(folder: Path) -> Iterator[SuperLink]:
+def superlink(folder: Path, *arguments: str) -> Iterator[SuperLink]:
     """A SuperLink with the certificate of a folder that is laid out, until the block is left."""
+    link = laid_out(folder)
+    with serving(link, *arguments):
+        yield link
+
+
+def laid_out(folder: Path) -> SuperLink:
+    """A SuperLink that is not started yet, and what Flower's commands must know of it."""
     link = SuperLink(folder, free_port())
     home = folder / "flwr"
     home.mkdir()
@@ -104,8 +120,14 @@ def superlink(folder: Path) -> Iterator[SuperLink]:
         f'root-certificates = "{link.ca}"\n',
         encoding="utf-8",
     )
-    certificate = folder / "certs" / "server"
-    arguments = (
+    return link
+
+
+@contextmanager
+def serving(link: SuperLink, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a SuperLink, once it listens; it goes on with the database of an older."""
+    certificate = link.folder / "certs" / "server"
+    command = (
         "flower-superlink",
         f"--ssl-ca-certfile={link.ca}",
         f"--ssl-certfile={certificate / 'server.pem'}",
@@ -114,24 +136,27 @@ def superlink(folder: Path) -> Iterator[SuperLink]:
         "--disable-runtime-dependency-installation",
         "--host=127.0.0.1",
         f"--port={link.port}",
-        f"--database={folder / 'superlink.db'}",
+        f"--database={link.folder / 'superlink.db'}",
         f"--health-server-address=127.0.0.1:{free_port()}",
+        *arguments,
     )
-    with program(link, "superlink", arguments):
+    with program(link, "superlink", command) as process:
         await_that(lambda: listens(link.port))
-        yield link
+        yield process
 
 
 @contextmanager
 def supernodes(
-    link: SuperLink, settings: Mapping[str, str]
+    link: SuperLink, more: Mapping[str, str]
 ) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """SuperNodes by name, from their node-config."""
+    """The nodes of the folder, by name, with what their node-config holds beside their users."""
     started = {}
     with ExitStack() as stack:
-        for name, config in settings.items():
+        for name, settings in more.items():
             key = new_key(link.folder / "keys", name)
             link.flwr("supernode", "register", f"{key}.pub", "test")
+            users = link.folder / "users" / name
+            config = f'node="{name}" users="{users}" device="cpu" {settings}'
             arguments = (
                 "flower-supernode",
                 f"--root-certificates={link.ca}",
@@ -151,7 +176,7 @@ def program(
     link: SuperLink, name: str, arguments: Sequence[str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process and those that it starts, ended with the block."""
-    with (link.folder / f"{name}.log").open("wb") as log:
+    with (link.folder / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(
             [SCRIPTS / arguments[0], *arguments[1:]],
             cwd=link.folder,

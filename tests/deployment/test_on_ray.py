@@ -16,23 +16,15 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from fedpriv.accounting.ledger import Ledger
 from fedpriv.server.folder import RunFolder
 from simulations.loopback import Program
-from tests.commandline import fedpriv
+from tests.deployment.digits import DIGITS, NOISELESS, assert_same_model, in_process
 from tests.deployment.processes import clear, marked
 from tests.deployment.sites import ended, refused
 from tests.deployment.superlink import await_that
 
-DIGITS = Path(__file__).parents[2] / "simulations" / "digits.toml"
-FREE_OF_NOISE = (
-    "rounds=3",
-    "seed=7",
-    "privacy.noise_multiplier=0.0",
-    "privacy.unsafe_no_privacy=true",
-)
 # Writes down whom a process looks up.
 HOOK = """
 import os, socket
@@ -73,7 +65,7 @@ class Simulation:
 def simulating(folder: Path, *arguments: str, **environment: str) -> Iterator[Simulation]:
     """`fedpriv simulate` with two workers in a folder; it must end within the block."""
     mark, output = uuid.uuid4().hex, folder / "output.txt"
-    given = [f"--set={text}" for text in FREE_OF_NOISE]
+    given = [f"--set={text}" for text in NOISELESS]
     command = [sys.executable, "-c", "from fedpriv.cli import main; main()", "simulate"]
     # Paths of sockets must be short.
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch, output.open("wb") as file:
@@ -98,8 +90,7 @@ def test_two_workers_give_what_one_process_gives_and_leave_nothing(tmp_path: Pat
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK, encoding="utf-8")
     looked_up = tmp_path / "looked_up"
     looked_up.touch()
-    given = [f"--set={text}" for text in FREE_OF_NOISE]
-    assert fedpriv("simulate", DIGITS, *given, "--out", tmp_path / "here").returncode == 0
+    in_process(tmp_path / "here")
     environment = {
         "HOME": str(tmp_path / "home"),
         "PYTHONPATH": str(tmp_path / "hook"),
@@ -116,11 +107,7 @@ def test_two_workers_give_what_one_process_gives_and_leave_nothing(tmp_path: Pat
     strangers = {h for h in looked_up.read_text().split() if h not in own and not is_address(h)}
     assert strangers == set()
     assert "Warning" not in said
-    here, there = (load_file(tmp_path / run / "model.safetensors") for run in ("here", "there"))
-    assert here.keys() == there.keys()
-    for name, parameter in here.items():
-        assert parameter.any()
-        np.testing.assert_allclose(there[name], parameter, atol=1e-6)
+    assert_same_model(tmp_path / "here", tmp_path / "there")
     plans = [tomllib.loads((tmp_path / run / "plan.toml").read_text()) for run in ("here", "there")]
     assert plans[0] == plans[1]
     losses = [

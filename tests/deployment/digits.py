@@ -1,0 +1,41 @@
+"""DIGITS without noise, for runs that must come to the same model wherever users train."""
+
+from pathlib import Path
+
+import numpy as np
+import tomli_w
+from safetensors.numpy import load_file
+
+from fedpriv.config import load_config
+from tests.commandline import fedpriv
+
+DIGITS = Path(__file__).parents[2] / "simulations" / "digits.toml"
+NOISELESS = (
+    "rounds=3",
+    "seed=7",
+    "privacy.noise_multiplier=0.0",
+    "privacy.unsafe_no_privacy=true",
+)
+
+
+def on_nodes(folder: Path, *assignments: str) -> str:
+    """The experiment on the nodes that are enrolled in a folder, as TOML."""
+    enrolment = f'federation.enrolment="{folder / "enrolment.toml"}"'
+    config = load_config(DIGITS, [*NOISELESS, enrolment, *assignments])
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def in_process(out: Path, *assignments: str) -> None:
+    """Run the experiment in this process."""
+    given = [f"--set={text}" for text in (*NOISELESS, *assignments)]
+    done = fedpriv("simulate", DIGITS, *given, "--out", out)
+    assert done.returncode == 0, done.stderr
+
+
+def assert_same_model(one: Path, other: Path) -> None:
+    """The models of two run folders are equal up to rounding."""
+    models = [load_file(folder / "model.safetensors") for folder in (one, other)]
+    assert models[0].keys() == models[1].keys()
+    for name, parameter in models[0].items():
+        assert parameter.any()
+        np.testing.assert_allclose(models[1][name], parameter, atol=1e-6)

@@ -1,0 +1,117 @@
+"""A SuperLink, its ServerApp and its ClientApps that fail: all releases are charged."""
+
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.federated.checkpoint import checkpoints
+from fedpriv.server.folder import RunFolder
+from tests.deployment.digits import assert_same_model, in_process, on_nodes
+from tests.deployment.faulty import NODES, FaultySite, faulty_site
+from tests.deployment.superlink import await_that
+
+ALL_NODES = f"federation.least_nodes={len(NODES)}"
+# The last round of a fault waits so long; a node must answer in this time on a loaded machine.
+DEADLINE = "federation.deadline_seconds=60.0"
+SECRET = "a user's secret"  # in the text of what `harmful` raises
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultySite]:
+    with faulty_site(tmp_path_factory.mktemp("site")) as made:
+        yield made
+
+
+@pytest.mark.slow
+def test_a_serverapp_that_is_killed_is_submitted_again_and_pays_again(
+    site: FaultySite, tmp_path: Path
+) -> None:
+    private = ("privacy.noise_multiplier=4.0", "privacy.unsafe_no_privacy=false")
+    text = on_nodes(
+        site.link.folder, "rounds=2", "output.checkpoint_every=100", ALL_NODES, *private
+    )
+    folder = RunFolder(tmp_path)
+    waiting = site.arm("node-1", "waits", 1)
+    site.run(text, tmp_path, resume=True)
+    waiting.await_done()
+    site.kill("flwr-serverapp")
+    waiting.end()
+    assert attempts_in(folder) == [(0, 0)]
+    assert checkpoints(folder.checkpoints) == []
+
+    again = site.run(text, tmp_path, resume=True)
+    await_that(folder.model.exists)
+    assert site.link.finished(again) == "finished:completed"
+    # The killed attempt at round 1 charged nothing; its cohort is not drawn again.
+    assert attempts_in(folder) == [(0, 0), (0, 1), (1, 1)]
+    assert [row["round"] for row in folder.read_metrics()] == [0, 0, 1]
+
+
+@pytest.mark.slow
+def test_a_superlink_that_is_killed_costs_a_run_nothing(site: FaultySite, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "there")
+    in_process(tmp_path / "here", "rounds=2")
+    waiting = site.arm("node-1", "waits", 0)
+    run = site.run(on_nodes(site.link.folder, "rounds=2", ALL_NODES), folder.path)
+    waiting.await_done()
+    site.kill("flower-superlink")
+    waiting.end()
+    site.start_superlink()
+    await_that(folder.model.exists)
+    assert site.link.finished(run) == "finished:completed"
+    assert attempts_in(folder) == [(0, 0), (1, 0)]
+    assert_same_model(tmp_path / "here", folder.path)
+
+
+@pytest.mark.slow
+def test_clientapps_that_fail_count_as_zero_and_say_nothing(
+    site: FaultySite, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "there")
+    speaking = f"data.options={{ users = {sum(NODES.values())}, speaking = {NODES['node-1']} }}"
+    in_process(tmp_path / "here", "data.name=tests.deployment.silenced:population", speaking)
+    harms = {
+        "node-2": ("raises", "sends a longer sum", "exits"),
+        "node-3": ("sends NaN", "sends too much", "waits"),
+    }
+    armed = {
+        (node, number): site.arm(node, harm, number)
+        for node, some in harms.items()
+        for number, harm in enumerate(some)
+    }
+    run = site.run(on_nodes(site.link.folder, ALL_NODES, DEADLINE), folder.path)
+    await_that(folder.model.exists)
+    assert site.link.finished(run) == "finished:completed"
+    for harm in armed.values():
+        harm.await_done()
+    armed["node-3", 2].end()
+
+    assert attempts_in(folder) == [(0, 0), (1, 0), (2, 0)]
+    assert_same_model(tmp_path / "here", folder.path)
+    said = site.link.flwr("log", run, "test", "--show")
+    assert "node-2 counts as zero: error 2 of Flower" in said
+    assert SECRET in site.link.log_of("node-2")
+    for log in (said, *(site.link.log_of(name) for name in ("superlink", "superexec"))):
+        assert SECRET not in log
+
+
+def attempts_in(folder: RunFolder) -> list[tuple[int, int]]:
+    """Round and attempt of each charge; every release has one, and every cohort is another."""
+    with (
+        Ledger.open(folder.ledger) as ledger,
+        ParticipationRecord.open(folder.participation_of(folder.ledger)) as participation,
+    ):
+        ledger.verify(participation)
+        charges = list(ledger.charges())
+        cohorts = [participation.users_of(charge.cohort_commitment) for charge in charges]
+    for one, other in combinations(cohorts, 2):
+        assert not np.array_equal(one, other)
+    paid = {charge.hash: (charge.round, charge.attempt) for charge in charges}
+    released = [(row["charge"], (row["round"], row["attempt"])) for row in folder.read_metrics()]
+    assert released == list(paid.items())
+    return list(paid.values())
