@@ -6,9 +6,8 @@ Flower's usual way has a node and a message for each user, FedAvg, and neither n
 There are no nodes but those that take part, which is Flower's best case. On both sides Ray has as
 many processes as there are workers, each with one thread; the one process has one thread too.
 
-Every measurement is a process of its own, and the two sides take turns. The first round, in which
-workers import and load, is left out of the medians; what it takes beyond a later round is part of
-the start.
+Every measurement is a process of its own, and the two sides take turns. The start lasts from the
+command until all workers, who import and load, have answered once; the rounds after it are counted.
 
     python -m simulations.flower_overhead [--workers W ...] [--users N ...] [--json FILE]
 """
@@ -32,8 +31,8 @@ from fedpriv.server.quiet import switch_off_reports
 
 ROOT = Path(__file__).parents[1]
 IN_PROCESS, FEDPRIV, FLOWER = "in process", "fedpriv", "flower"
-_ROUNDS = 20
-_MESSAGES = 600  # of Flower's usual way, about, beside those of the first round
+_ROUNDS = 12
+_MESSAGES = 300  # of Flower's usual way, about, that are counted
 _LIBRARIES = ("fedpriv", "flwr", "numpy", "ray", "torch")
 
 
@@ -45,8 +44,8 @@ class Measured:
         way: of `simulations.flower_ways`.
         users: in each round.
         workers: processes of Ray; 1 for the one process.
-        start_seconds: from the command to the end of the first round, less a later round.
-        round_seconds: of each round but the first.
+        start_seconds: from the command until all workers have answered once.
+        round_seconds: of each round after that.
     """
 
     way: str
@@ -67,13 +66,13 @@ class Measured:
 
 
 def measured(way: str, users: int, workers: int, rounds: int) -> Measured:
-    """Run one way in a process of its own; errors as it gives them.
+    """Run one way in a process of its own.
 
     Args:
         way: of `simulations.flower_ways`.
         users: in each round.
         workers: processes of Ray.
-        rounds: how many, at least 2.
+        rounds: how many, at least 2; the first is part of the start.
 
     Raises:
         WorkerError: the process has failed.
@@ -94,9 +93,7 @@ def measured(way: str, users: int, workers: int, rounds: int) -> Measured:
         if done.returncode != 0:
             raise WorkerError(f"{way} with {workers} workers has failed: {done.stderr[-2000:]}")
         times = json.loads(file.read_text(encoding="utf-8"))
-    later = times["seconds"][1:]
-    start = times["first"] - began - statistics.median(later)
-    return Measured(way, users, workers, start, later)
+    return Measured(way, users, workers, times["ready"] - began, times["seconds"])
 
 
 def all_measured(sizes: Sequence[int], workers: Sequence[int]) -> Iterator[Measured]:

@@ -82,12 +82,15 @@ def _clip(model: torch.nn.Module, start: list[torch.Tensor], norm: float) -> Non
             parameter.copy_(initial + scale * part)
 
 
-def federate(grid: Grid, users: int, rounds: int, told: Callable[[], None]) -> ArrayRecord:
+def federate(
+    grid: Grid, users: int, drawn: int, rounds: int, told: Callable[[], None]
+) -> ArrayRecord:
     """Train with Flower's FedAvg; the model at the end.
 
     Args:
         grid: has a node for each user.
-        users: how many, all of whom take part in every round.
+        users: how many.
+        drawn: how many take part in a round, at least 2.
         rounds: how many.
         told: called before the first round and after each.
     """
@@ -95,7 +98,12 @@ def federate(grid: Grid, users: int, rounds: int, told: Callable[[], None]) -> A
     def after(_round: int, _arrays: ArrayRecord) -> None:
         told()
 
-    averaging = FedAvg(fraction_evaluate=0.0, min_train_nodes=users, min_available_nodes=users)
+    averaging = FedAvg(
+        fraction_train=drawn / users,
+        fraction_evaluate=0.0,
+        min_train_nodes=drawn,
+        min_available_nodes=users,
+    )
     initial = ArrayRecord(work_of(users).task.model.state_dict())
     result = averaging.start(grid, initial, rounds, evaluate_fn=after)
     return result.arrays

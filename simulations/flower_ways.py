@@ -8,9 +8,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Self
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -21,56 +22,50 @@ from fedpriv.experiment import Experiment, simulated
 from fedpriv.server.beginning import Beginning
 from fedpriv.server.on_ray import on_ray, simulate_on_ray
 from fedpriv.server.run import Outcome, RoundRow
-from fedpriv.server.simulation import carry_out
+from fedpriv.server.simulation import Follow, carry_out
 from simulations.flower_usual import WORK, federate
 from simulations.flower_usual import app as usual_app
 
+_MESSAGES_AT_FIRST = 4
 
-@dataclass
+
+@dataclass(frozen=True)
 class Times:
-    """When the rounds of a run ended, by the clock that all processes share.
+    """How long the rounds of a run took.
 
     Attributes:
-        first: the end of the first round.
-        seconds: of each round, the first one too.
+        ready: when all workers had answered once, in seconds since the epoch, as all processes
+            count them.
+        seconds: of each later round.
     """
 
-    first: float = 0.0
-    seconds: list[float] = field(default_factory=list)
+    ready: float
+    seconds: list[float]
 
-    def follow(
-        self, rows: Generator[RoundRow, None, Outcome], _experiment: Experiment, _first: int
-    ) -> Outcome:
-        """Take down each round of ours."""
-        while True:
-            began = time.time()
-            try:
-                next(rows)
-            except StopIteration as end:
-                outcome: Outcome = end.value
-                return outcome
-            self.first = self.first or time.time()
-            self.seconds.append(time.time() - began)
+    @classmethod
+    def of(cls, ends: list[float]) -> Self:
+        """Of the ends of rounds, in the first of which workers import and load."""
+        return cls(ends[0], [end - began for began, end in pairwise(ends)])
 
 
 def in_process(users: int, _workers: int, rounds: int) -> Times:
-    """`fedpriv simulate` in one process, of as many threads as there are cores."""
-    times = Times()
+    """`fedpriv simulate` in one process."""
+    ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         beginning = Beginning.of(WORK, _set(users, rounds), Path(folder) / "run", resume=False)
         experiment, transport = simulated(beginning.config, beginning.run)
         console = Console(quiet=True)
-        carry_out(beginning, experiment, lambda *_: transport, console, times.follow)
-    return times
+        carry_out(beginning, experiment, lambda *_: transport, console, _noting(ends))
+    return Times.of(ends)
 
 
 def spread(users: int, workers: int, rounds: int) -> Times:
     """`fedpriv simulate --engine flower --workers W`."""
-    times = Times()
+    ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         given = WORK, _set(users, rounds), Path(folder) / "run", workers
-        simulate_on_ray(client_app, *given, resume=False, follow=times.follow)
-    return times
+        simulate_on_ray(client_app, *given, resume=False, follow=_noting(ends))
+    return Times.of(ends)
 
 
 def usual(users: int, workers: int, rounds: int) -> Times:
@@ -80,10 +75,12 @@ def usual(users: int, workers: int, rounds: int) -> Times:
 
     @server_app.main()
     def main(grid: Grid, _context: Context) -> None:
-        federate(grid, users, rounds, lambda: ends.append(time.time()))
+        some = min(users, _MESSAGES_AT_FIRST * workers)
+        federate(grid, users, some, 1, lambda: None)  # so that all processes import and load
+        federate(grid, users, users, rounds - 1, lambda: ends.append(time.time()))
 
     on_ray(server_app, usual_app, users, workers)
-    return Times(ends[1], [end - began for began, end in pairwise(ends)])
+    return Times.of(ends)
 
 
 WAYS: dict[str, Callable[[int, int, int], Times]] = {
@@ -91,6 +88,23 @@ WAYS: dict[str, Callable[[int, int, int], Times]] = {
     "fedpriv": spread,
     "flower": usual,
 }
+
+
+def _noting(ends: list[float]) -> Follow:
+    """Takes down when each round of ours ends."""
+
+    def follow(
+        rows: Generator[RoundRow, None, Outcome], _experiment: Experiment, _first: int
+    ) -> Outcome:
+        while True:
+            try:
+                next(rows)
+            except StopIteration as end:
+                outcome: Outcome = end.value
+                return outcome
+            ends.append(time.time())
+
+    return follow
 
 
 def _set(users: int, rounds: int) -> list[str]:

@@ -32,7 +32,7 @@ def test_without_noise_flowers_usual_way_gives_the_same_model(tmp_path: Path) ->
     }
     grid = LocalGrid(nodes)
     try:
-        theirs = federate(grid, USERS, ROUNDS, lambda: told.append(len(grid.sent)))
+        theirs = federate(grid, USERS, USERS, ROUNDS, lambda: told.append(len(grid.sent)))
     finally:
         grid.close()
     assert told == [USERS * done for done in range(ROUNDS + 1)]  # a message per user and round
