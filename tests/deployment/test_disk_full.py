@@ -20,7 +20,6 @@ FULL = {
     "drawn": ("ledger.participation.sqlite cannot be extended, so nothing was written", 0, 0),
     "measured": (r"round-000001.safetensors cannot be used: File too large", 1, 1),
 }
-AT_FIRST = ("summed",)
 
 
 def limit_files(program: Program) -> None:
@@ -29,17 +28,13 @@ def limit_files(program: Program) -> None:
     resource.prlimit(program.process.pid, resource.RLIMIT_FSIZE, (_LARGEST_FILE, most))
 
 
-@pytest.mark.parametrize(
-    "places",
-    [AT_FIRST, pytest.param(tuple(set(FULL) - set(AT_FIRST)), marks=pytest.mark.slow)],
-    ids=["ledger", "elsewhere"],
-)
-def test_a_file_that_cannot_grow(tmp_path: Path, places: tuple[str, ...]) -> None:
+@pytest.mark.slow
+def test_a_file_that_cannot_grow(tmp_path: Path) -> None:
     site = Site.lay_out(tmp_path, 287)
     traps = site.traps("server")
     charged = released = 0
     with site.node("node-1", "--once") as node:
-        for place in sorted(places):
+        for place in sorted(FULL):
             sentence, charges, rows = FULL[place]
             traps.arm(place)
             with site.server() as server:

@@ -28,6 +28,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 def test_a_server_that_is_asked_to_stop_while_nodes_train_and_after_the_charge(
     tmp_path: Path,
 ) -> None:

@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.commandline import printed
 from tests.deployment.checking import stop_and_check
 from tests.deployment.sites import LONG, Site, await_answers, refused
 
 
+@pytest.mark.slow
 def test_a_revoked_node_is_out_from_the_next_offer_on_and_the_run_goes_on(tmp_path: Path) -> None:
     site = Site.lay_out(tmp_path, 144, 143)
     with (
