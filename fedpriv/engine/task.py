@@ -99,7 +99,8 @@ def check_task(task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> N
 
     Raises:
         ModelError: a field is absent, the model or the loss raises, the loss is not one number
-            per example or is not finite, the model has nothing to train, or it changes buffers.
+            per example or is not finite, the model has nothing to train, it changes buffers, or
+            what it gives for an example depends on those beside it.
     """
     for column in (task.inputs, task.targets):
         if column not in examples:
@@ -130,3 +131,22 @@ def check_task(task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> N
             "the model returns NaN or infinite losses at its initial parameters; "
             "check its initialisation and the scale of the inputs"
         )
+    if _mixes(task, constants, x, y):
+        raise ModelError(
+            "model or loss mix examples: what one example gives depends on those beside it, which "
+            "would put one user's data into what another sends"
+        )
+
+
+def _mixes(task: Task, constants: TorchTensors, x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether the first example gives anything else beside others than beside zeros."""
+    evaluated = task.evaluated()
+    parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
+    seen = []
+    for beside_x, beside_y in ((x, y), (torch.zeros_like(x), torch.zeros_like(y))):
+        rows = torch.cat([x[:1], beside_x]), torch.cat([y[:1], beside_y])
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            outputs = functional_call(evaluated.model, {**parameters, **constants}, (rows[0],))
+            seen.append((outputs[:1], task.losses_of(outputs, rows[1])[:1]))
+    return not all(torch.equal(one, other) for one, other in zip(*seen, strict=True))

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from fedpriv.engine.layers import layers_of
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Task, check_task
+from fedpriv.errors import ModelError
 from fedpriv.losses import cross_entropy
 from fedpriv.models import mlp
 
@@ -48,7 +50,7 @@ def centred(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return losses - 1e-3 * losses.mean()
 
 
-@pytest.mark.parametrize(
+MIXED = pytest.mark.parametrize(
     ("model", "loss", "example"),
     [
         (Mixing(nn.Linear(6, 3), 1.0), cross_entropy, SIX),
@@ -59,8 +61,29 @@ def centred(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         (nn.Linear(6, 3), centred, SIX),
     ],
 )
+
+
+@MIXED
 def test_users_do_not_train_side_by_side_where_examples_are_mixed(
     model: nn.Module, loss: Callable[..., torch.Tensor], example: torch.Tensor
 ) -> None:
     """Else one user's data would be in what another sends, which no clipping could bound."""
     assert layers_of(Task(model, loss), example, SENTENCE if example is SENTENCE else ONE) is None
+
+
+@MIXED
+def test_what_mixes_examples_is_no_task(
+    model: nn.Module, loss: Callable[..., torch.Tensor], example: torch.Tensor
+) -> None:
+    """Metrics are measured on the examples of many users at once."""
+    rows = torch.arange(1, 4).view(3, *[1] * (example.dim() - 1)).expand(3, *example.shape[1:])
+    x = rows.to(example.dtype)
+    y = torch.tensor([0, 1, 2]) if example is not SENTENCE else rows % 3
+    with pytest.raises(ModelError, match="model or loss mix examples"):
+        check_task(Task(model, loss), {"x": x.numpy(), "y": y.numpy()})
+
+
+def test_dropout_mixes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    rows = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
+    check_task(Task(model, cross_entropy), {"x": rows, "y": np.arange(5) % 3})
