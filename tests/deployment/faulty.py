@@ -80,15 +80,15 @@ def faulty_site(folder: Path) -> Iterator[FaultySite]:
     link = laid_out(folder)
     _secret(link).write_bytes(os.urandom(32))
     traps = {name: f'traps="{folder / "traps" / name}"' for name in NODES}
-    try:
-        with ExitStack() as stack:
-            site = FaultySite(link, _harmful_app(folder / "app"), stack)
-            site.start_superlink()
-            stack.enter_context(_superexec(link))
-            stack.enter_context(supernodes(link, traps))
+    with ExitStack() as stack:
+        site = FaultySite(link, _harmful_app(folder / "app"), stack)
+        site.start_superlink()
+        stack.enter_context(_superexec(link))
+        stack.enter_context(supernodes(link, traps))
+        try:
             yield site
-    finally:
-        clear(link.mark)
+        finally:
+            clear(link.mark)  # asked one after the other, they would take their time
 
 
 def _secret(link: SuperLink) -> Path:

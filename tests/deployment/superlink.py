@@ -16,8 +16,12 @@ import tomli_w
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from tests.deployment.processes import marked
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent
+SUPERLINK, SERVERAPP = "flower-superlink", "flwr-serverapp"
+"""What is in their command lines."""
 _LONGEST_SECONDS = 240.0
 
 
@@ -41,6 +45,7 @@ class SuperLink:
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25",
             "MARK": self.mark,
             "OMP_NUM_THREADS": "1",
             "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}",
@@ -83,15 +88,21 @@ class SuperLink:
         """What a process of this name has printed."""
         return (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
-    def status(self, run: str) -> str:
-        """How a run is, as Flower says."""
-        said = json.loads(self.flwr("ls", "test", "--run-id", run, "--format", "json"))
-        return str(said["runs"][0]["status"])
+    @property
+    def logs(self) -> str:
+        """What all processes have printed."""
+        return "\n".join(f"{p.stem}:\n{self.log_of(p.stem)}" for p in self.folder.glob("*.log"))
 
-    def finished(self, run: str) -> str:
-        """How a run has ended, once it has."""
-        await_that(lambda: self.status(run).startswith("finished"))
-        return self.status(run)
+    def await_completed(self, run: str) -> None:
+        """Wait until a run is completed, as Flower says."""
+        await_that(lambda: self.is_running(SERVERAPP))
+        await_that(lambda: not self.is_running(SERVERAPP))
+        said = json.loads(self.flwr("ls", "test", "--run-id", run, "--format", "json"))
+        assert said["runs"][0]["status"] == "finished:completed", self.logs
+
+    def is_running(self, what: str) -> bool:
+        """Whether it has a process with these words in the command line."""
+        return any(what in line for line in marked(self.mark).values())
 
 
 def await_that(condition: Callable[[], object]) -> None:

@@ -22,7 +22,7 @@ def test_enrolled_supernodes_train_what_one_process_trains(tmp_path: Path) -> No
     text = on_nodes(tmp_path, "rounds=2", "federation.least_nodes=2")
     with superlink(tmp_path) as link, supernodes(link, NODES):
         run = link.run(experiment=text, out=str(tmp_path / "there"))
-        assert link.finished(run) == "finished:completed", logs(tmp_path)
+        link.await_completed(run)
     assert_same_model(tmp_path / "here", tmp_path / "there")
     assert len(checkpoints(tmp_path / "there" / "checkpoints")) > 0
 
@@ -30,20 +30,15 @@ def test_enrolled_supernodes_train_what_one_process_trains(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_node_that_is_killed_counts_as_zero_and_the_run_goes_on(tmp_path: Path) -> None:
     loopback.lay_out_digits(tmp_path, (144, 143))
-    settings = ("privacy.sampling_probability=1.0", "federation.deadline_seconds=25.0")
-    text = on_nodes(tmp_path, *settings, "federation.least_nodes=1")
+    settings = ("privacy.sampling_probability=1.0", "federation.deadline_seconds=60.0")
+    text = on_nodes(tmp_path, "rounds=2", *settings, "federation.least_nodes=1")
     folder = RunFolder(tmp_path / "there")
     with superlink(tmp_path) as link, supernodes(link, NODES) as processes:
         run = link.run(experiment=text, out=str(folder.path))
         await_that(lambda: list(folder.read_metrics()))
         os.killpg(processes["node-2"].pid, signal.SIGKILL)
-        assert link.finished(run) == "finished:completed", logs(tmp_path)
+        link.await_completed(run)
     rows = list(folder.read_metrics())
-    assert [row["round"] for row in rows] == [0, 1, 2]
+    assert [row["round"] for row in rows] == [0, 1]
     # The other node's users went on to train the model.
-    assert len({row["test_loss"] for row in rows}) == 3
-
-
-def logs(folder: Path) -> str:
-    """What all processes printed."""
-    return "\n".join(f"{p}:\n{p.read_text()}" for p in sorted(folder.glob("*.log")))
+    assert len({row["test_loss"] for row in rows}) == 2
