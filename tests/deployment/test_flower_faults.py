@@ -46,7 +46,7 @@ def test_a_serverapp_that_is_killed_is_submitted_again_and_pays_again(
 
     again = site.run(text, tmp_path, resume=True)
     site.link.await_completed(again)
-    # The killed attempt at round 1 charged nothing; its cohort is not drawn again.
+    # The killed attempt at round 1 charged nothing; the next has a number and a cohort of its own.
     assert attempts_in(folder) == [(0, 0), (0, 1), (1, 1)]
     assert [row["round"] for row in folder.read_metrics()] == [0, 0, 1]
 
