@@ -10,7 +10,7 @@ import pytest
 from tests.deployment.checking import Standing, check
 from tests.deployment.sites import Site, ended, kill
 
-KILLS = 7
+KILLS = 4
 # Where the server is killed in a round: what that adds to charges, to releases that are written
 # down, and to rounds that are not run again.
 GAINS = {
