@@ -150,7 +150,10 @@ def alive(pid: int) -> bool:
 def test_no_process_is_left_however_it_ends(folder: Path, how: signal.Signals) -> None:
     file = study_file(folder, base=OWN)
     (folder / "wait").touch()
-    command = [Path(sys.executable).with_name("fedpriv"), "compare", file, "--out", "part"]
+    # Of a shell in the background, a process inherits that it is not to be interrupted.
+    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{start}; from fedpriv.cli import main; main()"
+    command = [sys.executable, "-c", code, "compare", file, "--out", "part"]
     with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
         try:
             until(lambda: list(folder.glob("waiting-*")))
