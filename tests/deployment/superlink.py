@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent
 SUPERLINK, SERVERAPP = "flower-superlink", "flwr-serverapp"
 """What is in their command lines."""
-_LONGEST_SECONDS = 240.0
+_LONGEST_SECONDS = 480.0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tests.deployment.superlink import SERVERAPP, SUPERLINK
 
 ALL_NODES = f"federation.least_nodes={len(NODES)}"
 # A round with a node that hangs takes so long; another must answer in it on a loaded machine.
-DEADLINE = "federation.deadline_seconds=40.0"
+DEADLINE = "federation.deadline_seconds=50.0"
 SECRET = "a user's secret"  # in the text of what `harmful` raises
 
 
