@@ -1,12 +1,11 @@
 """What is told of each round to whoever wants to follow a run: released figures only."""
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import cast
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.importing import import_function
 
 
 @dataclass(frozen=True)
@@ -72,23 +71,7 @@ def find_callbacks(paths: Iterable[str]) -> dict[str, OnRound]:
     Raises:
         InvalidValueError: one is not of that form, cannot be imported or cannot be called.
     """
-    found: dict[str, OnRound] = {}
-    for path in paths:
-        module, _, name = path.partition(":")
-        if not name:
-            raise InvalidValueError(
-                f"callbacks.on_round has {path!r}; it must be of the form package.module:function"
-            )
-        try:
-            value = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise InvalidValueError(f"callback {path!r} cannot be imported: {error}") from error
-        if not callable(value):
-            raise InvalidValueError(
-                f"callback {path!r} is a {type(value).__name__}; it must be a function"
-            )
-        found[path] = cast(OnRound, value)
-    return found
+    return {path: import_function(f"callback {path!r}", path, InvalidValueError) for path in paths}
 
 
 def require_tensorboard() -> None:

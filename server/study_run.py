@@ -1,7 +1,7 @@
 """One run of a study, from its settings to its result."""
 
+import itertools
 import math
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -64,8 +64,7 @@ def run_task(task: Task, population: Population, tell: Callable[[int], None]) ->
     config = config.model_copy(update={"privacy": privacy})
     experiment, transport = on_population(config, str(config.run), population)
     folder = RunFolder(task.folder / task.cell.path)
-    if folder.path.exists():
-        shutil.rmtree(folder.path)
+    _set_aside(folder.path)
     run = experiment.plan.run
     Beginning(config, run, folder, folder.ledger, resuming=False).write_plan(experiment)
     seen: list[Row] = []
@@ -75,6 +74,13 @@ def run_task(task: Task, population: Population, tell: Callable[[int], None]) ->
     write_rows(folder.path / SIMULATION_ONLY, seen)
     write_atomically(folder.path / RESULT, result.to_json().encode())
     return result
+
+
+def _set_aside(cut_short: Path) -> None:
+    """Move a run that did not end out of the way: a ledger is never deleted."""
+    if cut_short.exists():
+        names = (cut_short.with_name(f"{cut_short.name}.cut-{n}") for n in itertools.count(1))
+        cut_short.rename(next(name for name in names if not name.exists()))
 
 
 def _conducted(

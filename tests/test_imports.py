@@ -27,7 +27,7 @@ ALLOWED = {
     "fedpriv.tasks": {"fedpriv.engine", "fedpriv.losses", "fedpriv.models"},
     "fedpriv.sections": set(),
     "fedpriv.choices": set(),
-    "fedpriv.callbacks": set(),
+    "fedpriv.callbacks": {"fedpriv.importing"},
     "fedpriv.logs": {"fedpriv.choices"},
     "fedpriv.settings": set(),
     "fedpriv.config": {"fedpriv.sections", "fedpriv.settings"},

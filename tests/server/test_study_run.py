@@ -102,6 +102,9 @@ def test_a_run_that_was_cut_short_is_done_again_and_releases_the_same(tmp_path: 
     assert [rows[0][name] for name in same] == [half[name] for name in same]
     with Ledger.open(folder.ledger) as ledger:
         assert len(list(ledger.charges())) == 2
+    kept = folder.path.with_name(f"{folder.path.name}.cut-1")
+    with Ledger.open(RunFolder(kept).ledger) as ledger:
+        assert len(list(ledger.charges())) == 1
     plan = tomllib.loads(folder.plan.read_text())
     assert plan["privacy"]["noise_multiplier"] == result.noise_multiplier
 
