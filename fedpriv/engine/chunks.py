@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.engine.layers import Layers
-from fedpriv.engine.schedule import steps_of
+from fedpriv.engine.schedule import steps_of, widths_of
 from fedpriv.engine.task import Task
 from fedpriv.errors import InvalidValueError
 from fedpriv.federated.transport import LocalTraining
@@ -41,7 +41,8 @@ def lane_bytes(
     """
     activations, inputs = _numbers_per_example(task, examples)
     parameters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
-    batch, steps = min(local.batch_size or largest, largest), steps_of(largest, local)
+    sizes = np.array(largest)
+    batch, steps = int(widths_of(sizes, local)), int(steps_of(sizes, local))
     factors = 0
     if layers is not None:
         for name, layer in layers.low_rank(steps, batch).items():
@@ -118,20 +119,15 @@ def chunks(
         local: how a user trains.
         lanes: largest number of users in a chunk.
     """
-    steps = np.array([steps_of(size, local) for size in sizes.tolist()], dtype=np.int64)
-    widths = np.minimum(sizes, local.batch_size or sizes.max(initial=1))
-    order = np.lexsort((widths, steps))
+    steps = steps_of(sizes, local)
+    order = np.lexsort((widths_of(sizes, local), steps))
     order = order[steps[order] > 0]
+    # Widths of a chunk stay alike as well when all batches hold all of a user's examples.
+    work = (steps * widths_of(sizes, local))[order]
     start = 0
     while start < len(order):
-        # Widths of a chunk stay alike as well when all batches hold all of a user's examples.
-        least = steps[order[start]] * widths[order[start]]
-        most = max(least * _PADDED_SHARE, least + _PADDED_EXAMPLES)
-        stop = start + 1
-        while (
-            stop < min(start + lanes, len(order))
-            and steps[order[stop]] * widths[order[stop]] <= most
-        ):
-            stop += 1
+        most = max(work[start] * _PADDED_SHARE, work[start] + _PADDED_EXAMPLES)
+        larger = np.flatnonzero(work[start : start + lanes] > most)
+        stop = start + int(larger[0]) if len(larger) else min(start + lanes, len(order))
         yield users[order[start:stop]]
         start = stop

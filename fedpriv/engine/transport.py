@@ -184,15 +184,14 @@ class InProcessTransport(Transport):
 
     def _train(self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64]) -> Updates:
         """Updates of the users of a chunk."""
-        starts = self.users.offsets[chunk].tolist()
-        sizes = self._sizes(chunk).tolist()
-        enrolled = (chunk if self.hosted is None else self.hosted[chunk]).tolist()
+        enrolled = chunk if self.hosted is None else self.hosted[chunk]
+        starts, sizes = self.users.offsets[chunk], self._sizes(chunk)
         plan = schedule(enrolled, starts, sizes, request.local, request.local_key)
         # In memory the steps come first, so that a step is one piece of it.
         fields = self.users.take(plan.rows.swapaxes(0, 1))
         x, y = fields[self.task.inputs], fields[self.task.targets]
         batches = Batches.of(plan, x, y, self.device)
-        with seeded(request.local_key, enrolled[0], self.device):
+        with seeded(request.local_key, int(enrolled[0]), self.device):
             given = (self.task, start.parameters, start.constants, batches, request.local)
             if self._layers is not None:
                 return train_layers_chunk(self._layers, *given)

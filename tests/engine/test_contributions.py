@@ -38,7 +38,7 @@ def make_transport() -> InProcessTransport:
 def request_of(strategy: str, averaging: Averaging, *, metrics: bool) -> RoundRequest:
     asked = (metric("accuracy"), metric("examples", cap=10)) if metrics else ()
     local = LocalTraining(0.1, batch_size=4, steps=3)
-    return request_to_all(len(SIZES), local, strategy, asked, averaging)
+    return request_to_all(len(SIZES), local, strategy, asked, averaging, norm=0.25)
 
 
 def alone(transport: InProcessTransport, request: RoundRequest, user: int) -> np.ndarray:

@@ -203,7 +203,7 @@ def batches_of(
     x = rng.standard_normal(shape).astype(np.float32) if floats else rng.integers(0, WORDS, shape)
     y = rng.integers(0, 3, shape[:2] if positions else rows)
     starts = (np.cumsum(sizes) - sizes).tolist()
-    plan = schedule(list(range(len(sizes))), starts, sizes, local, KEY)
+    plan = schedule(np.arange(len(sizes)), np.array(starts), np.array(sizes), local, KEY)
     taken = plan.rows.swapaxes(0, 1)
     return Batches.of(plan, x[taken], y[taken], CPU)
 

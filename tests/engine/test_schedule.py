@@ -1,14 +1,16 @@
 """Every user sees its own examples, once per epoch, in a fresh order."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from fedpriv.engine.chunks import chunks
-from fedpriv.engine.schedule import schedule, steps_of
+from fedpriv.engine.schedule import Schedule, schedule
 from fedpriv.federated.transport import LocalTraining
 
 KEY = bytes(range(32))
@@ -24,7 +26,7 @@ sizes_ = st.lists(st.integers(1, 20), min_size=1, max_size=6)
 @given(sizes_, locals_)
 def test_each_epoch_holds_each_example_once(sizes: list[int], local: LocalTraining) -> None:
     starts = [0, *np.cumsum(sizes)[:-1].tolist()]
-    plan = schedule(range(len(sizes)), starts, sizes, local, KEY)
+    plan = _schedule(range(len(sizes)), starts, sizes, local)
     for lane, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         rows, weights = plan.rows[lane], plan.weights[lane]
         assert rows.min() >= start
@@ -34,15 +36,16 @@ def test_each_epoch_holds_each_example_once(sizes: list[int], local: LocalTraini
         for epoch in per_epoch:
             assert sorted(epoch.tolist()) == list(range(start, start + size))
         width = min(local.batch_size or size, size)
-        counts = weights.sum(1)[: steps_of(size, local)]
+        steps = math.ceil(size / width) * local.epochs
+        counts = weights.sum(1)[:steps]
         assert np.all(counts[: size // width] == width)
-        assert np.all(weights[steps_of(size, local) :] == 0)
+        assert np.all(weights[steps:] == 0)
 
 
 @given(st.integers(1, 20), st.integers(1, 8), st.integers(1, 12))
 def test_steps_are_counted_across_passes(size: int, batch: int, steps: int) -> None:
     local = LocalTraining(0.1, batch_size=batch, steps=steps)
-    plan = schedule([3], [0], [size], local, KEY)
+    plan = _schedule([3], [0], [size], local)
     assert plan.weights.shape[1] == steps
     per_pass = math.ceil(size / min(batch, size))
     for first in range(0, steps - per_pass + 1, per_pass):
@@ -53,22 +56,31 @@ def test_steps_are_counted_across_passes(size: int, batch: int, steps: int) -> N
 
 def test_orders_depend_on_key_and_user_alone() -> None:
     local = LocalTraining(0.1, batch_size=4, epochs=1)
-    together = schedule([5, 9], [0, 30], [30, 30], local, KEY)
-    alone = schedule([9], [30], [30], local, KEY)
+    together = _schedule([5, 9], [0, 30], [30, 30], local)
+    alone = _schedule([9], [30], [30], local)
     np.testing.assert_array_equal(together.rows[1], alone.rows[0])
-    other_user = schedule([5], [30], [30], local, KEY)
-    other_key = schedule([9], [30], [30], local, bytes(32))
+    other_user = _schedule([5], [30], [30], local)
+    other_key = _schedule([9], [30], [30], local, bytes(32))
     assert not np.array_equal(alone.rows, other_user.rows)
     assert not np.array_equal(alone.rows, other_key.rows)
 
 
-def test_first_examples_are_uniform() -> None:
-    local = LocalTraining(0.1, batch_size=1, steps=1)
-    users = range(6000)
-    plan = schedule(users, [0] * 6000, [6] * 6000, local, KEY)
-    counts = np.bincount(plan.rows[:, 0, 0], minlength=6)
-    # Chi-square with 5 degrees of freedom exceeds 35.9 with probability 1e-6.
-    assert ((counts - 1000) ** 2 / 1000).sum() < 35.9
+@pytest.mark.parametrize(
+    ("users", "passes"), [(range(7200), 1), (range(0, 7200 * 2**32, 2**32), 1), (range(72), 100)]
+)
+def test_all_orders_are_equally_likely(users: Sequence[int], passes: int) -> None:
+    local = LocalTraining(0.1, batch_size=3, steps=passes)
+    count = len(users)
+    rows = _schedule(users, [0] * count, [3] * count, local).rows.reshape(-1, 3)
+    _assert_uniform(rows @ [9, 3, 1])
+
+
+def test_orders_of_neighbours_and_of_passes_are_independent() -> None:
+    local = LocalTraining(0.1, batch_size=3, steps=2)
+    rows = _schedule(range(7200), [0] * 7200, [3] * 7200, local).rows.reshape(7200, 2, 3)
+    orders = rows @ [9, 3, 1]
+    _assert_uniform(orders[:, 0] * 27 + orders[:, 1])
+    _assert_uniform(orders[::2, 0] * 27 + orders[1::2, 0])
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=40), st.integers(1, 9), locals_)
@@ -94,3 +106,20 @@ def test_chunks_hold_users_of_similar_work() -> None:
     sizes = np.array([10, 1000, 20, 990, 15, 1010])
     cut = [sorted(sizes[chunk].tolist()) for chunk in chunks(np.arange(6), sizes, local, 10)]
     assert [990, 1000, 1010] in cut
+
+
+def _schedule(
+    users: Sequence[int],
+    starts: Sequence[int],
+    sizes: Sequence[int],
+    local: LocalTraining,
+    key: bytes = KEY,
+) -> Schedule:
+    return schedule(np.array(users), np.array(starts), np.array(sizes), local, key)
+
+
+def _assert_uniform(kinds: NDArray[np.int64]) -> None:
+    """Chi-square with 5 or 35 degrees of freedom: probability 1e-6 of more than these."""
+    _, counts = np.unique(kinds, return_counts=True)
+    expected = counts.mean()
+    assert ((counts - expected) ** 2 / expected).sum() < {6: 35.89, 36: 89.95}[len(counts)]

@@ -73,7 +73,7 @@ def one_at_a_time(task: Task, users: UserStore, request: RoundRequest) -> np.nda
         size = int(users.sizes[user])
         if size == 0:
             continue
-        plan = schedule([user], [int(users.offsets[user])], [size], local, KEY)
+        plan = schedule(np.array([user]), users.offsets[[user]], np.array([size]), local, KEY)
         model = copy.deepcopy(task.model)
         start = [p.detach().clone() for p in model.parameters()]
         optimizer = torch.optim.SGD(
