@@ -105,6 +105,12 @@ def lanes_within(memory: int, bytes_per_lane: int) -> int:
     return max(1, memory // max(1, bytes_per_lane))
 
 
+def even(users: int, most: int, threads: int) -> int:
+    """Users in each of the fewest chunks of at most `most` that keep all threads busy alike."""
+    rounds = -(-users // (most * threads))
+    return max(1, -(-users // max(1, rounds * threads)))
+
+
 def chunks(
     users: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], local: LocalTraining, lanes: int
 ) -> Iterator[npt.NDArray[np.int64]]:

@@ -1,0 +1,224 @@
+"""Training the users of a chunk, and summing what they contribute."""
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedpriv.data.store import UserStore
+from fedpriv.engine.batches import Batches
+from fedpriv.engine.chunks import example_bytes, lane_bytes, lanes_within, metric_bytes
+from fedpriv.engine.clipping import clipped_sum
+from fedpriv.engine.diagnostics import ChunkDiagnostics, diagnose_chunk
+from fedpriv.engine.layered import train_layers_chunk
+from fedpriv.engine.layers import Layers, layers_of
+from fedpriv.engine.local import train_chunk
+from fedpriv.engine.measuring import Examples, mean_losses, user_metrics
+from fedpriv.engine.schedule import schedule
+from fedpriv.engine.seeding import draws, seeded
+from fedpriv.engine.start import Start
+from fedpriv.engine.task import Task, TorchTensors
+from fedpriv.engine.updates import Updates
+from fedpriv.federated.transport import PartialSum, RoundRequest
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ChunkSum:
+    """A partial sum that the device may still be working on; attributes as of `PartialSum`.
+
+    `diagnostics` holds what an observer is told of the users, if there is one.
+    """
+
+    node: str
+    users: int
+    total: torch.Tensor
+    weight: float
+    diagnostics: tuple[ChunkDiagnostics, ...]
+
+    @property
+    def partial(self) -> PartialSum:
+        """The partial sum, once the device is ready."""
+        return PartialSum(self.node, self.users, self.total.cpu().numpy(), self.weight)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Trains chunks of users of a store, one chunk at a time.
+
+    Attributes:
+        task: model and loss.
+        evaluated: the same in evaluation mode.
+        layers: of the task, where users train in layers.
+        constants: frozen parameters and buffers, on the device.
+        users: their data.
+        hosted: positions in the enrolled population of the store's users; None if they are those
+            in the store.
+        device: where to train.
+        memory: bytes that a chunk may take, roughly.
+        draws: whether training draws random numbers.
+        observed: whether an observer is told of the users.
+    """
+
+    task: Task
+    evaluated: Task
+    layers: Layers | None
+    constants: TorchTensors
+    users: UserStore
+    hosted: npt.NDArray[np.int64] | None
+    device: torch.device
+    memory: int
+    draws: bool
+    observed: bool
+
+    @classmethod
+    def of(
+        cls,
+        task: Task,
+        users: UserStore,
+        hosted: npt.NDArray[np.int64] | None,
+        device: torch.device,
+        memory: int,
+        *,
+        observed: bool,
+    ) -> "Trainer":
+        """Look at a task once for all chunks; arguments as the attributes."""
+        constants = task.constants(device)
+        row = blank(users)
+        x, y = (torch.from_numpy(row[name]) for name in (task.inputs, task.targets))
+        return cls(
+            task,
+            task.evaluated(),
+            layers_of(task, x, y),
+            constants,
+            users,
+            hosted,
+            device,
+            memory,
+            draws(task, constants, x, y),
+            observed,
+        )
+
+    def twin(self) -> "Trainer":
+        """Another for the same users, with models of its own of the same tensors.
+
+        The two may work at the same time, unless training draws random numbers.
+        """
+        models = self.task.model, self.evaluated.model
+        shared = {id(t): t for model in models for t in _tensors(model)}
+        (model, evaluated), layers = copy.deepcopy((models, self.layers), shared)
+        return replace(
+            self,
+            task=replace(self.task, model=model),
+            evaluated=replace(self.evaluated, model=evaluated),
+            layers=layers,
+        )
+
+    def lanes(self, request: RoundRequest) -> int:
+        """How many users the memory of a chunk is enough for."""
+        one = lane_bytes(self.task, blank(self.users), request.local, self._largest, self.layers)
+        return lanes_within(self.memory, one + metric_bytes(request.metrics))
+
+    def sums(
+        self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64], node: str
+    ) -> list[ChunkSum]:
+        """Sum of the clipped contributions of a chunk.
+
+        If training fails, users train one by one, each with a sum of its own, and one for whom it
+        fails then counts as zero.
+
+        Args:
+            request: of the round.
+            start: what users start from.
+            chunk: positions of users in the store.
+            node: name of the sum.
+
+        Raises:
+            MemoryError: there is too little memory, on a GPU `torch.OutOfMemoryError`.
+        """
+        try:
+            return [self._sum(request, start, chunk, node)]
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if len(chunk) == 1:
+                # The text of the error may hold the user's data.
+                _log.warning("a user counts as zero: training raised %s", type(error).__name__)
+                return []
+            found: list[ChunkSum] = []
+            for lane in range(len(chunk)):
+                one = chunk[lane : lane + 1]
+                found += self.sums(request, start, one, f"{node}, lane {lane}")
+            return found
+
+    def sent(self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64]) -> Updates:
+        """Updates and metrics of the users of a chunk, before they are clipped."""
+        updates = self._train(request, start, chunk)
+        if not request.metrics:
+            return updates
+        examples = self._examples(request, chunk)
+        given = (self.evaluated, start.tensors, examples, request.metrics)
+        return {**updates, **user_metrics(*given, updates, request.clipping.groups)}
+
+    def _sum(
+        self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64], node: str
+    ) -> ChunkSum:
+        tensors = self.sent(request, start, chunk)
+        diagnostics: tuple[ChunkDiagnostics, ...] = ()
+        if self.observed:
+            losses = mean_losses(self.evaluated, start.tensors, self._examples(request, chunk))
+            diagnostics = (diagnose_chunk(tensors, request, losses),)
+        shares = request.weighting.of(sizes_of(self.users, chunk))
+        weights = torch.from_numpy(shares).to(self.device, non_blocking=True)
+        total = clipped_sum(tensors, request.clipping, weights)
+        return ChunkSum(node, len(chunk), total, float(shares.sum()), diagnostics)
+
+    def _train(self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64]) -> Updates:
+        """Updates of the users of a chunk."""
+        enrolled = chunk if self.hosted is None else self.hosted[chunk]
+        starts, sizes = self.users.offsets[chunk], sizes_of(self.users, chunk)
+        plan = schedule(enrolled, starts, sizes, request.local, request.local_key)
+        # In memory the steps come first, so that a step is one piece of it.
+        fields = self.users.take(plan.rows.swapaxes(0, 1))
+        x, y = fields[self.task.inputs], fields[self.task.targets]
+        batches = Batches.of(plan, x, y, self.device)
+        first = int(enrolled[0])
+        with seeded(request.local_key, first, self.device) if self.draws else nullcontext():
+            given = (self.task, start.parameters, start.constants, batches, request.local)
+            if self.layers is not None:
+                return train_layers_chunk(self.layers, *given)
+            return train_chunk(*given)
+
+    def _examples(self, request: RoundRequest, chunk: npt.NDArray[np.int64]) -> Examples:
+        """All examples of the users of a chunk, to be measured within the memory of a chunk."""
+        one = self._example_bytes + metric_bytes(request.metrics)
+        return Examples(self.users, chunk, lanes_within(self.memory, one), self.device)
+
+    @cached_property
+    def _largest(self) -> int:
+        return int(self.users.sizes.max())
+
+    @cached_property
+    def _example_bytes(self) -> int:
+        return example_bytes(self.task, blank(self.users))
+
+
+def blank(users: UserStore) -> Mapping[str, npt.NDArray[np.generic]]:
+    """One row of zeros to try a task on; no user's data may decide if a round runs."""
+    return {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in users.fields.items()}
+
+
+def sizes_of(users: UserStore, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Sizes of some users, at a cost that does not grow with the population."""
+    return users.offsets[chosen + 1] - users.offsets[chosen]
+
+
+def _tensors(model: torch.nn.Module) -> Iterable[torch.Tensor]:
+    return (*model.parameters(), *model.buffers())
