@@ -6,7 +6,8 @@ round is charged. A `Projection` tells in a millisecond that one more surely sta
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Self
 
 from fedpriv.accounting.budget import PrivacyBudget
@@ -33,6 +34,9 @@ class Forecast:
 
     budget: PrivacyBudget
     projection: Projection
+    _next: dict[RoundEvent, Self | None] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @classmethod
     def of(
@@ -57,13 +61,26 @@ class Forecast:
         return cls(budget, budget.project(counts, ahead, budget.delta))
 
     def plus(self, event: RoundEvent) -> Self | None:
-        """With one more event; None if that cannot be projected."""
-        if not _projectable(event):
-            return None
+        """With one more event; None if that cannot be projected.
+
+        The last answer is kept, since each round asks three times: whether it may begin, to be
+        charged, and for what comes after it.
+        """
+        if event not in self._next:
+            self._next.clear()
+            self._next[event] = self._plus(event) if _projectable(event) else None
+        return self._next[event]
+
+    def _plus(self, event: RoundEvent) -> Self:
         projection = self.projection
         for (q, z), count in compose([event]).items():
             projection = projection.plus(q, z, count)
         return type(self)(self.budget, projection)
+
+    @cached_property
+    def below(self) -> bool:
+        """Whether the rounds surely cost less than the projection was made for."""
+        return self.projection.verdict() is True
 
     def should_have_told(self, epsilon: float) -> bool:
         """Whether another plan may tell what this one could not, now that ε is known."""
@@ -96,7 +113,7 @@ def price(
     """
     known = forecast if forecast is not None and forecast.budget == budget else None
     ahead = known.plus(event) if known is not None else None
-    if ahead is not None and ahead.projection.verdict() is True:
+    if ahead is not None and ahead.below:
         return ahead.projection.epsilon, known
     epsilon = budget.epsilon_of_rounds({**spent, event: spent.get(event, 0) + 1})
     poor = ahead.should_have_told(epsilon) if ahead is not None else known is None
