@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable, Iterable
 from typing import cast
 
@@ -28,6 +29,14 @@ def import_function(what: str, path: str, error: type[FedprivError]) -> Function
         module = importlib.import_module(module_name)
     except ImportError as cause:
         raise error(f"{what} cannot be imported: {cause}") from cause
+    except Exception as cause:  # whatever somebody's module raises
+        at = traceback.extract_tb(cause.__traceback__)[-1]
+        kind = type(cause).__name__
+        raise error(
+            f"{what} cannot be imported: {kind} at {at.filename}:{at.lineno}: {cause}"
+            if not isinstance(cause, SyntaxError)
+            else f"{what} cannot be imported: {kind}: {cause}"
+        ) from cause
     function = getattr(module, name, None)
     if not callable(function):
         public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]

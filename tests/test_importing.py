@@ -1,6 +1,7 @@
 """Tests of what a configuration names by import path."""
 
 import collections
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,24 @@ def test_functions_and_classes_are_found() -> None:
 def test_what_is_not_there_is_one_sentence_of_the_error_asked_for(path, sentence, error) -> None:
     with pytest.raises(error, match=sentence):
         import_function("it", path, error)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("import nowhere_at_all", "No module named 'nowhere_at_all'"),
+        ("\nx = 1 / 0", "ZeroDivisionError at .*broken.py:2: division by zero"),
+        ("def net(:", "SyntaxError: .*broken.py, line 1"),
+    ],
+)
+def test_a_module_that_does_not_run_is_one_sentence_that_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, sentence: str
+) -> None:
+    (tmp_path / "broken.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModelError, match=f"it cannot be imported: {sentence}") as error:
+        import_function("it", "broken:net", ModelError)
+    assert "\n" not in str(error.value)
 
 
 def options(first: int, *, second: int = 2) -> int:
