@@ -99,7 +99,7 @@ def _difference(interval: Interval | None, scale: float = 1.0) -> str:
 def _rounds(arm: ArmSummary, level: float) -> str:
     found = arm.rounds_to[level]
     median = "never" if found.median is None else f"{found.median:g}"
-    return median if found.reached == len(arm.seeds) else f"{median} ({found.reached} seeds)"
+    return median if found.reached in {0, len(arm.seeds)} else f"{median} ({found.reached} seeds)"
 
 
 def _range(values: Sequence[float]) -> str:

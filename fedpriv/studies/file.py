@@ -13,6 +13,7 @@ from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.sections import Count, Options, Positive, Section
 from fedpriv.settings import checked, read_toml
 from fedpriv.studies.axes import NAME, crossed
+from fedpriv.studies.numeric import settings_of
 from fedpriv.studies.study import Arm, Study, Table, Target, varied
 
 Name = Annotated[str, Field(pattern=NAME)]
@@ -131,8 +132,14 @@ def _check(study: Study, source: str) -> None:
         )
     for arm in study.arms:
         _check_arm(study.base, arm, f"{source}: arm {arm.name!r}")
-    for cell in study.cells:
-        study.config_of(cell)
+    seen: dict[str, str] = {}
+    for arm in study.arms:
+        other = seen.setdefault(repr(settings_of(study, arm.name)), arm.name)
+        if other != arm.name:
+            raise InvalidValueError(
+                f"{source}: arms {other!r} and {arm.name!r} are alike; they must differ in what "
+                "they set"
+            )
 
 
 def _check_arm(base: Table, arm: Arm, source: str) -> None:

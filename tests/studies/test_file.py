@@ -102,6 +102,8 @@ def test_committed_studies_are_valid(path: Path) -> None:
         ({"axes": {"q": {"a": [1]}}}, "level 'a' of axis 'q' is [1]"),
         ({"axes": {"clipping.norm": [[1]]}}, "axis 'clipping.norm' has the value [1]"),
         ({"axes": {"q": 3}}, "axis 'q' is 3; it must be a table"),
+        ({"axes": {"a": {"x": [], "y": ["rounds=2"]}}}, "arms 'x' and 'y' are alike"),
+        ({"arms": [{"name": "a"}, {"name": "a"}], "axes": None}, "arms hold 'a' more than once"),
         ({"seeds": [1, 2, 1]}, "seeds hold 1 more than once"),
         ({"seeds": []}, "seeds are none"),
         ({"seeds": 0}, "seeds"),

@@ -37,19 +37,63 @@ def loss(cell: Cell) -> dict[str, object]:
     return {"accuracy": None, "loss": 1.0 - accuracy(cell)["accuracy"]}
 
 
+def sentences(study: ReadStudy) -> str:
+    (text,) = verdict(study.study, study.arms)
+    return text
+
+
+# A mean of four values that differ by 0.002 either way: t(3) at 97.5% is 3.1824.
+HALF = 3.1824 * 0.002 * math.sqrt(4 / 3) / math.sqrt(4)
+
+
 @pytest.mark.parametrize(
-    ("changes", "measure", "sign"), [(accuracy, "accuracy in points", "+"), (loss, "loss", "-")]
+    ("changes", "end", "gap", "signs"),
+    [
+        (accuracy, "highest accuracy, 70.00%", f"5.00 ± {100 * HALF:.2f} points", "-+"),
+        (loss, "lowest loss, 0.3", f"0.0500 ± {HALF:.4f}", "+-"),
+    ],
 )
-def test_arms_whose_interval_leaves_zero_out_are_better_or_worse(
-    tmp_path: Path, changes: Callable[[Cell], dict[str, object]], measure: str, sign: str
+def test_the_best_arm_comes_first_then_where_intervals_leave_zero_out(
+    tmp_path: Path,
+    changes: Callable[[Cell], dict[str, object]],
+    end: str,
+    gap: str,
+    signs: str,
 ) -> None:
-    study = read(tmp_path, changes)
-    (sentence,) = verdict(study.study, study.arms)
-    assert sentence.startswith(
-        f"At ε = 8, {measure} against base, 95% intervals: better: up ({sign}"
+    first, second = sentences(read(tmp_path, changes)).split(". Against base, ")
+    assert first == (
+        f"At ε = 8, up has the {end}, better than base by {gap} (a 95% interval over 4 seeds)"
     )
-    words = [part.split(" (")[0] for part in sentence.partition("intervals: ")[2].split("; ")]
-    assert words == ["better: up", "worse: down", "not told apart: like"]
+    worse, unclear = second.removeprefix("with 95% intervals, ").split("; ")
+    assert worse == f"worse: down ({signs[0]}{gap})"
+    assert unclear.startswith(f"not told apart: like ({signs[1]}0.")
+
+
+def test_what_cannot_be_told_from_the_baseline_is_not_said_to_be_better(tmp_path: Path) -> None:
+    axes = {"a": {"base": [], "like": ["rounds=5"]}}
+    text = sentences(read(tmp_path, accuracy, axes=axes))
+    assert text.startswith("At ε = 8, like has the highest accuracy, 65.10%, but cannot be told")
+    assert f"from base: +0.10 ± {100 * HALF:.2f} points" in text
+    assert "better" not in text
+
+
+def test_the_baseline_may_be_the_best(tmp_path: Path) -> None:
+    text = sentences(read(tmp_path, accuracy, baseline="up"))
+    assert text.startswith("At ε = 8, up, the baseline, has the highest accuracy, 70.00%. Against")
+    assert "worse: like (-4.90 ± " in text
+    assert "better" not in text
+
+
+def test_of_many_arms_the_best_few_are_named(tmp_path: Path) -> None:
+    axes = {"rounds": list(range(2, 12))}
+    study = read(tmp_path, lambda cell: {"accuracy": 0.01 * cell_rounds(cell)}, axes=axes)
+    assert "better: rounds-10 (+8.00 ± 0.00 points), rounds-9 (+7.00" in sentences(study)
+    assert "rounds-8 (+6.00 ± 0.00 points) and 5 more." in sentences(study)
+    assert "rounds-7" not in sentences(study)
+
+
+def cell_rounds(cell: Cell) -> int:
+    return int(cell.arm.name.removeprefix("rounds-"))
 
 
 def test_one_seed_tells_nothing_and_each_target_has_a_sentence(tmp_path: Path) -> None:
