@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -55,9 +56,10 @@ def save_figure(
     """Write a figure in each format, which are "png" and "svg", and return the files."""
     paths = [folder / f"{name}.{suffix}" for suffix in formats]
     for path in paths:
-        # Without a date the same run gives the same file.
+        # Without a date and with settled names the same run gives the same file.
         metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, dpi=150, metadata=metadata)
+        with rc_context({"svg.hashsalt": name}):
+            figure.savefig(path, dpi=150, metadata=metadata)
     return paths
 
 

@@ -21,10 +21,11 @@ from fedpriv.accounting.events import (
     poisson_gaussian,
 )
 from fedpriv.errors import InvalidValueError
-from fedpriv.report.page.charts import Axis, Series, chart
+from fedpriv.report.page.charts import chart
 from fedpriv.report.page.record import SimulationOnlyRound
 from fedpriv.report.page.run_page import page_of_run
 from fedpriv.report.page.writing import render
+from fedpriv.report.series import Axis, Series
 from fedpriv.report.spending import read_ledger
 from tests.report.pages import figures, made_up, parsed, released, section, words
 

@@ -1,4 +1,4 @@
-"""Charts of a report: named axes with units, series that can be told apart, text that is text."""
+"""Charts of a page: named axes with units, series that can be told apart, text that is text."""
 
 import html
 from collections.abc import Sequence
@@ -6,69 +6,11 @@ from dataclasses import dataclass
 
 from plotly import graph_objects
 
-from fedpriv.errors import InvalidValueError
+from fedpriv.report.series import COLOURS, Axis, Series
 
-# Told apart by people who see few colours, on white and on black; markers help on paper.
-COLOURS = ("#3a86c8", "#d9622b", "#1a9a72", "#c973a6", "#c98a00", "#8a74c9", "#2aa3b8", "#8a8a8a")
 _MARKERS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")
 _FEW = 40  # points, above which markers would cover the line
 _PHONE = 30  # characters that fit along an axis on a phone
-
-
-@dataclass(frozen=True)
-class Axis:
-    """What a chart shows along one side.
-
-    Attributes:
-        name: of the quantity.
-        unit: its unit; "no unit" for a pure number.
-        log: whether the scale is logarithmic.
-        ends: first and last value shown; None: as far as the data go.
-        from_zero: whether zero is shown, where there are no ends.
-
-    Raises:
-        InvalidValueError: name or unit is empty.
-    """
-
-    name: str
-    unit: str
-    log: bool = False
-    ends: tuple[float, float] | None = None
-    from_zero: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.name or not self.unit:
-            raise InvalidValueError(
-                f"an axis has name {self.name!r} and unit {self.unit!r}; it must have both"
-            )
-
-
-ROUNDS = Axis("rounds released", "count")
-
-
-@dataclass(frozen=True)
-class Series:
-    """One line or set of points of a chart.
-
-    Attributes:
-        name: in the legend; may hold anything.
-        x: [n].
-        y: [n]; what is None or not finite is left out.
-        low: [n] lower ends of a band around the line; empty: there is none.
-        high: [n] upper ends.
-        dashed: whether the line is dashed.
-        bars: whether low and high are error bars of single points, and not a band.
-        colour: which of `COLOURS`; None: the next.
-    """
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float | None]
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
-    dashed: bool = False
-    bars: bool = False
-    colour: int | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +57,9 @@ def chart(
         colour = COLOURS[(number if each.colour is None else each.colour) % len(COLOURS)]
         if each.low and not each.bars:
             figure.add_trace(_band(each, colour))
-        figure.add_trace(_line(each, colour, _MARKERS[number % len(_MARKERS)], axes))
+        # More series than colours differ in their marker.
+        marker = _MARKERS[(number + number // len(COLOURS)) % len(_MARKERS)]
+        figure.add_trace(_line(each, colour, marker, axes))
     return Chart(name, title, caption, figure.to_json(), simulation_only)
 
 
@@ -123,19 +67,19 @@ def _line(each: Series, colour: str, marker: str, axes: tuple[Axis, Axis]) -> gr
     across, up = axes
     error = None
     if each.bars and each.low:
-        points = list(zip(each.y, each.low, each.high, strict=True))
-        error = {
-            "array": [high - (y or 0.0) for y, _, high in points],
-            "arrayminus": [(y or 0.0) - low for y, low, _ in points],
-            "thickness": 1.2,
-        }
+        below, above = zip(*each.reach, strict=True)
+        error = {"array": above, "arrayminus": below, "thickness": 1.2}
+    parts = {
+        "lines": each.joined,
+        "markers": each.marked and (len(each.x) <= _FEW or not each.joined),
+    }
     return graph_objects.Scatter(
         name=_text(each.name),
         legendgroup=_text(each.name),
         x=list(each.x),
         y=list(each.y),
         error_y=error,
-        mode="lines+markers" if len(each.x) <= _FEW else "lines",
+        mode="+".join(part for part, drawn in parts.items() if drawn),
         line={"color": colour, "dash": "dash" if each.dashed else "solid", "width": 2},
         marker={"symbol": marker, "size": 6},
         hovertemplate=f"{_text(up.name)}: %{{y:.4g}}<br>{_text(across.name)}: %{{x:.4g}}",
@@ -143,9 +87,11 @@ def _line(each: Series, colour: str, marker: str, axes: tuple[Axis, Axis]) -> gr
 
 
 def _band(each: Series, colour: str) -> graph_objects.Scatter:
+    points = list(zip(each.x, each.low, each.high, strict=True))
+    there = [point for point in points if None not in point]
     return graph_objects.Scatter(
-        x=[*each.x, *reversed(each.x)],
-        y=[*each.high, *reversed(each.low)],
+        x=[x for x, _, _ in (*there, *reversed(there))],
+        y=[*(high for _, _, high in there), *(low for _, low, _ in reversed(there))],
         legendgroup=_text(each.name),
         fill="toself",
         fillcolor=f"{colour}33",
@@ -181,6 +127,9 @@ def _axis(axis: Axis) -> dict[str, object]:
         "ticks": "outside",
         "type": "log" if axis.log else "linear",
     }
+    if axis.ticks:
+        values, texts = zip(*axis.ticks, strict=True)
+        drawn |= {"tickvals": values, "ticktext": texts}
     if axis.ends is not None:
         drawn["range"] = list(axis.ends)
     elif axis.from_zero:

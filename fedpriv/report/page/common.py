@@ -50,12 +50,14 @@ def privacy_sections(
             notes,
             tables=[table],
             charts=[epsilon_chart(cost, f"epsilon{end}")],
+            linked=number == 0,
         ),
         Section(
             f"trade-off{end}",
             f"What an attacker can tell{counted}",
             notes,
             charts=[trade_off_chart(cost, f"trade-off{end}")],
+            linked=number == 0,
         ),
     ]
 

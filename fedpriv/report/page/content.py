@@ -67,25 +67,27 @@ class Section:
         name: identifies it in the page; letters and hyphens.
         title: its heading.
         paragraphs: sentences.
-        answers: whether the first paragraph is the answer that readers come for.
+        answers: how many of the first paragraphs are the answer that readers come for.
         warnings: what must be known before anything is believed.
         cards: numbers that readers look for first.
         tables: tables.
         words: terms and what they mean.
         charts: charts.
         listing: text as it is.
+        linked: whether the list of sections names it; others follow one of their kind.
     """
 
     name: str
     title: str
     paragraphs: Sequence[str] = ()
-    answers: bool = False
+    answers: int = 0
     warnings: Sequence[str] = ()
     cards: Sequence[Card] = ()
     tables: Sequence[Table] = ()
     words: Sequence[Assumption] = ()
     charts: Sequence[Chart] = ()
     listing: str = ""
+    linked: bool = True
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import numpy as np
 
 from fedpriv.accounting.accountant import Bound
 from fedpriv.report.curves import Cost, TradeOff
-from fedpriv.report.page.charts import Axis, Chart, Series, chart
+from fedpriv.report.page.charts import Chart, chart
+from fedpriv.report.series import Axis, Series
 from fedpriv.report.tables import format_epsilon
 
 _FALSE_ALARMS = 0.05

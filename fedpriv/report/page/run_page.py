@@ -15,13 +15,9 @@ from fedpriv.report.page.common import (
     software_section,
 )
 from fedpriv.report.page.content import Card, Page, Section
+from fedpriv.report.page.norms_charts import clipped_charts, norms_charts
 from fedpriv.report.page.record import RunRecord
-from fedpriv.report.page.run_charts import (
-    accuracy_charts,
-    clipped_charts,
-    front_chart,
-    norms_charts,
-)
+from fedpriv.report.page.run_charts import accuracy_charts, front_chart
 from fedpriv.report.page.words import users_of, warnings
 from fedpriv.report.tables import format_epsilon
 
@@ -48,7 +44,7 @@ def page_of_run(record: RunRecord) -> Page:
         sections.append(Section("front", "Accuracy and privacy", charts=[front]))
     sections += privacy_sections(record, loss, cost_or_reason(record))
     if record.rounds:
-        charts = [*norms_charts(record), *clipped_charts(record)]
+        charts = [*norms_charts([record]), *clipped_charts(record)]
         sections.append(Section("norms", "Clipping", charts=charts))
     plan = Section(
         "plan",
@@ -92,7 +88,7 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
         "summary",
         "Summary",
         [_statement(record, loss)],
-        answers=True,
+        answers=1,
         warnings=warnings(record.delta, record.ledger),
         cards=cards,
     )

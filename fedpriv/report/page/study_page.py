@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from fedpriv.accounting.budget import merge_equal
+from fedpriv.accounting.events import SamplingPolicy
 from fedpriv.errors import DataError
 from fedpriv.report.page.charts import Chart
 from fedpriv.report.page.common import (
@@ -13,25 +15,29 @@ from fedpriv.report.page.common import (
     software_section,
 )
 from fedpriv.report.page.content import Card, Page, Section
+from fedpriv.report.page.norms_charts import norms_charts
 from fedpriv.report.page.record import RunRecord
-from fedpriv.report.page.run_charts import norms_charts
 from fedpriv.report.page.run_page import cost_or_reason, loss_of
 from fedpriv.report.page.study_charts import (
     ArmRuns,
     by_round_chart,
-    front_chart,
+    drawn,
     on_the_way_chart,
 )
 from fedpriv.report.page.study_tables import clipping_table, ledgers_table, results_table
 from fedpriv.report.page.words import users_of
-from fedpriv.studies import Cell, ReadStudy, Target
+from fedpriv.report.study_series import along_axes, differences, front
+from fedpriv.studies import Cell, ReadStudy, Study, Target
 from fedpriv.studies.reading import STUDY
 from fedpriv.studies.verdict import verdict
 
 _ALONE = (
-    "ε is what each run cost alone. All runs on the same users cost more together, and whoever "
-    "knows a seed knows the noise: a study is for simulated users or for data that are public."
+    "Intervals speak of other seeds on the same users; differences are paired by seed. ε is what "
+    "each run cost alone. All runs on the same users cost more together, and whoever knows a seed "
+    "knows the noise: a study is for simulated users or for data that are public."
 )
+# Policies under which a round costs the same among any number of users.
+_ANY_NUMBER = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER)
 
 
 def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
@@ -50,12 +56,14 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
     targets = [target for target in read.study.targets if _at(arms, target)]
     sections = [
         _summary(read, arms, targets),
+        *_differences(read.study, arms),
         Section(
             "accuracy",
             "How good the models are",
             charts=[by_round_chart(_at(arms, t), t, n) for n, t in enumerate(targets)],
         ),
         Section("front", "Accuracy and privacy", charts=[_front(arms, targets)]),
+        *_varied(read.study, arms),
         *_privacy(arms),
         _clipping(arms, targets),
         Section("ledger", "Ledger verification", tables=[ledgers_table(arms)]),
@@ -70,7 +78,7 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
         ),
         software_section(),
     ]
-    lead = f"A study on {arms[0].records[0].ledger.population}, by fedpriv"
+    lead = f"A study on {_who(arms)}, by fedpriv"
     return Page(read.study.name, lead, sections, FOOTER)
 
 
@@ -98,30 +106,53 @@ def _at(arms: Sequence[ArmRuns], target: Target) -> list[ArmRuns]:
 
 
 def _summary(read: ReadStudy, arms: Sequence[ArmRuns], targets: Sequence[Target]) -> Section:
-    study, ledger = read.study, arms[0].records[0].ledger
+    study = read.study
+    ledgers = [record.ledger for arm in arms for record in arm.records]
+    users = sorted({users_of(ledger) for ledger in ledgers})
+    said = verdict(study, read.arms)
     spent = ", ".join(f"{target.epsilon:g}" for target in targets)
     names = dict.fromkeys(arm.summary.arm for arm in arms)
     missing = [f"{read.missing} runs of the study are not finished."] if read.missing else []
     return Section(
         "summary",
         "Summary",
-        [*verdict(study, read.arms), _ALONE],
-        answers=True,
+        [*said, _ALONE],
+        answers=len(said),
         warnings=missing,
         cards=[
             Card("arms", str(len(names)), f"against {study.baseline}"),
             Card("user-level ε of each run", spent, f"at δ = {targets[0].delta:g}"),
             Card("seeds", str(len(study.seeds)), "the same in each arm"),
-            Card("users", f"{users_of(ledger):,}", ledger.population),
+            Card(
+                "users",
+                " to ".join(f"{n:,}" for n in dict.fromkeys((users[0], users[-1]))),
+                _who(arms),
+            ),
         ],
         tables=[results_table(read, _at(arms, target), target) for target in targets],
     )
 
 
+def _who(arms: Sequence[ArmRuns]) -> str:
+    names = {record.ledger.population for arm in arms for record in arm.records}
+    return min(names) if len(names) == 1 else f"{len(names)} populations"
+
+
 def _front(arms: Sequence[ArmRuns], targets: Sequence[Target]) -> Chart:
     if len(targets) > 1:
-        return front_chart(arms, targets[0].delta)
+        return drawn(front([arm.summary for arm in arms]))
     return on_the_way_chart(arms, targets[0])
+
+
+def _differences(study: Study, arms: Sequence[ArmRuns]) -> list[Section]:
+    found = differences(study, [arm.summary for arm in arms])
+    return [Section("differences", "Against the baseline", charts=[drawn(found)])] if found else []
+
+
+def _varied(study: Study, arms: Sequence[ArmRuns]) -> list[Section]:
+    """Charts against the numbers that arms vary, if they vary any."""
+    found = along_axes(study, [arm.summary for arm in arms])
+    return [Section("varied", "What was varied", charts=[drawn(d) for d in found])] if found else []
 
 
 def _privacy(arms: Sequence[ArmRuns]) -> list[Section]:
@@ -146,21 +177,21 @@ def _priced_alike(record: RunRecord) -> object:
     """Equal for ledgers that every accountant prices alike, however they split the noise."""
     counts: Counter[object] = Counter()
     for event in merge_equal(record.ledger.events):
-        counts[event.sampling, f"{event.noise_multiplier:.9g}", event.strategy] += event.count
+        sampling = event.sampling
+        if sampling.policy in _ANY_NUMBER:
+            sampling = replace(sampling, population=1)
+        counts[sampling, f"{event.noise_multiplier:.9g}", event.strategy] += event.count
     return record.delta, frozenset(counts.items())
 
 
 def _clipping(arms: Sequence[ArmRuns], targets: Sequence[Target]) -> Section:
     last = targets[-1]
     note = (
-        f"The charts are of the first seed of each arm at ε = {last.epsilon:g}, the table of each "
-        "target of all seeds."
+        f"The charts are of all seeds of each arm at ε = {last.epsilon:g}, the tables of each "
+        "target."
     )
     charts = []
     for arm in _at(arms, last):
-        record = arm.records[0]
-        if record.simulation_only:
-            name = arm.summary.arm
-            charts += norms_charts(record, name)
+        charts += norms_charts(arm.records, arm.summary.arm)
     tables = [clipping_table(_at(arms, target), target) for target in targets]
     return Section("norms", "Clipping", [note], tables=tables, charts=charts)

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from fedpriv.report.measures import ACCURACY, measure_of
 from fedpriv.report.page.content import Column, Table
-from fedpriv.report.page.study_charts import ACCURACY, ArmRuns, measure_of, scaled
+from fedpriv.report.page.study_charts import ArmRuns
 from fedpriv.report.tables import format_epsilon
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Target
 
@@ -12,7 +13,8 @@ _NONE = "–"
 
 def results_table(read: ReadStudy, arms: Sequence[ArmRuns], target: Target) -> Table:
     """How arms compare at a target."""
-    in_points = measure_of(arms) is ACCURACY
+    measure = measure_of([arm.summary for arm in arms])
+    in_points = measure is ACCURACY
     levels = read.study.accuracies
     columns = (
         Column("arm", number=False),
@@ -23,24 +25,18 @@ def results_table(read: ReadStudy, arms: Sequence[ArmRuns], target: Target) -> T
         Column("ε spent"),
         Column("seeds"),
     )
-    rows = []
-    for arm in (each.summary for each in arms):
-        scale, mean, difference = (
-            (100.0, arm.accuracy, arm.accuracy_difference)
-            if in_points
-            else (1.0, arm.loss, arm.loss_difference)
+    rows = [
+        (
+            arm.arm,
+            _text(measure.end(arm)),
+            "baseline" if arm.arm == read.study.baseline else _text(measure.difference(arm), "+"),
+            *(_rounds(arm, level) for level in levels),
+            f"{arm.noise_multiplier:.4g}",
+            format_epsilon(arm.epsilon),
+            str(len(arm.seeds)),
         )
-        rows.append(
-            (
-                arm.arm,
-                _text(mean, scale),
-                "baseline" if arm.arm == read.study.baseline else _text(difference, scale, "+"),
-                *(_rounds(arm, level) for level in levels),
-                f"{arm.noise_multiplier:.4g}",
-                format_epsilon(arm.epsilon),
-                str(len(arm.seeds)),
-            )
-        )
+        for arm in (each.summary for each in arms)
+    ]
     caption = (
         f"At ε = {target.epsilon:g}, δ = {target.delta:g}: means over seeds ± Student's 95% "
         f"interval; differences against {read.study.baseline} are paired by seed"
@@ -103,10 +99,9 @@ def ledgers_table(arms: Sequence[ArmRuns]) -> Table:
     )
 
 
-def _text(interval: Interval | None, scale: float, sign: str = "") -> str:
-    if interval is None:
+def _text(found: Interval | None, sign: str = "") -> str:
+    if found is None:
         return _NONE
-    found = scaled(interval, scale)
     around = "" if found.half_width is None else f" ± {found.half_width:.2f}"
     return f"{found.mean:{sign}.2f}{around}"
 
