@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from fedpriv.errors import InvalidValueError
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands to those of the command line."""
@@ -36,8 +38,21 @@ def report(
         Path | None, typer.Option(help="file to write", show_default="report.html in FOLDER")
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="open it in the browser")] = False,
+    figures: Annotated[
+        Path | None,
+        typer.Option(help="draw a study as PNG and SVG into this folder; no page", metavar="DIR"),
+    ] = None,
 ) -> None:
     """Write one HTML page of a run or a study, which opens offline; ledgers are verified first."""
+    if figures is not None:
+        if out or show:
+            raise InvalidValueError("--figures writes no page; leave out --out and --open")
+        from fedpriv.report.study_figures import write_study_figures
+        from fedpriv.studies import read_study
+
+        for file in write_study_figures(read_study(folder), figures):
+            print(file)  # noqa: T201
+        return
     from fedpriv.report.page.installed import require_report
 
     require_report()

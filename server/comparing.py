@@ -17,7 +17,8 @@ from fedpriv.report.studies import print_study
 from fedpriv.report.study_files import results_csv, results_json, runs_csv
 from fedpriv.studies import Arm, Study, Target, read_study
 from fedpriv.studies.file import load_study, study_toml
-from fedpriv.studies.reading import STUDY, finished_result
+from fedpriv.studies.reading import STUDY, finished_result, holds_results_alone
+from fedpriv.studies.results import ALL_RESULTS, all_results
 
 from .study_display import show
 from .study_run import Task
@@ -40,6 +41,10 @@ def run_study(file: Path, out: Path | None, workers: int | None) -> None:
     """
     study = load_study(file)
     folder = out or Path("studies") / study.name
+    if holds_results_alone(folder):
+        raise InvalidValueError(
+            f"{folder} holds the results of a study without its runs; choose another folder"
+        )
     console = Console()
     missing = [cell for cell in study.cells if finished_result(folder, study, cell) is None]
     noise = calibrated(study) if missing else {}
@@ -57,6 +62,7 @@ def run_study(file: Path, out: Path | None, workers: int | None) -> None:
                 ("results.json", results_json(read)),
                 ("results.csv", results_csv(read)),
                 ("runs.csv", runs_csv(read)),
+                (ALL_RESULTS, all_results(read.runs)),
             ):
                 write_atomically(folder / name, text.encode())
     print_study(read, console)

@@ -9,7 +9,7 @@ from fedpriv.report.page.run_page import page_of_run
 from fedpriv.report.page.study_page import page_of_study
 from fedpriv.report.page.writing import render, write_page
 from fedpriv.studies import read_study
-from fedpriv.studies.reading import STUDY
+from fedpriv.studies.reading import STUDY, holds_results_alone
 
 from .folder import RunFolder
 from .reading import read_run
@@ -39,6 +39,11 @@ def write_report(folder: Path, out: Path | None, *, show: bool) -> Path:
 def _page(folder: Path) -> Page:
     if (folder / STUDY).exists():
         read = read_study(folder)
+        if holds_results_alone(folder):
+            raise InvalidValueError(
+                f"{folder} holds the results of a study without its runs and ledgers, which a page "
+                "verifies; --figures draws what results can show"
+            )
         return page_of_study(
             read, {cell: read_run(read.run_folder(cell)) for cell, _ in read.finished}
         )

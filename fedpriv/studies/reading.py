@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.studies.file import load_study
-from fedpriv.studies.results import RunResult, read_result
-from fedpriv.studies.study import Cell, Study
+from fedpriv.studies.results import ALL_RESULTS, RunResult, read_all_results, read_result
+from fedpriv.studies.study import RUNS, Cell, Study
 from fedpriv.studies.summary import ArmSummary, summarise
 
 STUDY = "study.toml"
@@ -50,6 +50,8 @@ class ReadStudy:
 def read_study(folder: Path) -> ReadStudy:
     """Read the folder of a study; runs that are not finished are left out.
 
+    A folder without its runs, as it is kept beside code, is read from the file of all results.
+
     Raises:
         InvalidValueError: the folder holds no study.
         DataError: a result cannot be read, or is of other settings than the study has now.
@@ -59,11 +61,20 @@ def read_study(folder: Path) -> ReadStudy:
         raise InvalidValueError(f"{folder} holds no study; {STUDY} is absent")
     study = load_study(file)
     finished = []
-    for cell in study.cells:
-        result = finished_result(folder, study, cell)
+    if holds_results_alone(folder):
+        kept = {(r.arm, r.target_epsilon, r.seed): r for r in read_all_results(folder)}
+        results = [kept.get((c.arm.name, c.target.epsilon, c.seed)) for c in study.cells]
+    else:
+        results = [read_result(folder / cell.path) for cell in study.cells]
+    for cell, result in zip(study.cells, results, strict=True):
         if result is not None:
-            finished.append((cell, result))
+            finished.append((cell, _of_settings(folder / cell.path, result, study, cell)))
     return ReadStudy(folder, study, tuple(finished))
+
+
+def holds_results_alone(folder: Path) -> bool:
+    """Whether the folder of a study holds the results of its runs and not the runs."""
+    return (folder / ALL_RESULTS).exists() and not (folder / RUNS).exists()
 
 
 def finished_result(folder: Path, study: Study, cell: Cell) -> RunResult | None:
@@ -72,10 +83,15 @@ def finished_result(folder: Path, study: Study, cell: Cell) -> RunResult | None:
     Raises:
         DataError: the result cannot be read, or is of other settings.
     """
-    result = read_result(folder / cell.path)
-    if result is not None and result.settings != study.digest_of(cell):
+    path = folder / cell.path
+    result = read_result(path)
+    return None if result is None else _of_settings(path, result, study, cell)
+
+
+def _of_settings(path: Path, result: RunResult, study: Study, cell: Cell) -> RunResult:
+    if result.settings != study.digest_of(cell):
         raise DataError(
-            f"{folder / cell.path} holds a run of other settings than the study has now; "
+            f"{path} holds a run of other settings than the study has now; "
             "move it away or choose another folder"
         )
     return result

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from fedpriv.errors import DataError
 
 RESULT = "result.json"
+ALL_RESULTS = "runs.jsonl"
 SIMULATION_ONLY = "simulation_only.jsonl"
 
 
@@ -94,8 +95,33 @@ def read_result(folder: Path) -> RunResult | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error.errors()[0]["msg"])
-        raise DataError(f"{path} cannot be read as the result of a run: {reason}") from error
+        raise _unreadable(path, error) from error
+
+
+def read_all_results(folder: Path) -> list[RunResult]:
+    """The results in the one file of a study that holds those of all runs; none without it.
+
+    Raises:
+        DataError: a line of it is no result.
+    """
+    path = folder / ALL_RESULTS
+    try:
+        lines = path.read_bytes().splitlines()
+        return [_ADAPTER.validate_json(line) for line in lines]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValidationError) as error:
+        raise _unreadable(path, error) from error
+
+
+def all_results(results: Iterable[RunResult]) -> str:
+    """Results as one file, a line each, which `read_all_results` reads as equal ones."""
+    return "".join(_ADAPTER.dump_json(result).decode() + "\n" for result in results)
+
+
+def _unreadable(path: Path, error: OSError | ValidationError) -> DataError:
+    reason = error.strerror if isinstance(error, OSError) else str(error.errors()[0]["msg"])
+    return DataError(f"{path} cannot be read as the result of a run: {reason}")
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

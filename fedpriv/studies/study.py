@@ -10,6 +10,7 @@ from functools import cached_property
 from fedpriv.config import Config, assign, parse_config
 
 Table = Mapping[str, object]
+RUNS = "runs"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Cell:
     @property
     def path(self) -> str:
         """Where its folder lies in that of the study."""
-        return f"runs/{self.arm.name}/epsilon-{self.target.epsilon:g}/seed-{self.seed}"
+        return f"{RUNS}/{self.arm.name}/epsilon-{self.target.epsilon:g}/seed-{self.seed}"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from scipy import stats
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.report.spending import read_ledger
 from fedpriv.studies import read_study
-from fedpriv.studies.results import RESULT
+from fedpriv.studies.results import ALL_RESULTS, RESULT, SIMULATION_ONLY, all_results, read_rows
 from fedpriv.studies.verdict import verdict
 from tests.commandline import printed, refused
 from tests.report.pages import figures, parsed, section, words
@@ -42,7 +42,8 @@ def test_the_answer_comes_first(page: str, study_folder: Path) -> None:
 
 def test_every_chart_names_its_axes_and_units(page: str) -> None:
     drawn = figures(parsed(page))
-    assert {"accuracy-0", "accuracy-1", "front", "norms-flat", "layers-joint"} <= set(drawn)
+    named = {"accuracy-0", "accuracy-1", "differences", "front", "norms-flat", "layers-joint"}
+    assert named <= set(drawn)
     for figure in drawn.values():
         for axis in ("xaxis", "yaxis"):
             assert re.fullmatch(r".*\w.*(<br>| )\(.+\)", figure["layout"][axis]["title"]["text"])
@@ -71,6 +72,66 @@ def test_the_front_has_a_point_for_each_target(page: str, study_folder: Path) ->
             mean = sum(100 * row["test_accuracy"] for row in last) / 2
             assert trace["y"][number] == pytest.approx(mean)
         assert len(trace["error_y"]["array"]) == 2
+
+
+def test_update_norms_are_of_all_seeds(page: str, study_folder: Path) -> None:
+    """The mean over seeds, between the least and the largest."""
+    traces = figures(parsed(page))["layers-flat"]["data"]
+    folder = study_folder / "runs" / "flat" / "epsilon-8"
+    rows = [list(read_rows(folder / f"seed-{seed}" / SIMULATION_ONLY)) for seed in (0, 1)]
+    layers = list(rows[0][0]["simulation_only_update_norms"])
+    for layer, band, line in zip(layers, traces[::2], traces[1::2], strict=True):
+        seeds = [[row["simulation_only_update_norms"][layer] for row in seed] for seed in rows]
+        assert line["name"] == layer
+        assert line["y"] == pytest.approx([sum(pair) / 2 for pair in zip(*seeds, strict=True)])
+        assert band["y"][:2] == pytest.approx([max(pair) for pair in zip(*seeds, strict=True)])
+        assert band["y"][:1:-1] == pytest.approx([min(pair) for pair in zip(*seeds, strict=True)])
+
+
+def test_differences_are_those_of_the_summary(page: str, study_folder: Path) -> None:
+    flat, joint = figures(parsed(page))["differences"]["data"]
+    assert (flat["name"], flat["y"]) == ("flat, the baseline", [0.0, 0.0])
+    found = [arm.accuracy_difference for arm in read_study(study_folder).arms if arm.arm == "joint"]
+    assert joint["mode"] == "markers"
+    assert joint["y"] == pytest.approx([100 * each.mean for each in found])
+    assert joint["error_y"]["array"] == pytest.approx([100 * each.half_width for each in found])
+
+
+def test_results_alone_can_be_drawn_and_make_no_page(study_folder: Path, tmp_path: Path) -> None:
+    read = read_study(study_folder)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    shutil.copy(study_folder / "study.toml", kept)
+    (kept / ALL_RESULTS).write_text(all_results(read.runs))
+    assert read_study(kept).arms == read.arms
+    drawn = [tmp_path / name for name in ("whole", "alone")]
+    for folder, out in zip((study_folder, kept), drawn, strict=True):
+        files = printed("report", folder, "--figures", out).split()
+        assert [Path(file).name for file in files] == [
+            "front.png",
+            "front.svg",
+            "differences.png",
+            "differences.svg",
+        ]
+    whole, alone = ({f.name: f.read_bytes() for f in out.iterdir()} for out in drawn)
+    assert whole == alone
+    assert whole["front.png"].startswith(b"\x89PNG")
+    assert "without its runs and ledgers" in refused("report", kept)
+    assert "without its runs" in refused("compare", kept / "study.toml", "--out", kept)
+
+
+def test_figures_that_cannot_be_drawn_are_refused(
+    study_folder: Path, run_folder: Path, tmp_path: Path
+) -> None:
+    figures = ("--figures", tmp_path / "figures")
+    assert "holds no study" in refused("report", run_folder, *figures)
+    assert "leave out --out and --open" in refused("report", study_folder, *figures, "--open")
+    shutil.copy(study_folder / "study.toml", tmp_path)
+    assert "no run of the study" in refused("report", tmp_path, *figures)
+    assert not figures[1].exists()
+    (tmp_path / "file").touch()
+    inside = tmp_path / "file" / "figures"
+    assert "cannot be written" in refused("report", study_folder, "--figures", inside)
 
 
 def test_each_kind_of_ledger_is_priced_once(page: str, study_folder: Path) -> None:

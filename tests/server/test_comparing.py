@@ -15,7 +15,7 @@ import pytest
 import tomli_w
 
 from fedpriv.studies import read_study
-from fedpriv.studies.results import RESULT
+from fedpriv.studies.results import RESULT, read_all_results
 from tests.commandline import printed, refused
 from tests.studies.studying import BASE, study_file
 
@@ -113,6 +113,7 @@ def test_a_study_of_an_own_model_and_own_data(folder: Path) -> None:
         assert [float(row["accuracy.mean"]) for row in csv.DictReader(stream)] == [
             arm.accuracy.mean for arm in read.arms
         ]
+    assert read_all_results(study) == list(read.runs)
     # What was written is a study that runs again; here there is nothing left to run.
     before = {path: path.stat().st_mtime_ns for path in study.glob(f"runs/*/*/*/{RESULT}")}
     printed("compare", study / "study.toml", "--out", study, cwd=folder)

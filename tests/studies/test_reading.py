@@ -1,5 +1,6 @@
 """Reading the folder of a study, and what its runs amount to."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -11,10 +12,14 @@ from scipy import stats
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.studies import Interval, read_study
 from fedpriv.studies.file import load_study
-from fedpriv.studies.results import RESULT
+from fedpriv.studies.results import ALL_RESULTS, RESULT, all_results
 from fedpriv.studies.study import Cell, Study
 from fedpriv.studies.summary import RoundsTo, summarise
+from fedpriv.studies.verdict import verdict
 from tests.studies.studying import result, study_file
+
+RESULTS = Path(__file__).parents[2] / "simulations" / "results"
+KEPT = sorted(file.parent for file in RESULTS.glob("*/study.toml"))
 
 
 def write(folder: Path, study: Study, cell: Cell, **changes: object) -> None:
@@ -64,6 +69,34 @@ def test_folders_without_a_study_and_broken_results_are_refused(tmp_path: Path) 
         read_study(tmp_path)
     shutil.rmtree(tmp_path / "runs")
     assert read_study(tmp_path).arms == ()
+
+
+def test_the_file_of_all_results_stands_in_where_there_are_no_runs(tmp_path: Path) -> None:
+    study = load_study(study_file(tmp_path))
+    results = [result(study, cell, loss=math.inf) for cell in study.cells[1:]]
+    strange = result(study, study.cells[0], arm="of another study")
+    kept = tmp_path / ALL_RESULTS
+    kept.write_text(all_results([strange, *reversed(results)]))
+    assert read_study(tmp_path).runs == tuple(results)
+    kept.write_text(all_results([result(study, study.cells[0], settings="others")]))
+    with pytest.raises(DataError, match="holds a run of other settings"):
+        read_study(tmp_path)
+    kept.write_text("5\n")
+    with pytest.raises(DataError, match="cannot be read as the result"):
+        read_study(tmp_path)
+    # Where there are runs, they are what counts.
+    write(tmp_path, study, study.cells[2])
+    assert [cell for cell, _ in read_study(tmp_path).finished] == [study.cells[2]]
+
+
+@pytest.mark.parametrize("folder", KEPT, ids=[folder.name for folder in KEPT])
+def test_results_that_are_committed_are_whole_and_say_what_their_runs_do(folder: Path) -> None:
+    read = read_study(folder)
+    assert read.missing == 0
+    kept = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    assert kept["verdict"] == list(verdict(read.study, read.arms))
+    means = [(row["arm"], row["target"]["epsilon"], row["loss"]["mean"]) for row in kept["arms"]]
+    assert means == [(arm.arm, arm.target.epsilon, arm.loss.mean) for arm in read.arms]
 
 
 def test_the_interval_is_students() -> None:
