@@ -138,6 +138,9 @@ def test_each_kind_of_ledger_is_priced_once(page: str, study_folder: Path) -> No
     document = parsed(page)
     kinds = [e for e in document.iter("section") if e.get("id").startswith("epsilon")]
     assert len(kinds) == 2
+    links = [e.get("href") for e in document.iter("a")]
+    assert "#epsilon" in links
+    assert "#epsilon-1" not in links
     for target, kind in zip((4, 8), kinds, strict=True):
         said = words(kind)
         assert f"Of flat at ε = {target}, joint at ε = {target}." in said

@@ -1,11 +1,13 @@
 """What charts and figures of a study draw, of results that are made up."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fedpriv.report.page.study_charts import drawn
 from fedpriv.report.series import on_log_scale
 from fedpriv.report.study_figures import figure_of
 from fedpriv.report.study_series import along_axes, by_target, differences, front
@@ -47,6 +49,21 @@ def test_the_front_has_a_line_for_each_arm_on_a_log_axis(tmp_path: Path) -> None
     assert first.high == pytest.approx([mean + 12.7062 / 2 for mean in means], rel=1e-5)
     assert drawing.axes[0].log
     assert drawing.axes[0].ticks == ((0.5, "0.5"), (2.0, "2"), (8.0, "8"))
+
+
+def test_a_page_draws_the_same_axes_and_bars(tmp_path: Path) -> None:
+    drawing = front(made(tmp_path, accuracy).arms)
+    figure = json.loads(drawn(drawing).figure)
+    axis = figure["layout"]["xaxis"]
+    assert (axis["type"], axis["tickvals"], axis["ticktext"]) == (
+        "log",
+        [0.5, 2.0, 8.0],
+        ["0.5", "2", "8"],
+    )
+    for trace, each in zip(figure["data"], drawing.series, strict=True):
+        below, above = zip(*each.reach, strict=True)
+        assert trace["error_y"]["array"] == pytest.approx(above)
+        assert trace["error_y"]["arrayminus"] == pytest.approx(below)
 
 
 @pytest.mark.parametrize(

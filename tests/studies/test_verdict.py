@@ -132,6 +132,7 @@ def test_what_is_printed_fits_eighty_columns_and_holds_the_figures(tmp_path: Pat
     text = stream.getvalue()
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
+    assert "0 seeds" not in text
     for cell in ("base", "65.00 ± ", "+5.00 ± ", "never", "1,234", "25–75", "7.900", "1.5"):
         assert cell in text
 
