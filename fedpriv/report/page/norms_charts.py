@@ -32,10 +32,9 @@ def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
         replace(line, name=f"clipping norm of {line.name}", colour=number)
         for number, line in enumerate(groups)
     ]
-    seeds = _SEEDS.format(count=len(records)) if len(records) > 1 else ""
     caption = (
         "A user's part of a vector group is scaled down to the group's clipping norm where it is "
-        f"longer. Clipping norms were released with the model. {seeds}"
+        f"longer. Clipping norms were released with the model. {_of_seeds(records)}"
     )
     if not all(record.simulation_only for record in records):
         axes = (ROUNDS, Axis("clipping norm", "scaled L2", from_zero=True))
@@ -60,21 +59,28 @@ def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
             [*released, *true],
             simulation_only=True,
         ),
-        chart(
-            _name("layers", of),
-            _title("Update norms by layer", of),
-            f"Mean over the users of a round, before clipping. {seeds}{_NO_GUARANTEE}",
-            (ROUNDS, Axis("norm of a user's update", "L2", log=True)),
-            _dashed(
-                [
-                    (each.number, each.simulation_only_update_norms)
-                    for each in record.simulation_only
-                ]
-                for record in records
-            ),
-            simulation_only=True,
-        ),
+        _layers_chart(records, of),
     ]
+
+
+def _layers_chart(records: Sequence[RunRecord], of: str) -> Chart:
+    layers = _dashed(
+        [(each.number, each.simulation_only_update_norms) for each in record.simulation_only]
+        for record in records
+    )
+    return chart(
+        _name("layers", of),
+        _title("Update norms by layer", of),
+        f"Mean over the users of a round, before clipping. {_of_seeds(records)}{_NO_GUARANTEE}",
+        (ROUNDS, Axis("norm of a user's update", "L2", log=True)),
+        layers,
+        simulation_only=True,
+    )
+
+
+def _of_seeds(records: Sequence[RunRecord]) -> str:
+    """What lines and bands are, if there are several seeds."""
+    return _SEEDS.format(count=len(records)) if len(records) > 1 else ""
 
 
 def clipped_charts(record: RunRecord) -> list[Chart]:
