@@ -20,6 +20,7 @@ from fedpriv.engine.layered import train_layers_chunk
 from fedpriv.engine.layers import Layers, layers_of
 from fedpriv.engine.local import train_chunk
 from fedpriv.engine.measuring import Examples, mean_losses, user_metrics
+from fedpriv.engine.memory import keep_freed_memory
 from fedpriv.engine.schedule import schedule
 from fedpriv.engine.seeding import draws, seeded
 from fedpriv.engine.start import Start
@@ -90,6 +91,7 @@ class Trainer:
         observed: bool,
     ) -> "Trainer":
         """Look at a task once for all chunks; arguments as the attributes."""
+        keep_freed_memory()
         constants = task.constants(device)
         row = blank(users)
         x, y = (torch.from_numpy(row[name]) for name in (task.inputs, task.targets))
