@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 from fedpriv.errors import FedprivError, known_names
@@ -29,14 +29,10 @@ def import_function(what: str, path: str, error: type[FedprivError]) -> Function
         module = importlib.import_module(module_name)
     except ImportError as cause:
         raise error(f"{what} cannot be imported: {cause}") from cause
+    except SyntaxError as cause:  # its text says where
+        raise error(f"{what} cannot be imported: SyntaxError: {cause}") from cause
     except Exception as cause:  # whatever somebody's module raises
-        at = traceback.extract_tb(cause.__traceback__)[-1]
-        kind = type(cause).__name__
-        raise error(
-            f"{what} cannot be imported: {kind} at {at.filename}:{at.lineno}: {cause}"
-            if not isinstance(cause, SyntaxError)
-            else f"{what} cannot be imported: {kind}: {cause}"
-        ) from cause
+        raise error(f"{what} cannot be imported: {_where(cause)}") from cause
     function = getattr(module, name, None)
     if not callable(function):
         public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
@@ -76,3 +72,33 @@ def check_options(
     for name, parameter in known.items():
         if parameter.default is parameter.empty and name not in options:
             raise error(f"{what} needs the {noun} {name!r}")
+
+
+def call_imported(
+    what: str, function: Function, options: Mapping[str, object], error: type[FedprivError]
+) -> object:
+    """Call somebody's function.
+
+    Args:
+        what: what is made, for the message.
+        function: makes it.
+        options: keyword arguments, from `check_options`.
+        error: class of the error.
+
+    Raises:
+        FedprivError: what the function raises: of class `error`, unless it is one already.
+        MemoryError: there is too little memory.
+    """
+    try:
+        return function(**options)
+    except (FedprivError, MemoryError):
+        raise
+    except Exception as cause:
+        raise error(f"{what} cannot be made: {_where(cause)}") from cause
+
+
+def _where(cause: Exception) -> str:
+    """What was raised, and in which line."""
+    at = traceback.extract_tb(cause.__traceback__)[-1]
+    said = " ".join(str(cause).split())
+    return f"{type(cause).__name__} at {at.filename}:{at.lineno}: {said}"

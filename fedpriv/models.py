@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fedpriv.errors import ModelError, known_names
-from fedpriv.importing import check_options, import_function
+from fedpriv.importing import call_imported, check_options, import_function
 
 
 def softmax_regression(inputs: int = 64, classes: int = 10) -> nn.Module:
@@ -60,8 +60,8 @@ def build_model(name: str, options: Mapping[str, object], seed: int) -> nn.Modul
         seed: seed of torch's generator while the model is built; initial parameters are public.
 
     Raises:
-        ModelError: the name is unknown, an option is unknown or absent, or the function does not
-            return a module.
+        ModelError: the name is unknown, an option is unknown or absent, or the function raises or
+            does not return a module.
     """
     if name not in MODELS and ":" not in name:
         raise ModelError(
@@ -72,7 +72,7 @@ def build_model(name: str, options: Mapping[str, object], seed: int) -> nn.Modul
     check_options(what, build, options, ModelError)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = build(**options)
+        model = call_imported(what, build, options, ModelError)
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name!r} returned a {type(model).__name__}; it must return a nn.Module")
     return model

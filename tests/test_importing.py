@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import DataError, InvalidValueError, ModelError
-from fedpriv.importing import check_options, import_function
+from fedpriv.importing import call_imported, check_options, import_function
 
 
 def test_functions_and_classes_are_found() -> None:
@@ -65,3 +65,19 @@ def test_options_are_those_of_the_signature() -> None:
         check_options("it", options, ["first", "secnd"], ModelError)
     with pytest.raises(InvalidValueError, match="it needs the number 'first'"):
         check_options("it", options, [], InvalidValueError, noun="number")
+
+
+def raising(kind: type[Exception]) -> int:
+    raise kind("two\nlines")
+
+
+def test_what_a_function_raises_is_one_sentence_that_says_where() -> None:
+    assert call_imported("it", options, {"first": 1}, ModelError) == 3
+    with pytest.raises(ModelError, match=r"it cannot be made: KeyError at .*\.py:\d+"):
+        call_imported("it", raising, {"kind": KeyError}, ModelError)
+    with pytest.raises(ModelError) as error:
+        call_imported("it", raising, {"kind": ValueError}, ModelError)
+    assert str(error.value).endswith("two lines")
+    for own in (InvalidValueError, MemoryError):
+        with pytest.raises(own, match=r"^two\nlines$"):
+            call_imported("it", raising, {"kind": own}, ModelError)

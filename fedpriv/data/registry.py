@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from fedpriv.data.population import Population
 from fedpriv.errors import DataError, InvalidValueError, known_names
-from fedpriv.importing import check_options, import_function
+from fedpriv.importing import call_imported, check_options, import_function
 
 _LOADERS = {
     "digits": "fedpriv.data.digits:load_digits",
@@ -29,7 +29,8 @@ def load_population(name: str, options: Mapping[str, object]) -> Population:
         What the loader returns.
 
     Raises:
-        DataError: no such name, module or function, or the function's result is not a Population.
+        DataError: no such name, module or function, or the function raises, or returns something
+            else than a Population.
         InvalidValueError: an option is unknown or missing, or the loader refuses its value.
     """
     if name not in _LOADERS and ":" not in name:
@@ -40,7 +41,7 @@ def load_population(name: str, options: Mapping[str, object]) -> Population:
     what = f"population {name!r}"
     loader = import_function(what, _LOADERS.get(name, name), DataError)
     check_options(what, loader, options, InvalidValueError)
-    population = loader(**options)
+    population = call_imported(what, loader, options, DataError)
     if not isinstance(population, Population):
         raise DataError(
             f"{name} returned a {type(population).__name__}; it must return a Population"
