@@ -1,0 +1,87 @@
+"""Noise of separate and of joint clipping where a user has one of two vectors: the paper's example.
+
+    python -m simulations.joint_noise
+
+v_1 is bounded by a large norm and v_2 by a small one, and only one of them is not zero for any
+user (McMahan et al. 2018, section 3). All three clippings leave every such user whole and have the
+same noise multiplier, so the same ε; what they differ in is the variance of the noise.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from fedpriv.privacy.allocation import noise_stddevs, proportional_shares
+from fedpriv.privacy.contribution import Clipping
+from fedpriv.privacy.groups import VectorGroup, flat, joint, per_layer
+from fedpriv.privacy.layout import Layout, Tensors
+from fedpriv.privacy.query import GaussianAverageQuery, GaussianSumQuery
+
+LAYOUT = Layout(("v1", "v2"), ((100,), (100,)))
+BOUNDS = {"v1": 10.0, "v2": 0.1}
+NOISE_MULTIPLIER = 1.0
+CLIPPINGS: dict[str, tuple[VectorGroup, ...]] = {
+    "flat": flat(LAYOUT, max(BOUNDS.values())),
+    "separate": per_layer(LAYOUT, {"v1": ("v1",), "v2": ("v2",)}, BOUNDS),
+    "joint": joint(LAYOUT, 1.0, BOUNDS),
+}
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What one clipping does to a sum over users.
+
+    Attributes:
+        clipping: its name.
+        variances: of the noise on each component of a tensor, by tensor.
+        clipped: whether a user at one of the bounds is clipped.
+    """
+
+    clipping: str
+    variances: dict[str, float]
+    clipped: bool
+
+
+def noises() -> Iterator[Noise]:
+    """Noise of each clipping, from the query that it makes."""
+    for name, groups in CLIPPINGS.items():
+        clipping = Clipping(LAYOUT, groups)
+        stddevs = noise_stddevs(groups, NOISE_MULTIPLIER, proportional_shares(groups))
+        average = GaussianAverageQuery(GaussianSumQuery(clipping, stddevs), denominator=1.0)
+        variances = average.noise_stddevs**2
+        yield Noise(
+            name,
+            {tensor: float(variances[LAYOUT.slices[tensor]].mean()) for tensor in LAYOUT.names},
+            any(_changes(clipping, user) for user in extreme_users()),
+        )
+
+
+def extreme_users() -> Iterator[Tensors]:
+    """The longest that users can be: at one bound, and zero in the other vector."""
+    for tensor, bound in BOUNDS.items():
+        user = {name: np.zeros(100) for name in LAYOUT.names}
+        user[tensor][0] = bound
+        yield user
+
+
+def _changes(clipping: Clipping, user: Tensors) -> bool:
+    released = clipping.contribution(user) * clipping.scales
+    return not np.allclose(released, LAYOUT.flatten(user), rtol=1e-9)
+
+
+def main() -> None:
+    """Print the table."""
+    table = Table(title=f"variance of the noise on a component, z = {NOISE_MULTIPLIER:g}")
+    for column in ("clipping", *(f"{t}, norm ≤ {b:g}" for t, b in BOUNDS.items()), "clips"):
+        table.add_column(column, justify="left" if column == "clipping" else "right")
+    for noise in noises():
+        values = (f"{variance:.4g}" for variance in noise.variances.values())
+        table.add_row(noise.clipping, *values, "yes" if noise.clipped else "nobody")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
