@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from fedpriv.character_models import CharacterMLP, CharacterTransformer
 from fedpriv.errors import ModelError, known_names
 from fedpriv.importing import call_imported, check_options, import_function
 
@@ -48,6 +49,8 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "softmax": softmax_regression,
     "mlp": mlp,
     "cnn": cnn,
+    "character-mlp": CharacterMLP,
+    "character-transformer": CharacterTransformer,
 }
 
 

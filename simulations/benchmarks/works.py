@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedpriv.character_models import CharacterTransformer
 from fedpriv.data.synthetic import synthetic_population
 from fedpriv.federated.transport import LocalTraining
 from fedpriv.models import cnn, mlp, softmax_regression
 from simulations.benchmarks.roles import ALPHABET, roles
-from simulations.benchmarks.transformer import CharacterTransformer
 
 Example = tuple[torch.Tensor, torch.Tensor]
 

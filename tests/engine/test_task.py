@@ -126,6 +126,14 @@ def test_models_have_the_published_sizes(name: str, count: int) -> None:
     assert model(torch.zeros(shape)).shape == (2, 10)
 
 
+def test_models_of_characters_have_the_sizes_they_tell() -> None:
+    for name, count in (("character-mlp", 11_936), ("character-transformer", 115_040)):
+        model = build_model(name, {}, seed=0)
+        assert sum(p.numel() for p in model.parameters()) == count
+        assert f"{count:,} parameters" in " ".join(str(type(model).__doc__).split())
+        assert model(torch.zeros((2, 40), dtype=torch.int64)).shape == (2, 96, 40)
+
+
 def test_initial_parameters_depend_on_the_seed_alone() -> None:
     state = torch.random.get_rng_state()
     one, same, other = (build_model("mlp", {}, seed=s).state_dict() for s in (1, 1, 2))
@@ -145,4 +153,4 @@ def test_models_by_import_path_and_bad_names() -> None:
     ]:
         with pytest.raises(ModelError, match=message):
             build_model(name, options, 0)
-    assert set(MODELS) == {"softmax", "mlp", "cnn"}
+    assert set(MODELS) == {"softmax", "mlp", "cnn", "character-mlp", "character-transformer"}
