@@ -31,8 +31,8 @@ class Evaluation:
 class Evaluator:
     """Evaluates models of one task on fixed rows.
 
-    The rows are the server's own: they are of no enrolled user, and the guarantee does not speak
-    of them. The model is evaluated in its evaluation mode (no dropout).
+    The rows are the server's own: no enrolled user trains on them, and the guarantee does not
+    speak of them. The model is evaluated in its evaluation mode (no dropout).
 
     Attributes:
         task: model and loss.

@@ -14,6 +14,7 @@ from fedpriv.data.huggingface import from_dataset
 from fedpriv.data.mnist import load_mnist_writers
 from fedpriv.data.population import Population
 from fedpriv.data.registry import load_population
+from fedpriv.data.shakespeare import load_shakespeare_roles
 from fedpriv.data.store import UserStore
 from fedpriv.data.synthetic import synthetic_population
 
@@ -27,6 +28,7 @@ __all__ = [
     "load_digits",
     "load_mnist_writers",
     "load_population",
+    "load_shakespeare_roles",
     "partition",
     "redeal",
     "synthetic_population",

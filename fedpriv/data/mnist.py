@@ -11,7 +11,7 @@ from fedpriv.data.mnist_files import (
     TEST_LABELS,
     TRAIN_IMAGES,
     TRAIN_LABELS,
-    find_folder,
+    find_mnist,
     read_idx,
     read_train_writers,
 )
@@ -41,7 +41,7 @@ def load_mnist_writers(folder: str | Path | None = None) -> Population:
     Raises:
         DataError: a file is absent, damaged, or does not fit the others.
     """
-    place = find_folder(folder)
+    place = find_mnist(folder)
     images, labels = _read_pair(place / TRAIN_IMAGES, place / TRAIN_LABELS)
     writers = read_train_writers(place)
     if len(writers) != len(images):

@@ -2,7 +2,6 @@
 
 import gzip
 import math
-import os
 import struct
 import zlib
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpriv.data.folders import find_folder
 from fedpriv.data.npz import read_npz
 from fedpriv.errors import DataError
 
@@ -20,33 +20,20 @@ TEST_LABELS = "t10k-labels-idx1-ubyte.gz"
 WRITERS = "mnist_writers.npz"
 QMNIST_TRAIN_LABELS = "qmnist-train-labels-idx2-int.gz"
 
-_ENVIRONMENT = "FEDPRIV_DATA"
 _WRITER_COLUMN = 2
 _IDX_DTYPES = {0x08: ">u1", 0x0C: ">i4"}
 _MNIST_SOURCE = "MNIST's four idx files are at https://ossci-datasets.s3.amazonaws.com/mnist/"
 _QMNIST_SOURCE = f"{QMNIST_TRAIN_LABELS} is at https://github.com/facebookresearch/qmnist"
 
 
-def find_folder(folder: str | Path | None) -> Path:
+def find_mnist(folder: str | Path | None) -> Path:
     """Folder that holds MNIST: the one given or FEDPRIV_DATA's, or `mnist` inside it.
 
     Raises:
         DataError: no folder is named, or a file is in neither place; the sentence says which
             file, where it was looked for, and where it can be had.
     """
-    named = os.environ.get(_ENVIRONMENT) if folder is None else folder
-    if not isinstance(named, (str, Path, type(None))):
-        raise DataError(f"folder is {named!r}; it must be a path")
-    if not named:
-        raise DataError(
-            f"no folder for MNIST: give folder= or set {_ENVIRONMENT} to the folder that holds "
-            f"{TRAIN_IMAGES}; {_MNIST_SOURCE}"
-        )
-    places = (Path(named), Path(named) / "mnist")
-    place = next((p for p in places if (p / TRAIN_IMAGES).is_file()), None)
-    if place is None:
-        looked = " and ".join(map(str, places))
-        raise DataError(f"{TRAIN_IMAGES} is absent from {looked}; {_MNIST_SOURCE}")
+    place = find_folder(folder, "MNIST", TRAIN_IMAGES, _MNIST_SOURCE)
     for name in (TRAIN_LABELS, TEST_IMAGES, TEST_LABELS):
         if not (place / name).is_file():
             raise DataError(f"{name} is absent from {place}; {_MNIST_SOURCE}")

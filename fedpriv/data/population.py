@@ -20,8 +20,8 @@ class Population:
     Attributes:
         name: one printable line, such as "digits: 287 users, iid, seed 0".
         users: the enrolled users' data; inputs are the field "x", targets the field "y".
-        test: name → array [test rows, ...]: rows of no enrolled user, with the same fields,
-            dtypes and row shapes as `users`.
+        test: name → array [test rows, ...]: rows that no enrolled user trains on, with the same
+            fields, dtypes and row shapes as `users`.
 
     Raises:
         DataError: the name is empty or not one printable line, there is no test row, or the test

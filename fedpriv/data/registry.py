@@ -11,6 +11,7 @@ _LOADERS = {
     "hugging-face": "fedpriv.data.dataset_population:load_hugging_face",
     "mnist-writers": "fedpriv.data.mnist:load_mnist_writers",
     "redealt": "fedpriv.data.dataset_population:load_redealt",
+    "shakespeare-roles": "fedpriv.data.shakespeare:load_shakespeare_roles",
     "synthetic": "fedpriv.data.synthetic:synthetic_population",
 }
 
@@ -19,9 +20,9 @@ def load_population(name: str, options: Mapping[str, object]) -> Population:
     """Load a population by its name, or by the import path of a function that makes one.
 
     Args:
-        name: "digits", "hugging-face", "mnist-writers", "redealt", "synthetic", or
-            "package.module:function". Naming a function runs it: read a configuration file before
-            you use it.
+        name: "digits", "hugging-face", "mnist-writers", "redealt", "shakespeare-roles",
+            "synthetic", or "package.module:function". Naming a function runs it: read a
+            configuration file before you use it.
         options: arguments of the loader, by name; they are checked against its signature before
             it is called.
 

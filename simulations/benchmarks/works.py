@@ -17,7 +17,7 @@ from fedpriv.character_models import CharacterTransformer
 from fedpriv.data.synthetic import synthetic_population
 from fedpriv.federated.transport import LocalTraining
 from fedpriv.models import cnn, mlp, softmax_regression
-from simulations.benchmarks.roles import ALPHABET, roles
+from simulations.benchmarks.roles import roles
 
 Example = tuple[torch.Tensor, torch.Tensor]
 
@@ -136,7 +136,7 @@ def _cnn() -> Work:
 def _shakespeare() -> Work:
     x, y, offsets = roles(users=100)
     local = LocalTraining(learning_rate=0.1, batch_size=10, epochs=1)
-    build = lambda: _seeded(lambda: CharacterTransformer(ALPHABET, x.shape[1]))  # noqa: E731
+    build = lambda: _seeded(lambda: CharacterTransformer(length=x.shape[1]))  # noqa: E731
     return Work("character transformer, 100 roles", build, x, y, offsets, local, 0.5, 100)
 
 

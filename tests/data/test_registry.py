@@ -51,7 +51,9 @@ def test_import_path(module):
     ("name", "message"),
     [
         ("digit", "unknown population 'digit'; did you mean 'digits'"),
-        ("?", "known are: digits, hugging-face, mnist-writers, redealt, synthetic, or package"),
+        ("?", "known are: digits, hugging-face, mnist-writers, redealt, shakespeare-roles, synth"),
+        ("?", "shakespeare-roles, synthetic, or package.module:function"),
+        ("shakespeare", "unknown population .* did you mean 'shakespeare-roles'"),
         ("own_populations:mak", "no function 'mak'; did you mean 'make'"),
         ("own_populations:constant", "no function 'constant'"),
         ("no_such_module:make", "'no_such_module:make' cannot be imported"),
@@ -72,6 +74,7 @@ def test_unknown_names_are_one_sentence(module, name, message):
         ("digits", {"user": 3}, "'digits' has no option 'user'; did you mean 'users'"),
         ("digits", {"": 3}, "known are: alpha, partition, seed, shards_per_user, users"),
         ("mnist-writers", {"users": 3}, "no option 'users'; known are: folder"),
+        ("shakespeare-roles", {"users": 3}, "no option 'users'; known are: folder, length"),
         ("own_populations:make", {"users": 1, "row": 2}, "no option 'row'; did you mean 'rows'"),
         ("own_populations:make", {}, "needs the option 'users'"),
         ("digits", {"users": "many"}, "users is 'many'"),

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from fedpriv.data.shakespeare import FILE
 from fedpriv.errors import DataError, InvalidValueError
 from simulations.benchmarks.contestants import Turn
 from simulations.benchmarks.process import contestant_named
-from simulations.benchmarks.roles import FILE, roles
+from simulations.benchmarks.roles import roles
 from simulations.benchmarks.works import WORKS, Work
 
 CPU = torch.device("cpu")
@@ -34,14 +35,16 @@ def total_of(contestant: str, name: str, work: Work, users: int) -> np.ndarray:
 
 
 @pytest.fixture(autouse=True)
-def speeches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Roles that say from 65 to 362 different characters, and one that says too little."""
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roles that say from 65 to 362 different characters, one more, and one too little."""
     monkeypatch.setenv("FEDPRIV_DATA", str(tmp_path))
     letters = "".join(map(chr, range(32, 127)))
-    said = [{"user": f"P_{i:03}", "text": (letters * 4)[: 65 + 3 * i]} for i in range(100)]
-    said += [{"user": "P_000", "text": "more"}, {"user": "SILENT", "text": "Oh."}]
+    said = {f"P_{i:03}": (letters * 4)[: 65 + 3 * i] for i in range(99)}
+    said |= {"SILENT": "Oh.", "TALKER": letters * 50}
     with gzip.open(tmp_path / FILE, "wt", encoding="ascii") as file:
-        file.writelines(json.dumps(speech) + "\n" for speech in said)
+        for user, text in said.items():
+            role = {"user": user, "train": [text], "test": [letters]}
+            file.write(json.dumps(role) + "\n")
 
 
 @pytest.mark.parametrize("name", sorted(WORKS))
@@ -94,13 +97,15 @@ def test_operations_by_hand() -> None:
 def test_roles_are_pieces_of_what_each_says(tmp_path: Path) -> None:
     x, y, offsets = roles(users=100)
     assert np.diff(offsets).tolist()[:3] == [1, 1, 1]
-    assert max(np.diff(offsets)) == 5
+    assert np.diff(offsets).tolist()[-2:] == [5, 64]
     assert x.shape == y.shape == (offsets[-1], 64)
     assert torch.equal(x[:, 1:], y[:, :-1])
-    last = slice(int(offsets[99]), int(offsets[100]))
-    assert torch.equal(x[last].flatten()[1:], y[last].flatten()[:-1])
-    with pytest.raises(DataError, match="holds 100 roles"):
+    for user in (98, 99):
+        rows = slice(int(offsets[user]), int(offsets[user + 1]))
+        assert torch.equal(x[rows].flatten()[1:], y[rows].flatten()[:-1])
+    assert len(roles(users=30)[2]) == 31
+    with pytest.raises(DataError, match="100 roles say enough"):
         roles(users=101)
     (tmp_path / FILE).unlink()
-    with pytest.raises(DataError, match="FEDPRIV_DATA"):
+    with pytest.raises(DataError, match="is absent from"):
         roles(users=1)

@@ -1,0 +1,130 @@
+"""Shakespeare's speaking roles as users: what each says, cut into windows of characters."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpriv.data.checks import check_count
+from fedpriv.data.folders import find_folder
+from fedpriv.data.population import Population
+from fedpriv.data.store import UserStore
+from fedpriv.errors import DataError
+
+FILE = "tff_shakespeare.jsonl.gz"
+CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
+"""The 96 characters by their codes: the end of a line, then those that ASCII prints.
+
+A fixed list: one made of the characters that occur would tell something of what users wrote.
+"""
+
+_SOURCE = (
+    "it has one JSON object per role, with user, train and test (lists of texts), as in "
+    "https://www.tensorflow.org/federated/api_docs/python/tff/simulation/datasets/shakespeare"
+)
+_NO_CODE = 255
+_CODES = np.full(256, _NO_CODE, np.uint8)
+_CODES[list(CHARACTERS.encode("ascii"))] = range(len(CHARACTERS))
+
+Said = tuple[str, list[str], list[str]]
+
+
+def load_shakespeare_roles(folder: str | Path | None = None, length: int = 40) -> Population:
+    """Load what 715 roles of Shakespeare's plays say, to predict the next character.
+
+    Users and held-out texts are those of TensorFlow Federated's data set (Caldas et al. 2018,
+    "LEAF", arXiv:1812.01097, made the first). The texts of a role are put together, one on a
+    line, and cut from the first character on into windows that touch: the target of each
+    character is the one that follows it, also from a window to the next. Up to `length`
+    characters that are left at the end are dropped, so no row has padding. A role that says too
+    little for one window is a user without rows.
+
+    The held-out texts are by the same roles: what is measured on them is about other texts of
+    enrolled users, and the guarantee does not speak of them.
+
+    Args:
+        folder: holds tff_shakespeare.jsonl.gz, or a folder `shakespeare` with it; None means the
+            environment variable FEDPRIV_DATA.
+        length: characters of a window, at least 1.
+
+    Returns:
+        Population with x and y int64 [rows, length], codes below 96 by their place in
+        `CHARACTERS`. User ids are the file's names of roles. The population's name does not
+        depend on `length`, since the users do not.
+
+    Raises:
+        DataError: the file is absent or damaged, holds another character or a role twice, or
+            nobody says enough for a window.
+        InvalidValueError: `length` is not a whole number of at least 1.
+    """
+    check_count("length", length)
+    path = find_folder(folder, "Shakespeare", FILE, _SOURCE) / FILE
+    roles = _read(path)
+    train = [_windows(texts, length, path) for _, texts, _ in roles]
+    test = np.concatenate([_windows(texts, length, path) for _, _, texts in roles])
+    rows = np.concatenate(train)
+    for part, windows in (("train", rows), ("test", test)):
+        if not len(windows):
+            raise DataError(f"{path} has no {part} text of more than {length} characters")
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(w) for w in train])])
+    characters = sum(len(text) for _, texts, _ in roles for text in texts)
+    users = UserStore(_fields(rows), offsets, [name for name, _, _ in roles])
+    return Population(
+        name=f"shakespeare-roles: {users.population} roles, {characters} characters",
+        users=users,
+        test=_fields(test),
+    )
+
+
+def _fields(windows: NDArray[np.int64]) -> dict[str, NDArray[np.generic]]:
+    """Inputs and targets, [rows, length] each, of windows [rows, length + 1]."""
+    return {
+        "x": np.ascontiguousarray(windows[:, :-1]),
+        "y": np.ascontiguousarray(windows[:, 1:]),
+    }
+
+
+def _windows(texts: Sequence[str], length: int, path: Path) -> NDArray[np.int64]:
+    """Codes of windows with the character that follows each: [windows, length + 1]."""
+    text = "\n".join(texts).encode("utf-8", "surrogatepass")
+    codes = _CODES[np.frombuffer(text, np.uint8)]
+    if codes.size and codes.max() == _NO_CODE:
+        raise DataError(
+            f"{path} holds a character that is neither the end of a line nor printed by ASCII"
+        )
+    starts = np.arange(max(0, len(codes) - 1) // length) * length
+    windows: NDArray[np.int64] = codes[starts[:, np.newaxis] + np.arange(length + 1)].astype(
+        np.int64
+    )
+    return windows
+
+
+def _read(path: Path) -> list[Said]:
+    """Name, texts and held-out texts of each role, in the order of the file."""
+    roles = []
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                roles.append(_role(json.loads(line), path, number))
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        # The text of an error may quote the content.
+        raise DataError(f"{path} cannot be read as JSON lines ({type(error).__name__})") from error
+    if not roles:
+        raise DataError(f"{path} holds no role; it must hold at least one")
+    return roles
+
+
+def _role(said: object, path: Path, number: int) -> Said:
+    match said:
+        case {"user": str(name), "train": [*train], "test": [*test]} if all(
+            isinstance(text, str) for text in (*train, *test)
+        ):
+            return name, train, test
+    raise DataError(
+        f"line {number} of {path} is no role; it must have user, a text, and train and test, "
+        "lists of texts"
+    )

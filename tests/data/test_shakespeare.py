@@ -1,0 +1,157 @@
+"""Tests of Shakespeare's roles: on small made-up texts, and on the real ones where they are."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedpriv.data import load_population, load_shakespeare_roles
+from fedpriv.data.shakespeare import CHARACTERS, FILE
+from fedpriv.errors import DataError, InvalidValueError
+
+SAID = [
+    {"user": "P_FOOL", "train": ["Nay, sir.", "", "~ is\none [mark]!"], "test": ["Ay."]},
+    {"user": "P_LORD", "train": ["Oh."], "test": []},
+    {"user": "P_KING", "train": ["Speak: what of the war?"], "test": ["So be it", "then."]},
+]
+
+
+def lines(said):
+    return gzip.compress("".join(json.dumps(role) + "\n" for role in said).encode())
+
+
+def slow_windows(texts, length):
+    """One character after the other: pairs of a window and what follows each of its characters."""
+    text, windows = "\n".join(texts), []
+    start = 0
+    while start + length + 1 <= len(text):
+        windows.append((text[start : start + length], text[start + 1 : start + length + 1]))
+        start += length
+    return windows
+
+
+def read_back(fields):
+    """Windows as texts."""
+    assert {name: field.dtype for name, field in fields.items()} == {"x": np.int64, "y": np.int64}
+    x, y = (["".join(CHARACTERS[code] for code in row) for row in fields[name]] for name in "xy")
+    return list(zip(x, y, strict=True))
+
+
+def check(population, said, length):
+    users = population.users
+    assert [users.id_of(user) for user in range(users.population)] == [
+        role["user"] for role in said
+    ]
+    for user, role in enumerate(said):
+        assert read_back(users.examples_of(user)) == slow_windows(role["train"], length)
+    held_out = [window for role in said for window in slow_windows(role["test"], length)]
+    assert read_back(population.test) == held_out
+    for fields in (users.fields, population.test):
+        assert fields["x"].shape[1:] == fields["y"].shape[1:] == (length,)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "shakespeare"
+    place.mkdir()
+    (place / FILE).write_bytes(lines(SAID))
+    return place
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 12])
+def test_roles_are_users_and_windows_touch(folder, length):
+    population = load_shakespeare_roles(folder, length)
+    check(population, SAID, length)
+    assert population.name == "shakespeare-roles: 3 roles, 51 characters"
+
+
+def test_a_role_that_says_too_little_stays_a_user_without_rows(folder):
+    assert load_shakespeare_roles(folder, 5).users.sizes.tolist() == [5, 0, 4]
+
+
+def test_codes_are_a_fixed_list_of_what_ascii_prints(folder):
+    assert "\n" + "".join(c for c in map(chr, range(128)) if c.isprintable()) == CHARACTERS
+    x = load_shakespeare_roles(folder, 3).users.fields["x"]
+    assert x[0].tolist() == [CHARACTERS.index(c) for c in "Nay"]
+
+
+def test_folder_is_itself_or_its_parent_given_or_in_the_environment(folder, monkeypatch):
+    check(load_shakespeare_roles(str(folder.parent), 4), SAID, 4)
+    for named in (folder, folder.parent):
+        monkeypatch.setenv("FEDPRIV_DATA", str(named))
+        check(load_population("shakespeare-roles", {"length": 4}), SAID, 4)
+
+
+def test_no_folder_and_an_absent_file_are_one_sentence(folder, monkeypatch):
+    monkeypatch.delenv("FEDPRIV_DATA", raising=False)
+    with pytest.raises(DataError, match=f"no folder for Shakespeare.*FEDPRIV_DATA.*{FILE}"):
+        load_shakespeare_roles()
+    (folder / FILE).unlink()
+    with pytest.raises(DataError, match=f"{FILE} is absent from .* and .*https://") as caught:
+        load_shakespeare_roles(folder)
+    assert "\n" not in str(caught.value)
+
+
+SECRET = "my secret words, which no message may repeat"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no role"),
+        (SECRET.encode(), "cannot be read"),
+        (lines(SAID)[:-20], "cannot be read"),
+        (gzip.compress(b""), "holds no role"),
+        (gzip.compress(SECRET.encode()), "cannot be read"),
+        (gzip.compress(b'{"user": "\xff"}'), "cannot be read"),
+        (lines([*SAID, {"user": "P", "train": SECRET, "test": []}]), "line 4 .* is no role"),
+        (lines([{"user": "P", "train": [SECRET, 3], "test": []}]), "line 1 .* is no role"),
+        (lines([{"user": 3, "train": [SECRET], "test": []}]), "line 1 .* is no role"),
+        (lines([{"user": "P", "train": [SECRET]}]), "line 1 .* is no role"),
+        (lines([[SECRET]]), "line 1 .* is no role"),
+        (lines([{"user": "P", "train": [SECRET + "é"], "test": []}]), "neither the end of a line"),
+        (lines([{"user": "P", "train": [SECRET + "\t"], "test": []}]), "neither the end of a line"),
+        (lines([{"user": "P", "train": [SECRET + "\ud800"], "test": []}]), "neither the end"),
+        (
+            lines([{"user": "P", "train": ["one"], "test": [SECRET]}]),
+            "no train text of more than 9",
+        ),
+        (lines([{"user": "P", "train": [SECRET], "test": ["one"]}]), "no test text of more than 9"),
+        (lines([SAID[0], SAID[0]]), "occurs twice"),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else None,
+)
+def test_a_damaged_file_is_named_and_not_quoted(folder, content, message):
+    (folder / FILE).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        load_shakespeare_roles(folder, 2 if message == "occurs twice" else 9)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [0, -3, 2.5, True, "40"])
+def test_length_is_a_whole_number(folder, length):
+    with pytest.raises(InvalidValueError, match="length is"):
+        load_shakespeare_roles(folder, length)
+
+
+@pytest.fixture(scope="module")
+def real_folder():
+    beside = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+    named = Path(os.environ.get("FEDPRIV_DATA", beside))
+    for place in (named, named / "shakespeare"):
+        if (place / FILE).is_file():
+            return place
+    pytest.skip(f"{FILE} is absent: set FEDPRIV_DATA to the folder that holds it")
+
+
+def test_real_roles_have_the_published_numbers(real_folder):
+    """Users and examples as TensorFlow Federated documents them; windows against slow ones."""
+    with gzip.open(real_folder / FILE, "rt", encoding="utf-8") as file:
+        said = [json.loads(line) for line in file]
+    assert [sum(len(role[part]) for role in said) for part in ("train", "test")] == [16_068, 2_356]
+    population = load_shakespeare_roles(real_folder, 64)
+    assert population.users.population == 715
+    check(population, said, 64)
