@@ -33,7 +33,9 @@ _CODES[list(CHARACTERS.encode("ascii"))] = range(len(CHARACTERS))
 Said = tuple[str, list[str], list[str]]
 
 
-def load_shakespeare_roles(folder: str | Path | None = None, length: int = 40) -> Population:
+def load_shakespeare_roles(
+    folder: str | Path | None = None, length: int = 40, windows_per_role: int | None = None
+) -> Population:
     """Load what 715 roles of Shakespeare's plays say, to predict the next character.
 
     Users and held-out texts are those of TensorFlow Federated's data set (Caldas et al. 2018,
@@ -50,21 +52,25 @@ def load_shakespeare_roles(folder: str | Path | None = None, length: int = 40) -
         folder: holds tff_shakespeare.jsonl.gz, or a folder `shakespeare` with it; None means the
             environment variable FEDPRIV_DATA.
         length: characters of a window, at least 1.
+        windows_per_role: the most that a role trains on, its first ones, at least 1; None: all.
+            The largest role has 1,731 windows of 40, the median one 23.
 
     Returns:
         Population with x and y int64 [rows, length], codes below 96 by their place in
-        `CHARACTERS`. User ids are the file's names of roles. The population's name does not
-        depend on `length`, since the users do not.
+        `CHARACTERS`. User ids are the file's names of roles. The population's name depends on
+        the file alone, as the users do.
 
     Raises:
         DataError: the file is absent or damaged, holds another character or a role twice, or
             nobody says enough for a window.
-        InvalidValueError: `length` is not a whole number of at least 1.
+        InvalidValueError: a number is not whole or below 1.
     """
     check_count("length", length)
+    if windows_per_role is not None:
+        check_count("windows_per_role", windows_per_role)
     path = find_folder(folder, "Shakespeare", FILE, _SOURCE) / FILE
     roles = _read(path)
-    train = [_windows(texts, length, path) for _, texts, _ in roles]
+    train = [_windows(texts, length, path)[:windows_per_role] for _, texts, _ in roles]
     test = np.concatenate([_windows(texts, length, path) for _, _, texts in roles])
     rows = np.concatenate(train)
     for part, windows in (("train", rows), ("test", test)):

@@ -24,13 +24,11 @@ def roles(users: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
     Raises:
         DataError: the population of this name cannot be loaded, or holds too few roles.
     """
-    store = load_shakespeare_roles(os.environ.get("FEDPRIV_DATA") or _BESIDE, _LENGTH).users
+    folder = os.environ.get("FEDPRIV_DATA") or _BESIDE
+    store = load_shakespeare_roles(folder, _LENGTH, windows_per_role=_MOST).users
     able = np.flatnonzero(store.sizes)
     if len(able) < users:
         raise DataError(f"{len(able)} roles say enough; {users} are needed")
-    chosen = able[:: len(able) // users][:users]
-    pieces = np.minimum(_MOST, store.sizes[chosen])
-    rows = [np.arange(s, s + n) for s, n in zip(store.offsets[chosen], pieces, strict=True)]
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(pieces)])
-    fields = store.take(np.concatenate(rows))
-    return torch.from_numpy(fields["x"]), torch.from_numpy(fields["y"]), offsets
+    chosen = store.subset(able[:: len(able) // users][:users])
+    x, y = (torch.from_numpy(chosen.fields[name]) for name in ("x", "y"))
+    return x, y, chosen.offsets

@@ -74,7 +74,11 @@ def test_unknown_names_are_one_sentence(module, name, message):
         ("digits", {"user": 3}, "'digits' has no option 'user'; did you mean 'users'"),
         ("digits", {"": 3}, "known are: alpha, partition, seed, shards_per_user, users"),
         ("mnist-writers", {"users": 3}, "no option 'users'; known are: folder"),
-        ("shakespeare-roles", {"users": 3}, "no option 'users'; known are: folder, length"),
+        (
+            "shakespeare-roles",
+            {"users": 3},
+            "no option 'users'; known are: folder, length, windows",
+        ),
         ("own_populations:make", {"users": 1, "row": 2}, "no option 'row'; did you mean 'rows'"),
         ("own_populations:make", {}, "needs the option 'users'"),
         ("digits", {"users": "many"}, "users is 'many'"),

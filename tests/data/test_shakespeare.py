@@ -40,13 +40,13 @@ def read_back(fields):
     return list(zip(x, y, strict=True))
 
 
-def check(population, said, length):
+def check(population, said, length, most=None):
     users = population.users
     assert [users.id_of(user) for user in range(users.population)] == [
         role["user"] for role in said
     ]
     for user, role in enumerate(said):
-        assert read_back(users.examples_of(user)) == slow_windows(role["train"], length)
+        assert read_back(users.examples_of(user)) == slow_windows(role["train"], length)[:most]
     held_out = [window for role in said for window in slow_windows(role["test"], length)]
     assert read_back(population.test) == held_out
     for fields in (users.fields, population.test):
@@ -70,6 +70,14 @@ def test_roles_are_users_and_windows_touch(folder, length):
 
 def test_a_role_that_says_too_little_stays_a_user_without_rows(folder):
     assert load_shakespeare_roles(folder, 5).users.sizes.tolist() == [5, 0, 4]
+
+
+@pytest.mark.parametrize("most", [1, 2, 4, 100])
+def test_large_roles_keep_their_first_windows(folder, most):
+    population = load_shakespeare_roles(folder, 5, windows_per_role=most)
+    check(population, SAID, 5, most)
+    assert population.users.sizes.tolist() == [min(5, most), 0, min(4, most)]
+    assert population.name == load_shakespeare_roles(folder, 1).name
 
 
 def test_codes_are_a_fixed_list_of_what_ascii_prints(folder):
@@ -131,10 +139,11 @@ def test_a_damaged_file_is_named_and_not_quoted(folder, content, message):
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("length", [0, -3, 2.5, True, "40"])
-def test_length_is_a_whole_number(folder, length):
-    with pytest.raises(InvalidValueError, match="length is"):
-        load_shakespeare_roles(folder, length)
+@pytest.mark.parametrize("name", ["length", "windows_per_role"])
+@pytest.mark.parametrize("number", [0, -3, 2.5, True, "40"])
+def test_numbers_are_whole(folder, name, number):
+    with pytest.raises(InvalidValueError, match=f"{name} is"):
+        load_shakespeare_roles(folder, **{name: number})
 
 
 @pytest.fixture(scope="module")
