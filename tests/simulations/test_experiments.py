@@ -2,9 +2,14 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from fedpriv.data import Population, load_shakespeare_roles
+from fedpriv.data.shakespeare import FILE
+from fedpriv.studies.file import load_study
 from simulations.seeds import run_seed, summary
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +36,46 @@ def test_mnist_by_writer_reaches_ninety_two_percent_at_epsilon_eight(
     result = summary([run_seed(ROOT / "simulations" / "mnist_writers.toml", 0, [])])
     assert result["mean"] >= 0.92
     assert max(result["epsilon"]) <= 8.0
+
+
+def share_of_the_most_frequent(population: Population) -> float:
+    """Accuracy of who always says the character that users say most often."""
+    most = np.bincount(np.ravel(population.users.fields["y"])).argmax()
+    return float(np.mean(population.test["y"] == most))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["flat", "per-layer", "joint"])
+def test_roles_are_predicted_far_better_than_by_the_most_frequent_character(
+    arm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = os.environ.get("FEDPRIV_DATA", str(SHARED))
+    if not any((Path(folder) / inside / FILE).exists() for inside in ("", "shakespeare")):
+        pytest.skip(f"{FILE} is absent: set FEDPRIV_DATA to the folder that holds it")
+    monkeypatch.setenv("FEDPRIV_DATA", folder)
+    study = load_study(ROOT / "simulations" / "clipping_shakespeare.toml")
+    (assignments,) = (a.assignments for a in study.arms if a.name == arm)
+    file = ROOT / "simulations" / "shakespeare_roles.toml"
+    result = summary([run_seed(file, 0, ["rounds=30", *assignments])])
+    baseline = share_of_the_most_frequent(load_shakespeare_roles(length=20))
+    assert 0.17 < baseline < 0.20
+    assert result["mean"] >= baseline + 0.1
+    assert max(result["epsilon"]) <= 8.0
+    assert result["delta"] == study.targets[0].delta < 1 / 715
+
+
+def test_the_study_of_roles_compares_clippings_alone_at_four_epsilons() -> None:
+    study = load_study(ROOT / "simulations" / "clipping_shakespeare.toml")
+    assert [target.epsilon for target in study.targets] == [1.0, 2.0, 4.0, 8.0]
+    assert (len(study.seeds), study.baseline) == (5, "flat")
+    beside: dict[tuple[float, int], list[dict[str, Any]]] = {}
+    for cell in study.cells:
+        table = study.config_of(cell).model_dump(exclude={"name"})
+        beside.setdefault((cell.target.epsilon, cell.seed), []).append(table)
+    for tables in beside.values():
+        clippings = [table.pop("clipping") for table in tables]
+        assert [c["strategy"] for c in clippings] == ["flat", "per-layer", "joint"]
+        assert tables == [tables[0]] * 3
 
 
 @pytest.mark.parametrize("strategy", ["flat", "per-layer", "joint"])
