@@ -5,12 +5,11 @@ in front, one slice for each of C users. Its input holds the examples of all use
 [C·B, …]; each user's go through that user's slice, in one batched matrix product.
 """
 
-from math import prod
-
 import torch
 from torch import nn
 
-from fedpriv.engine.patches import Window, patches
+from fedpriv.engine.patches import Window
+from fedpriv.engine.products import convolved, multiplied
 from fedpriv.errors import ModelError
 
 
@@ -23,7 +22,7 @@ class LanesLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[C·B, …, in] → [C·B, …, out]."""
-        return _product(x, self.weight.transpose(1, 2), self.bias)
+        return multiplied(x, self.weight, self.bias)
 
 
 class LanesConv2d(nn.Module):
@@ -37,12 +36,13 @@ class LanesConv2d(nn.Module):
         (ph, pw), (dh, dw) = layer.padding, layer.dilation
         self.window = Window((kh, kw), (sh, sw), (ph, pw), (dh, dw))
         self.weight, self.bias = layer.weight, layer.bias
+        self._spare: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[C·B, in, height, width] → [C·B, out, rows, columns]."""
-        weight = self.weight.permute(0, 3, 4, 2, 1).flatten(1, 3)
-        seen = patches(x.permute(0, 2, 3, 1), self.window)
-        return _product(seen, weight, self.bias).permute(0, 3, 1, 2)
+        images = x.permute(0, 2, 3, 1)
+        y = convolved(images, self.weight, self.bias, self.window, self._spare)
+        return y.permute(0, 3, 1, 2)
 
 
 class LanesEmbedding(nn.Module):
@@ -118,11 +118,3 @@ def stand_in(layer: nn.Module) -> nn.Module:
         plain = nn.LayerNorm(shape, layer.eps, elementwise_affine=False)
         return LanesAffine(layer.weight, layer.bias, plain, channels_first=False)
     raise ModelError(f"a layer of type {kind.__name__} cannot have weights for each user")
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Rows [C·B, …, in] times weights [C, in, out], plus biases [C, out]: [C·B, …, out]."""
-    lanes, width, _ = weight.shape
-    rows = x.reshape(lanes, prod(x.shape[:-1]) // lanes, width)
-    y = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias[:, None], rows, weight)
-    return y.view(*x.shape[:-1], -1)

@@ -1,10 +1,12 @@
 """Convolution as a matrix product: the patches of images, and back."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch.nn import functional
+
+_RUN = 16  # numbers in a row in memory; copying fewer costs as much
 
 
 @dataclass(frozen=True)
@@ -26,61 +28,71 @@ class Window:
         )
         return rows, columns
 
-    def taps(self, positions: tuple[int, int]) -> Iterator[tuple[int, int, slice, slice]]:
-        """Each place (i, j) of the kernel with the pixels of the padded image that it meets."""
-        for i in range(self.kernel[0]):
-            for j in range(self.kernel[1]):
-                yield i, j, self._met(0, i, positions), self._met(1, j, positions)
-
-    def _met(self, axis: int, place: int, positions: tuple[int, int]) -> slice:
-        first = place * self.dilation[axis]
-        stride = self.stride[axis]
-        return slice(first, first + stride * (positions[axis] - 1) + 1, stride)
+    @property
+    def apart(self) -> tuple[int, int]:
+        """How many positions further down, and to the right, the window meets other pixels only."""
+        down, right = (
+            -(-(d * (k - 1) + 1) // s)
+            for k, s, d in zip(self.kernel, self.stride, self.dilation, strict=True)
+        )
+        return down, right
 
 
-def patches(images: torch.Tensor, window: Window) -> torch.Tensor:
+def patches(
+    images: torch.Tensor, window: Window, memory: torch.Tensor | None = None
+) -> torch.Tensor:
     """What the window sees at each position.
 
     Args:
         images: [N, height, width, channels]; fastest if contiguous.
         window: the window.
+        memory: contiguous, where to write if it has the shape of the result; fresh memory costs
+            more.
 
     Returns:
-        [N, rows, columns, kernel height · kernel width · channels].
+        [N, rows, columns, kernel height · kernel width · channels], contiguous, and no view of the
+        images.
     """
-    found: torch.Tensor = _Patches.apply(images, window)  # type: ignore[no-untyped-call]
-    return found
+    count, height, width, channels = images.shape
+    (up, left), (rows, columns) = window.padding, window.positions(height, width)
+    padded = functional.pad(images, (0, 0, left, left, up, up)) if up or left else images
+    (kh, kw), (down, right), (dy, dx) = window.kernel, window.stride, window.dilation
+    n, h, w, c = padded.stride()
+    across, further = w * right, w * dx
+    if kw * channels < _RUN:  # copied once by columns, which are fewer, to lie in longer runs
+        shape = (count, columns, padded.shape[1], kw, channels)
+        padded = padded.as_strided(shape, (n, across, h, further, c)).contiguous()
+        n, across, h, further, c = padded.stride()
+    places = (count, rows, columns, kh, kw, channels)
+    seen = padded.as_strided(places, (n, h * down, across, h * dy, further, c))
+    if memory is None or memory.shape != (*places[:3], kh * kw * channels):
+        memory = images.new_empty((*places[:3], kh * kw * channels))
+    memory.view(places).copy_(seen)
+    return memory
 
 
-class _Patches(torch.autograd.Function):
-    """Patches with a backward pass that adds one slice for each place of the kernel."""
+def added(parts: torch.Tensor, window: Window, size: tuple[int, int]) -> torch.Tensor:
+    """Images of a size, each the sum of the patches that are given for its positions.
 
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, images: torch.Tensor, window: Window
-    ) -> torch.Tensor:
-        count, height, width, channels = images.shape
-        ctx.size, ctx.window = (height, width), window  # type: ignore[attr-defined]
-        (up, left), positions = window.padding, window.positions(height, width)
-        padded = functional.pad(images, (0, 0, left, left, up, up)) if up or left else images
-        n, h, w, c = padded.stride()
-        (down, right), (dy, dx) = window.stride, window.dilation
-        seen = padded.as_strided(
-            (count, *positions, *window.kernel, channels),
-            (n, h * down, w * right, h * dy, w * dx, c),
-        )
-        return seen.reshape(count, *positions, -1)
+    The adjoint of `patches`.
 
-    @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
-        window: Window = ctx.window  # type: ignore[attr-defined]
-        height, width = ctx.size  # type: ignore[attr-defined]
-        count, *positions, _ = gradient.shape
-        places = gradient.view(count, *positions, *window.kernel, -1)
-        (up, left) = window.padding
-        total = gradient.new_zeros((count, height + 2 * up, width + 2 * left, places.shape[-1]))
-        for i, j, rows, columns in window.taps((positions[0], positions[1])):
-            total[:, rows, columns] += places[:, :, :, i, j]
-        return total[:, up : up + height, left : left + width], None
+    Args:
+        parts: [N, rows, columns, kernel height · kernel width · channels].
+        window: the window.
+        size: height and width of the images.
+
+    Returns:
+        [N, height, width, channels].
+    """
+    (height, width), (up, left), (dy, dx) = size, window.padding, window.dilation
+    parts = parts.view(*parts.shape[:3], *window.kernel, -1)
+    total = parts.new_zeros((len(parts), height + 2 * up, width + 2 * left, parts.shape[-1]))
+    n, h, w, c = total.stride()
+    down, right = h * window.stride[0], w * window.stride[1]
+    rows, columns = window.apart
+    steps = (n, down * rows, right * columns, h * dy, w * dx, c)
+    for row, column in product(range(rows), range(columns)):  # none of these overlap
+        part = parts[:, row::rows, column::columns]
+        if part.numel():
+            total.as_strided(part.shape, steps, row * down + column * right).add_(part)
+    return total[:, up : up + height, left : left + width]

@@ -1,0 +1,54 @@
+"""Products with weights that all users share, against the same weights copied for each user."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fedpriv.engine.patches import Window
+from fedpriv.engine.products import convolved, multiplied
+
+Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+USERS = 3
+
+
+def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return convolved(x, weight, bias, Window((2, 3), (1, 2), (1, 0), (1, 1)), [])
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(
+    ("layer", "inputs", "weight"),
+    [(multiplied, (6, 5, 4), (2, 4)), (convolution, (6, 5, 7, 4), (2, 4, 2, 3))],
+)
+def test_shared_weights_have_a_gradient_of_each_user(
+    layer: Layer, inputs: tuple[int, ...], weight: tuple[int, ...], biased: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(inputs, generator=generator).requires_grad_()
+    one = [torch.randn(weight, generator=generator), torch.randn(weight[0], generator=generator)]
+    found = []
+    for shared in (True, False):
+        each = [p.expand(USERS, *p.shape) for p in one[: 1 + biased]]
+        given = [(p if shared else p.clone(memory_format=torch.contiguous_format)) for p in each]
+        leaves = [p.detach().requires_grad_() for p in given]
+        y = layer(x, leaves[0], leaves[1] if biased else None)
+        weights = torch.arange(y.numel()).view_as(y).cos()
+        found.append([y, *torch.autograd.grad((y * weights).sum(), [x, *leaves])])
+    for in_one, apart in zip(*found, strict=True):
+        torch.testing.assert_close(in_one, apart, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found[0][2][0], found[0][2][1])
+
+
+def test_memory_that_is_used_again_changes_nothing() -> None:
+    spare: list[torch.Tensor] = []
+    window = Window((2, 2), (1, 1), (0, 0), (1, 1))
+    x, weight = torch.ones(2, 3, 3, 1), torch.ones(2, 1, 1, 2, 2)
+    seen = []
+    for _ in range(3):
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        y = convolved(leaves[0], leaves[1], None, window, spare)
+        seen.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+        assert len(spare) == 1
+    for again in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], again, strict=True))
