@@ -58,9 +58,29 @@ class LanesEmbedding(nn.Module):
         # Unlike a sum of offsets and numbers, this cannot reach into another user's slice.
         words = x.reshape(lanes, -1, 1).expand(-1, -1, width)
         y = self.weight.gather(1, words).view(*x.shape, width)
-        if self.padding is not None:
-            y = torch.where((x == self.padding)[..., None], y.detach(), y)
-        return y
+        return _constant_at(self.padding, x, y)
+
+
+class LanesSharedEmbedding(nn.Module):
+    """`torch.nn.Embedding` of what is the same for all examples, such as places in a text.
+
+    Args:
+        layer: the layer.
+        examples: C·B, how many there are.
+    """
+
+    def __init__(self, layer: nn.Embedding, examples: int) -> None:
+        super().__init__()
+        self.weight, self.padding = layer.weight, layer.padding_idx
+        self.examples = examples
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[…] or [1, …] numbers of words, for each example alike → [C·B, …, d]."""
+        lanes, _, width = self.weight.shape
+        words = x[0] if x.dim() > 1 and len(x) == 1 else x
+        y = self.weight.index_select(1, words.flatten()).view(lanes, 1, *words.shape, width)
+        y = _constant_at(self.padding, words, y)
+        return y.expand(-1, self.examples // lanes, *y.shape[2:]).flatten(0, 1)
 
 
 class LanesAffine(nn.Module):
@@ -118,3 +138,8 @@ def stand_in(layer: nn.Module) -> nn.Module:
         plain = nn.LayerNorm(shape, layer.eps, elementwise_affine=False)
         return LanesAffine(layer.weight, layer.bias, plain, channels_first=False)
     raise ModelError(f"a layer of type {kind.__name__} cannot have weights for each user")
+
+
+def _constant_at(padding: int | None, words: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """What words [*] are embedded to, [… *, d], without a gradient where they are padding."""
+    return y if padding is None else torch.where((words == padding)[..., None], y.detach(), y)

@@ -31,7 +31,7 @@ def train_layers_chunk(
         name: LowRankLinear(layer, lanes, steps)
         for name, layer in layers.low_rank(steps, width).items()
     }
-    model = layers.replaced(low_rank)
+    model = layers.replaced(low_rank, lanes * width)
     shared = {key: parameters[key] for name in low_rank for key in layers.parameters(name)}
     descent = Descent.begin({n: p for n, p in parameters.items() if n not in shared}, local)
     coefficients = Coefficients.begin(lanes, steps, batches.weights.device)

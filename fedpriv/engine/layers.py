@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fedpriv.engine.lanes import stand_in
+from fedpriv.engine.lanes import LanesSharedEmbedding, stand_in
 from fedpriv.engine.task import Task
 from fedpriv.errors import ModelError
 
@@ -31,11 +31,13 @@ class Layers:
         trained: the layers by name.
         rows: for linear layers that alone hold their parameters and are called once in a forward
             pass, how many rows of an example go through them.
+        alike: names of embeddings of what is the same for all examples.
     """
 
     model: nn.Module
     trained: Mapping[str, nn.Module]
     rows: Mapping[str, int]
+    alike: frozenset[str] = frozenset()
 
     def low_rank(self, steps: int, batch: int) -> dict[str, nn.Linear]:
         """Linear layers for which low-rank corrections cost less than weights for each user.
@@ -59,16 +61,23 @@ class Layers:
         own = self.trained[name].named_parameters(recurse=False)
         return [f"{name}.{parameter}" if name else parameter for parameter, _ in own]
 
-    def replaced(self, others: Mapping[str, nn.Module]) -> nn.Module:
-        """A model with some layers replaced, and all other trained ones by `stand_in`.
+    def replaced(self, others: Mapping[str, nn.Module], examples: int) -> nn.Module:
+        """A model with some layers replaced, and all other trained ones by those of `lanes`.
 
         All tensors are shared with the model.
+
+        Args:
+            others: the layers to put in, by name.
+            examples: how many of all users together go through the model at once.
         """
         memo: dict[int, object] = {
             id(t): t for t in (*self.model.parameters(), *self.model.buffers())
         }
         for name, layer in self.trained.items():
-            memo[id(layer)] = others[name] if name in others else stand_in(layer)
+            if name in self.alike and isinstance(layer, nn.Embedding):
+                memo[id(layer)] = LanesSharedEmbedding(layer, examples)
+            else:
+                memo[id(layer)] = others[name] if name in others else stand_in(layer)
         return copy.deepcopy(self.model, memo)
 
 
@@ -91,8 +100,12 @@ def layers_of(task: Task, x: torch.Tensor, y: torch.Tensor) -> Layers | None:
     layers = _trained(task.model)
     if layers is None:
         return None
-    with _evaluating(task.model):
-        rows = _rows_if_told_apart(layers, task, x, y)
+    with _evaluating(task.model), torch.no_grad():
+        try:
+            layers = replace(layers, alike=_alike(layers, x))
+            rows = _rows_if_told_apart(layers, task, x, y)
+        except Exception:  # whatever the model does with its layers, it is not only to call them
+            return None
     return None if rows is None else replace(layers, rows=rows)
 
 
@@ -128,24 +141,16 @@ def _rows_if_told_apart(
 ) -> dict[str, int] | None:
     """`Layers.rows`, if a user's outputs and losses are its own."""
     calls: dict[str, list[int]] = {n: [] for n, e in layers.trained.items() if type(e) is nn.Linear}
-    model = layers.replaced({})
+    model = layers.replaced({}, 2 * _EACH)
     for name, seen in calls.items():
         model.get_submodule(name).register_forward_hook(partial(_count_rows, seen))
     inputs, targets = _some_like(x), _some_like(y)
-    try:
-        with torch.no_grad():
-            apart = all(
-                _tells_apart(
-                    task,
-                    model,
-                    [inputs[user] for user in users],
-                    [targets[user] for user in users],
-                )
-                for users in _TRIALS
-            )
-    except Exception:  # whatever the model does with its layers, it is not only to call them
-        return None
-    if not apart:
+    if not all(
+        _tells_apart(
+            task, model, [inputs[user] for user in users], [targets[user] for user in users]
+        )
+        for users in _TRIALS
+    ):
         return None
     holders = Counter(
         id(p) for layer in layers.trained.values() for p in layer.parameters(recurse=False)
@@ -157,6 +162,25 @@ def _rows_if_told_apart(
         if len(seen) == forwards
         and all(holders[id(p)] == 1 for p in layers.trained[name].parameters())
     }
+
+
+def _alike(layers: Layers, x: torch.Tensor) -> frozenset[str]:
+    """Embeddings whose words keep their shape when there are more examples."""
+    shapes: dict[str, set[torch.Size]] = {
+        name: set() for name, layer in layers.trained.items() if type(layer) is nn.Embedding
+    }
+    hooks = [
+        layers.trained[name].register_forward_pre_hook(partial(_note_shape, seen))
+        for name, seen in shapes.items()
+    ]
+    examples = torch.cat(_some_like(x)[:2])
+    try:
+        for count in (_EACH, _EACH + 1) if hooks else ():
+            layers.model(examples[:count])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return frozenset(name for name, seen in shapes.items() if len(seen) == 1)
 
 
 def _tells_apart(
@@ -207,3 +231,7 @@ def _some_like(example: torch.Tensor) -> list[torch.Tensor]:
 
 def _count_rows(seen: list[int], _layer: nn.Module, _inputs: object, output: torch.Tensor) -> None:
     seen.append(output[..., 0].numel())
+
+
+def _note_shape(seen: set[torch.Size], _layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+    seen.add(inputs[0].shape)

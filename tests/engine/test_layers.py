@@ -99,6 +99,43 @@ class Language(nn.Module):
         return self.two(torch.relu(self.one(self.norm(self.words(x))))).transpose(1, 2)
 
 
+class Placed(nn.Module):
+    """Words [B, 4] and their places, which have no axis of examples, in two shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, 6), nn.Embedding(4, 6)
+        self.kinds = nn.Embedding(3, 6, padding_idx=1)
+        self.scores = nn.Linear(6, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kinds = self.kinds(torch.tensor([[2, 1, 0, 2]]))
+        hidden = self.words(x) + self.places(torch.arange(4)) + kinds
+        return self.scores(torch.tanh(hidden)).transpose(1, 2)
+
+
+class Lost(nn.Module):
+    """Gives places an axis of examples themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, 6), nn.Embedding(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.words(x) + self.places(torch.arange(4))[None]).transpose(1, 2)
+
+
+class Twice(nn.Module):
+    """Calls one convolution twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scores = nn.Conv2d(2, 2, 3, padding=1), nn.Linear(126, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scores(self.layer(torch.tanh(self.layer(x))).flatten(1))
+
+
 def images() -> nn.Module:
     """[B, 2, 9, 7] through all that a convolution can do."""
     return nn.Sequential(
@@ -144,6 +181,8 @@ KINDS = {
     "bare": (lambda: nn.Linear(6, 3), SIX, {"": 1}),
     "frozen": (frozen_trunk, SIX, {"3": 1}),
     "language": (Language, SENTENCE, {"one": 4, "two": 4}),
+    "placed": (Placed, SENTENCE, {"scores": 4}),
+    "twice": (Twice, IMAGE, {"scores": 1}),
     "images": (lambda: built(images(), IMAGE), IMAGE, {"7": 1}),
     "reused": (Reused, SIX, {}),
     "tied": (Tied, SIX, {}),
@@ -160,6 +199,7 @@ KINDS = {
         *((make(), example, rows) for make, example, rows in KINDS.values()),
         (half_frozen(), SIX, None),
         (Borrowed(), SENTENCE, None),
+        (Lost(), SENTENCE, None),
         (Captured(), SIX, None),
         (nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3)), SIX, None),
         (nn.Conv2d(2, 2, 3, groups=2), IMAGE, None),
@@ -264,7 +304,7 @@ LOCALS = [
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_equals_one_user_at_a_time(kind: str, local: LocalTraining, touches: float) -> None:
     task, example = task_of(kind)
-    batches = batches_of(example, [5, 1, 7, 4], local, positions=kind == "language")
+    batches = batches_of(example, [5, 1, 7, 4], local, positions=example is SENTENCE)
     found = trained_in_layers(task, example, batches, local, touches)
     expected = one_at_a_time(task, batches, local)
     assert all(float(update.abs().max()) > 1e-3 for update in expected.values())
@@ -295,7 +335,7 @@ def test_equals_training_whatever_the_model_is_made_of(
 ) -> None:
     local = LocalTraining(0.1, batch_size=batch, steps=steps, momentum=momentum, proximal=proximal)
     task, example = task_of(kind)
-    batches = batches_of(example, sizes, local, positions=kind == "language")
+    batches = batches_of(example, sizes, local, positions=example is SENTENCE)
     start = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
     expected = train_chunk(task, start, task.constants(CPU), batches, local)
     assert_equal(trained_in_layers(task, example, batches, local, touches), expected)
@@ -306,7 +346,7 @@ def test_the_model_and_its_parameters_stay_as_they_are() -> None:
         task, example = task_of(kind)
         before, layers = task.parameters(), dict(task.model.named_modules())
         local = LOCALS[1]
-        batches = batches_of(example, [5, 2], local, positions=kind == "language")
+        batches = batches_of(example, [5, 2], local, positions=example is SENTENCE)
         trained_in_layers(task, example, batches, local, 10)
         assert dict(task.model.named_modules()) == layers
         for name, parameter in task.parameters().items():
