@@ -18,12 +18,14 @@ class Batches:
         y: [C, S, B, …] targets.
         weights: [C, S, B] 1 for examples, 0 for padding; a step without examples does nothing.
         full: for each step, whether all users have it; known without asking the device.
+        widths: for each step, how many examples are enough to hold all users' real ones.
     """
 
     x: torch.Tensor
     y: torch.Tensor
     weights: torch.Tensor
     full: tuple[bool, ...]
+    widths: tuple[int, ...]
 
     @classmethod
     def of(
@@ -46,7 +48,9 @@ class Batches:
             tensors = (t.pin_memory().to(device, non_blocking=True) for t in tensors)
         inputs, targets, weights = tensors
         full = tuple((plan.weights.max(2) > 0).all(0).tolist())
-        return cls(inputs.transpose(0, 1), targets.transpose(0, 1), weights, full)
+        places = np.arange(1, plan.weights.shape[2] + 1)
+        widths = tuple(((plan.weights.max(0) > 0) * places).max(1).tolist())
+        return cls(inputs.transpose(0, 1), targets.transpose(0, 1), weights, full, widths)
 
     @property
     def shape(self) -> tuple[int, int, int]:

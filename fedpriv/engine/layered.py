@@ -31,18 +31,20 @@ def train_layers_chunk(
         name: LowRankLinear(layer, lanes, steps)
         for name, layer in layers.low_rank(steps, width).items()
     }
-    model = layers.replaced(low_rank, lanes * width)
+    # Corrections count on equal steps; other layers are spared what all users' batches lack.
+    widths = (width,) * steps if low_rank else batches.widths
+    models = {width: layers.replaced(low_rank, lanes * width) for width in set(widths)}
     shared = {key: parameters[key] for name in low_rank for key in layers.parameters(name)}
     descent = Descent.begin({n: p for n, p in parameters.items() if n not in shared}, local)
     coefficients = Coefficients.begin(lanes, steps, batches.weights.device)
     # A mean over each user's real examples; users are apart in the sum, so are its gradients.
     shares = batches.weights / batches.weights.sum(2, keepdim=True).clamp(min=1.0)
-    for step in range(steps):
+    for step, width in enumerate(widths):
         own = descent.of_lanes(lanes)
-        x, y = batches.x[:, step].flatten(0, 1), batches.y[:, step].flatten(0, 1)
-        losses = task.losses_of(functional_call(model, {**shared, **own, **constants}, (x,)), y)
+        x, y, share = (t[:, step, :width].flatten(0, 1) for t in (batches.x, batches.y, shares))
+        outputs = functional_call(models[width], {**shared, **own, **constants}, (x,))
         gradients = torch.autograd.grad(
-            (losses * shares[:, step].flatten()).sum(),
+            (task.losses_of(outputs, y) * share).sum(),
             [*own.values(), *(layer.output for layer in low_rank.values())],
             materialize_grads=True,
         )

@@ -248,6 +248,13 @@ def batches_of(
     return Batches.of(plan, x[taken], y[taken], CPU)
 
 
+def test_widths_hold_all_real_examples_and_no_more() -> None:
+    batches = batches_of(SIX, [4, 5], LocalTraining(0.1, batch_size=3, epochs=1), positions=False)
+    assert batches.shape == (2, 2, 3)
+    assert batches.widths == (3, 2)
+    assert batches.weights[:, 1].tolist() == [[1, 0, 0], [1, 1, 0]]
+
+
 def trained_in_layers(
     task: Task, example: torch.Tensor, batches: Batches, local: LocalTraining, touches: float
 ) -> Updates:
