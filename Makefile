@@ -26,7 +26,7 @@ format: .venv/installed-test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/installed-test
+bench: .venv/installed-test bench-rivals
 	$(BIN)/python -m simulations.throughput
 	$(BIN)/python -m simulations.overheads
 	$(BIN)/python -m simulations.randomness

@@ -1,8 +1,9 @@
 """What a round costs beside training: `python -m simulations.overheads [--rounds N]`.
 
 Whole rounds as `fedpriv simulate` runs them, with ledger, participation record and checkpoint on
-disk: 100 of 1,000 users of 50 images, an MLP 784–128–10, batches of 10, one local epoch. Python's
-profiler watches; times are of the wall, and waiting for the disk is among them.
+disk: 100 of 1,000 users of 50 images, an MLP 784–128–10, batches of 10, one local epoch, in one
+thread, which Python's profiler watches; times are of the wall, and waiting for the disk is among
+them.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from fedpriv.privacy.entropy import OperatingSystemEntropy
 from fedpriv.privacy.groups import flat
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.sections import EngineSection
 from simulations.throughput import LOCAL, WORKS, example_losses
 
 BESIDE = ("sampling", "clipping", "noise and server step", "budget", "ledger", "checkpoint")
@@ -60,7 +62,8 @@ def run(folder: Path, rounds: int, population: int = 1_000) -> None:
     users = replace(WORKS["mlp"], users=population).population
     task = Task(WORKS["mlp"].model(), example_losses)
     plan = plan_of(task, users.population, rounds)
-    engine = InProcessTransport(task, users, torch.device("cpu"), 32 * 2**20)
+    memory = EngineSection().chunk_mebibytes * 2**20
+    engine = InProcessTransport(task, users, torch.device("cpu"), memory)
     budget = PrivacyBudget.priced_by("tight", 100.0, 1e-6)
     files = folder / "ledger", folder / "participation"
     with Books.open(*files, plan.population, budget) as books:
@@ -96,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="what a round costs beside training")
     parser.add_argument("--rounds", type=int, default=20)
     rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
     profile = cProfile.Profile()
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder), 2)  # what is done once per process
