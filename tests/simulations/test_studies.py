@@ -17,7 +17,9 @@ STUDIES = [
     "clipping_digits",
     "clipping_mnist_writers",
     "clipping_mnist_writers_cnn",
+    "clipping_shakespeare",
     "clipping_two_scanners",
+    "norm_mnist_writers",
     "users_mnist",
 ]
 ROWS = 400
