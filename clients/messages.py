@@ -46,7 +46,7 @@ class Source:
 
     users: str
     device: str = "auto"
-    chunk_mebibytes: int = 64
+    chunk_mebibytes: int = 128
     memory_mebibytes: int | None = None
     seconds: float | None = None
 

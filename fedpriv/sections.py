@@ -188,7 +188,7 @@ class EngineSection(Section):
     """Where and how fast; nothing here changes the result or the guarantee."""
 
     device: str = "auto"
-    chunk_mebibytes: Count = 64
+    chunk_mebibytes: Count = 128
 
 
 class OutputSection(Section):

@@ -147,7 +147,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="users per second beside a plain PyTorch loop")
     parser.add_argument("--work", choices=sorted(WORKS), nargs="+", default=list(WORKS))
-    parser.add_argument("--chunk-mebibytes", type=int, nargs="+", default=[64])
+    parser.add_argument("--chunk-mebibytes", type=int, nargs="+", default=[128])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     arguments = parser.parse_args()

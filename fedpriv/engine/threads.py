@@ -56,12 +56,25 @@ def in_threads(
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread, in this thread.
+
+    Threads that helped with a tensor spin for milliseconds before they sleep, in the way of others.
+    """
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    # A thread that is told nothing lets MKL take as many as there are.
     pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        yield pool
+        with one_thread():
+            yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-        # What was set in any thread last holds for all threads that begin later.
-        torch.set_num_threads(before)

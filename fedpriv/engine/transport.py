@@ -18,11 +18,14 @@ from fedpriv.engine.diagnostics import (
 from fedpriv.engine.metric_checks import check_metrics
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task
-from fedpriv.engine.threads import in_threads
+from fedpriv.engine.threads import in_threads, one_thread
 from fedpriv.engine.trainer import ChunkSum, Trainer, blank, sizes_of
 from fedpriv.engine.updates import whole
 from fedpriv.errors import InvalidValueError
 from fedpriv.federated.transport import PartialSum, RoundRequest, Transport
+
+Job = tuple[int, npt.NDArray[np.int64]]
+"""Number of a chunk, and positions of its users."""
 
 
 def device_named(name: str) -> torch.device:
@@ -128,22 +131,29 @@ class InProcessTransport(Transport):
 
     def _sums(self, request: RoundRequest) -> Iterator[ChunkSum]:
         """Sums of chunks in their order, some of them side by side."""
-        start = self._start(request)
         users = self._positions(request.users)
         sizes, threads = sizes_of(self.users, users), self._threads
         lanes = even(len(users), self._lanes(request), threads)
         jobs = list(enumerate(chunks(users, sizes, request.local, lanes)))
+        if min(threads, len(jobs)) <= 1:
+            work = self._work(request)
+            for job in jobs:
+                yield from work(self._trainer, job)
+            return
+        trainers = self._trainers
+        with one_thread():
+            for sums in in_threads(trainers, jobs, self._work(request)):
+                yield from sums
 
-        def work(trainer: Trainer, job: tuple[int, npt.NDArray[np.int64]]) -> list[ChunkSum]:
+    def _work(self, request: RoundRequest) -> Callable[[Trainer, Job], list[ChunkSum]]:
+        """What there is to do for each chunk of a round."""
+        start = self._start(request)
+
+        def work(trainer: Trainer, job: Job) -> list[ChunkSum]:
             number, chunk = job
             return trainer.sums(request, start, chunk, f"chunk {number}")
 
-        if min(threads, len(jobs)) > 1:
-            found = in_threads(self._trainers, jobs, work)
-        else:
-            found = (work(self._trainer, job) for job in jobs)
-        for sums in found:
-            yield from sums
+        return work
 
     def _positions(self, users: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Positions in the store of those users that are in it."""

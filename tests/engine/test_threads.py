@@ -16,6 +16,7 @@ from fedpriv.engine.chunks import even
 from fedpriv.engine.seeding import draws
 from fedpriv.engine.task import Task
 from fedpriv.engine.threads import in_threads
+from fedpriv.engine.trainer import ChunkSum, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.federated.transport import LocalTraining, RoundRequest
 from fedpriv.losses import cross_entropy
@@ -163,6 +164,30 @@ def test_sums_are_those_of_one_thread(kind: str, memory: int) -> None:
     assert len(set(numbers)) >= 3
     again, _ = total_of(task, 3, memory)
     np.testing.assert_array_equal(together, again)
+
+
+def test_as_many_chunks_train_side_by_side_as_there_are_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together = threading.Barrier(3, timeout=60)
+    trainers, threads = set(), set()
+
+    def sums(trainer: Trainer, *given: object) -> list[ChunkSum]:
+        if given[-1] in {"chunk 0", "chunk 1", "chunk 2"}:
+            together.wait()
+        trainers.add(id(trainer.task.model))
+        threads.add(torch.get_num_threads())
+        return []
+
+    monkeypatch.setattr(Trainer, "sums", sums)
+    torch.manual_seed(0)
+    task = Task(MODELS["layers"](), cross_entropy)
+    transport = InProcessTransport(task, make_users(), torch.device("cpu"), 10**9)
+    with torch_threads(3):
+        assert list(transport.collect(request_to(task))) == []
+        assert torch.get_num_threads() == 3
+    assert len(trainers) == 3
+    assert threads == {1}
 
 
 def test_users_who_draw_random_numbers_share_no_generator() -> None:
