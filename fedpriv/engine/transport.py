@@ -114,23 +114,26 @@ class InProcessTransport(Transport):
             raise InvalidValueError(
                 f"the store has {self.users.population} users; only one can send a raw update"
             )
+        self._check(request)
         users = self._positions(request.users)
         sizes = sizes_of(self.users, users)
         if not np.any(sizes):
             raise InvalidValueError("the user is not in the request, or has no examples")
-        tensors = whole(self._trainer.sent(request, self._start(request), users))
+        start = Start.of(request, self._trainer.constants, self.device)
+        tensors = whole(self._trainer.sent(request, start, users))
         (weight,) = request.weighting.of(sizes).tolist()
         asked = request.clipping.indicator
         names = [n for n in request.clipping.layout.names if asked is None or n != asked.tensor]
         return {name: tensors[name][0].cpu().numpy() for name in names}, weight
 
-    def _start(self, request: RoundRequest) -> Start:
+    def _check(self, request: RoundRequest) -> None:
+        """Refuse what cannot be answered, before any user's data are touched."""
         if request.metrics:
             check_metrics(self.task, request.metrics, request.clipping, blank(self.users))
-        return Start.of(request, self._trainer.constants, self.device)
 
     def _sums(self, request: RoundRequest) -> Iterator[ChunkSum]:
         """Sums of chunks in their order, some of them side by side."""
+        self._check(request)
         users = self._positions(request.users)
         sizes, threads = sizes_of(self.users, users), self._threads
         lanes = even(len(users), self._lanes(request), threads)
@@ -147,7 +150,7 @@ class InProcessTransport(Transport):
 
     def _work(self, request: RoundRequest) -> Callable[[Trainer, Job], list[ChunkSum]]:
         """What there is to do for each chunk of a round."""
-        start = self._start(request)
+        start = Start.of(request, self._trainer.constants, self.device)
 
         def work(trainer: Trainer, job: Job) -> list[ChunkSum]:
             number, chunk = job

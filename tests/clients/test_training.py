@@ -135,7 +135,7 @@ def test_an_unknown_metric_is_refused_for_one_user_too() -> None:
     [
         (replace(TASK, model="no such"), "unknown model"),
         (replace(TASK, options={"width": 3}), "no option"),
-        (replace(TASK, options={"features": "many"}), "cannot be built: TypeError"),
+        (replace(TASK, options={"features": "many"}), "cannot be made: TypeError"),
         (replace(TASK, options={"features": 5}), "cannot be evaluated on the data"),
         (replace(TASK, loss="no such"), "unknown loss"),
     ],
