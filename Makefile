@@ -11,8 +11,9 @@ simulate: .venv/installed
 federation: .venv/installed
 	$(BIN)/python -m simulations.federation
 
+# Files of tests side by side, one on each core.
 test: lint
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" --numprocesses auto --dist loadfile
 
 test-slow: .venv/installed-test
 	$(BIN)/pytest -m slow
