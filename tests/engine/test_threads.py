@@ -1,5 +1,6 @@
 """Chunks side by side in threads: the sums of one thread, in the same order."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,6 +63,13 @@ def test_each_worker_does_one_job_at_a_time_in_one_thread_of_torch() -> None:
         other.start()
         other.join()
         assert seen == [5]
+
+
+def test_python_gives_its_lock_away_sooner_meanwhile() -> None:
+    before = sys.getswitchinterval()
+    (meanwhile,) = in_threads([0], [0], lambda *_: sys.getswitchinterval())
+    assert meanwhile == pytest.approx(1e-4)
+    assert sys.getswitchinterval() == before
 
 
 def test_no_more_jobs_begin_than_are_waited_for() -> None:
