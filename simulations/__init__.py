@@ -1,1 +1,5 @@
 """Experiments, studies and benchmarks."""
+
+from fedpriv.processor import widen_openblas
+
+widen_openblas()

@@ -14,6 +14,7 @@ ALLOWED = {
     "fedpriv.accounting": set(),
     "fedpriv.privacy": {"fedpriv.accounting.events"},
     "fedpriv.importing": set(),
+    "fedpriv.processor": set(),
     "fedpriv.data": {"fedpriv.importing"},
     "fedpriv.federated": {"fedpriv.accounting", "fedpriv.privacy"},
     "fedpriv.engine": {
@@ -21,6 +22,7 @@ ALLOWED = {
         "fedpriv.federated.transport",
         "fedpriv.data.store",
         "fedpriv.importing",
+        "fedpriv.processor",
     },
     "fedpriv.character_models": set(),
     "fedpriv.models": {"fedpriv.character_models", "fedpriv.importing"},

@@ -39,8 +39,8 @@ class Batches:
 
         Args:
             plan: of the users.
-            x: [S, C, B, …] inputs.
-            y: [S, C, B, …] targets.
+            x: [C, S, B, …] inputs.
+            y: [C, S, B, …] targets.
             device: where users train.
         """
         tensors = (torch.from_numpy(array) for array in (x, y, plan.weights))
@@ -50,7 +50,7 @@ class Batches:
         full = tuple((plan.weights.max(2) > 0).all(0).tolist())
         places = np.arange(1, plan.weights.shape[2] + 1)
         widths = tuple(((plan.weights.max(0) > 0) * places).max(1).tolist())
-        return cls(inputs.transpose(0, 1), targets.transpose(0, 1), weights, full, widths)
+        return cls(inputs, targets, weights, full, widths)
 
     @property
     def shape(self) -> tuple[int, int, int]:

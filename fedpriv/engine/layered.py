@@ -28,7 +28,7 @@ def train_layers_chunk(
     """Train C users from the same parameters; arguments and result as of `train_chunk`."""
     lanes, steps, width = batches.shape
     low_rank = {
-        name: LowRankLinear(layer, lanes, steps)
+        name: LowRankLinear(layer, batches.x, steps)
         for name, layer in layers.low_rank(steps, width).items()
     }
     # Corrections count on equal steps; other layers are spared what all users' batches lack.
@@ -42,6 +42,8 @@ def train_layers_chunk(
     for step, width in enumerate(widths):
         own = descent.of_lanes(lanes)
         x, y, share = (t[:, step, :width].flatten(0, 1) for t in (batches.x, batches.y, shares))
+        for layer in low_rank.values():
+            layer.give(x)
         outputs = functional_call(models[width], {**shared, **own, **constants}, (x,))
         gradients = torch.autograd.grad(
             (task.losses_of(outputs, y) * share).sum(),

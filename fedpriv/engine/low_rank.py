@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional
+from torch.autograd.function import FunctionCtx, once_differentiable
 
+from fedpriv.engine.matmul import product
 from fedpriv.engine.updates import OuterProducts
 from fedpriv.federated.transport import LocalTraining
 
@@ -56,30 +57,41 @@ class LowRankLinear(nn.Module):
         output: what it gave in the step in progress, [C·r…, out].
     """
 
-    def __init__(self, layer: nn.Linear, lanes: int, steps: int) -> None:
+    def __init__(self, layer: nn.Linear, examples: torch.Tensor, steps: int) -> None:
+        """Before the first step.
+
+        Args:
+            layer: the layer.
+            examples: [C, S, B, …] what all steps begin from.
+            steps: S.
+        """
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
         self.output = torch.empty(0)
-        self._lanes, self._steps = lanes, steps
+        self._examples, self._steps = examples, steps
+        self._given = torch.empty(0)
+        self._version = 0
         self._rows = torch.empty(0)  # of the step in progress, [C, r, in]
-        self._inputs = torch.empty(0)  # of the steps so far, [C, S·r, in]
+        self._inputs = torch.empty(0, 0, 0)  # of the steps so far, [C, S·r, in]
         self._gradients = torch.empty(0)  # by the outputs of the steps so far, [C, S·r, out]
         self._scaled = torch.empty(0, 0, 0)  # these times their coefficients, [C, n, out]
 
+    def give(self, x: torch.Tensor) -> None:
+        """Begin a step in which the model gets x [C·B, …], a part of the examples."""
+        self._given, self._version = x, x._version
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[C·B, …, in] → [C·B, …, out]."""
-        output = functional.linear(x, self.weight, self.bias)
-        rows = x.reshape(self._lanes, -1, x.shape[-1])
-        before = self._scaled.shape[1]
-        if before:
-            products = rows @ self._inputs[:, :before].transpose(1, 2)
-            if self.bias is not None:
-                products = products + 1.0
-            own = output.view(self._lanes, -1, output.shape[-1])
-            output = torch.baddbmm(own, products, self._scaled).view_as(output)
+        rows = x.reshape(len(self._examples), -1, x.shape[-1])
+        self._remember(x, rows.detach())
+        seen = self._inputs[:, : self._scaled.shape[1]]
+        output: torch.Tensor = _Corrected.apply(  # type: ignore[no-untyped-call]
+            rows, self.weight, self.bias, seen, self._scaled
+        )
+        output = output.view(*x.shape[:-1], -1)
         if not output.requires_grad:  # nothing before this layer is trained
             output = output.detach().requires_grad_()
-        self._rows, self.output = rows.detach(), output
+        self.output = output
         return output
 
     def learn(self, gradient: torch.Tensor, position: torch.Tensor) -> None:
@@ -89,12 +101,12 @@ class LowRankLinear(nn.Module):
             gradient: of the users' losses by `output`, same shape.
             position: [C, S] coefficients after the step.
         """
-        rows = gradient.reshape(self._lanes, -1, gradient.shape[-1])
+        rows = gradient.reshape(len(self._examples), -1, gradient.shape[-1])
         before, count = self._scaled.shape[1], rows.shape[1]
         after = before + count
         if before == 0:
-            self._inputs, self._gradients = (_room(r, self._steps) for r in (self._rows, rows))
-        self._inputs[:, before:after], self._gradients[:, before:after] = self._rows, rows
+            self._gradients = _room(rows, self._steps)
+        self._gradients[:, before:after] = rows
         of_rows = position.repeat_interleave(count, 1)[:, :after, None]
         self._scaled = self._gradients[:, :after] * of_rows
 
@@ -102,6 +114,59 @@ class LowRankLinear(nn.Module):
         """Each user's weights (and bias) minus the shared ones: [C, out, in], [C, out]."""
         weight = OuterProducts(self._scaled, self._inputs)
         return [weight] if self.bias is None else [weight, self._scaled.sum(1)]
+
+    def _remember(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """Keep what the layer sees, rows [C, r, in] of x, for the steps to come."""
+        before, sees_examples = self._scaled.shape[1], self._sees_examples(x)
+        if before == 0:
+            examples = self._examples
+            self._inputs = (
+                examples.view(len(rows), -1, rows.shape[2])
+                if sees_examples
+                else _room(rows, self._steps)
+            )
+        kept = self._inputs.data_ptr() == self._examples.data_ptr()
+        if kept and not sees_examples:
+            self._inputs = self._inputs.clone()
+        if not (kept and sees_examples):
+            self._inputs[:, before : before + rows.shape[1]] = rows
+
+    def _sees_examples(self, x: torch.Tensor) -> bool:
+        """Whether x holds the examples of the step in progress, as they are."""
+        given = self._given
+        same = x.data_ptr() == given.data_ptr() and x.numel() == given.numel()
+        return same and x.is_contiguous() and x._version == self._version
+
+
+class _Corrected(torch.autograd.Function):
+    """Rows [C, r, in] through the shared layer and the corrections for n rows seen [C, n, in]."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        seen: torch.Tensor,
+        scaled: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight, seen, scaled)
+        y = product(rows.flatten(0, 1), weight.t(), bias).view(*rows.shape[:2], -1)
+        if scaled.shape[1]:
+            products = product(rows, seen.transpose(1, 2))
+            if bias is not None:
+                products += 1.0
+            y += product(products, scaled)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, seen, scaled = ctx.saved_tensors  # type: ignore[attr-defined]
+        of_rows = product(gradient.flatten(0, 1), weight).view(*gradient.shape[:2], -1)
+        if scaled.shape[1]:
+            of_rows += product(product(gradient, scaled.transpose(1, 2)), seen)
+        return of_rows, None, None, None, None
 
 
 def _room(rows: torch.Tensor, steps: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from fedpriv.engine.matmul import product
 from fedpriv.engine.patches import Window, added, patches
 
 
@@ -69,7 +70,7 @@ class _Multiplied(torch.autograd.Function):
         of_rows, _, of_bias = ctx.needs_input_grad  # type: ignore[attr-defined]
         return (
             _products(gradient, matrices) if of_rows else None,
-            torch.bmm(gradient.transpose(1, 2), rows),
+            product(gradient.transpose(1, 2), rows),
             gradient.sum(1) if of_bias else None,
         )
 
@@ -104,7 +105,7 @@ class _Convolved(torch.autograd.Function):
         of_images, _, of_bias, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
         rows = seen.view(shape[0], -1, seen.shape[-1])
         lanes = gradient.reshape(*rows.shape[:2], -1)
-        of_weight = torch.bmm(lanes.transpose(1, 2), rows).view(shape).movedim(-1, 2)
+        of_weight = product(lanes.transpose(1, 2), rows).view(shape).movedim(-1, 2)
         images = None
         if of_images:
             _products(lanes, matrices, out=rows)
@@ -126,13 +127,9 @@ def _products(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[C, n, i] times [C, i, o] or [1, i, o], plus [C, o]: [C, n, o], in `out` if given."""
-    if len(matrices) < len(rows):
-        flat, into = rows.flatten(0, 1), None if out is None else out.flatten(0, 1)
-        if bias is None:
-            y = torch.mm(flat, matrices[0], out=into)
-        else:
-            y = torch.addmm(bias[0], flat, matrices[0], out=into)
-        return y.view(*rows.shape[:2], -1)
-    if bias is None:
-        return torch.bmm(rows, matrices, out=out)
-    return torch.baddbmm(bias[:, None], rows, matrices, out=out)
+    added = None if bias is None else bias[:, None]
+    if len(matrices) == len(rows):
+        return product(rows, matrices, added, out=out)
+    flat, into = rows.flatten(0, 1), None if out is None else out.flatten(0, 1)
+    y = product(flat, matrices[0], None if added is None else added[0], out=into)
+    return y.view(*rows.shape[:2], -1)

@@ -187,8 +187,7 @@ class Trainer:
         enrolled = chunk if self.hosted is None else self.hosted[chunk]
         starts, sizes = self.users.offsets[chunk], sizes_of(self.users, chunk)
         plan = schedule(enrolled, starts, sizes, request.local, request.local_key)
-        # In memory the steps come first, so that a step is one piece of it.
-        fields = self.users.take(plan.rows.swapaxes(0, 1))
+        fields = self.users.take(plan.rows)
         x, y = fields[self.task.inputs], fields[self.task.targets]
         batches = Batches.of(plan, x, y, self.device)
         first = int(enrolled[0])

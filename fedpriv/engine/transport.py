@@ -15,6 +15,7 @@ from fedpriv.engine.diagnostics import (
     SimulationOnlyDiagnostics,
     diagnose_round,
 )
+from fedpriv.engine.matmul import blas_threads
 from fedpriv.engine.metric_checks import check_metrics
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task
@@ -140,11 +141,12 @@ class InProcessTransport(Transport):
         jobs = list(enumerate(chunks(users, sizes, request.local, lanes)))
         if min(threads, len(jobs)) <= 1:
             work = self._work(request)
-            for job in jobs:
-                yield from work(self._trainer, job)
+            with blas_threads(torch.get_num_threads()):
+                for job in jobs:
+                    yield from work(self._trainer, job)
             return
         trainers = self._trainers
-        with one_thread():
+        with one_thread(), blas_threads(1):
             for sums in in_threads(trainers, jobs, self._work(request)):
                 yield from sums
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fedpriv.engine.matmul import product
 from fedpriv.engine.task import TorchTensors
 
 # Numbers of whole updates that exist at a time. What has left a processor's caches before it is
@@ -30,7 +31,7 @@ class OuterProducts:
 
     def __getitem__(self, lanes: slice) -> torch.Tensor:
         """The matrices of some users: [c, out, in]."""
-        return torch.bmm(self.left[lanes].transpose(1, 2), self.right[lanes])
+        return product(self.left[lanes].transpose(1, 2), self.right[lanes])
 
     @property
     def device(self) -> torch.device:

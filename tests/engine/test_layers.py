@@ -136,6 +136,17 @@ class Twice(nn.Module):
         return self.scores(self.layer(torch.tanh(self.layer(x))).flatten(1))
 
 
+class Bounded(nn.Module):
+    """Bounds its inputs where they lie in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.copy_(x.clamp(-4.0, 4.0)))
+
+
 def images() -> nn.Module:
     """[B, 2, 9, 7] through all that a convolution can do."""
     return nn.Sequential(
@@ -153,6 +164,11 @@ def images() -> nn.Module:
 def built(model: nn.Module, example: torch.Tensor) -> nn.Module:
     model(example)
     return model
+
+
+def pieces() -> nn.Module:
+    """Linear layers of parts of an example and of what they give."""
+    return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, 4), nn.Flatten(), nn.Linear(8, 3))
 
 
 def half_frozen() -> nn.Module:
@@ -181,6 +197,9 @@ KINDS = {
     "bare": (lambda: nn.Linear(6, 3), SIX, {"": 1}),
     "frozen": (frozen_trunk, SIX, {"3": 1}),
     "language": (Language, SENTENCE, {"one": 4, "two": 4}),
+    "bounded": (Bounded, SIX, {"layer": 1}),
+    "later": (lambda: nn.Sequential(nn.ReLU(), nn.Linear(6, 3)), SIX, {"1": 1}),
+    "pieces": (pieces, SIX, {"1": 2, "3": 1}),
     "placed": (Placed, SENTENCE, {"scores": 4}),
     "twice": (Twice, IMAGE, {"scores": 1}),
     "images": (lambda: built(images(), IMAGE), IMAGE, {"7": 1}),
@@ -244,8 +263,7 @@ def batches_of(
     y = rng.integers(0, 3, shape[:2] if positions else rows)
     starts = (np.cumsum(sizes) - sizes).tolist()
     plan = schedule(np.arange(len(sizes)), np.array(starts), np.array(sizes), local, KEY)
-    taken = plan.rows.swapaxes(0, 1)
-    return Batches.of(plan, x[taken], y[taken], CPU)
+    return Batches.of(plan, x[plan.rows], y[plan.rows], CPU)
 
 
 def test_widths_hold_all_real_examples_and_no_more() -> None:
@@ -319,6 +337,21 @@ def test_equals_one_user_at_a_time(kind: str, local: LocalTraining, touches: flo
     assert any(isinstance(u, OuterProducts) for u in found.values()) == bool(
         touches and KINDS[kind][2]
     )
+
+
+@pytest.mark.parametrize("sizes", [[5, 1, 7, 4], [6]])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_examples_that_the_model_changes_are_remembered_as_it_changed_them(
+    sizes: list[int], steps: int
+) -> None:
+    task, example = task_of("bounded")
+    local = LocalTraining(0.1, batch_size=3, steps=steps)
+    batches = batches_of(example, sizes, local, positions=False)
+    batches.x.mul_(5.0)
+    kept = batches.x.clone()
+    expected = one_at_a_time(task, batches, local)
+    batches.x.copy_(kept)
+    assert_equal(trained_in_layers(task, example, batches, local, 10**9), expected)
 
 
 @settings(max_examples=20, deadline=None)

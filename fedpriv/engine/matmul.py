@@ -1,0 +1,78 @@
+"""Products of matrices, by the library that multiplies faster on this machine.
+
+On x86 torch leaves them to MKL, which uses half of the width of processors that Intel has not made;
+NumPy's OpenBLAS uses all of it, and has less to do for each of many small matrices.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+import torch
+from threadpoolctl import ThreadpoolController
+
+from fedpriv.processor import processor
+
+
+def product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    plus: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[n, k] times [k, m], or [C, n, k] times [C, k, m]; autograd does not see it.
+
+    Args:
+        a: the left matrices.
+        b: the right ones.
+        plus: to be added; of a shape that broadcasts to that of the result.
+        out: contiguous, where to write.
+    """
+    a, b = a.detach(), b.detach()
+    if a.device.type != "cpu" or a.dtype != torch.float32 or not numpy_is_faster():
+        return _by_torch(a, b, plus, out)
+    if out is None:
+        out = a.new_empty((*a.shape[:-1], b.shape[-1]))
+    with np.errstate(all="ignore"):  # numbers that are not finite are clipping's to deal with
+        np.matmul(_readable(a).numpy(), _readable(b).numpy(), out=out.numpy())
+    return out if plus is None else out.add_(plus.detach())
+
+
+@cache
+def numpy_is_faster() -> bool:
+    """Whether torch has MKL, NumPy has OpenBLAS, and the processor is not one of Intel's."""
+    vendor = processor().get("vendor_id", "GenuineIntel")
+    mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    return vendor != "GenuineIntel" and mkl and bool(_openblas().info())
+
+
+@contextmanager
+def blas_threads(count: int) -> Iterator[None]:
+    """Let NumPy multiply with so many threads, in all threads of this process."""
+    with _openblas().limit(limits=count):
+        yield
+
+
+@cache
+def _openblas() -> ThreadpoolController:
+    return ThreadpoolController().select(internal_api="openblas")
+
+
+def _by_torch(
+    a: torch.Tensor, b: torch.Tensor, plus: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    if plus is None:
+        return torch.matmul(a, b, out=out)
+    added = torch.addmm if a.dim() == 2 else torch.baddbmm
+    return added(plus.detach(), a, b, out=out)
+
+
+def _readable(matrices: torch.Tensor) -> torch.Tensor:
+    """The same numbers as BLAS can read them; NumPy multiplies others itself, which is slow."""
+    rows, columns = matrices.stride()[-2:]
+    n, m = matrices.shape[-2:]
+    if (columns == 1 and rows >= m) or (rows == 1 and columns >= n):
+        return matrices
+    return matrices.contiguous()

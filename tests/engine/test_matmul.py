@@ -1,0 +1,100 @@
+"""Products of matrices are the same from either library."""
+
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from threadpoolctl import threadpool_info
+
+from fedpriv.engine import matmul
+from fedpriv.engine.matmul import blas_threads, product
+
+SIZES = st.integers(1, 6)
+AS_THEY_LIE = ("rows", "columns", "every other", "repeated")
+
+
+@pytest.fixture(params=["numpy", "torch"], autouse=True, scope="module")
+def library(request: pytest.FixtureRequest) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul, "numpy_is_faster", lambda: request.param == "numpy")
+        yield request.param
+
+
+def drawn(seed: int, shape: tuple[int, ...], lie: str) -> torch.Tensor:
+    """Random matrices of a shape that lie in memory in a way."""
+    generator = torch.Generator().manual_seed(seed)
+    *lanes, n, m = shape
+    if lie == "columns":
+        return torch.randn((*lanes, m, n), generator=generator).transpose(-1, -2)
+    if lie == "every other":
+        return torch.randn((*lanes, n, 2 * m), generator=generator)[..., ::2]
+    if lie == "repeated":
+        return torch.randn((*lanes, 1, 1), generator=generator).expand(shape)
+    return torch.randn(shape, generator=generator)
+
+
+def by_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The slow obvious twin, in float64."""
+    return (a.double()[..., :, :, None] * b.double()[..., None, :, :]).sum(-2)
+
+
+@given(
+    lanes=st.none() | st.integers(1, 4),
+    sizes=st.tuples(SIZES, SIZES, SIZES),
+    lie=st.tuples(st.sampled_from(AS_THEY_LIE), st.sampled_from(AS_THEY_LIE)),
+    plus=st.booleans(),
+    into=st.booleans(),
+)
+def test_product_is_the_sum_of_products(
+    lanes: int | None, sizes: tuple[int, int, int], lie: tuple[str, str], plus: bool, into: bool
+) -> None:
+    (n, k, m), front = sizes, () if lanes is None else (lanes,)
+    a, b = drawn(0, (*front, n, k), lie[0]), drawn(1, (*front, k, m), lie[1])
+    added = drawn(2, (*front, 1, m), "rows") if plus else None
+    out = torch.full((*front, n, m), torch.nan) if into else None
+    expected = by_sums(a, b) + (added.double() if added is not None else 0.0)
+    found = product(a, b, added, out=out)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    if out is not None:
+        assert found.data_ptr() == out.data_ptr()
+
+
+def test_one_matrix_may_be_repeated_for_all_lanes() -> None:
+    a, b = drawn(0, (3, 4, 5), "rows"), drawn(1, (1, 5, 2), "rows").expand(3, 5, 2)
+    torch.testing.assert_close(product(a, b).double(), by_sums(a, b), rtol=1e-5, atol=1e-5)
+
+
+def test_autograd_does_not_see_it() -> None:
+    a = torch.ones(2, 2, requires_grad=True)
+    assert not product(a, a, a[:1]).requires_grad
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+def test_what_is_not_finite_stays_with_its_lane_and_nothing_is_said(value: float) -> None:
+    a = torch.ones(2, 3, 4)
+    a[0, 0, 0] = value
+    b = torch.full((2, 4, 5), 2.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = product(a, b)
+    assert not torch.isfinite(found[0, 0]).any()
+    torch.testing.assert_close(found[1], torch.full((3, 5), 8.0))
+    torch.testing.assert_close(found[0, 1:], torch.full((2, 5), 8.0))
+
+
+def test_numpy_has_the_threads_it_is_told_and_those_before_again() -> None:
+    def threads() -> set[int]:
+        return {
+            int(pool["num_threads"])
+            for pool in threadpool_info()
+            if pool["internal_api"] == "openblas"
+        }
+
+    before = threads()
+    with blas_threads(1):
+        assert threads() <= {1}
+    assert threads() == before
