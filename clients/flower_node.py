@@ -98,7 +98,7 @@ def respond(
 
 def _host_of(settings: Settings) -> Host:
     users, device = str(settings["users"]), str(settings.get("device", "auto"))
-    memory = settings.get("chunk-mebibytes", 32)
+    memory = settings.get("chunk-mebibytes", Source.chunk_mebibytes)
     if not isinstance(memory, int):
         raise InvalidValueError(f"chunk-mebibytes is {memory!r}; it must be a whole number")
     return Host.of(Source(users, device, memory))

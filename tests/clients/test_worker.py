@@ -26,6 +26,7 @@ from fedpriv.errors import DataError, InvalidValueError, ModelError
 from fedpriv.federated.aggregate import add_up
 from fedpriv.federated.transport import PartialSum
 from fedpriv.privacy.metrics import Metric
+from fedpriv.sections import EngineSection
 from fedpriv.tasks import build_task
 from fedpriv.wire import digest_of
 from tests.clients import hostile
@@ -327,6 +328,11 @@ def test_sigkill_of_the_parent_leaves_no_process(mark: Path, tmp_path: Path) -> 
 def test_limits_must_be_positive(name: str) -> None:
     with pytest.raises(InvalidValueError, match=f"{name} is 0; it must be positive"):
         Source("users", **{name: 0})
+
+
+def test_nodes_take_chunks_as_large_as_simulations_do() -> None:
+    """`fedpriv status`, which reads messages too, loads no pydantic: so there are two numbers."""
+    assert Source("users").chunk_mebibytes == EngineSection().chunk_mebibytes
 
 
 def test_arrays_are_sent_without_a_copy() -> None:
