@@ -167,8 +167,11 @@ def _write_array(path: Path, array: NDArray[np.generic]) -> None:
 def _read_array(path: Path, *, mapped: bool) -> NDArray[np.generic]:
     try:
         array: NDArray[np.generic] = np.load(path, mmap_mode="r" if mapped else None)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise DataError(f"{path} cannot be read: {reason}") from error
+    except (ValueError, EOFError) as error:  # NumPy's text may quote the content
+        raise DataError(f"{path} cannot be read as an array of numbers or strings") from error
     return array
 
 

@@ -195,6 +195,18 @@ def test_pickled_arrays_are_never_loaded(tmp_path):
             UserStore.load(tmp_path / "store", mmap=mmap)
 
 
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_damaged_array_is_not_quoted(tmp_path, mmap):
+    make_store().save(tmp_path / "store")
+    path = tmp_path / "store" / "field-y.npy"
+    damaged = path.read_bytes().replace(b"'shape'", b"secret!")
+    path.unlink()
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"field-y\.npy cannot be read") as raised:
+        UserStore.load(tmp_path / "store", mmap=mmap)
+    assert "secret" not in str(raised.value)
+
+
 def test_what_is_no_folder_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"not a saved user store: it has no store.json"):
         UserStore.load(tmp_path / "nowhere")
