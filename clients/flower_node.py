@@ -1,5 +1,6 @@
 """What a node on Flower's runtime does with a message; each may come to a fresh process."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -9,7 +10,7 @@ from flwr.app import RecordDict
 from fedpriv.data.population import Population
 from fedpriv.data.registry import load_population
 from fedpriv.engine.transport import InProcessTransport, device_named
-from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.errors import DataError, FedprivError, InvalidValueError, WireError
 from fedpriv.federated.transport import RoundRequest
 from fedpriv.flower import (
     SIMULATED,
@@ -19,6 +20,7 @@ from fedpriv.flower import (
     header_in,
     shard_of,
 )
+from fedpriv.importing import raised_at
 from fedpriv.tasks import build_task
 from fedpriv.wire import (
     NODE_RECEIVES_BYTES,
@@ -35,7 +37,9 @@ from .consent import misfit
 from .messages import Source, Trained
 from .node import Node
 from .training import Host
+from .users import load_users
 
+_log = logging.getLogger(__name__)
 _MEBIBYTE = 2**20
 _POPULATION_BYTES = 2**16
 
@@ -52,8 +56,10 @@ def introduce(content: RecordDict, settings: Settings) -> Hello:
     """Who a node is, and which users it holds.
 
     Raises:
-        FedprivError: the users cannot be loaded, or the settings do not fit; the message holds
-            nothing of the users.
+        FedprivError: the users cannot be loaded, or the settings do not fit. Of users that the
+            server does not have the message says nothing; of those of a simulation only what
+            an error of fedpriv's own says.
+        OSError: a loader of a simulation raises it.
     """
     if "users" in settings:
         return Hello(str(settings.get("node", "")), _host_of(settings).loaded.users_sha256)
@@ -101,7 +107,13 @@ def _host_of(settings: Settings) -> Host:
     memory = settings.get("chunk-mebibytes", Source.chunk_mebibytes)
     if not isinstance(memory, int):
         raise InvalidValueError(f"chunk-mebibytes is {memory!r}; it must be a whole number")
-    return Host.of(Source(users, device, memory))
+    source, found = Source(users, device, memory), device_named(device)
+    try:
+        loaded = load_users(users)
+    except FedprivError as error:  # its text may name a user, or hold what the loader put into it
+        _log.error("the users cannot be loaded: %s", raised_at(error))
+        raise DataError("the node's users cannot be loaded; its log says where") from None
+    return Host(loaded, found, source)
 
 
 def _simulated(content: RecordDict) -> bytes:

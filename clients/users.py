@@ -19,7 +19,8 @@ IDS = "user_id"
 def load_users(source: str) -> UserStore:
     """Read the users that a node hosts.
 
-    Guarantees: nothing is unpickled, and no message holds a user's data.
+    Guarantees: nothing is unpickled, and no message holds a user's data. One may name a user, and
+    a fedpriv error that a function raises passes as it is; both are for who runs the node alone.
 
     Args:
         source: one of

@@ -20,7 +20,8 @@ def import_function(what: str, path: str, error: type[FedprivError]) -> Function
         error: class of the error.
 
     Raises:
-        FedprivError: of class `error`, if the path has another form or nothing callable is there.
+        FedprivError: of class `error`, if the path has another form, nothing callable is there, or
+            the module raises; of what it raises only an ImportError and a SyntaxError are quoted.
     """
     module_name, _, name = path.partition(":")
     if not all(part.isidentifier() for part in module_name.split(".")):
@@ -32,7 +33,7 @@ def import_function(what: str, path: str, error: type[FedprivError]) -> Function
     except SyntaxError as cause:  # its text says where
         raise error(f"{what} cannot be imported: SyntaxError: {cause}") from cause
     except Exception as cause:  # whatever somebody's module raises
-        raise error(f"{what} cannot be imported: {_where(cause)}") from cause
+        raise error(f"{what} cannot be imported: {raised_at(cause)}") from cause
     function = getattr(module, name, None)
     if not callable(function):
         public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
@@ -74,8 +75,23 @@ def check_options(
             raise error(f"{what} needs the {noun} {name!r}")
 
 
+def raised_at(cause: Exception) -> str:
+    """What was raised, and in which line; nothing of what it says, which may hold users' data."""
+    at = traceback.extract_tb(cause.__traceback__)[-1]
+    return f"{type(cause).__name__} at {at.filename}:{at.lineno}"
+
+
+def raised_with(cause: Exception) -> str:
+    """What was raised, in which line, and what it says."""
+    return f"{raised_at(cause)}: {' '.join(str(cause).split())}"
+
+
 def call_imported(
-    what: str, function: Function, options: Mapping[str, object], error: type[FedprivError]
+    what: str,
+    function: Function,
+    options: Mapping[str, object],
+    error: type[FedprivError],
+    told: Callable[[Exception], str] = raised_at,
 ) -> object:
     """Call somebody's function.
 
@@ -84,21 +100,16 @@ def call_imported(
         function: makes it.
         options: keyword arguments, from `check_options`.
         error: class of the error.
+        told: what the message says of an exception; `raised_with` where it cannot hold users' data.
 
     Raises:
         FedprivError: what the function raises: of class `error`, unless it is one already.
+        OSError: the function raises it.
         MemoryError: there is too little memory.
     """
     try:
         return function(**options)
-    except (FedprivError, MemoryError):
+    except (FedprivError, OSError, MemoryError):
         raise
     except Exception as cause:
-        raise error(f"{what} cannot be made: {_where(cause)}") from cause
-
-
-def _where(cause: Exception) -> str:
-    """What was raised, and in which line."""
-    at = traceback.extract_tb(cause.__traceback__)[-1]
-    said = " ".join(str(cause).split())
-    return f"{type(cause).__name__} at {at.filename}:{at.lineno}: {said}"
+        raise error(f"{what} cannot be made: {told(cause)}") from cause

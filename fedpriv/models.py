@@ -7,7 +7,7 @@ from torch import nn
 
 from fedpriv.character_models import CharacterMLP, CharacterTransformer
 from fedpriv.errors import ModelError, known_names
-from fedpriv.importing import call_imported, check_options, import_function
+from fedpriv.importing import call_imported, check_options, import_function, raised_with
 
 
 def softmax_regression(inputs: int = 64, classes: int = 10) -> nn.Module:
@@ -65,6 +65,7 @@ def build_model(name: str, options: Mapping[str, object], seed: int) -> nn.Modul
     Raises:
         ModelError: the name is unknown, an option is unknown or absent, or the function raises or
             does not return a module.
+        OSError: the function raises it.
     """
     if name not in MODELS and ":" not in name:
         raise ModelError(
@@ -75,7 +76,7 @@ def build_model(name: str, options: Mapping[str, object], seed: int) -> nn.Modul
     check_options(what, build, options, ModelError)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = call_imported(what, build, options, ModelError)
+        model = call_imported(what, build, options, ModelError, raised_with)
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name!r} returned a {type(model).__name__}; it must return a nn.Module")
     return model

@@ -27,5 +27,6 @@ def build_task(
     Raises:
         ModelError: a name is unknown, or what it names cannot be used.
         InvalidValueError: an option does not fit.
+        OSError: the model's function raises it.
     """
     return Task(build_model(model, options, seed), find_loss(loss), metrics=own_metrics(metrics))

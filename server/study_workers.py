@@ -165,6 +165,9 @@ def _done(task: Task, loaded: dict[str, Population], connection: Connection) -> 
         if repr(data) not in loaded:
             loaded.clear()  # the memory of one population
             loaded[repr(data)] = load_population(data.name, data.options)
+    except (FedprivError, OSError) as error:
+        return Failure(str(error))
+    try:
         result = run_task(
             task,
             loaded[repr(data)],

@@ -19,6 +19,9 @@ _LOADERS = {
 def load_population(name: str, options: Mapping[str, object]) -> Population:
     """Load a population by its name, or by the import path of a function that makes one.
 
+    Guarantees: of an exception that is not fedpriv's own, its message says the type and the line,
+    and nothing of the text, which may hold users' data.
+
     Args:
         name: "digits", "hugging-face", "mnist-writers", "redealt", "shakespeare-roles",
             "synthetic", or "package.module:function". Naming a function runs it: read a
@@ -33,6 +36,7 @@ def load_population(name: str, options: Mapping[str, object]) -> Population:
         DataError: no such name, module or function, or the function raises, or returns something
             else than a Population.
         InvalidValueError: an option is unknown or missing, or the loader refuses its value.
+        OSError: the function raises it.
     """
     if name not in _LOADERS and ":" not in name:
         raise DataError(

@@ -20,12 +20,17 @@ def make_of_anything(**options):
     return make(options["users"], rows=len(options))
 
 
+def fail():
+    raise ValueError("secret of a user")
+
+
 @pytest.fixture
 def module(monkeypatch):
     own = types.ModuleType("own_populations")
     own.make = make
     own.anything = make_of_anything
     own.wrong = lambda: 3
+    own.failing = fail
     own.constant = 5
     monkeypatch.setitem(sys.modules, "own_populations", own)
 
@@ -66,6 +71,12 @@ def test_import_path(module):
 def test_unknown_names_are_one_sentence(module, name, message):
     with pytest.raises(DataError, match=message):
         load_population(name, {})
+
+
+def test_what_a_loader_says_is_not_told(module):
+    """It may hold users' data, and nodes tell their server why they cannot take part."""
+    with pytest.raises(DataError, match=r"cannot be made: ValueError at .*test_registry\.py:\d+$"):
+        load_population("own_populations:failing", {})
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The transport over a Flower grid, with the app that nodes run and with hostile ones."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,12 +10,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MessageType,
+    RecordDict,
+)
 from transport_conformance import TransportConformance
 
 from fedpriv import flower, wire
 from fedpriv.clients.flower_node import respond
-from fedpriv.errors import StoppedError, WireError, WorkerError
+from fedpriv.errors import DataError, StoppedError, WireError, WorkerError
 from fedpriv.federated.aggregate import add_up
 from fedpriv.federated.transport import PartialSum, RoundRequest, Transport
 from fedpriv.server.asked import Hosting
@@ -406,6 +416,74 @@ def test_nodes_are_asked_once_who_they_are(folder: Path) -> None:
         second = nodes()
         assert len(grid.sent) == asked + 1
         assert second == {**first, "silo": 5}
+
+
+def failing(kind: str) -> object:
+    """A loader that says what it must not, in an error of this kind."""
+    kinds = {"ValueError": ValueError, "OSError": OSError, "DataError": DataError}
+    raise kinds[kind](SECRET)
+
+
+def value_error() -> object:
+    return failing("ValueError")
+
+
+def os_error() -> object:
+    return failing("OSError")
+
+
+def data_error() -> object:
+    return failing("DataError")
+
+
+def trouble_of(settings: Mapping[str, object], headers: Mapping[str, bytes]) -> str:
+    """What a node says to whoever asks who it is, where it cannot say so."""
+    grid = LocalGrid({FIRST_ID: (app, settings)})
+    try:
+        question = Message(flower.content_of(headers), FIRST_ID, MessageType.QUERY)
+        (reply,) = grid.send_and_receive([question], timeout=SECONDS)
+    finally:
+        grid.close()
+    return reply.content["fedpriv"][flower.TROUBLE].decode()
+
+
+@pytest.mark.parametrize("loader", ["value_error", "os_error", "data_error"])
+def test_what_a_loader_at_a_node_says_stays_there(
+    loader: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "node_loaders", sys.modules[__name__])
+    said = trouble_of({"node": "a", "users": f"node_loaders:{loader}"}, {})
+    assert said == "the node's users cannot be loaded; its log says where"
+    assert "the users cannot be loaded: DataError at " in caplog.text
+    assert SECRET not in caplog.text
+
+
+def test_no_user_of_a_node_is_named_to_the_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, width in [("adam", 1), ("eve", 2)]:
+        np.savez(tmp_path / f"{name}.npz", x=np.zeros((1, width)))
+    assert "cannot be loaded" in (said := trouble_of({"users": str(tmp_path)}, {}))
+    assert "eve" not in said + caplog.text
+
+
+@pytest.mark.parametrize(("kind", "words"), [("ValueError", "ValueError at"), ("OSError", "OSErr")])
+def test_what_a_loader_of_a_simulation_says_stays_at_the_worker(
+    kind: str, words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "node_loaders", sys.modules[__name__])
+    loads = flower.Simulated("node_loaders:failing", {"kind": kind}, "cpu", 32).encode()
+    said = trouble_of({"partition-id": 0, "num-partitions": 1}, {flower.SIMULATED: loads})
+    assert words in said
+    assert SECRET not in said + caplog.text
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [({"device": "none"}, "device is 'none'"), ({"chunk-mebibytes": 0}, "chunk_mebibytes is 0")],
+)
+def test_settings_that_are_not_legal_are_told(setting: dict[str, object], words: str) -> None:
+    assert words in trouble_of({"users": "no_such_folder", **setting}, {})
 
 
 WORKERS = {FIRST_ID + k: (app, {"partition-id": k, "num-partitions": 2}) for k in range(2)}
