@@ -24,7 +24,8 @@ class Task:
 
     Attributes:
         model: any module that maps inputs [B, …] to outputs [B, …] without mixing examples and
-            without changing its own buffers. Batch normalisation is replaced, in a copy, by
+            without changing its own buffers. Its forward finds parameters through `self`: users
+            who train side by side have copies of it. Batch normalisation is replaced, in a copy, by
             `RunningNorm`, which normalises with its running statistics in training too.
         loss: maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]
             that are averaged over all but the first axis; e.g. `cross_entropy` with
@@ -99,8 +100,9 @@ def check_task(task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> N
 
     Raises:
         ModelError: a field is absent, the model or the loss raises, the loss is not one number
-            per example or is not finite, the model has nothing to train, it changes buffers, or
-            what it gives for an example depends on those beside it.
+            per example or is not finite, the model has nothing to train, it changes buffers, a
+            copy of it does not use its own parameters, or what it gives for an example depends on
+            those beside it.
     """
     for column in (task.inputs, task.targets):
         if column not in examples:
@@ -121,20 +123,56 @@ def check_task(task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> N
                 f"buffer {name!r} changes in the forward pass, which would carry one user's data "
                 "to the next; use a layer without running state, such as GroupNorm"
             )
-    if losses.shape != (len(x),):
+    _check_losses(losses, len(x))
+    _check_copy(task, constants, x)
+    if _mixes(task, constants, x, y):
         raise ModelError(
-            f"the loss of {len(x)} examples has shape {list(losses.shape)}; it must be one number "
-            'per example, as with reduction="none"'
+            "model or loss mix examples: what one example gives depends on those beside it, which "
+            "would put one user's data into what another sends"
+        )
+
+
+def _check_losses(losses: torch.Tensor, examples: int) -> None:
+    if losses.shape != (examples,):
+        raise ModelError(
+            f"the loss of {examples} examples has shape {list(losses.shape)}; it must be one "
+            'number per example, as with reduction="none"'
         )
     if not bool(torch.isfinite(losses).all()):
         raise ModelError(
             "the model returns NaN or infinite losses at its initial parameters; "
             "check its initialisation and the scale of the inputs"
         )
-    if _mixes(task, constants, x, y):
+
+
+def _check_copy(task: Task, constants: TorchTensors, x: torch.Tensor) -> None:
+    """Refuse a model of which a copy gives anything else than itself at the same parameters.
+
+    A copy that calls the original reads the original's parameters, and two threads that swap in
+    their users' would then train with each other's.
+    """
+    generator = torch.Generator().manual_seed(0)
+    moved = {
+        name: torch.from_numpy(p) + 0.01 * torch.randn(p.shape, generator=generator)
+        for name, p in task.parameters().items()
+    }
+    # At an input of zeros, as a blank row is, weights make no difference.
+    x = x.masked_fill(x == 0, 1) if x.is_floating_point() else x
+    seen = []
+    try:
+        for model in (task.model, copy.deepcopy(task.model)):
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(0)
+                seen.append(functional_call(model, {**moved, **constants}, (x.clone(),)))
+    except Exception as error:
         raise ModelError(
-            "model or loss mix examples: what one example gives depends on those beside it, which "
-            "would put one user's data into what another sends"
+            f"the model cannot be copied, or not evaluated near its initial parameters: {error}"
+        ) from error
+    one, other = seen
+    if not torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True):
+        raise ModelError(
+            "a copy of the model does not use its own parameters, so that users cannot train side "
+            "by side; forward must reach them through self"
         )
 
 

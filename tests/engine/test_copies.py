@@ -1,0 +1,139 @@
+"""Models whose copies call the original: users side by side would train with each other's model."""
+
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from fedpriv.engine.task import Task, check_task
+from fedpriv.errors import ModelError
+from fedpriv.losses import cross_entropy
+from fedpriv.models import MODELS, build_model
+
+ROWS = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+BLANK = np.zeros((1, 6), np.float32)
+
+
+class Holding(nn.Module):
+    """Calls a function that it holds, which may be of another module."""
+
+    def __init__(self, inner: nn.Module, function: object) -> None:
+        super().__init__()
+        self.inner, self.function = inner, function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    """The model with a forward that calls the one it had."""
+    original = model.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return original(x)
+
+    model.forward = forward
+    return model
+
+
+def held(model: nn.Module) -> nn.Module:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    return Holding(model, function)
+
+
+def last_wrapped() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), wrapped(nn.Linear(8, 3)))
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model[2].weight = model[0].weight
+    return model
+
+
+def of_bound_method() -> nn.Module:
+    inner = nn.Linear(6, 3)
+    return Holding(inner, partial(inner.forward))
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def partly_frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    return model
+
+
+def check(model: nn.Module, rows: np.ndarray) -> None:
+    check_task(Task(model, cross_entropy), {"x": rows, "y": np.zeros(len(rows), np.int64)})
+
+
+@pytest.mark.parametrize("rows", [ROWS, BLANK], ids=["rows", "blank"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: wrapped(nn.Linear(6, 3)),
+        lambda: wrapped(nn.Linear(6, 3, bias=False)),
+        lambda: held(nn.Linear(6, 3)),
+        lambda: nn.Sequential(held(nn.Linear(6, 8)), nn.Linear(8, 3)),
+        last_wrapped,
+        lambda: wrapped(with_dropout()),
+        lambda: wrapped(build_model("softmax", {"inputs": 6}, 0)),
+    ],
+)
+def test_a_model_of_which_copies_call_the_original_is_refused(make, rows: np.ndarray) -> None:
+    with pytest.raises(ModelError, match="a copy of the model does not use its own parameters"):
+        check(make(), rows)
+
+
+def test_such_a_copy_ignores_what_is_swapped_into_it() -> None:
+    """Why it is refused: nothing else says so."""
+    task = Task(wrapped(nn.Linear(6, 3)), cross_entropy)
+    ones = {name: torch.ones(p.shape) for name, p in task.model.named_parameters()}
+    x = torch.from_numpy(ROWS)
+    outputs = [functional_call(m, ones, (x,)) for m in (task.model, task.evaluated().model)]
+    assert not torch.allclose(*outputs)
+
+
+@pytest.mark.parametrize("rows", [ROWS, BLANK], ids=["rows", "blank"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(6, 3),
+        tied,
+        of_bound_method,
+        with_dropout,
+        partly_frozen,
+        lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)),
+    ],
+)
+def test_other_models_are_accepted(make, rows: np.ndarray) -> None:
+    model = make()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    check(model, rows)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_by_name_are_accepted(name: str) -> None:
+    shape = {"softmax": (3, 64), "mlp": (3, 784), "cnn": (3, 1, 28, 28)}.get(name, (3, 9))
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, 96, shape)
+    x, y = (text, text) if "character" in name else (rng.random(shape, np.float32), np.arange(3))
+    for rows in (x, np.zeros_like(x)):
+        check_task(Task(build_model(name, {}, 0), cross_entropy), {"x": rows, "y": y})
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = nn.Linear(6, 3)
+    model.lock = threading.Lock()
+    with pytest.raises(ModelError, match="the model cannot be copied"):
+        check(model, ROWS)
