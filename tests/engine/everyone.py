@@ -1,16 +1,19 @@
-"""A small task, and requests to everyone of a population under any clipping."""
+"""A small task, users for it, and requests to everyone of a population under any clipping."""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
+from fedpriv.data.store import UserStore
 from fedpriv.engine.task import Task
 from fedpriv.federated.plan import TrainingPlan
 from fedpriv.federated.round import initial_state, open_round
 from fedpriv.federated.transport import LocalTraining, RoundRequest
 from fedpriv.losses import cross_entropy
 from fedpriv.privacy.adaptive import AdaptiveClipping
+from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.entropy import SeededEntropy
 from fedpriv.privacy.groups import flat, joint, layers, per_layer, scales_by_dimension
 from fedpriv.privacy.layout import Layout
@@ -22,6 +25,25 @@ from fedpriv.privacy.weights import Averaging
 def make_task() -> Task:
     torch.manual_seed(0)
     return Task(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), cross_entropy)
+
+
+def users_of(
+    sizes: Sequence[int], shape: tuple[int, ...] = (6,), classes: int = 3, scale: float = 1.0
+) -> UserStore:
+    """Users of these sizes, with normal inputs of a shape and a standard deviation."""
+    rng, rows = np.random.default_rng(0), sum(sizes)
+    x = scale * rng.standard_normal((rows, *shape)).astype(np.float32)
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return UserStore({"x": x, "y": rng.integers(0, classes, rows)}, offsets)
+
+
+def request_under(task: Task, local: LocalTraining, users: int, norm: float) -> RoundRequest:
+    """A request to so many users, under flat clipping."""
+    parameters = task.parameters()
+    layout = Layout.of(parameters)
+    clipping = Clipping(layout, flat(layout, norm))
+    key = bytes(range(32))
+    return RoundRequest("run", 0, 0, parameters, clipping, local, np.arange(users), key)
 
 
 def request_to_all(

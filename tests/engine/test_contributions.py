@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.data.store import UserStore
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.federated.aggregate import add_up
@@ -15,7 +14,7 @@ from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import flat
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.weights import Averaging, Weighting
-from tests.engine.everyone import make_task, request_to_all
+from tests.engine.everyone import make_task, request_to_all, users_of
 
 SIZES = [5, 0, 1, 12, 7, 3, 30, 2]
 BROKEN, RAISING = 4, 7
@@ -24,12 +23,7 @@ CAP = 6
 
 def make_transport() -> InProcessTransport:
     """Over users of whom one has NaN for data and another a class that does not exist."""
-    rng, rows = np.random.default_rng(0), sum(SIZES)
-    fields = {
-        "x": rng.standard_normal((rows, 6)).astype(np.float32),
-        "y": rng.integers(0, 3, rows),
-    }
-    users = UserStore(fields, np.concatenate([[0], np.cumsum(SIZES)]).astype(np.int64))
+    users = users_of(SIZES)
     users.fields["x"][users.rows_of(BROKEN)] = np.nan
     users.fields["y"][users.rows_of(RAISING)] = 99
     return InProcessTransport(make_task(), users, torch.device("cpu"), 20_000)

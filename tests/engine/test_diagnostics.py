@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.data.store import UserStore
 from fedpriv.engine.diagnostics import SimulationOnlyDiagnostics
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import Task
@@ -20,6 +19,7 @@ from fedpriv.privacy.adaptive import indicator_group, indicator_of
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import flat
 from fedpriv.privacy.layout import Layout
+from tests.engine.everyone import users_of
 
 SIZES = [5, 0, 1, 12, 7, 3, 30, 2]
 BROKEN, RAISING = 4, 7
@@ -32,12 +32,7 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def make_transport(memory: int = 20_000) -> tuple[InProcessTransport, list]:
-    rng, rows = np.random.default_rng(0), sum(SIZES)
-    fields = {
-        "x": 4 * rng.standard_normal((rows, 6)).astype(np.float32),
-        "y": rng.integers(0, 3, rows),
-    }
-    users = UserStore(fields, np.concatenate([[0], np.cumsum(SIZES)]).astype(np.int64))
+    users = users_of(SIZES, scale=4.0)
     users.fields["x"][users.rows_of(BROKEN)] = np.nan
     users.fields["y"][users.rows_of(RAISING)] = 99
     torch.manual_seed(0)

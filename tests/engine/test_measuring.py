@@ -23,6 +23,7 @@ from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import VectorGroup
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.metrics import Metric
+from tests.engine.everyone import users_of
 
 CPU = torch.device("cpu")
 SIZES = [5, 0, 1, 12, 7, 3, 30, 2]
@@ -49,13 +50,8 @@ def make_task() -> Task:
 
 
 def make_users() -> UserStore:
-    rng, rows = np.random.default_rng(0), sum(SIZES)
-    fields = {
-        "x": 3 * rng.standard_normal((rows, 6)).astype(np.float32),
-        "y": rng.integers(0, CLASSES, rows),
-        "note": np.array(["words"] * rows),
-    }
-    return UserStore(fields, np.concatenate([[0], np.cumsum(SIZES)]).astype(np.int64))
+    made = users_of(SIZES, classes=CLASSES, scale=3.0)
+    return UserStore({**made.fields, "note": np.array(["words"] * sum(SIZES))}, made.offsets)
 
 
 def request_for(task: Task, metrics: tuple[Metric, ...], users: list[int]) -> RoundRequest:

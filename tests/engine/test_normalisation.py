@@ -15,11 +15,12 @@ from fedpriv.engine.normalisation import RunningNorm, running_norms, without_bat
 from fedpriv.engine.task import Task, check_task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
-from fedpriv.federated.transport import LocalTraining, RoundRequest
+from fedpriv.federated.transport import LocalTraining
 from fedpriv.losses import cross_entropy
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import flat
 from fedpriv.privacy.layout import Layout
+from tests.engine.everyone import request_under, users_of
 
 CPU = torch.device("cpu")
 SIZES = [3, 1, 6, 2]
@@ -48,12 +49,7 @@ def make_model() -> nn.Module:
 
 
 def make_users() -> UserStore:
-    rng, rows = np.random.default_rng(0), sum(SIZES)
-    fields = {
-        "x": rng.standard_normal((rows, 2, 4)).astype(np.float32),
-        "y": rng.integers(0, 5, rows),
-    }
-    return UserStore(fields, np.concatenate([[0], np.cumsum(SIZES)]).astype(np.int64))
+    return users_of(SIZES, (2, 4), classes=5)
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
@@ -108,16 +104,7 @@ def test_local_training_equals_sgd_in_evaluation_mode() -> None:
     check_task(task, users.examples_of(0))
     local = LocalTraining(0.1, steps=3)
     layout = Layout.of(task.parameters())
-    request = RoundRequest(
-        "run",
-        0,
-        0,
-        task.parameters(),
-        Clipping(layout, flat(layout, 1e6)),
-        local,
-        np.arange(len(SIZES)),
-        bytes(32),
-    )
+    request = request_under(task, local, len(SIZES), 1e6)
     partials = list(InProcessTransport(task, users, CPU, 10**7).collect(request))
     expected = np.zeros(layout.dimension)
     for user in range(len(SIZES)):

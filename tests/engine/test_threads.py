@@ -21,9 +21,7 @@ from fedpriv.engine.trainer import ChunkSum, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.federated.transport import LocalTraining, RoundRequest
 from fedpriv.losses import cross_entropy
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from tests.engine.everyone import request_under, users_of
 
 SIZES = [3, 8, 8, 8, 1, 5, 8, 8, 2, 8, 8, 6]
 RAISING = 4
@@ -106,29 +104,13 @@ def test_chunks_are_even(users: int, most: int, threads: int) -> None:
 
 
 def make_users() -> UserStore:
-    rng, rows = np.random.default_rng(0), sum(SIZES)
-    fields = {
-        "x": rng.standard_normal((rows, 6)).astype(np.float32),
-        "y": rng.integers(0, 3, rows),
-    }
-    users = UserStore(fields, np.concatenate([[0], np.cumsum(SIZES)]).astype(np.int64))
+    users = users_of(SIZES)
     users.fields["y"][users.rows_of(RAISING)] = 99
     return users
 
 
 def request_to(task: Task) -> RoundRequest:
-    parameters = task.parameters()
-    layout = Layout.of(parameters)
-    return RoundRequest(
-        run="run",
-        round=0,
-        attempt=0,
-        parameters=parameters,
-        clipping=Clipping(layout, flat(layout, 0.3)),
-        local=LocalTraining(0.1, batch_size=4, epochs=2),
-        users=np.arange(len(SIZES)),
-        local_key=bytes(range(32)),
-    )
+    return request_under(task, LocalTraining(0.1, batch_size=4, epochs=2), len(SIZES), 0.3)
 
 
 def total_of(task: Task, threads: int, memory: int) -> tuple[np.ndarray, list[str]]:

@@ -22,6 +22,7 @@ from fedpriv.federated.transport import LocalTraining, RoundRequest
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import equal_split, flat, joint, layers, per_layer, scales_by_dimension
 from fedpriv.privacy.layout import Layout
+from tests.engine.everyone import users_of
 
 KEY = bytes(range(32))
 SIZES = [5, 0, 1, 12, 7, 7, 3, 30, 2, 11]
@@ -42,13 +43,7 @@ def make_task(kind: str = "layered") -> Task:
 
 
 def make_users() -> UserStore:
-    rng = np.random.default_rng(0)
-    rows = sum(SIZES)
-    fields = {
-        "x": rng.standard_normal((rows, 6)).astype(np.float32),
-        "y": rng.integers(0, 3, rows),
-    }
-    return UserStore(fields, np.concatenate([[0], np.cumsum(SIZES)]).astype(np.int64))
+    return users_of(SIZES)
 
 
 def request_for(task: Task, local: LocalTraining, users: list[int], strategy: str) -> RoundRequest:

@@ -1,20 +1,18 @@
 """Training a chunk never asks the device for a number, which would make a GPU's host wait."""
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedpriv.data.store import UserStore
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.federated.transport import LocalTraining, RoundRequest
+from fedpriv.federated.transport import LocalTraining
 from fedpriv.losses import cross_entropy
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.weights import Weighting
+from tests.engine.everyone import request_under, users_of
 
 SIZES = [3, 9, 4, 4]
 # What reads numbers of a tensor, or has a result whose shape depends on them.
@@ -49,23 +47,12 @@ MODELS = {
 
 @pytest.mark.parametrize("kind", sorted(MODELS))
 def test_a_chunk_asks_once_on_a_cpu_and_never_on_a_gpu(kind: str) -> None:
-    rng, rows = np.random.default_rng(0), sum(SIZES)
-    x, y = rng.standard_normal((rows, 1, 4, 4)).astype(np.float32), rng.integers(0, 3, rows)
-    users = UserStore({"x": x, "y": y}, np.concatenate([[0], np.cumsum(SIZES)]))
     task = Task(MODELS[kind](), cross_entropy)
-    layout = Layout.of(task.parameters())
-    groups = flat(layout, 0.1)
-    request = RoundRequest(
-        "run",
-        0,
-        0,
-        task.parameters(),
-        Clipping(layout, groups, weighted=("update",)),
-        LocalTraining(0.1, batch_size=2, epochs=1, momentum=0.5, proximal=0.1),
-        np.arange(len(SIZES)),
-        bytes(32),
-        weighting=Weighting(5),
-    )
+    local = LocalTraining(0.1, batch_size=2, epochs=1, momentum=0.5, proximal=0.1)
+    request = request_under(task, local, len(SIZES), 0.1)
+    clipping = replace(request.clipping, weighted=("update",))
+    request = replace(request, clipping=clipping, weighting=Weighting(5))
+    users = users_of(SIZES, (1, 4, 4))
     transport = InProcessTransport(task, users, torch.device("cpu"), 10**7)
     chunks = len(list(transport.collect(request)))  # what is measured once is known from here on
     with Asked() as asked:
