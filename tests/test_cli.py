@@ -242,6 +242,9 @@ def normalised():
     layers = torch.nn.Flatten(), torch.nn.SyncBatchNorm(64), torch.nn.Linear(64, 10)
     return torch.nn.Sequential(*layers)
 
+def absent():
+    open("none.csv")
+
 def twice():
     row = {"x": torch.zeros(1, 64).numpy(), "y": torch.zeros(1, dtype=torch.int64).numpy()}
     return Population("twice", from_grouped([("ann", row), ("bob", row), ("ann", row)]), row)
@@ -270,6 +273,7 @@ def twice():
         ([DIGITS, "--set", "model={name='mine:nan'}"], "NaN"),
         ([DIGITS, "--set", "model={name='mine:normalised'}"], "'1' is SyncBatchNorm"),
         ([DIGITS, "--set", "data={name='mine:twice'}"], "'ann'"),
+        ([DIGITS, "--set", "data={name='mine:absent'}"], "none.csv cannot be used: No such file"),
     ],
     ids=lambda value: str(value)[-40:],
 )

@@ -210,6 +210,23 @@ def test_what_fails_in_a_run_is_said_with_its_arm_and_seed(folder: Path) -> None
     assert (folder / "studies" / "tiny-study" / "results.json").exists()
 
 
+@pytest.mark.slow
+def test_users_that_a_worker_cannot_read_end_the_study_in_a_sentence(folder: Path) -> None:
+    base = OWN | {"data": {"name": "mine:gone"}}
+    (folder / "mine.py").write_text(MINE + GONE)
+    sentence = refused("compare", study_file(folder, base=base), "--workers", "1", cwd=folder)
+    assert "arm 'flat', seed 0: " in sentence
+    assert "the share is not there" in sentence
+
+
+GONE = """
+def gone():
+    if multiprocessing.parent_process() is not None:
+        raise ConnectionError("the share is not there")
+    return people(30)
+"""
+
+
 BROKEN = """
 def broken(outputs, targets):
     if multiprocessing.parent_process() is not None:
