@@ -20,7 +20,6 @@ from fedpriv.options import (
     RunFolder,
     check_resume,
 )
-from fedpriv.processor import widen_openblas
 from fedpriv.study_cli import register as register_studies
 
 app = typer.Typer(
@@ -187,7 +186,6 @@ register_studies(app)
 
 def main() -> None:
     """Run the command line; bad input is one sentence and exit code 2."""
-    widen_openblas()
     # Models and populations named package.module:function may lie in the working folder.
     sys.path.append(str(Path.cwd()))
     try:

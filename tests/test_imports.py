@@ -14,7 +14,6 @@ ALLOWED = {
     "fedpriv.accounting": set(),
     "fedpriv.privacy": {"fedpriv.accounting.events"},
     "fedpriv.importing": set(),
-    "fedpriv.processor": set(),
     "fedpriv.data": {"fedpriv.importing"},
     "fedpriv.federated": {"fedpriv.accounting", "fedpriv.privacy"},
     "fedpriv.engine": {
@@ -22,7 +21,6 @@ ALLOWED = {
         "fedpriv.federated.transport",
         "fedpriv.data.store",
         "fedpriv.importing",
-        "fedpriv.processor",
     },
     "fedpriv.character_models": set(),
     "fedpriv.models": {"fedpriv.character_models", "fedpriv.importing"},

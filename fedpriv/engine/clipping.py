@@ -116,7 +116,13 @@ def _in_float64(updates: Updates) -> Iterator[tuple[slice, TorchTensors]]:
         yield (
             lanes,
             {
-                name: part.copy_(tensor.reshape(part.shape))
+                name: _filled(part, tensor)
                 for part, (name, tensor) in zip(parts, tensors.items(), strict=True)
             },
         )
+
+
+def _filled(part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Part [C, d] of a buffer, with the numbers of a tensor [C, *shape] in their order."""
+    part.view(tensor.shape).copy_(tensor)
+    return part

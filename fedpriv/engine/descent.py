@@ -1,6 +1,6 @@
 """Gradient descent of many users at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,12 +20,15 @@ class Descent:
         local: learning rate, momentum and proximal term.
         current: parameters of each user, [C, *shape]; before the first step those of the start.
         velocity: of each user, [C, *shape]; empty before the first step and without momentum.
+        pending: whether `current` is still the direction of the first step, to be taken when it is
+            known whether users take another.
     """
 
     start: TorchTensors
     local: LocalTraining
     current: TorchTensors
     velocity: TorchTensors = field(default_factory=dict)
+    pending: bool = False
 
     @classmethod
     def begin(cls, start: TorchTensors, local: LocalTraining) -> "Descent":
@@ -37,6 +40,14 @@ class Descent:
         """Whether users may differ."""
         return self.current is not self.start
 
+    def placed(self) -> "Descent":
+        """With parameters as they are, for another step."""
+        if not self.pending:
+            return self
+        rate = self.local.learning_rate
+        current = {n: torch.sub(self.start[n], d, alpha=rate) for n, d in self.current.items()}
+        return replace(self, current=current, pending=False)
+
     def of_lanes(self, lanes: int) -> TorchTensors:
         """Parameters of each of C users, [C, *shape], to differentiate by."""
         return {
@@ -45,7 +56,7 @@ class Descent:
         }
 
     def after(self, gradients: TorchTensors, active: torch.Tensor | None) -> "Descent":
-        """Take a step.
+        """Take a step from parameters that are placed.
 
         Args:
             gradients: of each user, [C, *shape]; two may share memory, so none is written to.
@@ -64,20 +75,21 @@ class Descent:
                 else d.clone()
                 for name, d in directions.items()
             }
-        current = {
-            name: self._stepped(name, d if active is None else _masked(d, active))
-            for name, d in directions.items()
-        }
-        return Descent(self.start, self.local, current, directions if self.local.momentum else {})
+        masked = directions
+        if active is not None:
+            masked = {name: _masked(d, active) for name, d in directions.items()}
+        velocity = directions if self.local.momentum else {}
+        if not self.begun:
+            return replace(self, current=masked, velocity=velocity, pending=True)
+        rate = self.local.learning_rate
+        current = {n: self.current[n].sub_(d, alpha=rate) for n, d in masked.items()}
+        return replace(self, current=current, velocity=velocity)
 
     def updates(self) -> TorchTensors:
         """Parameters of each user minus those at the start: [C, *shape]."""
+        if self.pending:
+            return {name: d * -self.local.learning_rate for name, d in self.current.items()}
         return {name: end.sub_(self.start[name]) for name, end in self.current.items()}
-
-    def _stepped(self, name: str, direction: torch.Tensor) -> torch.Tensor:
-        if self.begun:
-            return self.current[name].sub_(direction, alpha=self.local.learning_rate)
-        return torch.sub(self.start[name], direction, alpha=self.local.learning_rate)
 
 
 def _masked(direction: torch.Tensor, active: torch.Tensor) -> torch.Tensor:

@@ -35,11 +35,13 @@ def train_layers_chunk(
     widths = (width,) * steps if low_rank else batches.widths
     models = {width: layers.replaced(low_rank, lanes * width) for width in set(widths)}
     shared = {key: parameters[key] for name in low_rank for key in layers.parameters(name)}
-    descent = Descent.begin({n: p for n, p in parameters.items() if n not in shared}, local)
+    own = {n: _as_gradients_lie(p) for n, p in parameters.items() if n not in shared}
+    descent = Descent.begin(own, local)
     coefficients = Coefficients.begin(lanes, steps, batches.weights.device)
     # A mean over each user's real examples; users are apart in the sum, so are its gradients.
     shares = batches.weights / batches.weights.sum(2, keepdim=True).clamp(min=1.0)
     for step, width in enumerate(widths):
+        descent = descent.placed()
         own = descent.of_lanes(lanes)
         x, y, share = (t[:, step, :width].flatten(0, 1) for t in (batches.x, batches.y, shares))
         for layer in low_rank.values():
@@ -59,3 +61,10 @@ def train_layers_chunk(
     for name, layer in low_rank.items():
         learnt |= zip(layers.parameters(name), layer.updates(), strict=True)
     return {name: learnt[name] for name in parameters}
+
+
+def _as_gradients_lie(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter in the order in memory of its gradients: those of convolutions by patches."""
+    if parameter.dim() != 4:
+        return parameter
+    return parameter.contiguous(memory_format=torch.channels_last)

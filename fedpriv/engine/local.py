@@ -35,6 +35,7 @@ def train_chunk(
     first, later = _gradient(task, constants, shared=True), _gradient(task, constants, shared=False)
     descent = Descent.begin(parameters, local)
     for step in range(len(batches.full)):
+        descent = descent.placed()
         gradient = later if descent.begun else first
         x, y, weights = batches.x[:, step], batches.y[:, step], batches.weights[:, step]
         directions = gradient(descent.current, x, y, weights)

@@ -1,6 +1,7 @@
 """One contestant at a time: each in a process of its own, stopped while it is not its turn."""
 
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from fedpriv.errors import WorkerError
 from simulations.benchmarks.contestants import Done, Turn
 
 _LONGEST_END = 60.0  # seconds; Ray takes a few
+_OF_OPENBLAS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
 
 @dataclass(frozen=True)
@@ -88,5 +90,7 @@ def _started(setting: Setting) -> Player:
         end = theirs.fileno()
         arguments = [setting.contestant, setting.work, setting.device, str(setting.threads)]
         command = [sys.executable, "-m", "simulations.benchmarks.process", *arguments, str(end)]
-        process = subprocess.Popen(command, pass_fds=[end])
+        # Libraries choose for themselves how they use the processor, whatever this shell says.
+        chosen = {k: v for k, v in os.environ.items() if k not in _OF_OPENBLAS}
+        process = subprocess.Popen(command, pass_fds=[end], env=chosen)
     return Player(setting.contestant, process, ours)

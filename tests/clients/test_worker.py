@@ -171,7 +171,7 @@ def test_users_that_end_the_process_count_as_zero(
 def test_a_user_that_hangs_counts_as_zero(worker: Worker, runner: asyncio.Runner) -> None:
     # Half of the time is for all; of the other half a new process and two users need little.
     names = ["u01", "u10", "u40"]
-    assert_equal(runner.run(worker.train(request_to(names), 14.0)), of_good(names))
+    assert_equal(runner.run(worker.train(request_to(names), 20.0)), of_good(names))
 
 
 def test_one_user_that_takes_longer_than_the_source_allows_sends_nothing(
