@@ -82,11 +82,12 @@ def added(parts: torch.Tensor, window: Window, size: tuple[int, int]) -> torch.T
         size: height and width of the images.
 
     Returns:
-        [N, height, width, channels].
+        [N, height, width, channels], of the type of the parts; added up in float32.
     """
     (height, width), (up, left), (dy, dx) = size, window.padding, window.dilation
     parts = parts.view(*parts.shape[:3], *window.kernel, -1)
-    total = parts.new_zeros((len(parts), height + 2 * up, width + 2 * left, parts.shape[-1]))
+    shape = len(parts), height + 2 * up, width + 2 * left, parts.shape[-1]
+    total = parts.new_zeros(shape, dtype=torch.float32)
     n, h, w, c = total.stride()
     down, right = h * window.stride[0], w * window.stride[1]
     rows, columns = window.apart
@@ -95,4 +96,4 @@ def added(parts: torch.Tensor, window: Window, size: tuple[int, int]) -> torch.T
         part = parts[:, row::rows, column::columns]
         if part.numel():
             total.as_strided(part.shape, steps, row * down + column * right).add_(part)
-    return total[:, up : up + height, left : left + width]
+    return total[:, up : up + height, left : left + width].to(parts.dtype)
