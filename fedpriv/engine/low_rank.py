@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from fedpriv.engine.matmul import product
+from fedpriv.engine.precision import lowered
 from fedpriv.engine.updates import OuterProducts
 from fedpriv.federated.transport import LocalTraining
 
@@ -83,7 +84,7 @@ class LowRankLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[C·B, …, in] → [C·B, …, out]."""
         rows = x.reshape(len(self._examples), -1, x.shape[-1])
-        self._remember(x, rows.detach())
+        self._remember(x, rows.detach().float())
         seen = self._inputs[:, : self._scaled.shape[1]]
         output: torch.Tensor = _Corrected.apply(  # type: ignore[no-untyped-call]
             rows, self.weight, self.bias, seen, self._scaled
@@ -101,7 +102,7 @@ class LowRankLinear(nn.Module):
             gradient: of the users' losses by `output`, same shape.
             position: [C, S] coefficients after the step.
         """
-        rows = gradient.reshape(len(self._examples), -1, gradient.shape[-1])
+        rows = gradient.float().reshape(len(self._examples), -1, gradient.shape[-1])
         before, count = self._scaled.shape[1], rows.shape[1]
         after = before + count
         if before == 0:
@@ -151,21 +152,26 @@ class _Corrected(torch.autograd.Function):
         scaled: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(weight, seen, scaled)
-        y = product(rows.flatten(0, 1), weight.t(), bias).view(*rows.shape[:2], -1)
-        if scaled.shape[1]:
-            products = product(rows, seen.transpose(1, 2))
+        flat, matrix = lowered(rows).flatten(0, 1), lowered(weight)
+        shift = None if bias is None else bias.to(matrix.dtype)
+        # The 1 of the bias would be lost in fewer bits beside products of long rows.
+        with torch.autocast(rows.device.type, enabled=False):
+            y = product(flat, matrix.t(), shift).view(*rows.shape[:2], -1)
+            if not scaled.shape[1]:
+                return y
+            products = product(rows.float(), seen.transpose(1, 2))
             if bias is not None:
                 products += 1.0
-            y += product(products, scaled)
-        return y
+            return y.float().add_(product(products, scaled)).to(y.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, seen, scaled = ctx.saved_tensors  # type: ignore[attr-defined]
-        of_rows = product(gradient.flatten(0, 1), weight).view(*gradient.shape[:2], -1)
+        of_rows = product(gradient.flatten(0, 1), weight.to(gradient.dtype)).float()
+        of_rows = of_rows.view(*gradient.shape[:2], -1)
         if scaled.shape[1]:
-            of_rows += product(product(gradient, scaled.transpose(1, 2)), seen)
+            of_rows += product(product(gradient.float(), scaled.transpose(1, 2)), seen)
         return of_rows, None, None, None, None
 
 

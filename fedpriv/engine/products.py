@@ -1,7 +1,8 @@
 """Products of examples with a matrix for each user, and what they give back.
 
 While all users' weights are the same, as before their first step, the products with them are one
-for all users; only the gradients by the weights are for each user.
+for all users; only the gradients by the weights are for each user. They are float32 and so are
+their sums, also where activations have fewer bits.
 """
 
 from math import prod
@@ -11,6 +12,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from fedpriv.engine.matmul import product
 from fedpriv.engine.patches import Window, added, patches
+from fedpriv.engine.precision import lowered
 
 
 def multiplied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -24,7 +26,7 @@ def multiplied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     Returns:
         [C·B, …, out].
     """
-    rows = x.reshape(len(weight), prod(x.shape[:-1]) // len(weight), x.shape[-1])
+    rows = lowered(x).reshape(len(weight), prod(x.shape[:-1]) // len(weight), x.shape[-1])
     y: torch.Tensor = _Multiplied.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], -1)
 
@@ -49,7 +51,7 @@ def convolved(
         [C·B, rows, columns, out].
     """
     y: torch.Tensor = _Convolved.apply(  # type: ignore[no-untyped-call]
-        images, weight, bias, window, spare
+        lowered(images), weight, bias, window, spare
     )
     return y
 
@@ -59,7 +61,7 @@ class _Multiplied(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        matrices = weight[:1] if _same(weight) else weight
+        matrices = lowered(weight[:1] if _same(weight) else weight)
         ctx.save_for_backward(rows, matrices)
         return _products(rows, matrices.transpose(1, 2), bias)
 
@@ -70,8 +72,8 @@ class _Multiplied(torch.autograd.Function):
         of_rows, _, of_bias = ctx.needs_input_grad  # type: ignore[attr-defined]
         return (
             _products(gradient, matrices) if of_rows else None,
-            product(gradient.transpose(1, 2), rows),
-            gradient.sum(1) if of_bias else None,
+            product(gradient.transpose(1, 2).float(), rows.float()),
+            gradient.sum(1, dtype=torch.float32) if of_bias else None,
         )
 
 
@@ -85,7 +87,7 @@ class _Convolved(torch.autograd.Function):
         window: Window,
         spare: list[torch.Tensor],
     ) -> torch.Tensor:
-        last = weight.movedim(2, -1)  # as patches have channels last
+        last = lowered(weight).movedim(2, -1)  # as patches have channels last
         matrices = (last[:1] if _same(weight) else last).flatten(2)
         seen = patches(images, window, spare.pop() if spare else None)
         ctx.save_for_backward(matrices)
@@ -105,13 +107,15 @@ class _Convolved(torch.autograd.Function):
         of_images, _, of_bias, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
         rows = seen.view(shape[0], -1, seen.shape[-1])
         lanes = gradient.reshape(*rows.shape[:2], -1)
-        of_weight = product(lanes.transpose(1, 2), rows).view(shape).movedim(-1, 2)
+        products = product(lanes.transpose(1, 2).float(), rows.float())
+        of_weight = products.view(shape).movedim(-1, 2)
         images = None
         if of_images:
             _products(lanes, matrices, out=rows)
             images = added(seen, ctx.window, ctx.size)  # type: ignore[attr-defined]
         ctx.spare.append(seen)  # type: ignore[attr-defined]
-        return images, of_weight, lanes.sum(1) if of_bias else None, None, None
+        of_bias = lanes.sum(1, dtype=torch.float32) if of_bias else None
+        return images, of_weight, of_bias, None, None
 
 
 def _same(parameter: torch.Tensor) -> bool:
@@ -127,9 +131,9 @@ def _products(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[C, n, i] times [C, i, o] or [1, i, o], plus [C, o]: [C, n, o], in `out` if given."""
-    added = None if bias is None else bias[:, None]
+    shift = None if bias is None else bias[:, None].to(rows.dtype)
     if len(matrices) == len(rows):
-        return product(rows, matrices, added, out=out)
+        return product(rows, matrices, shift, out=out)
     flat, into = rows.flatten(0, 1), None if out is None else out.flatten(0, 1)
-    y = product(flat, matrices[0], None if added is None else added[0], out=into)
+    y = product(flat, matrices[0], None if shift is None else shift[0], out=into)
     return y.view(*rows.shape[:2], -1)

@@ -52,3 +52,29 @@ def test_memory_that_is_used_again_changes_nothing() -> None:
         assert len(spare) == 1
     for again in seen[1:]:
         assert all(torch.equal(a, b) for a, b in zip(seen[0], again, strict=True))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    ("layer", "inputs", "weight"),
+    [(multiplied, (6, 2, 4), (1, 4)), (convolution, (6, 3, 3, 1), (1, 1, 2, 3))],
+)
+def test_gradients_of_bfloat16_are_added_up_in_float32(
+    layer: Layer, inputs: tuple[int, ...], weight: tuple[int, ...], shared: bool
+) -> None:
+    one = torch.ones(USERS, *weight)
+    leaves = [one[:1].expand(USERS, *weight) if shared else one, torch.ones(USERS, 1)]
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    found = []
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = layer(torch.ones(inputs), *leaves)
+        assert y.dtype == (torch.bfloat16 if enabled else torch.float32)
+        # Each user's first gradient is 1 and the others 2⁻⁹: 8 bits cannot hold their sum.
+        gradient = torch.full((USERS, y.numel() // USERS), 2.0**-9)
+        gradient[:, 0] = 1.0
+        found.append(torch.autograd.grad(y, leaves, gradient.view_as(y).to(y.dtype)))
+    for rounded, exact in zip(*found, strict=True):
+        assert rounded.dtype == torch.float32
+        assert torch.equal(rounded, exact)
+        assert not torch.equal(exact, exact.bfloat16())
