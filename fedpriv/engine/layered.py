@@ -6,12 +6,12 @@ by low-rank corrections to the shared weights. All else works on examples alone 
 """
 
 import torch
-from torch.func import functional_call
 
 from fedpriv.engine.batches import Batches
 from fedpriv.engine.descent import Descent
 from fedpriv.engine.layers import Layers
 from fedpriv.engine.low_rank import Coefficients, LowRankLinear
+from fedpriv.engine.precision import Activations, outputs_of
 from fedpriv.engine.task import Task, TorchTensors
 from fedpriv.engine.updates import OuterProducts, Updates
 from fedpriv.federated.transport import LocalTraining
@@ -24,6 +24,7 @@ def train_layers_chunk(
     constants: TorchTensors,
     batches: Batches,
     local: LocalTraining,
+    activations: Activations = "float32",
 ) -> Updates:
     """Train C users from the same parameters; arguments and result as of `train_chunk`."""
     lanes, steps, width = batches.shape
@@ -46,7 +47,7 @@ def train_layers_chunk(
         x, y, share = (t[:, step, :width].flatten(0, 1) for t in (batches.x, batches.y, shares))
         for layer in low_rank.values():
             layer.give(x)
-        outputs = functional_call(models[width], {**shared, **own, **constants}, (x,))
+        outputs = outputs_of(models[width], {**shared, **own, **constants}, x, activations)
         gradients = torch.autograd.grad(
             (task.losses_of(outputs, y) * share).sum(),
             [*own.values(), *(layer.output for layer in low_rank.values())],

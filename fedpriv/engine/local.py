@@ -7,6 +7,7 @@ from torch.func import grad, vmap
 
 from fedpriv.engine.batches import Batches
 from fedpriv.engine.descent import Descent
+from fedpriv.engine.precision import Activations, outputs_of
 from fedpriv.engine.task import Task, TorchTensors
 from fedpriv.federated.transport import LocalTraining
 
@@ -19,6 +20,7 @@ def train_chunk(
     constants: TorchTensors,
     batches: Batches,
     local: LocalTraining,
+    activations: Activations = "float32",
 ) -> TorchTensors:
     """Train C users from the same parameters, each on its own batches.
 
@@ -28,11 +30,12 @@ def train_chunk(
         constants: frozen parameters and buffers.
         batches: of the users.
         local: learning rate, momentum and proximal term.
+        activations: of the model.
 
     Returns:
         Updates (trained minus initial parameters), each tensor [C, *shape].
     """
-    first, later = _gradient(task, constants, shared=True), _gradient(task, constants, shared=False)
+    first, later = (_gradient(task, constants, activations, shared=s) for s in (True, False))
     descent = Descent.begin(parameters, local)
     for step in range(len(batches.full)):
         descent = descent.placed()
@@ -43,7 +46,9 @@ def train_chunk(
     return descent.updates()
 
 
-def _gradient(task: Task, constants: TorchTensors, *, shared: bool) -> Gradient:
+def _gradient(
+    task: Task, constants: TorchTensors, activations: Activations, *, shared: bool
+) -> Gradient:
     """Per-user gradient of the mean loss over a user's real examples.
 
     While the parameters are still shared by all users, the forward pass is one matrix product.
@@ -52,7 +57,8 @@ def _gradient(task: Task, constants: TorchTensors, *, shared: bool) -> Gradient:
     def mean_loss(
         trainable: TorchTensors, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        losses = task.example_losses(trainable, constants, x, y)
+        outputs = outputs_of(task.model, {**trainable, **constants}, x, activations)
+        losses = task.losses_of(outputs, y)
         return (losses * weights).sum() / weights.sum().clamp(min=1.0)
 
     in_dims = (None if shared else 0, 0, 0, 0)

@@ -16,11 +16,11 @@ from fedpriv.engine.batches import Batches
 from fedpriv.engine.chunks import example_bytes, lane_bytes, lanes_within, metric_bytes
 from fedpriv.engine.clipping import clipped_sum
 from fedpriv.engine.diagnostics import ChunkDiagnostics, diagnose_chunk
-from fedpriv.engine.layered import train_layers_chunk
 from fedpriv.engine.layers import Layers, layers_of
-from fedpriv.engine.local import train_chunk
+from fedpriv.engine.learning import check_learning, learn
 from fedpriv.engine.measuring import Examples, mean_losses, user_metrics
 from fedpriv.engine.memory import keep_freed_memory
+from fedpriv.engine.precision import Activations
 from fedpriv.engine.schedule import schedule
 from fedpriv.engine.seeding import draws, seeded
 from fedpriv.engine.start import Start
@@ -64,6 +64,7 @@ class Trainer:
             in the store.
         device: where to train.
         memory: bytes that a chunk may take, roughly.
+        activations: of the model while users train.
         draws: whether training draws random numbers.
         observed: whether an observer is told of the users.
     """
@@ -76,6 +77,7 @@ class Trainer:
     hosted: npt.NDArray[np.int64] | None
     device: torch.device
     memory: int
+    activations: Activations
     draws: bool
     observed: bool
 
@@ -87,23 +89,32 @@ class Trainer:
         hosted: npt.NDArray[np.int64] | None,
         device: torch.device,
         memory: int,
+        activations: Activations,
         *,
         observed: bool,
     ) -> "Trainer":
-        """Look at a task once for all chunks; arguments as the attributes."""
+        """Look at a task once for all chunks; arguments as the attributes.
+
+        Raises:
+            ModelError: the model cannot be trained with such activations on a row of zeros.
+        """
         keep_freed_memory()
         constants = task.constants(device)
         row = blank(users)
         x, y = (torch.from_numpy(row[name]) for name in (task.inputs, task.targets))
+        layers = layers_of(task, x, y)
+        if activations != "float32":
+            check_learning(task, layers, constants, row, device, activations)
         return cls(
             task,
             task.evaluated(),
-            layers_of(task, x, y),
+            layers,
             constants,
             users,
             hosted,
             device,
             memory,
+            activations,
             draws(task, constants, x, y),
             observed,
         )
@@ -192,10 +203,7 @@ class Trainer:
         batches = Batches.of(plan, x, y, self.device)
         first = int(enrolled[0])
         with seeded(request.local_key, first, self.device) if self.draws else nullcontext():
-            given = (self.task, start.parameters, start.constants, batches, request.local)
-            if self.layers is not None:
-                return train_layers_chunk(self.layers, *given)
-            return train_chunk(*given)
+            return learn(self.task, self.layers, start, batches, request.local, self.activations)
 
     def _examples(self, request: RoundRequest, chunk: npt.NDArray[np.int64]) -> Examples:
         """All examples of the users of a chunk, to be measured within the memory of a chunk."""

@@ -17,6 +17,7 @@ from fedpriv.engine.diagnostics import (
 )
 from fedpriv.engine.matmul import blas_threads
 from fedpriv.engine.metric_checks import check_metrics
+from fedpriv.engine.precision import Activations, activations_named
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task
 from fedpriv.engine.threads import in_threads, one_thread
@@ -65,6 +66,11 @@ class InProcessTransport(Transport):
             part of it; None if position i of the store is user i.
         observer: called at the end of each round with figures that are not private; None, as in
             every deployment, computes none.
+        activations: "float32" or "bfloat16", of the model while users train; sums, clipping and
+            metrics are the same.
+
+    Raises:
+        InvalidValueError: activations have another name.
     """
 
     task: Task
@@ -73,6 +79,10 @@ class InProcessTransport(Transport):
     chunk_memory: int
     hosted: npt.NDArray[np.int64] | None = None
     observer: Callable[[SimulationOnlyDiagnostics], None] | None = None
+    activations: Activations = "float32"
+
+    def __post_init__(self) -> None:
+        activations_named(self.activations)
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the sum of the clipped contributions of each chunk.
@@ -184,6 +194,7 @@ class InProcessTransport(Transport):
             self.hosted,
             self.device,
             self.chunk_memory,
+            self.activations,
             observed=self.observer is not None,
         )
 

@@ -1,0 +1,225 @@
+"""Training with activations of bfloat16: near float32, and as private."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedpriv.data.store import UserStore
+from fedpriv.engine import layers as engine_layers
+from fedpriv.engine.batches import Batches
+from fedpriv.engine.layers import layers_of
+from fedpriv.engine.learning import learn
+from fedpriv.engine.metrics import metric
+from fedpriv.engine.precision import Activations, activations_named
+from fedpriv.engine.schedule import Schedule
+from fedpriv.engine.start import Start
+from fedpriv.engine.task import Task
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.engine.updates import OuterProducts, Updates, whole
+from fedpriv.errors import InvalidValueError, ModelError
+from fedpriv.federated.transport import LocalTraining, RoundRequest
+from fedpriv.losses import cross_entropy
+from fedpriv.models import build_model
+from fedpriv.privacy.contribution import Clipping
+from fedpriv.privacy.groups import flat
+from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.weights import Averaging
+from tests.engine.everyone import make_task, request_to_all
+
+CPU = torch.device("cpu")
+ROUNDING = 2.0**-8  # the largest relative error of a number of 8 significant bits
+LOCAL = LocalTraining(0.1, steps=3, momentum=0.5)
+SIZES = [4, 1, 3]
+TEXT = {"alphabet": 7, "length": 5, "width": 8, "blocks": 1}
+
+
+def general() -> nn.Module:
+    """Trained by `torch.func`, since batch normalisation is no known layer."""
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+# Model, shape of an example, and products between input and output.
+KINDS = {
+    "mlp": ("mlp", {"inputs": 36, "hidden": 16}, (6, 6), 2),
+    "cnn": ("cnn", {}, (1, 28, 28), 4),
+    "transformer": ("character-transformer", TEXT, (5,), 7),
+    "general": (f"{__name__}:general", {}, (6,), 2),
+}
+
+
+def task_of(kind: str) -> Task:
+    name, options, *_ = KINDS[kind]
+    return Task(general() if kind == "general" else build_model(name, options, 0), cross_entropy)
+
+
+def users_of(kind: str) -> UserStore:
+    *_, shape, _ = KINDS[kind]
+    rng, rows = np.random.default_rng(0), sum(SIZES)
+    if kind == "transformer":
+        x = rng.integers(0, TEXT["alphabet"], (rows, *shape))
+        fields = {"x": x, "y": np.roll(x, -1, 1)}
+    else:
+        x = rng.standard_normal((rows, *shape)).astype(np.float32)
+        fields = {"x": x, "y": rng.integers(0, 3, rows)}
+    return UserStore(fields, np.concatenate([[0], np.cumsum(SIZES)]).astype(np.int64))
+
+
+def transport_of(kind: str, activations: Activations = "bfloat16") -> InProcessTransport:
+    torch.manual_seed(0)
+    return InProcessTransport(task_of(kind), users_of(kind), CPU, 2**24, activations=activations)
+
+
+def request_of(task: Task, users: int, norm: float) -> RoundRequest:
+    parameters = task.parameters()
+    layout = Layout.of(parameters)
+    clipping = Clipping(layout, flat(layout, norm))
+    return RoundRequest("run", 0, 0, parameters, clipping, LOCAL, np.arange(users), bytes(32))
+
+
+def total_of(transport: InProcessTransport, request: RoundRequest) -> np.ndarray:
+    return sum(partial.total for partial in transport.collect(request))
+
+
+def by_autocast(task: Task, users: UserStore) -> np.ndarray:
+    """Sum of unclipped updates of a plain loop under torch's own autocast, full batches."""
+    total = 0.0
+    for user in range(users.population):
+        model = copy.deepcopy(task.model)
+        optimizer = torch.optim.SGD(model.parameters(), LOCAL.learning_rate, LOCAL.momentum)
+        x, y = (torch.from_numpy(users.examples_of(user)[name]) for name in ("x", "y"))
+        for _ in range(LOCAL.steps or 0):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = model(x)
+            task.losses_of(outputs.float(), y).mean().backward()
+            optimizer.step()
+        pairs = zip(model.parameters(), task.model.parameters(), strict=True)
+        total = total + torch.cat([(p - q).detach().flatten() for p, q in pairs]).double()
+    return total.numpy()
+
+
+@pytest.mark.parametrize("touches", [0, 10**9], ids=["weights", "corrections"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_sums_are_close_to_those_of_float32_and_others(
+    kind: str, touches: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_layers, "_TOUCHES", touches)
+    exact, rounded = transport_of(kind, "float32"), transport_of(kind)
+    request = request_of(exact.task, len(SIZES), 1e9)
+    expected = total_of(exact, request)
+    size = np.linalg.norm(expected)
+    off = np.linalg.norm(total_of(rounded, request) - expected) / size
+    # Two factors and the result of each product are rounded, on the way there and back.
+    assert ROUNDING / 100 < off < 6 * KINDS[kind][-1] * ROUNDING
+    plain = np.linalg.norm(by_autocast(exact.task, exact.users) - expected) / size
+    assert off < 1.5 * plain
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_each_users_contribution_is_within_the_clipping_norm(kind: str) -> None:
+    transport = transport_of(kind)
+    norm = 1e-3
+    request = request_of(transport.task, len(SIZES), norm)
+    for user in range(len(SIZES)):
+        sent = np.linalg.norm(total_of(transport, replace(request, users=np.array([user]))))
+        assert norm * (1 - 1e-6) < sent <= norm
+
+
+def learnt(kind: str, x: np.ndarray, y: np.ndarray) -> Updates:
+    """Updates of users with inputs [S, C, B, …]."""
+    torch.manual_seed(0)
+    task = task_of(kind)
+    row = [torch.from_numpy(array[0, 0, :1]) for array in (x, y)]
+    steps, lanes, width = x.shape[:3]
+    plan = Schedule(
+        np.zeros((lanes, steps, width), np.int64), np.ones((lanes, steps, width), np.float32)
+    )
+    arrays = task.parameters().items()
+    start = Start({name: torch.from_numpy(a) for name, a in arrays}, task.constants(CPU))
+    layers = layers_of(task, *row)
+    assert (layers is None) == (kind == "general")
+    return learn(task, layers, start, Batches.of(plan, x, y, CPU), LOCAL, "bfloat16")
+
+
+def batches(kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Two steps of four users with batches of three."""
+    *_, shape, _ = KINDS[kind]
+    rng = np.random.default_rng(0)
+    if kind == "transformer":
+        x, y = rng.integers(0, TEXT["alphabet"], (2, 2, 4, 3, *shape))
+        return x, y
+    x = rng.standard_normal((2, 4, 3, *shape)).astype(np.float32)
+    return x, rng.integers(0, 3, (2, 4, 3))
+
+
+@pytest.mark.parametrize("touches", [0, 10**9], ids=["weights", "corrections"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_users_update_is_the_same_to_the_last_bit_whoever_is_beside_it(
+    kind: str, touches: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_layers, "_TOUCHES", touches)
+    x, y = batches(kind)
+    before = whole(learnt(kind, x, y))
+    if kind == "transformer":
+        x[:, 1], x[:, 3] = 0, TEXT["alphabet"] - 1
+    else:
+        x[:, 1], x[:, 3] = np.nan, 1e30
+    after = whole(learnt(kind, x, y))
+    for name, update in after.items():
+        assert torch.equal(update[::2], before[name][::2]), name
+    assert not all(torch.equal(u[1::2], before[name][1::2]) for name, u in after.items())
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_updates_are_float32(kind: str) -> None:
+    updates = learnt(kind, *batches(kind))
+    assert all(update.dtype == torch.float32 for update in whole(updates).values())
+    for update in updates.values():
+        if isinstance(update, OuterProducts):
+            assert update.left.dtype == update.right.dtype == torch.float32
+
+
+def test_metrics_are_those_of_float32() -> None:
+    asked = (metric("accuracy"), metric("loss", bound=5.0))
+    local = LocalTraining(0.1, batch_size=4, steps=3)
+    request = request_to_all(len(SIZES), local, "flat", asked, Averaging(), adaptive=False)
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for activations in ("float32", "bfloat16"):
+        transport = InProcessTransport(
+            make_task(), users_of("general"), CPU, 2**24, activations=activations
+        )
+        found[activations] = request.clipping.layout.unflatten(total_of(transport, request))
+    for name, tensor in found["float32"].items():
+        same = np.array_equal(tensor, found["bfloat16"][name])
+        assert same == (name not in request.parameters), name
+
+
+class Picky(nn.Module):
+    """Works in float32 alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.float32:
+            raise TypeError("too few bits")
+        return x
+
+
+def test_a_model_that_cannot_is_refused_before_any_user_trains() -> None:
+    users = users_of("general")
+    request = request_of(Task(general(), cross_entropy), len(SIZES), 1.0)
+    task = Task(nn.Sequential(*general(), Picky()), cross_entropy)
+    exact = InProcessTransport(task, users, CPU, 2**24)
+    assert np.any(total_of(exact, request))
+    message = "cannot be trained with bfloat16 activations: too few bits"
+    with pytest.raises(ModelError, match=message):
+        next(iter(replace(exact, activations="bfloat16").collect(request)))
+
+
+def test_other_names_are_refused() -> None:
+    assert activations_named("bfloat16") == "bfloat16"
+    message = "activations is 'float16'; legal are float32 and bfloat16"
+    with pytest.raises(InvalidValueError, match=message):
+        replace(transport_of("mlp"), activations="float16")
