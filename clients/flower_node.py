@@ -9,6 +9,8 @@ from flwr.app import RecordDict
 
 from fedpriv.data.population import Population
 from fedpriv.data.registry import load_population
+from fedpriv.engine.precision import activations_named
+from fedpriv.engine.precision import activations_named
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, WireError
 from fedpriv.federated.transport import RoundRequest
@@ -47,8 +49,8 @@ Settings = Mapping[str, object]
 """What Flower calls the configuration of a node.
 
 A worker of a simulation has `partition-id` and `num-partitions`. A node that hosts enrolled users
-has `node`, its name, and `users`, as `clients.users.load_users` reads it; it may have `device` and
-`chunk-mebibytes`.
+has `node`, its name, and `users`, as `clients.users.load_users` reads it; it may have `device`,
+`chunk-mebibytes` and `activations`.
 """
 
 
@@ -107,13 +109,15 @@ def _host_of(settings: Settings) -> Host:
     memory = settings.get("chunk-mebibytes", Source.chunk_mebibytes)
     if not isinstance(memory, int):
         raise InvalidValueError(f"chunk-mebibytes is {memory!r}; it must be a whole number")
-    source, found = Source(users, device, memory), device_named(device)
+    named = str(settings.get("activations", Source.activations))
+    source = Source(users, device, memory, activations=named)
+    found, activations = device_named(device), activations_named(named)
     try:
         loaded = load_users(users)
     except FedprivError as error:  # its text may name a user, or hold what the loader put into it
         _log.error("the users cannot be loaded: %s", raised_at(error))
         raise DataError("the node's users cannot be loaded; its log says where") from None
-    return Host(loaded, found, source)
+    return Host(loaded, found, activations, source)
 
 
 def _simulated(content: RecordDict) -> bytes:
@@ -151,6 +155,7 @@ def _worker(simulated: bytes, welcome: bytes) -> Node:
         _population(simulated).users,
         device_named(described.device),
         described.chunk_mebibytes * _MEBIBYTE,
+        activations=activations_named(described.activations),
     )
     return Node("", transport)
 

@@ -42,6 +42,7 @@ class Joining:
         device: where to train.
         memory_mebibytes: that training may take; None: without limit.
         seconds: longest for one round; None: until its deadline.
+        activations: of the model while users train, as `InProcessTransport` has them.
         once: leave when the run is over, instead of waiting for another.
         backoff: how long to wait when the connection was lost.
     """
@@ -57,6 +58,7 @@ class Joining:
     device: str = "auto"
     memory_mebibytes: int | None = None
     seconds: float | None = None
+    activations: str = "float32"
     once: bool = False
     backoff: Backoff = Backoff()  # noqa: RUF009 - frozen, so sharing it is safe
 
@@ -113,6 +115,7 @@ def _source(joining: Joining) -> Source:
         device=joining.device,
         memory_mebibytes=joining.memory_mebibytes,
         seconds=joining.seconds,
+        activations=joining.activations,
     )
 
 

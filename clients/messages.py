@@ -39,6 +39,7 @@ class Source:
         memory_mebibytes: address space that training may take beside what the process has taken
             once data and model are loaded (Linux); None: without limit.
         seconds: longest for one round; None: until its deadline.
+        activations: of the model while users train, as `InProcessTransport` has them.
 
     Raises:
         InvalidValueError: a number is not positive.
@@ -49,6 +50,7 @@ class Source:
     chunk_mebibytes: int = 128
     memory_mebibytes: int | None = None
     seconds: float | None = None
+    activations: str = "float32"
 
     def __post_init__(self) -> None:
         for name in ("chunk_mebibytes", "memory_mebibytes", "seconds"):

@@ -15,6 +15,7 @@ from torch.func import grad, vmap
 from fedpriv import errors
 from fedpriv.data.store import UserStore
 from fedpriv.engine.metric_checks import check_metrics
+from fedpriv.engine.precision import Activations, activations_named
 from fedpriv.engine.task import Task, check_task
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError
@@ -39,11 +40,13 @@ class Host:
     Attributes:
         users: their data.
         device: where to train.
+        activations: of the model while users train.
         source: limits.
     """
 
     users: UserStore
     device: torch.device
+    activations: Activations
     source: Source
 
     @classmethod
@@ -52,9 +55,11 @@ class Host:
 
         Raises:
             DataError: the users cannot be loaded.
-            InvalidValueError: this machine does not have the device.
+            InvalidValueError: this machine does not have the device, or there are no such
+                activations.
         """
-        return cls(load_users(source.users), device_named(source.device), source)
+        activations = activations_named(source.activations)
+        return cls(load_users(source.users), device_named(source.device), activations, source)
 
     @property
     def loaded(self) -> Loaded:
@@ -74,8 +79,10 @@ class Host:
         blank = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in self.users.fields.items()}
         check_task(task, blank)
         memory = self.source.chunk_mebibytes * _MEBIBYTE
-        _warm_up(InProcessTransport(task, UserStore(blank, np.array([0, 1])), self.device, memory))
-        transport = InProcessTransport(task, self.users, self.device, memory, hosted)
+        transport = InProcessTransport(
+            task, self.users, self.device, memory, hosted, activations=self.activations
+        )
+        _warm_up(replace(transport, users=UserStore(blank, np.array([0, 1])), hosted=None))
         return Trainer(transport, blank)
 
 

@@ -70,8 +70,9 @@ class Experiment:
 
     def in_process(self, users: UserStore) -> InProcessTransport:
         """Transport that trains the enrolled users in this process."""
-        memory = self.config.engine.chunk_mebibytes * 2**20
-        return InProcessTransport(self.task, users, self.device, memory)
+        engine = self.config.engine
+        memory, activations = engine.chunk_mebibytes * 2**20, engine.activations
+        return InProcessTransport(self.task, users, self.device, memory, activations=activations)
 
 
 @dataclass(frozen=True)

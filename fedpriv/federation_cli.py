@@ -102,6 +102,9 @@ def join(
     seconds: Annotated[
         float | None, typer.Option(help="longest training of a round", show_default="its deadline")
     ] = None,
+    activations: Annotated[
+        str, typer.Option(help="of the model while it trains: float32 or bfloat16")
+    ] = "float32",
     once: Annotated[bool, typer.Option("--once", help="leave when the run is over")] = False,
     log_format: LogForm = LogFormat.TEXT,
 ) -> None:
@@ -128,6 +131,7 @@ def join(
             device=device,
             memory_mebibytes=memory,
             seconds=seconds,
+            activations=activations,
             once=once,
         )
     )

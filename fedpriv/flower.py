@@ -39,12 +39,14 @@ class Simulated:
         options: of the loader.
         device: where to train.
         chunk_mebibytes: memory that a chunk of users may take, roughly.
+        activations: of the model while users train, as `InProcessTransport` has them.
     """
 
     name: str
     options: Mapping[str, object]
     device: str
     chunk_mebibytes: int
+    activations: str = "float32"
 
     def encode(self) -> bytes:
         """The header.

@@ -185,10 +185,14 @@ class NoiseSection(Section):
 
 
 class EngineSection(Section):
-    """Where and how fast; nothing here changes the result or the guarantee."""
+    """Where and how fast; nothing here changes the guarantee.
+
+    The result changes only by rounding: in `activations` of "bfloat16" to 8 bits while users train.
+    """
 
     device: str = "auto"
     chunk_mebibytes: Count = 128
+    activations: Literal["float32", "bfloat16"] = "float32"
 
 
 class OutputSection(Section):

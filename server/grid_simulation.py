@@ -138,7 +138,8 @@ class GridSimulation:
     def _simulated(self) -> Simulated:
         config = self.experiment.config
         data, engine = config.data, config.engine
-        return Simulated(data.name, data.options, engine.device, engine.chunk_mebibytes)
+        given = data.name, data.options, engine.device, engine.chunk_mebibytes
+        return Simulated(*given, engine.activations)
 
     @property
     def _welcome(self) -> bytes:

@@ -4,18 +4,20 @@ Each kind of work has batches of 10, one local epoch and flat clipping:
 
 * mlp: 784–128–10, 100 users of 50 images;
 * cnn: the CNN of the DP-SGD tutorials, the same users;
-* softmax: regression from 60 numbers to 10 classes, 1,000 users of 10 examples.
+* softmax: regression from 60 numbers to 10 classes, 1,000 users of 10 examples;
+* transformer: `character-transformer`, 40 users of 20 texts of 40 characters.
 
 Both sides train, clip and sum; they run in alternation and the medians are printed.
 
-    python -m simulations.throughput [--json FILE] [--device cuda]
+    python -m simulations.throughput [--json FILE] [--device cuda] [--activations float32 bfloat16]
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fedpriv.character_models import CharacterTransformer
 from fedpriv.data.store import UserStore
+from fedpriv.engine.precision import Activations, activations_named
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.federated.transport import LocalTraining, RoundRequest
@@ -40,20 +44,28 @@ LOCAL = LocalTraining(learning_rate=0.1, batch_size=10, epochs=1)
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained: a model, and users of equal size with random examples of a shape."""
+    """What is trained: a model, and users of equal size with random examples of a shape.
+
+    Examples are numbers of one of ten classes or, with an `alphabet`, texts whose next character is
+    asked for at each place.
+    """
 
     model: Callable[[], nn.Module]
     users: int
     examples: int
     shape: tuple[int, ...]
+    alphabet: int = 0
 
     @property
     def population(self) -> UserStore:
         """The users."""
         rng = np.random.default_rng(0)
         rows = self.users * self.examples
-        x = rng.standard_normal((rows, *self.shape), dtype=np.float32)
         offsets = np.arange(0, rows + 1, self.examples)
+        if self.alphabet:
+            text = rng.integers(0, self.alphabet, (rows, *self.shape))
+            return UserStore({"x": text, "y": np.roll(text, -1, 1)}, offsets)
+        x = rng.standard_normal((rows, *self.shape), dtype=np.float32)
         return UserStore({"x": x, "y": rng.integers(0, 10, rows)}, offsets)
 
 
@@ -61,6 +73,7 @@ WORKS = {
     "mlp": Work(mlp, 100, 50, (1, 28, 28)),
     "cnn": Work(cnn, 100, 50, (1, 28, 28)),
     "softmax": Work(partial(softmax_regression, inputs=60), 1_000, 10, (60,)),
+    "transformer": Work(CharacterTransformer, 40, 20, (40,), alphabet=96),
 }
 
 
@@ -128,7 +141,12 @@ def measure(rounds: dict[str, Callable[[], None]]) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def speeds_of(work: Work, device: torch.device, chunk_mebibytes: list[int]) -> dict[str, float]:
+def speeds_of(
+    work: Work,
+    device: torch.device,
+    chunk_mebibytes: Sequence[int],
+    activations: Sequence[Activations] = ("float32",),
+) -> dict[str, float]:
     """Users per second of the plain loop, on the CPU, and of the engine."""
     torch.manual_seed(0)
     users, task = work.population, Task(work.model(), example_losses)
@@ -136,9 +154,11 @@ def speeds_of(work: Work, device: torch.device, chunk_mebibytes: list[int]) -> d
     rounds: dict[str, Callable[[], None]] = {
         "plain PyTorch loop": lambda: plain_round(task.model, users, 1.0)
     }
-    for mebibytes in chunk_mebibytes:
-        transport = InProcessTransport(task, users, device, mebibytes * 2**20)
+    for mebibytes, kind in itertools.product(chunk_mebibytes, activations):
+        memory = mebibytes * 2**20
+        transport = InProcessTransport(task, users, device, memory, activations=kind)
         name = f"fedpriv on {device.type}, chunks of {mebibytes} MiB"
+        name += "" if kind == "float32" else f", {kind}"
         rounds[name] = partial(engine_round, transport, request)
     return {name: work.users / seconds for name, seconds in measure(rounds).items()}
 
@@ -148,16 +168,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="users per second beside a plain PyTorch loop")
     parser.add_argument("--work", choices=sorted(WORKS), nargs="+", default=list(WORKS))
     parser.add_argument("--chunk-mebibytes", type=int, nargs="+", default=[128])
+    parser.add_argument("--activations", nargs="+", type=activations_named, default=["float32"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     arguments = parser.parse_args()
     device = device_named(arguments.device)
     found = {}
     for name in arguments.work:
-        found[name] = speeds_of(WORKS[name], device, arguments.chunk_mebibytes)
+        given = device, arguments.chunk_mebibytes, arguments.activations
+        found[name] = speeds_of(WORKS[name], *given)
         plain, *_ = found[name].values()
         for engine, speed in found[name].items():
-            print(f"{name:8} {engine:36} {speed:8.0f} users/s   {speed / plain:5.2f} ×")
+            print(f"{name:11} {engine:44} {speed:8.0f} users/s   {speed / plain:5.2f} ×")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
 

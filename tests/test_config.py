@@ -68,6 +68,7 @@ def test_a_good_table_is_read_with_defaults() -> None:
         ({"rounds": 0}, "rounds is 0"),
         ({"rounds": 1.5}, "rounds is 1.5"),
         ({"name": "a b"}, "name is 'a b'"),
+        ({"engine__activations": "half"}, "engine.activations is 'half'.*'float32' or 'bfloat16'"),
         ({"server__optimizer": "adam"}, "server.optimizer is 'adam'.*'fedadam'"),
     ],
 )

@@ -156,6 +156,23 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         Host.of(Source("tests.clients.hostile:users", "abacus"))
 
 
+def test_activations_that_there_are_not_are_refused() -> None:
+    with pytest.raises(InvalidValueError, match="activations is 'half'; legal are float32 and bf"):
+        Host.of(replace(source_of("users"), activations="half"))
+
+
+def test_a_node_trains_with_its_own_activations() -> None:
+    request = request_to(GOOD)
+    rounded, exact = (
+        Host.of(replace(source_of("users"), activations=name)).trainer(welcome()).answer(request)
+        for name in ("bfloat16", "float32")
+    )
+    assert isinstance(rounded, PartialSum)
+    assert isinstance(exact, PartialSum)
+    size = np.linalg.norm(exact.total)
+    assert 1e-4 * size < np.linalg.norm(rounded.total - exact.total) < 2e-2 * size
+
+
 def test_users_that_cannot_be_loaded_are_refused() -> None:
     with pytest.raises(DataError, match="raised KeyError"):
         Host.of(source_of("loader_that_raises"))

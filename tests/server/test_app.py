@@ -49,6 +49,23 @@ def test_a_run_is_that_of_one_process_and_goes_on_where_it_stopped(tmp_path: Pat
         run_on_workers(2, **(there | {"resume": False}), set="; ".join(SETTINGS))
 
 
+def test_workers_have_the_activations_of_the_experiment(tmp_path: Path) -> None:
+    rounded = (*SETTINGS, "rounds=1", 'engine.activations="bfloat16"')
+    given = [f"--set={text}" for text in rounded]
+    assert fedpriv("simulate", DIGITS, *given, "--out", tmp_path / "here").returncode == 0
+    for name, settings in {"there": rounded, "exact": (*SETTINGS, "rounds=1")}.items():
+        told = {"experiment": str(DIGITS), "out": str(tmp_path / name)}
+        run_on_workers(2, **told, set="; ".join(settings), workers=2)
+    weights = {
+        name: load_file(tmp_path / name / "model.safetensors")["1.weight"]
+        for name in ("here", "there", "exact")
+    }
+    size = np.linalg.norm(weights["exact"])
+    # Chunks of other sizes may add up in other orders; activations have eight bits.
+    assert np.linalg.norm(weights["here"] - weights["there"]) < 1e-5 * size
+    assert 1e-4 * size < np.linalg.norm(weights["there"] - weights["exact"]) < 2e-2 * size
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [

@@ -180,6 +180,17 @@ def test_workers_and_nodes_give_what_one_process_gives(
         np.testing.assert_allclose(total_of(transport, request), expected, atol=1e-8)
 
 
+def test_a_node_trains_with_the_activations_of_its_settings(folder: Path) -> None:
+    request = request_to(HOSTED["silo"])
+    with enrolled(folder) as (grid, transport):
+        exact = total_of(transport, request)
+        answers, settings = grid.nodes[FIRST_ID]
+        grid.nodes[FIRST_ID] = answers, {**settings, "activations": "bfloat16"}
+        rounded = total_of(transport, request)
+    size = np.linalg.norm(exact)
+    assert 1e-4 * size < np.linalg.norm(rounded - exact) < 2e-2 * size
+
+
 def test_a_round_is_one_message_per_node_with_drawn_users(grids: list[LocalGrid]) -> None:
     grid, transport = simulated(grids, workers=3)
     before = len(grid.sent)

@@ -1,6 +1,7 @@
 """The benchmarks of the engine: what they measure, not how fast anything is."""
 
 import cProfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Task, check_task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.models import softmax_regression
 from simulations import overheads, throughput
@@ -23,6 +24,20 @@ def test_both_sides_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain[0] == "plain PyTorch loop"
     assert [name for name, _ in engine] == [f"fedpriv on cpu, chunks of {n} MiB" for n in (1, 2)]
     assert all(speed > 0 for _, speed in (plain, *engine))
+
+
+@pytest.mark.parametrize("name", sorted(throughput.WORKS))
+def test_every_work_has_users_that_its_model_can_train_on(name: str) -> None:
+    work = replace(throughput.WORKS[name], users=1)
+    task, users = Task(work.model(), example_losses), work.population
+    check_task(task, {field: column[:2] for field, column in users.fields.items()})
+    assert users.sizes.tolist() == [work.examples]
+
+
+def test_activations_are_timed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "REPEATS", 1)
+    names = [*speeds_of(SMALL, torch.device("cpu"), [1], ("float32", "bfloat16"))][1:]
+    assert names == ["fedpriv on cpu, chunks of 1 MiB", "fedpriv on cpu, chunks of 1 MiB, bfloat16"]
 
 
 def test_the_plain_loop_leaves_the_model_as_it_was() -> None:
