@@ -10,7 +10,6 @@ from flwr.app import RecordDict
 from fedpriv.data.population import Population
 from fedpriv.data.registry import load_population
 from fedpriv.engine.precision import activations_named
-from fedpriv.engine.precision import activations_named
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, WireError
 from fedpriv.federated.transport import RoundRequest
