@@ -71,8 +71,14 @@ class Experiment:
     def in_process(self, users: UserStore) -> InProcessTransport:
         """Transport that trains the enrolled users in this process."""
         engine = self.config.engine
-        memory, activations = engine.chunk_mebibytes * 2**20, engine.activations
-        return InProcessTransport(self.task, users, self.device, memory, activations=activations)
+        return InProcessTransport(
+            self.task,
+            users,
+            self.device,
+            engine.chunk_mebibytes * 2**20,
+            activations=engine.activations,
+            compiled=engine.compile,
+        )
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class Simulated:
         device: where to train.
         chunk_mebibytes: memory that a chunk of users may take, roughly.
         activations: of the model while users train, as `InProcessTransport` has them.
+        compiled: whether each worker compiles the local step, where that can gain anything.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Simulated:
     device: str
     chunk_mebibytes: int
     activations: str = "float32"
+    compiled: bool = False
 
     def encode(self) -> bytes:
         """The header.

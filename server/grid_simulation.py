@@ -138,8 +138,8 @@ class GridSimulation:
     def _simulated(self) -> Simulated:
         config = self.experiment.config
         data, engine = config.data, config.engine
-        given = data.name, data.options, engine.device, engine.chunk_mebibytes
-        return Simulated(*given, engine.activations)
+        trained = engine.device, engine.chunk_mebibytes, engine.activations, engine.compile
+        return Simulated(data.name, data.options, *trained)
 
     @property
     def _welcome(self) -> bytes:

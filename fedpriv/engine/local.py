@@ -12,6 +12,7 @@ from fedpriv.engine.task import Task, TorchTensors
 from fedpriv.federated.transport import LocalTraining
 
 Gradient = Callable[[TorchTensors, torch.Tensor, torch.Tensor, torch.Tensor], TorchTensors]
+MeanLoss = Callable[[TorchTensors, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def train_chunk(
@@ -46,13 +47,10 @@ def train_chunk(
     return descent.updates()
 
 
-def _gradient(
-    task: Task, constants: TorchTensors, activations: Activations, *, shared: bool
-) -> Gradient:
-    """Per-user gradient of the mean loss over a user's real examples.
-
-    While the parameters are still shared by all users, the forward pass is one matrix product.
-    """
+def mean_loss_of(
+    task: Task, constants: TorchTensors, activations: Activations = "float32"
+) -> MeanLoss:
+    """Mean loss over a user's real examples."""
 
     def mean_loss(
         trainable: TorchTensors, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor
@@ -61,5 +59,16 @@ def _gradient(
         losses = task.losses_of(outputs, y)
         return (losses * weights).sum() / weights.sum().clamp(min=1.0)
 
+    return mean_loss
+
+
+def _gradient(
+    task: Task, constants: TorchTensors, activations: Activations, *, shared: bool
+) -> Gradient:
+    """Per-user gradient of the mean loss over a user's real examples.
+
+    While the parameters are still shared by all users, the forward pass is one matrix product.
+    """
     in_dims = (None if shared else 0, 0, 0, 0)
-    return vmap(grad(mean_loss), in_dims=in_dims, randomness="different")
+    loss = mean_loss_of(task, constants, activations)
+    return vmap(grad(loss), in_dims=in_dims, randomness="different")

@@ -13,41 +13,24 @@ import torch
 
 from fedpriv.data.store import UserStore
 from fedpriv.engine.batches import Batches
+from fedpriv.engine.chunk_sum import ChunkSum
 from fedpriv.engine.chunks import example_bytes, lane_bytes, lanes_within, metric_bytes
 from fedpriv.engine.clipping import clipped_sum
+from fedpriv.engine.compiled import MOST_LANES, CompiledStep
 from fedpriv.engine.diagnostics import ChunkDiagnostics, diagnose_chunk
 from fedpriv.engine.layers import Layers, layers_of
 from fedpriv.engine.learning import check_learning, learn
 from fedpriv.engine.measuring import Examples, mean_losses, user_metrics
 from fedpriv.engine.memory import keep_freed_memory
 from fedpriv.engine.precision import Activations
-from fedpriv.engine.schedule import schedule
+from fedpriv.engine.schedule import schedule, steps_of, widths_of
 from fedpriv.engine.seeding import draws, seeded
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task, TorchTensors
 from fedpriv.engine.updates import Updates
-from fedpriv.federated.transport import PartialSum, RoundRequest
+from fedpriv.federated.transport import RoundRequest
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ChunkSum:
-    """A partial sum that the device may still be working on; attributes as of `PartialSum`.
-
-    `diagnostics` holds what an observer is told of the users, if there is one.
-    """
-
-    node: str
-    users: int
-    total: torch.Tensor
-    weight: float
-    diagnostics: tuple[ChunkDiagnostics, ...]
-
-    @property
-    def partial(self) -> PartialSum:
-        """The partial sum, once the device is ready."""
-        return PartialSum(self.node, self.users, self.total.cpu().numpy(), self.weight)
 
 
 @dataclass(frozen=True)
@@ -139,8 +122,29 @@ class Trainer:
         one = lane_bytes(self.task, blank(self.users), request.local, self._largest, self.layers)
         return lanes_within(self.memory, one + metric_bytes(request.metrics))
 
+    def compiled(self, request: RoundRequest) -> CompiledStep | None:
+        """The local step of a request, compiled; None, with a line in the log, if it cannot be."""
+        largest = np.array(self._largest)
+        known = self.layers is not None or self.draws or self.device.type != "cpu"
+        if known or self.activations != "float32" or steps_of(largest, request.local) < 2:
+            _log.info("local steps are not compiled, as these would gain nothing")
+            return None
+        from fedpriv.engine.compiling import compiled_step  # noqa: PLC0415 - takes a second or two
+
+        start = Start.of(request, self.constants, self.device)
+        row = blank(self.users)
+        x, y = (torch.from_numpy(row[name]) for name in (self.task.inputs, self.task.targets))
+        shape = min(MOST_LANES, self.lanes(request)), int(widths_of(largest, request.local))
+        given = (self.task, start.parameters, start.constants, request.local)
+        return compiled_step(*given, shape, x, y)
+
     def sums(
-        self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64], node: str
+        self,
+        request: RoundRequest,
+        start: Start,
+        chunk: npt.NDArray[np.int64],
+        node: str,
+        step: CompiledStep | None = None,
     ) -> list[ChunkSum]:
         """Sum of the clipped contributions of a chunk.
 
@@ -152,12 +156,13 @@ class Trainer:
             start: what users start from.
             chunk: positions of users in the store.
             node: name of the sum.
+            step: compiled, for users who fit; None: there is none.
 
         Raises:
             MemoryError: there is too little memory, on a GPU `torch.OutOfMemoryError`.
         """
         try:
-            return [self._sum(request, start, chunk, node)]
+            return [self._sum(request, start, chunk, node, step)]
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -171,9 +176,15 @@ class Trainer:
                 found += self.sums(request, start, one, f"{node}, lane {lane}")
             return found
 
-    def sent(self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64]) -> Updates:
+    def sent(
+        self,
+        request: RoundRequest,
+        start: Start,
+        chunk: npt.NDArray[np.int64],
+        step: CompiledStep | None = None,
+    ) -> Updates:
         """Updates and metrics of the users of a chunk, before they are clipped."""
-        updates = self._train(request, start, chunk)
+        updates = self._train(request, start, chunk, step)
         if not request.metrics:
             return updates
         examples = self._examples(request, chunk)
@@ -181,9 +192,14 @@ class Trainer:
         return {**updates, **user_metrics(*given, updates, request.clipping.groups)}
 
     def _sum(
-        self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64], node: str
+        self,
+        request: RoundRequest,
+        start: Start,
+        chunk: npt.NDArray[np.int64],
+        node: str,
+        step: CompiledStep | None,
     ) -> ChunkSum:
-        tensors = self.sent(request, start, chunk)
+        tensors = self.sent(request, start, chunk, step)
         diagnostics: tuple[ChunkDiagnostics, ...] = ()
         if self.observed:
             losses = mean_losses(self.evaluated, start.tensors, self._examples(request, chunk))
@@ -193,7 +209,13 @@ class Trainer:
         total = clipped_sum(tensors, request.clipping, weights)
         return ChunkSum(node, len(chunk), total, float(shares.sum()), diagnostics)
 
-    def _train(self, request: RoundRequest, start: Start, chunk: npt.NDArray[np.int64]) -> Updates:
+    def _train(
+        self,
+        request: RoundRequest,
+        start: Start,
+        chunk: npt.NDArray[np.int64],
+        step: CompiledStep | None,
+    ) -> Updates:
         """Updates of the users of a chunk."""
         enrolled = chunk if self.hosted is None else self.hosted[chunk]
         starts, sizes = self.users.offsets[chunk], sizes_of(self.users, chunk)
@@ -201,6 +223,8 @@ class Trainer:
         fields = self.users.take(plan.rows)
         x, y = fields[self.task.inputs], fields[self.task.targets]
         batches = Batches.of(plan, x, y, self.device)
+        if step is not None and step.fits(batches):
+            return {**step.train(start.parameters, start.constants, batches)}
         first = int(enrolled[0])
         with seeded(request.local_key, first, self.device) if self.draws else nullcontext():
             return learn(self.task, self.layers, start, batches, request.local, self.activations)

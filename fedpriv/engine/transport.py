@@ -9,7 +9,9 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.data.store import UserStore
+from fedpriv.engine.chunk_sum import ChunkSum
 from fedpriv.engine.chunks import chunks, even
+from fedpriv.engine.compiled import CompiledStep
 from fedpriv.engine.diagnostics import (
     ChunkDiagnostics,
     SimulationOnlyDiagnostics,
@@ -21,10 +23,10 @@ from fedpriv.engine.precision import Activations, activations_named
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task
 from fedpriv.engine.threads import in_threads, one_thread
-from fedpriv.engine.trainer import ChunkSum, Trainer, blank, sizes_of
+from fedpriv.engine.trainer import Trainer, blank, sizes_of
 from fedpriv.engine.updates import whole
 from fedpriv.errors import InvalidValueError
-from fedpriv.federated.transport import PartialSum, RoundRequest, Transport
+from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest, Transport
 
 Job = tuple[int, npt.NDArray[np.int64]]
 """Number of a chunk, and positions of its users."""
@@ -68,6 +70,8 @@ class InProcessTransport(Transport):
             every deployment, computes none.
         activations: "float32" or "bfloat16", of the model while users train; sums, clipping and
             metrics are the same.
+        compiled: whether to compile the local step before the first round, where that can gain
+            anything: on a CPU, in float32, for models whose layers are not all of known kinds.
 
     Raises:
         InvalidValueError: activations have another name.
@@ -80,6 +84,7 @@ class InProcessTransport(Transport):
     hosted: npt.NDArray[np.int64] | None = None
     observer: Callable[[SimulationOnlyDiagnostics], None] | None = None
     activations: Activations = "float32"
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         activations_named(self.activations)
@@ -145,28 +150,30 @@ class InProcessTransport(Transport):
     def _sums(self, request: RoundRequest) -> Iterator[ChunkSum]:
         """Sums of chunks in their order, some of them side by side."""
         self._check(request)
-        users = self._positions(request.users)
+        users, step = self._positions(request.users), self._step(request)
         sizes, threads = sizes_of(self.users, users), self._threads
-        lanes = even(len(users), self._lanes(request), threads)
+        lanes = step.lanes if step else even(len(users), self._lanes(request), threads)
         jobs = list(enumerate(chunks(users, sizes, request.local, lanes)))
         if min(threads, len(jobs)) <= 1:
-            work = self._work(request)
+            work = self._work(request, step)
             with blas_threads(torch.get_num_threads()):
                 for job in jobs:
                     yield from work(self._trainer, job)
             return
         trainers = self._trainers
         with one_thread(), blas_threads(1):
-            for sums in in_threads(trainers, jobs, self._work(request)):
+            for sums in in_threads(trainers, jobs, self._work(request, step)):
                 yield from sums
 
-    def _work(self, request: RoundRequest) -> Callable[[Trainer, Job], list[ChunkSum]]:
+    def _work(
+        self, request: RoundRequest, step: CompiledStep | None
+    ) -> Callable[[Trainer, Job], list[ChunkSum]]:
         """What there is to do for each chunk of a round."""
         start = Start.of(request, self._trainer.constants, self.device)
 
         def work(trainer: Trainer, job: Job) -> list[ChunkSum]:
             number, chunk = job
-            return trainer.sums(request, start, chunk, f"chunk {number}")
+            return trainer.sums(request, start, chunk, f"chunk {number}", step)
 
         return work
 
@@ -185,6 +192,17 @@ class InProcessTransport(Transport):
         """Chunks that train side by side: torch's threads of a CPU, unless users share dice."""
         alone = self.device.type != "cpu" or self._trainer.draws
         return 1 if alone else torch.get_num_threads()
+
+    def _step(self, request: RoundRequest) -> CompiledStep | None:
+        """The compiled local step, if there is to be one and there can be."""
+        if self.compiled and request.local not in self._steps:
+            self._steps[request.local] = self._trainer.compiled(request)
+        return self._steps.get(request.local)
+
+    @cached_property
+    def _steps(self) -> dict[LocalTraining, CompiledStep | None]:
+        """For each way to train of earlier rounds."""
+        return {}
 
     @cached_property
     def _trainer(self) -> Trainer:

@@ -1,0 +1,129 @@
+"""Compiling a local step of many users by torch's inductor.
+
+`torch.func.vmap` takes a step in hundreds of small operations, each of which reads and writes a
+tensor of all users. Compiled, those between two matrix products are one loop.
+"""
+
+import copy
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import _inductor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fedpriv.engine.compiled import CompiledStep, Step, at_rest, in_order, step_of
+from fedpriv.engine.task import Task, TorchTensors
+from fedpriv.errors import ModelError
+from fedpriv.federated.transport import LocalTraining
+
+_log = logging.getLogger(__name__)
+
+_TOLERANCE = 1e-3  # of the largest change in a tensor
+_ROUNDING = 1e-6  # of its largest number
+# A loop in threads of its own could not hand an error over, such as a word that is out of range.
+_OPTIONS = {"cpp.threads": 1}
+# Its annotations leave out dictionaries of tensors, which it takes.
+_compile: Callable[..., Step] = _inductor.compile
+
+
+class _Given(NamedTuple):
+    """What a `Step` is given."""
+
+    start: TorchTensors
+    constants: TorchTensors
+    current: TorchTensors
+    velocity: TorchTensors
+    x: torch.Tensor
+    y: torch.Tensor
+    weights: torch.Tensor
+
+
+def compiled_step(
+    task: Task,
+    parameters: TorchTensors,
+    constants: TorchTensors,
+    local: LocalTraining,
+    shape: tuple[int, int],
+    x: torch.Tensor,
+    y: torch.Tensor,
+) -> CompiledStep | None:
+    """Compile the local step of a task; one line is logged: how long it took, or why it failed.
+
+    What was compiled is then tried on random examples: it must do what was to be compiled, and
+    what a user gets must stay the same to the last bit when all others are NaN.
+
+    Args:
+        task: model and loss; training draws no random numbers.
+        parameters: any of the model, on the CPU.
+        constants: frozen parameters and buffers.
+        local: how users train.
+        shape: (L, B).
+        x: [1, …] one input that the model accepts; nobody's.
+        y: [1, …] one target.
+
+    Returns:
+        None if there is no C++ compiler, if inductor does not know what the model does, or if what
+        it made of that does something else.
+    """
+    began = time.perf_counter()
+    step, given = step_of(task, local), _given(parameters, constants, local, shape, x, y)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch warns of parts of itself
+            graph = make_fx(step)(*copy.deepcopy(given))
+            run = _compile(graph, [*copy.deepcopy(given)], _OPTIONS)
+            _check(run, step, given)
+    except Exception as error:  # whatever it is, users can train without
+        said = str(error).strip().partition("\n")[0]
+        _log.warning("local steps are not compiled: %s: %s", type(error).__name__, said)
+        return None
+    _log.info("local steps were compiled in %.1f s", time.perf_counter() - began)
+    return CompiledStep(local, *shape, run)
+
+
+def _given(
+    parameters: TorchTensors,
+    constants: TorchTensors,
+    local: LocalTraining,
+    shape: tuple[int, int],
+    x: torch.Tensor,
+    y: torch.Tensor,
+) -> _Given:
+    """Users who all differ; the last one has no examples."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some_like(example: torch.Tensor) -> torch.Tensor:
+        examples = example.expand(*shape, *example.shape[1:]).contiguous()
+        if not example.is_floating_point():
+            return examples  # only these numbers are known to be legal
+        return examples + torch.randn(examples.shape, generator=generator).to(example.dtype)
+
+    start = in_order(parameters)
+    current, velocity = at_rest(start, shape[0], local)
+    for p in current.values():
+        p.add_(torch.randn(p.shape, generator=generator) / 8)
+    weights = torch.ones(shape)
+    weights[-1] = 0.0
+    examples = some_like(x), some_like(y)
+    return _Given(start, in_order(constants), current, velocity, *examples, weights)
+
+
+def _check(run: Step, step: Step, given: _Given) -> None:
+    """Compare what was compiled with the step.
+
+    Raises:
+        ModelError: it does something else, or lets users see each other.
+    """
+    beside = copy.deepcopy(given)
+    for p in beside.current.values():
+        p[1:] = torch.nan
+    (expected, *_), (found, *_) = (each(*copy.deepcopy(given)) for each in (step, run))
+    alone, *_ = run(*beside)
+    for name, end in expected.items():
+        within = _TOLERANCE * (end - given.current[name]).abs().max() + _ROUNDING * end.abs().max()
+        same = bool((found[name] - end).abs().max() <= within)
+        if not same or not torch.equal(found[name][0], alone[name][0]):
+            raise ModelError("what was compiled does something else than the model")
