@@ -39,11 +39,11 @@ class OwnWeights(nn.Module):
         generator = torch.Generator().manual_seed(0)
         self.w = nn.Parameter(torch.randn(6, 3, generator=generator) / 3)
         self.scale = nn.Parameter(torch.ones(3))
-        self.register_buffer("shift", torch.tensor([0.1, 0.0, -0.1]))
+        self.norm = nn.BatchNorm1d(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x @ self.w
-        return torch.tanh(x / x.norm(dim=-1, keepdim=True)) * self.scale + self.shift
+        return torch.tanh(self.norm(x / x.norm(dim=-1, keepdim=True))) * self.scale
 
 
 def make_users() -> UserStore:
@@ -62,11 +62,14 @@ def batches_of(users: UserStore, chosen: list[int], local: LocalTraining) -> Bat
     return Batches.of(plan, fields["x"], fields["y"], CPU)
 
 
-def request_to_all(task: Task) -> RoundRequest:
-    parameters = task.parameters()
+def request_to_all(task: Task, shift: float = 0.0) -> RoundRequest:
+    """A request whose model is not quite that of the task."""
+    parameters = {name: p + np.float32(shift) for name, p in task.parameters().items()}
+    statistics = {name: s + np.float32(shift) for name, s in task.statistics().items()}
     layout = Layout.of(parameters)
     clipping = Clipping(layout, flat(layout, 0.3))
-    return RoundRequest("run", 0, 0, parameters, clipping, LOCAL, np.arange(len(SIZES)), KEY)
+    users = np.arange(len(SIZES))
+    return RoundRequest("run", 0, 0, parameters, clipping, LOCAL, users, KEY, statistics=statistics)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,6 @@ def test_sums_are_those_of_steps_that_are_not_compiled(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     caplog.set_level(logging.INFO, "fedpriv")
     task, users = Task(OwnWeights(), cross_entropy), make_users()
-    request = request_to_all(task)
     users.fields["y"][users.rows_of(RAISING)] = 99
     trained: list[int] = []
     whole = CompiledStep.train
@@ -142,22 +144,24 @@ def test_sums_are_those_of_steps_that_are_not_compiled(
         return found
 
     monkeypatch.setattr(CompiledStep, "train", train)
+    plain, compiled = (
+        InProcessTransport(task, users, CPU, 10**9, compiled=each) for each in (False, True)
+    )
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        plain, compiled = (
-            list(InProcessTransport(task, users, CPU, 10**9, compiled=each).collect(request))
-            for each in (False, True)
-        )
+        for shift in (0.0, 0.3):
+            request = request_to_all(task, shift)
+            expected, found = (list(each.collect(request)) for each in (plain, compiled))
+            assert sum(p.users for p in found) == sum(p.users for p in expected)
+            totals = [sum(part.total for part in parts) for parts in (found, expected)]
+            assert np.any(totals[0])
+            np.testing.assert_allclose(*totals, rtol=1e-4, atol=1e-6)
     finally:
         torch.set_num_threads(before)
     (said,) = [r.message for r in caplog.records if r.name == "fedpriv.engine.compiling"]
     assert said.startswith("local steps were compiled in")
     assert len(trained) >= len(SIZES) / 3
-    expected, found = (sum(part.total for part in parts) for parts in (plain, compiled))
-    assert np.any(expected)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
-    assert sum(p.users for p in compiled) == sum(p.users for p in plain)
 
 
 WITHOUT_COMPILER = """
