@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedpriv.data.store import UserStore
 from fedpriv.engine.layers import Layers
 from fedpriv.engine.schedule import steps_of, widths_of
 from fedpriv.engine.task import Task
@@ -21,6 +22,16 @@ _COPIES_OF_METRICS = 2  # the vector and a temporary
 _COPIES_OF_ACTIVATIONS = 3  # forward, backward, and one temporary
 _PADDED_SHARE = 1.5  # examples of the largest user of a chunk over those of the smallest
 _PADDED_EXAMPLES = 8  # below this many, starting another chunk costs more than padding
+
+
+def blank(users: UserStore) -> Mapping[str, npt.NDArray[np.generic]]:
+    """One row of zeros to try a task on; no user's data may decide if a round runs."""
+    return {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in users.fields.items()}
+
+
+def sizes_of(users: UserStore, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Sizes of some users, at a cost that does not grow with the population."""
+    return users.offsets[chosen + 1] - users.offsets[chosen]
 
 
 def lane_bytes(

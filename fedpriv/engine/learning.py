@@ -64,7 +64,7 @@ def check_learning(
     """
     # A second step, since users differ only after the first.
     plan = Schedule(np.zeros((1, 2, 1), np.int64), np.ones((1, 2, 1), np.float32))
-    x, y = (np.stack([row[name]] * 2)[:, None] for name in (task.inputs, task.targets))
+    x, y = (np.stack([row[name]] * 2)[None] for name in (task.inputs, task.targets))
     arrays = task.parameters().items()
     start = Start({name: torch.tensor(array, device=device) for name, array in arrays}, constants)
     try:

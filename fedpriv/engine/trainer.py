@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +14,14 @@ import torch
 from fedpriv.data.store import UserStore
 from fedpriv.engine.batches import Batches
 from fedpriv.engine.chunk_sum import ChunkSum
-from fedpriv.engine.chunks import example_bytes, lane_bytes, lanes_within, metric_bytes
+from fedpriv.engine.chunks import (
+    blank,
+    example_bytes,
+    lane_bytes,
+    lanes_within,
+    metric_bytes,
+    sizes_of,
+)
 from fedpriv.engine.clipping import clipped_sum
 from fedpriv.engine.compiled import MOST_LANES, CompiledStep
 from fedpriv.engine.diagnostics import ChunkDiagnostics, diagnose_chunk
@@ -241,16 +248,6 @@ class Trainer:
     @cached_property
     def _example_bytes(self) -> int:
         return example_bytes(self.task, blank(self.users))
-
-
-def blank(users: UserStore) -> Mapping[str, npt.NDArray[np.generic]]:
-    """One row of zeros to try a task on; no user's data may decide if a round runs."""
-    return {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in users.fields.items()}
-
-
-def sizes_of(users: UserStore, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Sizes of some users, at a cost that does not grow with the population."""
-    return users.offsets[chosen + 1] - users.offsets[chosen]
 
 
 def _tensors(model: torch.nn.Module) -> Iterable[torch.Tensor]:

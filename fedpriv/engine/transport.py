@@ -10,7 +10,7 @@ import torch
 
 from fedpriv.data.store import UserStore
 from fedpriv.engine.chunk_sum import ChunkSum
-from fedpriv.engine.chunks import chunks, even
+from fedpriv.engine.chunks import blank, chunks, even, sizes_of
 from fedpriv.engine.compiled import CompiledStep
 from fedpriv.engine.diagnostics import (
     ChunkDiagnostics,
@@ -23,7 +23,7 @@ from fedpriv.engine.precision import Activations, activations_named
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task
 from fedpriv.engine.threads import in_threads, one_thread
-from fedpriv.engine.trainer import Trainer, blank, sizes_of
+from fedpriv.engine.trainer import Trainer
 from fedpriv.engine.updates import whole
 from fedpriv.errors import InvalidValueError
 from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest, Transport

@@ -58,7 +58,7 @@ def make_users() -> UserStore:
 def batches_of(users: UserStore, chosen: list[int], local: LocalTraining) -> Batches:
     positions = np.array(chosen)
     plan = schedule(positions, users.offsets[positions], users.sizes[positions], local, KEY)
-    fields = users.take(plan.rows.swapaxes(0, 1))
+    fields = users.take(plan.rows)
     return Batches.of(plan, fields["x"], fields["y"], CPU)
 
 

@@ -130,11 +130,11 @@ def test_each_users_contribution_is_within_the_clipping_norm(kind: str) -> None:
 
 
 def learnt(kind: str, x: np.ndarray, y: np.ndarray) -> Updates:
-    """Updates of users with inputs [S, C, B, …]."""
+    """Updates of users with inputs [C, S, B, …]."""
     torch.manual_seed(0)
     task = task_of(kind)
     row = [torch.from_numpy(array[0, 0, :1]) for array in (x, y)]
-    steps, lanes, width = x.shape[:3]
+    lanes, steps, width = x.shape[:3]
     plan = Schedule(
         np.zeros((lanes, steps, width), np.int64), np.ones((lanes, steps, width), np.float32)
     )
@@ -150,10 +150,10 @@ def batches(kind: str) -> tuple[np.ndarray, np.ndarray]:
     *_, shape, _ = KINDS[kind]
     rng = np.random.default_rng(0)
     if kind == "transformer":
-        x, y = rng.integers(0, TEXT["alphabet"], (2, 2, 4, 3, *shape))
+        x, y = rng.integers(0, TEXT["alphabet"], (2, 4, 2, 3, *shape))
         return x, y
-    x = rng.standard_normal((2, 4, 3, *shape)).astype(np.float32)
-    return x, rng.integers(0, 3, (2, 4, 3))
+    x = rng.standard_normal((4, 2, 3, *shape)).astype(np.float32)
+    return x, rng.integers(0, 3, (4, 2, 3))
 
 
 @pytest.mark.parametrize("touches", [0, 10**9], ids=["weights", "corrections"])
@@ -165,9 +165,9 @@ def test_a_users_update_is_the_same_to_the_last_bit_whoever_is_beside_it(
     x, y = batches(kind)
     before = whole(learnt(kind, x, y))
     if kind == "transformer":
-        x[:, 1], x[:, 3] = 0, TEXT["alphabet"] - 1
+        x[1], x[3] = 0, TEXT["alphabet"] - 1
     else:
-        x[:, 1], x[:, 3] = np.nan, 1e30
+        x[1], x[3] = np.nan, 1e30
     after = whole(learnt(kind, x, y))
     for name, update in after.items():
         assert torch.equal(update[::2], before[name][::2]), name
