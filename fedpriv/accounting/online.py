@@ -5,13 +5,13 @@ moment when the budget is used up; the next round only adds its own. No round is
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from scipy.optimize import brentq
 
 from fedpriv.accounting.answers import DeltaAt
 from fedpriv.accounting.contour import Rounds, within
-from fedpriv.accounting.grid import grid
+from fedpriv.accounting.grid import Path, grid
 from fedpriv.accounting.inversion import Contour, path_of
 from fedpriv.accounting.loss import Direction
 from fedpriv.accounting.mixture import MIXED, mixture, outline
@@ -33,7 +33,7 @@ from fedpriv.accounting.saddle import (
     plan_at_epsilon,
     survey,
 )
-from fedpriv.accounting.sums import sums
+from fedpriv.accounting.sums import Sums, sums
 from fedpriv.errors import InvalidValueError
 
 _MOST_SCALE = math.log(1e12)
@@ -58,6 +58,8 @@ class Projection:
         planned: number of rounds that the plan was made from.
         complete: whether all rounds are in the contours.
         contours: one for each direction, or none.
+        last: what the rounds that were added last add to each contour, by (q, z) and count: most
+            that follow are equal to them.
     """
 
     epsilon: float
@@ -66,6 +68,9 @@ class Projection:
     planned: float
     complete: bool
     contours: tuple[Contour, ...]
+    last: dict[tuple[float, float, float], tuple[Sums | None, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @staticmethod
     def of(rounds: Rounds | RoundsArray, epsilon: float, delta: float) -> "Projection":
@@ -105,14 +110,21 @@ class Projection:
         """
         if self.rounds == 0.0:
             return Projection.of({(q, z): count}, self.epsilon, self.delta)
-        more = rounds_array({(q, z): count})
-        added = [_plus(c, more) if within(more) else None for c in self.contours]
+        key = (q, z, count)
+        if key not in self.last:
+            more = rounds_array({(q, z): count})
+            self.last.clear()
+            self.last[key] = tuple(_sums_on(contour.path, more) for contour in self.contours)
+        added = self.last[key]
         return replace(
             self,
             rounds=self.rounds + count,
             complete=self.complete and None not in added,
             # One that misses a round still has a lower bound: rounds never lower δ.
-            contours=tuple(new or old for new, old in zip(added, self.contours, strict=True)),
+            contours=tuple(
+                contour if more is None else Contour(contour.path, contour.sums.plus(more))
+                for contour, more in zip(self.contours, added, strict=True)
+            ),
         )
 
     def verdict(self) -> bool | None:
@@ -165,9 +177,10 @@ def _plan(
     return at(high), math.exp(high)
 
 
-def _plus(contour: Contour, more: RoundsArray) -> Contour | None:
-    """The contour with more rounds; None where they need too many nodes."""
+def _sums_on(path: Path, more: RoundsArray) -> Sums | None:
+    """The sums over more rounds along a path; None where they need too many nodes."""
+    if not within(more):
+        return None
     panel = direct(more)
-    path = contour.path
     on = grid(panel, (path,))
-    return Contour(path, contour.sums.plus(sums(panel, path, on))) if on else None
+    return sums(panel, path, on) if on else None

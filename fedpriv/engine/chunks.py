@@ -17,7 +17,8 @@ from fedpriv.privacy.metrics import Metric
 
 _FLOAT = 4  # bytes
 _DOUBLE = 8
-_COPIES = 4  # parameters of a user: current, gradient, velocity, a temporary
+_COPIES = 3  # parameters of a user: current, gradient, a temporary; velocity is one more
+_COPIES_OF_ONE_STEP = 2  # gradient and update
 _COPIES_OF_METRICS = 2  # the vector and a temporary
 _COPIES_OF_ACTIVATIONS = 3  # forward, backward, and one temporary
 _PADDED_SHARE = 1.5  # examples of the largest user of a chunk over those of the smallest
@@ -60,7 +61,8 @@ def lane_bytes(
             parameters -= sum(p.numel() for p in layer.parameters())
             factors += layers.rows[name] * (layer.in_features + 2 * layer.out_features)
     held = steps * batch * (inputs + factors)
-    moving = batch * activations * _COPIES_OF_ACTIVATIONS + parameters * _COPIES
+    copies = (_COPIES if steps > 1 else _COPIES_OF_ONE_STEP) + (local.momentum > 0.0)
+    moving = batch * activations * _COPIES_OF_ACTIVATIONS + parameters * copies
     return _FLOAT * (held + moving)
 
 

@@ -1,6 +1,7 @@
 """Verdicts on growing sequences of rounds, against pricing in full."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -119,6 +120,17 @@ class TestVerdicts:
         for one, other in zip(once.contours, often.contours, strict=True):
             assert one.sums.cumulant == pytest.approx(other.sums.cumulant, rel=1e-12)
             assert one.sums.dropped == pytest.approx(other.sums.dropped, rel=1e-12)
+
+    def test_what_is_remembered_of_a_round_is_what_it_adds(self):
+        remembering = forgetting = Projection.of({(0.01, 1.0): 10}, 2.0, 1e-6)
+        for q, z, count in [(0.02, 1.1, 1), (0.02, 1.1, 1), (0.02, 0.9, 1), (0.02, 1.1, 2)] * 2:
+            remembering = remembering.plus(q, z, count)
+            forgetting = replace(forgetting, last={}).plus(q, z, count)
+        assert remembering.verdict() is forgetting.verdict()
+        for one, other in zip(remembering.contours, forgetting.contours, strict=True):
+            assert np.array_equal(one.sums.cumulant, other.sums.cumulant)
+            assert np.array_equal(one.sums.error, other.sums.error)
+        assert len(remembering.last) == 1
 
     def test_many_different_rounds_start_a_plan_too(self):
         rng = np.random.default_rng(0)
