@@ -1,0 +1,41 @@
+"""Users train the same whichever library multiplies, and one that is broken stays alone."""
+
+import numpy as np
+import pytest
+import torch
+
+from fedpriv.engine import matmul
+from fedpriv.engine.task import Task
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.federated.transport import LocalTraining
+from fedpriv.losses import cross_entropy
+from fedpriv.models import cnn, mlp
+from tests.engine.everyone import request_under, users_of
+
+SIZES = [12, 3, 7, 12]
+MODELS = {"mlp": mlp, "cnn": cnn}
+LOCAL = LocalTraining(0.1, batch_size=5, epochs=2, momentum=0.5)
+
+
+def total_of(task: Task, *, broken: bool, numpy: bool) -> np.ndarray:
+    users = users_of(SIZES, (1, 28, 28), 10)
+    if broken:
+        users.fields["x"][SIZES[0] : SIZES[0] + SIZES[1]] = 1e38
+    transport = InProcessTransport(task, users, torch.device("cpu"), 2**27)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul, "numpy_is_faster", lambda: numpy)
+        sums = transport.collect(request_under(task, LOCAL, len(SIZES), 0.5))
+        return sum((each.total for each in sums), np.zeros(1))
+
+
+@pytest.mark.parametrize("kind", sorted(MODELS))
+@pytest.mark.parametrize("broken", [True, False])
+def test_sums_are_the_same_by_either_library(kind: str, *, broken: bool) -> None:
+    torch.manual_seed(0)
+    task = Task(MODELS[kind](), cross_entropy)
+    by_numpy, by_torch = (total_of(task, broken=broken, numpy=each) for each in (True, False))
+    assert np.isfinite(by_numpy).all()
+    error = np.linalg.norm(by_numpy - by_torch)
+    assert error <= 1e-4 * np.linalg.norm(by_torch)
+    other = total_of(task, broken=not broken, numpy=True)
+    assert np.linalg.norm(other - by_torch) > 1e-2 * np.linalg.norm(by_torch)
