@@ -134,7 +134,7 @@ class Trainer:
         largest = np.array(self._largest)
         known = self.layers is not None or self.draws or self.device.type != "cpu"
         if known or self.activations != "float32" or steps_of(largest, request.local) < 2:
-            _log.info("local steps are not compiled, as these would gain nothing")
+            _log.warning("local steps are not compiled, as these would gain nothing")
             return None
         from fedpriv.engine.compiling import compiled_step  # noqa: PLC0415 - takes a second or two
 
