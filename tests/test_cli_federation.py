@@ -316,12 +316,14 @@ def test_join_passes_its_options_on() -> None:
         "verify_ledger": False,
         "trusted": [],
         "device": "auto",
+        "activations": "float32",
         "once": False,
     }
     assert formatter == "TextFormatter"
     options = (
         "--server [::1]:7443 --users a.b:c --certificates c --consent t.toml --verify-ledger "
         "--state s --trust a:f --trust b:g --device cpu --memory 512 --seconds 1.5 --once "
+        "--activations bfloat16 "
         "--log-format json"
     )
     (joining,), _, formatter = passed_on(module, "join", *options.split())
@@ -337,6 +339,7 @@ def test_join_passes_its_options_on() -> None:
         "device": "cpu",
         "memory_mebibytes": 512,
         "seconds": 1.5,
+        "activations": "bfloat16",
         "once": True,
     }
     assert formatter == "JsonFormatter"
