@@ -15,8 +15,9 @@ federation: .venv/installed
 test: lint
 	$(BIN)/pytest -m "not slow" --numprocesses auto --dist loadfile
 
+# They wait more than they compute, for deadlines and for processes that were killed.
 test-slow: .venv/installed-test
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow --numprocesses auto --dist loadfile
 
 lint: .venv/installed-test
 	$(BIN)/ruff format --check .
