@@ -58,8 +58,8 @@ class Projection:
         planned: number of rounds that the plan was made from.
         complete: whether all rounds are in the contours.
         contours: one for each direction, or none.
-        last: what the rounds that were added last add to each contour, by (q, z) and count: most
-            that follow are equal to them.
+        last: the rounds that were added last, as (q, z, count), and what they add to each contour:
+            most that follow are equal to them.
     """
 
     epsilon: float
@@ -68,8 +68,8 @@ class Projection:
     planned: float
     complete: bool
     contours: tuple[Contour, ...]
-    last: dict[tuple[float, float, float], tuple[Sums | None, ...]] = field(
-        default_factory=dict, compare=False, repr=False
+    last: tuple[tuple[float, float, float], tuple[Sums | None, ...]] | None = field(
+        default=None, compare=False, repr=False
     )
 
     @staticmethod
@@ -110,14 +110,14 @@ class Projection:
         """
         if self.rounds == 0.0:
             return Projection.of({(q, z): count}, self.epsilon, self.delta)
-        key = (q, z, count)
-        if key not in self.last:
+        last = self.last
+        if last is None or last[0] != (q, z, count):
             more = rounds_array({(q, z): count})
-            self.last.clear()
-            self.last[key] = tuple(_sums_on(contour.path, more) for contour in self.contours)
-        added = self.last[key]
+            last = (q, z, count), tuple(_sums_on(contour.path, more) for contour in self.contours)
+        added = last[1]
         return replace(
             self,
+            last=last,
             rounds=self.rounds + count,
             complete=self.complete and None not in added,
             # One that misses a round still has a lower bound: rounds never lower δ.

@@ -16,6 +16,7 @@ from torch import _inductor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedpriv.engine.compiled import CompiledStep, Step, at_rest, in_order, step_of
+from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task, TorchTensors
 from fedpriv.errors import ModelError
 from fedpriv.federated.transport import LocalTraining
@@ -44,8 +45,7 @@ class _Given(NamedTuple):
 
 def compiled_step(
     task: Task,
-    parameters: TorchTensors,
-    constants: TorchTensors,
+    start: Start,
     local: LocalTraining,
     shape: tuple[int, int],
     x: torch.Tensor,
@@ -58,8 +58,7 @@ def compiled_step(
 
     Args:
         task: model and loss; training draws no random numbers.
-        parameters: any of the model, on the CPU.
-        constants: frozen parameters and buffers.
+        start: any parameters of the model and its constants, on the CPU.
         local: how users train.
         shape: (L, B).
         x: [1, …] one input that the model accepts; nobody's.
@@ -70,7 +69,7 @@ def compiled_step(
         it made of that does something else.
     """
     began = time.perf_counter()
-    step, given = step_of(task, local), _given(parameters, constants, local, shape, x, y)
+    step, given = step_of(task, local), _given(start, local, shape, x, y)
     try:
         with warnings.catch_warnings(action="ignore"):  # torch warns of parts of itself
             graph = make_fx(step)(*copy.deepcopy(given))
@@ -85,12 +84,7 @@ def compiled_step(
 
 
 def _given(
-    parameters: TorchTensors,
-    constants: TorchTensors,
-    local: LocalTraining,
-    shape: tuple[int, int],
-    x: torch.Tensor,
-    y: torch.Tensor,
+    model: Start, local: LocalTraining, shape: tuple[int, int], x: torch.Tensor, y: torch.Tensor
 ) -> _Given:
     """Users who all differ; the last one has no examples."""
     generator = torch.Generator().manual_seed(0)
@@ -101,14 +95,14 @@ def _given(
             return examples  # only these numbers are known to be legal
         return examples + torch.randn(examples.shape, generator=generator).to(example.dtype)
 
-    start = in_order(parameters)
+    start = in_order(model.parameters)
     current, velocity = at_rest(start, shape[0], local)
     for p in current.values():
         p.add_(torch.randn(p.shape, generator=generator) / 8)
     weights = torch.ones(shape)
     weights[-1] = 0.0
     examples = some_like(x), some_like(y)
-    return _Given(start, in_order(constants), current, velocity, *examples, weights)
+    return _Given(start, in_order(model.constants), current, velocity, *examples, weights)
 
 
 def _check(run: Step, step: Step, given: _Given) -> None:

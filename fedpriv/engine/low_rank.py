@@ -10,14 +10,16 @@ one matrix product for all users of a chunk, and a small correction for each. Th
 weights per user up to the rounding of float32.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from fedpriv.engine.matmul import product
 from fedpriv.engine.precision import lowered
+from fedpriv.engine.products import Context
 from fedpriv.engine.updates import OuterProducts
 from fedpriv.federated.transport import LocalTraining
 
@@ -86,9 +88,7 @@ class LowRankLinear(nn.Module):
         rows = x.reshape(len(self._examples), -1, x.shape[-1])
         self._remember(x, rows.detach().float())
         seen = self._inputs[:, : self._scaled.shape[1]]
-        output: torch.Tensor = _Corrected.apply(  # type: ignore[no-untyped-call]
-            rows, self.weight, self.bias, seen, self._scaled
-        )
+        output = _correct(rows, self.weight, self.bias, seen, self._scaled)
         output = output.view(*x.shape[:-1], -1)
         if not output.requires_grad:  # nothing before this layer is trained
             output = output.detach().requires_grad_()
@@ -144,7 +144,7 @@ class _Corrected(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Context,
         rows: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -166,13 +166,16 @@ class _Corrected(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, seen, scaled = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, seen, scaled = ctx.saved_tensors
         of_rows = product(gradient.flatten(0, 1), weight.to(gradient.dtype)).float()
         of_rows = of_rows.view(*gradient.shape[:2], -1)
         if scaled.shape[1]:
             of_rows += product(product(gradient.float(), scaled.transpose(1, 2)), seen)
         return of_rows, None, None, None, None
+
+
+_correct: Callable[..., torch.Tensor] = _Corrected.apply
 
 
 def _room(rows: torch.Tensor, steps: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ On x86 torch leaves them to MKL, which uses AVX-512 on Intel's processors alone;
 uses it on AMD's too, and is twice as fast there, for one large matrix as for many small ones.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from threadpoolctl import ThreadpoolController
 
 # OpenBLAS's names of what has AVX-512.
 _WIDE = ("SkylakeX", "Cooperlake", "SapphireRapids")
+_has_mkl: Callable[[], bool] = torch.backends.mkl.is_available
 
 
 def product(
@@ -46,9 +47,8 @@ def product(
 @cache
 def numpy_is_faster() -> bool:
     """Whether torch multiplies by MKL on another's processor, whose AVX-512 OpenBLAS uses."""
-    mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     wide = any(library.get("architecture") in _WIDE for library in _openblas().info())
-    return mkl and wide and "AuthenticAMD" in _vendors()
+    return _has_mkl() and wide and "AuthenticAMD" in _vendors()
 
 
 @contextmanager

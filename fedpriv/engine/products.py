@@ -5,14 +5,34 @@ for all users; only the gradients by the weights are for each user. They are flo
 their sums, also where activations have fewer bits.
 """
 
+from collections.abc import Callable
 from math import prod
+from typing import Protocol
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from fedpriv.engine.matmul import product
 from fedpriv.engine.patches import Window, added, patches
 from fedpriv.engine.precision import lowered
+
+
+class Context(Protocol):
+    """What autograd keeps from a forward pass to the backward one, as torch does not declare it."""
+
+    @property
+    def saved_tensors(self) -> tuple[torch.Tensor, ...]:
+        """What `save_for_backward` was given."""
+        ...
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]:
+        """For each argument of the forward pass."""
+        ...
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        """Keep tensors that nobody writes to."""
+        ...
 
 
 def multiplied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -27,7 +47,7 @@ def multiplied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
         [C·B, …, out].
     """
     rows = lowered(x).reshape(len(weight), prod(x.shape[:-1]) // len(weight), x.shape[-1])
-    y: torch.Tensor = _Multiplied.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
+    y = _multiply(rows, weight, bias)
     return y.view(*x.shape[:-1], -1)
 
 
@@ -50,16 +70,13 @@ def convolved(
     Returns:
         [C·B, rows, columns, out].
     """
-    y: torch.Tensor = _Convolved.apply(  # type: ignore[no-untyped-call]
-        lowered(images), weight, bias, window, spare
-    )
-    return y
+    return _convolve(lowered(images), weight, bias, window, spare)
 
 
 class _Multiplied(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Context, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         matrices = lowered(weight[:1] if _same(weight) else weight)
         ctx.save_for_backward(rows, matrices)
@@ -67,9 +84,9 @@ class _Multiplied(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, matrices = ctx.saved_tensors  # type: ignore[attr-defined]
-        of_rows, _, of_bias = ctx.needs_input_grad  # type: ignore[attr-defined]
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, matrices = ctx.saved_tensors
+        of_rows, _, of_bias = ctx.needs_input_grad
         return (
             _products(gradient, matrices) if of_rows else None,
             product(gradient.transpose(1, 2).float(), rows.float()),
@@ -77,10 +94,18 @@ class _Multiplied(torch.autograd.Function):
         )
 
 
+class _OfConvolution(Context, Protocol):
+    seen: torch.Tensor
+    spare: list[torch.Tensor]
+    window: Window
+    size: tuple[int, int]
+    last: torch.Size
+
+
 class _Convolved(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: _OfConvolution,
         images: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -92,19 +117,18 @@ class _Convolved(torch.autograd.Function):
         seen = patches(images, window, spare.pop() if spare else None)
         ctx.save_for_backward(matrices)
         # Not saved as tensors are: the backward pass writes to the patches.
-        ctx.seen, ctx.spare = seen, spare  # type: ignore[attr-defined]
-        ctx.window, ctx.size = window, images.shape[1:3]  # type: ignore[attr-defined]
-        ctx.last = last.shape  # type: ignore[attr-defined]
+        ctx.seen, ctx.spare = seen, spare
+        ctx.window, ctx.size = window, (images.shape[1], images.shape[2])
+        ctx.last = last.shape
         y = _products(seen.view(len(weight), -1, seen.shape[-1]), matrices.transpose(1, 2), bias)
         return y.view(*seen.shape[:3], -1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (matrices,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        seen: torch.Tensor = ctx.seen  # type: ignore[attr-defined]
-        shape: torch.Size = ctx.last  # type: ignore[attr-defined]
-        of_images, _, of_bias, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
+    def backward(ctx: _OfConvolution, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (matrices,) = ctx.saved_tensors
+        seen, shape = ctx.seen, ctx.last
+        of_images, _, biased, *_ = ctx.needs_input_grad
         rows = seen.view(shape[0], -1, seen.shape[-1])
         lanes = gradient.reshape(*rows.shape[:2], -1)
         products = product(lanes.transpose(1, 2).float(), rows.float())
@@ -112,10 +136,14 @@ class _Convolved(torch.autograd.Function):
         images = None
         if of_images:
             _products(lanes, matrices, out=rows)
-            images = added(seen, ctx.window, ctx.size)  # type: ignore[attr-defined]
-        ctx.spare.append(seen)  # type: ignore[attr-defined]
-        of_bias = lanes.sum(1, dtype=torch.float32) if of_bias else None
+            images = added(seen, ctx.window, ctx.size)
+        ctx.spare.append(seen)
+        of_bias = lanes.sum(1, dtype=torch.float32) if biased else None
         return images, of_weight, of_bias, None, None
+
+
+_multiply: Callable[..., torch.Tensor] = _Multiplied.apply
+_convolve: Callable[..., torch.Tensor] = _Convolved.apply
 
 
 def _same(parameter: torch.Tensor) -> bool:

@@ -142,8 +142,7 @@ class Trainer:
         row = blank(self.users)
         x, y = (torch.from_numpy(row[name]) for name in (self.task.inputs, self.task.targets))
         shape = min(MOST_LANES, self.lanes(request)), int(widths_of(largest, request.local))
-        given = (self.task, start.parameters, start.constants, request.local)
-        return compiled_step(*given, shape, x, y)
+        return compiled_step(self.task, start, request.local, shape, x, y)
 
     def sums(
         self,

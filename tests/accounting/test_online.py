@@ -125,12 +125,12 @@ class TestVerdicts:
         remembering = forgetting = Projection.of({(0.01, 1.0): 10}, 2.0, 1e-6)
         for q, z, count in [(0.02, 1.1, 1), (0.02, 1.1, 1), (0.02, 0.9, 1), (0.02, 1.1, 2)] * 2:
             remembering = remembering.plus(q, z, count)
-            forgetting = replace(forgetting, last={}).plus(q, z, count)
+            forgetting = replace(forgetting, last=None).plus(q, z, count)
         assert remembering.verdict() is forgetting.verdict()
         for one, other in zip(remembering.contours, forgetting.contours, strict=True):
             assert np.array_equal(one.sums.cumulant, other.sums.cumulant)
             assert np.array_equal(one.sums.error, other.sums.error)
-        assert len(remembering.last) == 1
+        assert remembering.last[0] == (0.02, 1.1, 2)
 
     def test_many_different_rounds_start_a_plan_too(self):
         rng = np.random.default_rng(0)
