@@ -1,7 +1,7 @@
 """Clipping and summing what the users of a chunk send: `Clipping.contribution` in torch."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import prod
+from dataclasses import dataclass
 
 import torch
 
@@ -9,6 +9,18 @@ from fedpriv.engine.task import TorchTensors
 from fedpriv.engine.updates import Updates, few_lanes
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import VectorGroup
+from fedpriv.privacy.layout import Layout
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Tensors of a group that follow each other in the layout and have the same scale.
+
+    A few long vectors cost less than many short ones, each with operations of its own.
+    """
+
+    where: slice
+    scale: float
 
 
 def clipped_sum(
@@ -29,36 +41,38 @@ def clipped_sum(
     """
     device = next(iter(updates.values())).device
     total = torch.zeros(clipping.layout.dimension, dtype=torch.float64, device=device)
-    for lanes, tensors in _in_float64(updates):
-        _add_clipped(total, tensors, clipping, None if weights is None else weights[lanes])
+    groups = [(group, _runs(clipping.layout, group)) for group in sent(clipping)]
+    for lanes, vectors in _in_float64(updates, clipping.layout):
+        _add_clipped(total, vectors, clipping, groups, None if weights is None else weights[lanes])
     return total
 
 
 def _add_clipped(
-    total: torch.Tensor, tensors: TorchTensors, clipping: Clipping, weights: torch.Tensor | None
+    total: torch.Tensor,
+    vectors: torch.Tensor,
+    clipping: Clipping,
+    groups: Sequence[tuple[VectorGroup, Sequence[_Run]]],
+    weights: torch.Tensor | None,
 ) -> None:
-    """Add what some users contribute to total [D]; their tensors [C, d] may be written to."""
-    layout = clipping.layout
-    norms = {name: torch.linalg.vector_norm(lane, dim=1) for name, lane in tensors.items()}
+    """Add what some users contribute to total [D]; their vectors [C, D] may be written to."""
+    norms = [_norms(vectors, runs) for _, runs in groups]
     # In float64 the squares of finite float32 numbers cannot overflow: not finite means NaN or inf.
-    finite = torch.isfinite(torch.stack(list(norms.values()))).all(0)
+    finite = torch.isfinite(torch.cat(norms)).all(0)
     if finite.is_cuda or not bool(finite.all()):  # asking a GPU would mean to wait for it
-        for lane in tensors.values():
-            lane.masked_fill_(~finite[:, None], 0.0)
-    lengths = _lengths(norms, sent(clipping))
+        vectors.masked_fill_(~finite[:, None], 0.0)
     # Squares and roots of D terms are off by less than this share of the norm.
-    margin = 1.0 - (layout.dimension + 16) * 2.0**-52
+    margin = 1.0 - (clipping.layout.dimension + 16) * 2.0**-52
     whole: TorchTensors = {}
-    for group in sent(clipping):
-        factors = (group.clipping_norm * margin / lengths[group.name]).clamp(max=1.0)
+    for (group, runs), norm in zip(groups, norms, strict=True):
+        factors = (group.clipping_norm * margin / _length(norm, runs)).clamp(max=1.0)
         whole[group.name] = factors == 1.0
         factors = torch.where(finite, factors, 0.0)
         if weights is not None and group.name in clipping.weighted:
             factors = factors * weights.to(factors)
-        for tensor, scale in zip(group.tensors, group.scales, strict=True):
-            total[layout.slices[tensor]].addmv_(tensors[tensor].t(), factors / scale)
+        for run in runs:
+            total[run.where].addmv_(vectors[:, run.where].t(), factors / run.scale)
     if clipping.indicator is not None:
-        total[layout.slices[clipping.indicator.tensor]] += _halves(
+        total[clipping.layout.slices[clipping.indicator.tensor]] += _halves(
             [whole[name] for name in clipping.indicator.groups], finite
         )
 
@@ -73,12 +87,14 @@ def group_norms(updates: Updates, groups: Iterable[VectorGroup]) -> TorchTensors
         groups: the groups.
     """
     asked = tuple(groups)
-    named = {tensor for group in asked for tensor in group.tensors}
-    norms: dict[str, list[torch.Tensor]] = {name: [] for name in named}
-    for _, tensors in _in_float64({name: updates[name] for name in updates if name in named}):
-        for name, lane in tensors.items():
-            norms[name].append(torch.linalg.vector_norm(lane, dim=1))
-    return _lengths({name: torch.cat(parts) for name, parts in norms.items()}, asked)
+    names = tuple(tensor for group in asked for tensor in group.tensors)
+    layout = Layout(names, tuple(tuple(updates[name].shape[1:]) for name in names))
+    lengths: dict[str, list[torch.Tensor]] = {group.name: [] for group in asked}
+    runs = {group.name: _runs(layout, group) for group in asked}
+    for _, vectors in _in_float64({name: updates[name] for name in names}, layout):
+        for name, parts in lengths.items():
+            parts.append(_length(_norms(vectors, runs[name]), runs[name]))
+    return {name: torch.cat(parts) for name, parts in lengths.items()}
 
 
 def sent(clipping: Clipping) -> tuple[VectorGroup, ...]:
@@ -87,13 +103,26 @@ def sent(clipping: Clipping) -> tuple[VectorGroup, ...]:
     return tuple(group for group in clipping.groups if group.tensors != written)
 
 
-def _lengths(norms: TorchTensors, groups: Iterable[VectorGroup]) -> TorchTensors:
-    """Norms [C] of groups from the norms [C] of their tensors."""
-    lengths: TorchTensors = {}
-    for group in groups:
-        scaled = [norms[t] / scale for t, scale in zip(group.tensors, group.scales, strict=True)]
-        lengths[group.name] = torch.linalg.vector_norm(torch.stack(scaled), dim=0)
-    return lengths
+def _runs(layout: Layout, group: VectorGroup) -> list[_Run]:
+    """A group's place in the vectors of a layout."""
+    runs: list[_Run] = []
+    for tensor, scale in zip(group.tensors, group.scales, strict=True):
+        place = layout.slices[tensor]
+        if runs and (runs[-1].where.stop, runs[-1].scale) == (place.start, scale):
+            place = slice(runs.pop().where.start, place.stop)
+        runs.append(_Run(place, scale))
+    return runs
+
+
+def _norms(vectors: torch.Tensor, runs: Sequence[_Run]) -> torch.Tensor:
+    """Norms of runs of each user's vector, before they are scaled: [runs, C]."""
+    return torch.stack([torch.linalg.vector_norm(vectors[:, run.where], dim=1) for run in runs])
+
+
+def _length(norms: torch.Tensor, runs: Sequence[_Run]) -> torch.Tensor:
+    """Norms [C] of a group from those of its runs [runs, C]."""
+    scaled = [norm / run.scale for norm, run in zip(norms, runs, strict=True)]
+    return scaled[0] if len(runs) == 1 else torch.linalg.vector_norm(torch.stack(scaled), dim=0)
 
 
 def _halves(whole: Sequence[torch.Tensor], finite: torch.Tensor) -> torch.Tensor:
@@ -101,28 +130,22 @@ def _halves(whole: Sequence[torch.Tensor], finite: torch.Tensor) -> torch.Tensor
     return torch.where(finite, torch.stack(list(whole)).double() - 0.5, 0.0).sum(1)
 
 
-def _in_float64(updates: Updates) -> Iterator[tuple[slice, TorchTensors]]:
-    """A few users at a time: which, and their tensors as [C, d].
+def _in_float64(updates: Updates, layout: Layout) -> Iterator[tuple[slice, torch.Tensor]]:
+    """A few users at a time: which, and their vectors [C, D] in the order of a layout.
 
-    All are in the same memory: on a CPU, fresh pages cost more than the arithmetic.
+    All are in the same memory: on a CPU, fresh pages cost more than the arithmetic. What the layout
+    has beyond the updates is left as it is.
     """
-    buffer = torch.empty((0, 0), dtype=torch.float64, device=next(iter(updates.values())).device)
-    for lanes, tensors in few_lanes(updates):
-        count = len(next(iter(tensors.values())))
-        widths = [prod(tensor.shape[1:]) for tensor in tensors.values()]
-        if not len(buffer):
-            buffer = buffer.new_empty((count, sum(widths)))
-        parts = torch.split(buffer[:count], widths, dim=1)
-        yield (
-            lanes,
-            {
-                name: _filled(part, tensor)
-                for part, (name, tensor) in zip(parts, tensors.items(), strict=True)
-            },
-        )
-
-
-def _filled(part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Part [C, d] of a buffer, with the numbers of a tensor [C, *shape] in their order."""
-    part.view(tensor.shape).copy_(tensor)
-    return part
+    places: dict[str, torch.Tensor] = {}
+    buffer = torch.empty(0)
+    for lanes in few_lanes(updates):
+        count = lanes.stop - lanes.start
+        if not places:  # later ones are not more
+            device = next(iter(updates.values())).device
+            buffer = torch.empty((count, layout.dimension), dtype=torch.float64, device=device)
+            for name, update in updates.items():
+                part = buffer[:, layout.slices[name]]
+                places[name] = part.view(count, *update.shape[1:])
+        for name, place in places.items():
+            place[:count].copy_(updates[name][lanes])
+        yield lanes, buffer[:count]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -39,9 +40,9 @@ class OuterProducts:
         return self.left.device
 
     @property
-    def numbers(self) -> int:
-        """Numbers in the matrix of one user."""
-        return self.left.shape[2] * self.right.shape[2]
+    def shape(self) -> torch.Size:
+        """[C, out, in]."""
+        return torch.Size((len(self.left), self.left.shape[2], self.right.shape[2]))
 
 
 Updates = Mapping[str, torch.Tensor | OuterProducts]
@@ -53,14 +54,11 @@ def whole(updates: Updates, lanes: slice = slice(None)) -> TorchTensors:
     return {name: update[lanes] for name, update in updates.items()}
 
 
-def few_lanes(updates: Updates) -> Iterator[tuple[slice, TorchTensors]]:
-    """A few users at a time, at least one: which, and their whole tensors [c, *shape]."""
+def few_lanes(updates: Updates) -> Iterator[slice]:
+    """A few users at a time, at least one, so that their whole tensors stay in a cache."""
     first = next(iter(updates.values()))
     users, most = len(first), _NUMBERS_CUDA if first.device.type == "cuda" else _NUMBERS
-    numbers = sum(
-        u.numbers if isinstance(u, OuterProducts) else u.numel() // users for u in updates.values()
-    )
+    numbers = sum(prod(update.shape[1:]) for update in updates.values())
     few = max(1, most // max(1, numbers))
     for start in range(0, users, few):
-        lanes = slice(start, start + few)
-        yield lanes, whole(updates, lanes)
+        yield slice(start, min(start + few, users))

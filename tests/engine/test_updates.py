@@ -54,7 +54,7 @@ def test_a_few_users_at_a_time_give_the_same_sum_and_norms(
     weights = torch.linspace(0.0, 1.0, len(updates["a.bias"]), dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_NUMBERS", numbers)
-        pieces = [whole for _, whole in few_lanes(updates)]
+        pieces = [whole(updates, lanes) for lanes in few_lanes(updates)]
         fast = clipped_sum(updates, clipping, weights)
         norms = group_norms(updates, clipping.groups)
     tensors = {name: torch.cat([piece[name] for piece in pieces]) for name in updates}
