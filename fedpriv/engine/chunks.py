@@ -37,7 +37,7 @@ def sizes_of(users: UserStore, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.
 
 def lane_bytes(
     task: Task,
-    examples: Mapping[str, npt.NDArray[np.generic]],
+    numbers: tuple[int, int],
     local: LocalTraining,
     largest: int,
     layers: Layers | None,
@@ -46,12 +46,12 @@ def lane_bytes(
 
     Args:
         task: model and loss.
-        examples: at least one row of data, to measure the activations of an example.
+        numbers: of an example, as of `numbers_per_example`.
         local: how a user trains.
         largest: number of examples of the largest user.
         layers: of the task, where users train in layers.
     """
-    activations, inputs = _numbers_per_example(task, examples)
+    activations, inputs = numbers
     parameters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
     sizes = np.array(largest)
     batch, steps = int(widths_of(sizes, local)), int(steps_of(sizes, local))
@@ -66,14 +66,13 @@ def lane_bytes(
     return _FLOAT * (held + moving)
 
 
-def example_bytes(task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> int:
+def example_bytes(numbers: tuple[int, int]) -> int:
     """Estimate of the memory of one example that is measured and not trained on.
 
     Args:
-        task: model and loss.
-        examples: at least one row of data.
+        numbers: of an example, as of `numbers_per_example`.
     """
-    activations, inputs = _numbers_per_example(task, examples)
+    activations, inputs = numbers
     return _FLOAT * (activations * _COPIES_OF_ACTIVATIONS + inputs)
 
 
@@ -82,10 +81,15 @@ def metric_bytes(metrics: Sequence[Metric]) -> int:
     return _DOUBLE * _COPIES_OF_METRICS * sum(prod(metric.shape) for metric in metrics)
 
 
-def _numbers_per_example(
+def numbers_per_example(
     task: Task, examples: Mapping[str, npt.NDArray[np.generic]]
 ) -> tuple[int, int]:
-    """Numbers in all activations of an example, and in its inputs."""
+    """Numbers in all activations of an example, and in its inputs.
+
+    Args:
+        task: model and loss.
+        examples: at least one row of data to measure.
+    """
     activations = 0
 
     def measure(layer: torch.nn.Module, _inputs: object, output: object) -> None:

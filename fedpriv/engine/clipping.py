@@ -121,8 +121,11 @@ def _norms(vectors: torch.Tensor, runs: Sequence[_Run]) -> torch.Tensor:
 
 def _length(norms: torch.Tensor, runs: Sequence[_Run]) -> torch.Tensor:
     """Norms [C] of a group from those of its runs [runs, C]."""
-    scaled = [norm / run.scale for norm, run in zip(norms, runs, strict=True)]
-    return scaled[0] if len(runs) == 1 else torch.linalg.vector_norm(torch.stack(scaled), dim=0)
+    scaled: list[torch.Tensor] = [norm / run.scale for norm, run in zip(norms, runs, strict=True)]
+    if len(scaled) == 1:
+        return scaled[0]
+    length: torch.Tensor = torch.linalg.vector_norm(torch.stack(scaled), dim=0)
+    return length
 
 
 def _halves(whole: Sequence[torch.Tensor], finite: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from fedpriv.engine.batches import Batches
 from fedpriv.engine.descent import Descent
 from fedpriv.engine.layers import Layers
 from fedpriv.engine.low_rank import Coefficients, LowRankLinear
-from fedpriv.engine.precision import Activations, outputs_of
+from fedpriv.engine.precision import Activations
 from fedpriv.engine.task import Task, TorchTensors
 from fedpriv.engine.updates import OuterProducts, Updates
 from fedpriv.federated.transport import LocalTraining
@@ -29,39 +29,49 @@ def train_layers_chunk(
     """Train C users from the same parameters; arguments and result as of `train_chunk`."""
     lanes, steps, width = batches.shape
     low_rank = {
-        name: LowRankLinear(layer, batches.x, steps)
-        for name, layer in layers.low_rank(steps, width).items()
+        name: LowRankLinear(*_weight_and_bias(layers, name, parameters), batches.x, steps)
+        for name in layers.low_rank(steps, width)
     }
-    # Corrections count on equal steps; other layers are spared what all users' batches lack.
-    widths = (width,) * steps if low_rank else batches.widths
-    models = {width: layers.replaced(low_rank, lanes * width) for width in set(widths)}
-    shared = {key: parameters[key] for name in low_rank for key in layers.parameters(name)}
+    shared = {key for name in low_rank for key in layers.parameters(name)}
     own = {n: _as_gradients_lie(p) for n, p in parameters.items() if n not in shared}
     descent = Descent.begin(own, local)
+    # Corrections count on equal steps; other layers are spared what all users' batches lack.
+    widths = (width,) * steps if low_rank else batches.widths
     coefficients = Coefficients.begin(lanes, steps, batches.weights.device)
+    settled = local.momentum == local.proximal == 0.0
     # A mean over each user's real examples; users are apart in the sum, so are its gradients.
     shares = batches.weights / batches.weights.sum(2, keepdim=True).clamp(min=1.0)
-    for step, width in enumerate(widths):
-        descent = descent.placed()
-        own = descent.of_lanes(lanes)
-        x, y, share = (t[:, step, :width].flatten(0, 1) for t in (batches.x, batches.y, shares))
-        for layer in low_rank.values():
-            layer.give(x)
-        outputs = outputs_of(models[width], {**shared, **own, **constants}, x, activations)
-        gradients = torch.autograd.grad(
-            (task.losses_of(outputs, y) * share).sum(),
-            [*own.values(), *(layer.output for layer in low_rank.values())],
-            materialize_grads=True,
-        )
-        active = batches.active(step)
-        descent = descent.after(dict(zip(own, gradients, strict=False)), active)
-        coefficients = coefficients.after(step, active, local)
-        for layer, gradient in zip(low_rank.values(), gradients[len(own) :], strict=True):
-            layer.learn(gradient, coefficients.position)
+    model = layers.side_by_side(low_rank)
+    with model.corrected(low_rank):
+        for step, width in enumerate(widths):
+            descent = descent.placed()
+            own = descent.of_lanes(lanes)
+            x, y, share = (t[:, step, :width].flatten(0, 1) for t in (batches.x, batches.y, shares))
+            for layer in low_rank.values():
+                layer.give(x)
+            losses = task.losses_of(model.outputs(own, constants, x, activations), y)
+            gradients = torch.autograd.grad(
+                (losses * share).sum(),
+                [*own.values(), *(layer.output for layer in low_rank.values())],
+                materialize_grads=True,
+            )
+            active = batches.active(step)
+            descent = descent.after(dict(zip(own, gradients, strict=False)), active)
+            coefficients = coefficients.after(step, active, local)
+            for layer, gradient in zip(low_rank.values(), gradients[len(own) :], strict=True):
+                layer.learn(gradient, coefficients.position, settled=settled)
     learnt: dict[str, torch.Tensor | OuterProducts] = {**descent.updates()}
     for name, layer in low_rank.items():
         learnt |= zip(layers.parameters(name), layer.updates(), strict=True)
     return {name: learnt[name] for name in parameters}
+
+
+def _weight_and_bias(
+    layers: Layers, name: str, parameters: TorchTensors
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Those of a linear layer."""
+    weight, *bias = (parameters[key] for key in layers.parameters(name))
+    return weight, bias[0] if bias else None
 
 
 def _as_gradients_lie(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,25 +1,20 @@
-"""Which layers a task trains, and whether they can have weights for each user."""
+"""A model whose trained layers are known, and copies of it that train many users at once."""
 
 import copy
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
-from fedpriv.engine.lanes import LanesSharedEmbedding, stand_in
-from fedpriv.engine.task import Task
-from fedpriv.errors import ModelError
+from fedpriv.engine.lanes import Current, Held, stand_in
+from fedpriv.engine.low_rank import LowRankLinear
+from fedpriv.engine.precision import Activations, outputs_of
+from fedpriv.engine.task import TorchTensors
 
 _TOUCHES = 40  # multiplications in the time that it takes to change a weight in memory
-_TOLERANCE = 1e-4
-_EACH = 2  # examples of a user that is tried
-# Which of the users of `_some_like` are tried together: what mixes may show at an extreme alone.
-_TRIALS = ((0, 1, 2), (4, 3, 0), (3, 4, 0))
 
 
 @dataclass(frozen=True)
@@ -56,182 +51,95 @@ class Layers:
                     found[name] = layer
         return found
 
-    def parameters(self, name: str) -> list[str]:
-        """Names in the model of a layer's parameters."""
-        own = self.trained[name].named_parameters(recurse=False)
-        return [f"{name}.{parameter}" if name else parameter for parameter, _ in own]
+    def parameters(self, name: str) -> tuple[str, ...]:
+        """Names in the model of a layer's parameters; of those that two share, the first one's."""
+        own = self.trained[name].parameters(recurse=False)
+        return tuple(self._names[id(parameter)] for parameter in own)
 
-    def replaced(self, others: Mapping[str, nn.Module], examples: int) -> nn.Module:
-        """A model with some layers replaced, and all other trained ones by those of `lanes`.
-
-        All tensors are shared with the model.
+    def side_by_side(self, low_rank: Iterable[str] = ()) -> "SideBySide":
+        """A copy of the model for many users, the same one each time: for one thread.
 
         Args:
-            others: the layers to put in, by name.
-            examples: how many of all users together go through the model at once.
+            low_rank: names of layers that get low-rank corrections.
         """
+        names = frozenset(low_rank)
+        if names not in self._copies:
+            self._copies[names] = SideBySide(self, names)
+        return self._copies[names]
+
+    @cached_property
+    def _copies(self) -> dict[frozenset[str], "SideBySide"]:
+        return {}
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+
+class SideBySide:
+    """A copy of a model that the examples of many users go through side by side.
+
+    All other tensors than those of trained layers are shared with the model.
+
+    Attributes:
+        model: the copy.
+    """
+
+    def __init__(self, layers: Layers, low_rank: Iterable[str]) -> None:
+        """Copy.
+
+        Args:
+            layers: of the model.
+            low_rank: names of linear layers that get corrections in place of weights for each user.
+        """
+        self._current = Current()
+        self._slots = {name: _Slot() for name in low_rank}
         memo: dict[int, object] = {
-            id(t): t for t in (*self.model.parameters(), *self.model.buffers())
+            id(t): t for t in (*layers.model.parameters(), *layers.model.buffers())
         }
-        for name, layer in self.trained.items():
-            if name in self.alike and isinstance(layer, nn.Embedding):
-                memo[id(layer)] = LanesSharedEmbedding(layer, examples)
-            else:
-                memo[id(layer)] = others[name] if name in others else stand_in(layer)
-        return copy.deepcopy(self.model, memo)
+        for name, layer in layers.trained.items():
+            held = Held(self._current, layers.parameters(name))
+            other = stand_in(layer, held, alike=name in layers.alike)
+            memo[id(layer)] = self._slots.get(name, other)
+        self.model: nn.Module = copy.deepcopy(layers.model, memo)
 
-
-def layers_of(task: Task, x: torch.Tensor, y: torch.Tensor) -> Layers | None:
-    """The layers of a task, if they tell users apart in all that it trains.
-
-    Examples of several users are to go through the model side by side, so it must work on each by
-    itself: tried with random ones, what a user gets must be what it would get alone, and must be
-    the same to the last bit whatever the examples beside its own are.
-
-    Args:
-        task: the task.
-        x: [1, …] one input that the model accepts.
-        y: [1, …] one target.
-
-    Returns:
-        None if a trained layer is of no known kind or is trained in part, if the model does
-        anything with a trained layer but call it, or if model or loss mix examples.
-    """
-    layers = _trained(task.model)
-    if layers is None:
-        return None
-    with _evaluating(task.model), torch.no_grad():
+    @contextmanager
+    def corrected(self, by: Mapping[str, LowRankLinear]) -> Iterator[None]:
+        """Use these in place of the layers of their names; nothing of users is kept after it."""
+        for name, layer in by.items():
+            self._slots[name].layer = layer
         try:
-            layers = replace(layers, alike=_alike(layers, x))
-            rows = _rows_if_told_apart(layers, task, x, y)
-        except Exception:  # whatever the model does with its layers, it is not only to call them
-            return None
-    return None if rows is None else replace(layers, rows=rows)
+            yield
+        finally:
+            self._current.parameters = {}
+            for slot in self._slots.values():
+                slot.layer = None
+
+    def outputs(
+        self,
+        own: TorchTensors,
+        constants: TorchTensors,
+        x: torch.Tensor,
+        activations: Activations = "float32",
+    ) -> torch.Tensor:
+        """Outputs for all examples.
+
+        Args:
+            own: parameters of each user, [C, *shape].
+            constants: frozen parameters and buffers.
+            x: [C·B, …] examples.
+            activations: of the model.
+        """
+        self._current.parameters, self._current.examples = own, len(x)
+        return outputs_of(self.model, constants, x, activations)
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without dropout; a copy would not do, as it may still call the original."""
-    modes = {layer: layer.training for layer in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for layer, mode in modes.items():
-            layer.training = mode
+class _Slot(nn.Module):
+    """Where a low-rank layer is put in while it is needed."""
 
+    layer: LowRankLinear | None = None
 
-def _trained(model: nn.Module) -> Layers | None:
-    trained = {}
-    for name, layer in model.named_modules():
-        asked = [p.requires_grad for p in layer.parameters(recurse=False)]
-        if any(asked):
-            try:
-                stand_in(layer)
-            except ModelError:
-                return None
-            trained[name] = layer
-            if not all(asked):
-                return None
-    return Layers(model, trained, {})
-
-
-def _rows_if_told_apart(
-    layers: Layers, task: Task, x: torch.Tensor, y: torch.Tensor
-) -> dict[str, int] | None:
-    """`Layers.rows`, if a user's outputs and losses are its own."""
-    calls: dict[str, list[int]] = {n: [] for n, e in layers.trained.items() if type(e) is nn.Linear}
-    model = layers.replaced({}, 2 * _EACH)
-    for name, seen in calls.items():
-        model.get_submodule(name).register_forward_hook(partial(_count_rows, seen))
-    inputs, targets = _some_like(x), _some_like(y)
-    if not all(
-        _tells_apart(
-            task, model, [inputs[user] for user in users], [targets[user] for user in users]
-        )
-        for users in _TRIALS
-    ):
-        return None
-    holders = Counter(
-        id(p) for layer in layers.trained.values() for p in layer.parameters(recurse=False)
-    )
-    forwards = 2 * len(_TRIALS)
-    return {
-        name: seen[0] // (2 * _EACH)
-        for name, seen in calls.items()
-        if len(seen) == forwards
-        and all(holders[id(p)] == 1 for p in layers.trained[name].parameters())
-    }
-
-
-def _alike(layers: Layers, x: torch.Tensor) -> frozenset[str]:
-    """Embeddings whose words keep their shape when there are more examples."""
-    shapes: dict[str, set[torch.Size]] = {
-        name: set() for name, layer in layers.trained.items() if type(layer) is nn.Embedding
-    }
-    hooks = [
-        layers.trained[name].register_forward_pre_hook(partial(_note_shape, seen))
-        for name, seen in shapes.items()
-    ]
-    examples = torch.cat(_some_like(x)[:2])
-    try:
-        for count in (_EACH, _EACH + 1) if hooks else ():
-            layers.model(examples[:count])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return frozenset(name for name, seen in shapes.items() if len(seen) == 1)
-
-
-def _tells_apart(
-    task: Task, side_by_side: nn.Module, x: list[torch.Tensor], y: list[torch.Tensor]
-) -> bool:
-    """Whether the first user gets what it gets alone, be the second or the third beside it.
-
-    Args:
-        task: the task.
-        side_by_side: its model with weights for each of two users.
-        x: inputs of three users.
-        y: targets of three users.
-    """
-    generator = torch.Generator().manual_seed(0)
-    one = {name: p.detach() for name, p in task.model.named_parameters() if p.requires_grad}
-    other = {n: p + torch.randn(p.shape, generator=generator) / 8 for n, p in one.items()}
-    both = {name: torch.stack([p, other[name]]) for name, p in one.items()}
-    alone = torch.cat(
-        [functional_call(task.model, own, (x,)) for own, x in zip((one, other), x, strict=False)]
-    )
-    together, beside = (
-        functional_call(side_by_side, both, (torch.cat([x[0], second]),)) for second in x[1:]
-    )
-    if together.shape != alone.shape:
-        return False
-    losses, losses_beside = (
-        task.losses_of(outputs, torch.cat([y[0], second]))[:_EACH]
-        for outputs, second in zip((together, beside), y[1:], strict=True)
-    )
-    off = (together - alone).abs().max()
-    return (
-        bool(off <= _TOLERANCE * alone.abs().max())
-        and torch.equal(together[:_EACH], beside[:_EACH])
-        and torch.equal(losses, losses_beside)
-    )
-
-
-def _some_like(example: torch.Tensor) -> list[torch.Tensor]:
-    """Examples of several users, [2, …] each, for an example [1, …]: random, zeros, ones."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (_EACH, *example.shape[1:])
-    if example.is_floating_point():
-        drawn = [torch.randn(shape, generator=generator) for _ in range(3)]
-    else:
-        drawn = [torch.randint(2, shape, generator=generator) for _ in range(3)]
-    return [e.to(example.dtype) for e in (*drawn, torch.zeros(shape), torch.ones(shape))]
-
-
-def _count_rows(seen: list[int], _layer: nn.Module, _inputs: object, output: torch.Tensor) -> None:
-    seen.append(output[..., 0].numel())
-
-
-def _note_shape(seen: set[torch.Size], _layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-    seen.add(inputs[0].shape)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.layer is None:
+            raise RuntimeError("a layer with low-rank corrections was called before it had any")
+        return self.layer(x)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 
 from fedpriv.engine.matmul import product
@@ -51,7 +50,7 @@ class Coefficients:
         )
 
 
-class LowRankLinear(nn.Module):
+class LowRankLinear:
     """Stands in for a `torch.nn.Linear` that is called once in each step of C users in S steps.
 
     Its parameters are the shared ones; it remembers what it saw and was told.
@@ -60,61 +59,68 @@ class LowRankLinear(nn.Module):
         output: what it gave in the step in progress, [C·r…, out].
     """
 
-    def __init__(self, layer: nn.Linear, examples: torch.Tensor, steps: int) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, examples: torch.Tensor, steps: int
+    ) -> None:
         """Before the first step.
 
         Args:
-            layer: the layer.
+            weight: [out, in] shared by all users.
+            bias: [out] shared by all users.
             examples: [C, S, B, …] what all steps begin from.
             steps: S.
         """
-        super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
+        self._weight, self._bias = weight, bias
         self.output = torch.empty(0)
         self._examples, self._steps = examples, steps
         self._given = torch.empty(0)
         self._version = 0
-        self._rows = torch.empty(0)  # of the step in progress, [C, r, in]
         self._inputs = torch.empty(0, 0, 0)  # of the steps so far, [C, S·r, in]
-        self._gradients = torch.empty(0)  # by the outputs of the steps so far, [C, S·r, out]
+        # By the outputs of the steps so far, [C, S·r, out]; times their coefficients if settled.
+        self._gradients = torch.empty(0)
         self._scaled = torch.empty(0, 0, 0)  # these times their coefficients, [C, n, out]
 
     def give(self, x: torch.Tensor) -> None:
         """Begin a step in which the model gets x [C·B, …], a part of the examples."""
         self._given, self._version = x, x._version
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[C·B, …, in] → [C·B, …, out]."""
         rows = x.reshape(len(self._examples), -1, x.shape[-1])
         self._remember(x, rows.detach().float())
         seen = self._inputs[:, : self._scaled.shape[1]]
-        output = _correct(rows, self.weight, self.bias, seen, self._scaled)
+        output = _correct(rows, self._weight, self._bias, seen, self._scaled)
         output = output.view(*x.shape[:-1], -1)
         if not output.requires_grad:  # nothing before this layer is trained
             output = output.detach().requires_grad_()
         self.output = output
         return output
 
-    def learn(self, gradient: torch.Tensor, position: torch.Tensor) -> None:
+    def learn(self, gradient: torch.Tensor, position: torch.Tensor, *, settled: bool) -> None:
         """End a step.
 
         Args:
             gradient: of the users' losses by `output`, same shape.
             position: [C, S] coefficients after the step.
+            settled: whether those of earlier steps are as they were.
         """
         rows = gradient.float().reshape(len(self._examples), -1, gradient.shape[-1])
         before, count = self._scaled.shape[1], rows.shape[1]
         after = before + count
         if before == 0:
             self._gradients = _room(rows, self._steps)
-        self._gradients[:, before:after] = rows
         of_rows = position.repeat_interleave(count, 1)[:, :after, None]
-        self._scaled = self._gradients[:, :after] * of_rows
+        if settled:
+            torch.mul(rows, of_rows[:, before:], out=self._gradients[:, before:after])
+            self._scaled = self._gradients[:, :after]
+        else:
+            self._gradients[:, before:after] = rows
+            self._scaled = self._gradients[:, :after] * of_rows
 
     def updates(self) -> list[torch.Tensor | OuterProducts]:
         """Each user's weights (and bias) minus the shared ones: [C, out, in], [C, out]."""
         weight = OuterProducts(self._scaled, self._inputs)
-        return [weight] if self.bias is None else [weight, self._scaled.sum(1)]
+        return [weight] if self._bias is None else [weight, self._scaled.sum(1)]
 
     def _remember(self, x: torch.Tensor, rows: torch.Tensor) -> None:
         """Keep what the layer sees, rows [C, r, in] of x, for the steps to come."""

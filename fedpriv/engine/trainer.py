@@ -20,16 +20,18 @@ from fedpriv.engine.chunks import (
     lane_bytes,
     lanes_within,
     metric_bytes,
+    numbers_per_example,
     sizes_of,
 )
 from fedpriv.engine.clipping import clipped_sum
 from fedpriv.engine.compiled import MOST_LANES, CompiledStep
 from fedpriv.engine.diagnostics import ChunkDiagnostics, diagnose_chunk
-from fedpriv.engine.layers import Layers, layers_of
+from fedpriv.engine.layers import Layers
 from fedpriv.engine.learning import check_learning, learn
 from fedpriv.engine.measuring import Examples, mean_losses, user_metrics
 from fedpriv.engine.memory import keep_freed_memory
 from fedpriv.engine.precision import Activations
+from fedpriv.engine.qualifying import layers_of
 from fedpriv.engine.schedule import schedule, steps_of, widths_of
 from fedpriv.engine.seeding import draws, seeded
 from fedpriv.engine.start import Start
@@ -116,7 +118,8 @@ class Trainer:
         """
         models = self.task.model, self.evaluated.model
         shared = {id(t): t for model in models for t in _tensors(model)}
-        (model, evaluated), layers = copy.deepcopy((models, self.layers), shared)
+        known = self.layers and replace(self.layers)  # without the copies that it keeps
+        (model, evaluated), layers = copy.deepcopy((models, known), shared)
         return replace(
             self,
             task=replace(self.task, model=model),
@@ -126,7 +129,7 @@ class Trainer:
 
     def lanes(self, request: RoundRequest) -> int:
         """How many users the memory of a chunk is enough for."""
-        one = lane_bytes(self.task, blank(self.users), request.local, self._largest, self.layers)
+        one = lane_bytes(self.task, self._numbers, request.local, self._largest, self.layers)
         return lanes_within(self.memory, one + metric_bytes(request.metrics))
 
     def compiled(self, request: RoundRequest) -> CompiledStep | None:
@@ -237,7 +240,7 @@ class Trainer:
 
     def _examples(self, request: RoundRequest, chunk: npt.NDArray[np.int64]) -> Examples:
         """All examples of the users of a chunk, to be measured within the memory of a chunk."""
-        one = self._example_bytes + metric_bytes(request.metrics)
+        one = example_bytes(self._numbers) + metric_bytes(request.metrics)
         return Examples(self.users, chunk, lanes_within(self.memory, one), self.device)
 
     @cached_property
@@ -245,8 +248,8 @@ class Trainer:
         return int(self.users.sizes.max())
 
     @cached_property
-    def _example_bytes(self) -> int:
-        return example_bytes(self.task, blank(self.users))
+    def _numbers(self) -> tuple[int, int]:
+        return numbers_per_example(self.task, blank(self.users))
 
 
 def _tensors(model: torch.nn.Module) -> Iterable[torch.Tensor]:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.character_models import CharacterMLP
-from fedpriv.engine.layers import layers_of
+from fedpriv.engine.qualifying import layers_of
 from fedpriv.engine.task import Task, check_task
 from fedpriv.losses import cross_entropy
 from fedpriv.models import build_model

@@ -13,8 +13,8 @@ from torch.nn import functional
 from fedpriv.engine import layers as module
 from fedpriv.engine.batches import Batches
 from fedpriv.engine.layered import train_layers_chunk
-from fedpriv.engine.layers import layers_of
 from fedpriv.engine.local import train_chunk
+from fedpriv.engine.qualifying import layers_of
 from fedpriv.engine.schedule import schedule
 from fedpriv.engine.task import Task, TorchTensors
 from fedpriv.engine.updates import OuterProducts, Updates, whole

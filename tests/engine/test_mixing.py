@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.engine.layers import layers_of
+from fedpriv.engine.qualifying import layers_of
 from fedpriv.engine.task import Task, check_task
 from fedpriv.errors import ModelError
 from fedpriv.losses import cross_entropy

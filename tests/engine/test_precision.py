@@ -11,10 +11,10 @@ from torch import nn
 from fedpriv.data.store import UserStore
 from fedpriv.engine import layers as engine_layers
 from fedpriv.engine.batches import Batches
-from fedpriv.engine.layers import layers_of
 from fedpriv.engine.learning import learn
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.precision import Activations, activations_named
+from fedpriv.engine.qualifying import layers_of
 from fedpriv.engine.schedule import Schedule
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task

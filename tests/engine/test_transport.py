@@ -12,8 +12,8 @@ from transport_conformance import TransportConformance
 
 from fedpriv.data.store import UserStore
 from fedpriv.engine import layers as engine_layers
-from fedpriv.engine.chunks import lane_bytes, lanes_within
-from fedpriv.engine.layers import layers_of
+from fedpriv.engine.chunks import lane_bytes, lanes_within, numbers_per_example
+from fedpriv.engine.qualifying import layers_of
 from fedpriv.engine.schedule import schedule
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, device_named
@@ -98,7 +98,8 @@ def with_lanes(
 ) -> InProcessTransport:
     """Transport with memory for just so many users in a chunk."""
     layers = layers_of(task, torch.zeros(1, 6), torch.zeros(1, dtype=torch.int64))
-    one = lane_bytes(task, users.examples_of(0), local, max(SIZES), layers)
+    numbers = numbers_per_example(task, users.examples_of(0))
+    one = lane_bytes(task, numbers, local, max(SIZES), layers)
     return InProcessTransport(task, users, torch.device("cpu"), lanes * one)
 
 

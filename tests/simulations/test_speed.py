@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.engine.layers import layers_of
+from fedpriv.engine.qualifying import layers_of
 from fedpriv.engine.task import Task, check_task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.models import softmax_regression
