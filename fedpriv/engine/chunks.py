@@ -59,7 +59,8 @@ def lane_bytes(
     if layers is not None:
         for name, layer in layers.low_rank(steps, batch).items():
             parameters -= sum(p.numel() for p in layer.parameters())
-            factors += layers.rows[name] * (layer.in_features + 2 * layer.out_features)
+            seen = layer.out_features if name == layers.entrance else layer.in_features
+            factors += layers.rows[name] * (seen + 2 * layer.out_features)
     held = steps * batch * (inputs + factors)
     copies = (_COPIES if steps > 1 else _COPIES_OF_ONE_STEP) + (local.momentum > 0.0)
     moving = batch * activations * _COPIES_OF_ACTIVATIONS + parameters * copies

@@ -28,10 +28,11 @@ def train_layers_chunk(
 ) -> Updates:
     """Train C users from the same parameters; arguments and result as of `train_chunk`."""
     lanes, steps, width = batches.shape
-    low_rank = {
-        name: LowRankLinear(*_weight_and_bias(layers, name, parameters), batches.x, steps)
-        for name in layers.low_rank(steps, width)
-    }
+    low_rank = {}
+    for name in layers.low_rank(steps, width):
+        entering = batches.x if name == layers.entrance else None
+        of_layer = _weight_and_bias(layers, name, parameters)
+        low_rank[name] = LowRankLinear(*of_layer, (lanes, steps), entering)
     shared = {key for name in low_rank for key in layers.parameters(name)}
     own = {n: _as_gradients_lie(p) for n, p in parameters.items() if n not in shared}
     descent = Descent.begin(own, local)
@@ -41,25 +42,25 @@ def train_layers_chunk(
     settled = local.momentum == local.proximal == 0.0
     # A mean over each user's real examples; users are apart in the sum, so are its gradients.
     shares = batches.weights / batches.weights.sum(2, keepdim=True).clamp(min=1.0)
+    # What enters by one layer, which has it, needs no copy for the model.
+    xs = batches.x.to("meta") if layers.entrance in low_rank else batches.x
     model = layers.side_by_side(low_rank)
     with model.corrected(low_rank):
         for step, width in enumerate(widths):
             descent = descent.placed()
             own = descent.of_lanes(lanes)
-            x, y, share = (t[:, step, :width].flatten(0, 1) for t in (batches.x, batches.y, shares))
-            for layer in low_rank.values():
-                layer.give(x)
-            losses = task.losses_of(model.outputs(own, constants, x, activations), y)
+            x, y, share = (t[:, step, :width].flatten(0, 1) for t in (xs, batches.y, shares))
+            outputs = model.outputs(own, constants, x, activations, y.device)
             gradients = torch.autograd.grad(
-                (losses * share).sum(),
-                [*own.values(), *(layer.output for layer in low_rank.values())],
+                (task.losses_of(outputs, y) * share).sum(),
+                [*own.values(), *(layer.probe for layer in low_rank.values())],
                 materialize_grads=True,
             )
             active = batches.active(step)
             descent = descent.after(dict(zip(own, gradients, strict=False)), active)
             coefficients = coefficients.after(step, active, local)
-            for layer, gradient in zip(low_rank.values(), gradients[len(own) :], strict=True):
-                layer.learn(gradient, coefficients.position, settled=settled)
+            for layer in low_rank.values():
+                layer.learn(coefficients.position, settled=settled)
     learnt: dict[str, torch.Tensor | OuterProducts] = {**descent.updates()}
     for name, layer in low_rank.items():
         learnt |= zip(layers.parameters(name), layer.updates(), strict=True)

@@ -1,7 +1,7 @@
 """A model whose trained layers are known, and copies of it that train many users at once."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fedpriv.engine.lanes import Current, Held, stand_in
-from fedpriv.engine.low_rank import LowRankLinear
 from fedpriv.engine.precision import Activations, outputs_of
 from fedpriv.engine.task import TorchTensors
 
@@ -27,12 +26,15 @@ class Layers:
         rows: for linear layers that alone hold their parameters and are called once in a forward
             pass, how many rows of an example go through them.
         alike: names of embeddings of what is the same for all examples.
+        entrance: name of the linear layer, among those of `rows`, by which alone examples enter the
+            model, as they are; None if there is none.
     """
 
     model: nn.Module
     trained: Mapping[str, nn.Module]
     rows: Mapping[str, int]
     alike: frozenset[str] = frozenset()
+    entrance: str | None = None
 
     def low_rank(self, steps: int, batch: int) -> dict[str, nn.Linear]:
         """Linear layers for which low-rank corrections cost less than weights for each user.
@@ -104,8 +106,8 @@ class SideBySide:
         self.model: nn.Module = copy.deepcopy(layers.model, memo)
 
     @contextmanager
-    def corrected(self, by: Mapping[str, LowRankLinear]) -> Iterator[None]:
-        """Use these in place of the layers of their names; nothing of users is kept after it."""
+    def corrected(self, by: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]) -> Iterator[None]:
+        """Use these in place of the layers of their names, and let go of all tensors after it."""
         for name, layer in by.items():
             self._slots[name].layer = layer
         try:
@@ -120,24 +122,26 @@ class SideBySide:
         own: TorchTensors,
         constants: TorchTensors,
         x: torch.Tensor,
-        activations: Activations = "float32",
+        activations: Activations,
+        device: torch.device,
     ) -> torch.Tensor:
         """Outputs for all examples.
 
         Args:
             own: parameters of each user, [C, *shape].
             constants: frozen parameters and buffers.
-            x: [C·B, …] examples.
+            x: [C·B, …] examples; on the device "meta" if they enter by a layer that has them.
             activations: of the model.
+            device: where it computes.
         """
         self._current.parameters, self._current.examples = own, len(x)
-        return outputs_of(self.model, constants, x, activations)
+        return outputs_of(self.model, constants, x, activations, device)
 
 
 class _Slot(nn.Module):
     """Where a low-rank layer is put in while it is needed."""
 
-    layer: LowRankLinear | None = None
+    layer: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.layer is None:

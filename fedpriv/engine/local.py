@@ -55,7 +55,7 @@ def mean_loss_of(
     def mean_loss(
         trainable: TorchTensors, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        outputs = outputs_of(task.model, {**trainable, **constants}, x, activations)
+        outputs = outputs_of(task.model, {**trainable, **constants}, x, activations, x.device)
         losses = task.losses_of(outputs, y)
         return (losses * weights).sum() / weights.sum().clamp(min=1.0)
 

@@ -12,13 +12,13 @@ weights per user up to the rounding of float32.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from fedpriv.engine.matmul import product
 from fedpriv.engine.precision import lowered
-from fedpriv.engine.products import Context
 from fedpriv.engine.updates import OuterProducts
 from fedpriv.federated.transport import LocalTraining
 
@@ -53,68 +53,85 @@ class Coefficients:
 class LowRankLinear:
     """Stands in for a `torch.nn.Linear` that is called once in each step of C users in S steps.
 
-    Its parameters are the shared ones; it remembers what it saw and was told.
+    Its parameters are the shared ones; it remembers what it saw, and the losses' gradients by what
+    it gave, of which the backward pass tells it.
 
     Attributes:
-        output: what it gave in the step in progress, [C·r…, out].
+        probe: to be differentiated by, so that autograd's backward pass comes by.
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, examples: torch.Tensor, steps: int
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        shape: tuple[int, int],
+        entering: torch.Tensor | None = None,
     ) -> None:
         """Before the first step.
 
         Args:
             weight: [out, in] shared by all users.
             bias: [out] shared by all users.
-            examples: [C, S, B, …] what all steps begin from.
-            steps: S.
+            shape: C and S.
+            entering: what the layer will see, in the order of C, S and rows, if that is known: then
+                it is called with tensors of the right shape on the device "meta", without numbers.
         """
+        self.probe = torch.zeros((), device=weight.device, requires_grad=True)
         self._weight, self._bias = weight, bias
-        self.output = torch.empty(0)
-        self._examples, self._steps = examples, steps
-        self._given = torch.empty(0)
-        self._version = 0
-        self._inputs = torch.empty(0, 0, 0)  # of the steps so far, [C, S·r, in]
+        self._lanes, self._steps = shape
+        # Of the steps so far [C, S·r, in]; of all steps if these are known.
+        self._inputs = torch.empty(0, 0, 0)
+        if entering is not None:
+            self._inputs = entering.view(self._lanes, -1, weight.shape[1])
+        self._by_shared: torch.Tensor | None = None
+        self._gradient: torch.Tensor | None = None  # of the step in progress
         # By the outputs of the steps so far, [C, S·r, out]; times their coefficients if settled.
         self._gradients = torch.empty(0)
         self._scaled = torch.empty(0, 0, 0)  # these times their coefficients, [C, n, out]
 
-    def give(self, x: torch.Tensor) -> None:
-        """Begin a step in which the model gets x [C·B, …], a part of the examples."""
-        self._given, self._version = x, x._version
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[C·B, …, in] → [C·B, …, out]."""
-        rows = x.reshape(len(self._examples), -1, x.shape[-1])
-        self._remember(x, rows.detach().float())
-        seen = self._inputs[:, : self._scaled.shape[1]]
-        output = _correct(rows, self._weight, self._bias, seen, self._scaled)
-        output = output.view(*x.shape[:-1], -1)
-        if not output.requires_grad:  # nothing before this layer is trained
-            output = output.detach().requires_grad_()
-        self.output = output
-        return output
+        return _through(self, self.probe, x).view(*x.shape[:-1], -1)
 
-    def learn(self, gradient: torch.Tensor, position: torch.Tensor, *, settled: bool) -> None:
+    def outputs(self, x: torch.Tensor) -> torch.Tensor:
+        """What it gives for x, [C, r, out] in memory of its own; autograd does not see it."""
+        return self._of_entering() if x.is_meta else self._of_rows(x.detach())
+
+    def told(self, gradient: torch.Tensor) -> None:
+        """Hear of the gradient [C, r, out] of the users' losses by what was given in this step."""
+        self._gradient = gradient
+
+    def by_inputs(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The losses' gradient by what it saw in this step, [C, r, in]."""
+        weight, scaled = self._weight.to(gradient.dtype), self._scaled
+        y = product(gradient.flatten(0, 1), weight).float().view(*gradient.shape[:2], -1)
+        if scaled.shape[1]:
+            seen = self._inputs[:, : scaled.shape[1]]
+            y += product(product(gradient.float(), scaled.transpose(1, 2)), seen)
+        return y
+
+    def learn(self, position: torch.Tensor, *, settled: bool) -> None:
         """End a step.
 
         Args:
-            gradient: of the users' losses by `output`, same shape.
             position: [C, S] coefficients after the step.
             settled: whether those of earlier steps are as they were.
         """
-        rows = gradient.float().reshape(len(self._examples), -1, gradient.shape[-1])
-        before, count = self._scaled.shape[1], rows.shape[1]
-        after = before + count
+        before, after = self._scaled.shape[1], self._scaled.shape[1] + self._count
         if before == 0:
-            self._gradients = _room(rows, self._steps)
-        of_rows = position.repeat_interleave(count, 1)[:, :after, None]
+            shape = self._lanes, self._steps * self._count, len(self._weight)
+            self._gradients = self._weight.new_empty(shape)
+        now = self._gradients[:, before:after]
+        gradient, self._gradient = self._gradient, None
+        if gradient is None:  # no loss depends on what it gave
+            now.zero_()
+        else:
+            now.copy_(gradient)
+        of_rows = position.repeat_interleave(self._count, 1)[:, :after, None]
         if settled:
-            torch.mul(rows, of_rows[:, before:], out=self._gradients[:, before:after])
+            now *= of_rows[:, before:]
             self._scaled = self._gradients[:, :after]
         else:
-            self._gradients[:, before:after] = rows
             self._scaled = self._gradients[:, :after] * of_rows
 
     def updates(self) -> list[torch.Tensor | OuterProducts]:
@@ -122,69 +139,75 @@ class LowRankLinear:
         weight = OuterProducts(self._scaled, self._inputs)
         return [weight] if self._bias is None else [weight, self._scaled.sum(1)]
 
-    def _remember(self, x: torch.Tensor, rows: torch.Tensor) -> None:
-        """Keep what the layer sees, rows [C, r, in] of x, for the steps to come."""
-        before, sees_examples = self._scaled.shape[1], self._sees_examples(x)
+    @property
+    def _count(self) -> int:
+        """Rows of a user in a step."""
+        return self._inputs.shape[1] // self._steps
+
+    def _of_entering(self) -> torch.Tensor:
+        """Outputs [C, r, out] in a step; those of the shared parameters are one product for all."""
+        if self._by_shared is None:
+            self._by_shared = self._shared(self._inputs)
+        now = slice(self._scaled.shape[1], self._scaled.shape[1] + self._count)
+        return self._corrected(self._by_shared[:, now], self._inputs[:, now])
+
+    def _of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [C, r, out] of what it sees in a step, which it keeps for the steps to come."""
+        rows, before = x.reshape(self._lanes, -1, x.shape[-1]), self._scaled.shape[1]
         if before == 0:
-            examples = self._examples
-            self._inputs = (
-                examples.view(len(rows), -1, rows.shape[2])
-                if sees_examples
-                else _room(rows, self._steps)
-            )
-        kept = self._inputs.data_ptr() == self._examples.data_ptr()
-        if kept and not sees_examples:
-            self._inputs = self._inputs.clone()
-        if not (kept and sees_examples):
-            self._inputs[:, before : before + rows.shape[1]] = rows
+            shape = self._lanes, self._steps * rows.shape[1], rows.shape[2]
+            self._inputs = self._weight.new_empty(shape)
+        self._inputs[:, before : before + self._count] = rows
+        return self._corrected(self._shared(rows), rows)
 
-    def _sees_examples(self, x: torch.Tensor) -> bool:
-        """Whether x holds the examples of the step in progress, as they are."""
-        given = self._given
-        same = x.data_ptr() == given.data_ptr() and x.numel() == given.numel()
-        return same and x.is_contiguous() and x._version == self._version
+    def _shared(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [C, r, in] through the shared layer: [C, r, out]."""
+        flat, matrix = lowered(rows).flatten(0, 1), lowered(self._weight)
+        shift = None if self._bias is None else self._bias.to(matrix.dtype)
+        y = flat.new_empty((*rows.shape[:2], len(matrix)))
+        with torch.autocast(rows.device.type, enabled=False):
+            product(flat, matrix.t(), shift, out=y.flatten(0, 1))
+        return y
+
+    def _corrected(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Outputs y [C, r, out] of the shared layer for rows [C, r, in], plus their corrections."""
+        if not self._scaled.shape[1]:
+            return y.clone() if y._is_view() else y
+        seen = self._inputs[:, : self._scaled.shape[1]]
+        # The 1 of the bias would be lost in fewer bits beside products of long rows.
+        with torch.autocast(rows.device.type, enabled=False):
+            products = product(rows.float(), seen.transpose(1, 2))
+            if self._bias is not None:
+                products += 1.0
+            return product(products, self._scaled).add_(y).to(y.dtype)
 
 
-class _Corrected(torch.autograd.Function):
-    """Rows [C, r, in] through the shared layer and the corrections for n rows seen [C, n, in]."""
+class _OfLayer(Protocol):
+    layer: LowRankLinear
+    shape: torch.Size
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]: ...
+
+
+class _Through(torch.autograd.Function):
+    """Through a layer, which hears of the gradient by what it gave before anything changed that."""
 
     @staticmethod
     def forward(
-        ctx: Context,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        seen: torch.Tensor,
-        scaled: torch.Tensor,
+        ctx: _OfLayer, layer: LowRankLinear, _probe: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(weight, seen, scaled)
-        flat, matrix = lowered(rows).flatten(0, 1), lowered(weight)
-        shift = None if bias is None else bias.to(matrix.dtype)
-        # The 1 of the bias would be lost in fewer bits beside products of long rows.
-        with torch.autocast(rows.device.type, enabled=False):
-            y = product(flat, matrix.t(), shift).view(*rows.shape[:2], -1)
-            if not scaled.shape[1]:
-                return y
-            products = product(rows.float(), seen.transpose(1, 2))
-            if bias is not None:
-                products += 1.0
-            return y.float().add_(product(products, scaled)).to(y.dtype)
+        ctx.layer, ctx.shape = layer, x.shape
+        return layer.outputs(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, seen, scaled = ctx.saved_tensors
-        of_rows = product(gradient.flatten(0, 1), weight.to(gradient.dtype)).float()
-        of_rows = of_rows.view(*gradient.shape[:2], -1)
-        if scaled.shape[1]:
-            of_rows += product(product(gradient.float(), scaled.transpose(1, 2)), seen)
-        return of_rows, None, None, None, None
+    def backward(ctx: _OfLayer, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient = gradient.contiguous()
+        ctx.layer.told(gradient)
+        if not ctx.needs_input_grad[2]:
+            return None, None, None
+        return None, None, ctx.layer.by_inputs(gradient).view(ctx.shape)
 
 
-_correct: Callable[..., torch.Tensor] = _Corrected.apply
-
-
-def _room(rows: torch.Tensor, steps: int) -> torch.Tensor:
-    """Memory for the rows [C, r, d] of all steps."""
-    lanes, count, width = rows.shape
-    return rows.new_empty((lanes, steps * count, width))
+_through: Callable[..., torch.Tensor] = _Through.apply

@@ -32,7 +32,11 @@ def activations_named(name: object) -> Activations:
 
 
 def outputs_of(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], x: torch.Tensor, activations: Activations
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    x: torch.Tensor,
+    activations: Activations,
+    device: torch.device,
 ) -> torch.Tensor:
     """Outputs of a model in training; whatever the activations, outputs are not lowered.
 
@@ -43,11 +47,12 @@ def outputs_of(
         tensors: what to put in place of parameters and buffers of these names.
         x: inputs.
         activations: of the forward pass.
+        device: where the model computes.
     """
     if activations == "float32":
         return _outputs(model, tensors, x)
     # Users' weights are lowered anew in each step, so there is nothing to keep.
-    with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
+    with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
         outputs = _outputs(model, tensors, x)
     return outputs.float()
 

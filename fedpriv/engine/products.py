@@ -120,8 +120,10 @@ class _Convolved(torch.autograd.Function):
         ctx.seen, ctx.spare = seen, spare
         ctx.window, ctx.size = window, (images.shape[1], images.shape[2])
         ctx.last = last.shape
-        y = _products(seen.view(len(weight), -1, seen.shape[-1]), matrices.transpose(1, 2), bias)
-        return y.view(*seen.shape[:3], -1)
+        y = seen.new_empty((*seen.shape[:3], len(weight[0])))
+        rows, of_rows = (t.view(len(weight), -1, t.shape[-1]) for t in (seen, y))
+        _products(rows, matrices.transpose(1, 2), bias, out=of_rows)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -158,10 +160,15 @@ def _products(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[C, n, i] times [C, i, o] or [1, i, o], plus [C, o]: [C, n, o], in `out` if given."""
+    """[C, n, i] times [C, i, o] or [1, i, o], plus [C, o]: [C, n, o], in `out` if given.
+
+    Never a view: autograd lets nobody change those that a function of ours gives.
+    """
     shift = None if bias is None else bias[:, None].to(rows.dtype)
+    if out is None:
+        out = rows.new_empty((*rows.shape[:2], matrices.shape[2]))
     if len(matrices) == len(rows):
         return product(rows, matrices, shift, out=out)
-    flat, into = rows.flatten(0, 1), None if out is None else out.flatten(0, 1)
-    y = product(flat, matrices[0], None if shift is None else shift[0], out=into)
-    return y.view(*rows.shape[:2], -1)
+    flat, into = rows.flatten(0, 1), out.flatten(0, 1)
+    product(flat, matrices[0], None if shift is None else shift[0], out=into)
+    return out

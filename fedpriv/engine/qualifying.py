@@ -46,7 +46,10 @@ def layers_of(task: Task, x: torch.Tensor, y: torch.Tensor) -> Layers | None:
             rows = _rows_if_told_apart(layers, task, x, y)
         except Exception:  # whatever the model does with its layers, it is not only to call them
             return None
-    return None if rows is None else replace(layers, rows=rows)
+    if rows is None:
+        return None
+    layers = replace(layers, rows=rows)
+    return replace(layers, entrance=next(filter(partial(_all_enter_by, layers, x), rows), None))
 
 
 @contextmanager
@@ -142,7 +145,8 @@ def _tells_apart(
         [functional_call(task.model, own, (x,)) for own, x in zip((one, other), x, strict=False)]
     )
     together, beside = (
-        side_by_side.outputs(both, {}, torch.cat([x[0], second])) for second in x[1:]
+        side_by_side.outputs(both, {}, torch.cat([x[0], second]), "float32", second.device)
+        for second in x[1:]
     )
     if together.shape != alone.shape:
         return False
@@ -156,6 +160,37 @@ def _tells_apart(
         and torch.equal(together[:_EACH], beside[:_EACH])
         and torch.equal(losses, losses_beside)
     )
+
+
+def _all_enter_by(layers: Layers, x: torch.Tensor, name: str) -> bool:
+    """Whether a model looks at examples by one linear layer alone, which sees them as they are.
+
+    Such a model works without the examples if the layer has them: given a tensor without numbers,
+    anything else that looks into it raises, or gives one without numbers.
+    """
+    layer, examples = layers.trained[name], torch.cat(_some_like(x)[:2])
+    given = examples.to("meta")
+    untouched = given._version
+    own = {n: p.detach()[None] for n, p in layers.model.named_parameters() if p.requires_grad}
+
+    def stands_in(seen: torch.Tensor) -> torch.Tensor:
+        if (seen._base is not given and seen is not given) or seen._version != untouched:
+            raise RuntimeError("what the layer sees was changed before")
+        y: torch.Tensor = layer(examples.view(seen.shape))
+        return y
+
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            expected = layers.model(examples)
+            torch.manual_seed(0)  # for what draws after the layer
+            model = layers.side_by_side([name])
+            with model.corrected({name: stands_in}):
+                outputs = model.outputs(own, {}, given, "float32", examples.device)
+        off = (outputs - expected).abs().max()
+        return bool(off <= _TOLERANCE * expected.abs().max())
+    except Exception:  # whatever the model does with examples, it is more than that
+        return False
 
 
 def _some_like(example: torch.Tensor) -> list[torch.Tensor]:

@@ -161,6 +161,44 @@ def images() -> nn.Module:
     )
 
 
+def in_place() -> nn.Module:
+    """Layers whose outputs are changed where they lie."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(140, 5),
+        nn.ReLU(inplace=True),
+        nn.Linear(5, 3),
+        nn.Hardtanh(inplace=True),
+    )
+
+
+class Masked(nn.Module):
+    """Reads examples beside its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * (x.sum(1, keepdim=True) < 1e3)
+
+
+class Branching(Masked):
+    """Looks at examples to decide what to do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if x.max() < 1e3 else 2.0 * self.layer(x)
+
+
+class Turned(Masked):
+    """Gives its layer the numbers of an example in another order, without copying them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.view(-1, 2, 3).mT.reshape(-1, 6))
+
+
 def built(model: nn.Module, example: torch.Tensor) -> nn.Module:
     model(example)
     return model
@@ -205,6 +243,12 @@ KINDS = {
     "images": (lambda: built(images(), IMAGE), IMAGE, {"7": 1}),
     "reused": (Reused, SIX, {}),
     "tied": (Tied, SIX, {}),
+    "in place": (in_place, IMAGE, {"3": 1, "5": 1}),
+    "entered in place": (
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)),
+        SIX,
+        {"0": 1, "2": 1},
+    ),
     "branches": (Branches, SIX, {"one": 1, "two": 1}),
 }
 
@@ -236,6 +280,34 @@ def test_models_that_only_call_known_layers_qualify(
     assert (found.rows if found else None) == rows
     if found:
         assert set(found.trained) >= set(found.rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "entrance"),
+    [
+        (mlp(), torch.zeros(1, 1, 28, 28), "1"),
+        (nn.Linear(6, 3), SIX, ""),
+        (pieces(), SIX, "1"),
+        (nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)), SIX, "0"),
+        (nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3)), SIX, None),
+        (nn.Sequential(nn.ReLU(), nn.Linear(6, 3)), SIX, None),
+        (nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 3)), SIX, None),
+        (Bounded(), SIX, None),
+        (Branches(), SIX, None),
+        (Masked(), SIX, None),
+        (Branching(), SIX, None),
+        (Turned(), SIX, None),
+        (in_place(), IMAGE, None),
+        (frozen_trunk(), SIX, None),
+        (Language(), SENTENCE, None),
+    ],
+)
+def test_a_layer_by_which_all_examples_enter_as_they_are_is_known(
+    model: nn.Module, example: torch.Tensor, entrance: str | None
+) -> None:
+    found = layers_of(Task(model, cross_entropy), example, target_of(example))
+    assert found is not None
+    assert found.entrance == entrance
 
 
 def test_corrections_pay_while_users_have_few_examples() -> None:
