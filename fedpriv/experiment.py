@@ -78,6 +78,7 @@ class Experiment:
             engine.chunk_mebibytes * 2**20,
             activations=engine.activations,
             compiled=engine.compile,
+            processes=engine.processes,
         )
 
 

@@ -20,6 +20,7 @@ from fedpriv.engine.diagnostics import (
 from fedpriv.engine.matmul import blas_threads
 from fedpriv.engine.metric_checks import check_metrics
 from fedpriv.engine.precision import Activations, activations_named
+from fedpriv.engine.processes import TrainerProcess, can_fork, packed
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task
 from fedpriv.engine.threads import in_threads, one_thread
@@ -72,6 +73,9 @@ class InProcessTransport(Transport):
             metrics are the same.
         compiled: whether to compile the local step before the first round, where that can gain
             anything: on a CPU, in float32, for models whose layers are not all of known kinds.
+        processes: whether chunks that train side by side do so in processes, not in threads: these
+            are forked from this one before the first round and end with the transport. Only on
+            Linux, and not if steps are compiled; elsewhere threads do it.
 
     Raises:
         InvalidValueError: activations have another name.
@@ -85,6 +89,7 @@ class InProcessTransport(Transport):
     observer: Callable[[SimulationOnlyDiagnostics], None] | None = None
     activations: Activations = "float32"
     compiled: bool = False
+    processes: bool = False
 
     def __post_init__(self) -> None:
         activations_named(self.activations)
@@ -160,6 +165,10 @@ class InProcessTransport(Transport):
                 for job in jobs:
                     yield from work(self._trainer, job)
             return
+        if self.processes and step is None and can_fork():
+            for sums in in_threads(self._processes, jobs, self._remote_work(request)):
+                yield from sums
+            return
         trainers = self._trainers
         with one_thread(), blas_threads(1):
             for sums in in_threads(trainers, jobs, self._work(request, step)):
@@ -174,6 +183,17 @@ class InProcessTransport(Transport):
         def work(trainer: Trainer, job: Job) -> list[ChunkSum]:
             number, chunk = job
             return trainer.sums(request, start, chunk, f"chunk {number}", step)
+
+        return work
+
+    @staticmethod
+    def _remote_work(request: RoundRequest) -> Callable[[TrainerProcess, Job], list[ChunkSum]]:
+        """The same for a process."""
+        given = packed(request)
+
+        def work(process: TrainerProcess, job: Job) -> list[ChunkSum]:
+            number, chunk = job
+            return process.sums(given, chunk, f"chunk {number}")
 
         return work
 
@@ -215,6 +235,11 @@ class InProcessTransport(Transport):
             self.activations,
             observed=self.observer is not None,
         )
+
+    @cached_property
+    def _processes(self) -> list[TrainerProcess]:
+        """One for each thread that there would be."""
+        return [TrainerProcess(self._trainer) for _ in range(self._threads)]
 
     @cached_property
     def _trainers(self) -> list[Trainer]:

@@ -62,8 +62,9 @@ def fedpriv(work: Work, device: torch.device, use: Callable[[Train], None]) -> N
     """Our engine, through its transport, with settings as `fedpriv simulate` has them."""
     store = UserStore({"x": work.x.numpy(), "y": work.y.numpy()}, work.offsets)
     task = Task(work.build(), cross_entropy)
-    memory = EngineSection().chunk_mebibytes * 2**20
-    transport = InProcessTransport(task, store, device, memory)
+    engine = EngineSection()
+    memory = engine.chunk_mebibytes * 2**20
+    transport = InProcessTransport(task, store, device, memory, processes=engine.processes)
     parameters = task.parameters()
     layout = Layout.of(parameters)
     clipping = Clipping(layout, flat(layout, work.clipping_norm))

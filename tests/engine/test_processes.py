@@ -1,0 +1,130 @@
+"""Chunks side by side in processes: the sums of threads, and nothing left behind."""
+
+import gc
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedpriv.engine import transport as module
+from fedpriv.engine.diagnostics import SimulationOnlyDiagnostics
+from fedpriv.engine.task import Task
+from fedpriv.engine.trainer import Trainer
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.errors import WorkerError
+from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest
+from fedpriv.losses import cross_entropy
+from fedpriv.models import mlp
+from tests.engine.everyone import make_task, request_under, users_of
+from tests.engine.test_threads import torch_threads
+from tests.engine.test_transport import TestInProcessTransport as InThreads
+
+SIZES = [3, 8, 8, 8, 1, 5, 8, 8, 2, 8, 8, 6]
+
+
+@pytest.fixture(autouse=True)
+def two_of_them() -> Iterator[None]:
+    with torch_threads(2):
+        yield
+    gc.collect()
+    assert not multiprocessing.active_children()
+
+
+class TestProcesses(InThreads):
+    def transport(self) -> InProcessTransport:
+        return replace(super().transport(), processes=True)
+
+
+def parts(task: Task | None = None) -> tuple[InProcessTransport, RoundRequest]:
+    """A transport of two processes, and a request to all of its users in chunks of a few."""
+    task = task or make_task()
+    users = users_of(SIZES)
+    request = request_under(task, LocalTraining(0.1, batch_size=4, epochs=2), len(SIZES), 0.3)
+    transport = InProcessTransport(task, users, torch.device("cpu"), 20_000, processes=True)
+    return transport, request
+
+
+def as_tuples(partials: Iterator[PartialSum]) -> list[tuple[str, int, list[float], float | None]]:
+    return [(p.node, p.users, p.total.tolist(), p.weight) for p in partials]
+
+
+def test_sums_are_those_of_threads_to_the_last_bit() -> None:
+    transport, request = parts()
+    expected = as_tuples(replace(transport, processes=False).collect(request))
+    assert len(expected) > 2
+    assert as_tuples(transport.collect(request)) == expected
+    assert len(multiprocessing.active_children()) == 2
+    later = replace(request, round=1, local_key=bytes(32))
+    changed = as_tuples(transport.collect(later))
+    assert changed == as_tuples(replace(transport, processes=False).collect(later))
+    assert changed != expected
+    assert as_tuples(transport.collect(request)) == expected
+
+
+def test_an_observer_is_told_the_same() -> None:
+    transport, request = parts()
+    seen: list[SimulationOnlyDiagnostics] = []
+    for processes in (True, False):
+        list(replace(transport, processes=processes, observer=seen.append).collect(request))
+    assert seen[0] == seen[1]
+
+
+def test_a_process_that_is_killed_is_an_error_of_the_round() -> None:
+    transport, request = parts()
+    list(transport.collect(request))
+    for child in multiprocessing.active_children():
+        os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="exit code -9; where memory was short"):
+        list(transport.collect(request))
+
+
+def test_what_is_raised_there_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*_args: object) -> None:
+        raise MemoryError("too little")
+
+    monkeypatch.setattr(Trainer, "sums", short)
+    transport, request = parts()
+    with pytest.raises(MemoryError, match="too little"):
+        list(transport.collect(request))
+
+
+def test_what_cannot_be_brought_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Local(Exception):  # noqa: N818 - pickle does not find it
+        pass
+
+    def odd(*_args: object) -> None:
+        raise Local("of user 7")
+
+    monkeypatch.setattr(Trainer, "sums", odd)
+    transport, request = parts()
+    with pytest.raises(WorkerError, match=r"^a process raised Local$"):
+        list(transport.collect(request))
+
+
+def test_they_begin_after_others_have_trained_here() -> None:
+    # What torch and NumPy keep for threads of this process must not stop those of another.
+    transport, request = parts(Task(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)), cross_entropy))
+    expected = as_tuples(replace(transport, processes=False).collect(request))
+    model = mlp()
+    model(torch.randn(512, 1, 28, 28)).sum().backward()
+    np.random.default_rng(0).standard_normal((512, 512)) @ np.ones((512, 512))
+    assert as_tuples(transport.collect(request)) == expected
+
+
+@pytest.mark.parametrize("why", ["no fork", "dropout", "one chunk"])
+def test_there_are_none_where_they_cannot_help(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "can_fork", lambda: why != "no fork")
+    layers = [nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)]
+    transport, request = parts(
+        Task(nn.Sequential(*layers), cross_entropy) if why == "dropout" else None
+    )
+    if why == "one chunk":
+        request = replace(request, users=request.users[1:2])
+    assert list(transport.collect(request))
+    assert not multiprocessing.active_children()
