@@ -10,6 +10,8 @@ import signal
 import sys
 import warnings
 import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -60,8 +62,8 @@ class TrainerProcess:
         self._request: bytes | None = None
         weakref.finalize(self, _end, os.getpid(), self._process, self._connection)
 
-    def sums(self, request: bytes, chunk: npt.NDArray[np.int64], node: str) -> list[ChunkSum]:
-        """What `Trainer.sums` gives.
+    def ask(self, request: bytes, chunk: npt.NDArray[np.int64], node: str) -> None:
+        """Let it find sums; nothing else may be asked before the answer.
 
         Args:
             request: of the round, from `packed`.
@@ -70,22 +72,69 @@ class TrainerProcess:
 
         Raises:
             WorkerError: the process has ended.
-            Exception: as of `Trainer.sums`.
         """
         message: Message = (None if request is self._request else request, chunk, node)
         try:
             self._connection.send_bytes(pickle.dumps(message, protocol=5))
-            self._request = request
+        except OSError as error:
+            raise self._ended() from error
+        self._request = request
+
+    def answer(self) -> list[ChunkSum]:
+        """What `Trainer.sums` gives for what was asked.
+
+        Raises:
+            WorkerError: the process has ended.
+            Exception: as of `Trainer.sums`.
+        """
+        try:
             answer: Answer = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            self._process.join(timeout=10)
-            raise WorkerError(
-                f"a process that trained users ended with exit code {self._process.exitcode}; "
-                "where memory was short, engine.chunk_mebibytes can be less"
-            ) from error
+            raise self._ended() from error
         if isinstance(answer, Exception):
             raise answer
         return [replace(each, total=torch.from_numpy(total)) for each, total in answer]
+
+    def _ended(self) -> WorkerError:
+        self._process.join(timeout=10)
+        return WorkerError(
+            f"a process that trained users ended with exit code {self._process.exitcode}; where "
+            "memory was short, engine.chunk_mebibytes can be less"
+        )
+
+
+def in_processes(
+    processes: Sequence[TrainerProcess],
+    request: RoundRequest,
+    jobs: Iterable[tuple[int, npt.NDArray[np.int64]]],
+) -> Iterator[list[ChunkSum]]:
+    """Let processes find the sums of chunks.
+
+    Args:
+        processes: at least one, none of them asked for anything. Some are still at work if this
+            does not come to its end: then none may be asked again.
+        request: of the round.
+        jobs: numbers of chunks, and positions of their users; a job begins only once few enough
+            sums wait to be taken.
+
+    Yields:
+        Sums in the order of the jobs.
+
+    Raises:
+        WorkerError: a process has ended.
+        Exception: as of `Trainer.sums`.
+    """
+    given, idle, waiting = packed(request), deque(processes), deque[TrainerProcess]()
+    for number, chunk in jobs:
+        if not idle:
+            first = waiting.popleft()
+            yield first.answer()
+            idle.append(first)
+        process = idle.popleft()
+        process.ask(given, chunk, f"chunk {number}")
+        waiting.append(process)
+    for process in waiting:
+        yield process.answer()
 
 
 def packed(request: RoundRequest) -> bytes:

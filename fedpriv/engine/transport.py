@@ -20,7 +20,7 @@ from fedpriv.engine.diagnostics import (
 from fedpriv.engine.matmul import blas_threads
 from fedpriv.engine.metric_checks import check_metrics
 from fedpriv.engine.precision import Activations, activations_named
-from fedpriv.engine.processes import TrainerProcess, can_fork, packed
+from fedpriv.engine.processes import TrainerProcess, can_fork, in_processes
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task
 from fedpriv.engine.threads import in_threads, one_thread
@@ -166,8 +166,7 @@ class InProcessTransport(Transport):
                     yield from work(self._trainer, job)
             return
         if self.processes and step is None and can_fork():
-            for sums in in_threads(self._processes, jobs, self._remote_work(request)):
-                yield from sums
+            yield from self._sums_of_processes(request, jobs)
             return
         trainers = self._trainers
         with one_thread(), blas_threads(1):
@@ -186,16 +185,14 @@ class InProcessTransport(Transport):
 
         return work
 
-    @staticmethod
-    def _remote_work(request: RoundRequest) -> Callable[[TrainerProcess, Job], list[ChunkSum]]:
-        """The same for a process."""
-        given = packed(request)
-
-        def work(process: TrainerProcess, job: Job) -> list[ChunkSum]:
-            number, chunk = job
-            return process.sums(given, chunk, f"chunk {number}")
-
-        return work
+    def _sums_of_processes(self, request: RoundRequest, jobs: list[Job]) -> Iterator[ChunkSum]:
+        """Sums of chunks, by processes that are kept for the next round if all goes well."""
+        processes = self._processes.copy()
+        self._processes.clear()
+        processes += [TrainerProcess(self._trainer) for _ in range(self._threads - len(processes))]
+        for sums in in_processes(processes, request, jobs):
+            yield from sums
+        self._processes.extend(processes)
 
     def _positions(self, users: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Positions in the store of those users that are in it."""
@@ -238,8 +235,8 @@ class InProcessTransport(Transport):
 
     @cached_property
     def _processes(self) -> list[TrainerProcess]:
-        """One for each thread that there would be."""
-        return [TrainerProcess(self._trainer) for _ in range(self._threads)]
+        """Those that are idle."""
+        return []
 
     @cached_property
     def _trainers(self) -> list[Trainer]:
