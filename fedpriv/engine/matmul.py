@@ -15,6 +15,10 @@ from threadpoolctl import ThreadpoolController
 
 # OpenBLAS's names of what has AVX-512.
 _WIDE = ("SkylakeX", "Cooperlake", "SapphireRapids")
+# Multiplications in a product of two matrices that OpenBLAS takes as they lie in memory. More, and
+# it rearranges them first, which for a small result costs as much as the product.
+_AS_THEY_LIE = 600_000
+_SMALL = 4096  # numbers in a result that costs little to add up
 _has_mkl: Callable[[], bool] = torch.backends.mkl.is_available
 
 
@@ -34,14 +38,27 @@ def product(
         out: contiguous, where to write.
     """
     a, b = a.detach(), b.detach()
-    for_numpy = a.device.type == "cpu" and a.dtype == torch.float32 and a.shape[-1] > 1
-    if not (for_numpy and numpy_is_faster()):  # NumPy is slow with products of single numbers
+    if not _for_numpy(a) or a.shape[-1] == 1:  # NumPy is slow with products of single numbers
         return _by_torch(a, b, plus, out)
     if out is None:
         out = a.new_empty((*a.shape[:-1], b.shape[-1]))
     with np.errstate(all="ignore"):  # numbers that are not finite are clipping's to deal with
         np.matmul(_readable(a).numpy(), _readable(b).numpy(), out=out.numpy())
     return out if plus is None else out.add_(plus.detach())
+
+
+def summed_outer(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Sum over rows of their outer products: [C, n, i] and [C, n, o] give [C, i, o].
+
+    Args:
+        left: the left rows.
+        right: the right ones.
+    """
+    (lanes, rows, i), o = left.shape, right.shape[2]
+    pieces = _pieces(rows, i * o) if _for_numpy(left) else 1
+    left, right = (t.reshape(lanes * pieces, rows // pieces, t.shape[2]) for t in (left, right))
+    products = product(left.transpose(1, 2), right)
+    return products if pieces == 1 else products.view(lanes, pieces, i, o).sum(1)
 
 
 @cache
@@ -56,6 +73,19 @@ def blas_threads(count: int) -> Iterator[None]:
     """Let NumPy multiply with so many threads, in all threads of this process."""
     with _openblas().limit(limits=count):
         yield
+
+
+def _for_numpy(matrices: torch.Tensor) -> bool:
+    """Whether these are multiplied by NumPy."""
+    return matrices.device.type == "cpu" and matrices.dtype == torch.float32 and numpy_is_faster()
+
+
+def _pieces(rows: int, size: int) -> int:
+    """Equal pieces, as few as can be, into which rows are cut for results of a size."""
+    if size > _SMALL or rows * size <= _AS_THEY_LIE:
+        return 1
+    least = -(-rows * size // _AS_THEY_LIE)
+    return next((n for n in range(least, 2 * least) if rows % n == 0), 1)
 
 
 def _vendors() -> set[str]:

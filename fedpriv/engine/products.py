@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from fedpriv.engine.matmul import product
+from fedpriv.engine.matmul import product, summed_outer
 from fedpriv.engine.patches import Window, added, patches
 from fedpriv.engine.precision import lowered
 
@@ -89,7 +89,7 @@ class _Multiplied(torch.autograd.Function):
         of_rows, _, of_bias = ctx.needs_input_grad
         return (
             _products(gradient, matrices) if of_rows else None,
-            product(gradient.transpose(1, 2).float(), rows.float()),
+            summed_outer(gradient.float(), rows.float()),
             gradient.sum(1, dtype=torch.float32) if of_bias else None,
         )
 
@@ -133,7 +133,7 @@ class _Convolved(torch.autograd.Function):
         of_images, _, biased, *_ = ctx.needs_input_grad
         rows = seen.view(shape[0], -1, seen.shape[-1])
         lanes = gradient.reshape(*rows.shape[:2], -1)
-        products = product(lanes.transpose(1, 2).float(), rows.float())
+        products = summed_outer(lanes.float(), rows.float())
         of_weight = products.view(shape).movedim(-1, 2)
         images = None
         if of_images:

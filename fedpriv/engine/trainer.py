@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -117,7 +116,7 @@ class Trainer:
         The two may work at the same time, unless training draws random numbers.
         """
         models = self.task.model, self.evaluated.model
-        shared = {id(t): t for model in models for t in _tensors(model)}
+        shared = {id(t): t for m in models for t in (*m.parameters(), *m.buffers())}
         known = self.layers and replace(self.layers)  # without the copies that it keeps
         (model, evaluated), layers = copy.deepcopy((models, known), shared)
         return replace(
@@ -250,7 +249,3 @@ class Trainer:
     @cached_property
     def _numbers(self) -> tuple[int, int]:
         return numbers_per_example(self.task, blank(self.users))
-
-
-def _tensors(model: torch.nn.Module) -> Iterable[torch.Tensor]:
-    return (*model.parameters(), *model.buffers())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
 from fedpriv.engine import matmul
-from fedpriv.engine.matmul import blas_threads, product
+from fedpriv.engine.matmul import blas_threads, product, summed_outer
 
 SIZES = st.integers(1, 6)
 AS_THEY_LIE = ("rows", "columns", "every other", "repeated")
@@ -61,6 +61,28 @@ def test_product_is_the_sum_of_products(
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     if out is not None:
         assert found.data_ptr() == out.data_ptr()
+
+
+@given(st.integers(1, 3), st.integers(0, 40), SIZES, SIZES, st.sampled_from([1, 10, 50, 10**6]))
+def test_sums_of_outer_products_are_those_of_pieces(
+    lanes: int, rows: int, i: int, o: int, at_once: int
+) -> None:
+    left, right = drawn(0, (lanes, rows, i), "rows"), drawn(1, (lanes, rows, o), "rows")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul, "_AS_THEY_LIE", at_once)
+        found = summed_outer(left, right)
+    torch.testing.assert_close(
+        found.double(), by_sums(left.mT, right), rtol=1e-5, atol=1e-5, check_stride=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "pieces"),
+    [(1960, 16 * 64, 4), (250, 32 * 256, 1), (100, 1024, 1), (1997, 1024, 1), (1998, 1024, 6)],
+)
+def test_long_rows_of_small_results_are_cut_evenly(rows: int, size: int, pieces: int) -> None:
+    assert matmul._pieces(rows, size) == pieces
+    assert rows % pieces == 0
 
 
 def test_one_matrix_may_be_repeated_for_all_lanes() -> None:

@@ -41,6 +41,16 @@ def test_activations_are_timed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> 
     assert names == ["fedpriv on cpu, chunks of 1 MiB", "fedpriv on cpu, chunks of 1 MiB, bfloat16"]
 
 
+def test_processes_and_threads_are_timed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "REPEATS", 1)
+    given = torch.device("cpu"), [1], ("float32",), ("processes", "threads")
+    names = [*speeds_of(SMALL, *given)][1:]
+    assert names == [
+        "fedpriv on cpu, chunks of 1 MiB",
+        "fedpriv on cpu, chunks of 1 MiB, in threads",
+    ]
+
+
 def test_the_plain_loop_leaves_the_model_as_it_was() -> None:
     task, users = Task(SMALL.model(), example_losses), SMALL.population
     before = task.parameters()
