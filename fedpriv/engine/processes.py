@@ -146,6 +146,7 @@ def _serve(trainer: Trainer, connection: Connection, other_end: Connection) -> N
     """Train what is asked for until nobody can ask any more."""
     other_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked decides what to do then
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     with blas_threads(1), suppress(EOFError, OSError):
         while True:
@@ -180,5 +181,5 @@ def _answer(
 def _end(owner: int, process: multiprocessing.process.BaseProcess, connection: Connection) -> None:
     if os.getpid() == owner:  # and not one of the others, which have a copy of this
         connection.close()
-        process.terminate()
+        process.kill()  # it has nothing to finish
         process.join()

@@ -4,8 +4,12 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,6 +86,30 @@ def test_a_process_that_is_killed_is_an_error_of_the_round() -> None:
         os.kill(child.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="exit code -9; where memory was short"):
         list(transport.collect(request))
+
+
+def test_they_end_with_a_process_that_is_killed() -> None:
+    program = (
+        "import multiprocessing, os, signal\n"
+        "from tests.engine.test_processes import parts, torch_threads\n"
+        "with torch_threads(2):\n"
+        "    transport, request = parts()\n"
+        "    list(transport.collect(request))\n"
+        "    print(*(child.pid for child in multiprocessing.active_children()), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-c", program]
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        command, env=found, stdout=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    children = [Path("/proc") / pid for pid in done.stdout.split()]
+    assert len(children) == 2
+    deadline = time.monotonic() + 60.0
+    while any(child.exists() for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_what_is_raised_there_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
