@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from mmap import mmap
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -27,11 +28,14 @@ from fedpriv.engine.trainer import Trainer
 from fedpriv.errors import WorkerError
 from fedpriv.federated.transport import RoundRequest
 
-Message = tuple[bytes | None, npt.NDArray[np.int64], str]
-"""A request unless it is that of the last message, users, and the name of their sum."""
+Message = tuple[bytes | int | None, npt.NDArray[np.int64], str]
+"""A request, or its length in the memory for it, or None if it is that of the last message; users;
+the name of their sum."""
 
-Answer = list[tuple[ChunkSum, npt.NDArray[np.float64]]] | Exception
-"""Sums without totals, and their totals; or what was raised."""
+Answer = list[tuple[ChunkSum, npt.NDArray[np.float64] | None]] | Exception
+"""Sums without totals, and their totals, None for that in the memory for it; or what was raised."""
+
+_SLACK = 2**16  # bytes by which a later request may be longer than the first
 
 
 def can_fork() -> bool:
@@ -44,14 +48,28 @@ class TrainerProcess:
 
     It shares the memory of task and data, and ends when nobody refers to it any more, or with this
     process.
+
+    Attributes:
+        dimension: of the totals for which there is shared memory.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        """Begin."""
+    def __init__(self, trainer: Trainer, request: bytes, dimension: int) -> None:
+        """Begin.
+
+        Args:
+            trainer: what it does.
+            request: such as it will get.
+            dimension: D of totals.
+        """
+        self.dimension = dimension
+        # Large messages through a pipe come piece by piece, each when the other side awakes.
+        self._given = mmap(-1, len(request) + _SLACK)
+        self._total = np.frombuffer(mmap(-1, max(1, dimension) * 8), np.float64)
         context = multiprocessing.get_context("fork")
         self._connection, its = context.Pipe()
+        shared = self._given, self._total
         self._process = context.Process(
-            target=_serve, args=(trainer, its, self._connection), daemon=True
+            target=_serve, args=(trainer, its, self._connection, *shared), daemon=True
         )
         with warnings.catch_warnings():
             # Locks that a thread holds at this moment stay locked; torch's, NumPy's and Python's
@@ -73,7 +91,11 @@ class TrainerProcess:
         Raises:
             WorkerError: the process has ended.
         """
-        message: Message = (None if request is self._request else request, chunk, node)
+        given: bytes | int | None = None if request is self._request else request
+        if given is not None and len(request) <= len(self._given):
+            self._given[: len(request)] = request
+            given = len(request)
+        message: Message = (given, chunk, node)
         try:
             self._connection.send_bytes(pickle.dumps(message, protocol=5))
         except OSError as error:
@@ -93,7 +115,11 @@ class TrainerProcess:
             raise self._ended() from error
         if isinstance(answer, Exception):
             raise answer
-        return [replace(each, total=torch.from_numpy(total)) for each, total in answer]
+        totals = (self._total.copy() if total is None else total for _, total in answer)
+        return [
+            replace(each, total=torch.from_numpy(total))
+            for (each, _), total in zip(answer, totals, strict=True)
+        ]
 
     def _ended(self) -> WorkerError:
         self._process.join(timeout=10)
@@ -105,7 +131,7 @@ class TrainerProcess:
 
 def in_processes(
     processes: Sequence[TrainerProcess],
-    request: RoundRequest,
+    request: bytes,
     jobs: Iterable[tuple[int, npt.NDArray[np.int64]]],
 ) -> Iterator[list[ChunkSum]]:
     """Let processes find the sums of chunks.
@@ -113,7 +139,7 @@ def in_processes(
     Args:
         processes: at least one, none of them asked for anything. Some are still at work if this
             does not come to its end: then none may be asked again.
-        request: of the round.
+        request: of the round, from `packed`.
         jobs: numbers of chunks, and positions of their users; a job begins only once few enough
             sums wait to be taken.
 
@@ -124,14 +150,14 @@ def in_processes(
         WorkerError: a process has ended.
         Exception: as of `Trainer.sums`.
     """
-    given, idle, waiting = packed(request), deque(processes), deque[TrainerProcess]()
+    idle, waiting = deque(processes), deque[TrainerProcess]()
     for number, chunk in jobs:
         if not idle:
             first = waiting.popleft()
             yield first.answer()
             idle.append(first)
         process = idle.popleft()
-        process.ask(given, chunk, f"chunk {number}")
+        process.ask(request, chunk, f"chunk {number}")
         waiting.append(process)
     for process in waiting:
         yield process.answer()
@@ -142,7 +168,13 @@ def packed(request: RoundRequest) -> bytes:
     return pickle.dumps(replace(request, users=request.users[:0]), protocol=5)
 
 
-def _serve(trainer: Trainer, connection: Connection, other_end: Connection) -> None:
+def _serve(
+    trainer: Trainer,
+    connection: Connection,
+    other_end: Connection,
+    memory: mmap,
+    total: npt.NDArray[np.float64],
+) -> None:
     """Train what is asked for until nobody can ask any more."""
     other_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked decides what to do then
@@ -153,25 +185,26 @@ def _serve(trainer: Trainer, connection: Connection, other_end: Connection) -> N
             message: Message = pickle.loads(connection.recv_bytes())
             given, chunk, node = message
             if given is not None:
-                request: RoundRequest = pickle.loads(given)
+                packed = memory[:given] if isinstance(given, int) else given
+                request: RoundRequest = pickle.loads(packed)
                 start = Start.of(request, trainer.constants, trainer.device)
-            connection.send_bytes(_answer(trainer, request, start, chunk, node))
+            try:
+                answer = _placed(trainer.sums(request, start, chunk, node), total)
+            except Exception as error:  # not of a user's training, which is caught there
+                answer = error
+            connection.send_bytes(_pickled(answer))
 
 
-def _answer(
-    trainer: Trainer,
-    request: RoundRequest,
-    start: Start,
-    chunk: npt.NDArray[np.int64],
-    node: str,
-) -> bytes:
-    """An answer, pickled."""
+def _placed(sums: list[ChunkSum], memory: npt.NDArray[np.float64]) -> Answer:
+    """An answer; the total of an only sum is in the memory for it."""
     nothing = torch.empty(0)
-    try:
-        sums = trainer.sums(request, start, chunk, node)
-        answer: Answer = [(replace(s, total=nothing), s.total.numpy()) for s in sums]
-    except Exception as error:  # not of a user's training, which is caught there
-        answer = error
+    if len(sums) == 1 and sums[0].total.shape == memory.shape:
+        memory[:] = sums[0].total.numpy()
+        return [(replace(sums[0], total=nothing), None)]
+    return [(replace(each, total=nothing), each.total.numpy()) for each in sums]
+
+
+def _pickled(answer: Answer) -> bytes:
     try:
         return pickle.dumps(answer, protocol=5)
     except Exception:

@@ -20,7 +20,7 @@ from fedpriv.engine.diagnostics import (
 from fedpriv.engine.matmul import blas_threads
 from fedpriv.engine.metric_checks import check_metrics
 from fedpriv.engine.precision import Activations, activations_named
-from fedpriv.engine.processes import TrainerProcess, can_fork, in_processes
+from fedpriv.engine.processes import TrainerProcess, can_fork, in_processes, packed
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task
 from fedpriv.engine.threads import in_threads, one_thread
@@ -187,10 +187,12 @@ class InProcessTransport(Transport):
 
     def _sums_of_processes(self, request: RoundRequest, jobs: list[Job]) -> Iterator[ChunkSum]:
         """Sums of chunks, by processes that are kept for the next round if all goes well."""
-        processes = self._processes.copy()
+        given, dimension = packed(request), request.clipping.layout.dimension
+        processes = [p for p in self._processes if p.dimension == dimension][: self._threads]
         self._processes.clear()
-        processes += [TrainerProcess(self._trainer) for _ in range(self._threads - len(processes))]
-        for sums in in_processes(processes, request, jobs):
+        while len(processes) < self._threads:
+            processes.append(TrainerProcess(self._trainer, given, dimension))
+        for sums in in_processes(processes, given, jobs):
             yield from sums
         self._processes.extend(processes)
 

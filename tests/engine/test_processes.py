@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedpriv.engine import processes
 from fedpriv.engine import transport as module
 from fedpriv.engine.diagnostics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
@@ -25,6 +26,9 @@ from fedpriv.errors import WorkerError
 from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest
 from fedpriv.losses import cross_entropy
 from fedpriv.models import mlp
+from fedpriv.privacy.adaptive import indicator_group, indicator_of
+from fedpriv.privacy.contribution import Clipping
+from fedpriv.privacy.layout import Layout
 from tests.engine.everyone import make_task, request_under, users_of
 from tests.engine.test_threads import torch_threads
 from tests.engine.test_transport import TestInProcessTransport as InThreads
@@ -71,11 +75,28 @@ def test_sums_are_those_of_threads_to_the_last_bit() -> None:
     assert as_tuples(transport.collect(request)) == expected
 
 
+@pytest.mark.parametrize("slack", [2**16, -1])
+def test_requests_and_sums_of_any_size_find_their_way(
+    slack: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_SLACK", slack)  # -1: no request fits into the memory for it
+    transport, request = parts()
+    before = request.clipping
+    indicator = indicator_of(before.groups)
+    layout = Layout((*before.layout.names, indicator.tensor), (*before.layout.shapes, (1,)))
+    longer = Clipping(layout, (*before.groups, indicator_group(indicator)), indicator)
+    for asked in (request, replace(request, clipping=longer), request):
+        expected = as_tuples(replace(transport, processes=False).collect(asked))
+        assert len(expected) > 2
+        assert len(expected[0][2]) == asked.clipping.layout.dimension
+        assert as_tuples(transport.collect(asked)) == expected
+
+
 def test_an_observer_is_told_the_same() -> None:
     transport, request = parts()
     seen: list[SimulationOnlyDiagnostics] = []
-    for processes in (True, False):
-        list(replace(transport, processes=processes, observer=seen.append).collect(request))
+    for apart in (True, False):
+        list(replace(transport, processes=apart, observer=seen.append).collect(request))
     assert seen[0] == seen[1]
 
 
