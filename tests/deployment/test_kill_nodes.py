@@ -94,7 +94,7 @@ def test_a_node_that_is_killed_at_other_moments(tmp_path: Path) -> None:
 def test_a_training_process_that_is_killed_or_hangs(tmp_path: Path) -> None:
     site = Site.lay_out(tmp_path, 144, 143)
     traps = site.traps("node-2")
-    waiting = "--set=federation.deadline_seconds=10.0"
+    waiting = "--set=federation.deadline_seconds=20.0"
     with site.server(*LONG, waiting) as server, site.node("node-1"), site.node("node-2") as node:
         traps.arm("training")
         traps.await_caught("training", node)
