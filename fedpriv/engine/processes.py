@@ -177,6 +177,9 @@ def _serve(
 ) -> None:
     """Train what is asked for until nobody can ask any more."""
     other_end.close()
+    # Files that this process holds open would stay locked if the other one were killed.
+    os.closerange(3, connection.fileno())
+    os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked decides what to do then
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)

@@ -1,5 +1,6 @@
 """Chunks side by side in processes: the sums of threads, and nothing left behind."""
 
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedpriv.data.store import UserStore
 from fedpriv.engine import processes
 from fedpriv.engine import transport as module
 from fedpriv.engine.diagnostics import SimulationOnlyDiagnostics
@@ -107,6 +109,20 @@ def test_a_process_that_is_killed_is_an_error_of_the_round() -> None:
         os.kill(child.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="exit code -9; where memory was short"):
         list(transport.collect(request))
+
+
+def test_users_may_be_mapped_from_files_which_stay_nobody_elses(tmp_path: Path) -> None:
+    transport, request = parts()
+    expected = as_tuples(replace(transport, processes=False).collect(request))
+    transport.users.save(tmp_path / "users")
+    with (tmp_path / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        mapped = replace(transport, users=UserStore.load(tmp_path / "users"))
+        assert as_tuples(mapped.collect(request)) == expected
+        assert len(multiprocessing.active_children()) == 2
+    with (tmp_path / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert as_tuples(mapped.collect(request)) == expected
 
 
 def test_they_end_with_a_process_that_is_killed() -> None:
