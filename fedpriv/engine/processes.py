@@ -3,6 +3,7 @@
 Threads of one process wait for Python's lock, which for a small model takes a quarter of the time.
 """
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -14,8 +15,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from logging.handlers import QueueHandler
 from mmap import mmap
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
@@ -110,9 +113,13 @@ class TrainerProcess:
             Exception: as of `Trainer.sums`.
         """
         try:
-            answer: Answer = pickle.loads(self._connection.recv_bytes())
+            said: tuple[list[logging.LogRecord], Answer]
+            said = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise self._ended() from error
+        records, answer = said
+        for record in records:
+            logging.getLogger(record.name).handle(record)
         if isinstance(answer, Exception):
             raise answer
         totals = (self._total.copy() if total is None else total for _, total in answer)
@@ -183,6 +190,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked decides what to do then
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
+    records = _kept_records()
     with blas_threads(1), suppress(EOFError, OSError):
         while True:
             message: Message = pickle.loads(connection.recv_bytes())
@@ -195,7 +203,26 @@ def _serve(
                 answer = _placed(trainer.sums(request, start, chunk, node), total)
             except Exception as error:  # not of a user's training, which is caught there
                 answer = error
-            connection.send_bytes(_pickled(answer))
+            logged = [records.get() for _ in range(records.qsize())]
+            connection.send_bytes(_pickled(logged, answer))
+
+
+def _kept_records() -> SimpleQueue[logging.LogRecord]:
+    """Where all is kept that this process logs; only the other one knows how to show it."""
+    records: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    root = logging.getLogger()
+    for logger in (root, *map(logging.getLogger, root.manager.loggerDict)):
+        logger.handlers, logger.propagate = [], True
+    handler = QueueHandler(records)
+    handler.addFilter(_without_exception)
+    root.addHandler(handler)
+    return records
+
+
+def _without_exception(record: logging.LogRecord) -> bool:
+    """Keep a record, but not the text of an exception, which may hold users' data."""
+    record.exc_info = record.exc_text = None
+    return True
 
 
 def _placed(sums: list[ChunkSum], memory: npt.NDArray[np.float64]) -> Answer:
@@ -207,11 +234,12 @@ def _placed(sums: list[ChunkSum], memory: npt.NDArray[np.float64]) -> Answer:
     return [(replace(each, total=nothing), each.total.numpy()) for each in sums]
 
 
-def _pickled(answer: Answer) -> bytes:
+def _pickled(logged: list[logging.LogRecord], answer: Answer) -> bytes:
     try:
-        return pickle.dumps(answer, protocol=5)
+        return pickle.dumps((logged, answer), protocol=5)
     except Exception:
-        return pickle.dumps(WorkerError(f"a process raised {type(answer).__name__}"))
+        error = WorkerError(f"a process raised {type(answer).__name__}")
+        return pickle.dumps((logged, error))
 
 
 def _end(owner: int, process: multiprocessing.process.BaseProcess, connection: Connection) -> None:

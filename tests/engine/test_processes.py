@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,7 @@ from torch import nn
 from fedpriv.data.store import UserStore
 from fedpriv.engine import processes
 from fedpriv.engine import transport as module
+from fedpriv.engine.chunk_sum import ChunkSum
 from fedpriv.engine.diagnostics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.trainer import Trainer
@@ -109,6 +111,31 @@ def test_a_process_that_is_killed_is_an_error_of_the_round() -> None:
         os.kill(child.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="exit code -9; where memory was short"):
         list(transport.collect(request))
+
+
+def test_what_they_log_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:
+    conformance = TestProcesses()
+    list(conformance.transport().collect(conformance.request()))
+    text = "a user counts as zero: training raised IndexError"
+    assert [(r.name, r.getMessage()) for r in caplog.records] == [("fedpriv.engine.trainer", text)]
+    assert caplog.records[0].process != os.getpid()
+
+
+def test_the_text_of_an_exception_stays_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def logs(*_args: object) -> list[ChunkSum]:
+        try:
+            raise ValueError("7 of user 3")
+        except ValueError:
+            logging.getLogger("some.library").exception("no %s", "luck")
+        return []
+
+    monkeypatch.setattr(Trainer, "sums", logs)
+    transport, request = parts()
+    list(transport.collect(request))
+    assert {record.getMessage() for record in caplog.records} == {"no luck"}
+    assert "user 3" not in caplog.text
 
 
 def test_users_may_be_mapped_from_files_which_stay_nobody_elses(tmp_path: Path) -> None:
