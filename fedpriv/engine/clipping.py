@@ -42,7 +42,8 @@ def clipped_sum(
     device = next(iter(updates.values())).device
     total = torch.zeros(clipping.layout.dimension, dtype=torch.float64, device=device)
     groups = [(group, _runs(clipping.layout, group)) for group in sent(clipping)]
-    for lanes, vectors in _in_float64(updates, clipping.layout):
+    names = [tensor for group, _ in groups for tensor in group.tensors]
+    for lanes, vectors in _in_float64({n: updates[n] for n in names}, clipping.layout):
         _add_clipped(total, vectors, clipping, groups, None if weights is None else weights[lanes])
     return total
 
@@ -137,7 +138,7 @@ def _in_float64(updates: Updates, layout: Layout) -> Iterator[tuple[slice, torch
     """A few users at a time: which, and their vectors [C, D] in the order of a layout.
 
     All are in the same memory: on a CPU, fresh pages cost more than the arithmetic. What the layout
-    has beyond the updates is left as it is.
+    has beyond the updates holds anything, and may not be read.
     """
     places: dict[str, torch.Tensor] = {}
     buffer = torch.empty(0)

@@ -190,6 +190,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked decides what to do then
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
+    trainer = trainer.twin()  # another thread may have been using the models when this was forked
     records = _kept_records()
     with blas_threads(1), suppress(EOFError, OSError):
         while True:

@@ -2,8 +2,9 @@
 
 import copy
 import logging
+import threading
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -71,6 +72,10 @@ class Trainer:
     activations: Activations
     draws: bool
     observed: bool
+    # Held while a chunk trains: the models know the parameters of its users only.
+    _one_chunk: threading.Lock = field(
+        default_factory=threading.Lock, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def of(
@@ -96,19 +101,8 @@ class Trainer:
         layers = layers_of(task, x, y)
         if activations != "float32":
             check_learning(task, layers, constants, row, device, activations)
-        return cls(
-            task,
-            task.evaluated(),
-            layers,
-            constants,
-            users,
-            hosted,
-            device,
-            memory,
-            activations,
-            draws(task, constants, x, y),
-            observed,
-        )
+        drawn, given = draws(task, constants, x, y), (users, hosted, device, memory, activations)
+        return cls(task, task.evaluated(), layers, constants, *given, drawn, observed)
 
     def twin(self) -> "Trainer":
         """Another for the same users, with models of its own of the same tensors.
@@ -192,12 +186,13 @@ class Trainer:
         step: CompiledStep | None = None,
     ) -> Updates:
         """Updates and metrics of the users of a chunk, before they are clipped."""
-        updates = self._train(request, start, chunk, step)
-        if not request.metrics:
-            return updates
-        examples = self._examples(request, chunk)
-        given = (self.evaluated, start.tensors, examples, request.metrics)
-        return {**updates, **user_metrics(*given, updates, request.clipping.groups)}
+        with self._one_chunk:
+            updates = self._train(request, start, chunk, step)
+            if not request.metrics:
+                return updates
+            examples = self._examples(request, chunk)
+            given = (self.evaluated, start.tensors, examples, request.metrics)
+            return {**updates, **user_metrics(*given, updates, request.clipping.groups)}
 
     def _sum(
         self,

@@ -139,6 +139,22 @@ def test_norms_of_groups_are_those_of_the_scaled_parts() -> None:
             np.testing.assert_allclose(norms[group.name].numpy(), expected, err_msg=strategy)
 
 
+def test_a_tensor_that_is_missing_is_no_memory_of_others() -> None:
+    lanes = as_updates(np.ones((2, 13), np.float32))
+    del lanes["a.b"]
+    for groups in GROUPS.values():
+        with pytest.raises(KeyError, match=r"a\.b"):
+            clipped_sum(lanes, Clipping(LAYOUT, groups))
+
+
+def test_tensors_come_in_any_order_and_others_are_left_out() -> None:
+    lanes = as_updates(np.random.default_rng(0).standard_normal((3, 13)).astype(np.float32))
+    for groups in GROUPS.values():
+        expected = clipped_sum(lanes, Clipping(LAYOUT, groups))
+        mixed = {"other": torch.full((3, 2), torch.nan), **dict(reversed(lanes.items()))}
+        assert torch.equal(clipped_sum(mixed, Clipping(LAYOUT, groups)), expected)
+
+
 def test_scalars_and_empty_tensors_have_their_place() -> None:
     layout = Layout(("scalar", "empty"), ((), (0, 3)))
     tensors = {"scalar": torch.tensor([3.0, 0.5]), "empty": torch.zeros(2, 0, 3)}

@@ -3,7 +3,9 @@
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -200,3 +202,22 @@ def test_draws_is_known_from_one_example_or_feared(last: nn.Module, *, drawing: 
     x, y = torch.zeros(1, 6), torch.zeros(1, dtype=torch.int64)
     assert draws(task, task.constants(torch.device("cpu")), x, y) is drawing
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_requests_at_the_same_time_do_not_meet_in_a_model(known: bool) -> None:
+    middle = nn.Tanh() if known else nn.BatchNorm1d(40)
+    task = Task(nn.Sequential(nn.Linear(6, 40), middle.eval(), nn.Linear(40, 3)), cross_entropy)
+    transport = InProcessTransport(task, users_of(SIZES), torch.device("cpu"), 10**6)
+    request = request_under(task, LocalTraining(0.1, batch_size=2, epochs=4), len(SIZES), 0.3)
+    shifted = {name: p + np.float32(0.5) for name, p in request.parameters.items()}
+    requests = [request, replace(request, parameters=shifted)]
+
+    def totals(asked: RoundRequest) -> list[list[float]]:
+        return [p.total.tolist() for _ in range(20) for p in transport.collect(asked)]
+
+    with torch_threads(1):
+        expected = [totals(asked) for asked in requests]
+        assert expected[0] != expected[1]
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(totals, requests)) == expected
