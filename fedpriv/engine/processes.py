@@ -1,6 +1,6 @@
 """Processes that train chunks of users, each with a processor's core of its own.
 
-Threads of one process wait for Python's lock, which for a small model takes a quarter of the time.
+Threads of one process wait for Python's lock, the longer the smaller a model is.
 """
 
 import logging
