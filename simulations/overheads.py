@@ -19,10 +19,10 @@ from fedpriv.accounting.budget import PrivacyBudget
 from fedpriv.data.store import UserStore
 from fedpriv.engine.clipping import clipped_sum
 from fedpriv.engine.layered import train_layers_chunk
+from fedpriv.engine.outer_products import OuterProducts
 from fedpriv.engine.schedule import schedule
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.engine.updates import OuterProducts
 from fedpriv.federated.books import Books
 from fedpriv.federated.checkpoint import Checkpoint, save_checkpoint
 from fedpriv.federated.loop import run_round, train
@@ -79,13 +79,13 @@ def parts_of(profile: cProfile.Profile) -> dict[str, float]:
     def seconds(*functions: Callable[..., object]) -> float:
         return sum(watched[function.__code__] for function in functions)
 
-    whole = seconds(OuterProducts.__getitem__)
+    summing = seconds(OuterProducts.weighted_sum)
     return {
         "reading examples": seconds(schedule, UserStore.take),
         "training": seconds(train_layers_chunk),
-        "updates from factors": whole,
+        "sum of updates": summing,
         "sampling": seconds(open_round),
-        "clipping": seconds(clipped_sum) - whole,
+        "clipping": seconds(clipped_sum) - summing,
         "noise and server step": seconds(close_round),
         "budget": seconds(Books.refuse_if_beyond),
         "ledger": seconds(Books.next_attempt, Books.record, Books.charge),

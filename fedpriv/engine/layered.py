@@ -11,9 +11,10 @@ from fedpriv.engine.batches import Batches
 from fedpriv.engine.descent import Descent
 from fedpriv.engine.layers import Layers
 from fedpriv.engine.low_rank import Coefficients, LowRankLinear
+from fedpriv.engine.outer_products import OuterProducts
 from fedpriv.engine.precision import Activations
 from fedpriv.engine.task import Task, TorchTensors
-from fedpriv.engine.updates import OuterProducts, Updates
+from fedpriv.engine.updates import Updates
 from fedpriv.federated.transport import LocalTraining
 
 

@@ -18,8 +18,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fedpriv.engine.matmul import product
+from fedpriv.engine.outer_products import OuterProducts, few_rows
 from fedpriv.engine.precision import lowered
-from fedpriv.engine.updates import OuterProducts
 from fedpriv.federated.transport import LocalTraining
 
 
@@ -88,6 +88,8 @@ class LowRankLinear:
         # By the outputs of the steps so far, [C, S·r, out]; times their coefficients if settled.
         self._gradients = torch.empty(0)
         self._scaled = torch.empty(0, 0, 0)  # these times their coefficients, [C, n, out]
+        # Of rows seen with those before them and themselves, [C, S·r, S·r], if clipping needs them.
+        self._products: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[C·B, …, in] → [C·B, …, out]."""
@@ -136,7 +138,7 @@ class LowRankLinear:
 
     def updates(self) -> list[torch.Tensor | OuterProducts]:
         """Each user's weights (and bias) minus the shared ones: [C, out, in], [C, out]."""
-        weight = OuterProducts(self._scaled, self._inputs)
+        weight = OuterProducts(self._scaled, self._inputs, self._products)
         return [weight] if self._bias is None else [weight, self._scaled.sum(1)]
 
     @property
@@ -171,15 +173,25 @@ class LowRankLinear:
 
     def _corrected(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Outputs y [C, r, out] of the shared layer for rows [C, r, in], plus their corrections."""
-        if not self._scaled.shape[1]:
-            return y.clone() if y._is_view() else y
-        seen = self._inputs[:, : self._scaled.shape[1]]
-        # The 1 of the bias would be lost in fewer bits beside products of long rows.
         with torch.autocast(rows.device.type, enabled=False):
-            products = product(rows.float(), seen.transpose(1, 2))
-            if self._bias is not None:
-                products += 1.0
-            return product(products, self._scaled).add_(y).to(y.dtype)
+            products = self._with_earlier(rows.float())
+            if not products.shape[2]:
+                return y.clone() if y._is_view() else y
+            # The 1 of the bias would be lost in fewer bits beside products of long rows.
+            inner = products if self._bias is None else products + 1.0
+            return product(inner, self._scaled).add_(y).to(y.dtype)
+
+    def _with_earlier(self, rows: torch.Tensor) -> torch.Tensor:
+        """Products of the rows of this step [C, r, in] with those of steps before it: [C, r, n]."""
+        before, most = self._scaled.shape[1], self._inputs.shape[1]
+        if not few_rows(most, len(self._weight), rows.shape[2]):
+            return product(rows, self._inputs[:, :before].transpose(1, 2))
+        if self._products is None:
+            self._products = rows.new_empty((self._lanes, most, most))
+        after = before + self._count
+        seen = product(rows, self._inputs[:, :after].transpose(1, 2))
+        self._products[:, before:after, :after] = seen
+        return seen[:, :, :before]
 
 
 class _OfLayer(Protocol):

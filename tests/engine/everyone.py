@@ -80,3 +80,14 @@ def request_to_all(
         averaging=averaging,
     )
     return open_round(plan, initial_state(plan, parameters), 0, SeededEntropy(0))
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray, share: float = 2e-6) -> None:
+    """Vectors that differ by the rounding of float32, as matrices that are clipped as factors do.
+
+    Args:
+        found: [D].
+        expected: [D].
+        share: of the norm of what is expected.
+    """
+    assert np.linalg.norm(found - expected) <= share * np.linalg.norm(expected)

@@ -126,7 +126,8 @@ def test_each_users_contribution_is_within_the_clipping_norm(kind: str) -> None:
     request = request_of(transport.task, len(SIZES), norm)
     for user in range(len(SIZES)):
         sent = np.linalg.norm(total_of(transport, replace(request, users=np.array([user]))))
-        assert norm * (1 - 1e-6) < sent <= norm
+        # Norms of matrices in factors are bounds, which allow for the rounding of float32.
+        assert norm * (1 - 1e-3) < sent <= norm
 
 
 def learnt(kind: str, x: np.ndarray, y: np.ndarray) -> Updates:

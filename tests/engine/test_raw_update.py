@@ -17,7 +17,7 @@ from fedpriv.federated.aggregate import add_up
 from fedpriv.federated.transport import LocalTraining, RoundRequest
 from fedpriv.privacy.metrics import Metric
 from fedpriv.privacy.weights import Averaging, Weighting
-from tests.engine.everyone import make_task, request_to_all
+from tests.engine.everyone import assert_close, make_task, request_to_all
 
 EXAMPLES = 7
 CAP = 10
@@ -79,7 +79,7 @@ def test_clipping_it_gives_what_collect_gives(
             expected = collected(transport, request)
             contribution = clipping.contribution(tensors, weight)
             assert np.any(contribution)
-            np.testing.assert_allclose(contribution, expected, rtol=1e-12, atol=1e-15)
+            assert_close(contribution, expected)
 
 
 def test_it_is_not_clipped() -> None:
@@ -102,7 +102,7 @@ def test_it_agrees_with_collect_for_any_norm_and_size(
     request = request_of(norm=norm, weighted=weighted)
     expected = collected(transport, request)
     contribution = request.clipping.contribution(*transport.raw_update(request))
-    np.testing.assert_allclose(contribution, expected, rtol=1e-12, atol=1e-15)
+    assert_close(contribution, expected)
 
 
 def test_what_is_not_finite_is_left_to_whoever_clips() -> None:
