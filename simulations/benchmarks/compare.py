@@ -3,8 +3,8 @@
 Five works: an MLP and a CNN on 100 users of 50 images, a character transformer on Shakespeare's
 roles, softmax regression on 100,000 users, and DP-SGD. Every contestant trains each user from the
 same model, clips its update and adds it up; noise is the same for all and left out. First all sums
-are compared with the plain loop's, then contestants take turns, each in a process of its own that
-is stopped while others train. Figures are medians over the turns.
+are compared with the plain loop's, then contestants take turns of a second or one round, each in a
+process of its own that is stopped while others train. Figures are medians over the turns.
 
 `make bench-rivals` installs the rivals into an environment of their own and runs this:
 
@@ -36,6 +36,7 @@ from simulations.benchmarks.works import WORKS, Work
 _CONTESTANTS = (OURS, "plain", "pfl", "flower")
 _OF_RECORDS = {"dpsgd": ("opacus",)}  # where a user is an example, and for nothing else
 _PACKAGES = {"pfl": ("pfl",), "flower": ("flwr", "ray"), "opacus": ("opacus",)}
+_SECONDS = 1.0  # a simulation is round after round: the first one after a rest is slower
 _AGREE = 1e-4
 _AGREES = {"flower": 1e-2}  # a difference of two models in float32, times the number of users
 
@@ -64,7 +65,7 @@ def compare(name: str, contestants: Sequence[str], repeats: int, device: str, th
     settings = [Setting(c, name, device, threads) for c in (*contestants, CEILING)]
     with playing(settings) as players:
         differences = differences_of(work, players)
-        turns = {c: Turn(work.users_in_a_turn(c), work.local) for c in players}
+        turns = {c: Turn(work.users_in_a_turn(c), work.local, _SECONDS) for c in players}
         for player in players.values():  # the first turn of this size pays for memory
             player.take(turns[player.name])
         seconds: dict[str, list[float]] = {c: [] for c in players}

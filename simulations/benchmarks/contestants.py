@@ -22,7 +22,7 @@ CEILING = "products"
 """Name of the contestant that only multiplies matrices."""
 _SIDE, _PRODUCTS = 1024, 50
 PRODUCTS_FLOPS = _PRODUCTS * 2.0 * _SIDE**3
-"""Floating-point operations in a turn of `products`."""
+"""Floating-point operations in a round of `products`."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,12 @@ class Turn:
     Attributes:
         users: how many; the first ones.
         local: how each trains.
+        seconds: for how long at least they train again and again, round after round.
     """
 
     users: int
     local: LocalTraining
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Done:
     """What came of a turn.
 
     Attributes:
-        seconds: it took.
-        total: the sum of clipped updates [D].
+        seconds: a round took, on average over the turn.
+        total: the sum of clipped updates [D] of a round.
     """
 
     seconds: float

@@ -1,10 +1,10 @@
 """The process of a contestant; `arena` starts it with an end of a pipe."""
 
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
+from time import perf_counter
 
 import torch
 
@@ -20,16 +20,18 @@ from simulations.benchmarks.contestants import (
 from simulations.benchmarks.works import WORKS
 
 
-def _serve(pipe: Connection, train: Train) -> None:
-    """Train whenever the other end of the pipe says so, until it is closed."""
+def serve(pipe: Connection, train: Train) -> None:
+    """Train whenever the other end of the pipe says so, and for so long, until it is closed."""
     while True:
         try:
             turn = pipe.recv()
         except EOFError:
             return
-        began = time.perf_counter()
-        total = train(turn)
-        pipe.send(Done(time.perf_counter() - began, total))
+        rounds, began = 0, perf_counter()
+        while rounds == 0 or perf_counter() - began < turn.seconds:
+            total = train(turn)
+            rounds += 1
+        pipe.send(Done((perf_counter() - began) / rounds, total))
 
 
 def contestant_named(name: str, work: str) -> Contestant:
@@ -74,7 +76,7 @@ def main(name: str, work: str, device: str, threads: str, end: str) -> None:
     torch.manual_seed(0)
     contestant = contestant_named(name, work)
     with Connection(int(end)) as pipe:
-        contestant(WORKS[work](), torch.device(device), partial(_serve, pipe))
+        contestant(WORKS[work](), torch.device(device), partial(serve, pipe))
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def figures(rows: Mapping[str, Row]) -> dict[str, object]:
-    """The same for a file, with the seconds of each turn; by name of the work."""
+    """The same for a file, with the seconds of a round in each turn; by name of the work."""
     return {name: _of_row(row) for name, row in rows.items()}
 
 
@@ -94,7 +94,7 @@ def _of_row(row: Row) -> dict[str, object]:
             "share of the rate of matrix products": row.share_of_ceiling(contest),
             "difference of its sum from the plain loop's": contest.difference,
             "users in a turn": contest.users,
-            "seconds of each turn": list(contest.seconds),
+            "seconds of a round in each turn": list(contest.seconds),
         }
         for contest in row.contests
     }

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from fedpriv.errors import WorkerError
+from simulations.benchmarks import process
 from simulations.benchmarks.arena import Player, Setting, playing
 from simulations.benchmarks.compare import contestants_at, differences_of, main
 from simulations.benchmarks.contestants import Done, Turn
@@ -40,7 +41,7 @@ def test_figures_by_hand() -> None:
     assert [c["ours over it"] for c in (ours, plain, pfl)] == [1.0, 4.0, 20.0]
     shares = [c["share of the rate of matrix products"] for c in (ours, plain, pfl)]
     assert shares == [0.5, 0.125, 0.025]
-    assert pfl["seconds of each turn"] == [5.0, 5.0]
+    assert pfl["seconds of a round in each turn"] == [5.0, 5.0]
 
 
 def test_the_table_says_who_is_how_much_slower() -> None:
@@ -77,9 +78,9 @@ def test_who_takes_part() -> None:
     assert contestants_at("dpsgd", ["flower"]) == ["fedpriv", "plain", "pfl", "opacus"]
 
 
-def state_of(process: subprocess.Popen[bytes]) -> str:
+def state_of(player: subprocess.Popen[bytes]) -> str:
     """One letter; T: stopped."""
-    return Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return Path(f"/proc/{player.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 def test_players_are_stopped_when_it_is_not_their_turn_and_end_with_the_block() -> None:
@@ -92,13 +93,46 @@ def test_players_are_stopped_when_it_is_not_their_turn_and_end_with_the_block() 
     assert player.process.returncode == 0
 
 
+class OneTurn:
+    """An end of a pipe by which one turn comes."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.turns, self.done = [turn], []
+
+    def recv(self) -> Turn:
+        if not self.turns:
+            raise EOFError
+        return self.turns.pop()
+
+    def send(self, done: Done) -> None:
+        self.done.append(done)
+
+
+@pytest.mark.parametrize(("least", "rounds"), [(0.0, 1), (1.0, 1), (5.0, 2), (6.0, 2), (7.0, 3)])
+def test_a_turn_is_rounds_until_its_time_has_passed(
+    least: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 0.0
+
+    def train(_turn: Turn) -> np.ndarray:
+        nonlocal clock
+        clock += 3.0
+        return np.array([clock])
+
+    monkeypatch.setattr(process, "perf_counter", lambda: clock)
+    pipe = OneTurn(Turn(1, WORKS["mlp"]().local, least))
+    process.serve(pipe, train)
+    (done,) = pipe.done
+    assert (done.seconds, done.total.tolist()) == (3.0, [3.0 * rounds])
+
+
 def test_a_player_whose_process_has_ended_is_told() -> None:
     ours, theirs = multiprocessing.Pipe()
-    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as ended:
         theirs.close()
-        process.wait()
+        ended.wait()
         with pytest.raises(WorkerError, match="the process of nobody has ended"):
-            Player("nobody", process, ours).take(Turn(1, WORKS["mlp"]().local))
+            Player("nobody", ended, ours).take(Turn(1, WORKS["mlp"]().local))
     ours.close()
 
 
