@@ -138,8 +138,8 @@ class GridSimulation:
     def _simulated(self) -> Simulated:
         config = self.experiment.config
         data, engine = config.data, config.engine
-        trained = engine.device, engine.chunk_mebibytes, engine.activations, engine.compile
-        return Simulated(data.name, data.options, *trained)
+        trained = engine.device, engine.chunk_mebibytes, engine.activations
+        return Simulated(data.name, data.options, *trained, self.experiment.compiled_for)
 
     @property
     def _welcome(self) -> bytes:

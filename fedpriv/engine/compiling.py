@@ -6,6 +6,7 @@ tensor of all users. Compiled, those between two matrix products are one loop.
 
 import copy
 import logging
+import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -18,10 +19,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fedpriv.engine.compiled import CompiledStep, Step, at_rest, in_order, step_of
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task, TorchTensors
+from fedpriv.engine.threads import one_thread
 from fedpriv.errors import ModelError
 from fedpriv.federated.transport import LocalTraining
 
 _log = logging.getLogger(__name__)
+
+_LEAST_GAIN = 1.1  # less is lost again to padding, and to threads where processes could be
+_SHORTEST = 60.0  # seconds of training: compiling takes 5 to 40, and saves a third at most
 
 _TOLERANCE = 1e-3  # of the largest change in a tensor
 _ROUNDING = 1e-6  # of its largest number
@@ -50,11 +55,13 @@ def compiled_step(
     shape: tuple[int, int],
     x: torch.Tensor,
     y: torch.Tensor,
+    ahead: float,
 ) -> CompiledStep | None:
-    """Compile the local step of a task; one line is logged: how long it took, or why it failed.
+    """Compile the local step of a task, if that can pay; one line is logged: what came of it.
 
     What was compiled is then tried on random examples: it must do what was to be compiled, and
-    what a user gets must stay the same to the last bit when all others are NaN.
+    what a user gets must stay the same to the last bit when all others are NaN. It must also be
+    faster.
 
     Args:
         task: model and loss; training draws no random numbers.
@@ -63,24 +70,54 @@ def compiled_step(
         shape: (L, B).
         x: [1, …] one input that the model accepts; nobody's.
         y: [1, …] one target.
+        ahead: users' steps that the run will take in each thread.
 
     Returns:
-        None if there is no C++ compiler, if inductor does not know what the model does, or if what
-        it made of that does something else.
+        None if the run is too short, if there is no C++ compiler, if inductor does not know what
+        the model does, or if what it made of that does something else or is slower.
     """
-    began = time.perf_counter()
     step, given = step_of(task, local), _given(start, local, shape, x, y)
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch warns of parts of itself
-            graph = make_fx(step)(*copy.deepcopy(given))
-            run = _compile(graph, [*copy.deepcopy(given)], _OPTIONS)
-            _check(run, step, given)
+        plain = seconds_of(step, given)
+        if plain * ahead / shape[0] < _SHORTEST:
+            _log.info("local steps are not compiled: this run is too short to gain by it")
+            return None
+        began = time.perf_counter()
+        run = _compiled(step, given)
+        took, gain = time.perf_counter() - began, plain / seconds_of(run, given)
     except Exception as error:  # whatever it is, users can train without
         said = str(error).strip().partition("\n")[0]
         _log.warning("local steps are not compiled: %s: %s", type(error).__name__, said)
         return None
-    _log.info("local steps were compiled in %.1f s", time.perf_counter() - began)
-    return CompiledStep(local, *shape, run)
+    used = gain >= _LEAST_GAIN
+    said = "local steps were compiled in %.1f s and are %s: they are %.2f times as fast"
+    _log.info(said, took, "used" if used else "not used", gain)
+    return CompiledStep(local, *shape, run) if used else None
+
+
+def _compiled(step: Step, given: _Given) -> Step:
+    """What inductor makes of a step; it was tried.
+
+    Raises:
+        Exception: as inductor does, or since it does something else than the step.
+    """
+    with warnings.catch_warnings(action="ignore"):  # torch warns of parts of itself
+        graph = make_fx(step)(*copy.deepcopy(given))
+        run = _compile(graph, [*copy.deepcopy(given)], _OPTIONS)
+        _check(run, step, given)
+    return run
+
+
+def seconds_of(step: Step, given: _Given) -> float:
+    """Median of a few steps, after one that pays for what is done once; in one thread."""
+    seconds = []
+    with one_thread():
+        for _ in range(6):
+            copies = copy.deepcopy(given)
+            began = time.perf_counter()
+            step(*copies)
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])
 
 
 def _given(

@@ -127,14 +127,14 @@ class LowRankLinear:
         gradient, self._gradient = self._gradient, None
         if gradient is None:  # no loss depends on what it gave
             now.zero_()
+        elif settled:
+            torch.mul(gradient, position[:, before // self._count, None, None], out=now)
         else:
             now.copy_(gradient)
-        of_rows = position.repeat_interleave(self._count, 1)[:, :after, None]
-        if settled:
-            now *= of_rows[:, before:]
-            self._scaled = self._gradients[:, :after]
-        else:
-            self._scaled = self._gradients[:, :after] * of_rows
+        self._scaled = self._gradients[:, :after]
+        if not settled:
+            of_rows = position.repeat_interleave(self._count, 1)
+            self._scaled = self._scaled * of_rows[:, :after, None]
 
     def updates(self) -> list[torch.Tensor | OuterProducts]:
         """Each user's weights (and bias) minus the shared ones: [C, out, in], [C, out]."""

@@ -61,14 +61,14 @@ class OuterProducts:
         """
         (_, rows, out), width = self.left.shape, self.right.shape[2]
         of_right = product(self.right, self.right.mT) if self.products is None else self.products
-        below = of_right.tril(-1)
-        x = (of_right.tril() + below.mT).double()
-        y = product(self.left, self.left.mT).double()
+        x, y = of_right.double(), product(self.left, self.left.mT).double()
         a, b = _lengths(x, width), _lengths(y, out)
         lengths = (a * b).sum(1)
         error = _share(out) * (1.0 + _share(width)) * lengths**2
         error += _share(width) * (a[:, None] @ y.abs() @ a[:, :, None])[:, 0, 0]
-        norms = ((x * y).sum((1, 2)).clamp(min=0.0) + error).sqrt() + _share(rows) * lengths
+        squares: torch.Tensor = torch.linalg.vecdot(_diagonals(x), _diagonals(y))
+        squares += 2.0 * torch.linalg.vecdot(x.tril(-1).flatten(1), y.flatten(1))
+        norms = (squares.clamp(min=0.0) + error).sqrt() + _share(rows) * lengths
         return norms.masked_fill(lengths > _LARGEST, torch.inf)
 
     def weighted_sum(self, weights: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
@@ -106,5 +106,9 @@ def _lengths(products: torch.Tensor, terms: int) -> torch.Tensor:
 
     Also of rows whose squares are too small for float32.
     """
-    squares = products.diagonal(dim1=1, dim2=2)
-    return ((1.0 + _share(terms)) * squares + terms * _UNDERFLOW / _ROUNDING).sqrt()
+    squares = (1.0 + _share(terms)) * _diagonals(products)
+    return (squares + terms * _UNDERFLOW / _ROUNDING).sqrt()
+
+
+def _diagonals(matrices: torch.Tensor) -> torch.Tensor:
+    return matrices.diagonal(dim1=1, dim2=2)

@@ -125,8 +125,11 @@ class Trainer:
         one = lane_bytes(self.task, self._numbers, request.local, self._largest, self.layers)
         return lanes_within(self.memory, one + metric_bytes(request.metrics))
 
-    def compiled(self, request: RoundRequest) -> CompiledStep | None:
-        """The local step of a request, compiled; None, with a line in the log, if it cannot be."""
+    def compiled(self, request: RoundRequest, ahead: float) -> CompiledStep | None:
+        """The local step of a request, compiled; None, with a line in the log, if that is no gain.
+
+        `ahead`: users' steps that the run will take in each thread.
+        """
         largest = np.array(self._largest)
         known = self.layers is not None or self.draws or self.device.type != "cpu"
         if known or self.activations != "float32" or steps_of(largest, request.local) < 2:
@@ -138,7 +141,7 @@ class Trainer:
         row = blank(self.users)
         x, y = (torch.from_numpy(row[name]) for name in (self.task.inputs, self.task.targets))
         shape = min(MOST_LANES, self.lanes(request)), int(widths_of(largest, request.local))
-        return compiled_step(self.task, start, request.local, shape, x, y)
+        return compiled_step(self.task, start, request.local, shape, x, y, ahead)
 
     def sums(
         self,

@@ -21,6 +21,7 @@ from fedpriv.engine.matmul import blas_threads
 from fedpriv.engine.metric_checks import check_metrics
 from fedpriv.engine.precision import Activations, activations_named
 from fedpriv.engine.processes import TrainerProcess, can_fork, in_processes, packed
+from fedpriv.engine.schedule import steps_of
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task
 from fedpriv.engine.threads import in_threads, one_thread
@@ -71,8 +72,9 @@ class InProcessTransport(Transport):
             every deployment, computes none.
         activations: "float32" or "bfloat16", of the model while users train; sums, clipping and
             metrics are the same.
-        compiled: whether to compile the local step before the first round, where that can gain
-            anything: on a CPU, in float32, for models whose layers are not all of known kinds.
+        compiled_for: rounds that a compiled local step may serve; 0: none is compiled. It is before
+            the first round, on a CPU, in float32, for models whose layers are not all of known
+            kinds, if training takes so long that this can pay; and used if it is faster.
         processes: whether chunks that train side by side do so in processes, not in threads: these
             are forked from this one before the first round and end with the transport. Only on
             Linux, and not if steps are compiled; elsewhere threads do it.
@@ -88,7 +90,7 @@ class InProcessTransport(Transport):
     hosted: npt.NDArray[np.int64] | None = None
     observer: Callable[[SimulationOnlyDiagnostics], None] | None = None
     activations: Activations = "float32"
-    compiled: bool = False
+    compiled_for: int = 0
     processes: bool = False
 
     def __post_init__(self) -> None:
@@ -155,8 +157,9 @@ class InProcessTransport(Transport):
     def _sums(self, request: RoundRequest) -> Iterator[ChunkSum]:
         """Sums of chunks in their order, some of them side by side."""
         self._check(request)
-        users, step = self._positions(request.users), self._step(request)
-        sizes, threads = sizes_of(self.users, users), self._threads
+        users, threads = self._positions(request.users), self._threads
+        sizes = sizes_of(self.users, users)
+        step = self._step(request, sizes)
         lanes = step.lanes if step else even(len(users), self._lanes(request), threads)
         jobs = list(enumerate(chunks(users, sizes, request.local, lanes)))
         if min(threads, len(jobs)) <= 1:
@@ -212,10 +215,11 @@ class InProcessTransport(Transport):
         alone = self.device.type != "cpu" or self._trainer.draws
         return 1 if alone else torch.get_num_threads()
 
-    def _step(self, request: RoundRequest) -> CompiledStep | None:
+    def _step(self, request: RoundRequest, sizes: npt.NDArray[np.int64]) -> CompiledStep | None:
         """The compiled local step, if there is to be one and there can be."""
-        if self.compiled and request.local not in self._steps:
-            self._steps[request.local] = self._trainer.compiled(request)
+        if self.compiled_for and request.local not in self._steps:
+            ahead = self.compiled_for * steps_of(sizes, request.local).sum() / self._threads
+            self._steps[request.local] = self._trainer.compiled(request, ahead)
         return self._steps.get(request.local)
 
     @cached_property

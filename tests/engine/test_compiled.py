@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fedpriv.data.store import UserStore
+from fedpriv.engine import compiling
 from fedpriv.engine.batches import Batches
 from fedpriv.engine.compiled import CompiledStep, step_of
 from fedpriv.engine.local import train_chunk
@@ -118,7 +119,7 @@ def test_known_layers_are_not_compiled(caplog: pytest.LogCaptureFixture) -> None
     task = Task(nn.Linear(6, 3), cross_entropy)
     request, users = request_to_all(task), make_users()
     caplog.set_level(logging.INFO, "fedpriv")
-    transports = [InProcessTransport(task, users, CPU, 10**9, compiled=c) for c in (False, True)]
+    transports = [InProcessTransport(task, users, CPU, 10**9, compiled_for=r) for r in (0, 9)]
     totals = [sum(part.total for part in each.collect(request)) for each in transports]
     list(transports[1].collect(request))
     assert [record.message for record in caplog.records] == [
@@ -127,11 +128,63 @@ def test_known_layers_are_not_compiled(caplog: pytest.LogCaptureFixture) -> None
     np.testing.assert_array_equal(*totals)
 
 
+def by_what_is_said(
+    said: str, rounds: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> list[bool]:
+    """Train as without; returns of which rounds a chunk trained by a step that was "compiled"."""
+    caplog.set_level(logging.INFO, "fedpriv")
+    monkeypatch.setattr(compiling, "_compile", lambda graph, _given, _options: graph)
+    task, users = Task(OwnWeights(), cross_entropy), make_users()
+    plain, compiled = (
+        InProcessTransport(task, users, CPU, 10**9, compiled_for=r) for r in (0, rounds)
+    )
+    whole, used = CompiledStep.train, []
+
+    def train(step: CompiledStep, *given: object) -> object:
+        used.append(True)
+        return whole(step, *given)
+
+    monkeypatch.setattr(CompiledStep, "train", train)
+    request = request_to_all(task)
+    for _ in range(2):
+        totals = [sum(p.total for p in each.collect(request)) for each in (plain, compiled)]
+        np.testing.assert_allclose(*totals, rtol=1e-4, atol=1e-6)
+    (line,) = [r.message for r in caplog.records if r.name == "fedpriv.engine.compiling"]
+    assert said in line
+    return used
+
+
+@pytest.mark.parametrize(("rounds", "compiled"), [(29, False), (31, True)])
+def test_a_run_that_is_too_short_does_not_compile(
+    rounds: int,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    steps = sum(2 * -(-size // 4) for size in SIZES)
+    seconds = iter([60.0 * 16 * torch.get_num_threads() / steps / 30, 1e-9])
+    monkeypatch.setattr(compiling, "seconds_of", lambda *_: next(seconds))
+    said = "are used" if compiled else "this run is too short to gain by it"
+    assert any(by_what_is_said(said, rounds, monkeypatch, caplog)) == compiled
+
+
+@pytest.mark.parametrize(("gain", "used"), [(0.8, False), (1.05, False), (1.3, True)])
+def test_what_is_no_faster_is_not_used(
+    gain: float, used: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = iter([1e9 * gain, 1e9])
+    monkeypatch.setattr(compiling, "seconds_of", lambda *_: next(seconds))
+    said = f"and are {'' if used else 'not '}used: they are {gain:.2f} times as fast"
+    assert any(by_what_is_said(said, 1, monkeypatch, caplog)) == used
+
+
 @pytest.mark.slow
 def test_sums_are_those_of_steps_that_are_not_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    seconds = iter([1e9, 1.0])
+    monkeypatch.setattr(compiling, "seconds_of", lambda *_: next(seconds))
     caplog.set_level(logging.INFO, "fedpriv")
     task, users = Task(OwnWeights(), cross_entropy), make_users()
     users.fields["y"][users.rows_of(RAISING)] = 99
@@ -144,9 +197,7 @@ def test_sums_are_those_of_steps_that_are_not_compiled(
         return found
 
     monkeypatch.setattr(CompiledStep, "train", train)
-    plain, compiled = (
-        InProcessTransport(task, users, CPU, 10**9, compiled=each) for each in (False, True)
-    )
+    plain, compiled = (InProcessTransport(task, users, CPU, 10**9, compiled_for=r) for r in (0, 9))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -171,7 +222,7 @@ sys.path.insert(0, sys.argv[1])
 from test_compiled import *
 task, users = Task(OwnWeights(), cross_entropy), make_users()
 request = request_to_all(task)
-plain, compiled = (InProcessTransport(task, users, CPU, 10**9, compiled=c) for c in (False, True))
+plain, compiled = (InProcessTransport(task, users, CPU, 10**9, compiled_for=r) for r in (0, 10**12))
 expected = sum(p.total for p in plain.collect(request))
 for _ in range(2):
     parts = list(compiled.collect(request))
