@@ -80,7 +80,7 @@ def compiled_step(
     try:
         plain = seconds_of(step, given)
         if plain * ahead / shape[0] < _SHORTEST:
-            _log.info("local steps are not compiled: this run is too short to gain by it")
+            _log.warning("local steps are not compiled: this run is too short to gain by it")
             return None
         began = time.perf_counter()
         run = _compiled(step, given)
@@ -89,10 +89,12 @@ def compiled_step(
         said = str(error).strip().partition("\n")[0]
         _log.warning("local steps are not compiled: %s: %s", type(error).__name__, said)
         return None
-    used = gain >= _LEAST_GAIN
-    said = "local steps were compiled in %.1f s and are %s: they are %.2f times as fast"
-    _log.info(said, took, "used" if used else "not used", gain)
-    return CompiledStep(local, *shape, run) if used else None
+    if gain < _LEAST_GAIN:
+        said = "compiled local steps are not used: they are %.2f times as fast"
+        _log.warning(said, gain)
+        return None
+    _log.info("local steps were compiled in %.1f s: they are %.2f times as fast", took, gain)
+    return CompiledStep(local, *shape, run)
 
 
 def _compiled(step: Step, given: _Given) -> Step:

@@ -164,7 +164,7 @@ def test_a_run_that_is_too_short_does_not_compile(
     steps = sum(2 * -(-size // 4) for size in SIZES)
     seconds = iter([60.0 * 16 * torch.get_num_threads() / steps / 30, 1e-9])
     monkeypatch.setattr(compiling, "seconds_of", lambda *_: next(seconds))
-    said = "are used" if compiled else "this run is too short to gain by it"
+    said = "were compiled in" if compiled else "this run is too short to gain by it"
     assert any(by_what_is_said(said, rounds, monkeypatch, caplog)) == compiled
 
 
@@ -174,7 +174,7 @@ def test_what_is_no_faster_is_not_used(
 ) -> None:
     seconds = iter([1e9 * gain, 1e9])
     monkeypatch.setattr(compiling, "seconds_of", lambda *_: next(seconds))
-    said = f"and are {'' if used else 'not '}used: they are {gain:.2f} times as fast"
+    said = f"{'s:' if used else 'are not used:'} they are {gain:.2f} times as fast"
     assert any(by_what_is_said(said, 1, monkeypatch, caplog)) == used
 
 
