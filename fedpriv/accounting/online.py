@@ -6,6 +6,7 @@ moment when the budget is used up; the next round only adds its own. No round is
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from scipy.optimize import brentq
 
@@ -162,6 +163,7 @@ def _plan(
 ) -> tuple[Plan, float]:
     """A plan for as many times the rounds as use up the budget, and that number; at least 1."""
 
+    @cache
     def excess(log_scale: float) -> float:
         then = rough.times(math.exp(log_scale))
         return epsilon_at_delta(then, log_delta, direction, care) - epsilon

@@ -6,6 +6,7 @@ Nothing here has to be exact: a poor plan makes the certified interval wider, ne
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from scipy.optimize import brentq
@@ -117,14 +118,7 @@ def epsilon_at_delta(panel: Panel, log_delta: float, direction: Direction, care:
 
 
 def plan_at_epsilon(panel: Panel, epsilon: float, direction: Direction, care: Care = EXACT) -> Plan:
-    """A plan for the δ that belongs to ε.
-
-    Args:
-        panel: the rounds, or a summary of them.
-        epsilon: ε ≥ 0.
-        direction: which neighbour the mechanism ran on.
-        care: how good it should be.
-    """
+    """A plan for the δ that belongs to ε ≥ 0; the rest is as for `plan_at_delta`."""
 
     def excess(at: _Saddle) -> float:
         return epsilon - at.epsilon if at.log_delta > LEAST_LOG_DELTA else -1.0
@@ -175,6 +169,7 @@ def _cheapest(plan: Callable[[float], Plan], rounds: float, log_delta: float, ca
 def _saddle(panel: Panel, given: Losses, excess: Callable[[_Saddle], float]) -> _Saddle:
     """The saddle where `excess`, which falls with c, is 0."""
 
+    @cache  # the search comes back to the ends of its brackets
     def at(log_c: float) -> _Saddle:
         c = math.exp(log_c)
         tilted = tilt(given, c)
