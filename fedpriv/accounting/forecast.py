@@ -63,8 +63,8 @@ class Forecast:
     def plus(self, event: RoundEvent) -> Self | None:
         """With one more event; None if that cannot be projected.
 
-        The last answer is kept, since each round asks three times: whether it may begin, to be
-        charged, and for what comes after it.
+        The last answer is kept, since each round asks twice: whether it may begin, and for what
+        comes after it.
         """
         if event not in self._next:
             self._next.clear()
