@@ -40,14 +40,14 @@ class Forecast:
 
     @classmethod
     def of(
-        cls, budget: PrivacyBudget, rounds: Mapping[RoundEvent, int], epsilon: float
+        cls, budget: PrivacyBudget, rounds: Mapping[RoundEvent, int], epsilon: float = math.inf
     ) -> Self | None:
         """Plan from rounds so far; None if the budget or a round cannot be projected.
 
         Args:
             budget: any.
             rounds: all events so far, of count 1, by how often they occurred.
-            epsilon: what they cost, about.
+            epsilon: what they cost, about; needed where the budget has no limit.
         """
         if budget.project is None or not all(map(_projectable, rounds)):
             return None
@@ -63,8 +63,8 @@ class Forecast:
     def plus(self, event: RoundEvent) -> Self | None:
         """With one more event; None if that cannot be projected.
 
-        The last answer is kept, since each round asks three times: whether it may begin, to be
-        charged, and for what comes after it.
+        The last answer is kept, since each round asks twice: whether it may begin, and for what
+        comes after it.
         """
         if event not in self._next:
             self._next.clear()
@@ -112,6 +112,7 @@ def price(
         ε, and the forecast of the rounds so far to go on with.
     """
     known = forecast if forecast is not None and forecast.budget == budget else None
+    known = known or Forecast.of(budget, spent)
     ahead = known.plus(event) if known is not None else None
     if ahead is not None and ahead.below:
         return ahead.projection.epsilon, known

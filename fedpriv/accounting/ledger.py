@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Self, TextIO
 
 from fedpriv.accounting import ledger_chain
-from fedpriv.accounting.budget import PrivacyBudget, repeated
+from fedpriv.accounting.budget import PrivacyBudget
 from fedpriv.accounting.charge import Charge, ProposedCharge
 from fedpriv.accounting.database import Database
 from fedpriv.accounting.events import RoundEvent
-from fedpriv.accounting.forecast import Forecast, price
 from fedpriv.accounting.ledger_rows import (
     ChargedRow,
     Head,
@@ -22,6 +21,7 @@ from fedpriv.accounting.ledger_rows import (
 )
 from fedpriv.accounting.ledger_schema import LEDGER
 from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.accounting.spending import Spending
 from fedpriv.errors import BudgetExceededError, LedgerError
 
 __all__ = ["Charge", "ChargedRow", "Head", "Ledger", "ProposedCharge"]
@@ -52,9 +52,7 @@ class Ledger:
             raise
         self.ledger_id = columns["ledger_id"]
         self.population_name = columns["population"]
-        self._seen = ledger_chain.genesis(database.read)
-        self._spent: dict[RoundEvent, int] = {}
-        self._forecast: Forecast | None = None
+        self._spending = Spending(ledger_chain.genesis(database.read))
 
     @classmethod
     def create(cls, path: Path, population: str) -> Self:
@@ -113,7 +111,7 @@ class Ledger:
             self._refuse_repetition(charge)
             if budget is not None:
                 self._refuse_overspending(charge, budget)
-            row = follow(self._seen, charge)
+            row = follow(self._spending.head, charge)
             self._database.insert("sampling_events", sampling_columns(row))
             for query in query_columns(row):
                 self._database.insert("sum_query_events", query)
@@ -131,7 +129,7 @@ class Ledger:
         """
         with self._lock:
             self._catch_up()
-            return self._price(event, budget) <= budget.epsilon
+            return self._spending.with_one_more(event, budget) <= budget.epsilon
 
     def charges(self, run: str | None = None) -> Iterator[ChargedRow]:
         """All charges, or those of one run, in the order in which they were made.
@@ -155,7 +153,7 @@ class Ledger:
         """
         with self._lock:
             self._catch_up()
-            return list(repeated(self._spent))
+            return self._spending.events
 
     def runs(self) -> list[str]:
         """Names of the runs, in the order of their first charge."""
@@ -227,10 +225,8 @@ class Ledger:
         return ledger_chain.walk(read, ledger_chain.genesis(read), end)
 
     def _catch_up(self) -> None:
-        for row in ledger_chain.walk(self._database.read, self._seen, self.head):
-            self._forecast = self._forecast and self._forecast.plus(row.event)
-            self._spent[row.event] = self._spent.get(row.event, 0) + 1
-            self._seen = row.head
+        for row in ledger_chain.walk(self._database.read, self._spending.head, self.head):
+            self._spending.add(row)
 
     def _refuse_repetition(self, charge: ProposedCharge) -> None:
         sql = "SELECT 1 FROM sampling_events WHERE run = ? AND round = ? AND attempt = ?"
@@ -241,14 +237,10 @@ class Ledger:
             )
 
     def _refuse_overspending(self, charge: ProposedCharge, budget: PrivacyBudget) -> None:
-        epsilon = self._price(charge.event, budget)
+        epsilon = self._spending.with_one_more(charge.event, budget)
         if not epsilon <= budget.epsilon:
             raise BudgetExceededError(
                 f"run {charge.run}, round {charge.round}, attempt {charge.attempt} would make "
                 f"ε = {epsilon} at δ = {budget.delta}, which passes the budget of "
                 f"ε = {budget.epsilon}; nothing was charged"
             )
-
-    def _price(self, event: RoundEvent, budget: PrivacyBudget) -> float:
-        epsilon, self._forecast = price(self._forecast, budget, self._spent, event)
-        return epsilon

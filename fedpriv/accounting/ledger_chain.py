@@ -120,10 +120,8 @@ def _stored_rows(
 ) -> Iterator[tuple[sqlite3.Row, list[sqlite3.Row]]]:
     """Sampling events with their sum query events; rows that were read stay, so pages agree."""
     after = start.count
-    while rows := read(
-        "SELECT * FROM sampling_events WHERE id > ? AND id <= ? ORDER BY id LIMIT ?",
-        (after, end.count, _ROWS_AT_ONCE),
-    ):
+    page = "SELECT * FROM sampling_events WHERE id > ? AND id <= ? ORDER BY id LIMIT ?"
+    while after < end.count and (rows := read(page, (after, end.count, _ROWS_AT_ONCE))):
         queries = defaultdict[int, list[sqlite3.Row]](list)
         for query in read(
             "SELECT * FROM sum_query_events WHERE sampling_event > ? AND sampling_event <= ? "

@@ -6,6 +6,7 @@ moment when the budget is used up; the next round only adds its own. No round is
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from scipy.optimize import brentq
 
@@ -28,6 +29,7 @@ from fedpriv.accounting.saddle import (
     LEAST_LOG_DELTA,
     Care,
     Plan,
+    epsilon_at_delta,
     fitted,
     plan_at_delta,
     plan_at_epsilon,
@@ -161,11 +163,10 @@ def _plan(
 ) -> tuple[Plan, float]:
     """A plan for as many times the rounds as use up the budget, and that number; at least 1."""
 
-    def at(log_scale: float) -> Plan:
-        return plan_at_delta(rough.times(math.exp(log_scale)), log_delta, direction, care)
-
+    @cache
     def excess(log_scale: float) -> float:
-        return at(log_scale).epsilon - epsilon
+        then = rough.times(math.exp(log_scale))
+        return epsilon_at_delta(then, log_delta, direction, care) - epsilon
 
     if excess(0.0) > 0.0:
         return plan_at_epsilon(rough, epsilon, direction, care), 1.0
@@ -174,7 +175,8 @@ def _plan(
         low, high = high, high + 4.0
     if excess(high) > 0.0:
         high = float(brentq(excess, low, high, xtol=0.02))
-    return at(high), math.exp(high)
+    scale = math.exp(high)
+    return plan_at_delta(rough.times(scale), log_delta, direction, care), scale
 
 
 def _sums_on(path: Path, more: RoundsArray) -> Sums | None:

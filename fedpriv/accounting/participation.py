@@ -25,6 +25,8 @@ Users = npt.NDArray[np.int64]
 """Positions of users in the population, ascending: [cohort]."""
 
 _SALT_BYTES = 32
+_QUICK = 1
+"""How hard zlib tries: seven times as fast as by default, for a cohort a tenth as large again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +113,7 @@ class ParticipationRecord:
             "round": cohort.round,
             "attempt": cohort.attempt,
             "salt": salt,
-            "users": zlib.compress(_encoded(cohort.users)),
+            "users": zlib.compress(_encoded(cohort.users), _QUICK),
         }
         with self._database.transaction():
             self._database.insert("participation", row)
@@ -190,7 +192,9 @@ def _ascending(users: npt.NDArray[np.integer]) -> Users:
             f"users have shape {users.shape} and type {users.dtype}; they must be a vector of "
             "integers"
         )
-    ascending = np.unique(users).astype(np.int64)
+    ascending = users.astype(np.int64, copy=False)
+    if not np.all(ascending[1:] > ascending[:-1]):  # asking takes far less than sorting
+        ascending = np.unique(ascending)
     if ascending.size != users.size:
         raise InvalidValueError(
             f"{users.size - ascending.size} users occur twice; a user joins a cohort once"

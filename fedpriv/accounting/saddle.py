@@ -6,6 +6,7 @@ Nothing here has to be exact: a poor plan makes the certified interval wider, ne
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from scipy.optimize import brentq
@@ -101,33 +102,23 @@ def plan_at_delta(panel: Panel, log_delta: float, direction: Direction, care: Ca
         log_delta: log δ < 0.
         direction: which neighbour the mechanism ran on.
         care: how good it should be.
-
-    Returns:
-        The plan.
     """
 
     def plan(log_tail: float) -> Plan:
         given = survey(panel, log_tail, direction)
-        at = _saddle(panel, given, lambda s: s.log_delta - log_delta)
-        if at.epsilon < 0:
-            at = _saddle(panel, given, lambda s: -s.epsilon)
-        return _plan(panel, given, _Saddle(at.c, max(at.epsilon, 0.0), log_delta), log_tail, care)
+        return _plan(panel, given, _at_delta(panel, given, log_delta), log_tail, care)
 
     return _cheapest(plan, panel.rounds, log_delta, care)
 
 
+def epsilon_at_delta(panel: Panel, log_delta: float, direction: Direction, care: Care) -> float:
+    """The ε of `plan_at_delta`, up to what its window changes."""
+    wide, _ = _log_tails(panel.rounds, log_delta, care)
+    return _at_delta(panel, survey(panel, wide, direction), log_delta).epsilon
+
+
 def plan_at_epsilon(panel: Panel, epsilon: float, direction: Direction, care: Care = EXACT) -> Plan:
-    """A plan for the δ that belongs to ε.
-
-    Args:
-        panel: the rounds, or a summary of them.
-        epsilon: ε ≥ 0.
-        direction: which neighbour the mechanism ran on.
-        care: how good it should be.
-
-    Returns:
-        The plan.
-    """
+    """A plan for the δ that belongs to ε ≥ 0; the rest is as for `plan_at_delta`."""
 
     def excess(at: _Saddle) -> float:
         return epsilon - at.epsilon if at.log_delta > LEAST_LOG_DELTA else -1.0
@@ -178,6 +169,7 @@ def _cheapest(plan: Callable[[float], Plan], rounds: float, log_delta: float, ca
 def _saddle(panel: Panel, given: Losses, excess: Callable[[_Saddle], float]) -> _Saddle:
     """The saddle where `excess`, which falls with c, is 0."""
 
+    @cache  # the search comes back to the ends of its brackets
     def at(log_c: float) -> _Saddle:
         c = math.exp(log_c)
         tilted = tilt(given, c)
@@ -198,6 +190,13 @@ def _saddle(panel: Panel, given: Losses, excess: Callable[[_Saddle], float]) -> 
     if gap(high) > 0:
         return at(high)
     return at(low) if gap(low) < 0 else at(float(brentq(gap, low, high, xtol=1e-2)))
+
+
+def _at_delta(panel: Panel, given: Losses, log_delta: float) -> _Saddle:
+    at = _saddle(panel, given, lambda s: s.log_delta - log_delta)
+    if at.epsilon < 0:
+        at = _saddle(panel, given, lambda s: -s.epsilon)
+    return _Saddle(at.c, max(at.epsilon, 0.0), log_delta)
 
 
 def _plan(panel: Panel, given: Losses, at: _Saddle, log_tail: float, care: Care) -> Plan:

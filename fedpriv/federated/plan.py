@@ -103,13 +103,17 @@ class TrainingPlan:
     @cached_property
     def mechanism(self) -> PoissonGaussianMechanism:
         """The mechanism of the first round, and of every round if clipping norms stay."""
-        return self.mechanism_at(self.clipping_norms)
+        return self._mechanism_at(self.clipping_norms)
 
     def mechanism_at(self, clipping_norms: tuple[float, ...]) -> PoissonGaussianMechanism:
         """The mechanism of a round in which the groups of the update have these clipping norms.
 
         Its noise multiplier is that of the plan, whatever the norms.
         """
+        first = clipping_norms == self.clipping_norms
+        return self.mechanism if first else self._mechanism_at(clipping_norms)
+
+    def _mechanism_at(self, clipping_norms: tuple[float, ...]) -> PoissonGaussianMechanism:
         clipping = self._clipping(clipping_norms)
         stddevs = noise_stddevs(clipping.groups, self.noise_multiplier, self.shares)
         expected, averaging = self.sampling.expected_cohort_size, self.averaging

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from fedpriv.accounting.ledger import Charge
 from fedpriv.errors import LedgerError
@@ -100,14 +99,15 @@ def open_round(
     Sampling, noise and local training take keys for different purposes, so they are separate
     streams; a new attempt at a round has new ones.
     """
+    mechanism = mechanism_of(plan, state)
     return RoundRequest(
         run=plan.run,
         round=state.round,
         attempt=attempt,
         parameters=state.parameters,
-        clipping=mechanism_of(plan, state).average.sum_query.clipping,
+        clipping=mechanism.average.sum_query.clipping,
         local=plan.local,
-        users=_cohort(plan, state, attempt, entropy),
+        users=mechanism.draw_cohort(entropy, _purpose("sampling", plan, state.round, attempt)),
         local_key=entropy.key(_purpose("local", plan, state.round, attempt)),
         metrics=plan.metrics,
         weighting=plan.averaging.weighting,
@@ -178,14 +178,6 @@ def _stepped(
         statistics = plan.statistics.moved(statistics, deviation)
     after = ServerState(state.round + 1, parameters, optimizer, norms, statistics)
     return Release(after, metrics, unclipped)
-
-
-def _cohort(
-    plan: TrainingPlan, state: ServerState, attempt: int, entropy: Entropy
-) -> npt.NDArray[np.int64]:
-    return mechanism_of(plan, state).draw_cohort(
-        entropy, _purpose("sampling", plan, state.round, attempt)
-    )
 
 
 def _purpose(stream: str, plan: TrainingPlan, round_number: int, attempt: int) -> str:

@@ -131,6 +131,13 @@ class Clipping:
                     if scale != 1.0:
                         vector[self.layout.slices[tensor]] /= scale
 
+    def multiply_by_scales(self, vector: FloatVector) -> None:
+        """Make the units of a vector [D] those of the users' tensors, in place."""
+        for group in self.groups:
+            for tensor, scale in zip(group.tensors, group.scales, strict=True):
+                if scale != 1.0:
+                    vector[self.layout.slices[tensor]] *= scale
+
     def admits(self, total: FloatVector, users: int) -> bool:
         """Whether `total` can be a sum of `users` contributions: shape, finite, norm ≤ users·S.
 
@@ -162,7 +169,7 @@ class Clipping:
             _joined(self.layout.slices[tensor] for tensor in group.tensors) for group in self.groups
         )
 
-    @cached_property
+    @property
     def scales(self) -> FloatVector:
         """α of each component of the vector: [D]."""
         scales = np.ones(self.layout.dimension)

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.entropy import words
 
-# Even, because normals come in pairs; half a megabyte of words stays within a core's cache.
-_BLOCK = 1 << 16
+# Even, because normals come in pairs; its words and what is made of them stay in a core's cache,
+# and in memory that is used again from block to block.
+_BLOCK = 1 << 14
 
 
 def standard_normals(key: bytes, count: int) -> NDArray[np.float64]:

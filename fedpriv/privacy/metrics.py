@@ -88,9 +88,8 @@ def released(
         average: [D] what the query released.
         query: the query.
     """
-    layout = query.sum_query.clipping.layout
-    tensors, stddevs = layout.unflatten(average), layout.unflatten(query.noise_stddevs)
+    tensors = query.sum_query.clipping.layout.unflatten(average)
+    stddevs = query.tensor_stddevs
     return tuple(
-        ReleasedMetric(m.name, tensors[m.tensor] + m.centre, float(stddevs[m.tensor].max()))
-        for m in metrics
+        ReleasedMetric(m.name, tensors[m.tensor] + m.centre, stddevs[m.tensor]) for m in metrics
     )

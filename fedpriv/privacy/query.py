@@ -66,7 +66,7 @@ class GaussianSumQuery:
             raise InvalidValueError(
                 f"total has shape {list(total.shape)}; it must be [{dimension}]"
             )
-        noised = total.copy()
+        noised = np.empty(dimension)
         # Sensitivity: one user more or less changes the part of group g by its contribution, of
         # norm at most S_g. Divided by σ_g, group by group, all parts together change by at most
         # √(Σ_g (S_g/σ_g)²) = 1/z, and the noise below is N(0, I) in these units: equation (1).
@@ -78,10 +78,11 @@ class GaussianSumQuery:
             noise = gaussian_noise(key, sum(s.stop - s.start for s in spans), stddev)
             for span in spans:
                 size = span.stop - span.start
-                noised[span] += noise[:size]
+                np.add(total[span], noise[:size], out=noised[span])
                 noise = noise[size:]
         # Post-processing: the scales are public.
-        return noised * self.clipping.scales, self.events
+        clipping.multiply_by_scales(noised)
+        return noised, self.events
 
 
 @dataclass(frozen=True)
@@ -120,30 +121,52 @@ class GaussianAverageQuery:
         """What one release of this query is charged as, one event per group."""
         return self.sum_query.events
 
-    @cached_property
+    @property
     def denominators(self) -> FloatVector:
         """What each component of the sum is divided by: [D]."""
         clipping = self.sum_query.clipping
-        divisors = np.full(clipping.layout.dimension, self.denominator)
-        for group, spans in zip(clipping.groups, clipping.spans, strict=True):
-            if group.name in clipping.weighted and self.weighted_denominator is not None:
-                for span in spans:
-                    divisors[span] = self.weighted_denominator
+        divisors = np.empty(clipping.layout.dimension)
+        for spans, divisor in zip(clipping.spans, self._divisors, strict=True):
+            for span in spans:
+                divisors[span] = divisor
         return divisors
 
-    @cached_property
+    @property
+    def _divisors(self) -> list[float]:
+        """What the part of each group is divided by."""
+        weighted, denominator = self.sum_query.clipping.weighted, self.weighted_denominator
+        return [
+            self.denominator if denominator is None or group.name not in weighted else denominator
+            for group in self.sum_query.clipping.groups
+        ]
+
+    @property
     def noise_stddevs(self) -> FloatVector:
         """Standard deviation of the noise in each component of a release: [D]."""
-        clipping = self.sum_query.clipping
-        stddevs = np.empty(clipping.layout.dimension)
-        for spans, stddev in zip(clipping.spans, self.sum_query.noise_stddevs, strict=True):
-            for span in spans:
-                stddevs[span] = stddev
-        return stddevs * clipping.scales / self.denominators
+        layout = self.sum_query.clipping.layout
+        stddevs = np.empty(layout.dimension)
+        for tensor, stddev in self.tensor_stddevs.items():
+            stddevs[layout.slices[tensor]] = stddev
+        return stddevs
+
+    @property
+    def tensor_stddevs(self) -> dict[str, float]:
+        """Standard deviation of the noise in each component of a tensor of a release, by tensor."""
+        sums = self.sum_query
+        return {
+            tensor: stddev * scale / divisor
+            for group, stddev, divisor in zip(
+                sums.clipping.groups, sums.noise_stddevs, self._divisors, strict=True
+            )
+            for tensor, scale in zip(group.tensors, group.scales, strict=True)
+        }
 
     def release(
         self, total: FloatVector, entropy: Entropy, purpose: str
     ) -> tuple[FloatVector, tuple[SumQueryEvent, ...]]:
         """Noised average [D] in units of the tensors, with its events: see `GaussianSumQuery`."""
-        noised, events = self.sum_query.release(total, entropy, purpose)
-        return noised / self.denominators, events
+        average, events = self.sum_query.release(total, entropy, purpose)
+        for spans, divisor in zip(self.sum_query.clipping.spans, self._divisors, strict=True):
+            for span in spans:
+                average[span] /= divisor
+        return average, events

@@ -16,7 +16,7 @@ from fedpriv.accounting.grid import grid
 from fedpriv.accounting.inversion import cumulant_bound, make_contours
 from fedpriv.accounting.loss import Direction
 from fedpriv.accounting.panel import RoundsArray, direct, merged, rounds_array, summary
-from fedpriv.accounting.saddle import plan_at_delta, plan_at_epsilon
+from fedpriv.accounting.saddle import EXACT, epsilon_at_delta, plan_at_delta, plan_at_epsilon
 from fedpriv.accounting.shifted import HEIGHTS, decay, ellipses
 from fedpriv.accounting.sums import sums
 from fedpriv.accounting.windows import outside_support, support, window
@@ -227,6 +227,15 @@ class TestContours:
         assert len(steps) == 24
         assert max(lows) <= min(ups)
         assert max(ups) - min(lows) <= 1e-6 * max(ups)
+
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    @pytest.mark.parametrize("log_delta", [-2.0, -12.0, -60.0])
+    @pytest.mark.parametrize("rounds", [{(0.01, 1.0): 2_000, (0.05, 2.0): 100}, {(1.0, 90.0): 1}])
+    def test_epsilon_alone_is_that_of_the_plan(self, rounds, log_delta, direction):
+        panel = direct(rounds_array(rounds))
+        alone = epsilon_at_delta(panel, log_delta, direction, EXACT)
+        planned = plan_at_delta(panel, log_delta, direction, EXACT).epsilon
+        assert alone == pytest.approx(planned, rel=1e-2, abs=1e-9)
 
     @pytest.mark.parametrize("direction", DIRECTIONS)
     def test_careless_plans_widen_the_interval_and_keep_the_truth(self, direction):

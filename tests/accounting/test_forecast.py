@@ -110,6 +110,17 @@ class TestRoundsThatAllDiffer:
         assert run(tmp_path / "1", budget, events) == run(tmp_path / "2", pricing, events)
 
 
+def test_rounds_far_below_a_budget_are_never_priced(tmp_path):
+    budget, _, counting = budgets(9.0)
+    event = poisson_gaussian(0.01, 2.0)
+    for times in (1, 3):  # from an empty ledger, and from one that was opened again
+        with Ledger.open_or_create(tmp_path / "l", "users") as ledger:
+            for number in range(ledger.head.count, times):
+                assert ledger.admits(event, budget)
+                ledger.charge(propose(number, event), budget)
+    assert counting.priced == []
+
+
 class TestWhatIsNotProjected:
     EVERYONE = every_user_gaussian(9.0, NeighbouringRelation.ADD_OR_REMOVE_ONE)
     REPLACED = every_user_gaussian(9.0, NeighbouringRelation.REPLACE_ONE)

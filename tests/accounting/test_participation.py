@@ -90,6 +90,8 @@ class TestRecord:
             (np.array([3, 1, 3]), "1 users occur twice"),
             (np.array([0, -1]), "user -1 is not a position"),
             (np.array([2**63], dtype=np.uint64), "is not a position"),
+            (np.array([5, 2**63], dtype=np.uint64), "is not a position"),
+            (np.array([1, 3, 3]), "1 users occur twice"),
         ],
     )
     def test_illegal_cohorts_are_refused(self, record, users, message):

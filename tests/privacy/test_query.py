@@ -18,6 +18,7 @@ from fedpriv.privacy.allocation import (
 )
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.entropy import OperatingSystemEntropy, SeededEntropy
+from fedpriv.privacy.gaussian import gaussian_noise
 from fedpriv.privacy.groups import VectorGroup, flat, joint, layers, per_layer, split_by_dimension
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.mechanism import PoissonGaussianMechanism
@@ -230,6 +231,34 @@ def test_average_divides_by_the_constant_and_releases_events() -> None:
         ("left", 1.3, 0.0),
         ("right", 0.2, 0.0),
     ]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("strategy", sorted(GROUPS))
+def test_a_release_is_what_it_is_for_each_component_by_itself(
+    strategy: str, weighted: bool
+) -> None:
+    groups = GROUPS[strategy]
+    names = (groups[0].name,) if weighted else ()
+    sum_query = GaussianSumQuery(
+        Clipping(LAYOUT, groups, weighted=names),
+        noise_stddevs(groups, 1.3, proportional_shares(groups)),
+    )
+    average_query = GaussianAverageQuery(sum_query, 4.0, 2.5 if weighted else None)
+    total = np.linspace(-3.0, 5.0, LAYOUT.dimension)
+    before = total.copy()
+    average, _ = average_query.release(total, SeededEntropy(3), "noise/0")
+    np.testing.assert_array_equal(total, before)
+    slices = LAYOUT.slices
+    for group, stddev in zip(groups, sum_query.noise_stddevs, strict=True):
+        divisor = 2.5 if group.name in names else 4.0
+        key = SeededEntropy(3).key(f"noise/0/{group.name}")
+        noise = iter(gaussian_noise(key, group.dimension(LAYOUT), stddev).tolist())
+        for tensor, scale in zip(group.tensors, group.scales, strict=True):
+            expected = [(x + next(noise)) * scale / divisor for x in total[slices[tensor]].tolist()]
+            assert average[slices[tensor]].tolist() == expected
+            assert set(average_query.noise_stddevs[slices[tensor]]) == {stddev * scale / divisor}
+            assert average_query.tensor_stddevs[tensor] == stddev * scale / divisor
 
 
 def test_an_empty_cohort_still_releases_noise() -> None:
