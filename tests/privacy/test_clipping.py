@@ -51,6 +51,15 @@ def test_norm_of_long_vectors_never_exceeds_the_bound(dtype: type, seed: int) ->
     assert exact_square(clip(vector, clipping_norm)) <= Fraction(clipping_norm) ** 2
 
 
+@pytest.mark.parametrize("size", [2**13 - 1, 2**13, 2**13 + 1, 30_000])
+def test_the_norm_of_a_long_vector_is_that_of_all_of_it(size: int) -> None:
+    vector = np.random.default_rng(size).standard_normal(size)
+    expected = math.sqrt(math.fsum(x * x for x in vector.tolist()))
+    assert norm_of([vector]) == pytest.approx(expected, rel=1e-14)
+    vector[-1] = np.nan
+    assert math.isnan(norm_of([vector]))
+
+
 @given(vectors(), norms)
 def test_non_finite_gives_zero(vector: np.ndarray, clipping_norm: float) -> None:
     if np.all(np.isfinite(vector)):
