@@ -61,8 +61,11 @@ class FieldFile:
             found = os.fstat(file)
             if (found.st_dev, found.st_ino) != (self.device, self.inode):
                 return None
-            starts = (self.offset + runs.firsts * row).tolist()
-            for start, size in zip(starts, (runs.counts * row).tolist(), strict=True):
+            starts, sizes = self.offset + runs.firsts * row, runs.counts * row
+            spans = list(zip(starts.tolist(), sizes.tolist(), strict=True))
+            for start, size in spans:  # a disk is asked for all of them at once
+                os.posix_fadvise(file, start, size, os.POSIX_FADV_WILLNEED)
+            for start, size in spans:
                 self._fill(space[:size], file, start)
                 space = space[size:]
         finally:
