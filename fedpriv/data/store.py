@@ -1,7 +1,7 @@
 """Users' data as columns: one array per field, one user's rows side by side, and offsets."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from fedpriv.data.checks import check_count
 from fedpriv.data.ids import IdArray, as_id_array, first_duplicate
-from fedpriv.data.store_files import read_store, release_pages, write_store
+from fedpriv.data.mapped import FieldFile, files_of, gathered
+from fedpriv.data.store_files import read_store, write_store
 from fedpriv.errors import DataError, InvalidValueError
 
 
@@ -40,6 +41,8 @@ class UserStore:
     fields: Mapping[str, NDArray[np.generic]]
     offsets: NDArray[np.int64]
     user_ids: Sequence[str] | IdArray | None = None
+    # Of large fields that are mapped; `take` reads them there.
+    _files: Mapping[str, FieldFile] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         offsets = _checked_offsets(self.offsets, _checked_rows(self.fields))
@@ -111,11 +114,10 @@ class UserStore:
 
         Raises:
             InvalidValueError: `rows` are not integers, or one is out of range.
+            DataError: the file of a mapped field was cut.
         """
         _check_positions("rows", rows, self.rows)
-        taken = {n: np.take(np.asarray(field), rows, axis=0) for n, field in self.fields.items()}
-        release_pages(self.fields.values())
-        return taken
+        return gathered(self.fields, self._files, rows)
 
     def subset(self, users: NDArray[np.integer] | Sequence[int]) -> "UserStore":
         """Store of some users, in the order given, under the ids they have here.
@@ -169,7 +171,9 @@ class UserStore:
         Raises:
             DataError: `folder` is not a whole saved store of a known version.
         """
-        return cls(*read_store(Path(folder), mapped=mmap))
+        store = cls(*read_store(Path(folder), mapped=mmap))
+        object.__setattr__(store, "_files", files_of(store.fields))
+        return store
 
     def _check_user(self, user: int) -> None:
         if check_count("user", user, least=0) >= self.population:
@@ -182,20 +186,20 @@ def _checked_rows(fields: Mapping[str, NDArray[np.generic]]) -> int:
     if not fields:
         raise DataError("a user store has no field; it needs at least one")
     rows: dict[str, int] = {}
-    for name, field in fields.items():
+    for name, column in fields.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise DataError(f"field name {name!r} is not a Python identifier")
-        if not isinstance(field, np.ndarray) or field.ndim == 0:
+        if not isinstance(column, np.ndarray) or column.ndim == 0:
             raise DataError(
-                f"field {name!r} is a {type(field).__name__}; "
+                f"field {name!r} is a {type(column).__name__}; "
                 "it must be a NumPy array whose first axis is the rows"
             )
-        if field.dtype.hasobject:
+        if column.dtype.hasobject:
             raise DataError(
-                f"field {name!r} has dtype {field.dtype}; rows must be of one shape and one "
+                f"field {name!r} has dtype {column.dtype}; rows must be of one shape and one "
                 "number or string dtype"
             )
-        rows[name] = len(field)
+        rows[name] = len(column)
     if len(set(rows.values())) > 1:
         counts = ", ".join(f"{name} {count}" for name, count in rows.items())
         raise DataError(f"fields have different numbers of rows ({counts}); they must agree")

@@ -9,11 +9,9 @@ Version 1 is the only version; a reader refuses every version it does not know.
 """
 
 import json
-import mmap
 import os
 import secrets
 import shutil
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -128,19 +126,6 @@ def read_store(folder: Path, *, mapped: bool) -> Columns:
     if not description.get("user_ids"):
         return fields, offsets, None
     return fields, offsets, as_id_array(_read_array(folder / "user_ids.npy", mapped=False))
-
-
-def release_pages(fields: Iterable[NDArray[np.generic]]) -> None:
-    """Give what was read of read-only mapped arrays back to the operating system's cache.
-
-    Otherwise a process comes to hold all that it ever read, and its neighbours: a page fault maps
-    16 pages. The arrays stay as they are; where there is no such call nothing is done.
-    """
-    if sys.platform != "linux":
-        return
-    for field in fields:
-        if isinstance(field, np.memmap) and field.mode == "r" and isinstance(field.base, mmap.mmap):
-            field.base.madvise(mmap.MADV_DONTNEED)
 
 
 def _read_description(folder: Path) -> dict[str, object]:

@@ -1,7 +1,8 @@
 """The cohort of a round: each enrolled user joins by a coin of exactly the stated probability."""
 
-import math
 from dataclasses import dataclass
+from itertools import accumulate, repeat
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,19 +10,24 @@ from numpy.typing import NDArray
 from fedpriv.accounting.events import NeighbouringRelation, SamplingEvent, SamplingPolicy
 from fedpriv.privacy.entropy import keystream, words
 
-_BLOCK = 1 << 20
-_COINS = 0
-_FIRST_LAYER = 1
+_MOST_PASSED = 128
+_WORDS_AT_ONCE = 1 << 14
+_WORDS = 0
+_MORE_BITS = 1
 
 
 @dataclass(frozen=True)
 class PoissonSampling:
     """Each user of the population joins the cohort independently with one probability.
 
-    Let q = m·2^-k with m in [1/2, 1), or m = 1 and k = 0 if q = 1. User i survives thinning if
-    bit i of k streams of random bits is set, probability exactly 2^-k; each survivor then tosses
-    one more 64-bit word w and joins if w < m·2^64. A float64 q has 53 significant bits, so m·2^64
-    is an integer.
+    How many users are passed over before the next who joins is geometric, and found by inversion
+    (Devroye 1986, X.2). W uniform on [0, 1) passes over j users, and the one after them joins, if
+    (1 − q)^(j+1) ≤ W < (1 − q)^j. One W decides on G users at most, G = min(⌊1/q⌋, 128): below
+    (1 − q)^G it passes over all G. The next W begins behind the users that the last one decided on.
+
+    A float64 q is a multiple of 2^-e for some e ≤ 1074, so these limits are multiples of 2^-eG. W
+    has as many bits. Its first 64 are a word of keystream and decide, unless they are those of a
+    limit as well: then the others are read.
 
     Guarantees, for an observer who does not know the key and cannot tell AES-256 from random bits:
 
@@ -64,8 +70,8 @@ class PoissonSampling:
     def draw(self, key: bytes) -> NDArray[np.int64]:
         """Draw the cohort that a key determines.
 
-        Reads some 22 bits of keystream a user at most, and a word a survivor; memory is twice the
-        cohort and some tens of megabytes, whatever the population.
+        Reads a 64-bit word for each member and one for each G users passed over; memory is twice
+        the cohort and some megabytes, whatever the population.
 
         Args:
             key: 32 secret bytes, used for nothing else.
@@ -77,39 +83,52 @@ class PoissonSampling:
         Raises:
             InvalidValueError: the key has not 32 bytes.
         """
-        layers, threshold = _thinning(self.sampling_probability)
+        limits = _limits(self.sampling_probability)
+        most = limits.size
         cohort = []
-        coins = 0
-        for start in range(0, self.population, _BLOCK):
-            stop = min(start + _BLOCK, self.population)
-            survivors = _survivors(key, start, stop, layers)
-            # q = 1 has t = 2^64, which no 64-bit word holds, hence w ≤ t − 1 for w < t.
-            coin = words(key, survivors.size, stream=_COINS, start=coins)
-            cohort.append(survivors[np.flatnonzero(coin <= np.uint64(threshold - 1))])
-            coins += survivors.size
-        return np.concatenate(cohort)
+        start = number = 0
+        while start < self.population:
+            expected = (self.population - start) * (1 / most + self.sampling_probability)
+            count = min(int(expected) + 1, _WORDS_AT_ONCE)
+            passed = _passed(key, number, count, self.sampling_probability, limits)
+            ends = start + np.cumsum(np.minimum(passed + 1, most))
+            cohort.append(ends[passed < most] - 1)
+            start, number = int(ends[-1]), number + count
+        users = np.concatenate(cohort)
+        return users[: np.searchsorted(users, self.population)]
 
 
-def _thinning(probability: float) -> tuple[int, int]:
-    """Layers k ≥ 0 and coin threshold t ≤ 2^64 with probability = 2^-k · t / 2^64 exactly."""
-    layers = max(0, -math.frexp(probability)[1])
-    return layers, int(math.ldexp(probability, 64 + layers))
+def _limits(probability: float) -> NDArray[np.uint64]:
+    """First 64 bits of (1 − q)^j for j = G, …, 1, uint64 [G]; ascending."""
+    joins, all_of = probability.as_integer_ratio()
+    most = min(all_of // joins, _MOST_PASSED)
+    bits = all_of.bit_length() - 1
+    powers = accumulate(repeat(all_of - joins, most), mul)
+    first = [(power << 64) >> bits * j for j, power in enumerate(powers, start=1)]
+    return np.array(first[::-1], np.uint64)
 
 
-def _survivors(key: bytes, start: int, stop: int, layers: int) -> NDArray[np.int64]:
-    """Positions in [start, stop) whose bit is set in all layers; start is a multiple of 64."""
-    if layers == 0:
-        return np.arange(start, stop, dtype=np.int64)
-    size = 8 * -(-(stop - start) // 64)
-    alive = keystream(key, size, stream=_FIRST_LAYER, start=start // 8)
-    for layer in range(_FIRST_LAYER + 1, _FIRST_LAYER + layers):
-        if not alive.any():
-            break
-        alive &= keystream(key, size, stream=layer, start=start // 8)
-    # Few groups of 64 users have a survivor when k is large: only those are taken apart.
-    groups = alive.view(np.uint64)
-    occupied = np.flatnonzero(groups)
-    bits = np.unpackbits(groups[occupied].view(np.uint8), bitorder="little").view(np.bool_)
-    at = np.flatnonzero(bits)
-    positions = (start + 64 * occupied[at // 64] + at % 64).astype(np.int64, copy=False)
-    return positions[: np.searchsorted(positions, stop)]
+def _passed(
+    key: bytes, first: int, count: int, probability: float, limits: NDArray[np.uint64]
+) -> NDArray[np.int64]:
+    """How many users each of the words `first` to `first + count` passes over: [count], up to G."""
+    drawn = words(key, count, stream=_WORDS, start=first)
+    passed = np.full(count, limits.size, np.int64)
+    stops = np.flatnonzero(drawn >= limits[0])
+    word = drawn[stops]
+    reached = np.searchsorted(limits, word, side="right")
+    passed[stops] = limits.size - reached
+    for stop in stops[limits[reached - 1] == word].tolist():
+        number = first + stop
+        passed[stop] = _passed_exactly(key, int(drawn[stop]), number, probability, limits.size)
+    return passed
+
+
+def _passed_exactly(key: bytes, word: int, number: int, probability: float, most: int) -> int:
+    """How many users the word of a number passes over, by all bits of its W."""
+    joins, all_of = probability.as_integer_ratio()
+    size = -(-(all_of.bit_length() - 1) * most // 8)
+    more = keystream(key, size, stream=_MORE_BITS, start=number * size)
+    w = word << 8 * size | int.from_bytes(more.tobytes(), "little")
+    one = 1 << 64 + 8 * size
+    return sum(w * all_of**j < one * (all_of - joins) ** j for j in range(1, most + 1))

@@ -10,7 +10,7 @@ from scipy import stats
 from fedpriv.accounting.events import NeighbouringRelation, SamplingEvent, SamplingPolicy
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy import sampling
-from fedpriv.privacy.entropy import SeededEntropy, keystream, words
+from fedpriv.privacy.entropy import SeededEntropy, keystream
 from fedpriv.privacy.sampling import PoissonSampling
 
 KEY = SeededEntropy(0).key("cohort of the tests")
@@ -20,18 +20,23 @@ USERS, DRAWS, Q = 200, 20_000, 0.05
 
 
 def slow_draw(population, probability, key):
-    """Toss every user's coins one after the other, comparing exact fractions."""
-    q = Fraction(probability)
-    layers = 0
-    while q * 2 ** (layers + 1) < 1:
-        layers += 1
-    bits = [keystream(key, -(-population // 8), stream=1 + layer) for layer in range(layers)]
-    coins = iter(words(key, population).tolist())
-    cohort = []
+    """Ask user after user: he joins if W, with all its bits, is not below what passes over him."""
+    joins, all_of = probability.as_integer_ratio()
+    decided = min(all_of // joins, 128)
+    extra = math.ceil(decided * (all_of.bit_length() - 1) / 8)
+    cohort, drawn, asked = [], 0, decided
     for user in range(population):
-        survives = all(layer[user // 8] >> (user % 8) & 1 for layer in bits)
-        if survives and Fraction(next(coins), 2**64) < q * 2**layers:
+        if asked == decided:
+            (word,) = sampling.words(key, 1, stream=0, start=drawn).tolist()
+            more = keystream(key, extra, stream=1, start=drawn * extra)
+            number = word * 256**extra + int.from_bytes(more.tobytes(), "little")
+            limit, drawn, asked = 2**64 * 256**extra, drawn + 1, 0
+        limit, lost = divmod(limit * (all_of - joins), all_of)
+        assert lost == 0
+        asked += 1
+        if number >= limit:
             cohort.append(user)
+            asked = decided
     return cohort
 
 
@@ -46,20 +51,37 @@ def joined():
     return table
 
 
-@given(PROBABILITIES)
-@example(5e-324)
-@example(2.0**-1022)
-@example(1.0)
-@example(0.5)
-@example(math.nextafter(1.0, 0.0))
-@example(math.nextafter(0.5, 0.0))
-def test_realised_probability_is_exactly_the_stated_one(q):
-    layers, threshold = sampling._thinning(q)
-    words_that_join = Fraction(threshold, 2**64)
-    assert words_that_join <= 1
-    realised = Fraction(1, 2**layers) * words_that_join
-    assert realised <= Fraction(q)
-    assert realised == Fraction(q)
+@settings(deadline=None)
+@given(q=PROBABILITIES | st.floats(1e-3, 1), data=st.data())
+@example(q=1.0, data=None)
+@example(q=5e-324, data=None)
+@example(q=math.nextafter(1.0, 0.0), data=None)
+@example(q=math.nextafter(0.5, 0.0), data=None)
+def test_realised_probability_to_pass_users_over_is_exact(q, data):
+    """By how many of all numbers, with all bits, are below what passes over j users or more."""
+    limits = sampling._limits(q)
+    most = limits.size
+    assert most == min(int(1 / Fraction(q)), 128)
+    j = data.draw(st.integers(1, most)) if data else most
+    passes = (1 - Fraction(q)) ** j
+    word, rest = divmod(2**64 * passes, 1)
+    assert int(limits[most - j]) == word
+    bits = 8 * math.ceil(most * (Fraction(q).denominator.bit_length() - 1) / 8)
+    first = rest * 2**bits
+    assert first.denominator == 1  # the limit lies between two numbers, not within one
+    assert passed_exactly(q, word, int(first), most) < j
+    assert first == 0 or passed_exactly(q, word, int(first) - 1, most) >= j
+
+
+def passed_exactly(q, word, number, most):
+    """How many users a word passes over if its other bits are those of a number."""
+
+    def given_bits(key, size, stream, start):
+        return np.frombuffer(number.to_bytes(size, "little"), np.uint8)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "keystream", given_bits)
+        return sampling._passed_exactly(KEY, word, 0, q, most)
 
 
 @settings(deadline=None)
@@ -69,8 +91,25 @@ def test_cohort_is_that_of_the_slow_draw(population, q, seed):
     assert PoissonSampling(population, q).draw(key).tolist() == slow_draw(population, q, key)
 
 
-@pytest.mark.parametrize(("word", "joins"), [(0, True), (2**62 * 3 - 1, True), (2**62 * 3, False)])
-def test_a_user_joins_if_the_word_is_below_q(monkeypatch, word, joins):
+@settings(deadline=None)
+@given(q=PROBABILITIES | st.floats(0.01, 1), population=st.integers(1, 400), data=st.data())
+def test_words_on_a_limit_and_beside_it_count_as_in_the_slow_draw(q, population, data):
+    limits = sampling._limits(q).tolist()
+    near = sorted({max(0, limit + by) for limit in limits for by in (-1, 0, 1)} - {2**64})
+    chosen = data.draw(st.lists(st.sampled_from(near), min_size=population, max_size=population))
+
+    def given_words(key, count, stream, start):
+        return np.array((chosen + [0] * count)[start : start + count], np.uint64)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "words", given_words)
+        patch.setattr(sampling, "_WORDS_AT_ONCE", 5)
+        slow = slow_draw(population, q, KEY)
+        assert PoissonSampling(population, q).draw(KEY).tolist() == slow
+
+
+@pytest.mark.parametrize(("word", "joins"), [(2**64 - 1, True), (2**62, True), (2**62 - 1, False)])
+def test_a_user_joins_if_the_word_is_not_below_the_rest(monkeypatch, word, joins):
     def given_words(key, count, stream, start):
         return np.full(count, word, np.uint64)
 
@@ -83,12 +122,12 @@ def test_a_user_joins_if_the_word_is_below_q(monkeypatch, word, joins):
     population=st.integers(1, 5000),
     q=st.floats(1e-4, 1),
     fewer=st.integers(0, 4999),
-    block=st.sampled_from([64, 192, 1024]),
+    block=st.sampled_from([1, 7, 64, 1024]),
 )
 def test_cohort_depends_neither_on_block_size_nor_on_later_users(population, q, fewer, block):
     cohort = PoissonSampling(population, q).draw(KEY)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "_BLOCK", block)
+        patch.setattr(sampling, "_WORDS_AT_ONCE", block)
         np.testing.assert_array_equal(PoissonSampling(population, q).draw(KEY), cohort)
     fewer = max(1, min(fewer, population))
     np.testing.assert_array_equal(PoissonSampling(fewer, q).draw(KEY), cohort[cohort < fewer])
@@ -114,14 +153,7 @@ def test_large_population_is_sampled_in_every_block(q):
     assert stats.chisquare(counts).pvalue > FALSE_ALARM
 
 
-def test_positions_beyond_float64_integers_are_exact():
-    start = 2**60
-    survivors = sampling._survivors(KEY, start, start + 1000, layers=1)
-    bits = np.unpackbits(keystream(KEY, 125, stream=1, start=start // 8), bitorder="little")
-    assert survivors.tolist() == [start + user for user in range(1000) if bits[user]]
-
-
-@pytest.mark.parametrize("population", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("population", [1, 2, 1000, 50_000])
 def test_probability_one_takes_everyone(population):
     assert PoissonSampling(population, 1.0).draw(KEY).tolist() == list(range(population))
 
