@@ -43,14 +43,17 @@ def train_layers_chunk(
     settled = local.momentum == local.proximal == 0.0
     # A mean over each user's real examples; users are apart in the sum, so are its gradients.
     shares = batches.weights / batches.weights.sum(2, keepdim=True).clamp(min=1.0)
-    # What enters by one layer, which has it, needs no copy for the model.
-    xs = batches.x.to("meta") if layers.entrance in low_rank else batches.x
     model = layers.side_by_side(low_rank)
+    # What enters by one layer, which has it, needs no copy for the model.
+    entered = layers.entrance in low_rank
+    shape = lanes * width, *batches.x.shape[3:]
+    seen = batches.x.new_empty(shape, device="meta") if entered else None
     with model.corrected(low_rank):
         for step, width in enumerate(widths):
             descent = descent.placed()
             own = descent.of_lanes(lanes)
-            x, y, share = (t[:, step, :width].flatten(0, 1) for t in (xs, batches.y, shares))
+            x = batches.x[:, step, :width].flatten(0, 1) if seen is None else seen
+            y, share = (t[:, step, :width].flatten(0, 1) for t in (batches.y, shares))
             outputs = model.outputs(own, constants, x, activations, y.device)
             gradients = torch.autograd.grad(
                 (task.losses_of(outputs, y) * share).sum(),

@@ -81,8 +81,9 @@ class OuterProducts:
         away = weights == 0.0
         # What is added up has norms of 1 at most, so nothing is too large or small for float32.
         unit = (weights * bounds).masked_fill(away, 0.0).max().clamp(min=1e-300)
-        left = (self.left.double() * (weights / unit)[:, None, None]).float()
-        right = self.right
+        # Only weights of matrices without any length to speak of are beyond float32.
+        relative = (weights / unit).clamp(max=1e38).float()
+        left, right = self.left * relative[:, None, None], self.right
         if away.is_cuda or bool(away.any()):  # zero times what is not finite is not zero
             left, right = (t.masked_fill(away[:, None, None], 0.0) for t in (left, right))
         return product(left.flatten(0, 1).t(), right.flatten(0, 1)).double() * unit

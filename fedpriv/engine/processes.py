@@ -3,6 +3,7 @@
 Threads of one process wait for Python's lock, the longer the smaller a model is.
 """
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -49,8 +50,7 @@ def can_fork() -> bool:
 class TrainerProcess:
     """A process that does what a trainer does; it has what this one has when it begins.
 
-    It shares the memory of task and data, and ends when nobody refers to it any more, or with this
-    process.
+    It shares memory of task and data, and ends with this one or when nobody refers to it any more.
 
     Attributes:
         dimension: of the totals for which there is shared memory.
@@ -122,10 +122,9 @@ class TrainerProcess:
             logging.getLogger(record.name).handle(record)
         if isinstance(answer, Exception):
             raise answer
-        totals = (self._total.copy() if total is None else total for _, total in answer)
         return [
-            replace(each, total=torch.from_numpy(total))
-            for (each, _), total in zip(answer, totals, strict=True)
+            replace(each, total=torch.from_numpy(self._total.copy() if total is None else total))
+            for each, total in answer
         ]
 
     def _ended(self) -> WorkerError:
@@ -190,6 +189,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked decides what to do then
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
+    gc.freeze()  # or collections would look at all that was inherited, again and again
     trainer = trainer.twin()  # another thread may have been using the models when this was forked
     records = _kept_records()
     with blas_threads(1), suppress(EOFError, OSError):
