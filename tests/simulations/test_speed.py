@@ -62,7 +62,7 @@ def test_the_plain_loop_leaves_the_model_as_it_was() -> None:
 
 
 def test_parts_of_a_round_are_all_of_it(tmp_path: Path) -> None:
-    profile = cProfile.Profile()
+    profile = cProfile.Profile(builtins=False)
     profile.runcall(overheads.run, tmp_path, 2, 100)
     parts = overheads.parts_of(profile)
     assert set(overheads.BESIDE) < set(parts)
