@@ -16,7 +16,9 @@ import torch
 from torch import _inductor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fedpriv.engine.batches import Batches
 from fedpriv.engine.compiled import CompiledStep, Step, at_rest, in_order, step_of
+from fedpriv.engine.local import train_chunk
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task, TorchTensors
 from fedpriv.engine.threads import one_thread
@@ -52,10 +54,11 @@ def compiled_step(
     task: Task,
     start: Start,
     local: LocalTraining,
-    shape: tuple[int, int],
+    shape: tuple[int, int, int],
     x: torch.Tensor,
     y: torch.Tensor,
     ahead: float,
+    together: int,
 ) -> CompiledStep | None:
     """Compile the local step of a task, if that can pay; one line is logged: what came of it.
 
@@ -67,24 +70,29 @@ def compiled_step(
         task: model and loss; training draws no random numbers.
         start: any parameters of the model and its constants, on the CPU.
         local: how users train.
-        shape: (L, B).
+        shape: (L, S, B), of which S, the steps of a user, is only for the time that they take.
         x: [1, …] one input that the model accepts; nobody's.
         y: [1, …] one target.
         ahead: users' steps that the run will take in each thread.
+        together: users of a chunk that trains by steps that are not compiled.
 
     Returns:
         None if the run is too short, if there is no C++ compiler, if inductor does not know what
         the model does, or if what it made of that does something else or is slower.
     """
-    step, given = step_of(task, local), _given(start, local, shape, x, y)
+    lanes, steps, width = shape
+    step, given = step_of(task, local), _given(start, local, (lanes, width), x, y)
+    model = start.parameters, start.constants
     try:
-        plain = seconds_of(step, given)
-        if plain * ahead / shape[0] < _SHORTEST:
+        batches = _batches(given, together, steps)
+        plain = seconds_of(lambda: train_chunk(task, *model, batches, local)) / together
+        if plain * ahead / steps < _SHORTEST:
             _log.warning("local steps are not compiled: this run is too short to gain by it")
             return None
         began = time.perf_counter()
-        run = _compiled(step, given)
-        took, gain = time.perf_counter() - began, plain / seconds_of(run, given)
+        compiled = CompiledStep(local, lanes, width, _compiled(step, given))
+        took, batches = time.perf_counter() - began, _batches(given, lanes, steps)
+        gain = plain / (seconds_of(lambda: compiled.train(*model, batches)) / lanes)
     except Exception as error:  # whatever it is, users can train without
         said = str(error).strip().partition("\n")[0]
         _log.warning("local steps are not compiled: %s: %s", type(error).__name__, said)
@@ -94,7 +102,7 @@ def compiled_step(
         _log.warning(said, gain)
         return None
     _log.info("local steps were compiled in %.1f s: they are %.2f times as fast", took, gain)
-    return CompiledStep(local, *shape, run)
+    return compiled
 
 
 def _compiled(step: Step, given: _Given) -> Step:
@@ -110,16 +118,25 @@ def _compiled(step: Step, given: _Given) -> Step:
     return run
 
 
-def seconds_of(step: Step, given: _Given) -> float:
-    """Median of a few steps, after one that pays for what is done once; in one thread."""
+def seconds_of(train: Callable[[], object]) -> float:
+    """Median of what it takes a few times, after one that pays for what is done once."""
     seconds = []
     with one_thread():
-        for _ in range(6):
-            copies = copy.deepcopy(given)
+        for _ in range(4):
             began = time.perf_counter()
-            step(*copies)
+            train()
             seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[1:])
+
+
+def _batches(given: _Given, users: int, steps: int) -> Batches:
+    """The same batches again and again, for so many users in so many steps."""
+    which = torch.arange(users) % len(given.x)
+    x, y, weights = (
+        t[which].unsqueeze(1).expand(-1, steps, *t.shape[1:]).contiguous()
+        for t in (given.x, given.y, torch.ones_like(given.weights))
+    )
+    return Batches(x, y, weights, (True,) * steps, (weights.shape[2],) * steps)
 
 
 def _given(

@@ -40,6 +40,7 @@ from fedpriv.engine.updates import Updates
 from fedpriv.federated.transport import RoundRequest
 
 _log = logging.getLogger(__name__)
+_TIMED = 8  # steps at most to see how long they take
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,8 @@ class Trainer:
         one = lane_bytes(self.task, self._numbers, request.local, self._largest, self.layers)
         return lanes_within(self.memory, one + metric_bytes(request.metrics))
 
-    def compiled(self, request: RoundRequest, ahead: float) -> CompiledStep | None:
-        """The local step of a request, compiled; None, with a line in the log, if that is no gain.
-
-        `ahead`: users' steps that the run will take in each thread.
-        """
+    def compiled(self, request: RoundRequest, ahead: float, together: int) -> CompiledStep | None:
+        """The local step of a request, from `compiled_step`; None, and a line in the log, if none."""
         largest = np.array(self._largest)
         known = self.layers is not None or self.draws or self.device.type != "cpu"
         if known or self.activations != "float32" or steps_of(largest, request.local) < 2:
@@ -140,8 +138,9 @@ class Trainer:
         start = Start.of(request, self.constants, self.device)
         row = blank(self.users)
         x, y = (torch.from_numpy(row[name]) for name in (self.task.inputs, self.task.targets))
-        shape = min(MOST_LANES, self.lanes(request)), int(widths_of(largest, request.local))
-        return compiled_step(self.task, start, request.local, shape, x, y, ahead)
+        steps, width = (int(of(largest, request.local)) for of in (steps_of, widths_of))
+        shape = min(MOST_LANES, self.lanes(request)), min(steps, _TIMED), width
+        return compiled_step(self.task, start, request.local, shape, x, y, ahead, together)
 
     def sums(
         self,

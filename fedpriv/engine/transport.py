@@ -160,7 +160,7 @@ class InProcessTransport(Transport):
         users, threads = self._positions(request.users), self._threads
         sizes = sizes_of(self.users, users)
         step = self._step(request, sizes)
-        lanes = step.lanes if step else even(len(users), self._lanes(request), threads)
+        lanes = step.lanes if step else even(len(users), self._trainer.lanes(request), threads)
         jobs = list(enumerate(chunks(users, sizes, request.local, lanes)))
         if min(threads, len(jobs)) <= 1:
             work = self._work(request, step)
@@ -205,10 +205,6 @@ class InProcessTransport(Transport):
             return users[(users >= 0) & (users < self.users.population)]
         return np.flatnonzero(np.isin(self.hosted, users))
 
-    def _lanes(self, request: RoundRequest) -> int:
-        """How many users train at once, at most."""
-        return self._trainer.lanes(request)
-
     @property
     def _threads(self) -> int:
         """Chunks that train side by side: torch's threads of a CPU, unless users share dice."""
@@ -219,7 +215,8 @@ class InProcessTransport(Transport):
         """The compiled local step, if there is to be one and there can be."""
         if self.compiled_for and request.local not in self._steps:
             ahead = self.compiled_for * steps_of(sizes, request.local).sum() / self._threads
-            self._steps[request.local] = self._trainer.compiled(request, ahead)
+            together = even(len(sizes), self._trainer.lanes(request), self._threads)
+            self._steps[request.local] = self._trainer.compiled(request, ahead, together)
         return self._steps.get(request.local)
 
     @cached_property

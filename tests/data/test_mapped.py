@@ -146,8 +146,36 @@ def test_no_descriptor_stays_open(folder):
 @linux
 def test_a_read_that_ends_early_is_continued(folder, monkeypatch):
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda file, to, at: real(file, [to[0][:7]], at))
+    monkeypatch.setattr(os, "preadv", lambda file, to, at, how=0: real(file, [to[0][:7]], at, how))
     assert_taken(UserStore.load(folder), SPARSE)
+
+
+@linux
+@pytest.mark.parametrize("kind", [BlockingIOError, OSError, None])
+@pytest.mark.parametrize("cached", [0, 1, 5, 10**9])
+def test_the_disk_is_asked_for_what_the_cache_does_not_hold(folder, monkeypatch, cached, kind):
+    at_once, asked, read = [], [], os.preadv
+
+    def preadv(file, to, at, how=0):
+        if not how:
+            return read(file, to, at)
+        at_once.append(at)
+        if len(at_once) <= cached:
+            return read(file, to, at)
+        if kind is None:
+            return read(file, [to[0][:7]], at)
+        raise kind
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _file, at, *_: asked.append(at))
+    store = UserStore.load(folder)
+    rows = SPARSE[SPARSE % 2 == 0]
+    taken = mapped.gathered({"x": store.fields["x"]}, {"x": store._files["x"]}, rows)
+    np.testing.assert_array_equal(taken["x"], rows[..., None] * 20.0 + np.arange(20.0))
+    runs = len(set(rows.tolist()))
+    assert (len(at_once), len(asked)) == (min(cached + 1, runs), max(0, runs - cached))
+    assert asked == sorted(asked)
+    assert set(asked).isdisjoint(at_once[:cached])
 
 
 def test_threads_may_take_at_the_same_time(folder):

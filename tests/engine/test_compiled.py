@@ -162,7 +162,8 @@ def test_a_run_that_is_too_short_does_not_compile(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     steps = sum(2 * -(-size // 4) for size in SIZES)
-    seconds = iter([60.0 * 16 * torch.get_num_threads() / steps / 30, 1e-9])
+    chunk = -(-len(SIZES) // torch.get_num_threads())
+    seconds = iter([60.0 * chunk * 8 * torch.get_num_threads() / steps / 30, 1e-9])
     monkeypatch.setattr(compiling, "seconds_of", lambda *_: next(seconds))
     said = "were compiled in" if compiled else "this run is too short to gain by it"
     assert any(by_what_is_said(said, rounds, monkeypatch, caplog)) == compiled
@@ -172,7 +173,8 @@ def test_a_run_that_is_too_short_does_not_compile(
 def test_what_is_no_faster_is_not_used(
     gain: float, used: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seconds = iter([1e9 * gain, 1e9])
+    chunk = -(-len(SIZES) // torch.get_num_threads())
+    seconds = iter([1e9 * gain * chunk, 1e9 * 16])
     monkeypatch.setattr(compiling, "seconds_of", lambda *_: next(seconds))
     said = f"{'s:' if used else 'are not used:'} they are {gain:.2f} times as fast"
     assert any(by_what_is_said(said, 1, monkeypatch, caplog)) == used

@@ -1,5 +1,7 @@
 """Matrices in factors: norms are never taken to be less, and sums are those of the matrices."""
 
+import subprocess
+import sys
 from fractions import Fraction
 from math import prod
 
@@ -160,16 +162,30 @@ def test_users_are_clipped_each_for_itself(user: int) -> None:
     assert_close((together - without).numpy(), alone.numpy())
 
 
-def test_many_rows_are_made_a_matrix_and_so_are_products_that_may_be_coarse() -> None:
+def test_many_rows_are_made_a_matrix() -> None:
     assert few_rows(50, 128, 784)
     assert few_rows(1, 10, 784)
     assert not few_rows(50, 10, 128)
     assert not few_rows(1, 10, 2**20)  # whose bound would be far from the norm
-    torch.set_float32_matmul_precision("medium")
-    try:
-        assert not few_rows(50, 128, 784)
-    finally:
-        torch.set_float32_matmul_precision("highest")
+
+
+COARSER = [
+    'torch.set_float32_matmul_precision("medium")',
+    "torch.backends.cuda.matmul.allow_tf32 = True",
+    'torch.backends.cuda.matmul.fp32_precision = "tf32"',
+    'torch.backends.fp32_precision = "tf32"',
+]
+
+
+@pytest.mark.parametrize("setting", COARSER)
+def test_products_that_may_be_coarse_are_made_a_matrix(setting: str) -> None:
+    # Of the whole process, and they cannot all be taken back.
+    asked = "print(few_rows(50, 128, 784))"
+    code = f"import torch; from {few_rows.__module__} import few_rows; {asked}; {setting}; {asked}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["True", "False"]
 
 
 def test_users_with_norms_beyond_float32_count_as_zero() -> None:
