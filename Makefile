@@ -30,7 +30,6 @@ format: .venv/installed-test
 
 bench: .venv/installed-test bench-rivals
 	$(BIN)/python -m simulations.throughput
-	$(BIN)/python -m simulations.cores
 	$(BIN)/python -m simulations.overheads
 	$(BIN)/python -m simulations.randomness
 	$(BIN)/python -m simulations.accounting_speed

@@ -127,7 +127,7 @@ class Trainer:
         return lanes_within(self.memory, one + metric_bytes(request.metrics))
 
     def compiled(self, request: RoundRequest, ahead: float, together: int) -> CompiledStep | None:
-        """The local step of a request, from `compiled_step`; None, and a line in the log, if none."""
+        """The local step of a request by `compiled_step`; None, and a line in the log, if none."""
         largest = np.array(self._largest)
         known = self.layers is not None or self.draws or self.device.type != "cpu"
         if known or self.activations != "float32" or steps_of(largest, request.local) < 2:

@@ -13,7 +13,7 @@ from fedpriv.engine.qualifying import layers_of
 from fedpriv.engine.task import Task, check_task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.models import softmax_regression
-from simulations import compiled_steps, cores, overheads, throughput
+from simulations import compiled_steps, overheads, throughput
 from simulations.throughput import Work, example_losses, plain_round, request_of, speeds_of
 
 SMALL = Work(partial(softmax_regression, inputs=6), 5, 4, (6,))
@@ -59,12 +59,6 @@ def test_the_plain_loop_leaves_the_model_as_it_was() -> None:
         np.testing.assert_array_equal(parameter, before[name])
     transport = InProcessTransport(task, users, torch.device("cpu"), 10**6)
     assert sum(p.users for p in transport.collect(request_of(task, users))) == SMALL.users
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_operations_are_timed_in_processes_at_once(processes: int) -> None:
-    assert {operation() is not None for operation in cores.operations().values()} == {True}
-    assert cores.side_by_side("Python", processes) > 0.0
 
 
 def test_parts_of_a_round_are_all_of_it(tmp_path: Path) -> None:
