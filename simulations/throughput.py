@@ -39,7 +39,8 @@ from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import flat
 from fedpriv.privacy.layout import Layout
 
-REPEATS = 15
+REPEATS = 7
+TURN = 1.0  # seconds: a simulation is round after round, and the first after others is slower
 LOCAL = LocalTraining(learning_rate=0.1, batch_size=10, epochs=1)
 
 
@@ -131,14 +132,16 @@ def request_of(task: Task, users: UserStore) -> RoundRequest:
 
 
 def measure(rounds: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Median seconds of each kind of round, run in alternation."""
+    """Median seconds of each kind of round, run in alternation, and again and again in a turn."""
     seconds: dict[str, list[float]] = {name: [] for name in rounds}
     for repeat in range(REPEATS + 2):
         for name, run in rounds.items():
-            began = time.perf_counter()
-            run()
+            times, began = 0, time.perf_counter()
+            while times == 0 or time.perf_counter() - began < TURN:
+                run()
+                times += 1
             if repeat >= 2:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append((time.perf_counter() - began) / times)
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 

@@ -6,7 +6,6 @@ tensor of all users. Compiled, those between two matrix products are one loop.
 
 import copy
 import logging
-import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from fedpriv.federated.transport import LocalTraining
 
 _log = logging.getLogger(__name__)
 
-_LEAST_GAIN = 1.1  # less is lost again to padding, and to threads where processes could be
+_LEAST_GAIN = 1.2  # less is lost again to padding, and to threads where processes could be
 _SHORTEST = 60.0  # seconds of training: compiling takes 5 to 40, and saves a third at most
 
 _TOLERANCE = 1e-3  # of the largest change in a tensor
@@ -85,14 +84,15 @@ def compiled_step(
     model = start.parameters, start.constants
     try:
         batches = _batches(given, together, steps)
-        plain = seconds_of(lambda: train_chunk(task, *model, batches, local)) / together
-        if plain * ahead / steps < _SHORTEST:
+        plain = seconds_of(lambda: train_chunk(task, *model, batches, local))
+        if plain * ahead / (together * steps) < _SHORTEST:
             _log.warning("local steps are not compiled: this run is too short to gain by it")
             return None
         began = time.perf_counter()
         compiled = CompiledStep(local, lanes, width, _compiled(step, given))
         took, batches = time.perf_counter() - began, _batches(given, lanes, steps)
-        gain = plain / (seconds_of(lambda: compiled.train(*model, batches)) / lanes)
+        chunks = -(-together // lanes)
+        gain = plain / (seconds_of(lambda: compiled.train(*model, batches)) * chunks)
     except Exception as error:  # whatever it is, users can train without
         said = str(error).strip().partition("\n")[0]
         _log.warning("local steps are not compiled: %s: %s", type(error).__name__, said)
@@ -119,14 +119,14 @@ def _compiled(step: Step, given: _Given) -> Step:
 
 
 def seconds_of(train: Callable[[], object]) -> float:
-    """Median of what it takes a few times, after one that pays for what is done once."""
+    """The least that it takes in a few times, which other programs disturb least."""
     seconds = []
     with one_thread():
-        for _ in range(4):
+        for _ in range(6):
             began = time.perf_counter()
             train()
             seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:])
+    return min(seconds)
 
 
 def _batches(given: _Given, users: int, steps: int) -> Batches:

@@ -16,6 +16,7 @@ from fedpriv.engine.batches import Batches
 from fedpriv.engine.chunk_sum import ChunkSum
 from fedpriv.engine.chunks import (
     blank,
+    even,
     example_bytes,
     lane_bytes,
     lanes_within,
@@ -139,7 +140,8 @@ class Trainer:
         row = blank(self.users)
         x, y = (torch.from_numpy(row[name]) for name in (self.task.inputs, self.task.targets))
         steps, width = (int(of(largest, request.local)) for of in (steps_of, widths_of))
-        shape = min(MOST_LANES, self.lanes(request)), min(steps, _TIMED), width
+        most = even(together, min(MOST_LANES, self.lanes(request)), 1)
+        shape = most, min(steps, _TIMED), width
         return compiled_step(self.task, start, request.local, shape, x, y, ahead, together)
 
     def sums(

@@ -21,6 +21,7 @@ SMALL = Work(partial(softmax_regression, inputs=6), 5, 4, (6,))
 
 def test_both_sides_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "REPEATS", 1)
+    monkeypatch.setattr(throughput, "TURN", 0.0)
     plain, *engine = speeds_of(SMALL, torch.device("cpu"), [1, 2]).items()
     assert plain[0] == "plain PyTorch loop"
     assert [name for name, _ in engine] == [f"fedpriv on cpu, chunks of {n} MiB" for n in (1, 2)]
@@ -37,12 +38,14 @@ def test_every_work_has_users_that_its_model_can_train_on(name: str) -> None:
 
 def test_activations_are_timed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "REPEATS", 1)
+    monkeypatch.setattr(throughput, "TURN", 0.0)
     names = [*speeds_of(SMALL, torch.device("cpu"), [1], ("float32", "bfloat16"))][1:]
     assert names == ["fedpriv on cpu, chunks of 1 MiB", "fedpriv on cpu, chunks of 1 MiB, bfloat16"]
 
 
 def test_processes_and_threads_are_timed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "REPEATS", 1)
+    monkeypatch.setattr(throughput, "TURN", 0.0)
     given = torch.device("cpu"), [1], ("float32",), ("processes", "threads")
     names = [*speeds_of(SMALL, *given)][1:]
     assert names == [
@@ -80,5 +83,6 @@ def test_models_of_the_study_of_compiled_steps_are_of_no_known_layers() -> None:
 
 def test_compiled_steps_are_timed_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "REPEATS", 1)
+    monkeypatch.setattr(throughput, "TURN", 0.0)
     _, plain, compiled = compiled_steps.compare(SMALL)
     assert min(plain, compiled) > 0.0
