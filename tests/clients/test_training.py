@@ -29,6 +29,7 @@ from tests.clients.people import (
     source_of,
     welcome,
 )
+from tests.engine.everyone import assert_close
 
 
 def task_of() -> Task:
@@ -88,7 +89,7 @@ def test_one_user_sends_raw_tensors() -> None:
     expected = add_up(in_process(request).collect(request), request.clipping, 1)
     assert answer.weight == expected.weight
     contribution = request.clipping.contribution(answer.tensors, answer.weight)
-    np.testing.assert_allclose(contribution, expected.total, rtol=1e-12)
+    assert_close(contribution, expected.total)
 
 
 def test_one_user_that_raises_or_is_not_asked_sends_nothing(

@@ -34,6 +34,7 @@ from fedpriv.server.grid_nodes import EnrolledNodes, shards, simulated_workers
 from fedpriv.server.grid_simulation import EveryWorker
 from fedpriv.wire import Decline, RawUpdate, SummedUpdates, Welcome
 from fedpriv.wire import federation_pb2 as pb
+from tests.engine.everyone import assert_close
 from tests.server.crowd import PRICE, TASK, USERS, population, request_to
 from tests.server.local_grid import App, LocalGrid, app
 
@@ -172,9 +173,7 @@ def test_workers_and_nodes_give_what_one_process_gives(
     given = flower.content_of({flower.SIMULATED: crowd(), flower.WELCOME: welcome})
     expected = respond(given, settings, None, request).total
     for workers in (1, 2, USERS):
-        np.testing.assert_allclose(
-            total_of(simulated(grids, workers)[1], request), expected, atol=1e-12
-        )
+        assert_close(total_of(simulated(grids, workers)[1], request), expected)
     with enrolled(folder) as (_, transport):
         # One user's tensors are clipped in NumPy at the server.
         np.testing.assert_allclose(total_of(transport, request), expected, atol=1e-8)
