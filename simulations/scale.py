@@ -1,8 +1,9 @@
 """Rounds of 1,000 users of 10 million, beside rounds of 1,000 users of 10,000; and large cohorts.
 
 Both populations lie in memory-mapped stores. Their rounds, whole ones with ledger, participation
-record and noise, alternate in one process, and medians are compared. Then a cohort whose data are
-several times the memory that a process takes trains in one round.
+record and noise, alternate, and medians are compared. Users train in processes, as those of
+`fedpriv simulate` do. Then a cohort whose data are several times the memory taken trains in one
+round.
 
     python -m simulations.scale --json simulations/results/scale.json
 """
@@ -10,6 +11,7 @@ several times the memory that a process takes trains in one round.
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import shlex
 import statistics
@@ -75,9 +77,10 @@ class Found:
         seconds: of rounds of the large population.
         seconds_of_fewer: of rounds of the small one.
         sampling_seconds: of drawing a cohort from the large one, median.
-        peak_mebibytes: of memory, with both populations open, pages of mapped files included.
+        peak_mebibytes: of memory after a round, with both populations open, of all processes and
+            with their pages of mapped files.
         streamed_mebibytes: size of the data of the large cohort.
-        streamed_peak_mebibytes: of memory until it has trained.
+        streamed_peak_mebibytes: of memory until after it has trained.
         streamed_seconds: of its round.
     """
 
@@ -90,10 +93,16 @@ class Found:
     streamed_seconds: float
 
 
-def peak_mebibytes() -> float:
-    """Most memory that this process ever held, pages of mapped files included; by Linux's count."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+def mebibytes() -> float:
+    """Memory of this process and those that train for it, by Linux's count.
+
+    What processes share counts once, and pages of mapped files count.
+    """
+    kibibytes = 0
+    for process in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii").splitlines()
+        kibibytes += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return kibibytes / 1024
 
 
 def saved(folder: Path, users: int, examples: int, shape: tuple[int, ...]) -> UserStore:
@@ -153,27 +162,29 @@ def measure(scale: Scale, folder: Path) -> Found:
         def begun(
             name: str, store: UserStore, task: Task, cohort: int, local: LocalTraining
         ) -> Iterator[float]:
-            chunk_memory = EngineSection().chunk_mebibytes * _MEBIBYTE
-            transport = InProcessTransport(task, store, torch.device("cpu"), chunk_memory)
+            engine, cpu = EngineSection(), torch.device("cpu")
+            memory = engine.chunk_mebibytes * _MEBIBYTE
+            transport = InProcessTransport(task, store, cpu, memory, processes=engine.processes)
             return stack.enter_context(rounds_of(folder / f"{name}-run", transport, cohort, local))
 
         stores = [saved(folder / str(n), n, *_FEW) for n in (scale.users, scale.fewer)]
         many, few = (
             begun(f"{store.population}", store, small, scale.cohort, few_steps) for store in stores
         )
-        pairs = [(next(many), next(few)) for _ in range(scale.rounds + 1)][1:]
-        peak = peak_mebibytes()
+        triples = [(next(many), next(few), mebibytes()) for _ in range(scale.rounds + 1)]
+        seconds, seconds_of_fewer, taken = zip(*triples[1:], strict=True)
         large_store = saved(folder / "streamed", scale.streamed, *_MANY)
         streamed = begun("streamed", large_store, large, scale.streamed, one_pass)
         streamed_seconds = next(streamed)
+        taken_by_stream = mebibytes()
         size = sum(file.stat().st_size for file in (folder / "streamed").glob("field-*"))
     return Found(
-        seconds=[seconds for seconds, _ in pairs],
-        seconds_of_fewer=[seconds for _, seconds in pairs],
+        seconds=list(seconds),
+        seconds_of_fewer=list(seconds_of_fewer),
         sampling_seconds=_sampling_seconds(scale),
-        peak_mebibytes=peak,
+        peak_mebibytes=max(taken),
         streamed_mebibytes=size / _MEBIBYTE,
-        streamed_peak_mebibytes=peak_mebibytes(),
+        streamed_peak_mebibytes=max(*taken, taken_by_stream),
         streamed_seconds=streamed_seconds,
     )
 
@@ -196,9 +207,9 @@ def summary(found: Found) -> dict[str, float]:
         "seconds of a round of the small one": few,
         "ratio": many / few,
         "seconds of drawing a cohort from the large one": found.sampling_seconds,
-        "peak MiB of memory with both": found.peak_mebibytes,
+        "most MiB of memory after a round, with both": found.peak_mebibytes,
         "MiB of data of the large cohort": found.streamed_mebibytes,
-        "peak MiB of memory until it has trained": found.streamed_peak_mebibytes,
+        "most MiB of memory until after it": found.streamed_peak_mebibytes,
         "seconds of its round": found.streamed_seconds,
     }
 
