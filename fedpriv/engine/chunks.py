@@ -9,6 +9,7 @@ import torch
 
 from fedpriv.data.store import UserStore
 from fedpriv.engine.layers import Layers
+from fedpriv.engine.outer_products import few_rows
 from fedpriv.engine.schedule import steps_of, widths_of
 from fedpriv.engine.task import Task
 from fedpriv.errors import InvalidValueError
@@ -19,6 +20,7 @@ _FLOAT = 4  # bytes
 _DOUBLE = 8
 _COPIES = 3  # parameters of a user: current, gradient, a temporary; velocity is one more
 _COPIES_OF_ONE_STEP = 2  # gradient and update
+_COPIES_OF_PRODUCTS = 5  # of rows with rows when they are clipped: both sides', and temporaries
 _COPIES_OF_METRICS = 2  # the vector and a temporary
 _COPIES_OF_ACTIVATIONS = 3  # forward, backward, and one temporary
 _PADDED_SHARE = 1.5  # examples of the largest user of a chunk over those of the smallest
@@ -55,16 +57,19 @@ def lane_bytes(
     parameters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
     sizes = np.array(largest)
     batch, steps = int(widths_of(sizes, local)), int(steps_of(sizes, local))
-    factors = 0
+    factors = products = 0
     if layers is not None:
         for name, layer in layers.low_rank(steps, batch).items():
             parameters -= sum(p.numel() for p in layer.parameters())
             seen = layer.out_features if name == layers.entrance else layer.in_features
             factors += layers.rows[name] * (seen + 2 * layer.out_features)
+            rows = layers.rows[name] * steps * batch
+            if few_rows(rows, layer.out_features, layer.in_features):
+                products += _COPIES_OF_PRODUCTS * rows * rows
     held = steps * batch * (inputs + factors)
     copies = (_COPIES if steps > 1 else _COPIES_OF_ONE_STEP) + (local.momentum > 0.0)
     moving = batch * activations * _COPIES_OF_ACTIVATIONS + parameters * copies
-    return _FLOAT * (held + moving)
+    return _FLOAT * (held + moving) + _DOUBLE * products
 
 
 def example_bytes(numbers: tuple[int, int]) -> int:

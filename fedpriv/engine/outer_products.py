@@ -1,5 +1,6 @@
 """Matrices of many users as sums of outer products, which are clipped and added up as such."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,12 @@ _ROUNDING = 2.0**-24  # of float32, relative
 _UNDERFLOW = 2.0**-149  # at most so much is lost of what is too small for float32
 _LONGEST = 2**13  # sums of more terms could be off by more than 0.1%
 _LARGEST = 1e30  # of rows' norms multiplied; sums over many users are finite
+# What libraries under torch read from the environment, by values that ask for nothing coarser.
+_EXACT = {
+    "NVIDIA_TF32_OVERRIDE": "0",
+    "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT",
+    "DNNL_DEFAULT_FPMATH_MODE": "STRICT",
+}
 _PASSES = 20  # multiplications in the time that clipping takes for a number of a whole matrix
 
 
@@ -97,6 +104,8 @@ def few_rows(rows: int, out: int, width: int) -> bool:
 
 def _rounding_is_known() -> bool:
     """Whether products of float32 are not asked to be coarser, when no bound would hold."""
+    if any(os.environ.get(name, exact) != exact for name, exact in _EXACT.items()):
+        return False
     try:
         return torch.get_float32_matmul_precision() == "highest"
     except RuntimeError:  # they are, by newer settings of torch, for some devices

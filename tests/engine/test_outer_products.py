@@ -188,6 +188,23 @@ def test_products_that_may_be_coarse_are_made_a_matrix(setting: str) -> None:
     assert done.stdout.split() == ["True", "False"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "exact"),
+    [
+        ("NVIDIA_TF32_OVERRIDE", "1", False),
+        ("NVIDIA_TF32_OVERRIDE", "0", True),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "BF16", False),
+        ("DNNL_DEFAULT_FPMATH_MODE", "ANY", False),
+        ("DNNL_DEFAULT_FPMATH_MODE", "STRICT", True),
+    ],
+)
+def test_so_are_those_that_the_environment_makes_coarse(
+    name: str, value: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert few_rows(50, 128, 784) == exact
+
+
 def test_users_with_norms_beyond_float32_count_as_zero() -> None:
     layout = Layout(("w",), ((5, 9),))
     clipping = Clipping(layout, flat(layout, 0.5))
