@@ -39,7 +39,8 @@ def test_without_noise_flowers_usual_way_gives_the_same_model(tmp_path: Path) ->
     assert theirs.keys() == ours.keys()
     for name, parameter in work_of(USERS).task.parameters().items():
         assert np.abs(ours[name] - parameter).max() > 1e-4
-        np.testing.assert_allclose(theirs[name].numpy(), ours[name], atol=1e-6)
+        # Norms of matrices in factors are bounds, which allow for the rounding of float32.
+        np.testing.assert_allclose(theirs[name].numpy(), ours[name], atol=1e-5)
 
 
 def test_the_summary_by_hand() -> None:
