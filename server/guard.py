@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from time import monotonic
-from typing import NoReturn, Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 from urllib.parse import unquote
 
 import grpc
@@ -29,18 +29,25 @@ Context: TypeAlias = grpc.aio.ServicerContext
 Behaviour = Callable[[object, Context], Awaitable[object]]
 
 
-class UnknownPeerError(Exception):
-    """The caller is not, or no longer, who may call; its text may be told to the caller.
+class RefusedCallError(Exception):
+    """Ends a call with a status and one sentence, which the caller is told.
 
     Attributes:
         code: what the call ends with.
     """
 
+    def __init__(self, code: grpc.StatusCode, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+class UnknownPeerError(RefusedCallError):
+    """The caller is not, or no longer, who may call."""
+
     def __init__(
         self, sentence: str, code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED
     ) -> None:
-        super().__init__(sentence)
-        self.code = code
+        super().__init__(code, sentence)
 
 
 class Identify(Protocol):
@@ -80,12 +87,6 @@ def declared(context: Context) -> str:
         raise UnknownPeerError(str(error)) from error
 
 
-async def refuse(context: Context, code: grpc.StatusCode, sentence: str) -> NoReturn:
-    """End a call with a status and one sentence for the caller."""
-    await context.abort(code, sentence)
-    raise RuntimeError("unreachable, as abort raises")
-
-
 def _begun(behaviour: Behaviour) -> Behaviour:
     """The handler, after headers were sent.
 
@@ -97,6 +98,33 @@ def _begun(behaviour: Behaviour) -> Behaviour:
         return await behaviour(request, context)
 
     return begun
+
+
+def _refusing(behaviour: Behaviour) -> Behaviour:
+    """The handler; what it refuses ends the call with a status."""
+
+    async def refusing(request: object, context: Context) -> object:
+        try:
+            try:
+                return await behaviour(request, context)
+            except RefusedCallError as error:
+                refused = error.code, str(error)
+            await _abort(context, *refused)
+            return None
+        except grpc.aio.InternalError as error:
+            # The connection is lost; gRPC would log a traceback of any other error than this.
+            raise asyncio.CancelledError from error
+
+    return refusing
+
+
+async def _abort(context: Context, code: grpc.StatusCode, sentence: str) -> None:
+    try:
+        await context.abort(code, sentence)
+    except grpc.aio.AbortError as error:
+        # gRPC keeps it, and raises it again. With a traceback it would keep the call too, and its
+        # stream, of which a connection may have few, till Python's collector comes by.
+        error.with_traceback(None)
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
@@ -149,16 +177,15 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no ty
         return None  # streams both ways: no method is
 
     def _guarded(self, behaviour: Behaviour, method: str) -> Behaviour:
+        refusing = _refusing(behaviour)
+
         async def guarded(request: object, context: Context) -> object:
-            node = await self._admitted(context)
+            node = self._admitted(context)
             NODE.set(node)
             began = monotonic()
             self._open[node] += 1
             try:
-                return await behaviour(request, context)
-            except grpc.aio.InternalError as error:
-                # The connection is lost; gRPC would log a traceback of any other error than this.
-                raise asyncio.CancelledError from error
+                return await refusing(request, context)
             finally:
                 self._ended = monotonic()
                 self._open[node] -= 1
@@ -166,22 +193,22 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no ty
                     del self._open[node]
                 self._monitor.handled(method, self._ended - began)
 
-        return guarded
+        return _refusing(guarded)
 
-    async def _admitted(self, context: Context) -> str:
+    def _admitted(self, context: Context) -> str:
         try:
             node = self._identify(context)
-        except UnknownPeerError as error:
+        except UnknownPeerError:
             self._monitor.refused(Refusal.IDENTITY)
-            await refuse(context, error.code, str(error))
+            raise
         if node not in self._enrolled:
             self._monitor.refused(Refusal.ENROLMENT)
-            await refuse(context, grpc.StatusCode.PERMISSION_DENIED, "the node is not enrolled")
+            raise RefusedCallError(grpc.StatusCode.PERMISSION_DENIED, "the node is not enrolled")
         if not self._rates.admits(node):
             self._monitor.refused(Refusal.RATE)
-            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "the node calls too often")
+            raise RefusedCallError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the node calls too often")
         if self._open[node] >= _OPEN_CALLS:
             self._monitor.refused(Refusal.RATE)
             sentence = f"the node has {_OPEN_CALLS} calls open"
-            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)
+            raise RefusedCallError(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)
         return node

@@ -10,7 +10,7 @@ from fedpriv.errors import WireError
 from fedpriv.wire import SERVER_RECEIVES_BYTES, parse
 from fedpriv.wire import federation_pb2 as pb
 
-from .guard import Behaviour, Context, refuse
+from .guard import Behaviour, Context, RefusedCallError
 from .service import Service
 
 SERVICE = "fedpriv.v1.Federation"
@@ -45,7 +45,7 @@ def _reading(kind: type[Kind], method: Callable[[Kind, Context], Awaitable[objec
         try:
             request = parse(kind, cast(bytes, data), _SMALL)
         except WireError as error:
-            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
         return await method(request, context)
 
     return read

@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import replace
+from typing import cast
 
 import grpc
 
@@ -25,7 +27,7 @@ from fedpriv.wire import federation_pb2 as pb
 from .answers import Answers, Transfers, refused
 from .collecting import Collecting
 from .enrolment import Enrolment
-from .guard import NODE, Context, Identify, UnknownPeerError, refuse
+from .guard import NODE, Context, Identify, RefusedCallError, UnknownPeerError
 from .monitoring import Monitor, Refusal
 from .roster import Connection, End, Roster
 from .turns import Turns
@@ -99,7 +101,7 @@ class Service:
     async def connect(self, request: pb.Hello, context: Context) -> None:
         """Welcome a node, then offer it rounds."""
         node = NODE.get()
-        await self._check_hello(node, request, context)
+        self._check_hello(node, request)
         connection = self.roster.connect(node)
         _log.info("connected: %s", node)
         try:
@@ -112,51 +114,51 @@ class Service:
             self.roster.disconnect(node, connection)
             _log.info("disconnected: %s", node)
 
-    async def _check_hello(self, node: str, request: pb.Hello, context: Context) -> None:
+    def _check_hello(self, node: str, request: pb.Hello) -> None:
         try:
             hello = decode_hello(request)
         except WireError as error:
-            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
         if hello.node != node:
             sentence = "the node that says hello is not the one of the certificate"
-            await refuse(context, grpc.StatusCode.PERMISSION_DENIED, sentence)
+            raise RefusedCallError(grpc.StatusCode.PERMISSION_DENIED, sentence)
         if hello.users_sha256 != digest_of(self._enrolment.users[node]):
             self._monitor.refused(Refusal.ENROLMENT)
             _log.warning("refused: %s holds other users than are enrolled at it", node)
             sentence = "the users that the node holds are not those that are enrolled at it"
-            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, sentence)
+            raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
 
     async def _tell(self, connection: Connection, context: Context) -> None:
         """Pass offers on until the connection is over."""
         while True:
             match await connection.next(_RECHECK_SECONDS):
                 case None:
-                    await self._still_known(context)
+                    self._still_known(context)
                 case End.RUN_OVER:
                     return
                 case End.NEWER as why:
-                    await refuse(context, grpc.StatusCode.ABORTED, str(why))
+                    raise RefusedCallError(grpc.StatusCode.ABORTED, str(why))
                 case End() as why:
-                    await refuse(context, grpc.StatusCode.UNAVAILABLE, str(why))
+                    raise RefusedCallError(grpc.StatusCode.UNAVAILABLE, str(why))
                 case offer:
-                    await self._still_known(context)
+                    self._still_known(context)
                     await self._say(pb.FromServer(offer=encode_offer(offer)), context)
 
     async def _say(self, message: pb.FromServer, context: Context) -> None:
-        """Send a message, or abort the call if the node does not read it."""
+        """Send a message, or end the call if the node does not read it."""
         try:
             async with asyncio.timeout(self._seconds):
                 await context.write(message)
         except TimeoutError:
-            await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG)
+            raise RefusedCallError(grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG) from None
 
-    async def _still_known(self, context: Context) -> None:
-        """Abort the call if its node may no longer take part."""
+    def _still_known(self, context: Context) -> None:
+        """End the call if its node may no longer take part."""
         try:
             self._identify(context)
-        except UnknownPeerError as error:
+        except UnknownPeerError:
             self._monitor.refused(Refusal.IDENTITY)
-            await refuse(context, error.code, str(error))
+            raise
 
     async def download(self, request: pb.RoundId, context: Context) -> None:
         """Send the model of the round to a node that was asked."""
@@ -164,27 +166,27 @@ class Service:
         try:
             asked = decode_round_id(request)
         except WireError as error:
-            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
         if collecting is None or asked != collecting.asked.id or node not in collecting.waiting:
             sentence = "the node is not asked in this round, or the round is over"
-            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, sentence)
+            raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
         try:
             async with self._downloads.turn(node, collecting.deadline):
                 for chunk in collecting.model_chunks():
                     await context.write(chunk)
                     self._monitor.sent(len(chunk))
         except TimeoutError:
-            await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG)
+            raise RefusedCallError(grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG) from None
 
     async def upload(self, parts: AsyncIterator[pb.UploadPart], context: Context) -> pb.Receipt:
         """Take a node's answer to the round that is collected."""
         collecting = self.collecting
         if collecting is None:
             return encode_receipt(refused("no round is collected"))
-        try:
-            receipt = await self._answers.take(NODE.get(), parts, collecting, context)
-        except UnknownPeerError as error:
-            await refuse(context, error.code, str(error))
+        # Neither read to its end nor closed, it would be kept until Python's collector comes by;
+        # and with it its stream, of which a connection may have few.
+        async with aclosing(cast(AsyncGenerator[pb.UploadPart, None], aiter(parts))) as received:
+            receipt = await self._answers.take(NODE.get(), received, collecting, context)
         return encode_receipt(receipt)
 
     async def fetch_ledger(self, request: pb.LedgerRequest, context: Context) -> None:
@@ -197,7 +199,7 @@ class Service:
                 for chunk in chunks([lines]):
                     await context.write(pb.LedgerPart(chunk=chunk))
         except TimeoutError:
-            await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG)
+            raise RefusedCallError(grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG) from None
 
     async def get_status(self, request: pb.StatusRequest, context: Context) -> pb.Status:
         """Say where the run stands."""
