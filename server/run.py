@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 from safetensors.numpy import save
 
+from fedpriv.accounting.ledger import Head
 from fedpriv.federated.books import Books
 from fedpriv.federated.checkpoint import (
     Checkpoint,
@@ -23,6 +25,7 @@ from fedpriv.privacy.entropy import Entropy
 
 from .evaluation import Evaluation
 from .folder import RunFolder
+from .saving import saving
 
 Evaluate = Callable[[Parameters], Evaluation]
 
@@ -126,8 +129,10 @@ def conduct(
 ) -> Generator[RoundRow, None, Outcome]:
     """Run a plan to its end or to the end of its budget, writing everything into a folder.
 
-    A line of metrics is written after each release and before its checkpoint; a run that is
-    resumed repeats the rounds since its last checkpoint as new attempts, with new charges.
+    A line of metrics is written after each release and before its checkpoint, and a checkpoint
+    before the next charge, while the users of the round in between train. So after a crash at most
+    one round is charged that no checkpoint has, if each has one. A run that is resumed repeats the
+    rounds since its last checkpoint as new attempts, with new charges.
 
     Args:
         folder: where to write; exists.
@@ -143,25 +148,26 @@ def conduct(
     Yields:
         A row for each round.
     """
-    rounds = train(plan, state, transport, books, entropy)
     private_metrics: tuple[str, ...] = ()
-    while True:
-        began = clock() if clock else 0.0
-        try:
-            report = next(rounds)
-        except StopIteration as end:
-            stop: Stop = end.value
-            break
-        seconds = clock() - began if clock else None
-        state = report.state
-        due = state.round % cadence.evaluate == 0 or state.round == plan.rounds
-        row = _row(report, books, evaluate(state.model) if due else None, seconds)
-        folder.append_metrics(asdict(row))
-        private_metrics = row.private_metrics
-        if state.round % cadence.checkpoint == 0 or state.round == plan.rounds:
-            _save(folder, plan, state, books)
-        yield row
-    _save(folder, plan, state, books)
+    with saving() as checkpoint:
+        rounds = train(plan, state, transport, books, entropy, before_charge=checkpoint.finish)
+        while True:
+            began = clock() if clock else 0.0
+            try:
+                report = next(rounds)
+            except StopIteration as end:
+                stop: Stop = end.value
+                break
+            seconds = clock() - began if clock else None
+            state = report.state
+            due = state.round % cadence.evaluate == 0 or state.round == plan.rounds
+            row = _row(report, books, evaluate(state.model) if due else None, seconds)
+            folder.append_metrics(asdict(row))
+            private_metrics = row.private_metrics
+            if state.round % cadence.checkpoint == 0:
+                checkpoint.begin(partial(_save, folder, plan, state, books.ledger.head))
+            yield row
+    _save(folder, plan, state, books.ledger.head)
     tensors = {name: np.ascontiguousarray(p) for name, p in state.model.items()}
     write_atomically(folder.model, save(tensors))
     return Outcome(stop, state, evaluate(state.model), private_metrics)
@@ -186,5 +192,5 @@ def _row(
     )
 
 
-def _save(folder: RunFolder, plan: TrainingPlan, state: ServerState, books: Books) -> None:
-    save_checkpoint(folder.checkpoints, Checkpoint(state, plan.digest, books.ledger.head))
+def _save(folder: RunFolder, plan: TrainingPlan, state: ServerState, head: Head) -> None:
+    save_checkpoint(folder.checkpoints, Checkpoint(state, plan.digest, head))

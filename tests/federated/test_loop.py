@@ -100,6 +100,28 @@ def test_nothing_is_noised_before_the_charge_is_on_disk(tmp_path, monkeypatch) -
     assert charged_when_noised == [1, 2, 3, 4, 5]
 
 
+def test_what_is_done_before_a_charge_comes_after_the_answers_and_can_prevent_it(tmp_path) -> None:
+    plan = make_plan(sampling=PoissonSampling(1, 1.0))
+    happened = []
+
+    def update_of(request: RoundRequest, user: int) -> dict[str, np.ndarray]:
+        happened.append("asked")
+        return CONSTANT.update_of(request, user)
+
+    with open_books(tmp_path) as books:
+
+        def before() -> None:
+            happened.append(books.ledger.head.count)
+            if books.ledger.head.count == 2:
+                raise OSError("no more")
+
+        state, transport = initial_state(plan, PARAMETERS), FakeTransport(update_of)
+        with pytest.raises(OSError, match="no more"):
+            run_to_the_end(train(plan, state, transport, books, SeededEntropy(0), before))
+        assert books.ledger.head.count == 2
+    assert happened == ["asked", 0, "asked", 1, "asked", 2]
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_seeded_runs_repeat_and_others_do_not(tmp_path, seed: int) -> None:
     plan = make_plan()

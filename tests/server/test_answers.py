@@ -72,7 +72,7 @@ def of_users(users: list[int]) -> np.ndarray:
 def collecting(
     made: Site, users: list[int], deadline: float = 60.0
 ) -> Iterator[tuple[Future[np.ndarray], Collecting]]:
-    """A round that is collected; its sum, and what the server knows of it."""
+    """A round that is collected; its sum, and what the server knows of it unless it is over."""
 
     def total() -> np.ndarray:
         transport = made.transport(replace(LONG, deadline=deadline))
@@ -82,7 +82,7 @@ def collecting(
     service = made.server.service
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(total)
-        until(lambda: service.collecting is not None)
+        until(lambda: service.collecting is not None or future.done())
         yield future, service.collecting
 
 
