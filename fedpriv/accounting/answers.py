@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from fedpriv.accounting.cumulant import log_absent
-from fedpriv.accounting.inversion import Contour, cumulant_bound
+from fedpriv.accounting.inversion import Contour
 from fedpriv.accounting.loss import Direction
 from fedpriv.accounting.panel import Panel
 from fedpriv.accounting.saddle import LEAST_LOG_DELTA, Care, Plan, plan_at_delta, plan_at_epsilon
@@ -19,7 +19,7 @@ _BEYOND = 1e150
 
 
 class Question(Protocol):
-    """What is looked for."""
+    """What is looked for; a value, so that equal questions are one."""
 
     negligible: ClassVar[float]
     """A width of the interval that never matters."""
@@ -28,11 +28,19 @@ class Question(Protocol):
     largest: ClassVar[float]
     """The answer where nothing is known."""
 
+    def __hash__(self) -> int: ...
+
     def plan(self, panel: Panel, direction: Direction, care: Care) -> Plan:
         """Where to integrate."""
 
-    def ceiling(self, panel: Panel, plan: Plan) -> float:
-        """An upper bound on the answer that needs no contour."""
+    def ceiling(self, panel: Panel, plan: Plan, above: float) -> float:
+        """An upper bound on the answer that needs no contour.
+
+        Args:
+            panel: the rounds.
+            plan: where it would be integrated.
+            above: a bound above K(c), where c is that of the plan.
+        """
 
     def interval(self, contour: Contour) -> tuple[float, float]:
         """An interval around the answer."""
@@ -55,10 +63,10 @@ class EpsilonAt:
         """Where to integrate."""
         return plan_at_delta(panel, self.log_delta, direction, care)
 
-    def ceiling(self, panel: Panel, plan: Plan) -> float:
+    def ceiling(self, panel: Panel, plan: Plan, above: float) -> float:
         """The largest loss or a Rényi bound (Canonne, Kamath & Steinke 2020, Proposition 12)."""
         allowed = self._allowed(panel.rounds * math.exp(plan.log_tail))
-        renyi = (cumulant_bound(panel, plan) - allowed - _conversion(plan.c)) / plan.c
+        renyi = (above - allowed - _conversion(plan.c)) / plan.c
         return max(0.0, min(renyi, _largest_loss(panel, plan.direction)))
 
     def interval(self, contour: Contour) -> tuple[float, float]:
@@ -123,11 +131,11 @@ class DeltaAt:
         """Where to integrate."""
         return plan_at_epsilon(panel, self.epsilon, direction, care)
 
-    def ceiling(self, panel: Panel, plan: Plan) -> float:
+    def ceiling(self, panel: Panel, plan: Plan, above: float) -> float:
         """0 beyond the largest loss, or a Rényi bound (Canonne, Kamath & Steinke 2020)."""
         if self.epsilon >= _largest_loss(panel, plan.direction):
             return 0.0
-        exponent = cumulant_bound(panel, plan) - plan.c * self.epsilon - _conversion(plan.c)
+        exponent = above - plan.c * self.epsilon - _conversion(plan.c)
         return min(1.0, math.exp(min(exponent, 0.0)) + panel.rounds * math.exp(plan.log_tail))
 
     def interval(self, contour: Contour) -> tuple[float, float]:

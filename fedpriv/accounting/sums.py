@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedpriv.accounting.characteristic import log_mgf_along
-from fedpriv.accounting.cumulant import ComplexVector, tilt
+from fedpriv.accounting.cumulant import EPS, ComplexVector, tilt
 from fedpriv.accounting.gap import ends_of_mass, gaps
 from fedpriv.accounting.grid import Grid, Path
 from fedpriv.accounting.loss import Direction, Vector
@@ -18,6 +18,7 @@ from fedpriv.accounting.shifted import decay
 
 FAR = (1.0, 2.0, 4.0, 8.0)
 """Where the decay beyond the last point is known, relative to that."""
+_ROUNDING = 4 * EPS
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,20 @@ class Sums:
             self.beyond + other.beyond,
             self.further + other.further,
             self.dropped + other.dropped,
+        )
+
+    def times(self, factor: float) -> "Sums":
+        """The sums over every round so often, with what multiplying rounds."""
+        cumulant = self.cumulant * factor
+        more = factor * (1.0 + _ROUNDING)
+        return Sums(
+            cumulant=cumulant,
+            error=self.error * more + _ROUNDING * np.abs(cumulant),
+            lost=self.lost * more,
+            falls=self.falls * factor - _ROUNDING * factor * np.abs(self.falls),
+            beyond=self.beyond * more,
+            further=self.further * factor + _ROUNDING * factor * abs(self.further),
+            dropped=self.dropped * more,
         )
 
 
