@@ -4,11 +4,14 @@ A checkpoint holds released quantities only, and never a random state: a resumed
 cohorts and fresh noise.
 """
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -20,8 +23,8 @@ from fedpriv.federated.optimizers import OptimizerState
 from fedpriv.federated.plan import TrainingPlan
 from fedpriv.federated.round import ServerState
 
-_FORMAT = "fedpriv checkpoint 2"
-_KEPT = 2
+_FORMAT = "fedpriv checkpoint 3"
+_KEPT = 3
 _PARTS = ("parameters", "first", "second", "statistics")
 
 
@@ -35,7 +38,10 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint so that a crash leaves either all of it or nothing; keep the last two.
+    """Write a checkpoint so that a crash leaves either all of it or nothing; keep the last three.
+
+    The oldest is written over: to free its place on the disk and to take another may last as long
+    as a round. Who reads it meanwhile finds it damaged.
 
     Returns:
         The file written: `round-NNNNNN.safetensors`, NNNNNN the number of the next round.
@@ -57,12 +63,24 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         "ledger_hash": checkpoint.ledger_head.hash,
         "clipping_norms": " ".join(map(repr, state.clipping_norms)),
     }
+    metadata["digest"] = _digest(metadata, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"round-{state.round:06d}.safetensors"
-    write_atomically(path, save(tensors, metadata))
+    others = [file for file in checkpoints(folder) if file != path]
+    oldest = others[-_KEPT] if len(others) >= _KEPT else None
+    write_atomically(path, save(tensors, metadata), oldest)
     for old in checkpoints(folder)[:-_KEPT]:
         old.unlink(missing_ok=True)
     return path
+
+
+def _digest(metadata: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of all that a checkpoint holds."""
+    digest = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(json.dumps([name, tensor.dtype.str, tensor.shape]).encode())
+        digest.update(tensor.data)
+    return digest.hexdigest()
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -83,12 +101,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 raise CheckpointError(
                     f"{path} has format {metadata.get('format')!r}; it must be {_FORMAT!r}"
                 )
-            parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
-            for key in file.keys():  # noqa: SIM118 - not a mapping
-                part, _, name = key.partition("/")
-                parts[part][name] = file.get_tensor(key)
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
+    if metadata.pop("digest", None) != _digest(metadata, tensors):
+        raise CheckpointError(f"{path} is damaged: it is not what was written")
+    parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
+    for key, tensor in tensors.items():
+        part, _, name = key.partition("/")
+        parts[part][name] = tensor
     state = ServerState(
         int(metadata["round"]),
         parts["parameters"],
@@ -132,16 +153,23 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes, over: Path | None = None) -> None:
     """Replace `path` by `content`, durably; a crash leaves the old file or the new one.
+
+    Args:
+        path: where to write.
+        content: what to write.
+        over: a file in the same folder that nobody needs any more; it is written over, unless it
+            has another name as well.
 
     Raises:
         OSError: it cannot be written, e.g. because the disk is full; the old file is left.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with naming(path), partial.open("wb") as file:
+        with naming(path), _opened(partial, over) as file:
             file.write(content)
+            file.truncate()
             file.flush()
             os.fsync(file.fileno())
     except OSError:
@@ -153,3 +181,11 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _opened(partial: Path, over: Path | None) -> BinaryIO:
+    """A file to write to from its begin, in the place of another if that may be."""
+    if over is None or over.stat().st_nlink > 1:
+        return partial.open("wb")
+    over.replace(partial)
+    return partial.open("r+b")

@@ -1,9 +1,13 @@
 """Checkpoints: whole or absent, bound to plan and ledger."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from federation import CONSTANT, PARAMETERS, make_plan, open_books
 
+from fedpriv.accounting.ledger import Head
 from fedpriv.errors import CheckpointError
 from fedpriv.federated.checkpoint import (
     Checkpoint,
@@ -11,6 +15,7 @@ from fedpriv.federated.checkpoint import (
     load_checkpoint,
     resume,
     save_checkpoint,
+    write_atomically,
 )
 from fedpriv.federated.loop import train
 from fedpriv.federated.optimizers import FedAdaptive, FedAvg, FedAvgM, SecondMoment
@@ -51,6 +56,7 @@ def test_a_state_comes_back_exactly(tmp_path, optimizer) -> None:
             assert loaded.plan_digest == plan.digest
             assert same(resume(path, plan, books.ledger), report.state)
     assert [path.name for path in checkpoints(tmp_path / "c")] == [
+        "round-000003.safetensors",
         "round-000004.safetensors",
         "round-000005.safetensors",
     ]
@@ -96,6 +102,59 @@ def test_every_cut_of_a_checkpoint_is_refused(tmp_path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(CheckpointError):
             load_checkpoint(path)
+
+
+def test_every_changed_byte_is_refused(tmp_path) -> None:
+    path = saved(tmp_path, 1)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError):
+            load_checkpoint(path)
+
+
+def saved(folder: Path, number: int, scale: float = 1.0) -> Path:
+    state = initial_state(make_plan(), {n: scale * p for n, p in PARAMETERS.items()})
+    head = Head(number, "0" * 64)
+    return save_checkpoint(folder, Checkpoint(replace(state, round=number), "plan", head))
+
+
+def test_the_oldest_of_three_is_written_over_and_the_others_stay(tmp_path) -> None:
+    for number in (1, 2, 3):
+        saved(tmp_path, number)
+    before = {path: path.stat().st_ino for path in checkpoints(tmp_path)}
+    first, second, third = before
+    last = saved(tmp_path, 4)
+    after = {path: path.stat().st_ino for path in checkpoints(tmp_path)}
+    assert after == {second: before[second], third: before[third], last: before[first]}
+    assert [load_checkpoint(path).state.round for path in after] == [2, 3, 4]
+    assert sorted(tmp_path.iterdir()) == [second, third, last]
+
+
+def test_one_that_has_another_name_as_well_is_left_alone(tmp_path) -> None:
+    paths = [saved(tmp_path, number) for number in (1, 2, 3)]
+    mine = tmp_path / "mine"
+    mine.hardlink_to(paths[0])
+    content = mine.read_bytes()
+    last = saved(tmp_path, 4, scale=2.0)
+    assert mine.read_bytes() == content
+    assert checkpoints(tmp_path) == [*paths[1:], last]
+
+
+def test_a_round_that_is_saved_again_replaces_itself_alone(tmp_path) -> None:
+    paths = [saved(tmp_path, number) for number in (1, 2, 3)]
+    saved(tmp_path, 3, scale=2.0)
+    assert checkpoints(tmp_path) == paths
+    np.testing.assert_array_equal(load_checkpoint(paths[2]).state.parameters["w"], 2.0)
+
+
+@pytest.mark.parametrize("length", [0, 10, 1000])
+def test_what_is_written_over_another_file_is_all_that_is_in_it(tmp_path, length: int) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_bytes(b"x" * length)
+    write_atomically(new, b"y" * 100, old)
+    assert new.read_bytes() == b"y" * 100
+    assert list(tmp_path.iterdir()) == [new]
 
 
 def test_an_absent_file_is_refused(tmp_path) -> None:
