@@ -118,7 +118,7 @@ def parts_of(profile: cProfile.Profile) -> dict[str, float]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="what a round costs beside training")
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=1_000)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     profile = cProfile.Profile(builtins=False)  # watching less, it costs less
