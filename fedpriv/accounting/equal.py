@@ -19,7 +19,9 @@ from fedpriv.accounting.panel import Panel, direct, rounds_array
 from fedpriv.accounting.saddle import EXACT, Plan
 
 _RATIO = 1.1
+"""Counts for which paths are planned are powers of this."""
 _KEPT = 64
+"""Paths, and plans, that are kept; a run uses two at a time."""
 
 
 @dataclass(frozen=True)

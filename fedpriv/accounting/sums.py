@@ -19,6 +19,7 @@ from fedpriv.accounting.shifted import decay
 FAR = (1.0, 2.0, 4.0, 8.0)
 """Where the decay beyond the last point is known, relative to that."""
 _ROUNDING = 4 * EPS
+"""More than a quotient and a product are rounded by, relative to the result."""
 
 
 @dataclass(frozen=True)

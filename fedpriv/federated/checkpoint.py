@@ -105,7 +105,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
     if metadata.pop("digest", None) != _digest(metadata, tensors):
-        raise CheckpointError(f"{path} is damaged: it is not what was written")
+        raise CheckpointError(
+            f"{path} is damaged: it is not what was written; without it, a run can go on from the "
+            "one before"
+        )
     parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
     for key, tensor in tensors.items():
         part, _, name = key.partition("/")
