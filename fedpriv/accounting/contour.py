@@ -135,14 +135,17 @@ def _answer(rounds: RoundsArray, question: Question) -> tuple[float, float]:
     """The answer in the worse direction, as good as can be."""
     if len(rounds.q) == 1:
         q, z, count = (float(of[0]) for of in (rounds.q, rounds.z, rounds.counts))
-        low, up = _both(EqualRounds(q, z, count, question), question)
+        low, up = _both(EqualRounds(q, z, count, question))
         if up - low <= _NARROW * up < math.inf:
             return low, up
-    return _both(_Different(rounds, question), question)
+    return _both(_Different(rounds, question))
 
 
 class _Known(Protocol):
     """What bounds an answer for some rounds; as of `EqualRounds`."""
+
+    @property
+    def question(self) -> Question: ...
 
     def contours(self, direction: Direction) -> tuple[Contour, ...]: ...
 
@@ -191,15 +194,15 @@ class _Different:
         return EXACT if self._few else MIXED
 
 
-def _both(known: _Known, question: Question) -> tuple[float, float]:
+def _both(known: _Known) -> tuple[float, float]:
     """The answer in the worse direction."""
-    low, up = _interval(known.contours(Direction.REMOVE), question)
-    if up == question.largest:
+    low, up = _interval(known.contours(Direction.REMOVE), known.question)
+    if up == known.question.largest:
         return low, up
     ceiling = known.ceiling(Direction.ADD)
     if ceiling <= low:
         return low, up
-    ends = _interval(known.contours(Direction.ADD), question)
+    ends = _interval(known.contours(Direction.ADD), known.question)
     return max(low, ends[0]), max(up, min(ends[1], ceiling))
 
 

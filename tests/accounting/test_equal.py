@@ -26,16 +26,16 @@ COUNTS = st.integers(1, 10**5)
 
 def fresh(q: float, z: float, count: int, question: Question) -> tuple[float, float]:
     """The interval of contours that are made for just these rounds."""
-    return contour._both(contour._Different(rounds_array({(q, z): count}), question), question)
+    return contour._both(contour._Different(rounds_array({(q, z): count}), question))
 
 
 def kept(q: float, z: float, count: int, question: Question) -> tuple[float, float]:
-    return contour._both(EqualRounds(q, z, count, question), question)
+    return contour._both(EqualRounds(q, z, count, question))
 
 
 @given(q=PROBABILITIES, z=NOISES, count=COUNTS, question=QUESTIONS)
 def test_intervals_of_kept_and_of_new_contours_have_the_answer_in_common(
-    q: float, z: float, count: float, question: Question
+    q: float, z: float, count: int, question: Question
 ) -> None:
     old, new = kept(q, z, count, question), fresh(q, z, count, question)
     assert max(old[0], new[0]) <= min(old[1], new[1])
