@@ -13,7 +13,8 @@ from fedpriv.accounting.answers import DeltaAt, EpsilonAt, Question
 from fedpriv.accounting.contour import delta_interval, epsilon_interval
 from fedpriv.accounting.equal import EqualRounds
 from fedpriv.accounting.loss import Direction
-from fedpriv.accounting.panel import rounds_array
+from fedpriv.accounting.panel import Panel, rounds_array
+from fedpriv.accounting.saddle import Plan
 from tests.accounting.test_contour import gaussian_delta
 
 QUESTIONS: st.SearchStrategy[Question] = st.one_of(
@@ -39,6 +40,42 @@ def test_intervals_of_kept_and_of_new_contours_have_the_answer_in_common(
 ) -> None:
     old, new = kept(q, z, count, question), fresh(q, z, count, question)
     assert max(old[0], new[0]) <= min(old[1], new[1])
+
+
+@given(
+    q=PROBABILITIES,
+    z=NOISES,
+    count=COUNTS,
+    question=QUESTIONS,
+    direction=st.sampled_from(Direction),
+)
+def test_a_ceiling_is_above_the_answer_in_its_direction(
+    q: float, z: float, count: int, question: Question, direction: Direction
+) -> None:
+    new = contour._Different(rounds_array({(q, z): count}), question)
+    low, _ = contour._interval(new.contours(direction), question)
+    assert low <= EqualRounds(q, z, count, question).ceiling(direction)
+
+
+class Above(DeltaAt):
+    """Tells the bound on K(c) that a ceiling is made from, over c(c + 1)."""
+
+    def ceiling(self, panel: Panel, plan: Plan, above: float) -> float:
+        del panel
+        return above / (plan.c * (plan.c + 1))
+
+
+@given(z=st.floats(5.0, 100.0), count=st.integers(1, 1_000), direction=st.sampled_from(Direction))
+def test_a_ceiling_is_made_from_a_tight_bound_on_the_cumulant(
+    z: float, count: int, direction: Direction
+) -> None:
+    """Without sampling K(c) = n·c(c + 1)/2z² (Mironov 2017, Proposition 7).
+
+    Losses outside the windows are not in it, but in the δ that is set apart for them.
+    """
+    exact = count / (2 * z**2)
+    above = EqualRounds(1.0, z, count, Above(0.5)).ceiling(direction)
+    assert exact * (1 - 1e-8) <= above <= exact * (1 + 1e-8)
 
 
 @given(q=st.floats(0.01, 1.0), z=st.floats(1.0, 5.0), count=st.integers(20, 20_000))
