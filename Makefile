@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: simulate federation test test-slow lint format bench bench-rivals proto clean
+.PHONY: simulate federation test test-slow test-search lint format bench bench-rivals proto clean
 
 simulate: .venv/installed
 	$(BIN)/fedpriv simulate simulations/digits.toml
@@ -18,6 +18,10 @@ test: lint
 # They wait more than they compute, for deadlines and for processes that were killed.
 test-slow: .venv/installed-test
 	$(BIN)/pytest -m slow --numprocesses auto --dist loadfile
+
+# What is said of all values, tried with others than `make test` does, and with more.
+test-search: .venv/installed-test
+	$(BIN)/pytest -m hypothesis --hypothesis-profile search --numprocesses auto
 
 lint: .venv/installed-test
 	$(BIN)/ruff format --check .
