@@ -160,7 +160,9 @@ def poisson_gaussian(
 
 
 def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
-    """Count events by (sampling probability q, noise_stddev per *sensitivity*), by first use.
+    """Count events by (sampling probability q, noise_stddev per *sensitivity*), in order of both.
+
+    Whatever the order of events, what is computed from the counts is the same to the last bit.
 
     The second number is the effective noise multiplier z over the sensitivity in clipping norms:
     1 where one user is added or removed, 2 where one is replaced, times that of the strategy where
@@ -184,14 +186,11 @@ def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
 
 
 def _merged(rounds: dict[tuple[float, float], int]) -> dict[tuple[float, float], int]:
-    """The same rounds with nearly equal ones counted as the worst of them."""
-    worst: dict[tuple[float, float], tuple[float, float]] = {}
+    """The same rounds in order, with nearly equal ones counted as the worst of them."""
+    merged: dict[tuple[float, float], int] = {}
     last = (0.0, 0.0)
-    for q, z in sorted(rounds):
+    for (q, z), count in sorted(rounds.items()):
         if q != last[0] or z > last[1] * (1.0 + _SAME):
             last = (q, z)
-        worst[q, z] = last
-    merged: dict[tuple[float, float], int] = {}
-    for key, count in rounds.items():
-        merged[worst[key]] = merged.get(worst[key], 0) + count
+        merged[last] = merged.get(last, 0) + count
     return merged

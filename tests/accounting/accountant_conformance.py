@@ -143,7 +143,7 @@ class AccountantConformance(ABC):
         whole = [poisson_gaussian(q, z, count + 1) for q, z, count in pairs]
         split = [poisson_gaussian(q, z, n) for q, z, count in pairs for n in (count, 1)]
         split = data.draw(st.permutations(split))
-        assert self.epsilon(*split) == pytest.approx(self.epsilon(*whole), rel=1e-8)
+        assert self.epsilon(*split) == self.epsilon(*whole)
 
     @pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [0.2, 3.0, 1.0, 0.01]])
     def test_only_the_effective_noise_multiplier_matters(self, weights: list[float]) -> None:
