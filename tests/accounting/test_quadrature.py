@@ -7,7 +7,7 @@ import pytest
 from fedpriv.accounting.quadrature import gauss_legendre
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 32, 96, 192, 1536])
+@pytest.mark.parametrize("nodes", [2, 3, 4, 7, 32, 96, 192, 385, 1536])
 def test_nodes_and_weights_are_right_to_nearly_all_digits(nodes: int) -> None:
     place, log_weight = gauss_legendre(nodes)
     assert np.all(np.diff(place) > 0)
