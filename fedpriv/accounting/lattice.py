@@ -132,4 +132,5 @@ def _spaced(reach: int, lattice: Lattice) -> NDArray[np.int64]:
         count = turn + (reach - far) / widest
     u = np.arange(1, math.ceil(count) + 2)
     grown = knee * np.exp(growth * (np.minimum(u, turn) - knee)) + np.maximum(u - turn, 0) * widest
-    return np.unique(np.ceil(np.where(u <= knee, u, grown)).astype(np.int64))
+    index = np.ceil(np.where(u <= knee, u, grown)).astype(np.int64)
+    return index[np.diff(index, prepend=0) > 0]

@@ -91,11 +91,14 @@ def masses(low: Vector, high: Vector, mean: float, z: float) -> Vector:
     """
     low, high = (np.clip(end, mean - 1e3 * z, mean + 1e3 * z) for end in (low, high))
     middle, half = ((low + high) / 2 - mean) / z, (high - low) / (2 * z)
-    a, b = (low - mean) / z, (high - mean) / z
-    at = middle + half * _NODES[:, None]
-    inside = half * (_WEIGHTS[:, None] * np.exp(-(at**2) / 2)).sum(axis=0) / math.sqrt(2 * math.pi)
-    wide = np.where(a > 0, ndtr(-a) - ndtr(-b), ndtr(b) - ndtr(a))
-    return np.where(2 * half * np.maximum(np.abs(middle), 1.0) < 0.5, inside, wide)
+    narrow = 2 * half * np.maximum(np.abs(middle), 1.0) < 0.5
+    found = np.empty(narrow.shape)
+    at = middle[narrow] + half[narrow] * _NODES[:, None]
+    density = (_WEIGHTS[:, None] * np.exp(-(at**2) / 2)).sum(axis=0) / math.sqrt(2 * math.pi)
+    found[narrow] = half[narrow] * density
+    a, b = ((end[~narrow] - mean) / z for end in (low, high))
+    found[~narrow] = np.where(a > 0, ndtr(-a) - ndtr(-b), ndtr(b) - ndtr(a))
+    return found
 
 
 def cells(x: Vector, mean: float, z: float) -> Vector:
