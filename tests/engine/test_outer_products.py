@@ -66,7 +66,8 @@ def test_no_norm_is_taken_to_be_less_than_it_is(factors: OuterProducts) -> None:
     assert not np.isfinite(bound) or Fraction(bound) ** 2 >= exact_square(factors)
 
 
-@given(one_user(), st.floats(0.0, 1.0))
+# A clipping norm over a scale is 1e-42 at least; quotients far below that lose their digits.
+@given(one_user(), st.floats(1e-200, 1.0))
 def test_nor_less_than_that_of_what_is_added(factors: OuterProducts, share: float) -> None:
     bounds = factors.norm_bounds()
     if torch.isfinite(bounds).all():
