@@ -37,8 +37,8 @@ def gauss_legendre(nodes: int) -> tuple[Vector, Vector]:
 def _about(degree: int) -> Vector:
     """The roots from 0 on, to a hundredth of their distances; increasing.
 
-    cos(j/(n + ½)) for the zeros j of the Bessel function J₀ (DLMF 18.16.8), by the first terms of
-    McMahon's expansion (DLMF 10.21.19).
+    cos(j/(n + ½)) for the zeros j of the Bessel function J₀ (DLMF 18.16(ii)), by the first terms
+    of McMahon's expansion (DLMF 10.21(vi)).
     """
     b = math.pi * (np.arange(degree // 2, 0, -1) - 0.25)
     angles = (b + 1 / (8 * b) - 124 / (3 * (8 * b) ** 3)) / (degree + 0.5)
