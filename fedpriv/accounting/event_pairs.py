@@ -1,7 +1,7 @@
 """Which pairs bound what events cost, from above and from below: one analysis for each policy."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import reduce
 from types import MappingProxyType
 
@@ -43,15 +43,11 @@ Analysis = Callable[[Sequence[RoundEvent]], PairBounds]
 
 
 def bounds_of(events: Iterable[RoundEvent]) -> PairBounds:
-    """Bounds of all events together, each of a kind in `ANALYSES`.
-
-    They are the same in whatever order the events come, and so is the order of their pairs, on
-    which rounding depends.
-    """
+    """Bounds of all events together, each of a kind in `ANALYSES`."""
     kinds: dict[Pair, list[RoundEvent]] = {}
     for event in events:
         kinds.setdefault((event.sampling.policy, event.sampling.relation), []).append(event)
-    each = (ANALYSES[kind](alike) for kind, alike in sorted(kinds.items()))
+    each = (ANALYSES[kind](alike) for kind, alike in kinds.items())
     return reduce(_both, each, _exact({}))
 
 
@@ -105,10 +101,9 @@ def _shuffled(events: Sequence[RoundEvent]) -> PairBounds:
 
 
 def _scheduled(events: Iterable[RoundEvent]) -> list[tuple[RoundEvent, Schedule]]:
-    """The events that say how many rounds they had, in order of these and of the noise."""
+    """The events that say how many rounds they had."""
     each = ((event, event.sampling.schedule) for event in events)
-    scheduled = [(event, schedule) for event, schedule in each if schedule is not None]
-    return sorted(scheduled, key=lambda one: (astuple(one[1]), one[0].noise_multiplier))
+    return [(event, schedule) for event, schedule in each if schedule is not None]
 
 
 def _separated(events: Sequence[RoundEvent]) -> PairBounds:
