@@ -155,7 +155,6 @@ def _worker(simulated: bytes, welcome: bytes) -> Node:
         device_named(described.device),
         described.chunk_mebibytes * _MEBIBYTE,
         activations=activations_named(described.activations),
-        compiled_for=described.compiled_for,
     )
     return Node("", transport)
 

@@ -68,11 +68,6 @@ class Experiment:
         """State before the first round."""
         return initial_state(self.plan, self.task.parameters(), self.task.statistics())
 
-    @property
-    def compiled_for(self) -> int:
-        """Rounds that a compiled local step may serve."""
-        return self.plan.rounds if self.config.engine.compile else 0
-
     def in_process(self, users: UserStore) -> InProcessTransport:
         """Transport that trains the enrolled users in this process."""
         engine = self.config.engine
@@ -82,7 +77,6 @@ class Experiment:
             self.device,
             engine.chunk_mebibytes * 2**20,
             activations=engine.activations,
-            compiled_for=self.compiled_for,
             processes=engine.processes,
         )
 

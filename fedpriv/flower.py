@@ -40,7 +40,6 @@ class Simulated:
         device: where to train.
         chunk_mebibytes: memory that a chunk of users may take, roughly.
         activations: of the model while users train, as `InProcessTransport` has them.
-        compiled_for: rounds that a local step may serve that each worker compiles.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Simulated:
     device: str
     chunk_mebibytes: int
     activations: str = "float32"
-    compiled_for: int = 0
 
     def encode(self) -> bytes:
         """The header.

@@ -188,15 +188,13 @@ class EngineSection(Section):
     """Where and how fast; nothing here changes the guarantee.
 
     The result changes only by rounding: in `activations` of "bfloat16" to 8 bits while users train.
-    With `compile` the local step is compiled before the first round, where it can be and if the run
-    is long enough to gain by it. Users who train side by side on a CPU do so in `processes`, where
-    a process can be forked, or in threads.
+    Users who train side by side on a CPU do so in `processes`, where a process can be forked, or in
+    threads.
     """
 
     device: str = "auto"
     chunk_mebibytes: Count = 128
     activations: Literal["float32", "bfloat16"] = "float32"
-    compile: bool = False
     processes: bool = True
 
 

@@ -139,7 +139,7 @@ class GridSimulation:
         config = self.experiment.config
         data, engine = config.data, config.engine
         trained = engine.device, engine.chunk_mebibytes, engine.activations
-        return Simulated(data.name, data.options, *trained, self.experiment.compiled_for)
+        return Simulated(data.name, data.options, *trained)
 
     @property
     def _welcome(self) -> bytes:

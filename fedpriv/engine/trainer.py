@@ -16,7 +16,6 @@ from fedpriv.engine.batches import Batches
 from fedpriv.engine.chunk_sum import ChunkSum
 from fedpriv.engine.chunks import (
     blank,
-    even,
     example_bytes,
     lane_bytes,
     lanes_within,
@@ -25,7 +24,6 @@ from fedpriv.engine.chunks import (
     sizes_of,
 )
 from fedpriv.engine.clipping import clipped_sum
-from fedpriv.engine.compiled import MOST_LANES, CompiledStep
 from fedpriv.engine.diagnostics import ChunkDiagnostics, diagnose_chunk
 from fedpriv.engine.layers import Layers
 from fedpriv.engine.learning import check_learning, learn
@@ -33,7 +31,7 @@ from fedpriv.engine.measuring import Examples, mean_losses, user_metrics
 from fedpriv.engine.memory import keep_freed_memory
 from fedpriv.engine.precision import Activations
 from fedpriv.engine.qualifying import layers_of
-from fedpriv.engine.schedule import schedule, steps_of, widths_of
+from fedpriv.engine.schedule import schedule
 from fedpriv.engine.seeding import draws, seeded
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task, TorchTensors
@@ -41,7 +39,6 @@ from fedpriv.engine.updates import Updates
 from fedpriv.federated.transport import RoundRequest
 
 _log = logging.getLogger(__name__)
-_TIMED = 8  # steps at most to see how long they take
 
 
 @dataclass(frozen=True)
@@ -127,30 +124,12 @@ class Trainer:
         one = lane_bytes(self.task, self._numbers, request.local, self._largest, self.layers)
         return lanes_within(self.memory, one + metric_bytes(request.metrics))
 
-    def compiled(self, request: RoundRequest, ahead: float, together: int) -> CompiledStep | None:
-        """The local step of a request by `compiled_step`; None, and a line in the log, if none."""
-        largest = np.array(self._largest)
-        known = self.layers is not None or self.draws or self.device.type != "cpu"
-        if known or self.activations != "float32" or steps_of(largest, request.local) < 2:
-            _log.warning("local steps are not compiled, as these would gain nothing")
-            return None
-        from fedpriv.engine.compiling import compiled_step  # noqa: PLC0415 - takes a second or two
-
-        start = Start.of(request, self.constants, self.device)
-        row = blank(self.users)
-        x, y = (torch.from_numpy(row[name]) for name in (self.task.inputs, self.task.targets))
-        steps, width = (int(of(largest, request.local)) for of in (steps_of, widths_of))
-        most = even(together, min(MOST_LANES, self.lanes(request)), 1)
-        shape = most, min(steps, _TIMED), width
-        return compiled_step(self.task, start, request.local, shape, x, y, ahead, together)
-
     def sums(
         self,
         request: RoundRequest,
         start: Start,
         chunk: npt.NDArray[np.int64],
         node: str,
-        step: CompiledStep | None = None,
     ) -> list[ChunkSum]:
         """Sum of the clipped contributions of a chunk.
 
@@ -162,13 +141,12 @@ class Trainer:
             start: what users start from.
             chunk: positions of users in the store.
             node: name of the sum.
-            step: compiled, for users who fit; None: there is none.
 
         Raises:
             MemoryError: there is too little memory, on a GPU `torch.OutOfMemoryError`.
         """
         try:
-            return [self._sum(request, start, chunk, node, step)]
+            return [self._sum(request, start, chunk, node)]
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -187,11 +165,10 @@ class Trainer:
         request: RoundRequest,
         start: Start,
         chunk: npt.NDArray[np.int64],
-        step: CompiledStep | None = None,
     ) -> Updates:
         """Updates and metrics of the users of a chunk, before they are clipped."""
         with self._one_chunk:
-            updates = self._train(request, start, chunk, step)
+            updates = self._train(request, start, chunk)
             if not request.metrics:
                 return updates
             examples = self._examples(request, chunk)
@@ -204,9 +181,8 @@ class Trainer:
         start: Start,
         chunk: npt.NDArray[np.int64],
         node: str,
-        step: CompiledStep | None,
     ) -> ChunkSum:
-        tensors = self.sent(request, start, chunk, step)
+        tensors = self.sent(request, start, chunk)
         diagnostics: tuple[ChunkDiagnostics, ...] = ()
         if self.observed:
             losses = mean_losses(self.evaluated, start.tensors, self._examples(request, chunk))
@@ -221,7 +197,6 @@ class Trainer:
         request: RoundRequest,
         start: Start,
         chunk: npt.NDArray[np.int64],
-        step: CompiledStep | None,
     ) -> Updates:
         """Updates of the users of a chunk."""
         enrolled = chunk if self.hosted is None else self.hosted[chunk]
@@ -230,8 +205,6 @@ class Trainer:
         fields = self.users.take(plan.rows)
         x, y = fields[self.task.inputs], fields[self.task.targets]
         batches = Batches.of(plan, x, y, self.device)
-        if step is not None and step.fits(batches):
-            return {**step.train(start.parameters, start.constants, batches)}
         first = int(enrolled[0])
         with seeded(request.local_key, first, self.device) if self.draws else nullcontext():
             return learn(self.task, self.layers, start, batches, request.local, self.activations)

@@ -11,7 +11,6 @@ import torch
 from fedpriv.data.store import UserStore
 from fedpriv.engine.chunk_sum import ChunkSum
 from fedpriv.engine.chunks import blank, chunks, even, sizes_of
-from fedpriv.engine.compiled import CompiledStep
 from fedpriv.engine.diagnostics import (
     ChunkDiagnostics,
     SimulationOnlyDiagnostics,
@@ -21,14 +20,13 @@ from fedpriv.engine.matmul import blas_threads
 from fedpriv.engine.metric_checks import check_metrics
 from fedpriv.engine.precision import Activations, activations_named
 from fedpriv.engine.processes import TrainerProcess, can_fork, in_processes, packed
-from fedpriv.engine.schedule import steps_of
 from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task
 from fedpriv.engine.threads import in_threads, one_thread
 from fedpriv.engine.trainer import Trainer
 from fedpriv.engine.updates import whole
 from fedpriv.errors import InvalidValueError
-from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest, Transport
+from fedpriv.federated.transport import PartialSum, RoundRequest, Transport
 
 Job = tuple[int, npt.NDArray[np.int64]]
 """Number of a chunk, and positions of its users."""
@@ -72,12 +70,9 @@ class InProcessTransport(Transport):
             every deployment, computes none.
         activations: "float32" or "bfloat16", of the model while users train; sums, clipping and
             metrics are the same.
-        compiled_for: rounds that a compiled local step may serve; 0: none is compiled. It is before
-            the first round, on a CPU, in float32, for models whose layers are not all of known
-            kinds, if training takes so long that this can pay; and used if it is faster.
         processes: whether chunks that train side by side do so in processes, not in threads: these
             are forked from this one before the first round and end with the transport. Only on
-            Linux, and not if steps are compiled; elsewhere threads do it.
+            Linux; elsewhere threads do it.
 
     Raises:
         InvalidValueError: activations have another name.
@@ -90,7 +85,6 @@ class InProcessTransport(Transport):
     hosted: npt.NDArray[np.int64] | None = None
     observer: Callable[[SimulationOnlyDiagnostics], None] | None = None
     activations: Activations = "float32"
-    compiled_for: int = 0
     processes: bool = False
 
     def __post_init__(self) -> None:
@@ -159,32 +153,29 @@ class InProcessTransport(Transport):
         self._check(request)
         users, threads = self._positions(request.users), self._threads
         sizes = sizes_of(self.users, users)
-        step = self._step(request, sizes)
-        lanes = step.lanes if step else even(len(users), self._trainer.lanes(request), threads)
+        lanes = even(len(users), self._trainer.lanes(request), threads)
         jobs = list(enumerate(chunks(users, sizes, request.local, lanes)))
         if min(threads, len(jobs)) <= 1:
-            work = self._work(request, step)
+            work = self._work(request)
             with blas_threads(torch.get_num_threads()):
                 for job in jobs:
                     yield from work(self._trainer, job)
             return
-        if self.processes and step is None and can_fork():
+        if self.processes and can_fork():
             yield from self._sums_of_processes(request, jobs)
             return
         trainers = self._trainers
         with one_thread(), blas_threads(1):
-            for sums in in_threads(trainers, jobs, self._work(request, step)):
+            for sums in in_threads(trainers, jobs, self._work(request)):
                 yield from sums
 
-    def _work(
-        self, request: RoundRequest, step: CompiledStep | None
-    ) -> Callable[[Trainer, Job], list[ChunkSum]]:
+    def _work(self, request: RoundRequest) -> Callable[[Trainer, Job], list[ChunkSum]]:
         """What there is to do for each chunk of a round."""
         start = Start.of(request, self._trainer.constants, self.device)
 
         def work(trainer: Trainer, job: Job) -> list[ChunkSum]:
             number, chunk = job
-            return trainer.sums(request, start, chunk, f"chunk {number}", step)
+            return trainer.sums(request, start, chunk, f"chunk {number}")
 
         return work
 
@@ -210,19 +201,6 @@ class InProcessTransport(Transport):
         """Chunks that train side by side: torch's threads of a CPU, unless users share dice."""
         alone = self.device.type != "cpu" or self._trainer.draws
         return 1 if alone else torch.get_num_threads()
-
-    def _step(self, request: RoundRequest, sizes: npt.NDArray[np.int64]) -> CompiledStep | None:
-        """The compiled local step, if there is to be one and there can be."""
-        if self.compiled_for and request.local not in self._steps:
-            ahead = self.compiled_for * steps_of(sizes, request.local).sum() / self._threads
-            together = even(len(sizes), self._trainer.lanes(request), self._threads)
-            self._steps[request.local] = self._trainer.compiled(request, ahead, together)
-        return self._steps.get(request.local)
-
-    @cached_property
-    def _steps(self) -> dict[LocalTraining, CompiledStep | None]:
-        """For each way to train of earlier rounds."""
-        return {}
 
     @cached_property
     def _trainer(self) -> Trainer:

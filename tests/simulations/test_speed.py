@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.engine.qualifying import layers_of
 from fedpriv.engine.task import Task, check_task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.models import softmax_regression
-from simulations import compiled_steps, overheads, throughput
+from simulations import overheads, throughput
 from simulations.throughput import Work, example_losses, plain_round, request_of, speeds_of
 
 SMALL = Work(partial(softmax_regression, inputs=6), 5, 4, (6,))
@@ -71,18 +70,3 @@ def test_parts_of_a_round_are_all_of_it(tmp_path: Path) -> None:
     assert set(overheads.BESIDE) < set(parts)
     assert min(parts.values()) > 0.0
     assert sum(parts.values()) - parts["all"] <= parts["all"]
-
-
-def test_models_of_the_study_of_compiled_steps_are_of_no_known_layers() -> None:
-    x, y = torch.zeros(1, 1, 28, 28), torch.zeros(1, dtype=torch.int64)
-    for model in compiled_steps.MODELS.values():
-        task = Task(model(), example_losses)
-        assert task.example_losses(dict(task.model.named_parameters()), {}, x, y).shape == (1,)
-        assert layers_of(task, x, y) is None
-
-
-def test_compiled_steps_are_timed_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "REPEATS", 1)
-    monkeypatch.setattr(throughput, "TURN", 0.0)
-    _, plain, compiled = compiled_steps.compare(SMALL)
-    assert min(plain, compiled) > 0.0
