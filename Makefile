@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: simulate federation test test-slow test-search lint format bench bench-rivals proto clean
+.PHONY: simulate federation test test-slow test-search test-mutants lint format bench bench-rivals proto clean
 
 simulate: .venv/installed
 	$(BIN)/fedpriv simulate simulations/digits.toml
@@ -22,6 +22,10 @@ test-slow: .venv/installed-test
 # What is said of all values, tried with others than `make test` does, and with more.
 test-search: .venv/installed-test
 	$(BIN)/pytest -m hypothesis --hypothesis-profile search --numprocesses auto
+
+# The guarantee broken in many ways, one at a time: tests must notice each.
+test-mutants: .venv/installed-test
+	$(BIN)/python -m tests.mutants
 
 lint: .venv/installed-test
 	$(BIN)/ruff format --check .

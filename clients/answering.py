@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 import grpc
 
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
+from fedpriv.federated.transport import PartialSum
 from fedpriv.wire import Decline, Receipt, RoundOffer, Welcome
 
 from .backoff import Backoff, persist
 from .diary import Diary
 from .exchange import download, upload
-from .messages import Trained
 from .screening import Screening
 from .worker import Worker
 
@@ -81,12 +81,12 @@ class Answering:
             else:
                 _log.info("%s: answered after %.1f s", what, seconds)
 
-    async def _sent(self, offer: RoundOffer, answer: Trained | Decline) -> Receipt:
+    async def _sent(self, offer: RoundOffer, answer: PartialSum | Decline) -> Receipt:
         return await persist(lambda: upload(self.channel, offer.id, answer), self.backoff)
 
     async def _answer(
         self, welcome: Welcome, offer: RoundOffer, deadline: float
-    ) -> Trained | Decline:
+    ) -> PartialSum | Decline:
         try:
             objection = await self.screening.objection(welcome, offer)
             if objection is not None:
@@ -97,7 +97,7 @@ class Answering:
             return Decline("the node cannot check the offer, or not write it down")
         return await self._trained(offer, deadline)
 
-    async def _trained(self, offer: RoundOffer, deadline: float) -> Trained | Decline:
+    async def _trained(self, offer: RoundOffer, deadline: float) -> PartialSum | Decline:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -110,7 +110,7 @@ class Answering:
             _log.error("the model cannot be fetched: %s (%r)", error.code().name, error.details())
             return Decline("the model cannot be fetched")
         now = loop.time()
-        # A sum has twice the bytes of the model, and the way up is often the slower one.
+        # A sum has up to twice the bytes of the model, and the way up is often the slower one.
         margin = max(4.0 * (now - began), _LEAST_MARGIN * (deadline - began))
         seconds = max(0.5 * (deadline - now), deadline - now - margin)
         try:

@@ -6,10 +6,12 @@ server and logged says nothing of users.
 
 import logging
 
+import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedpriv.errors import FedprivError
+from fedpriv.federated.transport import PartialSum
 from fedpriv.flower import (
     ANSWER,
     HELLO,
@@ -33,7 +35,6 @@ from fedpriv.wire import federation_pb2 as pb
 
 from .exchange import header_of
 from .flower_node import introduce, respond
-from .messages import Trained
 
 app = ClientApp()
 _log = logging.getLogger(__name__)
@@ -70,13 +71,14 @@ def take_part(message: Message, context: Context) -> Message:
         return _reply(message, offer, Decline(f"training failed: {type(error).__name__}"))
 
 
-def _trained(content: RecordDict, context: Context, offer: RoundOffer) -> Trained | Decline:
-    request = offer.request(tensors_in(content, offer.model))
-    trained = respond(content, context.node_config, offer, request)
-    return Decline("training failed") if trained is None else trained
+def _trained(content: RecordDict, context: Context, offer: RoundOffer) -> PartialSum | Decline:
+    tensors = tensors_in(content, offer.model)
+    # An offer's model is float32, so nothing is copied.
+    request = offer.request({n: t.astype(np.float32, copy=False) for n, t in tensors.items()})
+    return respond(content, context.node_config, offer, request)
 
 
-def _reply(message: Message, offer: RoundOffer, trained: Trained | Decline) -> Message:
+def _reply(message: Message, offer: RoundOffer, trained: PartialSum | Decline) -> Message:
     answer, tensors = header_of(offer.id, trained)
     headers = {ANSWER: answer.SerializeToString()}
     return Message(content_of(headers, packed(tensors) if tensors else None), reply_to=message)

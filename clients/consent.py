@@ -125,9 +125,10 @@ def reach_of(offer: RoundOffer) -> float:
 
 
 def misfit(welcome: Welcome, offer: RoundOffer) -> str | None:
-    """Why an offer cannot be of the population that the node was welcomed to, or None.
+    """Why no node can take part in an offer, whatever it consents to, or None.
 
-    The sentence says nothing of users.
+    It is not of the population that the node was welcomed to, or the work that one user makes has
+    no bound. The sentence says nothing of users.
     """
     if offer.price.population != welcome.population:
         return (
@@ -136,4 +137,9 @@ def misfit(welcome: Welcome, offer: RoundOffer) -> str | None:
         )
     if not np.all(np.isin(offer.users, welcome.users)):
         return "the offer is to users that the node was not welcomed with"
+    if offer.local.max_examples is None:
+        return (
+            "local.max_examples is absent; the offer must say how many examples of a user count, "
+            "so that no user takes the time of all"
+        )
     return None

@@ -33,7 +33,7 @@ CREATE TABLE ledgers (
     hash TEXT NOT NULL
 ) WITHOUT ROWID;
 """
-_FORMAT = FileFormat("diary", 0x66707064, (_SCHEMA,), 0o600)
+_FORMAT = FileFormat("diary", 0x66707064, _SCHEMA, 0o600)
 
 # An attempt that was interrupted is offered again by the same name: the looser of the two counts,
 # since the node has agreed to it, and the later time.

@@ -27,7 +27,6 @@ from fedpriv.wire import (
     Assembler,
     Decline,
     Hello,
-    RawUpdate,
     Receipt,
     Receiver,
     RoundId,
@@ -43,14 +42,11 @@ from fedpriv.wire import (
     encode_answer,
     encode_hello,
     encode_round_id,
-    manifest_of,
     parse,
     pieces,
+    tensors_of,
 )
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.answers import SUM
-
-from .messages import OneUser, Trained
 
 LARGEST_LEDGER = 2**28
 """Bytes of an exported ledger that a node fetches: about half a million rounds."""
@@ -105,7 +101,7 @@ async def download(
 
 
 async def upload(
-    channel: grpc.aio.Channel, round_id: RoundId, answer: Trained | Decline
+    channel: grpc.aio.Channel, round_id: RoundId, answer: PartialSum | Decline
 ) -> Receipt:
     """Answer an offer; the answer is cut into chunks as they are sent.
 
@@ -121,20 +117,17 @@ async def upload(
     return decode_receipt(_parsed(pb.Receipt, await call(_parts(header, tensors))))
 
 
-def header_of(round_id: RoundId, answer: Trained | Decline) -> tuple[pb.Answer, Tensors]:
+def header_of(round_id: RoundId, answer: PartialSum | Decline) -> tuple[pb.Answer, Tensors]:
     """The message of an answer, and the tensors that it declares, which are read for their digest.
 
     Raises:
         WireError: it passes a limit.
     """
     tensors: Tensors = {}
-    content: RawUpdate | SummedUpdates | Decline
+    content: SummedUpdates | Decline
     match answer:
-        case OneUser():
-            tensors = answer.tensors
-            content = RawUpdate(answer.weight, manifest_of(tensors))
         case PartialSum():
-            tensors = {SUM: answer.total}
+            tensors = tensors_of(answer)
             content = SummedUpdates.of(answer)
         case Decline():
             content = answer

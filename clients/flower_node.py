@@ -12,7 +12,7 @@ from fedpriv.data.registry import load_population
 from fedpriv.engine.precision import activations_named
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, WireError
-from fedpriv.federated.transport import RoundRequest
+from fedpriv.federated.transport import PartialSum, RoundRequest
 from fedpriv.flower import (
     SIMULATED,
     WELCOME,
@@ -35,7 +35,7 @@ from fedpriv.wire import (
 from fedpriv.wire import federation_pb2 as pb
 
 from .consent import misfit
-from .messages import Source, Trained
+from .messages import Source
 from .node import Node
 from .training import Host
 from .users import load_users
@@ -49,7 +49,7 @@ Settings = Mapping[str, object]
 
 A worker of a simulation has `partition-id` and `num-partitions`. A node that hosts enrolled users
 has `node`, its name, and `users`, as `clients.users.load_users` reads it; it may have `device`,
-`chunk-mebibytes` and `activations`.
+`chunk-mebibytes`, `activations` and `processes`, as `Source` has them.
 """
 
 
@@ -65,15 +65,14 @@ def introduce(content: RecordDict, settings: Settings) -> Hello:
     if "users" in settings:
         return Hello(str(settings.get("node", "")), _host_of(settings).loaded.users_sha256)
     population = _population(_simulated(content))
-    users = population.users
-    shard = _shard(users.population, settings)
+    shard = _shard(population.users.population, settings)
     name = f"worker-{settings['partition-id']}"
-    return Hello(name, digest_of_shard(population.name, map(users.id_of, shard)))
+    return Hello(name, digest_of_shard(population.name, population.users, shard))
 
 
 def respond(
     content: RecordDict, settings: Settings, offer: RoundOffer, request: RoundRequest
-) -> Trained | Decline | None:
+) -> PartialSum | Decline:
     """Train the users of an offer that are hosted here.
 
     Args:
@@ -104,19 +103,30 @@ def respond(
 
 
 def _host_of(settings: Settings) -> Host:
-    users, device = str(settings["users"]), str(settings.get("device", "auto"))
-    memory = settings.get("chunk-mebibytes", Source.chunk_mebibytes)
-    if not isinstance(memory, int):
-        raise InvalidValueError(f"chunk-mebibytes is {memory!r}; it must be a whole number")
-    named = str(settings.get("activations", Source.activations))
-    source = Source(users, device, memory, activations=named)
-    found, activations = device_named(device), activations_named(named)
+    source = Source(
+        str(settings["users"]),
+        str(settings.get("device", Source.device)),
+        _whole(settings, "chunk-mebibytes") or Source.chunk_mebibytes,
+        activations=str(settings.get("activations", Source.activations)),
+        processes=_whole(settings, "processes"),
+    )
+    device, activations = device_named(source.device), activations_named(source.activations)
     try:
-        loaded = load_users(users)
+        users = load_users(source.users)
     except FedprivError as error:  # its text may name a user, or hold what the loader put into it
         _log.error("the users cannot be loaded: %s", raised_at(error))
         raise DataError("the node's users cannot be loaded; its log says where") from None
-    return Host(loaded, found, activations, source)
+    return Host(users, device, activations, source)
+
+
+def _whole(settings: Settings, name: str) -> int | None:
+    """A setting that is a positive whole number; None if there is none."""
+    number = settings.get(name)
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise InvalidValueError(f"{name} is {number!r}; it must be a positive whole number")
+    return number
 
 
 def _simulated(content: RecordDict) -> bytes:
@@ -155,6 +165,7 @@ def _worker(simulated: bytes, welcome: bytes) -> Node:
         device_named(described.device),
         described.chunk_mebibytes * _MEBIBYTE,
         activations=activations_named(described.activations),
+        processes=1,  # Ray gives each worker a core
     )
     return Node("", transport)
 

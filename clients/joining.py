@@ -43,6 +43,7 @@ class Joining:
         memory_mebibytes: that training may take; None: without limit.
         seconds: longest for one round; None: until its deadline.
         activations: of the model while users train, as `InProcessTransport` has them.
+        processes: how many train side by side, likewise.
         once: leave when the run is over, instead of waiting for another.
         backoff: how long to wait when the connection was lost.
     """
@@ -59,6 +60,7 @@ class Joining:
     memory_mebibytes: int | None = None
     seconds: float | None = None
     activations: str = "float32"
+    processes: int | None = None
     once: bool = False
     backoff: Backoff = Backoff()  # noqa: RUF009 - frozen, so sharing it is safe
 
@@ -116,6 +118,7 @@ def _source(joining: Joining) -> Source:
         memory_mebibytes=joining.memory_mebibytes,
         seconds=joining.seconds,
         activations=joining.activations,
+        processes=joining.processes,
     )
 
 

@@ -1,30 +1,28 @@
 """What a node's two processes say to each other, and how.
 
 The main process talks to the server and never imports torch; the training process holds the users'
-data and the model. Each message has one answer:
+data and the model.
 
-| message                           | answer                                                     |
-|-----------------------------------|------------------------------------------------------------|
-| `Source`                          | `Loaded`                                                   |
-| `Welcome`                         | None: the task can be trained                              |
-| `RoundRequest`                    | `Trained`, or None where there is nothing to send          |
-| positions of users, int64 vector  | the same for these users of the request before             |
+| message        | answers                                                                        |
+|----------------|--------------------------------------------------------------------------------|
+| `Source`       | `Loaded`                                                                       |
+| `Welcome`      | None: the task can be trained                                                  |
+| `RoundRequest` | `Ready`, any number of them; then None: all of the node's users of it are done |
+| `OneByOne`     | the same, one for each user in their order                                     |
 
-A `FedprivError` is an answer too. Any other failure ends the training process.
+A `FedprivError` is an answer too, and the last one. Any other failure ends the training process.
 """
 
 import pickle
 import socket
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.federated.transport import PartialSum
+from fedpriv.federated.transport import PartialSum, RoundRequest
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,10 @@ class Source:
         chunk_mebibytes: memory that a chunk of users may take, roughly; it decides how many train
             together.
         memory_mebibytes: address space that training may take beside what the process has taken
-            once data and model are loaded (Linux); None: without limit.
+            once data and model are loaded (Linux), in each process; None: without limit.
         seconds: longest for one round; None: until its deadline.
         activations: of the model while users train, as `InProcessTransport` has them.
+        processes: how many train side by side, likewise.
 
     Raises:
         InvalidValueError: a number is not positive.
@@ -51,9 +50,10 @@ class Source:
     memory_mebibytes: int | None = None
     seconds: float | None = None
     activations: str = "float32"
+    processes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("chunk_mebibytes", "memory_mebibytes", "seconds"):
+        for name in ("chunk_mebibytes", "memory_mebibytes", "seconds", "processes"):
             number = getattr(self, name)
             if number is not None and not number > 0:
                 raise InvalidValueError(f"{name} is {number}; it must be positive")
@@ -72,21 +72,28 @@ class Loaded:
     users_sha256: bytes
 
 
-@dataclass(frozen=True, eq=False)
-class OneUser:
-    """The answer of a node with one user, for the server to clip.
+@dataclass(frozen=True)
+class Ready:
+    """Some users of a round who are done.
 
     Attributes:
-        weight: of the user, in [0, 1]; secret.
-        tensors: as `InProcessTransport.raw_update` returns them.
+        users: their positions in the population, those who failed included.
+        partials: their sums; none where all failed.
     """
 
-    weight: float
-    tensors: Mapping[str, npt.NDArray[np.float32]]
+    users: npt.NDArray[np.int64]
+    partials: list[PartialSum]
 
 
-Trained: TypeAlias = OneUser | PartialSum
-"""What a node sends: its one user's tensors, or the sum over its users."""
+@dataclass(frozen=True)
+class OneByOne:
+    """Train users one after the other, and say of each that it is done.
+
+    Attributes:
+        request: of a round; the node has all of its users.
+    """
+
+    request: RoundRequest
 
 
 def send(channel: socket.socket, value: object) -> None:

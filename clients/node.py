@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
+from fedpriv.federated.aggregate import merged
 from fedpriv.federated.transport import PartialSum, RoundRequest
 
 
@@ -39,10 +38,5 @@ class Node:
 
         Users of the request that the node does not host are left to other nodes.
         """
-        total = np.zeros(request.clipping.layout.dimension)
-        users, weight = 0, 0.0
-        for partial in self.transport.collect(request):
-            total += partial.total
-            users += partial.users
-            weight += partial.users if partial.weight is None else partial.weight
-        return PartialSum(self.name, users, total, weight)
+        dimension = request.clipping.layout.dimension
+        return merged(self.name, self.transport.collect(request), dimension)

@@ -9,21 +9,24 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
+from typing import TypeVar
 
 from fedpriv.errors import FedprivError
 
 from .messages import receive, send
+
+_T = TypeVar("_T")
 
 _FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class Process:
-    """A spawned process that answers messages, one at a time.
+    """A spawned process that answers messages, one message at a time.
 
     Guarantees:
         * It ends with the process that made it, even if that is killed; on Linux also with the
@@ -31,7 +34,7 @@ class Process:
         * SIGINT and SIGTERM do not reach it: a terminal sends them to all processes of a group.
         * It writes nothing of what ended it, since such a text may hold users' data.
         * A message that is cancelled or has no answer is its last: it is killed at once.
-        * After `gone` nothing is left of it.
+        * After `gone` nothing is left of it; what it has forked is about to end.
     """
 
     def __init__(self) -> None:
@@ -52,15 +55,27 @@ class Process:
         return self._gone is None and self._process.is_alive()
 
     async def ask(self, message: object) -> object:
-        """Send a message and wait for its answer.
+        """Send a message and wait for its first answer.
 
         Raises:
             FedprivError: it is the answer.
             ChildProcessError: the process has ended.
         """
+        return await self._said(self._exchange, message)
+
+    async def listen(self) -> object:
+        """Wait for the next answer to a message that has several.
+
+        Raises:
+            FedprivError: it is the answer.
+            ChildProcessError: the process has ended.
+        """
+        return await self._said(receive, self._channel)
+
+    async def _said(self, what: Callable[[_T], object], given: _T) -> object:
         loop = asyncio.get_running_loop()
         try:
-            answer = await loop.run_in_executor(self._thread, self._exchange, message)
+            answer = await loop.run_in_executor(self._thread, what, given)
         except (OSError, EOFError):
             self.kill()
             await self.gone()
@@ -128,7 +143,7 @@ def _end_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it had ended before
-            sys.exit(0)
+            os._exit(0)
     threading.Thread(target=_exit_after_parent, daemon=True).start()
 
 

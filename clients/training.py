@@ -1,9 +1,10 @@
 """The training process of a node: it holds the users' data and the model, and trains."""
 
+import logging
 import resource
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,15 +20,15 @@ from fedpriv.engine.precision import Activations, activations_named
 from fedpriv.engine.task import Task, check_task
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError
-from fedpriv.federated.transport import LocalTraining, RoundRequest
+from fedpriv.federated.aggregate import merged
+from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import flat
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.tasks import build_task
 from fedpriv.wire import TaskDescription, Welcome, digest_of
 
-from .messages import Loaded, OneUser, Source, Trained, receive, send
-from .node import Node
+from .messages import Loaded, OneByOne, Ready, Source, receive, send
 from .users import enrolled_positions, load_users
 
 _MEBIBYTE = 2**20
@@ -80,7 +81,13 @@ class Host:
         check_task(task, blank)
         memory = self.source.chunk_mebibytes * _MEBIBYTE
         transport = InProcessTransport(
-            task, self.users, self.device, memory, hosted, activations=self.activations
+            task,
+            self.users,
+            self.device,
+            memory,
+            hosted,
+            activations=self.activations,
+            processes=self.source.processes,
         )
         _warm_up(replace(transport, users=UserStore(blank, np.array([0, 1])), hosted=None))
         return Trainer(transport, blank)
@@ -98,38 +105,37 @@ class Trainer:
     transport: InProcessTransport
     blank: Tensors
 
-    def answer(self, request: RoundRequest) -> Trained | None:
-        """Train the users of a request that are hosted here.
+    def answer(self, request: RoundRequest) -> PartialSum:
+        """The sum over the users of a request that are hosted here, its `node` empty.
+
+        Raises:
+            FedprivError: as of `ready`.
+            MemoryError: likewise.
+            RuntimeError: likewise.
+        """
+        partials = (partial for ready in self.ready(request) for partial in ready.partials)
+        return merged("", partials, request.clipping.layout.dimension)
+
+    def ready(self, request: RoundRequest) -> Iterator[Ready]:
+        """Yield the sums over the users of a request that are hosted here, as they are found.
 
         Guarantees: a user whose training raises counts as zero, and so does one without examples.
-
-        Returns:
-            The sum over the node's users, its `node` empty; where the node has one user, that
-            user's tensors, or None if the user is not asked, has no examples, or training raises.
+        Of an only user nothing is logged, as it would say that the user was drawn.
 
         Raises:
             InvalidValueError: the model is not that of the task, or a metric does not fit.
             ModelError: a metric cannot be computed on a row of zeros.
             MemoryError: there is not enough memory.
+            WorkerError: a process in which users trained side by side has ended.
             RuntimeError: the device works no more.
         """
         self._check(request)
-        trained = self._trained(request)
-        if self.transport.device.type == "cuda":
-            # A kernel that failed for one user has broken the process for all: then this raises.
-            torch.cuda.synchronize(self.transport.device)
-        return trained
-
-    def _trained(self, request: RoundRequest) -> Trained | None:
-        if self.transport.users.population > 1:
-            return Node("", self.transport).answer(request)
-        try:
-            tensors, weight = self.transport.raw_update(request)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception:  # its text may hold the user's data, and to log it says who was drawn
-            return None
-        return OneUser(weight, tensors)
+        with _unlogged() if self.transport.users.population == 1 else nullcontext():
+            for users, partials in self.transport.by_chunk(request):
+                if self.transport.device.type == "cuda":
+                    # A kernel that failed for one user has broken the process for all: this raises.
+                    torch.cuda.synchronize(self.transport.device)
+                yield Ready(users, partials)
 
     def _check(self, request: RoundRequest) -> None:
         """Refuse what would raise whatever the users' data are."""
@@ -157,7 +163,6 @@ def serve(channel: socket.socket) -> None:
     """
     host: Host | None = None
     trainer: Trainer | None = None
-    request: RoundRequest | None = None
     while True:
         message = receive(channel)
         answer: object = None
@@ -170,10 +175,12 @@ def serve(channel: socket.socket) -> None:
                     with _limited_afterwards(host.source.memory_mebibytes):
                         trainer = host.trainer(message)
                 case RoundRequest() if trainer is not None:
-                    request = message
-                    answer = trainer.answer(request)
-                case np.ndarray() if trainer is not None and request is not None:
-                    answer = trainer.answer(replace(request, users=message))
+                    for ready in trainer.ready(message):
+                        send(channel, ready)
+                case OneByOne(request) if trainer is not None:
+                    for user in np.split(request.users, len(request.users)):
+                        alone = trainer.ready(replace(request, users=user))
+                        send(channel, Ready(user, [p for r in alone for p in r.partials]))
                 case _:
                     raise TypeError(f"a {type(message).__name__} has no answer yet")
         except FedprivError as error:
@@ -206,10 +213,7 @@ def _warm_up(transport: InProcessTransport) -> None:
     request = RoundRequest("", 0, 0, parameters, clipping, local, np.arange(1), bytes(32))
     torch.ones(2**20).sum()  # large enough for all threads
     vmap(grad(torch.sin))(torch.ones(1))  # not every training needs it, and it is slow to load
-    try:
-        transport.raw_update(request)
-    except Exception as error:
-        raise ModelError(f"the model cannot be trained: {error}") from error
+    list(transport.collect(request))
 
 
 def _check_tensors(what: str, given: Tensors, known: Tensors) -> None:
@@ -228,6 +232,18 @@ def _plain(error: FedprivError) -> FedprivError:
         kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__
     ]
     return kinds[0](str(error))
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Let nothing of the library's be logged."""
+    logger = logging.getLogger("fedpriv")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager

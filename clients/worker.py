@@ -5,19 +5,22 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
-from fedpriv.errors import DataError, InvalidValueError, ModelError
+from fedpriv.errors import DataError, InvalidValueError, ModelError, WorkerError
 from fedpriv.federated.transport import PartialSum, RoundRequest
 from fedpriv.wire import Welcome
 
-from .messages import Loaded, OneUser, Source, Trained
+from .messages import Loaded, OneByOne, Ready, Source
 from .process import Process
 
-__all__ = ["OneUser", "Source", "Worker"]
+__all__ = ["Source", "Worker"]
+
+_COST_ALL = "training users together failed; those who are not done train one by one"
+_COST_ONE = "a user counts as zero: it ended the process or took too long"
 
 _log = logging.getLogger(__name__)
 
@@ -88,19 +91,20 @@ class Worker:
             await _prepare(await self._ready(), welcome)
             self._welcome = welcome
 
-    async def train(self, request: RoundRequest, seconds: float) -> Trained | None:
+    async def train(self, request: RoundRequest, seconds: float) -> PartialSum | None:
         """Train those users of a request that the node has.
 
-        If that fails for several of them together, or takes more than half of the time, they are
-        trained one by one, each within an equal share of the time that is left.
+        Who is done counts, whatever becomes of the others. If training users together ends the
+        process, or nobody more is done within half of the time that is left, those who are not are
+        trained one by one, each within an equal share of the time.
 
         Args:
             request: of a round; users that the node does not have are left to other nodes.
             seconds: until the answer is of no use. The source's limit holds too.
 
         Returns:
-            For a node with one user that user's tensors, otherwise the sum over its users, with an
-            empty `node`. None if there is nothing to send: no training ended well and in time.
+            The sum over the node's users of the request, with an empty `node`. None if no training
+            ended well and in time.
 
         Raises:
             InvalidValueError: nothing is prepared, the model is not that of the task, a metric
@@ -116,16 +120,7 @@ class Worker:
             longest = self._source.seconds
             deadline = now + (seconds if longest is None else min(seconds, longest))
             users = np.intersect1d(request.users, self._welcome.users)
-            process = await self._ready_before(deadline)
-            if process is None:
-                return None
-            if self.users == 1 or len(users) <= 1:
-                return await _answer(process, request, deadline)
-            together = await _answer(process, request, _between(deadline, 2))
-            if together is not None:
-                return together
-            _log.warning("training users together failed; they are trained one by one")
-            return await self._one_by_one(request, users, deadline)
+            return await self._trained(replace(request, users=users), deadline)
 
     async def close(self) -> None:
         """End the process; a call after the first does nothing."""
@@ -136,25 +131,30 @@ class Worker:
         self._process.kill()
         await self._process.gone()
 
-    async def _one_by_one(
-        self, request: RoundRequest, users: npt.NDArray[np.int64], deadline: float
-    ) -> PartialSum | None:
-        total: PartialSum | None = None
-        has_request: Process | None = None
-        for number in range(len(users)):
-            process = await self._ready_before(deadline)
-            if process is None:
+    async def _trained(self, request: RoundRequest, deadline: float) -> PartialSum | None:
+        nothing = PartialSum("", 0, np.zeros(request.clipping.layout.dimension, np.int64), 0)
+        waiting, together, total = request.users, len(request.users) != 1, None
+        while (process := await self._ready_before(deadline)) is not None:
+            asked = replace(request, users=waiting)
+            answer = process.ask(asked if together else OneByOne(asked))
+            try:
+                while True:
+                    parts = 2 if together else max(1, len(waiting))
+                    async with asyncio.timeout_at(_between(deadline, parts)):
+                        ready = await answer
+                    if not isinstance(ready, Ready):
+                        return total or nothing
+                    waiting = np.setdiff1d(waiting, ready.users)
+                    total = reduce(_added, ready.partials, total or nothing)
+                    answer = process.listen()
+            except (ChildProcessError, TimeoutError, WorkerError):
+                if not together:
+                    waiting = waiting[1:]
+                if len(request.users) > 1:  # of an only user it would say that it was drawn
+                    _log.warning("%s", _COST_ALL if together else _COST_ONE)
+            if waiting.size == 0:
                 break
-            alone = users[number : number + 1]
-            # A model is large: a process that has the request is told the user alone.
-            message = alone if process is has_request else replace(request, users=alone)
-            has_request = process
-            share = _between(deadline, len(users) - number)
-            one = await _answer(process, message, share)
-            if isinstance(one, PartialSum):
-                total = one if total is None else _added(total, one)
-            else:
-                _log.warning("a user counts as zero: it ended the process or took too long")
+            together = False
         return total
 
     async def _ready_before(self, deadline: float) -> Process | None:
@@ -224,15 +224,6 @@ async def _prepare(process: Process, welcome: Welcome) -> None:
         ) from error
 
 
-async def _answer(process: Process, message: object, until: float) -> Trained | None:
-    """What the process answers in time; None if it has ended, or was killed for taking longer."""
-    try:
-        async with asyncio.timeout_at(until):
-            return cast(Trained | None, await process.ask(message))
-    except (ChildProcessError, TimeoutError):
-        return None
-
-
 def _between(deadline: float, parts: int) -> float:
     """When the first of equal parts of the time until a deadline ends."""
     now = asyncio.get_running_loop().time()
@@ -242,8 +233,4 @@ def _between(deadline: float, parts: int) -> float:
 def _added(total: PartialSum, one: PartialSum) -> PartialSum:
     """The sum of two, in the memory of the first."""
     np.add(total.total, one.total, out=total.total)
-    return PartialSum("", total.users + one.users, total.total, _weight(total) + _weight(one))
-
-
-def _weight(partial: PartialSum) -> float:
-    return partial.users if partial.weight is None else partial.weight
+    return PartialSum("", total.users + one.users, total.total, total.weight + one.weight)

@@ -32,8 +32,8 @@ from fedpriv.privacy.entropy import Entropy, OperatingSystemEntropy, SeededEntro
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.metrics import Metric
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.privacy.weights import Averaging, Weighting
-from fedpriv.sections import AveragingSection, LocalSection, MetricsSection, ServerSection
+from fedpriv.privacy.weights import Averaging
+from fedpriv.sections import LocalSection, MetricsSection, ServerSection
 from fedpriv.tasks import build_task
 
 HeldOut = Mapping[str, npt.NDArray[np.generic]]
@@ -88,12 +88,10 @@ class Enrolled:
     Attributes:
         name: of the population, as in the ledger.
         users: N, how many.
-        sizes: [N] numbers of examples; None where only nodes know them.
     """
 
     name: str
     users: int
-    sizes: npt.NDArray[np.int64] | None = None
 
 
 def simulated(
@@ -111,7 +109,7 @@ def on_population(
 ) -> tuple[Experiment, InProcessTransport]:
     """As `simulated`, where the configured population is loaded already."""
     users = population.users
-    enrolled = Enrolled(population.name, users.population, users.sizes)
+    enrolled = Enrolled(population.name, users.population)
     experiment = build(config, run, enrolled, population.test, spent)
     return experiment, experiment.in_process(users)
 
@@ -147,6 +145,7 @@ def build(
     grouping = grouping_of(config.clipping, config.noise, layout)
     statistics = _statistics(config.metrics, task)
     adaptive, metrics = config.clipping.adaptive, _metrics(config.metrics, statistics)
+    averaging = config.averaging
     plan = TrainingPlan(
         run=config.run or run,
         population=enrolled.name,
@@ -162,7 +161,7 @@ def build(
         metrics=metrics,
         metrics_share=config.metrics.share if metrics else 0.0,
         adaptive=AdaptiveClipping(**adaptive.model_dump()) if adaptive else None,
-        averaging=_averaging(config.averaging, enrolled),
+        averaging=Averaging(averaging.cap, averaging.total_weight, averaging.floor),
         statistics=statistics,
     )
     check_metrics(task, metrics, plan.mechanism.average.sum_query.clipping, few)
@@ -196,19 +195,6 @@ def _statistics(section: MetricsSection, task: Task) -> RunningStatistics | None
     return RunningStatistics(tuple(layers), channels, tuple(e.eps for e in layers.values()))
 
 
-def _averaging(section: AveragingSection, enrolled: Enrolled) -> Averaging:
-    weighting = Weighting(section.cap)
-    total = section.total_weight
-    if section.weights == "examples" and total is None:
-        if enrolled.sizes is None:
-            raise InvalidValueError(
-                "averaging.total_weight is absent; where users' data are at nodes it must be "
-                "given, as nobody here knows how many examples they have"
-            )
-        total = float(weighting.of(enrolled.sizes).sum())
-    return Averaging(weighting, total, section.floor)
-
-
 def _local_training(local: LocalSection) -> LocalTraining:
     return LocalTraining(
         learning_rate=local.learning_rate,
@@ -217,6 +203,7 @@ def _local_training(local: LocalSection) -> LocalTraining:
         steps=local.steps,
         momentum=local.momentum,
         proximal=local.proximal,
+        max_examples=local.max_examples,
     )
 
 

@@ -105,6 +105,12 @@ def join(
     activations: Annotated[
         str, typer.Option(help="of the model while it trains: float32 or bfloat16")
     ] = "float32",
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="users train side by side, on a CPU", show_default="one for each thread"
+        ),
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="leave when the run is over")] = False,
     log_format: LogForm = LogFormat.TEXT,
 ) -> None:
@@ -132,6 +138,7 @@ def join(
             memory_mebibytes=memory,
             seconds=seconds,
             activations=activations,
+            processes=processes,
             once=once,
         )
     )

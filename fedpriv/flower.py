@@ -4,8 +4,9 @@ Headers are serialised messages of `fedpriv.wire`; the tensors that one of them 
 bytes, as `fedpriv.wire.pieces` gives them. Both sides must run the same version of fedpriv.
 """
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -16,9 +17,10 @@ import numpy.typing as npt
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedpriv import __version__
+from fedpriv.data.store import UserStore
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.privacy.layout import Tensors
-from fedpriv.wire import Manifest, Receiver, chunks, digest_of, pieces
+from fedpriv.wire import Manifest, Receiver, chunks, pieces
 from fedpriv.wire.limits import MAX_NAME, at_most, refusing
 
 OFFER, ANSWER, HELLO, WELCOME = "offer", "answer", "hello", "welcome"
@@ -28,6 +30,7 @@ SIMULATED, TROUBLE = "simulated", "trouble"
 _RECORD = "fedpriv"
 _VERSION = "version"
 _RAW = "bytes"  # neither side lets Flower read the tensors by itself
+_BYTES_AT_ONCE = 2**24
 
 
 @dataclass(frozen=True)
@@ -96,14 +99,34 @@ def shard_of(population: int, worker: int, workers: int) -> range:
     return range(population * worker // workers, population * (worker + 1) // workers)
 
 
-def digest_of_shard(population: str, user_ids: Iterable[str]) -> bytes:
+def digest_of_shard(population: str, users: UserStore, shard: range) -> bytes:
     """What a worker of a simulation says of its users, so that all load the same: 32 bytes.
 
+    Guarantees: another name of the population, and other ids, fields, rows, or numbers of rows of
+    the users of the shard give another digest. Guesses of users' data can be tested against it: it
+    is for workers and server alone.
+
     Args:
-        population: its name, which tells apart users whose ids are their positions.
-        user_ids: of the worker's share.
+        population: its name.
+        users: all of its users.
+        shard: positions of the worker's share.
     """
-    return digest_of([population, *user_ids])
+    fields = sorted(users.fields.items())
+    cuts = users.offsets[shard.start : shard.stop + 1].tolist()
+    said = (
+        population,
+        [users.id_of(user) for user in shard],
+        [cut - cuts[0] for cut in cuts],
+        [(name, field.dtype.str, field.shape[1:]) for name, field in fields],
+    )
+    digest = hashlib.sha256(json.dumps(said).encode())
+    row_bytes = sum(field.nbytes for _, field in fields) // max(1, users.rows)
+    at_once = 1 + _BYTES_AT_ONCE // (1 + row_bytes)
+    for first in range(cuts[0], cuts[-1], at_once):
+        rows = users.take(np.arange(first, min(first + at_once, cuts[-1])))
+        for name, _ in fields:
+            digest.update(rows[name].tobytes())
+    return digest.digest()
 
 
 def packed(tensors: Tensors) -> Array:
@@ -154,7 +177,7 @@ def header_in(content: RecordDict, name: str, most: int) -> bytes | None:
     return header
 
 
-def tensors_in(content: RecordDict, manifest: Manifest) -> dict[str, npt.NDArray[np.floating]]:
+def tensors_in(content: RecordDict, manifest: Manifest) -> dict[str, npt.NDArray[np.generic]]:
     """The tensors that a header has declared, read-only; total.
 
     Raises:

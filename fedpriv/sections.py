@@ -41,6 +41,7 @@ class LocalSection(Section):
     steps: Count | None = None
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     proximal: NonNegative = 0.0
+    max_examples: Count | None = None
 
 
 class ServerSection(Section):
@@ -156,9 +157,10 @@ class MetricsSection(Section):
 class AveragingSection(Section):
     """How much users count, and what sums are divided by.
 
-    With `weights = "examples"` a user with n examples counts min(n, cap)/cap; the sum of all
-    weights, `total_weight`, is a public constant, by default that of the enrolled users. With
-    `floor` the denominator is the cohort's own weight, but at least that share of the expected.
+    With `weights = "examples"` a user with n examples counts min(n, cap)/cap. `total_weight`, about
+    the sum of all weights, is a public constant that divides averages: if it were computed from the
+    users, each of them would move all averages. With `floor` the denominator is the cohort's own
+    weight, but at least that share of the expected.
     """
 
     weights: Literal["equal", "examples"] = "equal"
@@ -172,6 +174,11 @@ class AveragingSection(Section):
             raise ValueError(
                 'weights is "examples" without a cap; one user could then move the average without '
                 "bound, so cap must be given"
+            )
+        if self.weights == "examples" and self.total_weight is None:
+            raise ValueError(
+                'weights is "examples" without a total_weight; averages are divided by it, so it '
+                "must be given: a public estimate of the sum of all users' weights"
             )
         if self.weights == "equal" and (self.cap is not None or self.total_weight is not None):
             raise ValueError('cap and total_weight are read with weights = "examples" only')
@@ -188,14 +195,14 @@ class EngineSection(Section):
     """Where and how fast; nothing here changes the guarantee.
 
     The result changes only by rounding: in `activations` of "bfloat16" to 8 bits while users train.
-    Users who train side by side on a CPU do so in `processes`, where a process can be forked, or in
-    threads.
+    On a CPU users train side by side in so many `processes`, where a process can be forked; absent,
+    one for each of torch's threads.
     """
 
     device: str = "auto"
     chunk_mebibytes: Count = 128
     activations: Literal["float32", "bfloat16"] = "float32"
-    processes: bool = True
+    processes: Count | None = None
 
 
 class OutputSection(Section):

@@ -117,7 +117,7 @@ def _facts(experiment: Experiment) -> list[str]:
     ]
     if plan.averaging.total_weight is not None:
         facts.append(
-            f"The weights of all enrolled users add up to {plan.averaging.total_weight:g} × the "
-            "largest weight, a public constant."
+            "The weights of all enrolled users are taken to add up to "
+            f"{plan.averaging.total_weight:g} × the largest weight, a public constant."
         )
     return [*facts, "Nothing was spent."]

@@ -1,4 +1,4 @@
-"""Taking what nodes answer: the only place where a user's update exists at the server."""
+"""Taking what nodes answer: the only place where their sums exist at the server."""
 
 import asyncio
 import logging
@@ -8,11 +8,9 @@ from typing import ParamSpec, Self, TypeVar
 
 from fedpriv.errors import WireError
 from fedpriv.federated.transport import PartialSum
-from fedpriv.privacy.contribution import Clipping
 from fedpriv.wire import (
     CHUNK_BYTES,
     Decline,
-    RawUpdate,
     Receipt,
     Receiver,
     SummedUpdates,
@@ -29,7 +27,7 @@ from .turns import Newest
 
 _log = logging.getLogger(__name__)
 _LONGEST_REASON = 400  # characters
-_BYTES_PER_COMPONENT = 12  # of an update: float32 as it came, and float64 as it is added
+_BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
@@ -39,7 +37,7 @@ class Transfers:
     """Bounds of what is under way at once.
 
     Attributes:
-        uploads: updates in memory at once.
+        uploads: sums in memory at once.
         seconds: the longest that one transfer may take.
     """
 
@@ -51,7 +49,7 @@ class Transfers:
         """As many uploads as fit, at least one.
 
         Args:
-            memory: bytes for updates in transfer.
+            memory: bytes for sums in transfer.
             dimension: D of a contribution.
             seconds: the longest that one transfer may take.
         """
@@ -63,7 +61,7 @@ class Answers:
     """Takes answers, at most so many at once.
 
     Guarantees:
-        * An update exists in memory from its first chunk until it is in the sum, and at most
+        * A node's sum exists in memory from its first chunk until it is in the total, and at most
           `Transfers.uploads` of them do; nothing of them is kept or logged.
         * An answer that is malformed, or whose node is no longer known, counts as zero, and is
           not waited for any more; one whose connection broke may be sent again.
@@ -95,7 +93,7 @@ class Answers:
         collecting: Collecting,
         context: Context,
     ) -> Receipt:
-        """Read an answer, clip it if it is one user's, and count it once.
+        """Read an answer and count it once.
 
         Raises:
             UnknownPeerError: the node's certificate was revoked, or expired, meanwhile.
@@ -144,7 +142,7 @@ class Answers:
                 return _receipt(counted=await collecting.settle(node, None))
             async with self._places:
                 async with asyncio.timeout(self._seconds):
-                    partial = await self._received(node, content, parts, collecting)
+                    partial = await self._received(node, content, parts)
                 self._newest.excuse(node)  # what is left to do takes no time of the node
                 self._identify(context)
                 return _receipt(counted=await collecting.settle(node, partial))
@@ -152,17 +150,15 @@ class Answers:
     async def _received(
         self,
         node: str,
-        content: RawUpdate | SummedUpdates,
+        content: SummedUpdates,
         parts: AsyncIterator[pb.UploadPart],
-        collecting: Collecting,
     ) -> PartialSum:
-        """What the chunks of an answer hold, clipped if it is one user's."""
+        """What the chunks of an answer hold."""
         receiver = Receiver(content.tensors)
         async for part in parts:
             receiver.add(part.chunk)  # to wake a thread would cost as much
         self._monitor.received(content.tensors.size)
-        clipping = collecting.asked.clipping
-        return await _in_thread(_finished, node, content, receiver, clipping)
+        return await _in_thread(_finished, node, content, receiver)
 
 
 async def _in_thread(function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
@@ -178,11 +174,8 @@ async def _in_thread(function: Callable[P, Result], *args: P.args, **kwargs: P.k
         raise
 
 
-def _finished(
-    node: str, content: RawUpdate | SummedUpdates, receiver: Receiver, clipping: Clipping
-) -> PartialSum:
-    """What was received, clipped if it is one user's."""
-    return partial_sum_of(node, content, receiver.finish(), clipping)
+def _finished(node: str, content: SummedUpdates, receiver: Receiver) -> PartialSum:
+    return partial_sum_of(node, content, receiver.finish())
 
 
 def _one_line(text: str) -> str:

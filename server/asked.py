@@ -3,15 +3,14 @@
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, cast
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from fedpriv.federated.transport import PartialSum, RoundRequest
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.layout import FloatVector, Tensors
-from fedpriv.wire import Answer, Expected, RawUpdate, RoundId, SummedUpdates
+from fedpriv.privacy.layout import Layout, Tensors
+from fedpriv.wire import Answer, RoundId, SummedUpdates, layout_of_sums
 
 Positions = npt.NDArray[np.int64]
 
@@ -23,7 +22,7 @@ class Hosting:
     Attributes:
         nodes: names.
         numbers: [N] for each position of the population the number of its node in `nodes`.
-        alone: nodes with one user, who send its update for the server to clip.
+        alone: nodes with one user, whom no log may name.
     """
 
     nodes: Sequence[str]
@@ -53,27 +52,21 @@ class Asked:
 
     Attributes:
         id: which attempt at which round.
-        clipping: how contributions are clipped.
-        expected: layouts that answers must have.
+        expected: layout that sums must have.
         drawn: by node, the users that were drawn there; secret.
-        alone: as in `Hosting`.
     """
 
     id: RoundId
-    clipping: Clipping
-    expected: Expected
+    expected: Layout
     drawn: Mapping[str, Positions]
-    alone: frozenset[str]
 
     @classmethod
     def of(cls, request: RoundRequest, hosting: Hosting) -> Self:
         """What a request asks of the nodes that host its users, under a new nonce."""
         return cls(
             RoundId(request.run, request.round, request.attempt, secrets.randbits(64)),
-            request.clipping,
-            Expected.of(request.clipping),
+            layout_of_sums(request.clipping),
             hosting.drawn(request.users),
-            hosting.alone,
         )
 
     def misfit(self, node: str, answer: Answer) -> str | None:
@@ -82,30 +75,19 @@ class Asked:
             return "the answer is to another round or attempt than the one that is collected"
         if node not in self.drawn:
             return "no answer of this node is waited for"
-        match answer.content:
-            case RawUpdate() if node not in self.alone:
-                return "a node of several users must send the sum of their contributions"
-            case SummedUpdates() if node in self.alone:
-                return "a node of one user must send its update, which the server clips"
-            case SummedUpdates(users, _, _) if users > self.drawn[node].size:
-                return "the sum holds more users than were drawn at the node"
-            case _:
-                return None
+        content = answer.content
+        if isinstance(content, SummedUpdates) and content.users > self.drawn[node].size:
+            return "the sum holds more users than were drawn at the node"
+        return None
 
 
-def partial_sum_of(
-    node: str, content: RawUpdate | SummedUpdates, tensors: Tensors, clipping: Clipping
-) -> PartialSum:
-    """What a node sent, clipped if it is one user's.
+def partial_sum_of(node: str, content: SummedUpdates, tensors: Tensors) -> PartialSum:
+    """What a node sent.
 
     Args:
         node: who sent it.
         content: the header.
         tensors: those that it declares.
-        clipping: of the round.
     """
-    if isinstance(content, RawUpdate):
-        contribution = clipping.contribution(tensors, content.weight)
-        return PartialSum(node, 1, contribution, content.weight)
     (total,) = tensors.values()
-    return content.partial_sum(node, cast(FloatVector, total))
+    return content.partial_sum(node, total)

@@ -1,7 +1,6 @@
 """How a run begins or goes on: its name, its folder, and what it is to be told of."""
 
 import os
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -15,6 +14,7 @@ from fedpriv.config import Config, load_config
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment import Enrolled, Experiment, build
 from fedpriv.federated.checkpoint import write_atomically
+from fedpriv.federated.plan import TrainingPlan
 from fedpriv.report.versions import versions
 from fedpriv.sections import FederationSection
 
@@ -78,9 +78,10 @@ class Beginning:
             FedprivError: something does not fit; the message says what.
         """
         self.refuse_true_figures("on nodes")
+        self._refuse_unbounded_work()
         enrolment = Enrolment.load(Path(section.enrolment))
         held_out = held_out_rows(self.config, section)
-        enrolled = Enrolled(enrolment.digest, enrolment.population)
+        enrolled = Enrolled(enrolment.population_id, enrolment.population)
         return build(self.config, self.run, enrolled, held_out, self.spent), enrolment
 
     def refuse_true_figures(self, where: str) -> None:
@@ -98,15 +99,44 @@ class Beginning:
                 "simulation in one process has figures that are not private"
             )
 
+    def _refuse_unbounded_work(self) -> None:
+        """Refuse a plan in which one user can take all the time that a node has."""
+        if self.config.local.max_examples is None:
+            raise InvalidValueError(
+                "local.max_examples is absent; on nodes it must be given, since a user with very "
+                "many examples would take the time of all others of its node"
+            )
+
     def write_plan(self, experiment: Experiment) -> None:
-        """Make the folder with the resolved plan; nothing for a run that goes on.
+        """Make the folder with the resolved plan; of a run that goes on, refuse another one.
 
         Raises:
-            InvalidValueError: the folder holds a run already, or cannot be made.
+            InvalidValueError: the folder holds a run already, or cannot be made; or as for
+                `refuse_other_plan`.
+        """
+        if self.resuming:
+            self.refuse_other_plan(experiment.plan)
+            return
+        self.folder.create()
+        # The plan last: a folder that has it holds a run, and then has the digest too.
+        write_atomically(self.folder.plan_digest, f"{experiment.plan.digest}\n".encode())
+        write_atomically(self.folder.plan, _resolved_plan(experiment).encode())
+
+    def refuse_other_plan(self, plan: TrainingPlan) -> None:
+        """Refuse to go on with another plan than the run began with, however far it has come.
+
+        Raises:
+            InvalidValueError: the run goes on and its plan is another, or not known any more.
         """
         if not self.resuming:
-            self.folder.create()
-            write_atomically(self.folder.plan, _resolved_plan(experiment).encode())
+            return
+        path = self.folder.plan_digest
+        begun = path.read_text("ascii", "replace").strip() if path.exists() else "unknown"
+        if begun != plan.digest:
+            raise InvalidValueError(
+                f"by {path} the run began with plan {begun[:12]!r}, this is {plan.digest[:12]!r}; "
+                "a run can only be resumed with the plan it began with"
+            )
 
 
 def _run_name(config: Config) -> str:
@@ -130,15 +160,16 @@ def _as_begun(folder: RunFolder, config: Config) -> tuple[str, Config]:
 
     Calibrated again it would be another, as the ledger has grown since.
     """
-    try:
-        begun = tomllib.loads(folder.plan.read_text(encoding="utf-8"))
-        run, noise_multiplier = str(begun["run"]), float(begun["privacy"]["noise_multiplier"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidValueError(f"{folder.plan} cannot be read as a plan: {error}") from error
+    begun = load_config(folder.plan)
+    noise_multiplier = begun.privacy.noise_multiplier
+    if begun.run is None or noise_multiplier is None:
+        raise InvalidValueError(
+            f"{folder.plan} is damaged: a plan that was begun has run and privacy.noise_multiplier"
+        )
     if config.privacy.noise_multiplier is not None:
-        return run, config
+        return begun.run, config
     privacy = config.privacy.model_copy(update={"noise_multiplier": noise_multiplier})
-    return run, config.model_copy(update={"privacy": privacy})
+    return begun.run, config.model_copy(update={"privacy": privacy})
 
 
 def _resolved_plan(experiment: Experiment) -> str:
@@ -149,7 +180,6 @@ def _resolved_plan(experiment: Experiment) -> str:
         "enrolled users": plan.sampling.population,
         "expected cohort": f"{plan.sampling.expected_cohort_size:g}",
         "parameters": plan.layout.dimension,
-        "plan digest": plan.digest,
         "software": ", ".join(f"{name} {number}" for name, number in versions().items()),
     }
     facts |= {

@@ -1,7 +1,7 @@
 """Enrolment: which users there are, and at which node each of them is."""
 
-import hashlib
-import json
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +17,7 @@ from fedpriv.settings import read_toml
 from .asked import Hosting
 from .certificates import check_node_name
 
-_FORMAT = "fedpriv enrolment 1"
+_ID = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,23 +26,33 @@ class Enrolment:
 
     Guarantees:
         * Position i in the population is that of `user_ids[i]`, the ids sorted by code points: the
-          order of nodes and users in the file changes no position and no digest.
+          order of nodes and users in the file changes no position.
         * Each user has one position and one node. An id that occurs twice is refused, at one node
           or at two: the updates of one user at two nodes would each be clipped, so that the user
           would count twice and the privacy statement would be void.
         * repr shows numbers, never an id.
 
     Attributes:
+        population_id: name of the population in the ledger, 32 lower-case hexadecimal digits, drawn
+            at random when the users were enrolled. The ledger is public, so nothing of the users is
+            in it: against a digest of their ids, guesses of who is enrolled could be tested.
         users: node → ids of its users; not empty, and no node is without users.
 
     Raises:
-        InvalidValueError: there is no node, a node has no legal name or no user, an id is not one
-            printable line of text, or it occurs twice.
+        InvalidValueError: the population's id is of another form, there is no node, a node has no
+            legal name or no user, the id of a user is not one printable line of text, or it occurs
+            twice.
     """
 
+    population_id: str
     users: Mapping[str, Sequence[str]] = field(repr=False)
 
     def __post_init__(self) -> None:
+        if not _ID.fullmatch(self.population_id):
+            raise InvalidValueError(
+                f"population is {self.population_id!r}; it must be 32 lower-case hexadecimal "
+                "digits, drawn at random"
+            )
         if not self.users:
             raise InvalidValueError("nodes: there is none; there must be at least one")
         for node, ids in self.users.items():
@@ -56,7 +66,9 @@ class Enrolment:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read an enrolment from TOML: for each node a table with its users' ids.
+        """Read an enrolment from TOML: the population's id, and for each node its users' ids.
+
+            population = "1e0c64f8a5b94f0d8f7a7d9c5b3e2a61"
 
             [nodes.hospital-a]
             users = ["7f3a", "c01d"]
@@ -67,10 +79,14 @@ class Enrolment:
         """
         table = read_toml(path)
         try:
-            nodes = _only_value(table, "nodes", "")
+            keys = ["population", "nodes"]
+            population_id, nodes = (_value(table, key, keys, "") for key in keys)
+            if not isinstance(population_id, str):
+                raise InvalidValueError(f"population is {population_id!r}; it must be a string")
             if not isinstance(nodes, dict):
                 raise InvalidValueError("nodes is no table; it must have one table per node")
-            return cls({node: _users_in(node, entry) for node, entry in nodes.items()})
+            users = {node: _users_in(node, entry) for node, entry in nodes.items()}
+            return cls(population_id, users)
         except InvalidValueError as error:
             raise InvalidValueError(f"{path}: {error}") from error
 
@@ -113,16 +129,6 @@ class Enrolment:
         """Which node hosts which positions."""
         alone = frozenset(node for node, ids in self.users.items() if len(ids) == 1)
         return Hosting(self.nodes, self.node_numbers, alone)
-
-    @cached_property
-    def digest(self) -> str:
-        """Name of this population for the ledger: SHA-256, in hex, of all ids.
-
-        It is that of the UTF-8 of the JSON array [format, [id, …]], ids sorted, without spaces, and
-        with ASCII only. Which node hosts a user is not in it: who moves stays who they are.
-        """
-        text = json.dumps([_FORMAT, self.user_ids], separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property
     def _positions(self) -> dict[str, NDArray[np.int64]]:
@@ -169,17 +175,17 @@ def _check_once(users: Mapping[str, Sequence[str]]) -> None:
 
 
 def _users_in(node: str, entry: object) -> list[str]:
-    users = _only_value(entry, "users", f"nodes.{node}.")
+    users = _value(entry, "users", ["users"], f"nodes.{node}.")
     if not isinstance(users, list):
         raise InvalidValueError(f"nodes.{node}.users is {users!r}; it must be a list of ids")
     return users
 
 
-def _only_value(table: object, key: str, where: str) -> object:
-    """Value of the one key that a table may have, and must have."""
+def _value(table: object, key: str, legal: Sequence[str], where: str) -> object:
+    """Value of a key that a table must have; it may have no keys but the legal ones."""
     if not isinstance(table, dict):
         raise InvalidValueError(f"{where.rstrip('.')} is {table!r}; it must be a table")
-    unknown = sorted(table.keys() - {key})
+    unknown = sorted(table.keys() - {*legal})
     if "shared" in unknown:
         raise InvalidValueError(
             f"{where}shared is not supported: updates of one user from several nodes are not "
@@ -187,8 +193,13 @@ def _only_value(table: object, key: str, where: str) -> object:
         )
     if unknown:
         raise InvalidValueError(
-            f"unknown key {where}{unknown[0]}; {known_names(unknown[0], [key])}"
+            f"unknown key {where}{unknown[0]}; {known_names(unknown[0], legal)}"
         )
-    if key not in table:
-        raise InvalidValueError(f"key {where}{key} is absent")
-    return table[key]
+    if key in table:
+        return table[key]
+    if key == "population":
+        raise InvalidValueError(
+            "key population is absent; it names the enrolled users in the ledger and is drawn once "
+            f'for all runs: put population = "{secrets.token_hex(16)}" in front of all tables'
+        )
+    raise InvalidValueError(f"key {where}{key} is absent")

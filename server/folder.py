@@ -29,6 +29,11 @@ class RunFolder:
         return self.path / "plan.toml"
 
     @property
+    def plan_digest(self) -> Path:
+        """Digest of the plan that the run began with, to which resuming it is bound."""
+        return self.path / "plan.sha256"
+
+    @property
     def ledger(self) -> Path:
         """The ledger, unless the run charges a shared one."""
         return self.path / "ledger.sqlite"

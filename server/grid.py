@@ -153,4 +153,4 @@ class GridTransport(Transport):
             _log.info("%s declines: %s", self._nodes.hosting.called(node), reason)
             return None
         tensors = tensors_in(reply.content, answer.content.tensors)
-        return partial_sum_of(node, answer.content, tensors, asked.clipping)
+        return partial_sum_of(node, answer.content, tensors)

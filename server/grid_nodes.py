@@ -58,21 +58,20 @@ def simulated_workers(
         stopping: ends the waiting when it is set.
 
     Raises:
-        WorkerError: there are more or fewer workers, or one cannot load the same population.
+        WorkerError: there are more or fewer workers, or one cannot load the same users' data.
         StoppedError: it was asked to stop.
     """
     ids = _await_workers(grid, workers, stopping)
     shares = (shard_of(users.population, k, workers) for k in range(workers))
     expected = {
-        f"worker-{k}": digest_of_shard(population, map(users.id_of, share))
-        for k, share in enumerate(shares)
+        f"worker-{k}": digest_of_shard(population, users, share) for k, share in enumerate(shares)
     }
     found: dict[str, int] = {}
     for node_id, hello in _introduced(grid, ids, headers, _START_SECONDS, stopping):
         if isinstance(hello, str):
             raise WorkerError(f"a worker cannot take part: {hello}")
         if expected.get(hello.node) != hello.users_sha256:
-            raise WorkerError("a worker has loaded other users than the server")
+            raise WorkerError("a worker has loaded other users, or other data, than the server")
         found[hello.node] = node_id
     if stopping.is_set():
         raise StoppedError("the simulation was asked to stop")

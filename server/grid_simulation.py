@@ -96,9 +96,13 @@ class GridSimulation:
 
     @classmethod
     def at(cls, beginning: Beginning, workers: int) -> Self:
-        """Load the users of an experiment; errors as for `simulated`, and those of the class."""
+        """Load the users of an experiment, and refuse what cannot be run or resumed.
+
+        Errors as for `simulated` and `Beginning.refuse_other_plan`, and those of the class.
+        """
         beginning.refuse_true_figures("on workers")
         experiment, here = simulated(beginning.config, beginning.run, beginning.spent)
+        beginning.refuse_other_plan(experiment.plan)
         return cls(beginning, experiment, here.users, workers)
 
     def run(

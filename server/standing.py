@@ -29,7 +29,7 @@ def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], Welcome]:
 
     def welcome_of(node: str) -> Welcome:
         users = enrolment.users_of(node).copy()
-        return Welcome(enrolment.digest, enrolment.population, users, task)
+        return Welcome(enrolment.population_id, enrolment.population, users, task)
 
     return welcome_of
 

@@ -10,8 +10,9 @@ from fedpriv.engine.diagnostics import SimulationOnlyDiagnostics
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.federated.plan import TrainingPlan
 from fedpriv.federated.transport import PartialSum, RoundRequest, Transport
+from fedpriv.privacy.contribution import IntegerVector
 from fedpriv.privacy.groups import layers
-from fedpriv.privacy.layout import FloatVector, Layout
+from fedpriv.privacy.layout import Layout
 
 Row = Mapping[str, object]
 
@@ -36,7 +37,7 @@ class Watched(Transport):
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the partial sums of a round, and then tell of it."""
-        total = np.zeros(request.clipping.layout.dimension)
+        total = np.zeros(request.clipping.layout.dimension, np.int64)
         for partial in self.inner.collect(request):
             total += partial.total
             yield partial
@@ -53,7 +54,7 @@ def watched(
 
 
 def signal_to_noise(
-    plan: TrainingPlan, request: RoundRequest, total: FloatVector
+    plan: TrainingPlan, request: RoundRequest, total: IntegerVector
 ) -> dict[str, float]:
     """Norm of the sum of clipped updates over the root mean square norm of its noise, by layer.
 
@@ -62,12 +63,12 @@ def signal_to_noise(
     Args:
         plan: the plan of the run.
         request: of the round.
-        total: [D] sum of the cohort's contributions, in the units of the scaled tensors.
+        total: [D] sum of the cohort's contributions, in steps.
     """
     norms = [group.clipping_norm for group in request.clipping.groups[: len(plan.groups)]]
     average = plan.mechanism_at(tuple(norms)).average
     clipping = average.sum_query.clipping
-    signal = clipping.layout.unflatten(total * clipping.scales / average.denominators)
+    signal = clipping.layout.unflatten(total * clipping.steps / average.denominators)
     noise = clipping.layout.unflatten(average.noise_stddevs)
     ratios = {}
     for layer, tensors in layers(Layout.of(request.parameters)).items():

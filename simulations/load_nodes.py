@@ -9,21 +9,22 @@ import grpc
 from fedpriv.clients.channel import identity_of, open_channel
 from fedpriv.clients.exchange import connect
 from fedpriv.errors import WireError
+from fedpriv.federated.transport import PartialSum
 from fedpriv.wire import (
     NODE_RECEIVES_BYTES,
     Answer,
     Hello,
-    RawUpdate,
     RoundOffer,
+    SummedUpdates,
     Welcome,
     chunks,
     decode_receipt,
     digest_of,
     encode_answer,
     encode_round_id,
-    manifest_of,
     parse,
     pieces,
+    tensors_of,
 )
 from fedpriv.wire import federation_pb2 as pb
 from simulations.load_server import BARE, messages
@@ -31,18 +32,19 @@ from simulations.load_site import Site, name_of, user_of
 
 
 class Prepared:
-    """An update of a site, ready to be sent in any round.
+    """A contribution to a site, ready to be sent in any round.
 
     Args:
         site: whose.
-        kind: which of its updates.
+        kind: which of its contributions.
     """
 
     def __init__(self, site: Site, kind: int) -> None:
-        update = site.update(kind)
-        self._content = RawUpdate(1.0, manifest_of(update))
+        partial = PartialSum("", 1, site.contribution(kind), 1)
+        self._content = SummedUpdates.of(partial)
         self._parts = [
-            pb.UploadPart(chunk=chunk).SerializeToString() for chunk in chunks(pieces(update))
+            pb.UploadPart(chunk=chunk).SerializeToString()
+            for chunk in chunks(pieces(tensors_of(partial)))
         ]
 
     def messages(self, offer: RoundOffer) -> Iterator[bytes]:

@@ -1,5 +1,6 @@
-"""What processes of the load benchmark share: a site with its certificates, model and updates."""
+"""What processes of the load benchmark share: a site with its certificates and contributions."""
 
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.privacy.contribution import Clipping
+from fedpriv.privacy.contribution import Clipping, IntegerVector
 from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import FloatVector, Layout
+from fedpriv.privacy.layout import Layout
 from fedpriv.server import authority
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.listening import Files
 
-_KINDS = 4  # different updates; nodes share them, so that one process can hold those of all
-_NORM = 1.0  # far below that of every update
+_KINDS = 4  # different contributions; nodes share them, so that one process can hold those of all
+_NORM = 1.0  # far below that of what is clipped
 _LOCAL = LocalTraining(0.1, steps=1)
 
 
@@ -41,7 +42,7 @@ class Site:
 
     @property
     def model_bytes(self) -> int:
-        """Of the model, and of an update."""
+        """Of the model, and of a contribution."""
         return 4 * self.parameters
 
     @property
@@ -56,7 +57,8 @@ class Site:
 
     def enrolment(self) -> Enrolment:
         """Where users are."""
-        return Enrolment({name_of(i): [user_of(i)] for i in range(self.nodes)})
+        users = {name_of(i): [user_of(i)] for i in range(self.nodes)}
+        return Enrolment(secrets.token_hex(16), users)
 
     def cohort(self, size: int) -> list[int]:
         """Numbers of so many nodes, spread over all."""
@@ -64,36 +66,32 @@ class Site:
 
     @property
     def kinds(self) -> int:
-        """How many different updates there are; node i sends number i modulo this."""
+        """How many different contributions there are; node i sends number i modulo this."""
         return min(_KINDS, self.nodes)
 
-    def update(self, kind: int) -> dict[str, npt.NDArray[np.float32]]:
-        """One of the updates."""
-        return self._random(1 + kind)
+    def contribution(self, kind: int) -> IntegerVector:
+        """One of the contributions: int64[P]."""
+        return self._clipping.contribution(self._random(1 + kind))
 
     def request(self, number: int, cohort: list[int]) -> RoundRequest:
         """A round of a given cohort, with a model of its own."""
-        clipping = Clipping(self._layout, flat(self._layout, _NORM))
         model, users = self._random(1000 + number), np.array(cohort, np.int64)
-        return RoundRequest("load", number, 0, model, clipping, _LOCAL, users, bytes(32))
+        return RoundRequest("load", number, 0, model, self._clipping, _LOCAL, users, bytes(32))
 
-    def error_of(self, total: FloatVector, cohort: list[int]) -> float:
-        """How far a sum is from that of a cohort's clipped updates: L2 norm, relative.
+    def sum_of(self, cohort: list[int]) -> IntegerVector:
+        """What a cohort's contributions add up to.
 
         Args:
-            total: [P].
             cohort: numbers of the nodes.
         """
-        expected = np.zeros(self.parameters)
+        total = np.zeros(self.parameters, np.int64)
         for kind in range(self.kinds):
-            parts = [tensor.reshape(-1) for tensor in self.update(kind).values()]
-            wide = np.concatenate(parts, dtype=np.float64)
-            count = sum(node % self.kinds == kind for node in cohort)
-            wide *= count * min(1.0, _NORM / float(np.linalg.norm(wide)))
-            expected += wide
-        length = np.linalg.norm(expected)
-        expected -= total
-        return float(np.linalg.norm(expected) / length)
+            total += sum(node % self.kinds == kind for node in cohort) * self.contribution(kind)
+        return total
+
+    @property
+    def _clipping(self) -> Clipping:
+        return Clipping(self._layout, flat(self._layout, _NORM))
 
     @property
     def _layout(self) -> Layout:

@@ -1,6 +1,7 @@
 """A federation on one machine: certificates, users split among nodes, and their processes."""
 
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -44,7 +45,8 @@ def lay_out(folder: Path, users: UserStore, sizes: Sequence[int]) -> None:
         own = users.subset(part)
         nodes[node] = {"users": [ids[user] for user in part]}
         UserStore(own.fields, own.offsets, nodes[node]["users"]).save(folder / "users" / node)
-    (folder / "enrolment.toml").write_text(tomli_w.dumps({"nodes": nodes}), encoding="utf-8")
+    enrolment = {"population": secrets.token_hex(16), "nodes": nodes}
+    (folder / "enrolment.toml").write_text(tomli_w.dumps(enrolment), encoding="utf-8")
 
 
 def lay_out_digits(folder: Path, sizes: Sequence[int] = (96, 96, 95)) -> None:

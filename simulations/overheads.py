@@ -19,12 +19,12 @@ import torch
 
 from fedpriv.accounting.budget import PrivacyBudget
 from fedpriv.data.store import UserStore
-from fedpriv.engine.clipping import clipped_sum
+from fedpriv.engine.batches import schedule
+from fedpriv.engine.clipping import integer_sum
 from fedpriv.engine.layered import train_layers_chunk
-from fedpriv.engine.outer_products import OuterProducts
-from fedpriv.engine.schedule import schedule
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
+from fedpriv.engine.updates import OuterProducts
 from fedpriv.federated.books import Books
 from fedpriv.federated.optimizers import FedAvg, Parameters
 from fedpriv.federated.plan import TrainingPlan
@@ -38,7 +38,7 @@ from server.evaluation import Evaluation
 from server.folder import RunFolder
 from server.run import Cadence, conduct
 from server.saving import Saving
-from simulations.throughput import LOCAL, WORKS, example_losses
+from simulations.throughput import LOCAL, WORKS, example_losses, request_of
 
 BESIDE = (
     "sampling",
@@ -68,14 +68,22 @@ def plan_of(task: Task, users: int, rounds: int) -> TrainingPlan:
     )
 
 
-def run(folder: Path, rounds: int, population: int = 1_000) -> None:
-    """Train for some rounds, with all that is written to disk."""
+def prepared(population: int = 1_000) -> InProcessTransport:
+    """So many users, who have trained once: shapes are checked before the first users train."""
     torch.manual_seed(0)
     users = replace(WORKS["mlp"], users=population).population
     task = Task(WORKS["mlp"].model(), example_losses)
-    plan = plan_of(task, users.population, rounds)
     memory = EngineSection().chunk_mebibytes * 2**20
-    engine = InProcessTransport(task, users, torch.device("cpu"), memory)
+    engine = InProcessTransport(task, users, torch.device("cpu"), memory, processes=1)
+    for _ in engine.collect(request_of(task, users)):
+        pass
+    return engine
+
+
+def run(folder: Path, engine: InProcessTransport, rounds: int) -> None:
+    """Train for some rounds, with all that is written to disk."""
+    task = engine.task
+    plan = plan_of(task, engine.users.population, rounds)
     budget = PrivacyBudget.priced_by("tight", 100.0, 1e-6)
     files = folder / "ledger", folder / "participation"
     with Books.open(*files, plan.population, budget) as books:
@@ -99,13 +107,13 @@ def parts_of(profile: cProfile.Profile) -> dict[str, float]:
     def seconds(*functions: Callable[..., object]) -> float:
         return sum(watched[function.__code__] for function in functions)
 
-    summing = seconds(OuterProducts.weighted_sum)
+    making = seconds(OuterProducts.__getitem__)
     return {
         "reading examples": seconds(schedule, UserStore.take),
         "training": seconds(train_layers_chunk),
-        "sum of updates": summing,
+        "making updates of factors": making,
         "sampling": seconds(open_round),
-        "clipping": seconds(clipped_sum) - summing,
+        "clipping": seconds(integer_sum) - making,
         "noise and server step": seconds(close_round),
         "budget": seconds(Books.refuse_if_beyond),
         "ledger": seconds(Books.next_attempt, Books.record, Books.charge),
@@ -123,9 +131,10 @@ def main() -> None:
     torch.set_num_threads(1)
     profile = cProfile.Profile(builtins=False)  # watching less, it costs less
     with tempfile.TemporaryDirectory() as folder:
-        run(Path(folder), 2)  # what is done once per process
+        run(Path(folder), prepared(), 2)  # what is done once per process
+    engine = prepared()
     with tempfile.TemporaryDirectory() as folder:
-        profile.runcall(run, Path(folder), rounds)
+        profile.runcall(run, Path(folder), engine, rounds)
     parts = parts_of(profile)
     for name, seconds in parts.items():
         share = seconds / parts["all"]

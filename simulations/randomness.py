@@ -13,11 +13,12 @@ from functools import partial
 import numpy as np
 
 from fedpriv.privacy.entropy import words
-from fedpriv.privacy.gaussian import standard_normals
+from fedpriv.privacy.noise import rounded_gaussian
 from fedpriv.privacy.sampling import PoissonSampling
 
 _REPEATS = 15
 _NORMALS = 4_000_000
+_STDDEV = 2.0**24  # in steps: that of a noise multiplier of about 1
 _POPULATION = 10_000_000
 
 
@@ -39,11 +40,11 @@ def main() -> None:
     key = os.urandom(32)
     seconds = _median_seconds(
         lambda: words(key, _NORMALS),
-        lambda: standard_normals(key, _NORMALS),
+        lambda: rounded_gaussian(key, _NORMALS, _STDDEV),
         lambda: numpy_generator.standard_normal(_NORMALS),
     )
     print(f"float64 or 64-bit numbers, {_NORMALS:,} at a time    million/s per core")
-    labels = ("words", "standard normals", "standard normals of numpy.random.Generator")
+    labels = ("words", "rounded normals", "standard normals of numpy.random.Generator")
     for label, median in zip(labels, seconds, strict=True):
         print(f"  {label:<46}{_NORMALS / median / 1e6:>8.0f}")
 

@@ -10,7 +10,6 @@ Each kind of work has batches of 10, one local epoch and flat clipping:
 Both sides train, clip and sum; they run in alternation and the medians are printed.
 
     python -m simulations.throughput [--json FILE] [--device cuda] [--activations float32 bfloat16]
-        [--side-by-side processes threads]
 """
 
 import argparse
@@ -110,7 +109,7 @@ def plain_round(model: nn.Module, users: UserStore, clipping_norm: float) -> Non
 
 def engine_round(transport: InProcessTransport, request: RoundRequest) -> None:
     """The same work by the engine."""
-    total = np.zeros(Layout.of(request.parameters).dimension)
+    total = np.zeros(Layout.of(request.parameters).dimension, np.int64)
     for partial_sum in transport.collect(request):
         total += partial_sum.total
 
@@ -150,7 +149,6 @@ def speeds_of(
     device: torch.device,
     chunk_mebibytes: Sequence[int],
     activations: Sequence[Activations] = ("float32",),
-    side_by_side: Sequence[str] = ("processes",),
 ) -> dict[str, float]:
     """Users per second of the plain loop, on the CPU, and of the engine."""
     torch.manual_seed(0)
@@ -159,14 +157,10 @@ def speeds_of(
     rounds: dict[str, Callable[[], None]] = {
         "plain PyTorch loop": lambda: plain_round(task.model, users, 1.0)
     }
-    for mebibytes, kind, where in itertools.product(chunk_mebibytes, activations, side_by_side):
-        memory, processes = mebibytes * 2**20, where == "processes"
-        transport = InProcessTransport(
-            task, users, device, memory, activations=kind, processes=processes
-        )
+    for mebibytes, kind in itertools.product(chunk_mebibytes, activations):
+        transport = InProcessTransport(task, users, device, mebibytes * 2**20, activations=kind)
         name = f"fedpriv on {device.type}, chunks of {mebibytes} MiB"
         name += "" if kind == "float32" else f", {kind}"
-        name += "" if processes else f", in {where}"
         rounds[name] = partial(engine_round, transport, request)
     return {name: work.users / seconds for name, seconds in measure(rounds).items()}
 
@@ -177,16 +171,13 @@ def main() -> None:
     parser.add_argument("--work", choices=sorted(WORKS), nargs="+", default=list(WORKS))
     parser.add_argument("--chunk-mebibytes", type=int, nargs="+", default=[128])
     parser.add_argument("--activations", nargs="+", type=activations_named, default=["float32"])
-    parser.add_argument(
-        "--side-by-side", nargs="+", choices=["processes", "threads"], default=["processes"]
-    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     arguments = parser.parse_args()
     device = device_named(arguments.device)
     found = {}
     for name in arguments.work:
-        given = device, arguments.chunk_mebibytes, arguments.activations, arguments.side_by_side
+        given = device, arguments.chunk_mebibytes, arguments.activations
         found[name] = speeds_of(WORKS[name], *given)
         plain, *_ = found[name].values()
         for engine, speed in found[name].items():

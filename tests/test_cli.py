@@ -1,12 +1,15 @@
 """The commands as a user types them, with good and bad input."""
 
 import json
+import re
 import sqlite3
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import datasets
+import numpy as np
 import pytest
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
@@ -24,6 +27,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = fedpriv("simulate", DIGITS, *SHORT, "--out", folder)
     assert done.returncode == 0, done.stderr
     assert "accuracy on held-out rows" in done.stdout
+    assert re.search("sums and noise +│ exact", done.stdout)
     assert "operating system" in done.stdout
     return folder
 
@@ -32,6 +36,7 @@ def test_simulate_writes_the_run_folder(run_folder: Path) -> None:
     names = {path.name for path in run_folder.iterdir()}
     assert names == {
         "plan.toml",
+        "plan.sha256",
         "ledger.sqlite",
         "ledger.participation.sqlite",
         "metrics.jsonl",
@@ -79,6 +84,54 @@ def test_resuming_with_another_plan_is_refused(run_folder: Path) -> None:
     changed = ["--set", "rounds=6", "--set", "privacy.noise_multiplier=3.0"]
     message = refused("simulate", DIGITS, *changed, "--out", run_folder, "--resume")
     assert "can only be resumed with the plan it began with" in message
+
+
+PEOPLE = """
+name = "people"
+rounds = 3
+seed = 1
+data = {{ name = "hugging-face", options = {{ train = "{0}/train.parquet", \
+test = "{0}/test.parquet", {1}, columns = {{ x = ["a", "b"], y = "y" }} }} }}
+model = {{ name = "softmax", options = {{ inputs = 2, classes = 3 }} }}
+local = {{ learning_rate = 0.5, epochs = 1 }}
+clipping = {{ norm = 0.5 }}
+privacy = {{ sampling_probability = 0.5, epsilon = 9.0, delta = 1e-3, noise_multiplier = 1.0 }}
+"""
+BY_PART = 'partitioner = "IidPartitioner", arguments = { num_partitions = 20 }'
+DRAWN = {"ledger_id", "created_at", "charged_at", "cohort_commitment", "hash", "previous_hash"}
+"""What a ledger draws or reads from the clock, and digests of that and of the rest."""
+
+
+def said_in(ledger: Path) -> object:
+    """What an exported ledger says, but for what it draws itself."""
+
+    def without(said: object) -> object:
+        if isinstance(said, dict):
+            return {key: without(value) for key, value in said.items() if key not in DRAWN}
+        return [without(each) for each in said] if isinstance(said, list) else said
+
+    lines = fedpriv("ledger", "export", ledger).stdout.splitlines()
+    return [without(json.loads(line)) for line in lines]
+
+
+@pytest.mark.parametrize("users", ['user_column = "user"', BY_PART])
+def test_a_ledger_says_how_many_users_there_are_and_nothing_of_their_data(
+    tmp_path: Path, users: str
+) -> None:
+    (tmp_path / "people.toml").write_text(PEOPLE.format(tmp_path, users))
+    said = []
+    for rows, rng in ((131, np.random.default_rng(0)), (157, np.random.default_rng(1))):
+        ids = rng.integers(1000) + np.concatenate([np.arange(20), rng.integers(0, 20, rows - 20)])
+        for split, whose in (("train", ids), ("test", np.arange(5) - 5)):
+            named = {"user": whose, "y": rng.integers(0, 3, len(whose))}
+            columns = named | {name: rng.random(len(whose)) for name in "ab"}
+            datasets.Dataset.from_dict(columns).to_parquet(tmp_path / f"{split}.parquet")
+        done = fedpriv("simulate", tmp_path / "people.toml", "--out", tmp_path / str(rows))
+        assert done.returncode == 0, done.stderr
+        said.append(said_in(tmp_path / str(rows) / "ledger.sqlite"))
+    assert said[0] == said[1]
+    assert len(said[0]) == 4
+    assert "20 users by" in said[0][0]["population"]
 
 
 def test_epsilon_prints_what_the_accountants_say(run_folder: Path) -> None:

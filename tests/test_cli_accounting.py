@@ -88,6 +88,22 @@ def test_ledgers_add_up(folder: Path) -> None:
     assert "user-level ε of people, others at δ = 0.0001" in text
     assert "a user who may be in each of their populations" in text
     assert "Randomness: seeded: reproducible, not a guarantee." in text
+    assert "Sums and noise: floating-point noise." in text
+
+
+def test_sums_are_exact_where_all_charges_have_a_granularity(tmp_path: Path) -> None:
+    whole = SumQueryEvent("update", 1.0, 3.0, 2.0**-24)
+    exact = RoundEvent(ONE.sampling, (whole,))
+    mixed = RoundEvent(ONE.sampling, (whole, SumQueryEvent("metrics", 1.0, 3.0)))
+    for name, events, said in (
+        ("exact", [exact, exact], "exact"),
+        ("one", [exact, ONE], "floating-point noise"),
+        ("mixed", [mixed], "floating-point noise"),
+    ):
+        path = ledger_of(tmp_path / name, {"r": events}, "people")
+        assert f"Sums and noise: {said}." in printed("epsilon", path, "--delta", "1e-5")
+        found = json.loads(printed("epsilon", path, "--delta", "1e-5", "--json"))
+        assert found["arithmetic"] == said
 
 
 def test_the_default_delta_counts_one_population_once(folder: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from fedpriv.wire.federation_pb2_grpc import (
 )
 from tests.commandline import fedpriv, printed, refused
 
+ROOT = Path(__file__).parents[1]
 STATUS = Status("digits", 3, 10, 1.2341, 2.0, 1e-5, 4, 3, 1797, RunState.COLLECTING)
 
 
@@ -250,6 +251,7 @@ def test_a_node_is_known_in_exactly_one_way(command: str, identity: list[str]) -
         (["join", *plain("localhost:1"), "--users", "u", "--seconds", "0"], "--seconds is 0.0"),
         (["join", *plain("localhost:1"), "--users", "u", "--seconds", "nan"], "--seconds is nan"),
         (["join", *plain("localhost:1"), "--users", "u", "--memory", "0"], "--memory"),
+        (["join", *plain("localhost:1"), "--users", "u", "--processes", "0"], "--processes"),
         (["status", *plain("localhost")], "it must be HOST:PORT"),
         (["status", *plain("192.0.2.7:1")], "another machine"),
         (["status", "--server", "localhost:1", "--certificates", "none"], "cannot be read"),
@@ -261,6 +263,23 @@ def test_options_that_do_not_fit_are_refused(
 ) -> None:
     assert sentence in refused(*arguments, cwd=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_in_which_one_user_can_take_all_the_time_of_a_node_is_not_served(
+    tmp_path: Path,
+) -> None:
+    text = (ROOT / "simulations" / "federation.toml").read_text(encoding="utf-8")
+    bounded = [line for line in text.splitlines() if line.startswith("max_examples")]
+    experiment = tmp_path / "endless.toml"
+    experiment.write_text(text.replace(*bounded, ""), encoding="utf-8")
+    # In a process of its own, as serving configures logging.
+    code = "from fedpriv.cli import main; main()"
+    command = [sys.executable, "-c", code, "serve", experiment, "--insecure"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    *_, line = done.stderr.splitlines()
+    assert line.startswith("error: local.max_examples is absent; on nodes it must be given")
+    assert list(tmp_path.iterdir()) == [experiment]
 
 
 # What a command calls is replaced by what prints its arguments, in a process of its own, as
@@ -308,8 +327,8 @@ def test_serve_passes_its_options_on() -> None:
 def test_join_passes_its_options_on() -> None:
     module = "fedpriv.clients.joining"
     (joining,), _, formatter = passed_on(module, "join", *plain("localhost:1"), "--users", "u")
-    nothing = dict.fromkeys(["certificates", "consent", "state", "memory_mebibytes", "seconds"])
-    assert joining == nothing | {
+    absent = ["certificates", "consent", "state", "memory_mebibytes", "seconds", "processes"]
+    assert joining == dict.fromkeys(absent) | {
         "server": "localhost:1",
         "users": "u",
         "node": "n",
@@ -323,7 +342,7 @@ def test_join_passes_its_options_on() -> None:
     options = (
         "--server [::1]:7443 --users a.b:c --certificates c --consent t.toml --verify-ledger "
         "--state s --trust a:f --trust b:g --device cpu --memory 512 --seconds 1.5 --once "
-        "--activations bfloat16 "
+        "--activations bfloat16 --processes 3 "
         "--log-format json"
     )
     (joining,), _, formatter = passed_on(module, "join", *options.split())
@@ -340,6 +359,7 @@ def test_join_passes_its_options_on() -> None:
         "memory_mebibytes": 512,
         "seconds": 1.5,
         "activations": "bfloat16",
+        "processes": 3,
         "once": True,
     }
     assert formatter == "JsonFormatter"

@@ -137,6 +137,10 @@ def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_p
         (["plan", "--set", "metrics.report.acuracy={}"], "did you mean 'accuracy'"),
         (["plan", "--set", "metrics.share=0.95"], "must leave some to the update"),
         (["plan", "--set", 'averaging.weights="examples"'], "so cap must be given"),
+        (
+            ["plan", "--set", 'averaging.weights="examples"', "--set", "averaging.cap=5"],
+            "so it must be given: a public estimate",
+        ),
         (["plan", "--set", "averaging.cap=5"], 'with weights = "examples" only'),
         (["plan", "--set", "averaging.floor=2.0"], "floor is 2.0"),
         (["plan", "--set", "clipping.adaptive.quantile=1.5"], "quantile of adaptive clipping is"),
@@ -150,14 +154,16 @@ def test_bad_input_is_refused(arguments: list[str], message: str, file: Path) ->
 
 
 def test_weights_by_examples_and_a_floor_run(file: Path, tmp_path: Path) -> None:
-    settings = ['averaging.weights="examples"', "averaging.cap=20", "averaging.floor=0.5"]
-    assignments = [part for setting in settings for part in ("--set", setting)]
+    settings = ['weights="examples"', "cap=20", "total_weight=60.0", "floor=0.5"]
+    assignments = [part for each in settings for part in ("--set", f"averaging.{each}")]
     text = printed("plan", file, *assignments)
     assert "a public constant" in text
     printed("simulate", file, *assignments, "--out", tmp_path / "run")
     with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
         first = ledger.events()[0]
-    assert [query.clipping_norm for query in first.queries[:2]] == [0.8, 0.2]
+    # 0.4 and 0.1, moved twice as far as without a floor, and by what rounding adds to that.
+    norms = [query.clipping_norm for query in first.queries[:2]]
+    assert [0.8, 0.2] <= norms == pytest.approx([0.8, 0.2], rel=1e-5)
 
 
 MODEL = """
@@ -184,3 +190,14 @@ def test_statistics_of_batch_normalisation_are_released_and_kept(
     assert len(rows[-1]["metrics"]["batch-norm"]) == 2 * 64
     resumed = printed("simulate", file, *assignments, "--out", run, "--resume", cwd=tmp_path)
     assert "resuming" in resumed
+    ledger = tmp_path / "shared.sqlite"
+    asking = ("--ledger", ledger, "--rounds", "2")
+    text = printed("suggest", file, *assignments, *asking, cwd=tmp_path)
+    assert text.count(": charge ") == 2
+    assert "weights" in text
+    with Ledger.open(ledger) as opened:
+        groups = {query.group for event in opened.events() for query in event.queries}
+    assert {name for name in groups if "/" in name} == {
+        "metrics/update-norms:weights",
+        "metrics/update-norms:rest",
+    }

@@ -42,7 +42,7 @@ ALLOWED = {
     },
     "fedpriv.report": {"fedpriv.accounting", "fedpriv.studies"},
     "fedpriv.wire": {"fedpriv.federated.transport", "fedpriv.privacy"},
-    "fedpriv.flower": {"fedpriv.wire", "fedpriv.privacy.layout"},
+    "fedpriv.flower": {"fedpriv.data.store", "fedpriv.wire", "fedpriv.privacy.layout"},
     "fedpriv.affording": {"fedpriv.accounting", "fedpriv.config", "fedpriv.federated"},
     "fedpriv.experiment": {"fedpriv"},
     "fedpriv.cli": {"fedpriv"},
@@ -59,7 +59,7 @@ INSTALLED = ("fedpriv.clients", "fedpriv.server")
 REACH_INSTALLED = {"fedpriv.cli", "fedpriv.federation_cli", "fedpriv.study_cli", "simulations"}
 FOREIGN = {
     "fedpriv.accounting": {"numpy", "scipy", "sqlite3"},
-    "fedpriv.privacy": {"numpy", "scipy", "cryptography"},
+    "fedpriv.privacy": {"numpy", "scipy", "cryptography", "mpmath"},
     "fedpriv.federated": {"numpy", "safetensors", "scipy"},
     "fedpriv.analytics": {"numpy", "scipy"},
     "fedpriv.wire": {"numpy", "google", "grpc"},

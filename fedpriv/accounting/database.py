@@ -36,9 +36,6 @@ class Database:
         path: an existing file.
         file_format: what the file must be.
 
-    Attributes:
-        version: schema version of the file.
-
     Raises:
         LedgerError: there is no such file, it has another format or version, or others than its
             owner can use it and must not.
@@ -66,7 +63,7 @@ class Database:
             )
         try:
             self._connection.row_factory = sqlite3.Row
-            self.version = self._known_version()
+            self._refuse_other_kinds()
             self._set_pragmas()
         except BaseException:
             self.close()
@@ -74,7 +71,7 @@ class Database:
 
     @classmethod
     def create(cls, path: Path, file_format: FileFormat, rows: Rows) -> Self:
-        """Create a file of the newest version with one row in each table of `rows`.
+        """Create a file with one row in each table of `rows`.
 
         It appears whole or not at all.
 
@@ -154,10 +151,10 @@ class Database:
             self._connection.execute(sql, parameters)
 
     def altered_schema(self) -> list[str]:
-        """Names of tables, indices and triggers that are not as the file's version makes them."""
+        """Names of tables, indices and triggers that are not as the file's format makes them."""
         query = "SELECT name, sql FROM sqlite_master"
         with closing(sqlite3.connect(":memory:")) as pristine:
-            pristine.executescript(self._format.schema(self.version))
+            pristine.executescript(self._format.schema)
             expected = set(pristine.execute(query).fetchall())
         return sorted({name for name, _ in expected ^ {tuple(row) for row in self.read(query)}})
 
@@ -166,18 +163,17 @@ class Database:
         with self._lock:
             self._connection.close()
 
-    def _known_version(self) -> int:
+    def _refuse_other_kinds(self) -> None:
         with self._failing("opened"):
             (application_id,) = self._connection.execute("PRAGMA application_id").fetchone()
-            version = int(self._connection.execute("PRAGMA user_version").fetchone()[0])
+            (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         if application_id != self._format.application_id:
             raise LedgerError(f"{self.path} is not a {self._format.kind}")
-        if not 1 <= version <= self._format.newest:
+        if version != self._format.version:
             raise LedgerError(
                 f"{self._format.kind} {self.path} has schema version {version}; "
-                f"this fedpriv reads versions 1 to {self._format.newest}"
+                f"this fedpriv reads version {self._format.version}"
             )
-        return version
 
     def _set_pragmas(self) -> None:
         with self._failing("opened"):
@@ -215,8 +211,8 @@ def _fill(path: Path, file_format: FileFormat, rows: Rows) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.executescript(
             f"PRAGMA application_id = {file_format.application_id};"
-            f"PRAGMA user_version = {file_format.newest};"
-            f"PRAGMA journal_mode = WAL; {file_format.schema(file_format.newest)}"
+            f"PRAGMA user_version = {file_format.version};"
+            f"PRAGMA journal_mode = WAL; {file_format.schema}"
         )
         for table, row in rows.items():
             connection.execute(_insertion(table, row), row)

@@ -57,10 +57,17 @@ class SumQueryEvent:
     The mechanism released Σ_{i in cohort} c(v_i) + N(0, noise_stddev²·I) with ‖c(v)‖₂ ≤
     clipping_norm for every v, so its noise multiplier is noise_stddev / clipping_norm.
 
+    With a granularity γ, the mechanism released γ(Σ_i a_i + K), where user i's a_i is a vector of
+    integers with ‖a_i‖₂² ≤ B and K = round(η/γ), η ~ N(0, noise_stddev²·I). As Σ_i a_i is whole,
+    this is post-processing of the continuous Gaussian mechanism with sensitivity γ√B ≤
+    clipping_norm, so nothing in its price changes.
+
     Attributes:
         group: name of the vector group.
         clipping_norm: S_g > 0, in the units of the summed vector.
         noise_stddev: σ_g ≥ 0, the standard deviation of the noise on the **sum**, same units.
+        granularity: γ, a power of two up to clipping_norm, same units; None: the noise was over
+            real numbers, as in examples and comparisons, or floating point.
 
     Raises:
         InvalidValueError: a field is out of range.
@@ -69,6 +76,7 @@ class SumQueryEvent:
     group: str
     clipping_norm: float
     noise_stddev: float
+    granularity: float | None = None
 
     def __post_init__(self) -> None:
         if not (self.clipping_norm > 0.0 and math.isfinite(self.clipping_norm)):
@@ -81,6 +89,35 @@ class SumQueryEvent:
                 f"noise_stddev of group {self.group!r} is {self.noise_stddev}; "
                 "it must be finite and not negative"
             )
+        if self.granularity is not None:
+            self._check_granularity(self.granularity)
+
+    def _check_granularity(self, granularity: float) -> None:
+        # A mantissa of ½ is that of powers of two, not of NaN, infinity, 0 or what is negative.
+        if math.frexp(granularity)[0] != 0.5 or granularity > self.clipping_norm:
+            raise InvalidValueError(
+                f"granularity of group {self.group!r} is {granularity}; it must be a power of two "
+                f"up to the clipping_norm {self.clipping_norm}"
+            )
+        if math.isinf(max(self.clipping_norm, self.noise_stddev) / granularity):
+            raise InvalidValueError(
+                f"granularity of group {self.group!r} is {granularity}; clipping_norm "
+                f"{self.clipping_norm} and noise_stddev {self.noise_stddev} must be finite in its "
+                "steps"
+            )
+
+    @property
+    def squared_bound(self) -> int | None:
+        """B = ⌊(clipping_norm/γ)²⌋ ≥ 1, exactly; None without a granularity."""
+        if self.granularity is None:
+            return None
+        numerator, denominator = (self.clipping_norm / self.granularity).as_integer_ratio()
+        return numerator**2 // denominator**2
+
+    @property
+    def noise_steps(self) -> float | None:
+        """noise_stddev/γ: standard deviation of η in steps of γ; None without a granularity."""
+        return None if self.granularity is None else self.noise_stddev / self.granularity
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from fedpriv.accounting.ledger_rows import (
     first_rows,
     follow,
     query_columns,
-    refuse_what_it_cannot_keep,
     sampling_columns,
 )
 from fedpriv.accounting.ledger_schema import LEDGER
@@ -101,11 +100,10 @@ class Ledger:
 
         Raises:
             BudgetExceededError: the budget would be passed.
-            LedgerError: this attempt was charged before, the ledger cannot be believed, it
-                cannot be written, or is of version 1 and the event has a schedule.
+            LedgerError: this attempt was charged before, or the ledger cannot be believed or
+                written.
             In each case, nothing was charged.
         """
-        refuse_what_it_cannot_keep(self._database.version, charge.event)
         with self._lock, self._database.transaction():
             self._catch_up()
             self._refuse_repetition(charge)
@@ -200,10 +198,11 @@ class Ledger:
         """Write the ledger as JSON lines; participation is never in it.
 
         The first line names the ledger and its head, each other line is one sampling event with
-        its `sum_queries`, and with `schedule` and `strategy`, JSON as text, if it has them. The
-        hash of any line or sum query is SHA-256 of the object without `hash`, its sum queries
-        replaced by their hashes, as JSON with sorted keys and no spaces; the first `previous_hash`
-        is that of the first line without `head` and `format`.
+        its `sum_queries`, and with `schedule` and `strategy`, JSON as text, if it has them; a sum
+        query has its `granularity` likewise. The hash of any line or sum query is SHA-256 of the
+        object without `hash`, its sum queries replaced by their hashes, as JSON with sorted keys
+        and no spaces; the first `previous_hash` is that of the first line without `head` and
+        `format`.
 
         Raises:
             LedgerError: names the first place at which the ledger cannot be believed.

@@ -163,7 +163,7 @@ def checked(
     try:
         return parse(sampling, queries)
     except (TypeError, ValueError) as error:
-        raise LedgerError(f"{name} is none that this version knows: {error}") from error
+        raise LedgerError(f"{name} is none that this fedpriv knows: {error}") from error
 
 
 def _refuse_changed_queries(name: str, queries: Sequence[Cells]) -> None:

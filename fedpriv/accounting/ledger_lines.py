@@ -43,10 +43,10 @@ _SAMPLING = {
 }
 _QUERY = {
     **dict.fromkeys(("sampling_event", "position"), int),
-    **dict.fromkeys(("clipping_norm", "noise_stddev"), float),
+    **dict.fromkeys(("clipping_norm", "noise_stddev", "granularity"), float),
     **dict.fromkeys(("group_name", "hash"), str),
 }
-_OPTIONAL = {"schedule", "strategy"}
+_OPTIONAL = {"schedule", "strategy", "granularity"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ExportedLedger:
 
         Guarantees:
             * every line is, character by character, what `Ledger.export` writes of what is
-              returned, whatever the ledger's schema version;
+              returned;
             * every digest is right, the chain leads from what names the ledger to the head in the
               first line, and nothing follows;
             * every charge is one that a ledger takes, and no attempt is charged twice.

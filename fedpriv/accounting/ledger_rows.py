@@ -5,8 +5,8 @@ exact for doubles; columns that are NULL are left out. The digest of a sampling 
 column of its row, its place in the ledger, the digests of its sum query events and the digest of
 the sampling event before it.
 
-A schedule and a strategy are text: the same kind of JSON. What has none has NULL, so that it has
-one digest whether or not its ledger is of a version that knows these columns.
+A schedule and a strategy are text: the same kind of JSON. Where an event has no schedule, fresh
+noise in every round, or no granularity, there is NULL.
 """
 
 import hashlib
@@ -29,8 +29,7 @@ from fedpriv.accounting.events import (
     Schedule,
     SumQueryEvent,
 )
-from fedpriv.accounting.ledger_schema import SCHEDULES_FROM
-from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.errors import InvalidValueError
 
 # A tampered cell can hold anything that SQLite can, so bytes and inf have a digest too.
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr).encode
@@ -101,16 +100,6 @@ def first_rows(population: str) -> dict[str, dict[str, object]]:
     return {"ledger": {**named}, "head": {"count": 0, "hash": digest(named)}}
 
 
-def refuse_what_it_cannot_keep(version: int, event: RoundEvent) -> None:
-    """Raise LedgerError if a ledger of this schema version has no columns for the event."""
-    if event.sampling.schedule is not None and version < SCHEDULES_FROM:
-        raise LedgerError(
-            f"the ledger has schema version {version}, which keeps no schedule, and this "
-            f"{event.sampling.policy} event has one: it needs a ledger that was created with "
-            f"version {SCHEDULES_FROM}"
-        )
-
-
 def follow(last: Head, charge: ProposedCharge) -> ChargedRow:
     """The row by which `charge` extends, now, a ledger whose head is `last`."""
     row = ChargedRow(
@@ -157,18 +146,20 @@ def query_columns(row: ChargedRow) -> list[dict[str, object]]:
 
 
 def _query_columns(sampling_event: int, position: int, query: SumQueryEvent) -> dict[str, object]:
-    columns = {
+    columns: dict[str, object] = {
         "sampling_event": sampling_event,
         "position": position,
         "group_name": query.group,
         "clipping_norm": float(query.clipping_norm),
         "noise_stddev": float(query.noise_stddev) + 0.0,  # SQLite keeps -0.0 as 0.0
     }
+    if query.granularity is not None:
+        columns["granularity"] = float(query.granularity)
     return {**columns, "hash": digest(columns)}
 
 
 def parse(sampling: Cells, queries: Sequence[Cells]) -> ChargedRow:
-    """The value of a row and its sum query events, of a ledger of any version.
+    """The value of a row and its sum query events.
 
     Raises:
         ValueError: a policy, relation or source of randomness is unknown, a number is out of
@@ -184,7 +175,10 @@ def parse(sampling: Cells, queries: Sequence[Cells]) -> ChargedRow:
             _schedule(sampling.get("schedule")),
         ),
         tuple(
-            SumQueryEvent(q["group_name"], q["clipping_norm"], q["noise_stddev"]) for q in queries
+            SumQueryEvent(
+                q["group_name"], q["clipping_norm"], q["noise_stddev"], q.get("granularity")
+            )
+            for q in queries
         ),
         strategy=_strategy(sampling.get("strategy")),
     )

@@ -1,17 +1,11 @@
 """The two kinds of SQLite file that accounting keeps: what is in them and what they refuse.
 
-Files are kept for years, so the schema of a version never changes and every version stays readable;
-new files get the newest.
-
 SQLite itself holds a ledger to its rules, whoever writes to it: rows are only ever added, one
 sampling event after the other, each with the hash of the one before. `ledger_chain` finds out
 about writers that removed these rules first.
 """
 
 from dataclasses import dataclass
-
-SCHEDULES_FROM = 2
-"""The first version of a ledger that keeps schedules and strategies."""
 
 
 @dataclass(frozen=True)
@@ -21,24 +15,17 @@ class FileFormat:
     Attributes:
         kind: its name in messages.
         application_id: the number that SQLite keeps in the header of every such file.
-        schemas: the SQL that makes an empty file, of each version from 1 on.
+        schema: the SQL that makes an empty file.
         mode: permission bits of a new file, before the umask; a file that group or others can
             read or write, where `mode` does not let them, is refused.
+        version: of the schema, also in the header; a file of another version is refused.
     """
 
     kind: str
     application_id: int
-    schemas: tuple[str, ...]
+    schema: str
     mode: int
-
-    @property
-    def newest(self) -> int:
-        """The version of new files."""
-        return len(self.schemas)
-
-    def schema(self, version: int) -> str:
-        """The SQL that makes an empty file of a version from 1 to `newest`."""
-        return self.schemas[version - 1]
+    version: int = 1
 
 
 def _frozen(table: str, *verbs: str) -> str:
@@ -51,7 +38,7 @@ def _frozen(table: str, *verbs: str) -> str:
 
 
 # The insert triggers also stop INSERT OR REPLACE, which deletes without firing delete triggers.
-_FIRST_LEDGER_SCHEMA = f"""
+_LEDGER_SCHEMA = f"""
 CREATE TABLE ledger (
     singleton INTEGER PRIMARY KEY CHECK (singleton = 1),
     ledger_id TEXT NOT NULL,
@@ -72,6 +59,8 @@ CREATE TABLE sampling_events (
     sampling_probability REAL NOT NULL,
     population INTEGER NOT NULL,
     relation TEXT NOT NULL,
+    schedule TEXT,
+    strategy TEXT,
     randomness TEXT NOT NULL,
     cohort_commitment TEXT NOT NULL,
     charged_at TEXT NOT NULL,
@@ -85,6 +74,7 @@ CREATE TABLE sum_query_events (
     group_name TEXT NOT NULL,
     clipping_norm REAL NOT NULL,
     noise_stddev REAL NOT NULL,
+    granularity REAL,
     hash TEXT NOT NULL,
     PRIMARY KEY (sampling_event, position)
 ) WITHOUT ROWID;
@@ -115,13 +105,7 @@ WHEN NEW.count IS NOT OLD.count + 1
 BEGIN SELECT RAISE(ABORT, 'the head must move to the next sampling event'); END;
 """
 
-_LEDGER_SCHEMAS = (
-    _FIRST_LEDGER_SCHEMA,
-    _FIRST_LEDGER_SCHEMA.replace(
-        "    randomness TEXT", "    schedule TEXT,\n    strategy TEXT,\n    randomness TEXT"
-    ),
-)
-
+# Without its index an attempt would be looked for row by row, cohorts and all.
 _PARTICIPATION_SCHEMA = """
 CREATE TABLE participation (
     commitment TEXT PRIMARY KEY,
@@ -131,14 +115,8 @@ CREATE TABLE participation (
     salt BLOB NOT NULL,
     users BLOB NOT NULL
 ) WITHOUT ROWID;
+CREATE INDEX participation_by_attempt ON participation (run, round, attempt);
 """
 
-_PARTICIPATION_SCHEMAS = (
-    _PARTICIPATION_SCHEMA,
-    # In files of version 1 an attempt is looked for row by row, cohorts and all.
-    _PARTICIPATION_SCHEMA
-    + "CREATE INDEX participation_by_attempt ON participation (run, round, attempt);\n",
-)
-
-LEDGER = FileFormat("ledger", 0x66707276, _LEDGER_SCHEMAS, 0o666)
-PARTICIPATION = FileFormat("participation record", 0x66707077, _PARTICIPATION_SCHEMAS, 0o600)
+LEDGER = FileFormat("ledger", 0x66707276, _LEDGER_SCHEMA, 0o666)
+PARTICIPATION = FileFormat("participation record", 0x66707077, _PARTICIPATION_SCHEMA, 0o600)

@@ -10,6 +10,7 @@ from fedpriv.data.store import UserStore
 from fedpriv.errors import InvalidValueError, LedgerError, known_names
 from fedpriv.federated.aggregate import add_up
 from fedpriv.federated.books import Books
+from fedpriv.privacy.contribution import IntegerVector
 from fedpriv.privacy.entropy import Entropy
 from fedpriv.privacy.layout import FloatVector
 
@@ -82,7 +83,9 @@ def ask(survey: Survey, users: UserStore, books: Books, entropy: Entropy) -> Ans
     return Answers(survey.answers(average), attempt, charge.hash)
 
 
-def _released(survey: Survey, total: FloatVector, charge: Charge, entropy: Entropy) -> FloatVector:
+def _released(
+    survey: Survey, total: IntegerVector, charge: Charge, entropy: Entropy
+) -> FloatVector:
     """Noise the total [D] once and average it, if that is what was charged."""
     charged = charge.redeem()
     if charged != survey.event:

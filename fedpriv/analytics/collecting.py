@@ -15,7 +15,6 @@ from fedpriv.analytics.records import (
 from fedpriv.analytics.survey import Survey
 from fedpriv.data.store import UserStore
 from fedpriv.federated.transport import PartialSum
-from fedpriv.privacy.layout import FloatVector
 
 _COMPONENTS = 1 << 21  # of the contributions of a chunk, in float64: 16 MiB
 
@@ -39,37 +38,28 @@ def collect(
     """
     columns = {q.of: users.fields[q.of] for q in survey.questions if isinstance(q.of, str)}
     store = UserStore(columns, users.offsets) if columns else users
-    dimension = survey.mechanism.average.sum_query.clipping.layout.dimension
-    step = max(1, _COMPONENTS // dimension)
+    clipping = survey.mechanism.average.sum_query.clipping
+    step = max(1, _COMPONENTS // clipping.layout.dimension)
     for number, start in enumerate(range(0, cohort.size, step)):
         chunk = cohort[start : start + step]
         asked = store.subset(chunk) if columns else store
-        sums = [
-            clipped_sum(question.contributions(_records(question, users, asked, chunk)), question)
-            for question in survey.questions
-        ]
-        yield PartialSum(f"chunk {number}", chunk.size, np.concatenate(sums))
+        rows = np.concatenate(
+            [
+                usable(question.contributions(_records(question, users, asked, chunk)))
+                for question in survey.questions
+            ],
+            axis=1,
+        )
+        clipping.clip_rows(rows, np.ones(chunk.size, np.int64))
+        total = rows.sum(axis=0).astype(np.int64)
+        yield PartialSum(f"chunk {number}", chunk.size, total, chunk.size)
 
 
-def clipped_sum(contributions: FloatMatrix, question: Question) -> FloatVector:
-    """Sum over users of their contributions, each clipped to the question's norm: [d].
-
-    The same as the sum of `Clipping.contribution` over users, up to rounding, which never makes
-    a contribution longer than the norm.
-
-    Args:
-        contributions: [users, d]; one whose norm is NaN or too large for a float counts as zero.
-        question: whose norm it is.
-    """
-    with np.errstate(over="ignore"):  # the norm of what overflows is infinite
-        norms = np.sqrt(np.einsum("ij,ij->i", contributions, contributions))
-    finite = np.isfinite(norms)
-    if not finite.all():
-        contributions = np.where(finite[:, np.newaxis], contributions, 0.0)
-    # Squares and roots of d terms are off by less than this share of the norm.
-    bound = question.clipping_norm * (1.0 - (question.dimension + 16) * 2.0**-52)
-    factors = np.where(norms > bound, bound / np.maximum(norms, bound), 1.0)
-    return factors @ contributions
+def usable(contributions: FloatMatrix) -> FloatMatrix:
+    """Contributions [users, d] to one question, zero where they are not finite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        finite = np.isfinite(np.sqrt(np.vecdot(contributions, contributions)))
+    return contributions if finite.all() else np.where(finite[:, np.newaxis], contributions, 0.0)
 
 
 def _records(

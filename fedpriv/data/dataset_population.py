@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _Fields = Mapping[str, NDArray[np.generic]]
+_LONGEST_ARGUMENTS = 200  # characters; some partitioners take a list with an entry per user
 
 
 def load_hugging_face(
@@ -42,9 +43,6 @@ def load_hugging_face(
 
     The field x of images, uint8 [rows, height, width] or [..., channels], becomes float32
     [rows, channels, height, width] in [0, 1].
-
-    The population's name holds a digest: of the ids of users whom a column names, of all rows of
-    those who have no identity but their rows.
 
     Args:
         train: users' rows, see `open_dataset` for what it may be.
@@ -65,18 +63,18 @@ def load_hugging_face(
     if isinstance(user_column, str) and partitioner is None and arguments is None:
         store = from_dataset(rows, user_column, columns)
         _check_apart(store, held_out, user_column)
-        how = f"{user_column}, {_digest_of_ids(store)}"
+        how = user_column
     elif isinstance(partitioner, str) and user_column is None:
-        made = partitioner_named(partitioner, check_table("arguments", arguments))
-        store = from_partitioner(rows, made, columns)
-        how = f"{partitioner}, {_digest_of_rows(store)}"
+        given = check_table("arguments", arguments)
+        store = from_partitioner(rows, partitioner_named(partitioner, given), columns)
+        how = _dealing(partitioner, given)
     else:
         raise InvalidValueError(
             f"user_column is {user_column!r} and partitioner {partitioner!r}; exactly one must be "
             "given, as text, and arguments with a partitioner only"
         )
     users = UserStore(_as_inputs(store.fields), store.offsets, store.user_ids)
-    name = f"hugging-face: {users.population} users by {how}"
+    name = f"hugging-face: {users.population} users by {how} of {train}"
     return Population(name, users, _as_inputs(read_columns(held_out, columns)))
 
 
@@ -98,12 +96,11 @@ def load_redealt(
         DataError: there is no such population or partitioner, or parts are no rows.
         InvalidValueError: an option or argument is refused.
     """
-    made = partitioner_named(
-        check_text("partitioner", partitioner), check_table("arguments", arguments)
-    )
+    given = check_table("arguments", arguments)
+    made = partitioner_named(check_text("partitioner", partitioner), given)
     base = load_population(check_text("population", population), check_table("options", options))
     users = redeal(base.users, made)
-    how = f"{users.population} users by {partitioner}, {_digest_of_rows(users)}"
+    how = f"{users.population} users by {_dealing(partitioner, given)}"
     return Population(f"{base.name}; dealt to {how}", users, base.test)
 
 
@@ -139,14 +136,11 @@ def _as_inputs(fields: _Fields) -> dict[str, NDArray[np.generic]]:
     return {**fields, "x": np.ascontiguousarray(pixels, np.float32) / np.float32(255)}
 
 
-def _digest_of_ids(store: UserStore) -> str:
-    ids = sorted(store.id_of(user) for user in range(store.population))
-    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
-
-
-def _digest_of_rows(store: UserStore) -> str:
-    digest = hashlib.sha256(store.offsets.astype("<i8").tobytes())
-    for name, field in sorted(store.fields.items()):
-        digest.update(json.dumps([name, str(field.dtype), field.shape]).encode())
-        digest.update(np.ascontiguousarray(field).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()[:16]
+def _dealing(partitioner: str, arguments: Mapping[str, object]) -> str:
+    """How rows are dealt, in words for the population's name; settings alone, which are public."""
+    if not arguments:
+        return partitioner
+    text = json.dumps(arguments, sort_keys=True, default=repr)
+    if len(text) > _LONGEST_ARGUMENTS:
+        text = f"arguments of SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return f"{partitioner} with {text}"

@@ -130,27 +130,36 @@ def files_of(fields: Fields) -> dict[str, FieldFile]:
 
 
 def gathered(
-    fields: Fields, files: Mapping[str, FieldFile], rows: NDArray[np.integer]
+    fields: Fields, files: Mapping[str, FieldFile], rows: NDArray[np.integer], out: Fields
 ) -> dict[str, NDArray[np.generic]]:
-    """Rows of fields as new arrays, name → array [*rows.shape, ...]; no mapped page stays.
+    """Rows of fields, name → array [*rows.shape, ...]; no mapped page stays.
 
     Args:
         fields: arrays in memory or mapped.
         files: of mapped fields, as of `files_of`.
-        rows: numbers of rows, of any shape, with repeats.
+        rows: numbers of rows, legal ones, of any shape, with repeats.
+        out: where to write those of fields that are named; others are new arrays.
 
     Raises:
         DataError: a file was cut.
     """
-    read = _read(fields, files, rows) if files and rows.size else {}
+    read = _read(fields, files, rows, out) if files and rows.size else {}
     mapped = {name: field for name, field in fields.items() if name not in read}
-    taken = {name: np.take(np.asarray(field), rows, axis=0) for name, field in mapped.items()}
+    taken = {name: _taken(np.asarray(field), rows, out.get(name)) for name, field in mapped.items()}
     _release_pages(mapped)
     return {name: read[name] if name in read else taken[name] for name in fields}
 
 
+def _taken(
+    field: NDArray[np.generic], rows: NDArray[np.integer], out: NDArray[np.generic] | None
+) -> NDArray[np.generic]:
+    # All rows are legal; to be ready for others, NumPy would copy once more.
+    taken: NDArray[np.generic] = np.take(field, rows, axis=0, out=out, mode="clip")
+    return taken
+
+
 def _read(
-    fields: Fields, files: Mapping[str, FieldFile], rows: NDArray[np.integer]
+    fields: Fields, files: Mapping[str, FieldFile], rows: NDArray[np.integer], out: Fields
 ) -> dict[str, NDArray[np.generic]]:
     """Rows of those fields whose files can be read."""
     distinct, which = np.unique(rows.astype(np.int64), return_inverse=True)
@@ -162,7 +171,7 @@ def _read(
         if _is_mapped(field) and runs.counts.mean() * row < _FAULT:
             found = file.read(field, runs)
             if found is not None:
-                read[name] = np.take(found, runs.places, axis=0)
+                read[name] = _taken(found, runs.places, out.get(name))
     return read
 
 

@@ -53,7 +53,7 @@ def load_mnist_writers(folder: str | Path | None = None) -> Population:
     users = UserStore({"x": _normalised(x), "y": y}, grouped.offsets, grouped.user_ids)
     test_images, test_labels = _read_pair(place / TEST_IMAGES, place / TEST_LABELS)
     return Population(
-        name=f"mnist-writers: {users.population} writers, {users.rows} images",
+        name=f"mnist-writers: {users.population} writers",
         users=users,
         test={"x": _normalised(test_images), "y": test_labels},
     )

@@ -14,8 +14,11 @@ from fedpriv.errors import DataError
 class Population:
     """Enrolled users and held-out rows to measure a model on.
 
-    The name goes into the privacy ledger as the identity of the population. It must change
-    whenever the enrolled users change, because an ε speaks about one population.
+    The name goes into the privacy ledger as the identity of the population, and the ledger is
+    public. So it is made of what is public: N, the number of users, and settings such as names of
+    data sets; never of a total or a digest of users' data, against which a guess could be tested. A
+    name that stays while the data change is on the safe side: the ledger's charges then add up over
+    both.
 
     Attributes:
         name: one printable line, such as "digits: 287 users, iid, seed 0".

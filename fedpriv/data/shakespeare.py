@@ -57,8 +57,8 @@ def load_shakespeare_roles(
 
     Returns:
         Population with x and y int64 [rows, length], codes below 96 by their place in
-        `CHARACTERS`. User ids are the file's names of roles. The population's name depends on
-        the file alone, as the users do.
+        `CHARACTERS`. User ids are the file's names of roles. However long windows are, the
+        population has one name, as its users are the same.
 
     Raises:
         DataError: the file is absent or damaged, holds another character or a role twice, or
@@ -77,10 +77,9 @@ def load_shakespeare_roles(
         if not len(windows):
             raise DataError(f"{path} has no {part} text of more than {length} characters")
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(w) for w in train])])
-    characters = sum(len(text) for _, texts, _ in roles for text in texts)
     users = UserStore(_fields(rows), offsets, [name for name, _, _ in roles])
     return Population(
-        name=f"shakespeare-roles: {users.population} roles, {characters} characters",
+        name=f"shakespeare-roles: {users.population} roles",
         users=users,
         test=_fields(test),
     )

@@ -100,14 +100,20 @@ class UserStore:
         rows = self.rows_of(user)
         return {name: field[rows] for name, field in self.fields.items()}
 
-    def take(self, rows: NDArray[np.integer]) -> dict[str, NDArray[np.generic]]:
-        """Gather rows by number into new arrays; reads only these rows of a mapped field.
+    def take(
+        self,
+        rows: NDArray[np.integer],
+        out: Mapping[str, NDArray[np.generic]] | None = None,
+    ) -> dict[str, NDArray[np.generic]]:
+        """Gather rows by number; reads only these rows of a mapped field.
 
         Of a field that `load` mapped, nothing stays resident: memory does not grow with what was
         read.
 
         Args:
             rows: integers in [0, self.rows) of any shape, repeats allowed.
+            out: arrays [*rows.shape, ...] to write to, of the fields that are asked for; None: all
+                are, in new arrays.
 
         Returns:
             name → array [*rows.shape, ...] in memory, writable.
@@ -117,7 +123,9 @@ class UserStore:
             DataError: the file of a mapped field was cut.
         """
         _check_positions("rows", rows, self.rows)
-        return gathered(self.fields, self._files, rows)
+        fields = self.fields if out is None else {name: self.fields[name] for name in out}
+        files = {name: file for name, file in self._files.items() if name in fields}
+        return gathered(fields, files, rows, out or {})
 
     def subset(self, users: NDArray[np.integer] | Sequence[int]) -> "UserStore":
         """Store of some users, in the order given, under the ids they have here.

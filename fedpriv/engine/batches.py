@@ -1,63 +1,318 @@
-"""What the users of a chunk train on, on the device where they train."""
+"""What users train on: in shapes that are public, and on rows chosen by each user's own key.
 
+A user's shape, its rung, follows from the plan and the user's own number of examples. Nobody else's
+data decide how it computes. Shapes lie on a ladder, since users of different shapes cannot train
+together; up to a quarter of a shape is padding, which counts for nothing.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpriv.engine.schedule import Schedule
+from fedpriv.data.store import UserStore
+from fedpriv.engine.task import Task
+from fedpriv.federated.transport import LocalTraining
+
+Integers = npt.NDArray[np.int64]
+
+_FIRST = 8  # numbers up to this one are rungs of the ladder; beyond, four in each octave
+_GOLDEN = 0x9E3779B97F4A7C15  # odd, near 2⁶⁴ over the golden ratio
+_CHOICE = 2**62  # in place of the number of a pass: which examples count at all
+
+
+def ladder(numbers: Integers) -> Integers:
+    """The least of 0, 1, …, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, … that is not below each number.
+
+    >>> ladder(np.array([0, 1, 9, 17, 100])).tolist()
+    [0, 1, 10, 20, 112]
+    """
+    exponents = np.frexp(np.maximum(numbers - 1, 0).astype(np.float64))[1].astype(np.int64)
+    apart = np.left_shift(np.int64(1), np.maximum(exponents - 3, 0))
+    return _divided(numbers, apart) * apart
+
+
+@dataclass(frozen=True, order=True)
+class Rung:
+    """The shape in which a user trains and is measured.
+
+    Attributes:
+        steps: S, of users with most of them.
+        width: W, examples in a step.
+        blocks: in so many blocks of W each example is measured once; 0: none is.
+        padded: whether there can be users with fewer steps.
+    """
+
+    steps: int
+    width: int
+    blocks: int
+    padded: bool
+
+
+def counted(sizes: Integers, local: LocalTraining) -> Integers:
+    """How many examples of users with so many count."""
+    return sizes if local.max_examples is None else np.minimum(sizes, local.max_examples)
+
+
+def by_rung(
+    sizes: Integers, local: LocalTraining, *, measured: bool
+) -> Iterator[tuple[Rung, Integers]]:
+    """The rungs of some users, those with the least work first, and which of them are on each.
+
+    Users without examples are on none.
+
+    Args:
+        sizes: number of examples of each user.
+        local: how a user trains.
+        measured: whether examples are measured.
+    """
+    counts = counted(sizes, local)
+    widths, passes = ladder(counts), ladder(_batches(counts, local))
+    if local.batch_size is not None:
+        widths = np.minimum(widths, local.batch_size)
+    steps = (
+        passes * (local.epochs or 0) if local.steps is None else np.full_like(counts, local.steps)
+    )
+    shapes = np.stack([steps, widths, passes if measured else np.zeros_like(passes)], axis=1)
+    some = np.flatnonzero(counts > 0)
+    found, which = np.unique(shapes[some], axis=0, return_inverse=True)
+    for place in np.argsort(found[:, 0] * found[:, 1], kind="stable").tolist():
+        step, width, blocks = found[place].tolist()
+        padded = local.epochs is not None and step > _FIRST * local.epochs
+        yield Rung(step, width, blocks, padded), some[which.ravel() == place]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which rows the users of a chunk train on, step by step.
+
+    Attributes:
+        rows: [C, S, W] of the user store; padding repeats a row of the same user.
+        weights: [C, S, W] 1 for an example, 0 for padding.
+        chosen: [C, W·blocks] rows of all examples that count, and padding.
+    """
+
+    rows: Integers
+    weights: npt.NDArray[np.float32]
+    chosen: Integers
+
+
+def schedule(
+    users: Integers,
+    starts: Integers,
+    sizes: Integers,
+    local: LocalTraining,
+    local_key: bytes,
+    rung: Rung,
+) -> Schedule:
+    """Rows of users of one rung, each with at least one example.
+
+    A user's examples are shuffled for each pass over them. Their order, and which of them count
+    where there are more than `local.max_examples`, depends on the user, the key and the user's
+    number of examples alone.
+
+    Args:
+        users: position of each user in the population.
+        starts: first row of each user in the store.
+        sizes: number of rows of each user.
+        local: how a user trains.
+        local_key: 32 bytes of this round.
+        rung: of all these users.
+    """
+    keys, counts = _keys_of(users, local_key), counted(sizes, local)
+    widths = counts if local.batch_size is None else np.minimum(counts, local.batch_size)
+    per_pass = _batches(counts, local)
+    steps = per_pass * (local.epochs or 0) if local.steps is None else local.steps + 0 * per_pass
+    passes = _divided(steps, per_pass)
+    lanes = np.repeat(np.arange(len(counts)), passes)
+    numbers = _counted_up(passes)
+    drawn, places = _shuffled(_mixed(keys[lanes] + _spread(numbers)), counts[lanes])
+    lanes, numbers = (np.repeat(each, counts[lanes]) for each in (lanes, numbers))
+    step = numbers * per_pass[lanes] + places // widths[lanes]
+    taken = step < steps[lanes]  # the last pass may end early
+    at = lanes[taken], step[taken], (places % widths[lanes])[taken]
+    shape = len(counts), rung.steps, rung.width
+    picked = np.zeros(shape, np.int64)
+    picked[at] = drawn[taken]
+    weights = np.zeros(shape, np.float32)
+    weights[at] = 1.0
+    chosen = np.minimum(np.arange(rung.width * rung.blocks), counts[:, None] - 1)
+    for lane in np.flatnonzero(counts < sizes).tolist():
+        these = _choice(keys[lane : lane + 1], int(sizes[lane]), int(counts[lane]))
+        picked[lane], chosen[lane] = these[picked[lane]], these[chosen[lane]]
+    return Schedule(starts[:, None, None] + picked, weights, starts[:, None] + chosen)
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of C users in S steps of at most B examples.
+    """Batches of L lanes, of which the first are users and the others blank.
 
     Attributes:
-        x: [C, S, B, …] inputs of each user, step and example.
-        y: [C, S, B, …] targets.
-        weights: [C, S, B] 1 for examples, 0 for padding; a step without examples does nothing.
-        full: for each step, whether all users have it; known without asking the device.
-        widths: for each step, how many examples are enough to hold all users' real ones.
+        x: [L, S, W, …] inputs of each lane, step and example; zeros where it is blank.
+        y: [L, S, W, …] targets, likewise.
+        weights: [L, S, W] 1 for examples, 0 for padding and blanks; a step without examples does
+            nothing.
+        padded: whether some steps may have no examples.
     """
 
     x: torch.Tensor
     y: torch.Tensor
     weights: torch.Tensor
-    full: tuple[bool, ...]
-    widths: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls,
-        plan: Schedule,
-        x: npt.NDArray[np.generic],
-        y: npt.NDArray[np.generic],
-        device: torch.device,
-    ) -> "Batches":
-        """Bring batches to a device; a GPU does other work meanwhile.
-
-        Args:
-            plan: of the users.
-            x: [C, S, B, …] inputs.
-            y: [C, S, B, …] targets.
-            device: where users train.
-        """
-        tensors = (torch.from_numpy(array) for array in (x, y, plan.weights))
-        if device.type == "cuda":
-            tensors = (t.pin_memory().to(device, non_blocking=True) for t in tensors)
-        inputs, targets, weights = tensors
-        full = tuple((plan.weights.max(2) > 0).all(0).tolist())
-        places = np.arange(1, plan.weights.shape[2] + 1)
-        widths = tuple(((plan.weights.max(0) > 0) * places).max(1).tolist())
-        return cls(inputs, targets, weights, full, widths)
+    padded: bool
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(C, S, B)."""
+        """(L, S, W)."""
         lanes, steps, width = self.weights.shape
         return lanes, steps, width
 
     def active(self, step: int) -> torch.Tensor | None:
-        """Which users have a step, [C]; None: all."""
-        return None if self.full[step] else self.weights[:, step].amax(1) > 0
+        """Which lanes have a step, [L]; None: all, or it does not matter."""
+        return self.weights[:, step].amax(1) > 0 if self.padded else None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Examples that are measured: W of each of L lanes.
+
+    Attributes:
+        x: [L·W, …] inputs.
+        y: [L·W, …] targets.
+        real: [L, W] whether there is such an example.
+    """
+
+    x: torch.Tensor
+    y: torch.Tensor
+    real: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Examples:
+    """All that is known of the users of a chunk, on the device where they train.
+
+    Attributes:
+        rung: of all of them.
+        lanes: L.
+        users: [C ≤ L] positions in the enrolled population.
+        counts: [C] examples of each that count.
+        store: the users' data.
+        device: where they train.
+        plan: their rows.
+        task: says which fields it reads.
+    """
+
+    rung: Rung
+    lanes: int
+    users: Integers
+    counts: Integers
+    store: UserStore
+    device: torch.device
+    plan: Schedule
+    task: Task
+
+    def batches(self) -> Batches:
+        """What they train on."""
+        x, y = self._gathered(self.plan.rows)
+        weights = self._blank((self.rung.steps, self.rung.width), torch.float32)
+        weights[: len(self.users)] = torch.from_numpy(self.plan.weights)
+        return Batches(x, y, self._moved(weights), self.rung.padded)
+
+    def blocks(self) -> Iterator[Block]:
+        """All that is measured, each example once."""
+        width = self.rung.width
+        for first in range(0, width * self.rung.blocks, width):
+            rows = self.plan.chosen[:, first : first + width]
+            x, y = (t.flatten(0, 1) for t in self._gathered(rows))
+            real = self._blank((width,), torch.bool)
+            places = np.arange(first, first + width)
+            real[: len(self.users)] = torch.from_numpy(places < self.counts[:, None])
+            yield Block(x, y, self._moved(real))
+
+    def sizes(self) -> torch.Tensor:
+        """Number of examples of each lane that count, float64 [L]; 0 where it is blank."""
+        sizes = self._blank((), torch.float64)
+        sizes[: len(self.users)] = torch.from_numpy(self.counts)
+        return self._moved(sizes)
+
+    def _gathered(self, rows: Integers) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets [L, …] of rows [C, …], in memory whose alignment does not vary."""
+        names = self.task.inputs, self.task.targets
+        kinds = {name: self.store.fields[name] for name in names}
+        held = {
+            name: self._blank((*rows.shape[1:], *field.shape[1:]), _torch_type(field.dtype))
+            for name, field in kinds.items()
+        }
+        self.store.take(rows, {name: t.numpy()[: len(rows)] for name, t in held.items()})
+        x, y = (self._moved(held[name]) for name in names)
+        return x, y
+
+    def _blank(self, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        """Memory [L, …] on the CPU, zero where no user is."""
+        pinned = self.device.type == "cuda"
+        memory = torch.empty((self.lanes, *shape), dtype=kind, pin_memory=pinned)
+        memory[len(self.users) :].zero_()
+        return memory
+
+    def _moved(self, memory: torch.Tensor) -> torch.Tensor:
+        """The same on the device; a GPU does other work meanwhile."""
+        return memory.to(self.device, non_blocking=True)
+
+
+def _torch_type(dtype: np.dtype[np.generic]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def _batches(counts: Integers, local: LocalTraining) -> Integers:
+    """In how many batches users have each example once; 0 for those without any."""
+    if local.batch_size is None:
+        return np.minimum(counts, 1)
+    return _divided(counts, np.full_like(counts, local.batch_size))
+
+
+def _choice(key: npt.NDArray[np.uint64], size: int, count: int) -> Integers:
+    """Which of a user's rows count, ascending."""
+    number = np.array([_CHOICE], np.int64)
+    drawn, _ = _shuffled(_mixed(key + _spread(number)), np.array([size]))
+    return np.sort(drawn[:count])
+
+
+def _shuffled(keys: npt.NDArray[np.uint64], sizes: Integers) -> tuple[Integers, Integers]:
+    """Shuffles of n_i things for each key: which thing, and at which place, one after another."""
+    passes, places = np.repeat(np.arange(len(sizes)), sizes), _counted_up(sizes)
+    dice = _mixed(keys[passes] + _spread(places))
+    if np.all(sizes == sizes[0]):  # many short sorts take less than a long one
+        return np.argsort(dice.reshape(len(sizes), -1), axis=1, kind="stable").ravel(), places
+    drawn = np.argsort(dice, kind="stable")
+    order = drawn[np.argsort(passes[drawn], kind="stable")]
+    return places[order], places
+
+
+def _keys_of(users: Integers, local_key: bytes) -> npt.NDArray[np.uint64]:
+    """A word for each user in one round; needs to be reproducible, not to be secret."""
+    key = np.frombuffer(local_key[:8], "<u8").astype(np.uint64)
+    return _mixed(key + _spread(users))
+
+
+def _spread(numbers: Integers) -> npt.NDArray[np.uint64]:
+    """The Weyl sequence of SplitMix64 (Steele, Lea & Flood 2014) at these places."""
+    return (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+
+
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64: each bit of a result depends on all bits of its word."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _counted_up(lengths: Integers) -> Integers:
+    """0, 1, … up to each length, one after another."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+
+
+def _divided(above: Integers, below: Integers) -> Integers:
+    """Quotients, rounded up."""
+    return -(-above // below)

@@ -1,158 +1,106 @@
-"""Clipping and summing what the users of a chunk send: `Clipping.contribution` in torch."""
+"""Clipping and adding up what the users of a chunk send, a few users at a time.
 
+On a CPU `Clipping.clip_rows` clips; on a GPU the function here that does the same in torch.
+"""
+
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from fedpriv.engine.outer_products import OuterProducts
 from fedpriv.engine.task import TorchTensors
-from fedpriv.engine.updates import Updates, few_lanes
+from fedpriv.engine.updates import Updates
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import VectorGroup
 from fedpriv.privacy.layout import Layout
 
-
-@dataclass(frozen=True)
-class _Run:
-    """Tensors of a group that follow each other in the layout and have the same scale.
-
-    A few long vectors cost less than many short ones, each with operations of its own.
-
-    Attributes:
-        where: in vectors of whole tensors.
-        place: in the layout.
-        scale: of all of them.
-    """
-
-    where: slice
-    place: slice
-    scale: float
+# Numbers of whole updates that exist at a time, in float64: what has left a processor's caches
+# before it is clipped costs more than the arithmetic. A GPU needs more to be busy.
+_NUMBERS = 2**19
+_NUMBERS_CUDA = 2**24
+_ALIGNED = 8  # rows begin where a vector instruction reads a whole line of the cache
+_COARSE = ~((1 << 29) - 1)
+_SHRINK = 1.0 - 2.0**-20
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What a group consists of.
-
-    Attributes:
-        group: the group.
-        runs: its tensors that are made whole.
-        factored: those that stay factors: name and scale.
-    """
-
-    group: VectorGroup
-    runs: Sequence[_Run]
-    factored: Sequence[tuple[str, float]]
-
-    @classmethod
-    def of(cls, group: VectorGroup, layout: Layout, wholes: Layout) -> "_Parts":
-        """Of a group in a layout; `wholes`: the tensors that are made whole, in its order."""
-        runs: list[_Run] = []
-        factored: list[tuple[str, float]] = []
-        for tensor, scale in zip(group.tensors, group.scales, strict=True):
-            where, place = wholes.slices.get(tensor), layout.slices[tensor]
-            if where is None:
-                factored.append((tensor, scale))
-                continue
-            if runs and (runs[-1].place.stop, runs[-1].scale) == (place.start, scale):
-                before = runs.pop()
-                where = slice(before.where.start, where.stop)
-                place = slice(before.place.start, place.stop)
-            runs.append(_Run(where, place, scale))
-        return cls(group, runs, factored)
-
-    def norms(
-        self, vectors: torch.Tensor, bounds: TorchTensors, lanes: slice = slice(None)
-    ) -> torch.Tensor:
-        """Norm of each user's scaled part [C], from whole tensors [C, D] and norms of the others.
-
-        In float64 the squares of finite float32 numbers cannot overflow: not finite means NaN or
-        inf.
-        """
-        norms: list[torch.Tensor] = [
-            torch.linalg.vector_norm(vectors[:, run.where], dim=1) / run.scale for run in self.runs
-        ]
-        norms += [bounds[name][lanes] / scale for name, scale in self.factored]
-        if len(norms) == 1:
-            return norms[0]
-        length: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
-        return length
-
-
-def clipped_sum(
-    updates: Updates, clipping: Clipping, weights: torch.Tensor | None = None
+def integer_sum(
+    updates: Updates, clipping: Clipping, weights: npt.NDArray[np.int64]
 ) -> torch.Tensor:
-    """Sum over users of their clipped contributions, in the units of the scaled tensors.
+    """Sum of the contributions of the first users of a chunk, in steps: int64[D] on their device.
 
-    Guarantees: each user's part of group g has a norm of at most S_g in the sum, and a user with
-    any component that is not finite contributes zero to all groups. Sums over users are float64, or
-    float32 for matrices that stay factors; a user of these whose norm is beyond what float32 can
-    add up contributes zero as well.
+    Guarantees: what a user adds is `Clipping.contribution` of its tensors, and depends on no other
+    user's.
 
     Args:
-        updates: all of the layout but the indicator.
+        updates: of at least so many users as there are weights, all of the layout but the
+            indicator.
         clipping: how contributions are made.
-        weights: [C] in [0, 1], read for weighted groups; None: all are 1.
-
-    Returns:
-        [D] float64 on the device of the updates.
+        weights: m of each user, [C].
     """
-    first, layout = next(iter(updates.values())), clipping.layout
-    total = torch.zeros(layout.dimension, dtype=torch.float64, device=first.device)
-    asked = [name for group in sent(clipping) for name in group.tensors]
-    factored = _that_stay(updates, asked)
-    bounds = {name: factors.norm_bounds() for name, factors in factored.items()}
-    wholes = _layout(updates, [n for n in layout.names if n in asked and n not in factored])
-    groups = [_Parts.of(group, layout, wholes) for group in sent(clipping)]
-    kept: dict[str, list[torch.Tensor]] = {parts.group.name: [] for parts in groups}
-    for lanes, vectors in _in_float64(updates, wholes, len(first), first.device):
-        norms = [parts.norms(vectors, bounds, lanes) for parts in groups]
-        some = None if weights is None else weights[lanes]
-        for name, share in _add_clipped(total, vectors, norms, clipping, groups, some).items():
-            kept[name].append(share)
-    for parts in groups:
-        for name, scale in parts.factored:
-            multiplied = torch.cat(kept[parts.group.name])
-            sums = factored[name].weighted_sum(multiplied, bounds[name])
-            total[layout.slices[name]].add_(sums.flatten(), alpha=1.0 / scale)
-    return total
+    layout, device = clipping.layout, _device_of(updates)
+    total = torch.zeros(layout.dimension, dtype=torch.float64, device=device)
+    written = clipping.indicator.tensor if clipping.indicator else None
+    for lanes, rows in _rows(updates, layout, len(weights), written):
+        if device.type == "cpu":
+            clipping.clip_rows(rows.numpy(), weights[lanes])
+        else:
+            clip_rows(rows, clipping, weights[lanes])
+        total += rows[0] if len(rows) == 1 else rows.sum(0)
+    return total.to(torch.int64)
 
 
-def _add_clipped(
-    total: torch.Tensor,
-    vectors: torch.Tensor,
-    norms: Sequence[torch.Tensor],
-    clipping: Clipping,
-    groups: Sequence[_Parts],
-    weights: torch.Tensor | None,
-) -> TorchTensors:
-    """Add to total [D] what some users contribute of whole tensors [C, d], which may be written to.
+def clip_rows(rows: torch.Tensor, clipping: Clipping, weights: npt.NDArray[np.int64]) -> None:
+    """`Clipping.clip_rows` in torch, in place and without waiting for a GPU but for one answer.
 
-    Returns:
-        For each group, what its users' parts are multiplied by, [C]: zero if a user is broken.
+    Args:
+        rows: [C, D] float64.
+        clipping: how contributions are made.
+        weights: m of each user, [C].
     """
-    finite = torch.isfinite(torch.stack(list(norms))).all(0)
-    if finite.is_cuda or not bool(finite.all()):  # asking a GPU would mean to wait for it
-        vectors.masked_fill_(~finite[:, None], 0.0)
-    # Squares and roots of D terms are off by less than this share of the norm.
-    margin = 1.0 - (clipping.layout.dimension + 16) * 2.0**-52
-    whole: TorchTensors = {}
-    multiplied: TorchTensors = {}
-    for parts, norm in zip(groups, norms, strict=True):
-        name = parts.group.name
-        factors = (parts.group.clipping_norm * margin / norm).clamp(max=1.0)
-        whole[name] = factors == 1.0
-        factors = torch.where(finite, factors, 0.0)
-        if weights is not None and name in clipping.weighted:
-            factors = factors * weights.to(factors)
-        for run in parts.runs:
-            total[run.place].addmv_(vectors[:, run.where].t(), factors / run.scale)
-        multiplied[name] = factors
+    written = clipping.indicator.tensor if clipping.indicator else None
+    within: dict[str, torch.Tensor] = {}
+    finite = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    for group, spans in zip(clipping.groups, clipping.spans, strict=True):
+        if group.tensors == (written,):
+            continue
+        for tensor, scale in zip(group.tensors, group.scales, strict=True):
+            if scale != 1.0:
+                rows[:, clipping.layout.slices[tensor]] /= scale
+        heavy = group.name in clipping.weighted
+        units = weights if heavy else np.full_like(weights, clipping.weight_cap)
+        pieces = [rows[:, span] for span in spans]
+        within[group.name], sound = _clip_group(pieces, group, units, clipping.weight_cap)
+        finite &= sound
     if clipping.indicator is not None:
-        total[clipping.layout.slices[clipping.indicator.tensor]] += _halves(
-            [whole[name] for name in clipping.indicator.groups], finite
-        )
-    return multiplied
+        (step,) = (g.granularity for g in clipping.groups if g.tensors == (written,))
+        said = torch.stack([within[name] for name in clipping.indicator.groups], 1).double()
+        rows[:, clipping.layout.slices[clipping.indicator.tensor]] = (said - 0.5) / step
+    rows.masked_fill_(~finite[:, None], 0.0)
+
+
+def _clip_group(
+    pieces: Sequence[torch.Tensor], group: VectorGroup, units: npt.NDArray[np.int64], whole: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fedpriv.privacy.clipping.clip_rows`: which were within the norm, and which finite."""
+    step, bound = group.granularity, group.squared_bound
+    norms = _squares(pieces).sqrt() / step
+    finite = torch.isfinite(norms)
+    norms = norms.masked_fill(~finite, 0.0)
+    for piece in pieces:
+        piece.masked_fill_(~finite[:, None], 0.0)
+    root = math.sqrt(bound)
+    within = norms <= root
+    coarse = (root / norms.clamp(min=root)).view(torch.int64) & _COARSE
+    allowed = norms.new_tensor([float(m * m * bound // whole**2) for m in units.tolist()])
+    factors = (coarse.view(torch.float64) * norms.new_tensor(units / whole) / step)[:, None]
+    for piece in pieces:
+        piece.mul_(factors).trunc_()
+    while bool((over := _squares(pieces) > allowed).any()):
+        for piece in pieces:
+            piece[over] = (piece[over] * _SHRINK).trunc()
+    return within & finite, finite
 
 
 def group_norms(updates: Updates, groups: Iterable[VectorGroup]) -> TorchTensors:
@@ -164,14 +112,17 @@ def group_norms(updates: Updates, groups: Iterable[VectorGroup]) -> TorchTensors
         updates: at least those of the groups.
         groups: the groups.
     """
-    first = next(iter(updates.values()))
     asked = tuple(groups)
-    layout = _layout(updates, [tensor for group in asked for tensor in group.tensors])
-    parts = [_Parts.of(group, layout, layout) for group in asked]
+    names = [tensor for group in asked for tensor in group.tensors]
+    layout = Layout(tuple(names), tuple(tuple(updates[name].shape[1:]) for name in names))
     lengths: dict[str, list[torch.Tensor]] = {group.name: [] for group in asked}
-    for _, vectors in _in_float64(updates, layout, len(first), first.device):
-        for one in parts:
-            lengths[one.group.name].append(one.norms(vectors, {}))
+    for _, rows in _rows(updates, layout, len(next(iter(updates.values())))):
+        for group in asked:
+            parts = [
+                torch.linalg.vector_norm(rows[:, layout.slices[tensor]], dim=1) / scale
+                for tensor, scale in zip(group.tensors, group.scales, strict=True)
+            ]
+            lengths[group.name].append(torch.linalg.vector_norm(torch.stack(parts), dim=0))
     return {name: torch.cat(some) for name, some in lengths.items()}
 
 
@@ -181,41 +132,41 @@ def sent(clipping: Clipping) -> tuple[VectorGroup, ...]:
     return tuple(group for group in clipping.groups if group.tensors != written)
 
 
-def _that_stay(updates: Updates, names: Iterable[str]) -> Mapping[str, OuterProducts]:
-    """Those of the named that are clipped as factors."""
-    found = {}
-    for name in names:
-        update = updates[name]
-        if isinstance(update, OuterProducts) and update.stay_factors:
-            found[name] = update
-    return found
+def lanes_as_rows(updates: Updates, lanes: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """All that so many lanes of a chunk send, as rows of float64: which lanes, and [c, D]."""
+    shapes = tuple(tuple(update.shape[1:]) for update in updates.values())
+    return _rows(updates, Layout(tuple(updates), shapes), lanes)
 
 
-def _layout(updates: Updates, names: Sequence[str]) -> Layout:
-    return Layout(tuple(names), tuple(tuple(updates[name].shape[1:]) for name in names))
-
-
-def _halves(whole: Sequence[torch.Tensor], finite: torch.Tensor) -> torch.Tensor:
-    """Sum over users of ±1/2, + where a group was not clipped: [groups of the indicator]."""
-    return torch.where(finite, torch.stack(list(whole)).double() - 0.5, 0.0).sum(1)
-
-
-def _in_float64(
-    updates: Updates, layout: Layout, users: int, device: torch.device
+def _rows(
+    updates: Updates, layout: Layout, users: int, written: str | None = None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """A few users at a time: which, and their vectors [C, D] of the tensors of a layout.
+    """The tensors of a layout as rows [c, D] of float64, for a few users at a time.
 
-    All are in the same memory: on a CPU, fresh pages cost more than the arithmetic.
+    The one that is written after clipping is left as it is. All rows are in the same memory: on a
+    CPU, fresh pages cost more than the arithmetic.
     """
-    named = {name: updates[name] for name in layout.names}
-    buffer, places = torch.empty(0), {}
-    for lanes in few_lanes(named, users):
-        count = lanes.stop - lanes.start
-        if lanes.start == 0:  # later ones are not more
-            buffer = torch.empty((count, layout.dimension), dtype=torch.float64, device=device)
-            for name, update in named.items():
-                part = buffer[:, layout.slices[name]]
-                places[name] = part.view(count, *update.shape[1:])
-        for name, place in places.items():
-            place[:count].copy_(named[name][lanes])
-        yield lanes, buffer[:count]
+    device = _device_of(updates)
+    most = _NUMBERS_CUDA if device.type == "cuda" else _NUMBERS
+    trained = len(next(iter(updates.values())))
+    few = max(1, min(trained, most // max(1, layout.dimension)))
+    width = -(-layout.dimension // _ALIGNED) * _ALIGNED
+    memory = torch.empty((few, width), dtype=torch.float64, device=device)
+    for start in range(0, users, few):
+        # As many lanes as ever, whoever is in them: what is made whole is made in one shape.
+        lanes = slice(start, min(start + few, trained))
+        rows = memory[: lanes.stop - start, : layout.dimension]
+        for name, shape in zip(layout.names, layout.shapes, strict=True):
+            if name != written:
+                place = rows[:, layout.slices[name]].view(len(rows), *shape)
+                place.copy_(updates[name][lanes])
+        yield slice(start, min(lanes.stop, users)), rows[: users - start]
+
+
+def _squares(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([torch.linalg.vecdot(piece, piece) for piece in pieces]).sum(0)
+
+
+def _device_of(updates: Mapping[str, object]) -> torch.device:
+    device: torch.device = next(iter(updates.values())).device  # type: ignore[attr-defined]
+    return device

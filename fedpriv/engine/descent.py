@@ -1,4 +1,8 @@
-"""Gradient descent of many users at once."""
+"""Gradient descent of many users at once.
+
+Products and sums are operations of their own: where a loop over all lanes ends, torch may round
+what it fuses elsewhere, and who is in the last lane would then count.
+"""
 
 from dataclasses import dataclass, field, replace
 
@@ -45,15 +49,12 @@ class Descent:
         if not self.pending:
             return self
         rate = self.local.learning_rate
-        current = {n: torch.sub(self.start[n], d, alpha=rate) for n, d in self.current.items()}
+        current = {n: self.start[n] - d * rate for n, d in self.current.items()}
         return replace(self, current=current, pending=False)
 
     def of_lanes(self, lanes: int) -> TorchTensors:
-        """Parameters of each of C users, [C, *shape], to differentiate by."""
-        return {
-            name: (p if self.begun else p.expand(lanes, *p.shape)).detach().requires_grad_()
-            for name, p in self.current.items()
-        }
+        """Parameters of each of C users, [C, *shape]; nobody writes to them."""
+        return self.current if self.begun else same_for_all(self.current, lanes)
 
     def after(self, gradients: TorchTensors, active: torch.Tensor | None) -> "Descent":
         """Take a step from parameters that are placed.
@@ -82,7 +83,7 @@ class Descent:
         if not self.begun:
             return replace(self, current=masked, velocity=velocity, pending=True)
         rate = self.local.learning_rate
-        current = {n: self.current[n].sub_(d, alpha=rate) for n, d in masked.items()}
+        current = {n: self.current[n].sub_(d * rate) for n, d in masked.items()}
         return replace(self, current=current, velocity=velocity)
 
     def updates(self) -> TorchTensors:
@@ -90,6 +91,13 @@ class Descent:
         if self.pending:
             return {name: d * -self.local.learning_rate for name, d in self.current.items()}
         return {name: end.sub_(self.start[name]) for name, end in self.current.items()}
+
+
+def same_for_all(parameters: TorchTensors, lanes: int) -> TorchTensors:
+    """Parameters of each of L lanes that are all in one place: a stride of 0 says so."""
+    return {
+        name: p.as_strided((lanes, *p.shape), (0, *p.stride())) for name, p in parameters.items()
+    }
 
 
 def _masked(direction: torch.Tensor, active: torch.Tensor) -> torch.Tensor:

@@ -71,23 +71,26 @@ class ChunkDiagnostics:
 
 
 def diagnose_chunk(
-    tensors: Updates, request: RoundRequest, losses: torch.Tensor
+    tensors: Updates, request: RoundRequest, losses: torch.Tensor, users: int
 ) -> ChunkDiagnostics:
     """Diagnostics of a chunk.
 
     Args:
-        tensors: what its users send, before clipping.
+        tensors: what its lanes send, before clipping.
         request: of the round.
-        losses: [C] mean loss of each user's examples.
+        losses: [L] mean loss of each lane's examples.
+        users: C, how many of the lanes are users; the first ones.
     """
     groups = sent(request.clipping)
-    norms = group_norms(tensors, groups)
+    norms = {name: norm[:users] for name, norm in group_norms(tensors, groups).items()}
+    losses = losses[:users]
     finite = torch.isfinite(torch.stack(list(norms.values()))).all(0)
     clipped = {
         group.name: int((norms[group.name][finite] > group.clipping_norm * _ROUNDING).sum())
         for group in groups
     }
-    whole = group_norms(tensors, _layers_of(request))
+    layers = group_norms(tensors, _layers_of(request))
+    whole = {name: norm[:users] for name, norm in layers.items()}
     return ChunkDiagnostics(
         int(finite.sum()),
         clipped,

@@ -5,16 +5,17 @@ by others that know what each user has learnt: by weights for each user, or, whe
 by low-rank corrections to the shared weights. All else works on examples alone and stays.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from fedpriv.engine.batches import Batches
 from fedpriv.engine.descent import Descent
 from fedpriv.engine.layers import Layers
 from fedpriv.engine.low_rank import Coefficients, LowRankLinear
-from fedpriv.engine.outer_products import OuterProducts
 from fedpriv.engine.precision import Activations
 from fedpriv.engine.task import Task, TorchTensors
-from fedpriv.engine.updates import Updates
+from fedpriv.engine.updates import OuterProducts, Updates
 from fedpriv.federated.transport import LocalTraining
 
 
@@ -26,19 +27,29 @@ def train_layers_chunk(
     batches: Batches,
     local: LocalTraining,
     activations: Activations = "float32",
+    named: Iterable[str] = (),
 ) -> Updates:
-    """Train C users from the same parameters; arguments and result as of `train_chunk`."""
+    """Train the users of a chunk; the result is as of `train_chunk`.
+
+    Args:
+        layers: of the task.
+        task: model and loss.
+        parameters: the model at the start of the round.
+        constants: frozen parameters and buffers.
+        batches: of the users.
+        local: learning rate, momentum and proximal term.
+        activations: of the model.
+        named: linear layers that get low-rank corrections.
+    """
     lanes, steps, width = batches.shape
     low_rank = {}
-    for name in layers.low_rank(steps, width):
+    for name in named:
         entering = batches.x if name == layers.entrance else None
         of_layer = _weight_and_bias(layers, name, parameters)
         low_rank[name] = LowRankLinear(*of_layer, (lanes, steps), entering)
     shared = {key for name in low_rank for key in layers.parameters(name)}
     own = {n: _as_gradients_lie(p) for n, p in parameters.items() if n not in shared}
     descent = Descent.begin(own, local)
-    # Corrections count on equal steps; other layers are spared what all users' batches lack.
-    widths = (width,) * steps if low_rank else batches.widths
     coefficients = Coefficients.begin(lanes, steps, batches.weights.device)
     settled = local.momentum == local.proximal == 0.0
     # A mean over each user's real examples; users are apart in the sum, so are its gradients.
@@ -49,11 +60,11 @@ def train_layers_chunk(
     shape = lanes * width, *batches.x.shape[3:]
     seen = batches.x.new_empty(shape, device="meta") if entered else None
     with model.corrected(low_rank):
-        for step, width in enumerate(widths):
+        for step in range(steps):
             descent = descent.placed()
-            own = descent.of_lanes(lanes)
-            x = batches.x[:, step, :width].flatten(0, 1) if seen is None else seen
-            y, share = (t[:, step, :width].flatten(0, 1) for t in (batches.y, shares))
+            own = {n: p.detach().requires_grad_() for n, p in descent.of_lanes(lanes).items()}
+            x = batches.x[:, step].flatten(0, 1) if seen is None else seen
+            y, share = (t[:, step].flatten(0, 1) for t in (batches.y, shares))
             outputs = model.outputs(own, constants, x, activations, y.device)
             gradients = torch.autograd.grad(
                 (task.losses_of(outputs, y) * share).sum(),

@@ -1,6 +1,6 @@
-"""Local training of a chunk of users at once, whatever their model is made of."""
+"""Local training of users by torch.func, whatever their model is made of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.func import grad, vmap
@@ -23,10 +23,10 @@ def train_chunk(
     local: LocalTraining,
     activations: Activations = "float32",
 ) -> TorchTensors:
-    """Train C users from the same parameters, each on its own batches.
+    """Train the users of a chunk side by side, from the same parameters, each on its own batches.
 
     Args:
-        task: model and loss.
+        task: model and loss; training draws no random numbers.
         parameters: the model at the start of the round.
         constants: frozen parameters and buffers.
         batches: of the users.
@@ -34,21 +34,55 @@ def train_chunk(
         activations: of the model.
 
     Returns:
-        Updates (trained minus initial parameters), each tensor [C, *shape].
+        Updates (trained minus initial parameters), each tensor [L, *shape].
     """
-    first, later = (_gradient(task, constants, activations, shared=s) for s in (True, False))
+    # In the first step, too, each user has parameters of its own: one product for all users would
+    # round a user's numbers according to their place in it.
+    gradient = vmap(grad(_mean_loss_of(task, constants, activations)), randomness="error")
+    return _descended(parameters, batches, local, gradient)
+
+
+def train_alone(
+    task: Task,
+    parameters: TorchTensors,
+    constants: TorchTensors,
+    batches: Batches,
+    local: LocalTraining,
+    activations: Activations = "float32",
+) -> TorchTensors:
+    """Train one user as the model itself would; arguments and result as of `train_chunk`, L = 1."""
+    loss = _mean_loss_of(task, constants, activations)
+
+    def gradient(
+        current: TorchTensors, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor
+    ) -> TorchTensors:
+        own = {name: p[0].detach().requires_grad_() for name, p in current.items()}
+        found = torch.autograd.grad(
+            loss(own, x[0], y[0], weights[0]), [*own.values()], materialize_grads=True
+        )
+        return {name: g.unsqueeze(0) for name, g in zip(own, found, strict=True)}
+
+    return _descended(parameters, batches, local, gradient)
+
+
+def _descended(
+    parameters: TorchTensors,
+    batches: Batches,
+    local: LocalTraining,
+    gradient: Gradient,
+) -> TorchTensors:
     descent = Descent.begin(parameters, local)
-    for step in range(len(batches.full)):
+    lanes, steps, _ = batches.shape
+    for step in range(steps):
         descent = descent.placed()
-        gradient = later if descent.begun else first
         x, y, weights = batches.x[:, step], batches.y[:, step], batches.weights[:, step]
-        directions = gradient(descent.current, x, y, weights)
+        directions = gradient(descent.of_lanes(lanes), x, y, weights)
         descent = descent.after(directions, batches.active(step))
     return descent.updates()
 
 
-def mean_loss_of(
-    task: Task, constants: TorchTensors, activations: Activations = "float32"
+def _mean_loss_of(
+    task: Task, constants: Mapping[str, torch.Tensor], activations: Activations
 ) -> MeanLoss:
     """Mean loss over a user's real examples."""
 
@@ -60,15 +94,3 @@ def mean_loss_of(
         return (losses * weights).sum() / weights.sum().clamp(min=1.0)
 
     return mean_loss
-
-
-def _gradient(
-    task: Task, constants: TorchTensors, activations: Activations, *, shared: bool
-) -> Gradient:
-    """Per-user gradient of the mean loss over a user's real examples.
-
-    While the parameters are still shared by all users, the forward pass is one matrix product.
-    """
-    in_dims = (None if shared else 0, 0, 0, 0)
-    loss = mean_loss_of(task, constants, activations)
-    return vmap(grad(loss), in_dims=in_dims, randomness="different")

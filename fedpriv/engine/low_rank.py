@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from fedpriv.engine.matmul import product
-from fedpriv.engine.outer_products import OuterProducts, few_rows
+from fedpriv.engine.matmul import product, shared_product
 from fedpriv.engine.precision import lowered
+from fedpriv.engine.updates import OuterProducts
 from fedpriv.federated.transport import LocalTraining
 
 
@@ -88,8 +88,6 @@ class LowRankLinear:
         # By the outputs of the steps so far, [C, S·r, out]; times their coefficients if settled.
         self._gradients = torch.empty(0)
         self._scaled = torch.empty(0, 0, 0)  # these times their coefficients, [C, n, out]
-        # Of rows seen with those before them and themselves, [C, S·r, S·r], if clipping needs them.
-        self._products: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[C·B, …, in] → [C·B, …, out]."""
@@ -106,7 +104,7 @@ class LowRankLinear:
     def by_inputs(self, gradient: torch.Tensor) -> torch.Tensor:
         """The losses' gradient by what it saw in this step, [C, r, in]."""
         weight, scaled = self._weight.to(gradient.dtype), self._scaled
-        y = product(gradient.flatten(0, 1), weight).float().view(*gradient.shape[:2], -1)
+        y = shared_product(gradient.flatten(0, 1), weight).float().view(*gradient.shape[:2], -1)
         if scaled.shape[1]:
             seen = self._inputs[:, : scaled.shape[1]]
             y += product(product(gradient.float(), scaled.transpose(1, 2)), seen)
@@ -138,7 +136,7 @@ class LowRankLinear:
 
     def updates(self) -> list[torch.Tensor | OuterProducts]:
         """Each user's weights (and bias) minus the shared ones: [C, out, in], [C, out]."""
-        weight = OuterProducts(self._scaled, self._inputs, self._products)
+        weight = OuterProducts(self._scaled, self._inputs)
         return [weight] if self._bias is None else [weight, self._scaled.sum(1)]
 
     @property
@@ -168,30 +166,19 @@ class LowRankLinear:
         shift = None if self._bias is None else self._bias.to(matrix.dtype)
         y = flat.new_empty((*rows.shape[:2], len(matrix)))
         with torch.autocast(rows.device.type, enabled=False):
-            product(flat, matrix.t(), shift, out=y.flatten(0, 1))
+            shared_product(flat, matrix.t().contiguous(), shift, out=y.flatten(0, 1))
         return y
 
     def _corrected(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Outputs y [C, r, out] of the shared layer for rows [C, r, in], plus their corrections."""
         with torch.autocast(rows.device.type, enabled=False):
-            products = self._with_earlier(rows.float())
-            if not products.shape[2]:
+            before = self._scaled.shape[1]
+            if not before:
                 return y.clone() if y._is_view() else y
+            products = product(rows.float(), self._inputs[:, :before].transpose(1, 2))
             # The 1 of the bias would be lost in fewer bits beside products of long rows.
             inner = products if self._bias is None else products + 1.0
             return product(inner, self._scaled).add_(y).to(y.dtype)
-
-    def _with_earlier(self, rows: torch.Tensor) -> torch.Tensor:
-        """Products of the rows of this step [C, r, in] with those of steps before it: [C, r, n]."""
-        before, most = self._scaled.shape[1], self._inputs.shape[1]
-        if not few_rows(most, len(self._weight), rows.shape[2]):
-            return product(rows, self._inputs[:, :before].transpose(1, 2))
-        if self._products is None:
-            self._products = rows.new_empty((self._lanes, most, most))
-        after = before + self._count
-        seen = product(rows, self._inputs[:, :after].transpose(1, 2))
-        self._products[:, before:after, :after] = seen
-        return seen[:, :, :before]
 
 
 class _OfLayer(Protocol):

@@ -19,6 +19,7 @@ _WIDE = ("SkylakeX", "Cooperlake", "SapphireRapids")
 # it rearranges them first, which for a small result costs as much as the product.
 _AS_THEY_LIE = 600_000
 _SMALL = 4096  # numbers in a result that costs little to add up
+_ROWS = 64  # of a product at a time: more are hardly faster, and fewer need no filling up
 _has_mkl: Callable[[], bool] = torch.backends.mkl.is_available
 
 
@@ -44,6 +45,42 @@ def product(
         out = a.new_empty((*a.shape[:-1], b.shape[-1]))
     with np.errstate(all="ignore"):  # numbers that are not finite are clipping's to deal with
         np.matmul(_readable(a).numpy(), _readable(b).numpy(), out=out.numpy())
+    return out if plus is None else out.add_(plus.detach())
+
+
+def shared_product(
+    rows: torch.Tensor,
+    matrix: torch.Tensor,
+    plus: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[n, k] times one matrix [k, m] of all rows, each row's product whatever the others are.
+
+    A CPU's library chooses how it multiplies by the number of rows, and rounds accordingly. So it
+    is given a fixed number at a time; the last piece overlaps the one before it, or is filled up.
+
+    Args:
+        rows: the rows.
+        matrix: fastest if contiguous.
+        plus: [m], to be added to each row.
+        out: contiguous, where to write.
+    """
+    count, (k, m) = len(rows), matrix.shape
+    if out is None:
+        out = rows.new_empty((count, m))
+    if rows.device.type != "cpu":
+        return product(rows, matrix, plus, out=out)
+    if count < _ROWS:
+        filled = rows.new_zeros((1, _ROWS, k))
+        filled[0, :count] = rows
+        out.copy_(product(filled, matrix[None])[0, :count])
+    else:
+        whole = count - count % _ROWS
+        for piece in (slice(0, whole), slice(count - _ROWS, count))[: 1 + (whole < count)]:
+            shape = ((piece.stop - piece.start) // _ROWS, _ROWS)
+            each = matrix.expand(shape[0], k, m)
+            product(rows[piece].view(*shape, k), each, out=out[piece].view(*shape, m))
     return out if plus is None else out.add_(plus.detach())
 
 

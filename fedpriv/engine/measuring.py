@@ -1,19 +1,20 @@
-"""Measuring the users of a chunk at the round's parameters, each example once.
+"""Measuring the users of a chunk at the round's parameters, each example that counts once.
 
-The model is the same for all users, so their examples go through it side by side, a block of rows
-at a time, however many examples a user has.
+The model is the same for all users, so their examples go through it side by side, a block of each
+user's at a time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
+from torch import nn
 from torch.func import functional_call
 
-from fedpriv.data.store import UserStore
+from fedpriv.engine.batches import Examples
 from fedpriv.engine.clipping import group_norms
+from fedpriv.engine.descent import same_for_all
+from fedpriv.engine.layers import Layers
 from fedpriv.engine.metric_kinds import (
     BUILT_IN,
     UPDATE_NORMS,
@@ -24,6 +25,7 @@ from fedpriv.engine.metric_kinds import (
     own_kind,
 )
 from fedpriv.engine.normalisation import recorded_moments
+from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task, TorchTensors
 from fedpriv.engine.updates import Updates
 from fedpriv.errors import InvalidValueError, known_names
@@ -34,63 +36,59 @@ Asked = Sequence[tuple[Kind, Metric]]
 
 
 @dataclass(frozen=True)
-class Examples:
-    """All examples of the users of a chunk.
+class Measuring:
+    """The model of a round, ready to be evaluated.
 
     Attributes:
-        store: the users' data.
-        users: [C] positions in the store, each of a user with at least one example.
-        rows: how many examples are held at once.
-        device: where to measure.
+        task: with its model in evaluation mode.
+        model: what computes the outputs; its normalisations are listened to.
+        outputs: from inputs [L·W, …] of so many lanes.
     """
 
-    store: UserStore
-    users: npt.NDArray[np.int64]
-    rows: int
-    device: torch.device
+    task: Task
+    model: nn.Module
+    outputs: Callable[[torch.Tensor, int], torch.Tensor]
 
-    @property
-    def sizes(self) -> npt.NDArray[np.int64]:
-        """Number of examples of each user: [C]."""
-        return self.store.offsets[self.users + 1] - self.store.offsets[self.users]
+    @classmethod
+    def of(cls, task: Task, tensors: Mapping[str, torch.Tensor]) -> "Measuring":
+        """By the model itself, with other tensors in place."""
+        return cls(
+            task, task.model, lambda x, _lanes: functional_call(task.model, dict(tensors), (x,))
+        )
 
-    def blocks(self, task: Task) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Each example once: whose it is, as numbers [n] below C, inputs and targets [n, …]."""
-        ends = np.cumsum(self.sizes)
-        firsts = self.store.offsets[self.users] - (ends - self.sizes)
-        for start in range(0, int(ends[-1]), self.rows):
-            numbers = np.arange(start, min(start + self.rows, int(ends[-1])))
-            lanes = np.searchsorted(ends, numbers, side="right")
-            fields = self.store.take(firsts[lanes] + numbers)
-            x, y = (
-                torch.from_numpy(fields[name]).to(self.device)
-                for name in (task.inputs, task.targets)
-            )
-            yield torch.from_numpy(lanes).to(self.device), x, y
+    @classmethod
+    def in_layers(cls, task: Task, layers: Layers, start: Start) -> "Measuring":
+        """In layers, whose products give a lane the same whatever the number of lanes is."""
+        side_by_side = layers.side_by_side()
+
+        def outputs(x: torch.Tensor, lanes: int) -> torch.Tensor:
+            own = same_for_all(start.parameters, lanes)
+            with side_by_side.corrected({}):
+                return side_by_side.outputs(own, start.constants, x, "float32", x.device)
+
+        return cls(task, side_by_side.model, outputs)
 
 
 def user_metrics(
-    task: Task,
-    tensors: Mapping[str, torch.Tensor],
+    measuring: Measuring,
     examples: Examples,
     metrics: Sequence[Metric],
     updates: Updates,
     groups: Sequence[VectorGroup],
 ) -> TorchTensors:
-    """What users report beside their updates: name of tensor → value − centre, float32 [C, *shape].
+    """What users report beside their updates: name of tensor → value − centre, float32 [L, *shape].
 
     Args:
-        task: the task, with its model in evaluation mode.
-        tensors: parameters at the start of the round, frozen parameters and buffers.
-        examples: of the users.
+        measuring: the model at the start of the round.
+        examples: of the chunk.
         metrics: those asked for.
         updates: of the users, before they are clipped.
         groups: vector groups of the round.
     """
     values: dict[str, torch.Tensor] = {}
     of_examples = [metric for metric in metrics if not _is_of_updates(metric)]
-    asked = [(kind_of(task, metric), metric) for metric in of_examples]
-    for metric, value in zip(of_examples, measure(task, tensors, examples, asked), strict=True):
+    asked = [(kind_of(measuring.task, metric), metric) for metric in of_examples]
+    for metric, value in zip(of_examples, measure(measuring, examples, asked), strict=True):
         values[metric.tensor] = value
     for metric in metrics:
         if _is_of_updates(metric):
@@ -99,51 +97,46 @@ def user_metrics(
 
 
 @torch.no_grad()
-def measure(
-    task: Task, tensors: Mapping[str, torch.Tensor], examples: Examples, asked: Asked
-) -> list[torch.Tensor]:
-    """Metrics of each user, of kinds that are computed from examples: float64 [C, *shape] each."""
-    count = len(examples.users)
+def measure(measuring: Measuring, examples: Examples, asked: Asked) -> list[torch.Tensor]:
+    """Metrics of each lane, of kinds that are computed from examples: float64 [L, *shape] each."""
+    if not asked:
+        return []
+    lanes = examples.lanes
     sums = [
-        torch.zeros((count, *metric.shape), dtype=torch.float64, device=examples.device)
+        torch.zeros((lanes, *metric.shape), dtype=torch.float64, device=examples.device)
         for _, metric in asked
     ]
-    if asked:
-        for lanes, x, y in examples.blocks(task):
-            values = values_of_examples(task, tensors, x, y, asked)
-            for total, value in zip(sums, values, strict=True):
-                # A sum by index, since a product with zero would spread NaN to other users.
-                total.index_add_(0, lanes, value)
-    sizes = torch.from_numpy(examples.sizes).to(examples.device, torch.float64)
+    for block in examples.blocks():
+        values = values_of_examples(measuring, block.x, block.y, asked, lanes)
+        for total, value in zip(sums, values, strict=True):
+            each = value.view(lanes, -1, *value.shape[1:])
+            real = block.real.view(*block.real.shape, *[1] * (each.dim() - 2))
+            # Not a product with zero, which would keep NaN.
+            total.add_(torch.where(real, each, 0.0).sum(1))
+    sizes = examples.sizes()
     return [
         kind.of_users(total, sizes.view(-1, *[1] * len(metric.shape)), metric)
         for total, (kind, metric) in zip(sums, asked, strict=True)
     ]
 
 
-def mean_losses(
-    task: Task, tensors: Mapping[str, torch.Tensor], examples: Examples
-) -> torch.Tensor:
-    """Mean loss of each user's examples, whatever it is: float64 [C]."""
-    (values,) = measure(task, tensors, examples, [(Kind(losses, mean), Metric("loss"))])
+def mean_losses(measuring: Measuring, examples: Examples) -> torch.Tensor:
+    """Mean loss of each lane's examples, whatever it is: float64 [L]."""
+    (values,) = measure(measuring, examples, [(Kind(losses, mean), Metric("loss"))])
     return values
 
 
 def values_of_examples(
-    task: Task,
-    tensors: Mapping[str, torch.Tensor],
-    x: torch.Tensor,
-    y: torch.Tensor,
-    asked: Asked,
+    measuring: Measuring, x: torch.Tensor, y: torch.Tensor, asked: Asked, lanes: int = 1
 ) -> list[torch.Tensor]:
     """Vectors of each example before they are summed: float64 [n, *shape] each.
 
     Raises:
         InvalidValueError: a vector has another shape than the metric says.
     """
-    with recorded_moments(task.model) as moments:
-        outputs = functional_call(task.model, dict(tensors), (x,))
-    seen = Evaluated(task, outputs, y, moments)
+    with recorded_moments(measuring.model) as moments:
+        outputs = measuring.outputs(x, lanes)
+    seen = Evaluated(measuring.task, outputs, y, moments)
     values = []
     for kind, metric in asked:
         value = kind.of_examples(seen, metric)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.engine.clipping import sent
-from fedpriv.engine.measuring import kind_of, measured_group, values_of_examples
+from fedpriv.engine.measuring import Measuring, kind_of, measured_group, values_of_examples
 from fedpriv.engine.task import Task
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, known_names
 from fedpriv.privacy.contribution import Clipping
@@ -49,7 +49,7 @@ def check_metrics(
         kind = kind_of(task, one)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                values_of_examples(task, {}, x, y, [(kind, one)])
+                values_of_examples(Measuring.of(task, {}), x, y, [(kind, one)])
         except FedprivError:
             raise
         except Exception as error:

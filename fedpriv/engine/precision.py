@@ -6,7 +6,8 @@ stays float32: parameters, losses, gradients by parameters, updates and all sums
 everything that is measured.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
@@ -16,6 +17,9 @@ from torch.func import functional_call
 from fedpriv.errors import InvalidValueError
 
 Activations = Literal["float32", "bfloat16"]
+
+_SMALLEST = torch.finfo(torch.float32).tiny
+_OF_A_THREAD = 2**15  # numbers, of which torch gives no thread fewer where there are several
 
 
 def activations_named(name: object) -> Activations:
@@ -69,3 +73,44 @@ def lowered(x: torch.Tensor) -> torch.Tensor:
     """A tensor in the type that products have in the forward pass under way."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+@contextmanager
+def plain_arithmetic(device: torch.device) -> Iterator[None]:
+    """Compute as the numbers' types say, whatever the caller has set in this thread.
+
+    An autocast around it would round to fewer bits, and flushed subnormal numbers would be zero;
+    without gradients nothing would be learnt.
+
+    Args:
+        device: where users train.
+    """
+    flushed = bool(torch.full((), _SMALLEST) / 2 == 0)
+    torch.set_flush_denormal(False)
+    try:
+        with (
+            torch.inference_mode(mode=False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast(device.type, enabled=False),
+        ):
+            yield
+    finally:
+        torch.set_flush_denormal(flushed)
+
+
+def refuse_flushing_threads() -> None:
+    """Refuse to compute where torch's own threads take subnormal numbers for zero.
+
+    They do if they began while their maker did, and nothing here can change them: what a user gets
+    would depend on who trains it.
+
+    Raises:
+        InvalidValueError: one of them does.
+    """
+    halves = torch.full((torch.get_num_threads() * _OF_A_THREAD,), _SMALLEST) / 2
+    if not bool(halves.all()):
+        raise InvalidValueError(
+            "threads of torch take subnormal numbers for zero, since they began after "
+            "torch.set_flush_denormal(True); it must not be called before users train"
+        )

@@ -12,13 +12,17 @@ from typing import Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from fedpriv.engine.matmul import product, summed_outer
+from fedpriv.engine.matmul import product, shared_product, summed_outer
 from fedpriv.engine.patches import Window, added, patches
 from fedpriv.engine.precision import lowered
 
 
 class Context(Protocol):
-    """What autograd keeps from a forward pass to the backward one, as torch does not declare it."""
+    """What autograd keeps from a forward pass to the backward one, as torch does not declare it.
+
+    Attributes:
+        shared: whether all users' weights are the same.
+    """
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -33,6 +37,8 @@ class Context(Protocol):
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         """Keep tensors that nobody writes to."""
         ...
+
+    shared: bool
 
 
 def multiplied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -78,9 +84,10 @@ class _Multiplied(torch.autograd.Function):
     def forward(
         ctx: Context, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        matrices = lowered(weight[:1] if _same(weight) else weight)
+        ctx.shared = _same(weight)
+        matrices = lowered(weight[:1] if ctx.shared else weight)
         ctx.save_for_backward(rows, matrices)
-        return _products(rows, matrices.transpose(1, 2), bias)
+        return _products(rows, matrices.transpose(1, 2), bias, shared=ctx.shared)
 
     @staticmethod
     @once_differentiable
@@ -88,7 +95,7 @@ class _Multiplied(torch.autograd.Function):
         rows, matrices = ctx.saved_tensors
         of_rows, _, of_bias = ctx.needs_input_grad
         return (
-            _products(gradient, matrices) if of_rows else None,
+            _products(gradient, matrices, shared=ctx.shared) if of_rows else None,
             summed_outer(gradient.float(), rows.float()),
             gradient.sum(1, dtype=torch.float32) if of_bias else None,
         )
@@ -113,7 +120,8 @@ class _Convolved(torch.autograd.Function):
         spare: list[torch.Tensor],
     ) -> torch.Tensor:
         last = lowered(weight).movedim(2, -1)  # as patches have channels last
-        matrices = (last[:1] if _same(weight) else last).flatten(2)
+        ctx.shared = _same(weight)
+        matrices = (last[:1] if ctx.shared else last).flatten(2)
         seen = patches(images, window, spare.pop() if spare else None)
         ctx.save_for_backward(matrices)
         # Not saved as tensors are: the backward pass writes to the patches.
@@ -122,7 +130,7 @@ class _Convolved(torch.autograd.Function):
         ctx.last = last.shape
         y = seen.new_empty((*seen.shape[:3], len(weight[0])))
         rows, of_rows = (t.view(len(weight), -1, t.shape[-1]) for t in (seen, y))
-        _products(rows, matrices.transpose(1, 2), bias, out=of_rows)
+        _products(rows, matrices.transpose(1, 2), bias, out=of_rows, shared=ctx.shared)
         return y
 
     @staticmethod
@@ -137,7 +145,7 @@ class _Convolved(torch.autograd.Function):
         of_weight = products.view(shape).movedim(-1, 2)
         images = None
         if of_images:
-            _products(lanes, matrices, out=rows)
+            _products(lanes, matrices, out=rows, shared=ctx.shared)
             images = added(seen, ctx.window, ctx.size)
         ctx.spare.append(seen)
         of_bias = lanes.sum(1, dtype=torch.float32) if biased else None
@@ -150,7 +158,7 @@ _convolve: Callable[..., torch.Tensor] = _Convolved.apply
 
 def _same(parameter: torch.Tensor) -> bool:
     """Whether all users' are one in memory."""
-    return len(parameter) == 1 or parameter.stride(0) == 0
+    return parameter.stride(0) == 0
 
 
 def _products(
@@ -159,16 +167,18 @@ def _products(
     bias: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
+    shared: bool,
 ) -> torch.Tensor:
-    """[C, n, i] times [C, i, o] or [1, i, o], plus [C, o]: [C, n, o], in `out` if given.
+    """[C, n, i] times [C, i, o], or [1, i, o] if shared, plus [C, o]: [C, n, o], in `out` if given.
 
     Never a view: autograd lets nobody change those that a function of ours gives.
     """
     shift = None if bias is None else bias[:, None].to(rows.dtype)
     if out is None:
         out = rows.new_empty((*rows.shape[:2], matrices.shape[2]))
-    if len(matrices) == len(rows):
+    if not shared:
         return product(rows, matrices, shift, out=out)
     flat, into = rows.flatten(0, 1), out.flatten(0, 1)
-    product(flat, matrices[0], None if shift is None else shift[0], out=into)
+    shift = None if shift is None else shift[0]
+    shared_product(flat, matrices[0].contiguous(), shift, out=into)
     return out

@@ -1,5 +1,6 @@
-"""Torch's own generators, which draw dropout masks, for as long as a chunk trains."""
+"""Torch's own generators, which draw dropout masks, for as long as a user trains."""
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,11 +15,12 @@ def seeded(local_key: bytes, user: int, device: torch.device) -> Iterator[None]:
 
     Args:
         local_key: 32 bytes of this round.
-        user: position in the population of the chunk's first user.
-        device: where the chunk trains.
+        user: the user's position in the population.
+        device: where the user trains.
     """
+    own = hashlib.sha256(local_key + user.to_bytes(8, "little")).digest()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed((int.from_bytes(local_key[8:15], "little") + user) % 2**63)
+        torch.manual_seed(int.from_bytes(own[:8], "little") >> 1)
         yield
 
 

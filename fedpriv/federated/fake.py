@@ -14,11 +14,11 @@ class FakeTransport(Transport):
     Attributes:
         update_of: from the request and a user's position to the user's raw update, and its metrics
             minus their centres. If it raises, the user failed.
-        weight_of: the weight of each user.
+        weight_of: the weight of each user, in units of 1/c.
     """
 
     update_of: Callable[[RoundRequest, int], Tensors]
-    weight_of: Callable[[int], float] = lambda _: 1.0
+    weight_of: Callable[[int], int] = lambda _: 1
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield one clipped contribution per user."""

@@ -14,7 +14,7 @@ from fedpriv.federated.transport import LocalTraining
 from fedpriv.privacy.adaptive import AdaptiveClipping, indicator_group, indicator_of
 from fedpriv.privacy.allocation import noise_stddevs
 from fedpriv.privacy.contribution import Clipping, Indicator
-from fedpriv.privacy.floored import SENSITIVITY, FlooredAverageQuery
+from fedpriv.privacy.floored import FlooredAverageQuery, sensitivity
 from fedpriv.privacy.groups import VectorGroup, check_partition
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.mechanism import PoissonGaussianMechanism
@@ -124,12 +124,15 @@ class TrainingPlan:
             weighted = weight if clipping.weighted else None
             query = GaussianAverageQuery(GaussianSumQuery(clipping, stddevs), expected, weighted)
             return PoissonGaussianMechanism(self.sampling, query)
-        doubled = tuple(
-            SENSITIVITY * stddev if group.name in clipping.weighted else stddev
+        floor = averaging.floor * weight
+        wider = tuple(
+            sensitivity(group, clipping.layout, floor) * stddev
+            if group.name in clipping.weighted
+            else stddev
             for group, stddev in zip(clipping.groups, stddevs, strict=True)
         )
-        sums = GaussianSumQuery(clipping, doubled)
-        average = GaussianAverageQuery(sums, expected, averaging.floor * weight)
+        sums = GaussianSumQuery(clipping, wider)
+        average = GaussianAverageQuery(sums, expected, floor)
         return PoissonGaussianMechanism(self.sampling, FlooredAverageQuery(average))
 
     @cached_property
@@ -159,10 +162,11 @@ class TrainingPlan:
             side = (*side, indicator_group(self._indicator))
             shapes[self._indicator.tensor] = (len(self._indicator.groups),)
         averaging = self.averaging
-        plain = averaging.weighting.cap is None and averaging.floor is None
+        plain = averaging.cap is None and averaging.floor is None
         weighted = () if plain else tuple(group.name for group in self.groups)
         layout = Layout(tuple(shapes), tuple(shapes.values()))
-        return Clipping(layout, (*update, *side), self._indicator, weighted)
+        cap = averaging.cap or 1
+        return Clipping(layout, (*update, *side), self._indicator, weighted, cap)
 
     @cached_property
     def digest(self) -> str:

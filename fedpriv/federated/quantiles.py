@@ -103,7 +103,8 @@ def find_quantiles(
     """Look for a quantile of the norms of every vector group of a plan's update.
 
     Every round is charged at the plan's noise multiplier before it is released. The model stays as
-    it is: the norms are those of updates in the first round of training.
+    it is, and so do running statistics of normalisations, which users train with as in the first
+    round of training: the norms are those of its updates.
 
     Args:
         plan: whose groups, local training and sampling are used, and whose number of rounds.
@@ -129,6 +130,7 @@ def find_quantiles(
             metrics=tuple(each.metric for each in known),
             metrics_share=_SHARE,
             adaptive=None,
+            statistics=None,
         )
         at = replace(state, round=number)
         report = run_round(asking, at, transport, books, entropy)

@@ -110,7 +110,6 @@ def open_round(
         users=mechanism.draw_cohort(entropy, _purpose("sampling", plan, state.round, attempt)),
         local_key=entropy.key(_purpose("local", plan, state.round, attempt)),
         metrics=plan.metrics,
-        weighting=plan.averaging.weighting,
         statistics=state.statistics,
     )
 

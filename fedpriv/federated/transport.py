@@ -8,10 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.layout import FloatVector
+from fedpriv.privacy.contribution import Clipping, IntegerVector
 from fedpriv.privacy.metrics import Metric
-from fedpriv.privacy.weights import Weighting
 
 
 @dataclass(frozen=True)
@@ -25,6 +23,8 @@ class LocalTraining:
         steps: number of batches, however many examples the user has; None if `epochs` is given.
         momentum: heavy-ball momentum in [0, 1), starting from rest in every round.
         proximal: μ ≥ 0 of FedProx, pulling towards the round's parameters (Li et al. 2020).
+        max_examples: the most examples of a user that count in a round, chosen by the user's key;
+            None: all do. It bounds the work that one user can make for a node.
 
     One step on all examples is FedSGD; the update is then −learning_rate × gradient.
 
@@ -38,6 +38,7 @@ class LocalTraining:
     steps: int | None = None
     momentum: float = 0.0
     proximal: float = 0.0
+    max_examples: int | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 < self.learning_rate < float("inf"):
@@ -46,7 +47,7 @@ class LocalTraining:
             raise InvalidValueError(
                 f"epochs is {self.epochs} and steps is {self.steps}; exactly one must be given"
             )
-        for name in ("batch_size", "epochs", "steps"):
+        for name in ("batch_size", "epochs", "steps", "max_examples"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidValueError(f"{name} is {value}; it must be at least 1")
@@ -71,7 +72,6 @@ class RoundRequest:
         users: positions of the cohort's users in the enrolled population, ascending; secret.
         local_key: 32 bytes from which nodes derive the order of examples and dropout masks.
         metrics: what users report beside their update, of the round's parameters.
-        weighting: how much each user counts.
         statistics: running statistics of normalisations at the start of the round, by name.
     """
 
@@ -84,7 +84,6 @@ class RoundRequest:
     users: npt.NDArray[np.int64]
     local_key: bytes
     metrics: tuple[Metric, ...] = ()
-    weighting: Weighting = Weighting()  # noqa: RUF009 - frozen, so sharing it is safe
     statistics: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
 
@@ -95,14 +94,14 @@ class PartialSum:
     Attributes:
         node: who sends it; a second partial sum of the same node in a round is dropped.
         users: how many contributions it holds; secret.
-        total: [D] float64, in the units of the scaled tensors.
-        weight: sum of these users' weights, from 0 to `users`; secret. None: each has weight 1.
+        total: int64[D], in steps of each group's granularity.
+        weight: sum of these users' weights in units of 1/c, c the clipping's `weight_cap`; secret.
     """
 
     node: str
     users: int
-    total: FloatVector
-    weight: float | None = None
+    total: IntegerVector
+    weight: int
 
 
 class Transport(ABC):
@@ -111,6 +110,8 @@ class Transport(ABC):
     Guarantees of every implementation:
 
     * each user of the request is in at most one partial sum, clipped as the groups say;
+    * what a user contributes is a function of that user's own data, the request and the user's own
+      key, to the last bit: the sum over a cohort is the sum of what each user gives alone;
     * a user that fails, is late, absent or malformed contributes the zero vector;
     * nothing a user or a node does raises here;
     * users outside the request never contribute.

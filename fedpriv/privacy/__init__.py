@@ -1,4 +1,4 @@
-"""The privacy mechanism: layout, clipping, queries, noise and sampling, in NumPy only.
+"""The privacy mechanism: layout, clipping, queries, noise and sampling.
 
 Small enough to audit: together with `fedpriv.accounting` it is all that the guarantee rests on.
 """

@@ -1,8 +1,7 @@
-"""The clipping function π_S, total and safe under rounding."""
+"""The clipping function π_S, into whole numbers of steps, so that its bound is exact."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +10,13 @@ from fedpriv.errors import InvalidValueError
 
 SMALLEST_CLIPPING_NORM = 1e-30
 LARGEST_CLIPPING_NORM = 1e30
-_ULP = 2.0**-53
-_SMALL = 2.0**-600
-_BLOCK = 2**13  # numbers
 
-Scalar = TypeVar("Scalar", bound=np.floating)
+FloatMatrix = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+_BITS = 24  # of a clipping norm, in steps; as many as float32 has
+_COARSE = ~((1 << 29) - 1)  # keeps the first 24 bits of a float64
+_SHRINK = 1.0 - 2.0**-20
 
 
 def check_clipping_norm(clipping_norm: float, owner: str) -> None:
@@ -27,98 +28,104 @@ def check_clipping_norm(clipping_norm: float, owner: str) -> None:
         )
 
 
-def clip(vector: npt.NDArray[Scalar], clipping_norm: float) -> npt.NDArray[Scalar]:
-    """Scale `vector` to an L2 norm of at most `clipping_norm`: π_S(v) = v·min(1, S/‖v‖).
+def granularity(clipping_norm: float) -> float:
+    """γ, the largest power of two that is at most S·2^-24: the step of what users contribute.
+
+    >>> granularity(1.5) == 2.0**-24
+    True
+    """
+    return math.ldexp(1.0, math.frexp(clipping_norm)[1] - 1 - _BITS)
+
+
+def squared_bound(clipping_norm: float) -> int:
+    """B = ⌊(S/γ)²⌋, exactly; from 2^48 to 2^50. Integers a with Σaᵢ² ≤ B have γ·‖a‖₂ ≤ S."""
+    # The quotient is exact, since γ is a power of two.
+    above, below = (clipping_norm / granularity(clipping_norm)).as_integer_ratio()
+    return above * above // (below * below)
+
+
+def clip(vector: npt.NDArray[np.floating], clipping_norm: float) -> npt.NDArray[np.int64]:
+    """π_S(v) = v·min(1, S/‖v‖) in steps, a = trunc(π_S(v)/γ).
 
     Args:
-        vector: [d] float16, float32 or float64; any values.
+        vector: [d]; any values.
         clipping_norm: S, in the units of the vector.
 
     Returns:
-        A new vector [d] of the same dtype. Guarantees, with exact real arithmetic on the left:
+        int64[d], in steps of `granularity(S)`. Guarantees:
 
-        * ‖result‖₂ ≤ S for every input;
-        * NaN or ±inf anywhere gives the zero vector;
-        * the zero vector and the empty vector are returned as they are;
-        * a vector whose norm is below S by more than rounding is returned unchanged;
-        * the direction is kept up to the rounding of the dtype, which is towards zero.
+        * Σaᵢ² ≤ `squared_bound(S)`, in exact arithmetic, for every input;
+        * NaN or ±inf anywhere, or a norm whose square float64 does not hold (from 1.34e154 on),
+          gives the zero vector;
+        * where ‖v‖ ≤ S up to rounding, γ·a differs from v by less than γ per component, towards 0;
+        * otherwise γ·a has the direction of v up to 2γ per component, and a norm of at least
+          S·(1 − 2^-19) − 2γ·√d.
 
     Raises:
         InvalidValueError: S is outside [1e-30, 1e30].
     """
     check_clipping_norm(clipping_norm, "a vector")
-    wide = vector.astype(np.float64)
-    if clip_in_place((wide,), clipping_norm) <= clipping_norm:
-        return vector.copy()
-    return _towards_zero(wide, vector.dtype)
+    row: FloatMatrix = vector.astype(np.float64)[np.newaxis]
+    clip_rows([row], clipping_norm)
+    clipped: npt.NDArray[np.int64] = row[0].astype(np.int64)
+    return clipped
 
 
-def clip_in_place(
-    parts: Sequence[npt.NDArray[np.float64]], clipping_norm: float, weight: float = 1.0
-) -> float:
-    """Clip one vector that lies in several arrays, and weight it: v becomes w·π_S(v).
+def clip_rows(
+    pieces: Sequence[FloatMatrix],
+    clipping_norm: float,
+    weights: tuple[npt.NDArray[np.int64], int] | None = None,
+) -> tuple[Flags, Flags]:
+    """Clip vectors of several users in place, each row by itself: v becomes trunc(w·π_S(v)/γ).
 
-    Guarantees: those of `clip`, for the arrays as one vector, before the weight; then no component
-    grows. One pass takes the norm; where there is something to do, one clips and one weights. No
-    memory is taken.
+    Guarantees: those of `clip` for each row; with a weight w = m/c, Σaᵢ² ≤ ⌊m²·B/c²⌋. What a row
+    becomes is a function of that row and its weight alone, to the last bit.
 
     Args:
-        parts: the arrays; any values; overwritten.
+        pieces: [C, d_k] each, contiguous rows; together a user's vector lies in one row of each.
         clipping_norm: S, legal for `check_clipping_norm`.
-        weight: w in [0, 1].
+        weights: m [C], 0 ≤ m ≤ c, and c; None: all are 1.
 
     Returns:
-        A bound on the norm before clipping, above it by no more than rounding: at most S if and
-        only if the vector was not clipped; inf or NaN if a component is not finite, and also
-        where squares overflow.
+        Which rows were within S, and which were finite: [C] each. Others are zero.
     """
-    bound = length = _upper_norm(parts)
-    if not math.isfinite(bound):
-        # Of finite numbers, some are so large that their squares overflow; times a power of two,
-        # which is exact where it matters, they do not.
-        _multiply(parts, _SMALL)
-        length = _upper_norm(parts)
-    if not math.isfinite(length):
-        for part in parts:
-            part.fill(0.0)
-    elif bound > clipping_norm:
-        # The last factor covers the roundings of this line and of the product.
-        _multiply(parts, clipping_norm / length * (1.0 - 8 * _ULP))
-    # A product with a number of at most 1 never rounds to a larger one.
-    _multiply(parts, weight)
-    return bound
-
-
-def norm_of(parts: Iterable[npt.NDArray[np.float64]]) -> float:
-    """L2 norm of arrays as one vector: [d] each; total.
-
-    Not finite if a component is not, and also where squares overflow, from 1e154 on. Off by at most
-    half as many roundings as there are components, and 4, if it is more than 1e-140; below, squares
-    underflow and it may be too small.
-    """
+    step, bound = granularity(clipping_norm), squared_bound(clipping_norm)
     with np.errstate(over="ignore", invalid="ignore"):
-        return math.hypot(*(float(np.linalg.norm(block)) for block in _blocks(parts)))
+        norms = np.sqrt(_squares(pieces)) / step
+    finite = np.isfinite(norms)
+    if not finite.all():
+        for piece in pieces:
+            piece[~finite] = 0.0
+        norms[~finite] = 0.0
+    within = norms <= math.sqrt(bound)
+    # Fewer bits, towards zero: what is off by rounding is mostly within the norm, then, and a norm
+    # that is added up in another order gives the same integers.
+    shares = _coarse(math.sqrt(bound) / np.maximum(norms, math.sqrt(bound)))
+    limits = np.full(len(norms), float(bound))
+    if weights is not None:
+        units, whole = weights
+        shares = shares * (units / whole)
+        limits = np.array([float(m * m * bound // (whole * whole)) for m in units.tolist()])
+    factors = (shares / step)[:, np.newaxis]
+    for piece in pieces:
+        np.multiply(piece, factors, out=piece)
+        np.trunc(piece, out=piece)
+    # Squares of integers and their sums are exact in float64 up to 2^53, far above all limits, and
+    # what is more than that is not rounded to below a limit.
+    while (over := _squares(pieces) > limits).any():
+        for piece in pieces:
+            piece[over] = np.trunc(piece[over] * _SHRINK)
+    return within & finite, finite
 
 
-def _blocks(parts: Iterable[npt.NDArray[np.float64]]) -> Iterator[npt.NDArray[np.float64]]:
-    """Pieces for which BLAS wakes no threads: they wait for more work, in the way of training."""
-    for part in parts:
-        for start in range(0, part.size, _BLOCK):
-            yield part[start : start + _BLOCK]
+def _squares(pieces: Sequence[FloatMatrix]) -> npt.NDArray[np.float64]:
+    """Sum of squares of each row: [C]. A row by itself, in whatever place it is."""
+    total: npt.NDArray[np.float64] = np.vecdot(pieces[0], pieces[0])
+    for piece in pieces[1:]:
+        total += np.vecdot(piece, piece)
+    return total
 
 
-def _upper_norm(parts: Sequence[npt.NDArray[np.float64]]) -> float:
-    """`norm_of`, with all that its roundings may have taken."""
-    return norm_of(parts) * (1.0 + (sum(part.size for part in parts) + 8) * _ULP)
-
-
-def _multiply(parts: Sequence[npt.NDArray[np.float64]], factor: float) -> None:
-    if factor != 1.0:
-        for part in parts:
-            np.multiply(part, factor, out=part)
-
-
-def _towards_zero(values: npt.NDArray[np.float64], dtype: np.dtype[Scalar]) -> npt.NDArray[Scalar]:
-    """Round to `dtype` without increasing any magnitude, so that no norm grows."""
-    rounded = values.astype(dtype)
-    return np.where(np.abs(rounded) > np.abs(values), np.nextafter(rounded, dtype.type(0)), rounded)
+def _coarse(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Positive numbers with the first 24 bits alone, hence no larger."""
+    return (numbers.view(np.int64) & _COARSE).view(np.float64)

@@ -1,8 +1,8 @@
-"""What one user adds to a sum: its tensors, clipped group by group, and whether they were."""
+"""What one user adds to a sum: whole numbers of steps, bounded group by group."""
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,11 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.clipping import clip_in_place, norm_of
+from fedpriv.privacy.clipping import Flags, FloatMatrix, clip_rows
 from fedpriv.privacy.groups import VectorGroup, check_partition
 from fedpriv.privacy.layout import FloatVector, Layout, Tensors
 
 _log = logging.getLogger(__name__)
+
+IntegerVector = npt.NDArray[np.int64]
+
+MOST_WEIGHT = 2**31
+_BLOCK = 2**13  # numbers whose squares are added up at a time
 
 
 @dataclass(frozen=True)
@@ -35,27 +40,33 @@ class Indicator:
 
 @dataclass(frozen=True)
 class Clipping:
-    """How the tensors of one user become the vector [D] that it adds to a sum.
+    """How the tensors of one user become the integers [D] that it adds to a sum.
 
-    Vectors are float64 and in the units of the *scaled* tensors u_j = v_j/α_j.
+    Group g is counted in steps of γ_g, its granularity, of the *scaled* tensors u_j = v_j/α_j.
 
     Attributes:
         layout: all tensors of a contribution: the update, metrics and the indicator.
         groups: a partition of the tensors.
         indicator: where whether groups were clipped is written; None if nobody asks.
         weighted: names of the groups whose parts are multiplied by the user's weight.
+        weight_cap: c ≥ 1; a user's weight is m/c for a whole number m from 0 to c.
 
     Raises:
-        InvalidValueError: groups are no partition, or a name is not that of a group.
+        InvalidValueError: groups are no partition, a name is not that of a group, or c < 1.
     """
 
     layout: Layout
     groups: tuple[VectorGroup, ...]
     indicator: Indicator | None = None
     weighted: tuple[str, ...] = ()
+    weight_cap: int = 1
 
     def __post_init__(self) -> None:
         check_partition(self.layout, self.groups)
+        if not 1 <= self.weight_cap <= MOST_WEIGHT:
+            raise InvalidValueError(
+                f"weight_cap is {self.weight_cap}; it must be from 1 to {MOST_WEIGHT}"
+            )
         names = [group.name for group in self.groups]
         asked = self.indicator.groups if self.indicator else ()
         for name in (*self.weighted, *asked):
@@ -77,87 +88,96 @@ class Clipping:
                 f"tensor {indicator.tensor!r} shares group {group.name!r} or has a scale; it must "
                 "be alone and have none"
             )
-        if group.name in self.weighted or 4.0 * group.clipping_norm**2 < count:
+        # A half must be a whole number of steps, and all halves together within the bound.
+        half = int(0.5 / group.granularity)
+        if group.name in self.weighted or not 1 <= count * half**2 <= group.squared_bound:
             raise InvalidValueError(
                 f"group {group.name!r} is weighted or has clipping_norm {group.clipping_norm}; it "
-                f"must have no weight and a norm of at least {math.sqrt(count) / 2}"
+                f"must have no weight and a norm of at least {math.sqrt(count) / 2}, below 2^24"
             )
 
-    def contribution(self, tensors: Tensors, weight: float = 1.0) -> FloatVector:
-        """What one user adds to the sum: [D]; total.
+    def contribution(self, tensors: Tensors, weight: int | None = None) -> IntegerVector:
+        """What one user adds to the sum, in steps: [D]; total.
 
-        Guarantees: the part of each group g has a norm of at most S_g whatever the tensors and the
-        weight; malformed tensors (missing, unknown or misshapen, not floating point) contribute
-        zero everywhere, and so do one component that is not finite, in any group, and a weight
-        outside [0, 1].
-
-        Takes no memory but the vector. One pass copies the tensors and one takes the norms; scales,
-        clipping and weighting cost another each, where there is something to do.
+        Guarantees: the part of each group g has Σaᵢ² ≤ B_g, its `squared_bound`, and
+        Σaᵢ² ≤ (m/c)²·B_g if it is weighted, exactly, whatever the tensors and the weight;
+        malformed tensors (missing, unknown or misshapen, not floating point) contribute zero
+        everywhere, and so do one component that is not finite, in any group, and a weight that is
+        no whole number from 0 to c.
 
         Args:
             tensors: all tensors of the layout but the indicator.
-            weight: w of the user.
+            weight: m of the user; None: c.
         """
-        if not 0.0 <= weight <= 1.0:
-            _log.warning("a user counts as zero: its weight is not from 0 to 1")
-            return np.zeros(self.layout.dimension)
-        complete = {**tensors, **self._unknown}
+        units = self.weight_cap if weight is None else weight
+        if not 0 <= units <= self.weight_cap or units != int(units):
+            _log.warning("a user counts as zero: its weight is not from 0 to %d", self.weight_cap)
+            return np.zeros(self.layout.dimension, np.int64)
         try:
-            vector = self.layout.flatten(complete)
+            row: FloatMatrix = self.layout.flatten({**tensors, **self._unknown})[np.newaxis]
         except InvalidValueError as error:
             _log.warning("a malformed update counts as zero: %s", error)
-            return np.zeros(self.layout.dimension)
-        self._divide_by_scales(vector)
-        whole, finite = {}, True
-        for group, slices in zip(self.groups, self.spans, strict=True):
-            weighs = weight if group.name in self.weighted else 1.0
-            norm = clip_in_place([vector[s] for s in slices], group.clipping_norm, weighs)
-            whole[group.name] = norm <= group.clipping_norm
-            finite = finite and math.isfinite(norm)
-        # Squares and quotients of finite numbers may overflow too: that is for their group alone.
-        if not finite and not all(map(_finite, complete.values())):
-            vector.fill(0.0)
-            return vector
-        if self.indicator is not None:
-            said = [0.5 if whole[name] else -0.5 for name in self.indicator.groups]
-            vector[self.layout.slices[self.indicator.tensor]] = said
-        return vector
+            return np.zeros(self.layout.dimension, np.int64)
+        self.clip_rows(row, np.array([units]))
+        contribution: IntegerVector = row[0].astype(np.int64)
+        return contribution
 
-    def _divide_by_scales(self, vector: FloatVector) -> None:
-        """Make the units of a vector [D] those of contributions, in place."""
-        with np.errstate(over="ignore"):
-            for group in self.groups:
-                for tensor, scale in zip(group.tensors, group.scales, strict=True):
-                    if scale != 1.0:
-                        vector[self.layout.slices[tensor]] /= scale
+    def clip_rows(self, rows: FloatMatrix, weights: IntegerVector) -> None:
+        """Make contributions of the tensors of several users, in place, each row by itself.
 
-    def multiply_by_scales(self, vector: FloatVector) -> None:
-        """Make the units of a vector [D] those of the users' tensors, in place."""
-        for group in self.groups:
-            for tensor, scale in zip(group.tensors, group.scales, strict=True):
-                if scale != 1.0:
-                    vector[self.layout.slices[tensor]] *= scale
+        Guarantees: those of `contribution` for each row; afterwards all numbers are whole, so that
+        sums of rows are exact in float64 for up to 2^28 of them.
 
-    def admits(self, total: FloatVector, users: int) -> bool:
-        """Whether `total` can be a sum of `users` contributions: shape, finite, norm ≤ users·S.
-
-        The norm is compared up to rounding. One pass takes it; no memory is taken.
+        Args:
+            rows: [C, D] contiguous rows, in the order of the layout; the indicator's may be any.
+            weights: m of each user, [C], from 0 to c.
         """
-        if total.shape != (self.layout.dimension,):
-            return False
-        # A sum of contributions may exceed its bound by the rounding of the additions. The norm of
-        # what is not finite is not finite either, so it is below no bound.
-        slack = 1.0 + (users + 8) * 2.0**-53
-        return all(
-            norm_of(total[s] for s in slices) <= users * group.clipping_norm * slack < math.inf
-            for group, slices in zip(self.groups, self.spans, strict=True)
-        )
+        within: dict[str, Flags] = {}
+        finite = np.ones(len(rows), np.bool_)
+        written = self.indicator.tensor if self.indicator else None
+        for group, spans in zip(self.groups, self.spans, strict=True):
+            if group.tensors == (written,):
+                continue
+            self._divide_by_scales(rows, group)
+            weighing = (weights, self.weight_cap) if group.name in self.weighted else None
+            pieces = [rows[:, span] for span in spans]
+            within[group.name], sound = clip_rows(pieces, group.clipping_norm, weighing)
+            finite &= sound
+        if self.indicator is not None:
+            (step,) = (g.granularity for g in self.groups if g.tensors == (written,))
+            said = np.stack([within[name] for name in self.indicator.groups], axis=1)
+            rows[:, self.layout.slices[self.indicator.tensor]] = (said - 0.5) / step
+        if not finite.all():
+            rows[~finite] = 0.0
 
-    @property
-    def parts(self) -> Iterator[tuple[VectorGroup, npt.NDArray[np.int64]]]:
-        """Each group with its positions in the vector."""
-        for group, slices in zip(self.groups, self.spans, strict=True):
-            yield group, np.concatenate([np.arange(s.start, s.stop) for s in slices])
+    def _divide_by_scales(self, rows: FloatMatrix, group: VectorGroup) -> None:
+        for tensor, scale in zip(group.tensors, group.scales, strict=True):
+            if scale != 1.0:
+                with np.errstate(over="ignore"):  # what is infinite counts as zero
+                    rows[:, self.layout.slices[tensor]] /= scale
+
+    def admits(self, total: IntegerVector, users: int, weight: int) -> bool:
+        """Whether `total` can be a sum of the contributions of some users.
+
+        That is, whether it has the shape, is of integers, and the part of each group has at most
+        the norm that so many users, or users of so much weight, can have together.
+
+        Args:
+            total: [D].
+            users: how many at most.
+            weight: sum of their m.
+        """
+        if total.shape != (self.layout.dimension,) or total.dtype != np.int64:
+            return False
+        for group, spans in zip(self.groups, self.spans, strict=True):
+            heavy = group.name in self.weighted
+            most, whole = (weight, self.weight_cap) if heavy else (users, 1)
+            limit = most * most * group.squared_bound // whole**2
+            # An honest sum of many users must not fail by rounding; one user's squares are exact.
+            slack = 1.0 + 2.0**-30 if limit >= 2**53 else 1.0
+            if not _squares(total[span] for span in spans) <= limit * slack:
+                return False
+        return True
 
     @cached_property
     def spans(self) -> tuple[tuple[slice, ...], ...]:
@@ -170,13 +190,13 @@ class Clipping:
         )
 
     @property
-    def scales(self) -> FloatVector:
-        """α of each component of the vector: [D]."""
-        scales = np.ones(self.layout.dimension)
+    def steps(self) -> FloatVector:
+        """What one step of each component is in the units of users' tensors, α·γ: [D]."""
+        steps = np.empty(self.layout.dimension)
         for group in self.groups:
             for tensor, scale in zip(group.tensors, group.scales, strict=True):
-                scales[self.layout.slices[tensor]] = scale
-        return scales
+                steps[self.layout.slices[tensor]] = scale * group.granularity
+        return steps
 
     @cached_property
     def _unknown(self) -> dict[str, FloatVector]:
@@ -194,7 +214,11 @@ def _joined(slices: Iterable[slice]) -> tuple[slice, ...]:
     return tuple(joined)
 
 
-def _finite(tensor: npt.NDArray[np.generic]) -> bool:
-    """Whether all components are finite: if the largest and the smallest are; NaN is both."""
-    ends = np.max(tensor, initial=0.0), np.min(tensor, initial=0.0)
-    return bool(np.all(np.isfinite(ends)))
+def _squares(parts: Iterable[IntegerVector]) -> float:
+    """Sum of squares; exact below 2^53, and otherwise off by less than a part in 2^30."""
+    return math.fsum(
+        float(np.dot(block, block))
+        for part in parts
+        for start in range(0, part.size, _BLOCK)
+        for block in [part[start : start + _BLOCK].astype(np.float64)]
+    )

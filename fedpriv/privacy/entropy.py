@@ -4,7 +4,7 @@ There is no generator whose state lives on between draws. Whoever needs randomne
 `Entropy` for a key of 32 bytes, gives the key to one pure function, and uses it for that one draw:
 
     sampling.draw(entropy.key("sampling/run-7/12/0"))         # run, round, attempt
-    gaussian_noise(entropy.key("noise/run-7/12/0"), d, sigma)
+    rounded_gaussian(entropy.key("noise/run-7/12/0"), d, sigma)
 
 The purpose names the draw. Cohorts ("sampling/…"), noise ("noise/…") and local training
 ("local/…") are three separate families of purposes, so that what a node learns about its own

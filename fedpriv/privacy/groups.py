@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.clipping import check_clipping_norm
+from fedpriv.privacy.clipping import check_clipping_norm, granularity, squared_bound
 from fedpriv.privacy.layout import Layout
 
 
@@ -49,6 +49,16 @@ class VectorGroup:
                 raise InvalidValueError(
                     f"scale of tensor {tensor!r} is {scale}; it must be from 1e-12 to 1e12"
                 )
+
+    @property
+    def granularity(self) -> float:
+        """γ_g, one step of the integers that users contribute, in the units of u."""
+        return granularity(self.clipping_norm)
+
+    @property
+    def squared_bound(self) -> int:
+        """B_g, the most that the squares of one user's integers add up to."""
+        return squared_bound(self.clipping_norm)
 
     def dimension(self, layout: Layout) -> int:
         """Number of components d_g."""

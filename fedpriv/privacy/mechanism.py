@@ -7,11 +7,15 @@ import numpy.typing as npt
 
 from fedpriv.accounting.events import RoundEvent
 from fedpriv.errors import InvalidValueError
+from fedpriv.privacy.contribution import IntegerVector
 from fedpriv.privacy.entropy import Entropy
 from fedpriv.privacy.floored import FlooredAverageQuery
 from fedpriv.privacy.layout import FloatVector
 from fedpriv.privacy.query import GaussianAverageQuery, GaussianSumQuery
 from fedpriv.privacy.sampling import PoissonSampling
+
+MOST_USERS = 2**37
+"""A user adds less than 2^25 steps to a component, and the noise less than 2^45: below 2^63."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +30,19 @@ class PoissonGaussianMechanism:
         query: the average query; its denominator is the expected cohort size.
 
     Raises:
-        InvalidValueError: the denominator is not the expected cohort size.
+        InvalidValueError: the denominator is not the expected cohort size, or there are so many
+            users that a sum could overflow.
     """
 
     sampling: PoissonSampling
     query: GaussianAverageQuery | FlooredAverageQuery
 
     def __post_init__(self) -> None:
+        if self.sampling.population > MOST_USERS:
+            raise InvalidValueError(
+                f"population is {self.sampling.population}; sums of more than {MOST_USERS} users "
+                "could overflow"
+            )
         if self.query.denominator != self.sampling.expected_cohort_size:
             raise InvalidValueError(
                 f"denominator is {self.query.denominator}; it must be the expected cohort size "
@@ -62,17 +72,17 @@ class PoissonGaussianMechanism:
         return self.sampling.draw(entropy.key(purpose))
 
     def release(
-        self, total: FloatVector, entropy: Entropy, purpose: str, weight: float = 0.0
+        self, total: IntegerVector, entropy: Entropy, purpose: str, weight: int = 0
     ) -> tuple[FloatVector, RoundEvent]:
         """Noised average [D] of the cohort whose contributions sum to `total`, with its event.
 
         An empty cohort releases like any other: its total is zero.
 
         Args:
-            total: [D] sum of the contributions.
+            total: [D] sum of the contributions, in steps.
             entropy: where the noise comes from.
             purpose: names this release; must never be used for another.
-            weight: sum of the weights of the users in the total; read by a floored average only.
+            weight: of the users in the total, in units of 1/c; read by a floored average only.
         """
         if isinstance(self.query, FlooredAverageQuery):
             average, queries = self.query.release(total, weight, entropy, purpose)

@@ -8,15 +8,17 @@ import numpy as np
 
 from fedpriv.accounting.events import SumQueryEvent
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.contribution import Clipping
+from fedpriv.privacy.contribution import Clipping, IntegerVector
 from fedpriv.privacy.entropy import Entropy
-from fedpriv.privacy.gaussian import gaussian_noise
 from fedpriv.privacy.layout import FloatVector
+from fedpriv.privacy.noise import LARGEST_STDDEV, rounded_gaussian
 
 
 @dataclass(frozen=True)
 class GaussianSumQuery:
     """Release Σ_{i in cohort} c(v_i) + N(0, σ²): McMahan et al. 2018, section 3.
+
+    Contributions are whole numbers of steps, and the noise is rounded to such: see `noise`.
 
     Attributes:
         clipping: how a user's tensors become its contribution c(v).
@@ -36,22 +38,28 @@ class GaussianSumQuery:
                 f"{len(self.clipping.groups)} groups"
             )
         _ = self.events  # a σ_g that no ledger would accept is refused here
+        for group, stddev in zip(self.clipping.groups, self.noise_stddevs, strict=True):
+            if stddev > LARGEST_STDDEV * group.granularity:
+                raise InvalidValueError(
+                    f"noise_stddev of group {group.name!r} is {stddev / group.clipping_norm:.6g} "
+                    f"times its clipping norm; it must be at most 2^15 times"
+                )
 
     @cached_property
     def events(self) -> tuple[SumQueryEvent, ...]:
         """What one release of this query is charged as, one event per group."""
         return tuple(
-            SumQueryEvent(group.name, group.clipping_norm, stddev)
+            SumQueryEvent(group.name, group.clipping_norm, stddev, group.granularity)
             for group, stddev in zip(self.clipping.groups, self.noise_stddevs, strict=True)
         )
 
     def release(
-        self, total: FloatVector, entropy: Entropy, purpose: str
+        self, total: IntegerVector, entropy: Entropy, purpose: str
     ) -> tuple[FloatVector, tuple[SumQueryEvent, ...]]:
         """Add noise to the sum of contributions.
 
         Args:
-            total: [D] sum of the contributions of the cohort.
+            total: [D] sum of the contributions of the cohort, in steps.
             entropy: where the noise comes from.
             purpose: names this release; must never be used for another.
 
@@ -59,30 +67,32 @@ class GaussianSumQuery:
             The noised sum [D] in units of the users' tensors, and the events it must be charged as.
 
         Raises:
-            InvalidValueError: the total has another shape.
+            InvalidValueError: the total has another shape, or is not of integers.
         """
         dimension = self.clipping.layout.dimension
-        if total.shape != (dimension,):
+        if total.shape != (dimension,) or total.dtype != np.int64:
             raise InvalidValueError(
-                f"total has shape {list(total.shape)}; it must be [{dimension}]"
+                f"total is {total.dtype}{list(total.shape)}; it must be int64[{dimension}]"
             )
-        noised = np.empty(dimension)
-        # Sensitivity: one user more or less changes the part of group g by its contribution, of
-        # norm at most S_g. Divided by σ_g, group by group, all parts together change by at most
-        # √(Σ_g (S_g/σ_g)²) = 1/z, and the noise below is N(0, I) in these units: equation (1).
+        noised = np.empty(dimension, np.int64)
+        # Sensitivity: one user more or less changes the part of group g by its contribution, whole
+        # numbers a with Σa² ≤ B_g, so by at most γ_g·√B_g ≤ S_g, exactly. Divided by σ_g, group by
+        # group, all parts together change by at most √(Σ_g (S_g/σ_g)²) = 1/z, and in these units
+        # the noise is N(0, I): equation (1). Rounding it to whole steps is post-processing, since
+        # the sum is whole.
         clipping = self.clipping
         for group, spans, stddev in zip(
             clipping.groups, clipping.spans, self.noise_stddevs, strict=True
         ):
             key = entropy.key(f"{purpose}/{group.name}")
-            noise = gaussian_noise(key, sum(s.stop - s.start for s in spans), stddev)
+            count = sum(span.stop - span.start for span in spans)
+            noise = rounded_gaussian(key, count, stddev / group.granularity)
             for span in spans:
                 size = span.stop - span.start
                 np.add(total[span], noise[:size], out=noised[span])
                 noise = noise[size:]
-        # Post-processing: the scales are public.
-        clipping.multiply_by_scales(noised)
-        return noised, self.events
+        # Post-processing: steps are public.
+        return noised * clipping.steps, self.events
 
 
 @dataclass(frozen=True)
@@ -162,7 +172,7 @@ class GaussianAverageQuery:
         }
 
     def release(
-        self, total: FloatVector, entropy: Entropy, purpose: str
+        self, total: IntegerVector, entropy: Entropy, purpose: str
     ) -> tuple[FloatVector, tuple[SumQueryEvent, ...]]:
         """Noised average [D] in units of the tensors, with its events: see `GaussianSumQuery`."""
         average, events = self.sum_query.release(total, entropy, purpose)

@@ -27,6 +27,7 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
         ],
         **given,
         "randomness": str(spending.randomness),
+        "arithmetic": str(spending.arithmetic),
         "rows": [_row(price, spending) for price in spending.prices],
         "refusals": list(spending.refusals),
     }

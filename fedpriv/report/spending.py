@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,13 @@ from fedpriv.accounting.events import Randomness, RoundEvent
 from fedpriv.accounting.ledger import ChargedRow, Ledger
 from fedpriv.accounting.ledger_lines import ExportedLedger, is_export
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
+
+
+class Arithmetic(StrEnum):
+    """Over which numbers sums and noise are."""
+
+    EXACT = "exact"
+    FLOATING_POINT = "floating-point noise"
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,11 @@ class Spending:
     def randomness(self) -> Randomness:
         """The weakest source of randomness of all charges."""
         return weakest_randomness(row for ledger in self.ledgers for row in ledger.charges)
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Exact if that of all charges is."""
+        return weakest_arithmetic(row for ledger in self.ledgers for row in ledger.charges)
 
 
 def read_ledger(path: Path) -> LedgerContent:
@@ -199,6 +212,13 @@ def delta_below(users: int) -> float:
     (0.001, 0.0001)
     """
     return 10.0 ** -(math.floor(math.log10(max(1, users))) + 1)
+
+
+def weakest_arithmetic(charges: Iterable[ChargedRow]) -> Arithmetic:
+    """Exact if every sum query of all charges is over whole numbers of steps."""
+    queries = (query for row in charges for query in row.event.queries)
+    exact = all(query.granularity is not None for query in queries)
+    return Arithmetic.EXACT if exact else Arithmetic.FLOATING_POINT
 
 
 def weakest_randomness(charges: Iterable[ChargedRow]) -> Randomness:

@@ -8,18 +8,29 @@ from rich.console import Console
 from rich.table import Table
 
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
-from fedpriv.accounting.events import Randomness, SamplingEvent
+from fedpriv.accounting.events import Randomness, SamplingEvent, SumQueryEvent
 from fedpriv.accounting.ledger import Head, Ledger
 from fedpriv.accounting.ledger_lines import ExportedLedger, is_export
 from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.errors import InvalidValueError
 from fedpriv.report.planning import Plan
-from fedpriv.report.spending import Spending, read_ledger, weakest_randomness
+from fedpriv.report.spending import (
+    Arithmetic,
+    Spending,
+    read_ledger,
+    weakest_arithmetic,
+    weakest_randomness,
+)
 
 
 def randomness_of(ledger: Ledger) -> Randomness:
     """The weakest source of randomness of all charges."""
     return weakest_randomness(ledger.charges())
+
+
+def arithmetic_of(ledger: Ledger) -> Arithmetic:
+    """Exact if sums and noise of all charges are."""
+    return weakest_arithmetic(ledger.charges())
 
 
 def format_epsilon(epsilon: float) -> str:
@@ -77,6 +88,7 @@ def print_spending(spending: Spending) -> None:
     for sentence in (*words, *(f"Not priced: {refusal}." for refusal in spending.refusals)):
         console.print(sentence)
     console.print(f"Randomness: {spending.randomness}.")
+    console.print(f"Sums and noise: {spending.arithmetic}.")
 
 
 def print_plan(plan: Plan) -> None:
@@ -109,14 +121,12 @@ def print_ledger(path: Path, last: int | None) -> None:
     content = read_ledger(path)
     rows = content.charges
     table = Table(title=f"{content.population}: {len(rows)} charges")
-    headings = ("sampling", "q", "N", "group: S, σ", "z", "randomness")
-    for column in ("#", "run", "round", "attempt", *headings):
+    for column in ("#", "run", "round", "attempt", "sampling", "q", "N"):
+        table.add_column(column)
+    table.add_column("group: S, σ; noise", overflow="fold")
+    for column in ("z", "randomness"):
         table.add_column(column)
     for row in rows[-(last or len(rows)) :]:
-        groups = "\n".join(
-            f"{_shown(q.group)}: {q.clipping_norm:.4g}, {q.noise_stddev:.4g}"
-            for q in row.event.queries
-        )
         table.add_row(
             str(row.position),
             row.run,
@@ -125,7 +135,7 @@ def print_ledger(path: Path, last: int | None) -> None:
             _sampling_text(row.event.sampling),
             f"{row.event.sampling.sampling_probability:g}",
             str(row.event.sampling.population),
-            groups,
+            "\n".join(map(_query_text, row.event.queries)),
             f"{row.event.noise_multiplier:.4g}",
             row.randomness.partition(":")[0],
         )
@@ -135,6 +145,14 @@ def print_ledger(path: Path, last: int | None) -> None:
 def _shown(name: str) -> str:
     """A name of anybody's making, without what would command the terminal."""
     return name if name.isprintable() else repr(name)
+
+
+def _query_text(query: SumQueryEvent) -> str:
+    """Group, clipping norm and noise, and over which numbers that noise is."""
+    text = f"{_shown(query.group)}: {query.clipping_norm:.4g}, {query.noise_stddev:.4g}"
+    if query.granularity is None:
+        return f"{text}; {Arithmetic.FLOATING_POINT}"
+    return f"{text}; {Arithmetic.EXACT}: B = {query.squared_bound}, σ/γ = {query.noise_steps:.4g}"
 
 
 def _sampling_text(sampling: SamplingEvent) -> str:

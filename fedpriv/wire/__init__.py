@@ -12,11 +12,11 @@ Whatever an encoder returns, the decoder of the other side reads as an equal val
 from fedpriv.wire.answers import (
     Answer,
     Decline,
-    Expected,
-    RawUpdate,
     SummedUpdates,
     decode_answer,
     encode_answer,
+    layout_of_sums,
+    tensors_of,
 )
 from fedpriv.wire.chunks import (
     CHUNK_BYTES,
@@ -58,11 +58,9 @@ __all__ = [
     "Answer",
     "Assembler",
     "Decline",
-    "Expected",
     "Hello",
     "Manifest",
     "Price",
-    "RawUpdate",
     "Receipt",
     "Receiver",
     "RoundId",
@@ -90,8 +88,10 @@ __all__ = [
     "encode_round_id",
     "encode_status",
     "encode_welcome",
+    "layout_of_sums",
     "manifest_of",
     "model_of",
     "parse",
     "pieces",
+    "tensors_of",
 ]

@@ -1,48 +1,30 @@
-"""A node's answer to an offer: a user's update, the sum of several users', or that it declines."""
+"""A node's answer to an offer: the sum of its users' contributions, or that it declines."""
 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.federated.transport import PartialSum
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.layout import FloatVector, Layout
+from fedpriv.privacy.contribution import MOST_WEIGHT, Clipping
+from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.limits import MAX_NAME, MAX_USERS, SERVER_RECEIVES_BYTES, at_most, refusing
 from fedpriv.wire.rounds import RoundId, decode_round_id, encode_round_id
 from fedpriv.wire.tensors import (
-    FLOAT32,
-    FLOAT64,
+    INT32,
+    INT64,
     Manifest,
+    Number,
     encode_manifest,
     expect_manifest,
-    manifest_of,
 )
 
 SUM = "sum"
-"""Name of the one vector that several users' contributions are."""
+"""Name of the one vector that users' contributions add up to."""
+_USERS_OF_32_BITS = 63  # each adds less than 2^25 to a component
 LONGEST_ANSWER = SERVER_RECEIVES_BYTES - 16  # leaves room for the tag and length of an UploadPart
-
-
-@dataclass(frozen=True)
-class RawUpdate:
-    """One user's tensors as training left them, for the server to clip.
-
-    Attributes:
-        weight: of the user, in [0, 1]; secret.
-        tensors: what follows: float32, all of the clipping's layout but the indicator.
-
-    Raises:
-        InvalidValueError: the weight is out of range.
-    """
-
-    weight: float
-    tensors: Manifest
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.weight <= 1.0:
-            raise InvalidValueError("the weight of a user is not from 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -51,44 +33,56 @@ class SummedUpdates:
 
     Attributes:
         users: how many contributions it holds, at most 2^20; secret.
-        weight: sum of their weights, from 0 to `users`; secret. None: each has weight 1.
-        tensors: what follows: float64, one vector named `SUM`.
+        weight: sum of their weights, in units of 1/c; secret.
+        tensors: what follows: one vector of integers named `SUM`.
 
     Raises:
         InvalidValueError: a number is out of range.
     """
 
     users: int
-    weight: float | None
+    weight: int
     tensors: Manifest
 
     def __post_init__(self) -> None:
         if not 0 <= self.users <= MAX_USERS:
             raise InvalidValueError(f"the number of users is not from 0 to {MAX_USERS}")
-        if self.weight is not None and not 0.0 <= self.weight <= self.users:
-            raise InvalidValueError("the weight of users is not from 0 to their number")
+        if not 0 <= self.weight <= self.users * MOST_WEIGHT:
+            raise InvalidValueError(
+                "the weight of users is negative, or too large for their number"
+            )
 
     @classmethod
     def of(cls, partial: PartialSum) -> "SummedUpdates":
         """The header of a partial sum; its node is not in it, since a certificate says which."""
-        return cls(partial.users, partial.weight, manifest_of({SUM: partial.total}))
+        layout = Layout((SUM,), (partial.total.shape,))
+        return cls(partial.users, partial.weight, Manifest(layout, _dtype_of(partial)))
 
-    def partial_sum(self, node: str, total: FloatVector) -> PartialSum:
+    def partial_sum(self, node: str, total: npt.NDArray[np.generic]) -> PartialSum:
         """The partial sum of a node.
 
         Args:
             node: whom the certificate of the connection names.
-            total: [D] float64, as a `Receiver` of `tensors` returns it by the name `SUM`.
+            total: [D], as a `Receiver` of `tensors` returns it by the name `SUM`.
 
         Raises:
             InvalidValueError: the total has another shape or dtype.
         """
-        if (total.shape,) != self.tensors.layout.shapes or total.dtype != np.float64:
+        if (total.shape,) != self.tensors.layout.shapes or total.dtype != self.tensors.dtype:
             raise InvalidValueError(
-                f"total is {total.dtype}{list(total.shape)}; it must be float64"
+                f"total is {total.dtype}{list(total.shape)}; it must be {self.tensors.dtype}"
                 f"{list(self.tensors.layout.shapes[0])}"
             )
-        return PartialSum(node, self.users, total, self.weight)
+        return PartialSum(node, self.users, total.astype(np.int64, copy=False), self.weight)
+
+
+def tensors_of(partial: PartialSum) -> Tensors:
+    """What is sent of a partial sum: its total, in 32 bits where so few users cannot pass them."""
+    return {SUM: partial.total.astype(_dtype_of(partial), copy=False)}
+
+
+def _dtype_of(partial: PartialSum) -> Number:
+    return INT32 if partial.users <= _USERS_OF_32_BITS else INT64
 
 
 @dataclass(frozen=True)
@@ -121,33 +115,12 @@ class Answer:
     """
 
     id: RoundId
-    content: RawUpdate | SummedUpdates | Decline
+    content: SummedUpdates | Decline
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Layouts that answers of a round must have; made once a round.
-
-    Attributes:
-        update: of a raw update.
-        total: of a sum.
-    """
-
-    update: Layout
-    total: Layout
-
-    @classmethod
-    def of(cls, clipping: Clipping) -> "Expected":
-        """Those of a round that clips so."""
-        layout, asked = clipping.layout, clipping.indicator
-        sent = {
-            name: shape
-            for name, shape in zip(layout.names, layout.shapes, strict=True)
-            if asked is None or name != asked.tensor
-        }
-        return cls(
-            Layout(tuple(sent), tuple(sent.values())), Layout((SUM,), ((layout.dimension,),))
-        )
+def layout_of_sums(clipping: Clipping) -> Layout:
+    """Layout that the sums of a round have."""
+    return Layout((SUM,), ((clipping.layout.dimension,),))
 
 
 def encode_answer(answer: Answer) -> pb.Answer:
@@ -159,9 +132,6 @@ def encode_answer(answer: Answer) -> pb.Answer:
     message = pb.Answer(id=encode_round_id(answer.id))
     with refusing("an answer"):
         match answer.content:
-            case RawUpdate(weight, tensors):
-                update = pb.RawUpdate(weight=weight, tensors=encode_manifest(tensors))
-                message.update.CopyFrom(update)
             case SummedUpdates(users, weight, tensors):
                 manifest = encode_manifest(tensors)
                 total = pb.PartialSum(users=users, weight=weight, tensors=manifest)
@@ -172,12 +142,12 @@ def encode_answer(answer: Answer) -> pb.Answer:
     return message
 
 
-def decode_answer(message: pb.Answer, expected: Expected) -> Answer:
+def decode_answer(message: pb.Answer, expected: Layout) -> Answer:
     """The answer in a message; total.
 
     Args:
         message: from a node.
-        expected: of the round that is being collected.
+        expected: layout of a sum of the round that is being collected, from `layout_of_sums`.
 
     Raises:
         WireError: it is not legal, or its tensors are not those that were asked for.
@@ -185,16 +155,11 @@ def decode_answer(message: pb.Answer, expected: Expected) -> Answer:
     round_id = decode_round_id(message.id)
     with refusing("an answer"):
         match message.WhichOneof("what"):
-            case "update":
-                update = message.update
-                manifest = expect_manifest(update.tensors, expected.update, FLOAT32)
-                return Answer(round_id, RawUpdate(update.weight, manifest))
             case "sum":
                 total = message.sum
-                manifest = expect_manifest(total.tensors, expected.total, FLOAT64)
-                weight = total.weight if total.HasField("weight") else None
-                return Answer(round_id, SummedUpdates(total.users, weight, manifest))
+                manifest = expect_manifest(total.tensors, expected, (INT32, INT64))
+                return Answer(round_id, SummedUpdates(total.users, total.weight, manifest))
             case "decline":
                 return Answer(round_id, Decline(message.decline.reason))
             case _:
-                raise WireError("an answer is empty; it must be an update, a sum or a decline")
+                raise WireError("an answer is empty; it must be a sum or a decline")

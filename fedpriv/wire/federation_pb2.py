@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66\x65\x64priv/wire/federation.proto\x12\nfedpriv.v1\"<\n\x05Hello\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x14\n\x0cusers_sha256\x18\x03 \x01(\x0c\"`\n\nFromServer\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.fedpriv.v1.WelcomeH\x00\x12\"\n\x05offer\x18\x02 \x01(\x0b\x32\x11.fedpriv.v1.OfferH\x00\x42\x06\n\x04what\"e\n\x07Welcome\x12\x17\n\x0fpopulation_name\x18\x01 \x01(\t\x12\x12\n\npopulation\x18\x02 \x01(\x04\x12\r\n\x05users\x18\x03 \x03(\x03\x12\x1e\n\x04task\x18\x04 \x01(\x0b\x32\x10.fedpriv.v1.Task\"S\n\x04Task\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07options\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0c\n\x04loss\x18\x04 \x01(\t\x12\x0f\n\x07metrics\x18\x05 \x03(\t\"E\n\x07RoundId\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\r\n\x05nonce\x18\x04 \x01(\x06\"\xac\x02\n\x05Offer\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.fedpriv.v1.RoundId\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\r\n\x05users\x18\x03 \x03(\x03\x12&\n\x08\x63lipping\x18\x04 \x01(\x0b\x32\x14.fedpriv.v1.Clipping\x12(\n\x05local\x18\x05 \x01(\x0b\x32\x19.fedpriv.v1.LocalTraining\x12#\n\x07metrics\x18\x06 \x03(\x0b\x32\x12.fedpriv.v1.Metric\x12\x12\n\nweight_cap\x18\x07 \x01(\r\x12\x11\n\tlocal_key\x18\x08 \x01(\x0c\x12 \n\x05price\x18\t \x01(\x0b\x32\x11.fedpriv.v1.Price\x12\"\n\x05model\x18\n \x01(\x0b\x32\x13.fedpriv.v1.Tensors\"y\n\x05Price\x12\x1c\n\x14sampling_probability\x18\x01 \x01(\x01\x12\x12\n\npopulation\x18\x02 \x01(\x04\x12\x18\n\x10noise_multiplier\x18\x03 \x01(\x01\x12\x15\n\repsilon_after\x18\x04 \x01(\x01\x12\r\n\x05\x64\x65lta\x18\x05 \x01(\x01\"\x93\x01\n\x08\x43lipping\x12\"\n\x06layout\x18\x01 \x01(\x0b\x32\x12.fedpriv.v1.Layout\x12\'\n\x06groups\x18\x02 \x03(\x0b\x32\x17.fedpriv.v1.VectorGroup\x12(\n\tindicator\x18\x03 \x01(\x0b\x32\x15.fedpriv.v1.Indicator\x12\x10\n\x08weighted\x18\x04 \x03(\t\"+\n\tIndicator\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\x0e\n\x06groups\x18\x02 \x03(\t\":\n\x06Layout\x12\r\n\x05names\x18\x01 \x03(\t\x12!\n\x06shapes\x18\x02 \x03(\x0b\x32\x11.fedpriv.v1.Shape\"\x16\n\x05Shape\x12\r\n\x05sizes\x18\x01 \x03(\x04\"S\n\x0bVectorGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07tensors\x18\x02 \x03(\t\x12\x15\n\rclipping_norm\x18\x03 \x01(\x01\x12\x0e\n\x06scales\x18\x04 \x03(\x01\"}\n\rLocalTraining\x12\x15\n\rlearning_rate\x18\x01 \x01(\x01\x12\x12\n\nbatch_size\x18\x02 \x01(\r\x12\x0e\n\x06\x65pochs\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x10\n\x08momentum\x18\x05 \x01(\x01\x12\x10\n\x08proximal\x18\x06 \x01(\x01\"i\n\x06Metric\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05shape\x18\x02 \x01(\x0b\x32\x11.fedpriv.v1.Shape\x12\x0e\n\x06\x63\x65ntre\x18\x03 \x01(\x01\x12\x0e\n\x06radius\x18\x04 \x01(\x01\x12\x0f\n\x07options\x18\x05 \x03(\x01\"]\n\x07Tensors\x12\"\n\x06layout\x18\x01 \x01(\x0b\x32\x12.fedpriv.v1.Layout\x12 \n\x05\x64type\x18\x02 \x01(\x0e\x32\x11.fedpriv.v1.DType\x12\x0c\n\x04size\x18\x03 \x01(\x04\"4\n\x05\x43hunk\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x03 \x01(\x07\"H\n\nLedgerPart\x12\x0e\n\x04size\x18\x01 \x01(\x04H\x00\x12\"\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x11.fedpriv.v1.ChunkH\x00\x42\x06\n\x04part\"^\n\nUploadPart\x12$\n\x06\x61nswer\x18\x01 \x01(\x0b\x32\x12.fedpriv.v1.AnswerH\x00\x12\"\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x11.fedpriv.v1.ChunkH\x00\x42\x06\n\x04part\"\xa9\x01\n\x06\x41nswer\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.fedpriv.v1.RoundId\x12\'\n\x06update\x18\x02 \x01(\x0b\x32\x15.fedpriv.v1.RawUpdateH\x00\x12%\n\x03sum\x18\x03 \x01(\x0b\x32\x16.fedpriv.v1.PartialSumH\x00\x12&\n\x07\x64\x65\x63line\x18\x04 \x01(\x0b\x32\x13.fedpriv.v1.DeclineH\x00\x42\x06\n\x04what\"A\n\tRawUpdate\x12\x0e\n\x06weight\x18\x01 \x01(\x01\x12$\n\x07tensors\x18\x02 \x01(\x0b\x32\x13.fedpriv.v1.Tensors\"a\n\nPartialSum\x12\r\n\x05users\x18\x01 \x01(\r\x12\x13\n\x06weight\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12$\n\x07tensors\x18\x03 \x01(\x0b\x32\x13.fedpriv.v1.TensorsB\t\n\x07_weight\"\x19\n\x07\x44\x65\x63line\x12\x0e\n\x06reason\x18\x01 \x01(\t\"+\n\x07Receipt\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rLedgerRequest\"\x0f\n\rStatusRequest\"\xc3\x01\n\x06Status\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\r\x12\x0e\n\x06rounds\x18\x03 \x01(\r\x12\x0f\n\x07\x65psilon\x18\x04 \x01(\x01\x12\x15\n\repsilon_limit\x18\x05 \x01(\x01\x12\r\n\x05\x64\x65lta\x18\x06 \x01(\x01\x12\x16\n\x0enodes_enrolled\x18\x07 \x01(\r\x12\x17\n\x0fnodes_connected\x18\x08 \x01(\r\x12\x16\n\x0eusers_enrolled\x18\t \x01(\r\x12\r\n\x05state\x18\n \x01(\t*8\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x46LOAT32\x10\x01\x12\x0b\n\x07\x46LOAT64\x10\x02\x32\xb3\x02\n\nFederation\x12\x36\n\x07\x43onnect\x12\x11.fedpriv.v1.Hello\x1a\x16.fedpriv.v1.FromServer0\x01\x12\x34\n\x08\x44ownload\x12\x13.fedpriv.v1.RoundId\x1a\x11.fedpriv.v1.Chunk0\x01\x12\x37\n\x06Upload\x12\x16.fedpriv.v1.UploadPart\x1a\x13.fedpriv.v1.Receipt(\x01\x12\x42\n\x0b\x46\x65tchLedger\x12\x19.fedpriv.v1.LedgerRequest\x1a\x16.fedpriv.v1.LedgerPart0\x01\x12:\n\tGetStatus\x12\x19.fedpriv.v1.StatusRequest\x1a\x12.fedpriv.v1.Statusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66\x65\x64priv/wire/federation.proto\x12\nfedpriv.v1\"<\n\x05Hello\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x14\n\x0cusers_sha256\x18\x03 \x01(\x0c\"`\n\nFromServer\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.fedpriv.v1.WelcomeH\x00\x12\"\n\x05offer\x18\x02 \x01(\x0b\x32\x11.fedpriv.v1.OfferH\x00\x42\x06\n\x04what\"e\n\x07Welcome\x12\x17\n\x0fpopulation_name\x18\x01 \x01(\t\x12\x12\n\npopulation\x18\x02 \x01(\x04\x12\r\n\x05users\x18\x03 \x03(\x03\x12\x1e\n\x04task\x18\x04 \x01(\x0b\x32\x10.fedpriv.v1.Task\"S\n\x04Task\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07options\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0c\n\x04loss\x18\x04 \x01(\t\x12\x0f\n\x07metrics\x18\x05 \x03(\t\"E\n\x07RoundId\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\r\n\x05nonce\x18\x04 \x01(\x06\"\x98\x02\n\x05Offer\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.fedpriv.v1.RoundId\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\r\n\x05users\x18\x03 \x03(\x03\x12&\n\x08\x63lipping\x18\x04 \x01(\x0b\x32\x14.fedpriv.v1.Clipping\x12(\n\x05local\x18\x05 \x01(\x0b\x32\x19.fedpriv.v1.LocalTraining\x12#\n\x07metrics\x18\x06 \x03(\x0b\x32\x12.fedpriv.v1.Metric\x12\x11\n\tlocal_key\x18\x07 \x01(\x0c\x12 \n\x05price\x18\x08 \x01(\x0b\x32\x11.fedpriv.v1.Price\x12\"\n\x05model\x18\t \x01(\x0b\x32\x13.fedpriv.v1.Tensors\"y\n\x05Price\x12\x1c\n\x14sampling_probability\x18\x01 \x01(\x01\x12\x12\n\npopulation\x18\x02 \x01(\x04\x12\x18\n\x10noise_multiplier\x18\x03 \x01(\x01\x12\x15\n\repsilon_after\x18\x04 \x01(\x01\x12\r\n\x05\x64\x65lta\x18\x05 \x01(\x01\"\xa7\x01\n\x08\x43lipping\x12\"\n\x06layout\x18\x01 \x01(\x0b\x32\x12.fedpriv.v1.Layout\x12\'\n\x06groups\x18\x02 \x03(\x0b\x32\x17.fedpriv.v1.VectorGroup\x12(\n\tindicator\x18\x03 \x01(\x0b\x32\x15.fedpriv.v1.Indicator\x12\x10\n\x08weighted\x18\x04 \x03(\t\x12\x12\n\nweight_cap\x18\x05 \x01(\r\"+\n\tIndicator\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\x0e\n\x06groups\x18\x02 \x03(\t\":\n\x06Layout\x12\r\n\x05names\x18\x01 \x03(\t\x12!\n\x06shapes\x18\x02 \x03(\x0b\x32\x11.fedpriv.v1.Shape\"\x16\n\x05Shape\x12\r\n\x05sizes\x18\x01 \x03(\x04\"S\n\x0bVectorGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07tensors\x18\x02 \x03(\t\x12\x15\n\rclipping_norm\x18\x03 \x01(\x01\x12\x0e\n\x06scales\x18\x04 \x03(\x01\"\x93\x01\n\rLocalTraining\x12\x15\n\rlearning_rate\x18\x01 \x01(\x01\x12\x12\n\nbatch_size\x18\x02 \x01(\r\x12\x0e\n\x06\x65pochs\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x10\n\x08momentum\x18\x05 \x01(\x01\x12\x10\n\x08proximal\x18\x06 \x01(\x01\x12\x14\n\x0cmax_examples\x18\x07 \x01(\r\"i\n\x06Metric\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05shape\x18\x02 \x01(\x0b\x32\x11.fedpriv.v1.Shape\x12\x0e\n\x06\x63\x65ntre\x18\x03 \x01(\x01\x12\x0e\n\x06radius\x18\x04 \x01(\x01\x12\x0f\n\x07options\x18\x05 \x03(\x01\"]\n\x07Tensors\x12\"\n\x06layout\x18\x01 \x01(\x0b\x32\x12.fedpriv.v1.Layout\x12 \n\x05\x64type\x18\x02 \x01(\x0e\x32\x11.fedpriv.v1.DType\x12\x0c\n\x04size\x18\x03 \x01(\x04\"4\n\x05\x43hunk\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x03 \x01(\x07\"H\n\nLedgerPart\x12\x0e\n\x04size\x18\x01 \x01(\x04H\x00\x12\"\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x11.fedpriv.v1.ChunkH\x00\x42\x06\n\x04part\"^\n\nUploadPart\x12$\n\x06\x61nswer\x18\x01 \x01(\x0b\x32\x12.fedpriv.v1.AnswerH\x00\x12\"\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x11.fedpriv.v1.ChunkH\x00\x42\x06\n\x04part\"\x80\x01\n\x06\x41nswer\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.fedpriv.v1.RoundId\x12%\n\x03sum\x18\x02 \x01(\x0b\x32\x16.fedpriv.v1.PartialSumH\x00\x12&\n\x07\x64\x65\x63line\x18\x03 \x01(\x0b\x32\x13.fedpriv.v1.DeclineH\x00\x42\x06\n\x04what\"Q\n\nPartialSum\x12\r\n\x05users\x18\x01 \x01(\r\x12\x0e\n\x06weight\x18\x02 \x01(\x04\x12$\n\x07tensors\x18\x03 \x01(\x0b\x32\x13.fedpriv.v1.Tensors\"\x19\n\x07\x44\x65\x63line\x12\x0e\n\x06reason\x18\x01 \x01(\t\"+\n\x07Receipt\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rLedgerRequest\"\x0f\n\rStatusRequest\"\xc3\x01\n\x06Status\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\r\x12\x0e\n\x06rounds\x18\x03 \x01(\r\x12\x0f\n\x07\x65psilon\x18\x04 \x01(\x01\x12\x15\n\repsilon_limit\x18\x05 \x01(\x01\x12\r\n\x05\x64\x65lta\x18\x06 \x01(\x01\x12\x16\n\x0enodes_enrolled\x18\x07 \x01(\r\x12\x17\n\x0fnodes_connected\x18\x08 \x01(\r\x12\x16\n\x0eusers_enrolled\x18\t \x01(\r\x12\r\n\x05state\x18\n \x01(\t*A\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x46LOAT32\x10\x01\x12\t\n\x05INT32\x10\x02\x12\t\n\x05INT64\x10\x03\x32\xb3\x02\n\nFederation\x12\x36\n\x07\x43onnect\x12\x11.fedpriv.v1.Hello\x1a\x16.fedpriv.v1.FromServer0\x01\x12\x34\n\x08\x44ownload\x12\x13.fedpriv.v1.RoundId\x1a\x11.fedpriv.v1.Chunk0\x01\x12\x37\n\x06Upload\x12\x16.fedpriv.v1.UploadPart\x1a\x13.fedpriv.v1.Receipt(\x01\x12\x42\n\x0b\x46\x65tchLedger\x12\x19.fedpriv.v1.LedgerRequest\x1a\x16.fedpriv.v1.LedgerPart0\x01\x12:\n\tGetStatus\x12\x19.fedpriv.v1.StatusRequest\x1a\x12.fedpriv.v1.Statusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fedpriv.wire.federation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=2449
-  _globals['_DTYPE']._serialized_end=2505
+  _globals['_DTYPE']._serialized_start=2348
+  _globals['_DTYPE']._serialized_end=2413
   _globals['_HELLO']._serialized_start=45
   _globals['_HELLO']._serialized_end=105
   _globals['_FROMSERVER']._serialized_start=107
@@ -44,10 +44,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUNDID']._serialized_start=393
   _globals['_ROUNDID']._serialized_end=462
   _globals['_OFFER']._serialized_start=465
-  _globals['_OFFER']._serialized_end=765
-  _globals['_PRICE']._serialized_start=767
-  _globals['_PRICE']._serialized_end=888
-  _globals['_CLIPPING']._serialized_start=891
+  _globals['_OFFER']._serialized_end=745
+  _globals['_PRICE']._serialized_start=747
+  _globals['_PRICE']._serialized_end=868
+  _globals['_CLIPPING']._serialized_start=871
   _globals['_CLIPPING']._serialized_end=1038
   _globals['_INDICATOR']._serialized_start=1040
   _globals['_INDICATOR']._serialized_end=1083
@@ -57,34 +57,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHAPE']._serialized_end=1167
   _globals['_VECTORGROUP']._serialized_start=1169
   _globals['_VECTORGROUP']._serialized_end=1252
-  _globals['_LOCALTRAINING']._serialized_start=1254
-  _globals['_LOCALTRAINING']._serialized_end=1379
-  _globals['_METRIC']._serialized_start=1381
-  _globals['_METRIC']._serialized_end=1486
-  _globals['_TENSORS']._serialized_start=1488
-  _globals['_TENSORS']._serialized_end=1581
-  _globals['_CHUNK']._serialized_start=1583
-  _globals['_CHUNK']._serialized_end=1635
-  _globals['_LEDGERPART']._serialized_start=1637
-  _globals['_LEDGERPART']._serialized_end=1709
-  _globals['_UPLOADPART']._serialized_start=1711
-  _globals['_UPLOADPART']._serialized_end=1805
-  _globals['_ANSWER']._serialized_start=1808
-  _globals['_ANSWER']._serialized_end=1977
-  _globals['_RAWUPDATE']._serialized_start=1979
-  _globals['_RAWUPDATE']._serialized_end=2044
-  _globals['_PARTIALSUM']._serialized_start=2046
-  _globals['_PARTIALSUM']._serialized_end=2143
-  _globals['_DECLINE']._serialized_start=2145
-  _globals['_DECLINE']._serialized_end=2170
-  _globals['_RECEIPT']._serialized_start=2172
-  _globals['_RECEIPT']._serialized_end=2215
-  _globals['_LEDGERREQUEST']._serialized_start=2217
-  _globals['_LEDGERREQUEST']._serialized_end=2232
-  _globals['_STATUSREQUEST']._serialized_start=2234
-  _globals['_STATUSREQUEST']._serialized_end=2249
-  _globals['_STATUS']._serialized_start=2252
-  _globals['_STATUS']._serialized_end=2447
-  _globals['_FEDERATION']._serialized_start=2508
-  _globals['_FEDERATION']._serialized_end=2815
+  _globals['_LOCALTRAINING']._serialized_start=1255
+  _globals['_LOCALTRAINING']._serialized_end=1402
+  _globals['_METRIC']._serialized_start=1404
+  _globals['_METRIC']._serialized_end=1509
+  _globals['_TENSORS']._serialized_start=1511
+  _globals['_TENSORS']._serialized_end=1604
+  _globals['_CHUNK']._serialized_start=1606
+  _globals['_CHUNK']._serialized_end=1658
+  _globals['_LEDGERPART']._serialized_start=1660
+  _globals['_LEDGERPART']._serialized_end=1732
+  _globals['_UPLOADPART']._serialized_start=1734
+  _globals['_UPLOADPART']._serialized_end=1828
+  _globals['_ANSWER']._serialized_start=1831
+  _globals['_ANSWER']._serialized_end=1959
+  _globals['_PARTIALSUM']._serialized_start=1961
+  _globals['_PARTIALSUM']._serialized_end=2042
+  _globals['_DECLINE']._serialized_start=2044
+  _globals['_DECLINE']._serialized_end=2069
+  _globals['_RECEIPT']._serialized_start=2071
+  _globals['_RECEIPT']._serialized_end=2114
+  _globals['_LEDGERREQUEST']._serialized_start=2116
+  _globals['_LEDGERREQUEST']._serialized_end=2131
+  _globals['_STATUSREQUEST']._serialized_start=2133
+  _globals['_STATUSREQUEST']._serialized_end=2148
+  _globals['_STATUS']._serialized_start=2151
+  _globals['_STATUS']._serialized_end=2346
+  _globals['_FEDERATION']._serialized_start=2416
+  _globals['_FEDERATION']._serialized_end=2723
 # @@protoc_insertion_point(module_scope)

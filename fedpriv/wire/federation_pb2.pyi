@@ -11,10 +11,12 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     DTYPE_UNSPECIFIED: _ClassVar[DType]
     FLOAT32: _ClassVar[DType]
-    FLOAT64: _ClassVar[DType]
+    INT32: _ClassVar[DType]
+    INT64: _ClassVar[DType]
 DTYPE_UNSPECIFIED: DType
 FLOAT32: DType
-FLOAT64: DType
+INT32: DType
+INT64: DType
 
 class Hello(_message.Message):
     __slots__ = ("node", "version", "users_sha256")
@@ -73,14 +75,13 @@ class RoundId(_message.Message):
     def __init__(self, run: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., nonce: _Optional[int] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("id", "seconds", "users", "clipping", "local", "metrics", "weight_cap", "local_key", "price", "model")
+    __slots__ = ("id", "seconds", "users", "clipping", "local", "metrics", "local_key", "price", "model")
     ID_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     USERS_FIELD_NUMBER: _ClassVar[int]
     CLIPPING_FIELD_NUMBER: _ClassVar[int]
     LOCAL_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_CAP_FIELD_NUMBER: _ClassVar[int]
     LOCAL_KEY_FIELD_NUMBER: _ClassVar[int]
     PRICE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -90,11 +91,10 @@ class Offer(_message.Message):
     clipping: Clipping
     local: LocalTraining
     metrics: _containers.RepeatedCompositeFieldContainer[Metric]
-    weight_cap: int
     local_key: bytes
     price: Price
     model: Tensors
-    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., seconds: _Optional[float] = ..., users: _Optional[_Iterable[int]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., local: _Optional[_Union[LocalTraining, _Mapping]] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., weight_cap: _Optional[int] = ..., local_key: _Optional[bytes] = ..., price: _Optional[_Union[Price, _Mapping]] = ..., model: _Optional[_Union[Tensors, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., seconds: _Optional[float] = ..., users: _Optional[_Iterable[int]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., local: _Optional[_Union[LocalTraining, _Mapping]] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., local_key: _Optional[bytes] = ..., price: _Optional[_Union[Price, _Mapping]] = ..., model: _Optional[_Union[Tensors, _Mapping]] = ...) -> None: ...
 
 class Price(_message.Message):
     __slots__ = ("sampling_probability", "population", "noise_multiplier", "epsilon_after", "delta")
@@ -111,16 +111,18 @@ class Price(_message.Message):
     def __init__(self, sampling_probability: _Optional[float] = ..., population: _Optional[int] = ..., noise_multiplier: _Optional[float] = ..., epsilon_after: _Optional[float] = ..., delta: _Optional[float] = ...) -> None: ...
 
 class Clipping(_message.Message):
-    __slots__ = ("layout", "groups", "indicator", "weighted")
+    __slots__ = ("layout", "groups", "indicator", "weighted", "weight_cap")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     INDICATOR_FIELD_NUMBER: _ClassVar[int]
     WEIGHTED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_CAP_FIELD_NUMBER: _ClassVar[int]
     layout: Layout
     groups: _containers.RepeatedCompositeFieldContainer[VectorGroup]
     indicator: Indicator
     weighted: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[VectorGroup, _Mapping]]] = ..., indicator: _Optional[_Union[Indicator, _Mapping]] = ..., weighted: _Optional[_Iterable[str]] = ...) -> None: ...
+    weight_cap: int
+    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[VectorGroup, _Mapping]]] = ..., indicator: _Optional[_Union[Indicator, _Mapping]] = ..., weighted: _Optional[_Iterable[str]] = ..., weight_cap: _Optional[int] = ...) -> None: ...
 
 class Indicator(_message.Message):
     __slots__ = ("tensor", "groups")
@@ -157,20 +159,22 @@ class VectorGroup(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[str]] = ..., clipping_norm: _Optional[float] = ..., scales: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LocalTraining(_message.Message):
-    __slots__ = ("learning_rate", "batch_size", "epochs", "steps", "momentum", "proximal")
+    __slots__ = ("learning_rate", "batch_size", "epochs", "steps", "momentum", "proximal", "max_examples")
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     MOMENTUM_FIELD_NUMBER: _ClassVar[int]
     PROXIMAL_FIELD_NUMBER: _ClassVar[int]
+    MAX_EXAMPLES_FIELD_NUMBER: _ClassVar[int]
     learning_rate: float
     batch_size: int
     epochs: int
     steps: int
     momentum: float
     proximal: float
-    def __init__(self, learning_rate: _Optional[float] = ..., batch_size: _Optional[int] = ..., epochs: _Optional[int] = ..., steps: _Optional[int] = ..., momentum: _Optional[float] = ..., proximal: _Optional[float] = ...) -> None: ...
+    max_examples: int
+    def __init__(self, learning_rate: _Optional[float] = ..., batch_size: _Optional[int] = ..., epochs: _Optional[int] = ..., steps: _Optional[int] = ..., momentum: _Optional[float] = ..., proximal: _Optional[float] = ..., max_examples: _Optional[int] = ...) -> None: ...
 
 class Metric(_message.Message):
     __slots__ = ("name", "shape", "centre", "radius", "options")
@@ -223,24 +227,14 @@ class UploadPart(_message.Message):
     def __init__(self, answer: _Optional[_Union[Answer, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("id", "update", "sum", "decline")
+    __slots__ = ("id", "sum", "decline")
     ID_FIELD_NUMBER: _ClassVar[int]
-    UPDATE_FIELD_NUMBER: _ClassVar[int]
     SUM_FIELD_NUMBER: _ClassVar[int]
     DECLINE_FIELD_NUMBER: _ClassVar[int]
     id: RoundId
-    update: RawUpdate
     sum: PartialSum
     decline: Decline
-    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., update: _Optional[_Union[RawUpdate, _Mapping]] = ..., sum: _Optional[_Union[PartialSum, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ...) -> None: ...
-
-class RawUpdate(_message.Message):
-    __slots__ = ("weight", "tensors")
-    WEIGHT_FIELD_NUMBER: _ClassVar[int]
-    TENSORS_FIELD_NUMBER: _ClassVar[int]
-    weight: float
-    tensors: Tensors
-    def __init__(self, weight: _Optional[float] = ..., tensors: _Optional[_Union[Tensors, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., sum: _Optional[_Union[PartialSum, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ...) -> None: ...
 
 class PartialSum(_message.Message):
     __slots__ = ("users", "weight", "tensors")
@@ -248,9 +242,9 @@ class PartialSum(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     users: int
-    weight: float
+    weight: int
     tensors: Tensors
-    def __init__(self, users: _Optional[int] = ..., weight: _Optional[float] = ..., tensors: _Optional[_Union[Tensors, _Mapping]] = ...) -> None: ...
+    def __init__(self, users: _Optional[int] = ..., weight: _Optional[int] = ..., tensors: _Optional[_Union[Tensors, _Mapping]] = ...) -> None: ...
 
 class Decline(_message.Message):
     __slots__ = ("reason",)

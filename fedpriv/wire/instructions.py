@@ -39,6 +39,7 @@ def encode_clipping(clipping: Clipping) -> pb.Clipping:
             ],
             indicator=indicator,
             weighted=clipping.weighted,
+            weight_cap=clipping.weight_cap,
         )
     _check_clipping(message)
     return message
@@ -60,7 +61,8 @@ def decode_clipping(message: pb.Clipping) -> Clipping:
         asked = message.indicator
         indicator = Indicator(asked.tensor, tuple(asked.groups))
         given = indicator if message.HasField("indicator") else None
-        return Clipping(layout, groups, given, tuple(message.weighted))
+        weighted, cap = tuple(message.weighted), message.weight_cap
+        return Clipping(layout, groups, given, weighted, cap)
 
 
 def _check_clipping(message: pb.Clipping) -> None:
@@ -88,6 +90,7 @@ def encode_local(local: LocalTraining) -> pb.LocalTraining:
             steps=local.steps or 0,
             momentum=local.momentum,
             proximal=local.proximal,
+            max_examples=local.max_examples or 0,
         )
 
 
@@ -105,6 +108,7 @@ def decode_local(message: pb.LocalTraining) -> LocalTraining:
             steps=message.steps or None,
             momentum=message.momentum,
             proximal=message.proximal,
+            max_examples=message.max_examples or None,
         )
 
 

@@ -11,7 +11,6 @@ from fedpriv.federated.transport import LocalTraining, RoundRequest
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.metrics import Metric
-from fedpriv.privacy.weights import Weighting
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.instructions import (
     decode_clipping,
@@ -49,7 +48,6 @@ class RoundOffer:
         local: as in the request.
         local_key: as in the request, 32 bytes.
         metrics: as in the request.
-        weighting: as in the request.
         price: what the round costs.
         model: what follows: float32, the update's tensors as `clipping` orders them, then running
             statistics.
@@ -65,7 +63,6 @@ class RoundOffer:
     local: LocalTraining
     local_key: bytes
     metrics: tuple[Metric, ...]
-    weighting: Weighting
     price: Price
     model: Manifest
 
@@ -138,7 +135,6 @@ class RoundOffer:
             request.local,
             request.local_key,
             request.metrics,
-            request.weighting,
             price,
             model,
         )
@@ -165,7 +161,6 @@ class RoundOffer:
             self.users,
             self.local_key,
             self.metrics,
-            self.weighting,
             {name: tensor for name, tensor in tensors.items() if name not in parameters},
         )
 
@@ -196,7 +191,6 @@ def encode_offer(offer: RoundOffer) -> pb.Offer:
             clipping=encode_clipping(offer.clipping),
             local=encode_local(offer.local),
             metrics=map(encode_metric, offer.metrics),
-            weight_cap=offer.weighting.cap or 0,
             local_key=offer.local_key,
             price=encode_price(offer.price),
             model=encode_manifest(offer.model),
@@ -217,7 +211,6 @@ def decode_offer(message: pb.Offer) -> RoundOffer:
         decode_local(message.local),
         message.local_key,
         tuple(map(decode_metric, message.metrics)),
-        Weighting(message.weight_cap or None),
         decode_price(message.price),
         decode_manifest(message.model),
     )

@@ -1,6 +1,6 @@
 """Named tensors as a header and a stream of bytes: C order, little endian on every machine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -20,12 +20,14 @@ from fedpriv.wire.limits import (
     refusing,
 )
 
-FloatType = np.dtype[np.float32] | np.dtype[np.float64]
+Number = np.dtype[np.float32] | np.dtype[np.int32] | np.dtype[np.int64]
 
-FLOAT32: FloatType = np.dtype("<f4")
-FLOAT64: FloatType = np.dtype("<f8")
-_ON_WIRE = {FLOAT32: pb.FLOAT32, FLOAT64: pb.FLOAT64}
+FLOAT32: Number = np.dtype("<f4")
+INT32: Number = np.dtype("<i4")
+INT64: Number = np.dtype("<i8")
+_ON_WIRE = {FLOAT32: pb.FLOAT32, INT32: pb.INT32, INT64: pb.INT64}
 _NAMED = {number: dtype for dtype, number in _ON_WIRE.items()}
+_LEGAL = tuple(map(str, _ON_WIRE))
 
 
 @dataclass(frozen=True)
@@ -34,22 +36,18 @@ class Manifest:
 
     Attributes:
         layout: names and shapes, in the order of the stream.
-        dtype: of all components, `FLOAT32` or `FLOAT64`.
+        dtype: of all components, `FLOAT32`, `INT32` or `INT64`.
 
     Raises:
-        InvalidValueError: the dtype is neither, or it is float64 of anything but one vector.
+        InvalidValueError: the dtype is another.
     """
 
     layout: Layout
-    dtype: FloatType
+    dtype: Number
 
     def __post_init__(self) -> None:
         if self.dtype not in _ON_WIRE:
-            raise InvalidValueError(f"dtype is {self.dtype}; it must be {FLOAT32} or {FLOAT64}")
-        if self.dtype == FLOAT64 and [len(shape) for shape in self.layout.shapes] != [1]:
-            raise InvalidValueError(
-                f"{len(self.layout.names)} tensors are float64; only one vector may be"
-            )
+            raise InvalidValueError(f"dtype is {self.dtype}; legal are {', '.join(_LEGAL)}")
 
     @property
     def size(self) -> int:
@@ -61,7 +59,7 @@ def manifest_of(tensors: Tensors) -> Manifest:
     """The header of tensors, in their order.
 
     Args:
-        tensors: float32 of any shapes, or one float64 vector; any values, NaN and ±inf too.
+        tensors: all float32, all int32 or all int64; any values, NaN and ±inf too.
 
     Raises:
         InvalidValueError: there are none, or their dtypes are others.
@@ -71,7 +69,9 @@ def manifest_of(tensors: Tensors) -> Manifest:
         if dtypes == {dtype}:
             return Manifest(Layout.of(tensors), dtype)
     found = ", ".join(sorted(map(str, dtypes))) or "none"
-    raise InvalidValueError(f"dtypes of tensors are {found}; all must be float32 or float64")
+    raise InvalidValueError(
+        f"dtypes of tensors are {found}; all must be one of {', '.join(_LEGAL)}"
+    )
 
 
 def pieces(tensors: Tensors) -> Iterator[memoryview]:
@@ -106,7 +106,7 @@ class Receiver:
         """
         self._assembler.add(chunk)
 
-    def finish(self) -> dict[str, npt.NDArray[np.floating]]:
+    def finish(self) -> dict[str, npt.NDArray[np.generic]]:
         """The tensors, in the order of the manifest, read-only and in this machine's byte order.
 
         Raises:
@@ -179,8 +179,8 @@ def decode_manifest(message: pb.Tensors) -> Manifest:
     return _manifest(message, decode_layout(message.layout))
 
 
-def expect_manifest(message: pb.Tensors, layout: Layout, dtype: FloatType) -> Manifest:
-    """The manifest of a message that must have this layout and dtype; total.
+def expect_manifest(message: pb.Tensors, layout: Layout, dtypes: Sequence[Number]) -> Manifest:
+    """The manifest of a message that must have this layout and one of these dtypes; total.
 
     Raises:
         WireError: names, shapes, their order, dtype or size are others.
@@ -193,8 +193,9 @@ def expect_manifest(message: pb.Tensors, layout: Layout, dtype: FloatType) -> Ma
     if _shapes(message.layout) != layout.shapes:
         raise WireError("the shapes of the tensors are not those that were asked for")
     manifest = _manifest(message, layout)
-    if manifest.dtype != dtype:
-        raise WireError(f"the tensors are {manifest.dtype}; they must be {dtype}")
+    if manifest.dtype not in dtypes:
+        legal = " or ".join(map(str, dtypes))
+        raise WireError(f"the tensors are {manifest.dtype}; they must be {legal}")
     return manifest
 
 

@@ -76,10 +76,10 @@ def fedpriv(work: Work, device: torch.device, use: Callable[[Train], None]) -> N
         request = RoundRequest(
             "benchmark", 0, 0, parameters, clipping, turn.local, users, local_key=bytes(32)
         )
-        total = np.zeros(layout.dimension)
+        total = np.zeros(layout.dimension, np.int64)
         for partial in transport.collect(request):
             total += partial.total
-        return total
+        return total * clipping.steps
 
     use(train)
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.accounting.accountants import ACCOUNTANTS
+from fedpriv.accounting.accountants import ACCOUNTANTS, Accountant, PrivacyLoss
 from fedpriv.accounting.charge import ProposedCharge
 from fedpriv.accounting.events import (
     NeighbouringRelation,
@@ -31,7 +32,7 @@ from fedpriv.accounting.policies import (
     separated_gaussian,
     shuffled_gaussian,
 )
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, UnsupportedEventError
 
 POISSON, EVERY_USER = SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER
 FIXED_SIZE, SHUFFLED = SamplingPolicy.FIXED_SIZE, SamplingPolicy.SHUFFLED
@@ -134,6 +135,11 @@ def test_one_sampling_event_holds_all_groups_of_a_round() -> None:
     assert z == pytest.approx(2.0 / math.sqrt(2) / 2)
 
 
+def test_a_round_that_releases_anything_without_noise_has_no_noise() -> None:
+    queries = (SumQueryEvent("a", 1.0, 2.0), SumQueryEvent("b", 1.0, 0.0))
+    assert replace(poisson_gaussian(0.5, 1.0), queries=queries).noise_multiplier == 0.0
+
+
 def test_a_ledger_keeps_every_policy_and_relation(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     with Ledger.create(path, "users") as ledger:
@@ -142,6 +148,71 @@ def test_a_ledger_keeps_every_policy_and_relation(tmp_path: Path) -> None:
             ledger.charge(ProposedCharge("run", number, 0, randomness, event, "00" * 32))
     with Ledger.open(path) as ledger:
         assert tuple(row.event for row in ledger.charges()) == ONE_OF_EACH
+
+
+def exact(event: RoundEvent) -> RoundEvent:
+    """The same event, but that every sum query has a granularity."""
+    queries = tuple(replace(query, granularity=2.0**-24) for query in event.queries)
+    return replace(event, queries=queries)
+
+
+class TestGranularity:
+    @given(st.floats(5e-324, 1e308), st.floats(0.0, 1e308), st.integers(-1074, 1023))
+    def test_is_believed_just_where_its_steps_are_exact_and_no_longer_than_the_bound(
+        self, norm: float, stddev: float, exponent: int
+    ) -> None:
+        step = math.ldexp(1.0, exponent)
+        if step > norm or math.isinf(max(norm, stddev) / step):
+            with pytest.raises(InvalidValueError, match="granularity of group 'u' is "):
+                SumQueryEvent("u", norm, stddev, step)
+        else:
+            query = SumQueryEvent("u", norm, stddev, step)
+            bound = query.squared_bound
+            assert isinstance(bound, int)
+            assert 1 <= bound <= (Fraction(norm) / Fraction(step)) ** 2 < bound + 1
+            assert query.noise_steps == stddev / step
+
+    @pytest.mark.parametrize(
+        ("norm", "step", "bound"),
+        [(1.0, 2.0**-24, 2**48), (1.0, 1.0, 1), (3.5, 2.0, 3), (0.1, 2.0**-28, 720575940379279),
+         (1000.0, 2.0**3, 15625), (5e-324, 5e-324, 1)],
+    )  # fmt: skip
+    def test_bounds_the_squares_of_whole_vectors(
+        self, norm: float, step: float, bound: int
+    ) -> None:
+        assert SumQueryEvent("u", norm, 0.0, step).squared_bound == bound
+
+    def test_of_none_there_are_no_steps(self) -> None:
+        query = SumQueryEvent("u", 1.0, 2.0)
+        assert (query.granularity, query.squared_bound, query.noise_steps) == (None, None, None)
+
+    @pytest.mark.parametrize(
+        "step", [0.0, -0.0, -0.5, 3.0, 0.1, math.nan, math.inf, -math.inf, 1.0 + 2**-52, 2.0]
+    )
+    def test_is_a_power_of_two_up_to_the_clipping_norm(self, step: float) -> None:
+        sentence = f"granularity of group 'u' is {step}; it must be a power of two up to the clippi"
+        with pytest.raises(InvalidValueError, match=sentence):
+            SumQueryEvent("u", 1.5, 2.0, step)
+
+    @pytest.mark.parametrize(("norm", "stddev"), [(1.0, 0.0), (1e-300, 1.0)])
+    def test_is_no_smaller_than_numbers_can_tell(self, norm: float, stddev: float) -> None:
+        sentence = f"{norm} and noise_stddev {stddev} must be finite in its steps"
+        with pytest.raises(InvalidValueError, match=sentence):
+            SumQueryEvent("u", norm, stddev, 5e-324)
+
+    @pytest.mark.parametrize("name", ACCOUNTANTS)
+    def test_changes_no_price(self, name: str) -> None:
+        def price(accountant: Accountant, event: RoundEvent) -> PrivacyLoss | str:
+            try:
+                return accountant.epsilon([event], 1e-5)
+            except UnsupportedEventError as error:
+                return str(error)
+
+        for event in ONE_OF_EACH:
+            assert exact(event).noise_multiplier == event.noise_multiplier
+            assert compose([exact(event)]) == compose([event])
+            accountant = ACCOUNTANTS[name]
+            assert price(accountant, exact(event)) == price(accountant, event)
 
 
 SERIES = separated_gaussian((1.0, 0.5), 9, 4, 2, 2.0, ADD_OR_REMOVE)

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import math
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -44,12 +45,21 @@ def positive(**bounds):
     return st.floats(min_value=5e-324, allow_nan=False, allow_infinity=False, **bounds)
 
 
-QUERIES = st.builds(
-    SumQueryEvent,
-    group=st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
-    clipping_norm=positive(),
-    noise_stddev=st.just(-0.0) | st.just(0.0) | positive(),
-)
+@st.composite
+def sum_queries(draw):
+    """Queries with and without a granularity."""
+    query = SumQueryEvent(
+        draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=5)),
+        draw(positive()),
+        draw(st.just(-0.0) | st.just(0.0) | positive()),
+    )
+    most = math.frexp(max(query.clipping_norm, query.noise_stddev))[1]
+    exponents = range(max(-1074, most - 1024), math.frexp(query.clipping_norm)[1])
+    if not exponents or draw(st.booleans()):
+        return query
+    return replace(query, granularity=math.ldexp(1.0, draw(st.sampled_from(exponents))))
+
+
 PLAIN = st.builds(
     RoundEvent,
     sampling=st.builds(
@@ -59,7 +69,7 @@ PLAIN = st.builds(
         population=st.integers(1, 2**63 - 1),
         relation=st.sampled_from(NeighbouringRelation),
     ),
-    queries=st.lists(QUERIES, min_size=1, max_size=4).map(tuple),
+    queries=st.lists(sum_queries(), min_size=1, max_size=4).map(tuple),
 )
 
 
@@ -155,7 +165,9 @@ class TestAnySequenceOfCharges:
             schedule = proposal.event.sampling.schedule
             assert json.loads(line.get("schedule", "null")) == (schedule and asdict(schedule))
             assert [
-                SumQueryEvent(q["group_name"], q["clipping_norm"], q["noise_stddev"])
+                SumQueryEvent(
+                    q["group_name"], q["clipping_norm"], q["noise_stddev"], q.get("granularity")
+                )
                 for q in queries
             ] == list(proposal.event.queries)
             previous = line["hash"]

@@ -11,11 +11,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from itertools import cycle
 
+import disk_calls
 import pytest
 
 from fedpriv.accounting.events import Randomness, RoundEvent, SumQueryEvent, poisson_gaussian
 from fedpriv.accounting.ledger import Ledger, ProposedCharge
+from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.errors import LedgerError
 
 
@@ -32,17 +35,57 @@ def path(tmp_path):
     return tmp_path / "ledger"
 
 
-class TestSettings:
-    def test_every_commit_waits_for_the_disk(self, path):
-        with Ledger.create(path, "users") as ledger:
-            pragmas = {
-                name: ledger._database.read(f"PRAGMA {name}")[0][0]
-                for name in ("journal_mode", "synchronous", "fullfsync", "foreign_keys")
-            }
-        assert pragmas == {
-            "journal_mode": "wal", "synchronous": 2, "fullfsync": 1, "foreign_keys": 1
-        }  # fmt: skip
+CHARGES = 3
+RECORDER = f"""
+import os, sys
+from pathlib import Path
+import numpy as np
+from fedpriv.accounting.events import Randomness, poisson_gaussian
+from fedpriv.accounting.ledger import Ledger, ProposedCharge
+from fedpriv.accounting.participation import ParticipationRecord
 
+folder = Path(sys.argv[1])
+asked, returned = (
+    os.open(folder / name, os.O_WRONLY | os.O_CREAT) for name in ("asked", "returned")
+)
+event = poisson_gaussian(0.1, 1.0)
+with Ledger.open(folder / "ledger") as ledger, ParticipationRecord.open(folder / "who") as record:
+    for number in range({CHARGES}):
+        os.write(asked, b".")
+        commitment = record.record("r", number, 0, np.arange(5))
+        os.write(returned, b".")
+        proposal = ProposedCharge("r", number, 0, Randomness.SEEDED, event, commitment)
+        os.write(asked, b".")
+        ledger.charge(proposal)
+        os.write(returned, b".")
+"""
+
+
+@pytest.mark.parametrize("observed", disk_calls.OBSERVERS)
+def test_cohorts_and_charges_are_on_the_disk_when_their_calls_return(tmp_path, observed):
+    Ledger.create(tmp_path / "ledger", "users").close()
+    ParticipationRecord.create(tmp_path / "who").close()
+    calls = observed(RECORDER, tmp_path)
+    marks = [n for n, call in enumerate(calls) if call.path.name in {"asked", "returned"}]
+    assert [calls[n].path.name for n in marks] == ["asked", "returned"] * 2 * CHARGES
+    spans = zip(marks[::2], marks[1::2], cycle(["who", "ledger"]), strict=False)
+    for asked, returned, name in spans:
+        files = {name, f"{name}-wal"}
+        span = [call for call in calls[asked:returned] if call.path.name in files]
+        written = {call.path for call in span if not call.syncs}
+        assert written
+        for file in written:
+            # No write of this file comes after the last time that it was synced.
+            assert [call.syncs for call in span if call.path == file][-1]
+
+
+def test_sqlite_is_told_to_wait_for_the_disk(path):
+    with Ledger.create(path, "users") as ledger:
+        for setting, value in (("synchronous", 2), ("fullfsync", 1)):
+            assert tuple(ledger._database.read(f"PRAGMA {setting}")[0]) == (value,)
+
+
+class TestCreating:
     def test_creating_syncs_the_file_and_then_its_folder(self, path, monkeypatch):
         synced = []
 

@@ -7,11 +7,11 @@ import csv
 import hashlib
 import io
 import json
+import math
 import random
 import re
 from pathlib import Path
 
-import ledger_version_1
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -38,7 +38,7 @@ EVENTS = (
     poisson_gaussian(0.1, 1.5, population=300),
     RoundEvent(
         poisson_gaussian(0.25, 1.0, population=300).sampling,
-        (SumQueryEvent("a", 1.0, 2.0), SumQueryEvent("b ε\n\x1b", 0.5, 4.0)),
+        (SumQueryEvent("a", 1.0, 2.0, 2.0**-24), SumQueryEvent("b ε\n\x1b", 0.5, 4.0)),
     ),
     separated_gaussian((1.0, 0.5, 1 / 3), 9, 3, 2, 2.0, RELATION),
     shuffled_gaussian(2.0, RELATION, batches=7),
@@ -129,12 +129,6 @@ class TestReading:
         assert found.created_at == json.loads(lines[0])["created_at"]
         assert [row.event for row in found.rows] == [*EVENTS]
 
-    def test_version_one_as_it_was_frozen(self, tmp_path):
-        found = ExportedLedger.read(ledger_version_1.EXPORT.splitlines())
-        with Ledger.open(ledger_version_1.create(tmp_path / "old")) as ledger:
-            assert found.rows == tuple(ledger.charges())
-            assert found.head == ledger.head
-
     def test_of_a_ledger_without_charges(self, tmp_path):
         lines = exported(ledger_of(tmp_path / "empty", ()))
         found = ExportedLedger.read(lines)
@@ -172,15 +166,19 @@ class TestReading:
     @given(
         st.lists(
             st.builds(
-                lambda q, z, group, s, n: RoundEvent(
+                lambda q, z, group, s, n, k: RoundEvent(
                     poisson_gaussian(q, z, population=n).sampling,
-                    (SumQueryEvent(group, s, z), SumQueryEvent("", s, s)),
+                    (
+                        SumQueryEvent(group, s, z),
+                        SumQueryEvent("", s, s, math.ldexp(1.0, math.frexp(s)[1] - k)),
+                    ),
                 ),
                 st.floats(0.0, 1.0, exclude_min=True),
                 st.floats(0.0, 1e300),
                 st.text(st.characters(codec="utf-8")),
                 st.floats(1e-300, 1e300),
                 st.integers(1, 2**63 - 1),
+                st.integers(1, 60),
             ),
             max_size=4,
         ),
@@ -263,6 +261,7 @@ class TestChangedLines:
             lambda line: line.replace('"run": "r"', '"run": "x", "run": "r"'),
             lambda line: line.replace("0.1,", "1e-1,"),
             lambda line: line.replace('"randomness"', '"schedule": null, "randomness"'),
+            lambda line: line.replace('"group_name"', '"granularity": null, "group_name"'),
             lambda line: json.dumps(dict(reversed(json.loads(line).items()))),
         ],
     )
@@ -310,13 +309,13 @@ class TestForgersWhoHash:
     def test_relinking_alone_changes_nothing(self, lines):
         assert relinked(*parsed(lines)) == [line.strip() for line in lines]
 
-    @pytest.mark.parametrize("number", [0, 2])
+    @pytest.mark.parametrize("number", [0, 1, 2])
     @pytest.mark.parametrize("in_query", [False, True])
     def test_any_value_in_any_cell_is_refused_or_is_just_what_is_read(
         self, lines, number, in_query
     ):
         row = json.loads(lines[number + 1])
-        names = [*(row["sum_queries"][0] if in_query else row), "schedule", "more"]
+        names = [*(row["sum_queries"][0] if in_query else row), "schedule", "granularity", "more"]
         for name in names:
             if name in {"hash", "previous_hash"}:
                 continue
@@ -337,6 +336,8 @@ class TestForgersWhoHash:
                     assert type(cell.round) is type(cell.attempt) is type(cell.position) is int
                     assert cell.run.isprintable()
                     assert 0 <= cell.event.noise_multiplier < float("inf")
+                    granularity = cell.event.queries[0].granularity
+                    assert granularity is None or cell.event.queries[0].squared_bound > 0
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -354,7 +355,10 @@ class TestForgersWhoHash:
         ("name", "value"),
         [("sampling_event", 2), ("sampling_event", True), ("position", 1), ("clipping_norm", 1),
          ("clipping_norm", 0.0), ("noise_stddev", float("inf")), ("noise_stddev", -0.0),
-         ("noise_stddev", -1.0), ("group_name", None), ("more", 1)],
+         ("noise_stddev", -1.0), ("group_name", None), ("more", 1), ("granularity", None),
+         ("granularity", 1), ("granularity", True), ("granularity", 0.0), ("granularity", 0.75),
+         ("granularity", 2.0), ("granularity", -0.5), ("granularity", float("nan")),
+         ("granularity", 5e-324)],
     )  # fmt: skip
     def test_what_no_sum_query_is_is_refused(self, lines, name, value):
         complaint(self.forged(lines, 0, name, value, in_query=True), 2)
@@ -475,6 +479,13 @@ class TestCommandLine:
             other = printed(*command, folder / "ledger.jsonl")
             assert one.replace("ledger.sqlite", "ledger.jsonl") == other
         assert "\x1b" not in printed("ledger", "show", folder / "ledger.jsonl")
+
+    def test_it_is_shown_which_noise_was_exact(self, folder):
+        for name in ("ledger.sqlite", "ledger.jsonl"):
+            shown = printed("ledger", "show", folder / name)
+            assert "update: 1, 1.5; floating-point noise" in shown
+            assert "a: 1, 2; exact: B = 281474976710656, σ/γ = 3.355e+07" in shown
+            assert "0.5, 4; floating-point noise" in shown
 
     def test_an_export_has_curves(self, folder):
         printed("curves", folder / "ledger.jsonl", "--out", folder, "--delta", "1e-5")

@@ -1,8 +1,7 @@
 """Whatever is changed in a ledger behind its back is found, and named.
 
 Every case opens the file with SQLite alone, drops the triggers and does its damage. Forgers here
-hash like `export` documents, so that they can also repair the digests they broke. All of it is done
-to a ledger of every schema version.
+hash like `export` documents, so that they can also repair the digests they broke.
 """
 
 import hashlib
@@ -14,7 +13,6 @@ import sqlite3
 from contextlib import closing
 from dataclasses import replace
 
-import ledger_version_1
 import pytest
 
 from fedpriv.accounting.events import (
@@ -32,20 +30,22 @@ from fedpriv.errors import LedgerError
 ROWS = 5
 QUERIES = 3
 POSITIONS = range(1, ROWS + 1)
-VERSIONS = (1, 2)
 
 
 def name(position):
     return f"sampling event {position} (run r, round {position - 1}, attempt 0)"
 
 
-def proposal(number, version=1):
-    """A charge; in newer versions, every other one has a schedule and a strategy."""
+def proposal(number):
+    """A charge with and without granularity; every other one has a schedule and a strategy."""
     event = RoundEvent(
         poisson_gaussian(0.1, 1.0, population=1000).sampling,
-        tuple(SumQueryEvent(f"group {g}", 1.0 + g, 2.5 + number) for g in range(QUERIES)),
+        tuple(
+            SumQueryEvent(f"group {g}", 1.0 + g, 2.5 + number, 2.0**-24 if g else None)
+            for g in range(QUERIES)
+        ),
     )
-    if version > 1 and number % 2:
+    if number % 2:
         series = separated_gaussian(
             (1.0, 0.5), 9, 3, 2, 1.0, NeighbouringRelation.ADD_OR_REMOVE_ONE
         )
@@ -53,19 +53,12 @@ def proposal(number, version=1):
     return ProposedCharge("r", number, 0, Randomness.OPERATING_SYSTEM, event, f"{number:064x}")
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def original(tmp_path_factory, version):
+def original(tmp_path_factory):
     path = tmp_path_factory.mktemp("ledger") / "original"
-    if version == 1:
-        ledger_version_1.create_empty(path)
-    with Ledger.open_or_create(path, "users") as ledger:
+    with Ledger.create(path, "users") as ledger:
         for number in range(ROWS):
-            ledger.charge(proposal(number, version))
+            ledger.charge(proposal(number))
         ledger.verify()
     return path
 
@@ -94,9 +87,9 @@ def complaint(path, head=None):
     return str(error.value)
 
 
-def columns(table, version):
+def columns(table):
     with closing(sqlite3.connect(":memory:")) as pristine:
-        pristine.executescript(LEDGER.schema(version))
+        pristine.executescript(LEDGER.schema)
         return [row[1] for row in pristine.execute(f"PRAGMA table_info({table})")]
 
 
@@ -160,15 +153,7 @@ def relink(raw, first):
 
 class TestChangedCells:
     @pytest.mark.parametrize("position", POSITIONS)
-    @pytest.mark.parametrize(
-        ("version", "column"),
-        [
-            (version, column)
-            for version in VERSIONS
-            for column in columns("sampling_events", version)
-        ],
-        indirect=["version"],
-    )
+    @pytest.mark.parametrize("column", columns("sampling_events"))
     def test_of_a_sampling_event(self, path, raw, column, position):
         query = f"SELECT {column} FROM sampling_events WHERE id = ?"
         (value,) = raw.execute(query, (position,)).fetchone()
@@ -184,7 +169,7 @@ class TestChangedCells:
 
     @pytest.mark.parametrize("position", [1, 3, ROWS])
     @pytest.mark.parametrize("query", range(QUERIES))
-    @pytest.mark.parametrize("column", columns("sum_query_events", 1))
+    @pytest.mark.parametrize("column", columns("sum_query_events"))
     def test_of_a_sum_query_event(self, path, raw, column, query, position):
         where = "WHERE sampling_event = ? AND position = ?"
         (value,) = raw.execute(
@@ -268,7 +253,7 @@ class TestRows:
                 )
         raw.execute("UPDATE head SET count = count + 1")
         forge(raw, position, of=position + 1)
-        raw.execute("INSERT INTO sum_query_events VALUES (?, 0, 'g', 1.0, 1.0, '')", (position,))
+        raw.execute("INSERT INTO sum_query_events VALUES (?, 0, 'g', 1, 1, NULL, '')", (position,))
         rehash(raw, position)
         assert complaint(path) == (
             f"sampling event {position + 1} (run r, round {position - 1}, attempt 0) "
@@ -295,7 +280,7 @@ class TestSumQueries:
         assert complaint(path) == f"sum query event 0 of {name(4)} is missing"
 
     def test_added(self, path, raw):
-        raw.execute("INSERT INTO sum_query_events VALUES (4, 3, 'free', 1.0, 1.0, 'x')")
+        raw.execute("INSERT INTO sum_query_events VALUES (4, 3, 'free', 1.0, 1.0, NULL, 'x')")
         assert complaint(path) == f"sum query event 3 of {name(4)} was changed"
 
     def test_swapped(self, path, raw):
@@ -308,7 +293,7 @@ class TestSumQueries:
         assert complaint(path) == f"sum query event 0 of {name(2)} was changed"
 
     def test_of_no_sampling_event(self, path, raw):
-        raw.execute("INSERT INTO sum_query_events VALUES (99, 0, 'free', 1.0, 1.0, 'x')")
+        raw.execute("INSERT INTO sum_query_events VALUES (99, 0, 'free', 1.0, 1.0, NULL, 'x')")
         assert complaint(path) == (
             "sum query event 0 of sampling event 99 was added outside the chain"
         )
@@ -366,21 +351,18 @@ class TestForgersWhoHash:
         assert f"leads to sampling event {ROWS} with hash {digest}" in complaint(path)
 
     @pytest.mark.parametrize("position", POSITIONS)
-    def test_the_chain_rehashed_is_found_by_a_head_kept_elsewhere(
-        self, path, raw, version, position
-    ):
+    def test_the_chain_rehashed_is_found_by_a_head_kept_elsewhere(self, path, raw, position):
         (digest,) = raw.execute("SELECT hash FROM head").fetchone()
-        triggers = self.triggers(version)
         raw.execute(
             "UPDATE sum_query_events SET noise_stddev = 9 WHERE sampling_event = ?", (position,)
         )
         relink(raw, position)
-        raw.executescript(triggers)
+        raw.executescript(self.triggers())
         with Ledger.open(path) as ledger:
             ledger.verify()
         assert "never had the head of 5 charges" in complaint(path, Head(ROWS, digest))
 
-    def test_a_tail_cut_with_its_head_is_found_by_a_head_kept_elsewhere(self, path, raw, version):
+    def test_a_tail_cut_with_its_head_is_found_by_a_head_kept_elsewhere(self, path, raw):
         (digest,) = raw.execute("SELECT hash FROM head").fetchone()
         raw.execute("DELETE FROM sum_query_events WHERE sampling_event = ?", (ROWS,))
         raw.execute("DELETE FROM sampling_events WHERE id = ?", (ROWS,))
@@ -388,7 +370,7 @@ class TestForgersWhoHash:
             "UPDATE head SET (count, hash) = (SELECT id, hash FROM sampling_events WHERE id = ?)",
             (ROWS - 1,),
         )
-        raw.executescript(self.triggers(version))
+        raw.executescript(self.triggers())
         with Ledger.open(path) as ledger:
             ledger.verify()
         assert "never had the head of 5 charges" in complaint(path, Head(ROWS, digest))
@@ -401,19 +383,29 @@ class TestForgersWhoHash:
     def test_events_that_cannot_be_priced_are_refused(self, path, raw, column, value):
         raw.execute(f"UPDATE sampling_events SET {column} = ? WHERE id = 3", (value,))
         relink(raw, 3)
-        assert complaint(path).startswith(f"{name(3)} is none that this version knows: ")
+        assert complaint(path).startswith(f"{name(3)} is none that this fedpriv knows: ")
 
-    @pytest.mark.parametrize("version", [2], indirect=True)
     @pytest.mark.parametrize(("column", "value"), NO_SCHEDULE_OR_STRATEGY)
     def test_schedules_and_strategies_that_are_none_are_refused(self, path, raw, column, value):
         raw.execute(f"UPDATE sampling_events SET {column} = ? WHERE id = 4", (value,))
         relink(raw, 4)
-        assert complaint(path).startswith(f"{name(4)} is none that this version knows: ")
+        assert complaint(path).startswith(f"{name(4)} is none that this fedpriv knows: ")
+
+    @pytest.mark.parametrize(
+        "value", ["", "half", b"\xff", 0.0, -0.5, 0.75, 4.0, 5e-324, math.inf, 2**62]
+    )
+    def test_granularities_that_are_none_are_refused(self, path, raw, value):
+        raw.execute(
+            "UPDATE sum_query_events SET granularity = ? WHERE sampling_event = 3 AND position = 1",
+            (value,),
+        )
+        relink(raw, 3)
+        assert complaint(path).startswith(f"{name(3)} is none that this fedpriv knows: ")
 
     @staticmethod
-    def triggers(version):
+    def triggers():
         with closing(sqlite3.connect(":memory:")) as pristine:
-            pristine.executescript(LEDGER.schema(version))
+            pristine.executescript(LEDGER.schema)
             rows = pristine.execute("SELECT sql FROM sqlite_master WHERE type = 'trigger'")
             return ";\n".join(sql for (sql,) in rows) + ";"
 

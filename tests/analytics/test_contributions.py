@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -9,12 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.analytics import Distribution, Histogram, Mean, Quantiles, Question, Sum, Variance
-from fedpriv.analytics.collecting import clipped_sum
+from fedpriv.analytics import (
+    Answer,
+    Distribution,
+    Histogram,
+    Mean,
+    Quantiles,
+    Question,
+    Sum,
+    Survey,
+    Variance,
+)
+from fedpriv.analytics.collecting import collect, usable
+from fedpriv.analytics.records import Records, records_of_column
 from fedpriv.data import UserStore
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.layout import Layout
 from tests.analytics.people import (
     KINDS,
     QUESTIONS,
@@ -25,6 +35,7 @@ from tests.analytics.people import (
     survey,
     total,
 )
+from tests.privacy.exact import agree, clipped, fractions, square, squares, steps_of
 
 values = st.one_of(st.floats(), st.sampled_from([math.nan, math.inf, -math.inf, 1e38, 1e308]))
 
@@ -39,57 +50,82 @@ def persons(draw: st.DrawFn) -> Person:
     }
 
 
-def scaled_by_noise(asked, vector: np.ndarray) -> np.ndarray:
-    """The vector with the part of each question divided by its noise: equation (1)."""
+def moved(asked: Survey, contribution: np.ndarray) -> Fraction:
+    """‖·‖² of a contribution with the part of each question divided by its noise: equation (1)."""
     query = asked.mechanism.average.sum_query
-    layout, scaled = query.clipping.layout, vector.copy()
-    for question, stddev in zip(asked.questions, query.noise_stddevs, strict=True):
-        scaled[layout.slices[question.name]] /= stddev
-    return scaled
+    slices = query.clipping.layout.slices
+    return sum(
+        squares(contribution[slices[group.name]])
+        * (steps_of(group.clipping_norm)[0] / Fraction(stddev)) ** 2
+        for group, stddev in zip(query.clipping.groups, query.noise_stddevs, strict=True)
+    )
 
 
 @given(
     persons(),
     st.floats(0.01, 100.0),
-    st.one_of(st.none(), st.lists(st.floats(1e-3, 1e3), min_size=6, max_size=6)),
+    st.one_of(st.none(), st.lists(st.floats(1e-2, 1e2), min_size=6, max_size=6)),
 )
 def test_one_user_moves_all_answers_together_by_at_most_one_over_z(
     person: Person, z: float, weights: list[float] | None
 ) -> None:
     shares = weights and {q.name: w for q, w in zip(QUESTIONS, weights, strict=True)}
     asked = survey(1, z=z, shares=shares)
-    moved = scaled_by_noise(asked, total(asked, store([person]), [0]))
-    assert np.all(np.isfinite(moved))
-    assert float(np.linalg.norm(moved)) <= 1.0 / z
+    contribution = total(asked, store([person]), [0])
+    assert contribution.dtype == np.int64
+    assert moved(asked, contribution) <= 1 / Fraction(z) ** 2
+    for question in QUESTIONS:
+        own = contribution[asked.mechanism.average.sum_query.clipping.layout.slices[question.name]]
+        assert squares(own) <= steps_of(question.clipping_norm)[1]
 
 
 def test_some_user_moves_them_by_nearly_that() -> None:
     edges: Person = {"x": [9.0], "kind": ["a"]}
     asked = survey(1, z=2.0, questions=(QUESTIONS[0], QUESTIONS[2]))
-    moved = scaled_by_noise(asked, total(asked, store([edges]), [0]))
-    assert float(np.linalg.norm(moved)) >= (1.0 - 1e-9) / 2.0
+    assert moved(asked, total(asked, store([edges]), [0])) >= (1 - Fraction(1, 2**18)) / 4
 
 
-@given(st.lists(persons(), min_size=2, max_size=6), st.data())
+@given(st.lists(persons(), min_size=1, max_size=6), st.data())
 def test_a_user_adds_its_own_contribution_and_changes_nobody_elses(
     people: list[Person], data: st.DataObject
 ) -> None:
     users, asked = store(people), survey(len(people))
-    gone = data.draw(st.integers(0, len(people) - 1))
-    others = [user for user in range(len(people)) if user != gone]
-    difference = total(asked, users, range(len(people))) - total(asked, users, others)
-    np.testing.assert_allclose(difference, total(asked, users, [gone]), rtol=0, atol=1e-12)
+    cohort = data.draw(st.sets(st.sampled_from(range(len(people))), min_size=1).map(sorted))
+    gone = data.draw(st.sampled_from(cohort))
+    others = [user for user in cohort if user != gone]
+    difference = total(asked, users, cohort) - total(asked, users, others)
+    np.testing.assert_array_equal(difference, total(asked, users, [gone]))
+    alone = survey(1)
+    np.testing.assert_array_equal(difference, total(alone, store([people[gone]]), [0]))
 
 
 @given(persons(), st.sampled_from(QUESTIONS))
-def test_the_fast_sum_clips_as_the_audited_function(person: Person, question: Question) -> None:
-    people = store([person, {"x": [3.0, -70.0], "kind": ["a", "a"]}, person])
-    asked = survey(3, questions=(question,))
-    clipping = Clipping(Layout((question.name,), ((question.dimension,),)), (question.group,))
-    slow = np.zeros(question.dimension)
-    for user in range(3):
-        slow += clipping.contribution({question.name: raw(question, people, user)})
-    np.testing.assert_allclose(total(asked, people, [0, 1, 2]), slow, rtol=1e-12, atol=1e-12)
+def test_contributions_are_the_exact_ones(person: Person, question: Question) -> None:
+    people = store([{"x": [3.0, -70.0], "kind": ["a", "a"]}, person])
+    asked = survey(2, questions=(question,))
+    for user in (0, 1):
+        vector = fractions(raw(question, people, user))
+        expected = clipped(vector, question.clipping_norm)
+        most = Fraction(question.clipping_norm) ** 2 * (1 - Fraction(1, 10**9))
+        found = total(asked, people, [user])
+        assert agree(found, expected, shortened=square(vector) > most)
+
+
+@given(st.lists(persons(), min_size=1, max_size=5))
+def test_the_sum_is_that_of_what_the_audited_function_makes_of_each_user(
+    people: list[Person],
+) -> None:
+    users, asked = store(people), survey(len(people))
+    clipping = asked.mechanism.average.sum_query.clipping
+    slow = np.zeros(clipping.layout.dimension, np.int64)
+    for person in people:
+        alone = store([person])
+        sent = {
+            q.name: usable(q.contributions(records_of_column(alone, str(q.of), q.scalar)))[0]
+            for q in QUESTIONS
+        }
+        slow += clipping.contribution(sent)
+    np.testing.assert_array_equal(total(asked, users, range(len(people))), slow)
 
 
 def raw(question: Question, users: UserStore, user: int) -> np.ndarray:
@@ -138,16 +174,40 @@ def test_users_without_a_record_that_counts_add_zero(
 def test_values_beyond_the_range_count_as_its_ends() -> None:
     far = store([{"x": [1e300], "kind": ["a"]}, {"x": [-1e300], "kind": ["a"]}])
     asked = survey(2, questions=QUESTIONS[:2])
-    np.testing.assert_allclose(total(asked, far, [0]), [6.0, 8.0])
-    np.testing.assert_allclose(total(asked, far, [1]), [-6.0, -1.0])
+    # Norms of 6 and 8 are counted in steps of 2^-22 and 2^-21.
+    assert total(asked, far, [0]).tolist() == [6 * 2**22, 8 * 2**21]
+    assert total(asked, far, [1]).tolist() == [-6 * 2**22, -1 * 2**21]
 
 
-def test_what_is_not_finite_is_zeroed_and_what_is_long_is_shortened() -> None:
-    question = Histogram("h", "kind", ("a", "b"), clipping_norm=5.0)
-    rows = np.array([[math.nan, 1.0], [math.inf, 0.0], [1e200, 0.0], [30.0, 40.0], [3.0, 4.0]])
-    for row, expected in zip(rows, [[0, 0], [0, 0], [0, 0], [3, 4], [3, 4]], strict=True):
-        np.testing.assert_allclose(clipped_sum(row[np.newaxis], question), expected)
-    np.testing.assert_allclose(clipped_sum(rows, question), [6.0, 8.0])
+@dataclass(frozen=True)
+class Told(Question):
+    """What a user contributes is said by a table."""
+
+    name: str
+    of: str
+    table: tuple[tuple[float, float], ...]
+    clipping_norm: float = 5.0
+    dimension: int = 2
+
+    def contributions(self, records: Records) -> np.ndarray:
+        return np.array([self.table[int(number)] for number in records.numbers])
+
+    def answer(self, *_: object) -> Answer:
+        raise NotImplementedError
+
+
+def test_what_cannot_be_used_is_zeroed_for_its_question_and_what_is_long_is_shortened() -> None:
+    table = ((math.nan, 1.0), (math.inf, 0.0), (1e200, 0.0), (30.0, 40.0), (3.0, 4.0))
+    users = store([{"x": [float(i)], "kind": ["a"]} for i in range(5)])
+    asked = survey(5, questions=(Sum("before", "x", 0.0, 4.0), Told("told", "x", table)))
+    step = 2**22  # per unit: both norms are below 8 and at least 4
+    for user, expected in enumerate([[0, 0], [0, 0], [0, 0], [3, 4], [3, 4]]):
+        before, *told = total(asked, users, [user]).tolist()
+        assert before == user * step
+        assert agree(told, [e * step for e in expected], shortened=user == 3)
+        assert squares(told) <= 25 * step**2
+    alone = [total(asked, users, [user]) for user in range(5)]
+    np.testing.assert_array_equal(total(asked, users, range(5)), sum(alone))
 
 
 def test_functions_are_read_as_columns_are() -> None:
@@ -157,9 +217,10 @@ def test_functions_are_read_as_columns_are() -> None:
         for i in (0, 1)
     )
     cohort = range(1, 60, 3)
-    np.testing.assert_allclose(
-        total(by_column, users, cohort), total(by_function, users, cohort), rtol=0, atol=1e-12
+    np.testing.assert_array_equal(
+        total(by_column, users, cohort), total(by_function, users, cohort)
     )
+    assert np.any(total(by_column, users, cohort))
 
 
 def of(number: object, text: object) -> tuple[Question, ...]:
@@ -190,27 +251,47 @@ def test_a_function_that_raises_costs_its_user_only(error: type[Exception], capl
 
     users = store([{"x": [float(i)], "kind": ["a"]} for i in range(3)])
     asked = survey(3, questions=(Sum("s", age, 0.0, 9.0), Mean("m", "x", 0.0, 2.0)))
-    np.testing.assert_allclose(total(asked, users, [0, 1, 2]), [2.0, 0.0])
-    np.testing.assert_allclose(total(asked, users, [1, 2]), [2.0, 1.0])
+    # Norms of 9 and 1 are counted in steps of 2^-21 and 2^-24.
+    assert total(asked, users, [0, 1, 2]).tolist() == [2 * 2**21, 0]
+    assert total(asked, users, [1, 2]).tolist() == [2 * 2**21, 1 * 2**24]
     assert error.__name__ in caplog.text
     assert "secret" not in caplog.text
 
 
 @pytest.mark.parametrize("dimension", [1, 3, 100])
-def test_no_rounding_makes_a_contribution_longer_than_its_norm(dimension: int) -> None:
+def test_long_users_contribute_all_of_the_norm_and_no_more(dimension: int) -> None:
     rng = np.random.default_rng(dimension)
-    question = Histogram("h", "kind", range(dimension), clipping_norm=0.7)
-    for _ in range(300):
-        row = rng.standard_normal((1, dimension)) * 10.0 ** rng.integers(3, 100)
-        exact = sum(Fraction(value) ** 2 for value in clipped_sum(row, question))
-        assert Fraction(0.7) ** 2 * (1 - Fraction(1, 10**12)) < exact <= Fraction(0.7) ** 2
+    question = Histogram("h", "x", range(dimension), clipping_norm=0.7)
+    _, bound = steps_of(0.7)
+    for _ in range(100):
+        x = rng.integers(0, dimension, rng.integers(1, 5000)).astype(float)
+        users = store([{"x": x, "kind": ["a"] * x.size}])
+        found = squares(total(survey(1, questions=(question,)), users, [0]))
+        assert bound * (1 - 2.0**-17) < found <= bound
 
 
-def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+@given(st.lists(persons(), min_size=1, max_size=8), st.integers(1, 80))
+def test_chunks_make_no_difference(people: list[Person], components: int) -> None:
+    users, asked = store(people), survey(len(people))
+    whole = total(asked, users, range(len(people)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedpriv.analytics.collecting._COMPONENTS", components)
+        np.testing.assert_array_equal(total(asked, users, range(len(people))), whole)
+
+
+def test_chunks_are_partial_sums_of_integers_with_the_weight_of_their_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fedpriv.analytics.collecting._COMPONENTS", 200)
     users, asked = some_people(50), survey(50)
-    whole = total(asked, users, range(50))
-    monkeypatch.setattr("fedpriv.analytics.collecting._COMPONENTS", 50)
-    np.testing.assert_allclose(total(asked, users, range(50)), whole, rtol=0, atol=1e-10)
+    clipping = asked.mechanism.average.sum_query.clipping
+    partials = list(collect(asked, users, np.arange(50)))
+    assert len({partial.node for partial in partials}) == len(partials) > 3
+    assert sum(partial.users for partial in partials) == 50
+    for partial in partials:
+        assert partial.total.dtype == np.int64
+        assert partial.weight == partial.users
+        assert clipping.admits(partial.total, partial.users, partial.weight)
 
 
 @pytest.mark.parametrize(

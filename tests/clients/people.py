@@ -9,7 +9,6 @@ from fedpriv.federated.transport import LocalTraining, RoundRequest
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import flat
 from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.weights import Weighting
 from fedpriv.wire import TaskDescription, Welcome
 
 FEATURES, CLASSES = 4, 3
@@ -26,9 +25,12 @@ PARAMETERS = {
 }
 
 
-def source_of(function: str, memory_mebibytes: int | None = None) -> Source:
+def source_of(
+    function: str, memory_mebibytes: int | None = None, processes: int | None = 1
+) -> Source:
     """Of users that a function of `hostile` makes."""
-    return Source(f"tests.clients.hostile:{function}", "cpu", memory_mebibytes=memory_mebibytes)
+    users = f"tests.clients.hostile:{function}"
+    return Source(users, "cpu", memory_mebibytes=memory_mebibytes, processes=processes)
 
 
 def positions_of(names: Sequence[str]) -> np.ndarray:
@@ -46,9 +48,8 @@ def request_to(names: Sequence[str]) -> RoundRequest:
         0,
         0,
         PARAMETERS,
-        Clipping(layout, flat(layout, 0.1), weighted=("update",)),
-        LocalTraining(0.1, batch_size=2, epochs=2),
+        Clipping(layout, flat(layout, 0.1), weighted=("update",), weight_cap=4),
+        LocalTraining(0.1, batch_size=2, epochs=2, max_examples=3),
         positions_of(names),
         bytes(range(32)),
-        weighting=Weighting(4),
     )

@@ -225,9 +225,10 @@ class TestReach:
         for tensors in ((w, b) for w in np.eye(5)[:, :4] for b in np.eye(4)[:, :3]):
             update = {"w": tensors[0].reshape(2, 2) * 1e9, "b": tensors[1] * 1e9}
             vector = clipping.contribution({**update, "metrics/accuracy": np.zeros(())})
-            moved = clipping.layout.unflatten(vector * clipping.scales)
+            moved = clipping.layout.unflatten(vector * clipping.steps)
             longest = max(longest, math.hypot(*moved["w"].ravel(), *moved["b"]))
-        assert reach_of(offer) == pytest.approx(longest, rel=1e-9)
+        # What is sent is cut off to whole steps, of 2^-24 of the norm or less.
+        assert 1.0 - 2.0**-21 < longest / reach_of(offer) <= 1.0 + 1e-15
 
 
 class TestMisfits:
@@ -243,3 +244,10 @@ class TestMisfits:
     def test_an_offer_to_other_users_does_not_and_nobody_is_named(self, users):
         found = misfit(WELCOME, replace(OFFER, users=np.array(users, np.int64)))
         assert found == "the offer is to users that the node was not welcomed with"
+
+    def test_an_offer_that_does_not_bound_the_work_of_a_user_does_not(self):
+        endless = replace(OFFER, local=replace(OFFER.local, max_examples=None))
+        assert misfit(WELCOME, endless) == (
+            "local.max_examples is absent; the offer must say how many examples of a user count, "
+            "so that no user takes the time of all"
+        )

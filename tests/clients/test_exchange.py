@@ -14,16 +14,13 @@ from hypothesis import strategies as st
 
 from fedpriv.clients import exchange
 from fedpriv.clients.channel import Named, open_channel
-from fedpriv.clients.messages import OneUser
 from fedpriv.errors import WireError
 from fedpriv.federated.transport import PartialSum
 from fedpriv.wire import (
     CHUNK_BYTES,
     NODE_RECEIVES_BYTES,
     Decline,
-    Expected,
     Hello,
-    RawUpdate,
     Receipt,
     RoundId,
     RoundOffer,
@@ -33,12 +30,12 @@ from fedpriv.wire import (
     Welcome,
     chunks,
     decode_answer,
+    layout_of_sums,
     manifest_of,
     pieces,
 )
 from fedpriv.wire import federation_pb2 as pb
 from tests.clients.tiny_server import (
-    PARAMETERS,
     PATIENCE,
     Said,
     TinyServer,
@@ -206,7 +203,7 @@ def test_a_model_takes_no_more_memory_than_was_declared() -> None:
 # Upload
 
 
-def uploaded(answer: OneUser | PartialSum | Decline) -> tuple[pb.Answer, bytes, Receipt]:
+def uploaded(answer: PartialSum | Decline) -> tuple[pb.Answer, bytes, Receipt]:
     async def main() -> tuple[pb.Answer, bytes, Receipt]:
         tiny = TinyServer()
         async with connected(tiny) as channel:
@@ -216,24 +213,18 @@ def uploaded(answer: OneUser | PartialSum | Decline) -> tuple[pb.Answer, bytes, 
     return asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
 
-def test_one_users_tensors_arrive_bit_by_bit() -> None:
-    tensors = {name: tensor * np.float32(0.1) for name, tensor in PARAMETERS.items()}
-    tensors["1.bias"] = np.array([np.nan, -0.0, np.inf], np.float32)
-    header, data, receipt = uploaded(OneUser(0.25, tensors))
-    answer = decode_answer(header, Expected.of(make_offer()[0].clipping))
+@pytest.mark.parametrize(("users", "dtype"), [(1, "<i4"), (63, "<i4"), (64, "<i8")])
+def test_a_sum_arrives_bit_by_bit_and_without_a_name(users: int, dtype: str) -> None:
+    total = np.linspace(-(2**24), 2**24, 15).astype(np.int64) * users
+    header, data, receipt = uploaded(PartialSum("not said", users, total, 2 * users))
+    answer = decode_answer(header, layout_of_sums(make_offer()[0].clipping))
     assert answer.id == ID
-    assert answer.content == RawUpdate(0.25, manifest_of(tensors))
-    assert data == b"".join(tensor.tobytes() for tensor in tensors.values())
-    assert receipt == Receipt(accepted=True)
-
-
-def test_a_sum_arrives_bit_by_bit_and_without_a_name() -> None:
-    total = np.linspace(-1.0, 1.0, 15)
-    header, data, _ = uploaded(PartialSum("not said", 2, total, 1.5))
-    answer = decode_answer(header, Expected.of(make_offer()[0].clipping))
-    assert answer.content == SummedUpdates(2, 1.5, manifest_of({"sum": total}))
-    assert data == total.tobytes()
+    assert answer.content == SummedUpdates(
+        users, 2 * users, manifest_of({"sum": total.astype(dtype)})
+    )
+    assert data == total.astype(dtype).tobytes()
     assert b"not said" not in header.SerializeToString()
+    assert receipt == Receipt(accepted=True)
 
 
 def test_a_decline_says_why() -> None:
@@ -242,9 +233,9 @@ def test_a_decline_says_why() -> None:
     assert data == b""
 
 
-def test_a_large_update_is_cut_into_chunks_as_it_is_sent() -> None:
-    tensors = {"w": np.zeros((48, 250, 1000), np.float32)}
-    size, most = tensors["w"].nbytes, 8 * CHUNK_BYTES
+def test_a_large_sum_is_cut_into_chunks_as_it_is_sent() -> None:
+    total = np.zeros(48 * 250 * 1000, np.int64)
+    size, most = total.nbytes, 8 * CHUNK_BYTES
 
     async def main() -> tuple[int, int]:
         tiny = TinyServer()
@@ -252,7 +243,7 @@ def test_a_large_update_is_cut_into_chunks_as_it_is_sent() -> None:
         async with connected(tiny) as channel:
             tracemalloc.start()
             try:
-                await exchange.upload(channel, ID, OneUser(1.0, tensors))
+                await exchange.upload(channel, ID, PartialSum("", 64, total, 64))
                 peak = tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
@@ -267,8 +258,8 @@ def test_a_server_may_refuse_before_it_has_heard_all() -> None:
     refusal = Receipt(accepted=False, reason="the round is over")
     tiny = sending(receipts=[said(refusal)])
     tiny.listens = False
-    tensors = {"w": np.zeros((20, 250, 1000), np.float32)}
-    receipt = ask(tiny, lambda channel: exchange.upload(channel, ID, OneUser(1.0, tensors)))
+    large = PartialSum("", 1, np.zeros(20 * 250 * 1000, np.int64), 1)
+    receipt = ask(tiny, lambda channel: exchange.upload(channel, ID, large))
     assert receipt == refusal
 
 

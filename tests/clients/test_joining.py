@@ -22,7 +22,7 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.federated.aggregate import add_up
 from fedpriv.tasks import build_task
-from fedpriv.wire import Expected, decode_answer, digest_of
+from fedpriv.wire import decode_answer, digest_of, layout_of_sums
 from tests.clients.tiny_server import (
     NODE,
     PARAMETERS,
@@ -67,7 +67,7 @@ def in_process(users: Path, positions: list[int]) -> InProcessTransport:
     order = np.argsort([store.id_of(user) for user in range(store.population)])
     hosted = np.empty(len(positions), np.int64)
     hosted[order] = positions
-    return InProcessTransport(task, store, torch.device("cpu"), 10**6, hosted)
+    return InProcessTransport(task, store, torch.device("cpu"), 10**6, hosted, processes=1)
 
 
 def expected_sum(users: Path, positions: list[int]) -> np.ndarray:
@@ -97,11 +97,9 @@ def test_a_silo_sends_the_sum_that_the_engine_computes(
             header, data = await received
             await tiny.script.put(None)
             await task
-        answer = decode_answer(header, Expected.of(make_offer()[0].clipping))
-        assert (answer.content.users, answer.content.weight) == (2, 2.0)
-        np.testing.assert_allclose(
-            np.frombuffer(data, "<f8"), expected_sum(users, positions), atol=1e-7
-        )
+        answer = decode_answer(header, layout_of_sums(make_offer()[0].clipping))
+        assert (answer.content.users, answer.content.weight) == (2, 2)
+        np.testing.assert_array_equal(np.frombuffer(data, "<i4"), expected_sum(users, positions))
         return tiny
 
     tiny = asyncio.run(asyncio.wait_for(main(), PATIENCE))
@@ -139,7 +137,7 @@ def runs(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def test_a_node_of_one_user_sends_its_update_and_stops_when_it_is_told(
+def test_a_node_of_one_user_sends_a_clipped_sum_and_stops_when_it_is_told(
     tmp_path: Path, certificates: tuple[grpc.ServerCredentials, Path]
 ) -> None:
     credentials, folder = certificates
@@ -167,10 +165,11 @@ def test_a_node_of_one_user_sends_its_update_and_stops_when_it_is_told(
         while any(map(runs, workers)):
             await asyncio.sleep(0.01)
         clipping = make_offer()[0].clipping
-        answer = decode_answer(header, Expected.of(clipping))
-        tensors = answer.content.tensors.layout.unflatten(np.frombuffer(data, "<f4"))
-        contribution = clipping.contribution(tensors, answer.content.weight)
-        np.testing.assert_allclose(contribution, expected_sum(users, [3]), atol=1e-7)
+        answer = decode_answer(header, layout_of_sums(clipping))
+        assert (answer.content.users, answer.content.weight) == (1, 1)
+        total = np.frombuffer(data, "<i4").astype(np.int64)
+        np.testing.assert_array_equal(total, expected_sum(users, [3]))
+        assert clipping.admits(total, 1, 1)
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
@@ -190,6 +189,7 @@ def test_users_that_cannot_be_loaded_end_it_at_once(tmp_path: Path) -> None:
         ({"consent": Path("/nowhere/consent.toml")}, "cannot be read"),
         ({"state": Path("/dev/null/state")}, "cannot be made"),
         ({"memory_mebibytes": 0}, "memory_mebibytes is 0"),
+        ({"processes": 0}, "processes is 0"),
     ],
 )
 def test_settings_are_checked_before_anything_is_started(

@@ -19,9 +19,9 @@ from fedpriv.accounting.ledger import Ledger
 from fedpriv.clients import joining
 from fedpriv.clients.backoff import Backoff
 from fedpriv.clients.joining import Joining, take_part
-from fedpriv.clients.messages import OneUser, Source, Trained
+from fedpriv.clients.messages import Source
 from fedpriv.errors import AuditError, InvalidValueError, ModelError, WireError
-from fedpriv.federated.transport import RoundRequest
+from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest
 from fedpriv.wire import Receipt, RoundId, TaskDescription, Welcome, encode_round_id
 from fedpriv.wire import federation_pb2 as pb
 from tests.clients.tiny_server import (
@@ -39,6 +39,7 @@ from tests.clients.tiny_server import (
 
 QUICK = Backoff(0.01, 0.05)
 SECRET = "the data of a user"
+SUM = PartialSum("", 1, np.arange(15), 1)
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Player:
         closed: whether it was closed.
     """
 
-    answer: Trained | Exception | None = field(default_factory=lambda: OneUser(1.0, PARAMETERS))
+    answer: PartialSum | Exception | None = field(default_factory=lambda: SUM)
     users: int = 1
     users_sha256: bytes = bytes(32)
     go: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,7 +77,7 @@ class Player:
         if isinstance(self.answer, ModelError):
             raise self.answer
 
-    async def train(self, request: RoundRequest, seconds: float) -> Trained | None:
+    async def train(self, request: RoundRequest, seconds: float) -> PartialSum | None:
         self.seconds.append(seconds)
         await self.asked.put(request)
         try:
@@ -173,8 +174,8 @@ def test_a_round_is_answered_and_the_end_of_the_run_is_the_end(
         assert (request.run, request.round, request.attempt) == ("run", 4, 0)
         np.testing.assert_array_equal(request.parameters["1.weight"], PARAMETERS["1.weight"])
         assert header.id == encode_round_id(offer.id)
-        assert header.update.weight == 1.0
-        assert data == b"".join(tensor.tobytes() for tensor in PARAMETERS.values())
+        assert header.sum.weight == 1
+        assert data == SUM.total.astype("<i4").tobytes()
         assert 0.0 < player.seconds[0] < offer.seconds
         assert scene.recorded() == [(4, 0)]
         assert player.closed
@@ -197,7 +198,7 @@ def test_what_the_node_does_not_consent_to_is_declined_before_anybody_trains(
             second, _ = await scene.tiny.answers.get()
         assert "consents to at least 1.5" in header.decline.reason
         assert data == b""
-        assert second.HasField("update")
+        assert second.HasField("sum")
         assert scene.player.asked.qsize() == 1
         assert scene.recorded() == [(1, 0)]
 
@@ -212,17 +213,27 @@ def test_the_rounds_of_a_day_are_counted(play: Callable[[Act], None]) -> None:
             for number in range(3):
                 await scene.tiny.offer(number)
                 kinds.append((await scene.tiny.answers.get())[0].WhichOneof("what"))
-        assert kinds == ["update", "update", "decline"]
+        assert kinds == ["sum", "sum", "decline"]
 
     play(act)
 
 
-def test_an_offer_of_another_population_is_declined(play: Callable[[Act], None]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"price": replace(PRICE, population=99)}, "population of 99"),
+        ({"local": LocalTraining(0.1, steps=1)}, "local.max_examples is absent"),
+    ],
+)
+def test_an_offer_that_fits_no_node_is_declined(
+    play: Callable[[Act], None], changes: dict[str, object], reason: str
+) -> None:
     async def act(scene: Scene) -> None:
         async with serving(scene.tiny) as port, scene.joined(port):
-            await scene.tiny.offer(price=replace(PRICE, population=99))
+            await scene.tiny.offer(**changes)
             header, _ = await scene.tiny.answers.get()
-        assert "population of 99" in header.decline.reason
+        assert reason in header.decline.reason
+        assert scene.player.asked.empty()
 
     play(act)
 
@@ -362,7 +373,7 @@ def test_an_answer_that_is_refused_is_no_failure(
             await happens(lambda: refusal in caplog.text)
             answer, _ = await tiny.answers.get()
             decline, _ = await tiny.answers.get()
-            assert answer.WhichOneof("what") == "update"
+            assert answer.WhichOneof("what") == "sum"
             # Otherwise the round would wait for another answer until its deadline.
             assert decline.decline.reason == "the answer was refused"
             assert decline.id == answer.id
@@ -410,7 +421,7 @@ def test_a_model_that_is_not_the_declared_one_is_declined(
             await tiny.offer(1)
             second, _ = await tiny.answers.get()
         assert header.decline.reason == "the model did not arrive as it was declared"
-        assert second.HasField("update")
+        assert second.HasField("sum")
 
     play(act)
 
@@ -429,7 +440,7 @@ def test_lost_calls_are_repeated_until_the_answer_is_there(play: Callable[[Act],
             await happens(lambda: tiny.calls["Download"] >= 3)
             tiny.model = model
             header, _ = await tiny.answers.get()
-        assert header.HasField("update")
+        assert header.HasField("sum")
         assert tiny.calls["Upload"] == 3
 
     play(act)
@@ -610,7 +621,7 @@ def test_a_ledger_is_read_before_and_after_taking_part(
             for number in range(2):
                 await tiny.offer(number, price=HONEST)
                 header, _ = await tiny.answers.get()
-                assert header.HasField("update")
+                assert header.HasField("sum")
                 charge(ledger, number)
                 tiny.ledger = exported(ledger)
             await tiny.script.put(None)
@@ -636,7 +647,7 @@ def test_a_total_epsilon_is_held_to_the_nodes_own_reading(
             async with scene.joined(port, consent=consent):
                 await tiny.offer(1, price=HONEST)
                 unread, _ = await tiny.answers.get()
-        assert read.HasField("update")
+        assert read.HasField("sum")
         assert "consents to at most 20" in unread.decline.reason
 
     play(act)
@@ -667,7 +678,7 @@ def test_a_ledger_that_cannot_be_believed_is_declined_until_it_can(
                 tiny.ledger = bad[ledger_sent] if number < 2 else exported(ledger)
             assert not task.done()
         assert [kind.WhichOneof("what") for kind in kinds] == [
-            "update", "decline", "decline", "update"
+            "sum", "decline", "decline", "sum"
         ]  # fmt: skip
         assert kinds[1].decline.reason == "the ledger cannot be believed"
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from transport_conformance import TransportConformance
@@ -13,6 +14,7 @@ from fedpriv.data.store import UserStore
 from fedpriv.data.synthetic import synthetic_population
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
+from fedpriv.errors import InvalidValueError
 from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest, Transport
 from fedpriv.losses import cross_entropy
 from fedpriv.privacy.contribution import Clipping
@@ -50,7 +52,10 @@ def make_nodes() -> Nodes:
     parts = [np.array([0, 4, 5, 11]), np.array([1, 2, 3]), np.array([6, 7, 8, 9, 10])]
     return Nodes(
         tuple(
-            Node(f"node {i}", InProcessTransport(task, users.subset(part), CPU, 10**6, part))
+            Node(
+                f"node {i}",
+                InProcessTransport(task, users.subset(part), CPU, 10**6, part, processes=1),
+            )
             for i, part in enumerate(parts)
         )
     )
@@ -80,15 +85,21 @@ class TestNodes(TransportConformance):
 
 def test_nodes_together_equal_one_process() -> None:
     request = replace(make_request(), users=np.array([0, 2, 3, 7, 9, 11]))
-    alone = InProcessTransport(make_task(), make_users(), CPU, 10**6)
+    alone = InProcessTransport(make_task(), make_users(), CPU, 10**6, processes=1)
     expected = sum(partial.total for partial in alone.collect(request))
     partials = list(make_nodes().collect(request))
     assert [partial.users for partial in partials] == [1, 2, 2]
-    np.testing.assert_allclose(sum(p.total for p in partials), expected, atol=1e-7)
+    np.testing.assert_array_equal(sum(p.total for p in partials), expected)
+
+
+def test_no_node_has_an_observer() -> None:
+    transport = InProcessTransport(make_task(), make_users(), CPU, 10**6, observer=print)
+    with pytest.raises(InvalidValueError, match="node 'silo' has a transport with an observer"):
+        Node("silo", transport)
 
 
 def test_a_node_without_drawn_users_answers_with_zero() -> None:
     request = replace(make_request(), users=np.array([1]))
     partial = make_nodes().nodes[0].answer(request)
-    assert partial.users == 0
-    np.testing.assert_array_equal(partial.total, 0.0)
+    assert partial.users == partial.weight == 0
+    np.testing.assert_array_equal(partial.total, 0)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.clients.messages import OneUser, Source
+from fedpriv.clients.messages import Source
 from fedpriv.clients.training import Host, Trainer
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
 from fedpriv.federated.aggregate import add_up
-from fedpriv.federated.transport import PartialSum, RoundRequest
+from fedpriv.federated.transport import RoundRequest
 from fedpriv.privacy.metrics import Metric
 from fedpriv.tasks import build_task
 from fedpriv.wire import TaskDescription, digest_of
@@ -29,7 +29,6 @@ from tests.clients.people import (
     source_of,
     welcome,
 )
-from tests.engine.everyone import assert_close
 
 
 def task_of() -> Task:
@@ -44,7 +43,7 @@ def in_process(request: RoundRequest) -> InProcessTransport:
     """Over the whole population, each user at its position."""
     users = hostile.users()
     hosted = np.array([POSITIONS[ORDER.index(name)] for name in IDS])
-    return InProcessTransport(task_of(), users, torch.device("cpu"), 10**6, hosted)
+    return InProcessTransport(task_of(), users, torch.device("cpu"), 10**6, hosted, processes=1)
 
 
 def test_loaded_says_how_many_users_there_are_and_which() -> None:
@@ -53,52 +52,53 @@ def test_loaded_says_how_many_users_there_are_and_which() -> None:
     assert loaded.users_sha256 == digest_of(IDS)
 
 
-def test_a_sum_is_that_of_the_engine() -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_sum_is_that_of_the_engine(processes: int) -> None:
     request = request_to(GOOD)
-    answer = trainer_of("users").answer(request)
-    assert isinstance(answer, PartialSum)
+    source = source_of("users", processes=processes)
+    answer = Host.of(source).trainer(welcome()).answer(request)
     expected = add_up(in_process(request).collect(request), request.clipping, 4)
-    assert (answer.node, answer.users) == ("", 4)
-    assert answer.weight == pytest.approx(expected.weight)
-    np.testing.assert_allclose(answer.total, expected.total, rtol=1e-12)
+    assert (answer.node, answer.users, answer.weight) == ("", 4, expected.weight)
+    np.testing.assert_array_equal(answer.total, expected.total)
 
 
 def test_a_user_that_raises_counts_as_zero() -> None:
     with_one, without = (
         trainer_of("users").answer(request_to(names)) for names in (["u8", "u5"], ["u8"])
     )
-    assert isinstance(with_one, PartialSum)
-    assert isinstance(without, PartialSum)
     assert with_one.users == without.users == 1
-    np.testing.assert_allclose(with_one.total, without.total, rtol=1e-6)
+    np.testing.assert_array_equal(with_one.total, without.total)
 
 
 def test_users_that_are_not_hosted_are_ignored() -> None:
     request = request_to(["u8"])
     more = replace(request, users=np.union1d(request.users, [1, 98]))
-    answers = [trainer_of("users").answer(one) for one in (request, more)]
-    assert [one.users for one in answers if isinstance(one, PartialSum)] == [1, 1]
-    np.testing.assert_array_equal(*(one.total for one in answers if isinstance(one, PartialSum)))
+    one, other = (trainer_of("users").answer(asked) for asked in (request, more))
+    assert one.users == other.users == 1
+    np.testing.assert_array_equal(one.total, other.total)
 
 
-def test_one_user_sends_raw_tensors() -> None:
-    trainer, request = trainer_of("one_good_user", ["u8"]), request_to(["u8"])
-    answer = trainer.answer(request)
-    assert isinstance(answer, OneUser)
-    assert list(answer.tensors) == list(request.clipping.layout.names)
-    expected = add_up(in_process(request).collect(request), request.clipping, 1)
-    assert answer.weight == expected.weight
-    contribution = request.clipping.contribution(answer.tensors, answer.weight)
-    assert_close(contribution, expected.total)
+def test_one_user_sends_what_it_sends_beside_others() -> None:
+    request = request_to(["u8"])
+    alone = trainer_of("one_good_user", ["u8"]).answer(request)
+    beside = trainer_of("users").answer(request)
+    assert (alone.users, alone.weight) == (beside.users, beside.weight) == (1, 2)
+    np.testing.assert_array_equal(alone.total, beside.total)
+    assert request.clipping.admits(alone.total, 1, alone.weight)
+    assert np.any(alone.total)
 
 
-def test_one_user_that_raises_or_is_not_asked_sends_nothing(
+def test_of_one_user_that_raises_or_is_not_asked_nothing_is_sent_or_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     trainer = trainer_of("one_user_that_raises", ["u5"])
-    assert trainer.answer(request_to(["u5"])) is None
-    assert trainer.answer(request_to(GOOD)) is None
+    for names in (["u5"], GOOD):
+        answer = trainer.answer(request_to(names))
+        assert (answer.users, answer.weight) == (0, 0)
+        assert not np.any(answer.total)
     assert caplog.text == ""
+    trainer_of("users").answer(request_to(["u5", "u8"]))
+    assert "a user counts as zero: training raised" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,6 @@ def test_a_node_trains_with_its_own_activations() -> None:
         Host.of(replace(source_of("users"), activations=name)).trainer(welcome()).answer(request)
         for name in ("bfloat16", "float32")
     )
-    assert isinstance(rounded, PartialSum)
-    assert isinstance(exact, PartialSum)
     size = np.linalg.norm(exact.total)
     assert 1e-4 * size < np.linalg.norm(rounded.total - exact.total) < 2e-2 * size
 

@@ -192,7 +192,7 @@ def make_offer(number: int = 0, **changes: object) -> tuple[RoundOffer, list[Sai
         0,
         PARAMETERS,
         Clipping(layout, flat(layout, 0.5)),
-        LocalTraining(0.1, batch_size=2, epochs=2),
+        LocalTraining(0.1, batch_size=2, epochs=2, max_examples=100),
         np.array([3]),
         bytes(range(32)),
     )

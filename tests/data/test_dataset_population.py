@@ -6,6 +6,8 @@ import sys
 import datasets
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fedpriv.data import load_population
 from fedpriv.data.dataset_files import open_dataset
@@ -87,7 +89,7 @@ def test_users_are_those_of_the_column(place, train):
         )
     assert population.test["x"].shape == (HELD_OUT, 1, 6, 5)
     assert population.test["x"].dtype == np.float32
-    assert population.name.startswith("hugging-face: 8 users by writer, ")
+    assert population.name == f"hugging-face: 8 users by writer of {place / train}"
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
@@ -125,23 +127,45 @@ def test_a_partitioner_makes_users_as_it_does_alone(place):
         )
 
 
-def test_the_name_changes_with_the_users_alone(place, tmp_path):
-    def named(train=None, name="hugging-face", **given):
-        if train is not None:
-            train.save_to_disk(tmp_path / str(len(list(tmp_path.iterdir()))))
-            given["train"] = str(max(tmp_path.iterdir(), key=lambda p: int(p.name)))
-        return load_population(name, {**options(place), **given}).name
+FOUR = {"partitioner": "IidPartitioner", "arguments": {"num_partitions": 4}}
 
-    all_rows = rows().select(range(ROWS))
-    by_writer = named(user_column="writer")
-    assert named(all_rows.select(range(8, ROWS)), user_column="writer") == by_writer
-    assert named(all_rows.select(range(7)), user_column="writer") != by_writer
-    four = {"partitioner": "IidPartitioner", "arguments": {"num_partitions": 4}}
-    dealt = named(**four)
-    assert named(all_rows, **four) == dealt
-    turned = all_rows.select(range(ROWS - 1, -1, -1))
-    others = {named(turned, **four), named(all_rows.select(range(ROWS - 4)), **four)}
-    assert len(others | {dealt, by_writer}) == 4
+
+@settings(max_examples=20)
+@given(
+    more=st.text("abcd", max_size=9),
+    prefix=st.text(min_size=1),
+    seed=st.integers(0, 2**32),
+)
+def test_the_name_says_nothing_of_users(tmp_path_factory, more, prefix, seed):
+    place, rng = tmp_path_factory.getbasetemp(), np.random.default_rng(seed)
+    for split, ids in (("train", [prefix + end for end in f"abcd{more}"]), ("test", ["nobody"])):
+        columns = {"a": rng.random(len(ids)), "y": rng.integers(0, 3, len(ids)), "writer": ids}
+        datasets.Dataset.from_dict(columns).to_parquet(place / f"{split}.parquet")
+    files = options(place, "train.parquet", "test.parquet", columns={"x": ["a"], "y": "y"})
+    train = f"of {place / 'train.parquet'}"
+
+    by_writer = load_population("hugging-face", {**files, "user_column": "writer"})
+    assert by_writer.name == f"hugging-face: 4 users by writer {train}"
+    dealt = load_population("hugging-face", {**files, **FOUR})
+    four = 'IidPartitioner with {"num_partitions": 4}'
+    assert dealt.name == f"hugging-face: 4 users by {four} {train}"
+    base = {"population": "hugging-face", "options": {**files, "user_column": "writer"}}
+    again = load_population("redealt", {**base, **FOUR})
+    assert again.name == f"{by_writer.name}; dealt to 4 users by {four}"
+
+
+def test_the_name_changes_with_settings(place):
+    def named(arguments, partitioner="SizePartitioner"):
+        given = {"partitioner": partitioner, "arguments": arguments, "population": "digits"}
+        return load_population("redealt", given).name
+
+    sizes = [[3] * 479, [2, 4, *[3] * 477], [1000, 437]]
+    names = [named({"partition_sizes": each}) for each in sizes]
+    assert len({*names, named({"num_partitions": 2}, "IidPartitioner")}) == 4
+    assert max(map(len, names)) < 200
+    assert names[2].endswith(
+        '; dealt to 2 users by SizePartitioner with {"partition_sizes": [1000, 437]}'
+    )
 
 
 def test_rows_of_a_known_population_can_be_dealt_to_other_users():
@@ -156,10 +180,8 @@ def test_rows_of_a_known_population_can_be_dealt_to_other_users():
             mine["x"], base.users.fields["x"][base.users.fields["y"] == digit]
         )
     np.testing.assert_array_equal(made.test["x"], base.test["x"])
-    start = "digits: 287 users, iid, seed 0; dealt to 10 users by PathologicalPartitioner, "
+    start = "digits: 287 users, iid, seed 0; dealt to 10 users by PathologicalPartitioner with {"
     assert made.name.startswith(start)
-    other = load_population("redealt", {**given, "arguments": arguments, "options": {"seed": 1}})
-    assert other.name.split(", ")[-1] != made.name.split(", ")[-1]
 
 
 def test_nothing_is_left_behind(place, monkeypatch, tmp_path):

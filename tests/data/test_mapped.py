@@ -170,7 +170,7 @@ def test_the_disk_is_asked_for_what_the_cache_does_not_hold(folder, monkeypatch,
     monkeypatch.setattr(os, "posix_fadvise", lambda _file, at, *_: asked.append(at))
     store = UserStore.load(folder)
     rows = SPARSE[SPARSE % 2 == 0]
-    taken = mapped.gathered({"x": store.fields["x"]}, {"x": store._files["x"]}, rows)
+    taken = mapped.gathered({"x": store.fields["x"]}, {"x": store._files["x"]}, rows, {})
     np.testing.assert_array_equal(taken["x"], rows[..., None] * 20.0 + np.arange(20.0))
     runs = len(set(rows.tolist()))
     assert (len(at_once), len(asked)) == (min(cached + 1, runs), max(0, runs - cached))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedpriv.data import load_mnist_writers
 from fedpriv.errors import DataError
@@ -28,8 +30,14 @@ def idx(array, code=0x08, dtype=">u1"):
     return gzip.compress(head + array.astype(dtype).tobytes())
 
 
-def write_writers(folder):
-    np.savez(folder / "mnist_writers.npz", train_writer=WRITERS, test_writer=np.array([1, 2, 3]))
+def write_images(folder, train, test=TEST):
+    for part, (images, labels) in (("train", train), ("t10k", test)):
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(idx(images))
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(idx(labels))
+
+
+def write_writers(folder, writers=WRITERS):
+    np.savez(folder / "mnist_writers.npz", train_writer=writers, test_writer=np.array([1, 2, 3]))
 
 
 def write_qmnist(folder):
@@ -42,16 +50,14 @@ def write_qmnist(folder):
 def folder(tmp_path):
     place = tmp_path / "mnist"
     place.mkdir()
-    for part, (images, labels) in (("train", TRAIN), ("t10k", TEST)):
-        (place / f"{part}-images-idx3-ubyte.gz").write_bytes(idx(images))
-        (place / f"{part}-labels-idx1-ubyte.gz").write_bytes(idx(labels))
+    write_images(place, TRAIN)
     write_writers(place)
     return place
 
 
 def check_made_up(population):
     users = population.users
-    assert population.name == "mnist-writers: 3 writers, 6 images"
+    assert population.name == "mnist-writers: 3 writers"
     assert [users.id_of(user) for user in range(3)] == ["300", "7", "12"]
     for user, writer in enumerate([300, 7, 12]):
         mine = [row for row in range(6) if WRITERS[row] == writer]
@@ -68,6 +74,18 @@ def check_made_up(population):
 
 def test_writers_are_users(folder):
     check_made_up(load_mnist_writers(folder))
+
+
+@given(st.integers(0, 2**32), st.lists(st.integers(0, 2), max_size=9), st.integers(0, 600))
+def test_the_name_says_how_many_writers_there_are_and_nothing_of_their_images(
+    tmp_path_factory, seed, more, first
+):
+    place, rng = tmp_path_factory.mktemp("mnist"), np.random.default_rng(seed)
+    writers = first + np.array([0, 1, 2, *more])
+    images = rng.integers(0, 256, (len(writers), 28, 28), np.uint8)
+    write_images(place, (images, rng.integers(0, 10, len(writers), np.uint8)))
+    write_writers(place, writers)
+    assert load_mnist_writers(place).name == "mnist-writers: 3 writers"
 
 
 def test_folder_is_itself_or_its_parent_given_or_in_the_environment(folder, monkeypatch):
@@ -180,7 +198,7 @@ def real(real_folder):
 def test_real_mnist_has_the_published_shape(real):
     """Numbers of writers and images as QMNIST's labels give them; pixel mean and deviation."""
     users = real.users
-    assert real.name == "mnist-writers: 539 writers, 60000 images"
+    assert real.name == "mnist-writers: 539 writers"
     assert (users.population, users.rows, len(real.test["y"])) == (539, 60_000, 10_000)
     assert (users.sizes.min(), np.median(users.sizes), users.sizes.max()) == (19, 116, 131)
     # Published counts of the digits 0 to 9 in the training set.

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedpriv.data import load_population, load_shakespeare_roles
 from fedpriv.data.shakespeare import CHARACTERS, FILE
@@ -65,7 +67,7 @@ def folder(tmp_path):
 def test_roles_are_users_and_windows_touch(folder, length):
     population = load_shakespeare_roles(folder, length)
     check(population, SAID, length)
-    assert population.name == "shakespeare-roles: 3 roles, 51 characters"
+    assert population.name == "shakespeare-roles: 3 roles"
 
 
 def test_a_role_that_says_too_little_stays_a_user_without_rows(folder):
@@ -77,7 +79,28 @@ def test_large_roles_keep_their_first_windows(folder, most):
     population = load_shakespeare_roles(folder, 5, windows_per_role=most)
     check(population, SAID, 5, most)
     assert population.users.sizes.tolist() == [min(5, most), 0, min(4, most)]
-    assert population.name == load_shakespeare_roles(folder, 1).name
+
+
+TEXTS = st.lists(st.text(st.sampled_from(CHARACTERS), max_size=9), max_size=4)
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(min_size=1), TEXTS), min_size=3, max_size=3, unique_by=lambda t: t[0]
+    ),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 3),
+)
+def test_the_name_says_how_many_roles_there_are_and_nothing_of_what_they_say(
+    tmp_path_factory, roles, length, most
+):
+    enough = "Speak."
+    said = [{"user": name, "train": [enough, *texts], "test": [enough]} for name, texts in roles]
+    place = tmp_path_factory.mktemp("shakespeare")
+    (place / FILE).write_bytes(lines(said))
+    population = load_shakespeare_roles(place, length, most)
+    check(population, said, length, most)
+    assert population.name == "shakespeare-roles: 3 roles"
 
 
 def test_codes_are_a_fixed_list_of_what_ascii_prints(folder):

@@ -14,7 +14,6 @@ import numpy as np
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedpriv.federated.transport import PartialSum
 from fedpriv.flower import ANSWER, OFFER, content_of, packed
 from fedpriv.wire import (
     NODE_RECEIVES_BYTES,
@@ -23,6 +22,7 @@ from fedpriv.wire import (
     SummedUpdates,
     decode_offer,
     encode_answer,
+    manifest_of,
     parse,
 )
 from fedpriv.wire import federation_pb2 as pb
@@ -77,8 +77,8 @@ def summing(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Message, Pa
 
     def answer(message: Message, _reached: Path) -> Message:
         offer = offer_in(message)
-        total = change(np.ones(offer.clipping.layout.dimension))
-        summed = SummedUpdates.of(PartialSum("", len(offer.users), total))
+        total, users = change(np.ones(offer.clipping.layout.dimension, np.int64)), len(offer.users)
+        summed = SummedUpdates(users, users, manifest_of({"sum": total}))
         said = encode_answer(Answer(offer.id, summed)).SerializeToString()
         return Message(content_of({ANSWER: said}, packed({"sum": total})), reply_to=message)
 
@@ -89,7 +89,7 @@ HARMS = {
     "waits": waits,
     "raises": raises,
     "exits": exits,
-    "sends NaN": summing(lambda total: total * np.nan),
-    "sends a longer sum": summing(lambda total: np.append(total, 1.0)),
-    "sends too much": summing(lambda total: total * 1e6),
+    "sends NaN": summing(lambda total: (total * np.nan).astype(np.float32)),
+    "sends a longer sum": summing(lambda total: np.append(total, 1)),
+    "sends too much": summing(lambda total: total * 2**40),
 }

@@ -20,7 +20,7 @@ name = "faults"
 rounds = 6
 data = { name = "digits", options = { users = 287 } }
 model = { name = "softmax" }
-local = { learning_rate = 0.5, epochs = 1 }
+local = { learning_rate = 0.5, epochs = 1, max_examples = 20 }
 clipping = { norm = 0.5 }
 output = { evaluate_every = 100 }
 privacy = { sampling_probability = 0.3, epsilon = 100.0, delta = 1e-3, noise_multiplier = 4.0, \

@@ -66,4 +66,4 @@ def test_two_workers_give_what_one_process_gives(tmp_path: Path) -> None:
     assert expected.keys() == found.keys()
     for name, parameter in expected.items():
         assert parameter.any()
-        np.testing.assert_allclose(found[name], parameter, atol=1e-6)
+        np.testing.assert_array_equal(found[name], parameter)

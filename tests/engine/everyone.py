@@ -1,6 +1,8 @@
 """A small task, users for it, and requests to everyone of a population under any clipping."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -8,9 +10,10 @@ from torch import nn
 
 from fedpriv.data.store import UserStore
 from fedpriv.engine.task import Task
+from fedpriv.federated.aggregate import add_up
 from fedpriv.federated.plan import TrainingPlan
 from fedpriv.federated.round import initial_state, open_round
-from fedpriv.federated.transport import LocalTraining, RoundRequest
+from fedpriv.federated.transport import LocalTraining, RoundRequest, Transport
 from fedpriv.losses import cross_entropy
 from fedpriv.privacy.adaptive import AdaptiveClipping
 from fedpriv.privacy.contribution import Clipping
@@ -82,12 +85,30 @@ def request_to_all(
     return open_round(plan, initial_state(plan, parameters), 0, SeededEntropy(0))
 
 
-def assert_close(found: np.ndarray, expected: np.ndarray, share: float = 1e-5) -> None:
-    """Vectors that differ by the rounding of float32, as matrices that are clipped as factors do.
+def total_of(transport: Transport, request: RoundRequest) -> np.ndarray:
+    """The sum of a round, int64[D]."""
+    return add_up(transport.collect(request), request.clipping, request.users.size).total
 
-    Args:
-        found: [D].
-        expected: [D].
-        share: of the norm of what is expected.
-    """
-    assert np.linalg.norm(found - expected) <= share * np.linalg.norm(expected)
+
+def alone(transport: Transport, request: RoundRequest, user: int) -> np.ndarray:
+    """What one user gives by itself, int64[D]."""
+    return total_of(transport, replace(request, users=np.array([user])))
+
+
+def unclipped(transport: Transport, request: RoundRequest) -> dict[str, np.ndarray]:
+    """The sum of a round's updates in the model's units, as if there were no clipping."""
+    layout = Layout.of(request.parameters)
+    clipping = Clipping(layout, flat(layout, 2.0**10))
+    total = total_of(transport, replace(request, clipping=clipping, metrics=()))
+    return layout.unflatten(total * clipping.steps)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """So many threads of torch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

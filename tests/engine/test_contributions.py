@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from fedpriv.engine.metrics import metric
+from fedpriv.engine.start import Start
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.federated.aggregate import add_up
 from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.weights import Averaging, Weighting
-from tests.engine.everyone import assert_close, make_task, request_to_all, users_of
+from fedpriv.privacy.adaptive import TENSOR
+from fedpriv.privacy.weights import Averaging
+from tests.engine.everyone import alone, make_task, request_to_all, total_of, users_of
 
 SIZES = [5, 0, 1, 12, 7, 3, 30, 2]
 BROKEN, RAISING = 4, 7
@@ -35,48 +34,42 @@ def request_of(strategy: str, averaging: Averaging, *, metrics: bool) -> RoundRe
     return request_to_all(len(SIZES), local, strategy, asked, averaging, norm=0.25)
 
 
-def alone(transport: InProcessTransport, request: RoundRequest, user: int) -> np.ndarray:
-    one = replace(request, users=np.array([user]))
-    return add_up(transport.collect(one), one.clipping, 1).total
-
-
-def unclipped_update(
-    transport: InProcessTransport, request: RoundRequest, user: int
-) -> dict[str, np.ndarray]:
-    layout = Layout.of(request.parameters)
-    plain = replace(request, clipping=Clipping(layout, flat(layout, 1e9)), metrics=())
-    update = layout.unflatten(alone(transport, plain, user))
-    return {name: tensor.astype(np.float32) for name, tensor in update.items()}
-
-
 AVERAGINGS = {
     "equal": Averaging(),
-    "by examples": Averaging(Weighting(CAP), 30.0),
-    "floored": Averaging(Weighting(CAP), 30.0, 0.5),
+    "by examples": Averaging(CAP, 30.0),
+    "floored": Averaging(CAP, 30.0, 0.5),
 }
+
+
+def sent(transport: InProcessTransport, request: RoundRequest, user: int) -> dict[str, np.ndarray]:
+    """What one user learnt and measured, before it is clipped."""
+    request = replace(request, users=np.array([user]))
+    start = Start.of(request, transport._trainer.constants, transport.device)
+    (chunk,) = transport._chunks(request, start)
+    tensors = transport._trainer.sent(request, start, chunk)
+    return {name: tensor[:1][0].numpy() for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("averaging", sorted(AVERAGINGS))
 @pytest.mark.parametrize("strategy", ["flat", "per-layer", "joint"])
 def test_each_user_adds_its_contribution(strategy: str, averaging: str) -> None:
     transport = make_transport()
-    request = request_of(strategy, AVERAGINGS[averaging], metrics=False)
-    assert bool(request.clipping.weighted) == (averaging != "equal")
-    total, clipped = np.zeros(request.clipping.layout.dimension), set()
+    request = request_of(strategy, AVERAGINGS[averaging], metrics=True)
+    clipping = request.clipping
+    assert bool(clipping.weighted) == (averaging != "equal")
+    total, clipped = np.zeros(clipping.layout.dimension, np.int64), set()
     for user, size in enumerate(SIZES):
         contribution = alone(transport, request, user)
         if size == 0 or user in (BROKEN, RAISING):
-            np.testing.assert_array_equal(contribution, 0.0)
+            np.testing.assert_array_equal(contribution, 0)
             continue
-        weight = min(size, CAP) / CAP if averaging != "equal" else 1.0
-        update = unclipped_update(transport, request, user)
-        expected = request.clipping.contribution(update, weight)
-        assert_close(contribution, expected)
-        clipped |= set(contribution[-len(request.clipping.indicator.groups) :])
+        weight = min(size, clipping.weight_cap)
+        expected = clipping.contribution(sent(transport, request, user), weight)
+        np.testing.assert_array_equal(contribution, expected)
+        clipped |= {*clipping.layout.unflatten(contribution * clipping.steps)[TENSOR].tolist()}
         total += expected
     assert clipped == {-0.5, 0.5}
-    together = add_up(transport.collect(request), request.clipping, len(SIZES)).total
-    np.testing.assert_allclose(together, total, atol=1e-6)
+    np.testing.assert_array_equal(total_of(transport, request), total)
 
 
 def test_metrics_and_indicator_are_not_weighted() -> None:
@@ -86,26 +79,21 @@ def test_metrics_and_indicator_are_not_weighted() -> None:
     )
     user = SIZES.index(1)
     one, lighter = (
-        request.clipping.layout.unflatten(alone(transport, request, user))
+        request.clipping.layout.unflatten(alone(transport, request, user) * request.clipping.steps)
         for request in (equal, weighted)
     )
     for name, tensor in one.items():
         share = 1.0 / CAP if name in equal.parameters else 1.0
         assert np.any(tensor)
-        assert_close(lighter[name], tensor * share, 1e-7)
+        np.testing.assert_allclose(lighter[name], tensor * share, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("averaging", "expected"),
-    [
-        ("equal", sum(size > 0 for size in SIZES) - 1),
-        ("by examples", sum(min(size, CAP) for size in SIZES[:RAISING]) / CAP),
-    ],
-)
-def test_partial_sums_carry_the_weight_of_their_users(averaging: str, expected: float) -> None:
+@pytest.mark.parametrize("averaging", ["equal", "by examples"])
+def test_partial_sums_carry_the_weight_of_their_users(averaging: str) -> None:
     # Users without examples, and those that raise, are in no partial sum.
     request = request_of("flat", AVERAGINGS[averaging], metrics=False)
     partials = list(make_transport().collect(request))
-    assert all(0.0 <= partial.weight <= partial.users for partial in partials)
     assert sum(partial.users for partial in partials) == sum(size > 0 for size in SIZES) - 1
-    assert add_up(partials, request.clipping, len(SIZES)).weight == pytest.approx(expected)
+    found = add_up(partials, request.clipping, len(SIZES)).weight
+    cap = CAP if averaging == "by examples" else 1
+    assert found == sum(min(size, cap) for size in SIZES[:RAISING])

@@ -11,11 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.engine import layers as module
-from fedpriv.engine.batches import Batches
+from fedpriv.engine.batches import Batches, by_rung, schedule
 from fedpriv.engine.layered import train_layers_chunk
 from fedpriv.engine.local import train_chunk
 from fedpriv.engine.qualifying import layers_of
-from fedpriv.engine.schedule import schedule
 from fedpriv.engine.task import Task, TorchTensors
 from fedpriv.engine.updates import OuterProducts, Updates, whole
 from fedpriv.federated.transport import LocalTraining
@@ -333,16 +332,19 @@ def batches_of(
     floats = example.is_floating_point()
     x = rng.standard_normal(shape).astype(np.float32) if floats else rng.integers(0, WORDS, shape)
     y = rng.integers(0, 3, shape[:2] if positions else rows)
-    starts = (np.cumsum(sizes) - sizes).tolist()
-    plan = schedule(np.arange(len(sizes)), np.array(starts), np.array(sizes), local, KEY)
-    return Batches.of(plan, x[plan.rows], y[plan.rows], CPU)
-
-
-def test_widths_hold_all_real_examples_and_no_more() -> None:
-    batches = batches_of(SIX, [4, 5], LocalTraining(0.1, batch_size=3, epochs=1), positions=False)
-    assert batches.shape == (2, 2, 3)
-    assert batches.widths == (3, 2)
-    assert batches.weights[:, 1].tolist() == [[1, 0, 0], [1, 1, 0]]
+    rungs = [next(by_rung(np.array([size]), local, measured=False))[0] for size in sizes]
+    steps, width = (max(getattr(rung, of) for rung in rungs) for of in ("steps", "width"))
+    picked = np.zeros((len(sizes), steps, width), np.int64)
+    weights = np.zeros(picked.shape, np.float32)
+    starts = np.cumsum(sizes) - sizes
+    for user, (size, rung) in enumerate(zip(sizes, rungs, strict=True)):
+        one = np.array([user])
+        plan = schedule(one, starts[one], np.array([size]), local, KEY, rung)
+        picked[user] = starts[user]
+        picked[user, : rung.steps, : rung.width] = plan.rows[0]
+        weights[user, : rung.steps, : rung.width] = plan.weights[0]
+    x, y = torch.from_numpy(x[picked]), torch.from_numpy(y[picked])
+    return Batches(x, y, torch.from_numpy(weights), padded=True)
 
 
 def trained_in_layers(
@@ -353,7 +355,9 @@ def trained_in_layers(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_TOUCHES", touches)
         start = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
-        return train_layers_chunk(layers, task, start, task.constants(CPU), batches, local)
+        low_rank = layers.low_rank(*batches.shape[1:])
+        given = (layers, task, start, task.constants(CPU), batches, local)
+        return train_layers_chunk(*given, named=low_rank)
 
 
 def one_at_a_time(task: Task, batches: Batches, local: LocalTraining) -> TorchTensors:
@@ -365,10 +369,10 @@ def one_at_a_time(task: Task, batches: Batches, local: LocalTraining) -> TorchTe
         start = {n: p.detach().clone() for n, p in trained.items()}
         rate, momentum = local.learning_rate, local.momentum
         optimizer = torch.optim.SGD(trained.values(), lr=rate, momentum=momentum)
-        for step in range(len(batches.full)):
+        for step in range(batches.shape[1]):
             real = batches.weights[user, step] > 0
             if not real.any():
-                break
+                continue
             optimizer.zero_grad()
             losses = task.losses_of(model(batches.x[user, step][real]), batches.y[user, step][real])
             drift = sum(((p - start[n]) ** 2).sum() for n, p in trained.items())

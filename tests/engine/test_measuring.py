@@ -6,30 +6,26 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
 from fedpriv.data.store import UserStore
-from fedpriv.engine.measuring import Examples
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.privacy.clipping import clip
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import VectorGroup
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.metrics import Metric
-from tests.engine.everyone import users_of
+from tests.engine.everyone import total_of, users_of
 
 CPU = torch.device("cpu")
 SIZES = [5, 0, 1, 12, 7, 3, 30, 2]
 CLASSES = 3
 UPDATE = VectorGroup(
-    "update", ("0.weight", "0.bias", "3.weight", "3.bias"), 1e6, (1.0, 0.5, 2.0, 1.0)
+    "update", ("0.weight", "0.bias", "3.weight", "3.bias"), 64.0, (1.0, 0.5, 2.0, 1.0)
 )
 
 
@@ -74,10 +70,9 @@ def request_for(task: Task, metrics: tuple[Metric, ...], users: list[int]) -> Ro
 
 
 def collected(transport: InProcessTransport, request: RoundRequest) -> dict[str, np.ndarray]:
-    total = np.zeros(request.clipping.layout.dimension)
-    for partial in transport.collect(request):
-        total += partial.total
-    return request.clipping.layout.unflatten(total)
+    """What users add up to, in the units of what they send."""
+    clipping = request.clipping
+    return clipping.layout.unflatten(total_of(transport, request) * clipping.steps)
 
 
 def slowly(task: Task, users: UserStore, user: int) -> dict[str, np.ndarray]:
@@ -124,7 +119,8 @@ def test_each_users_metrics_are_those_of_its_examples(memory: int, user: int) ->
         value = expected[m.name]
         if m.name == "examples":
             value = np.minimum(value, 10.0)
-        clipped = clip(np.ravel(value - m.centre), m.radius)
+        whole = np.ravel(value - m.centre)
+        clipped = whole * min(1.0, m.radius / max(float(np.linalg.norm(whole)), 1e-9))
         np.testing.assert_allclose(np.ravel(tensors[m.tensor]), clipped, atol=1e-5)
 
 
@@ -145,7 +141,7 @@ def test_metrics_add_up_and_leave_the_updates_alone(memory: int) -> None:
     alone = [collected(transport, request_for(task, METRICS, [u])) for u in everyone]
     for m in METRICS:
         total = sum(tensors[m.tensor] for tensors in alone)
-        np.testing.assert_allclose(together[m.tensor], total, atol=1e-5)
+        np.testing.assert_allclose(together[m.tensor], total, rtol=1e-12)
     # Dropout draws the same masks, whether users are measured or not.
     for tensors, user in zip(alone, everyone, strict=True):
         plain = collected(transport, request_for(task, (), [user]))
@@ -160,7 +156,8 @@ def test_update_norms_are_of_the_scaled_part_before_clipping() -> None:
     lengths = []
     for user in range(len(SIZES)):
         update = collected(transport, replace(plain, users=np.array([user])))
-        parts = [update[name].ravel() for name in UPDATE.tensors]
+        scaled = zip(UPDATE.tensors, UPDATE.scales, strict=True)
+        parts = [update[name].ravel() / scale for name, scale in scaled]
         lengths.append(float(np.linalg.norm(np.concatenate(parts))))
     thresholds = sorted(x * 1.001 for x in lengths if x)[::2]
     asked = metric("update-norms:update", thresholds=thresholds)
@@ -170,7 +167,7 @@ def test_update_norms_are_of_the_scaled_part_before_clipping() -> None:
     for user, length in enumerate(lengths):
         tensors = collected(transport, replace(request, users=np.array([user])))
         expected = [0.0 if not length else 0.5 if length <= t else -0.5 for t in thresholds]
-        np.testing.assert_allclose(tensors[asked.tensor], expected, atol=1e-9)
+        np.testing.assert_allclose(tensors[asked.tensor], expected, atol=1e-6)
 
 
 def bounded(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -208,7 +205,6 @@ def test_a_user_whose_metric_fails_counts_as_zero_and_harms_nobody(target: int) 
     users = make_users()
     users.fields["y"][users.rows_of(4)] = target
     task = replace(make_task(), loss=lenient, metrics={"failing": failing})
-    task.model.eval()  # dropout masks depend on who trains together
     asked = (Metric("failing", radius=2.0), metric("label-counts", classes=CLASSES, bound=100.0))
     transport = InProcessTransport(task, users, CPU, 10**7)
     everyone = list(range(len(SIZES)))
@@ -217,7 +213,7 @@ def test_a_user_whose_metric_fails_counts_as_zero_and_harms_nobody(target: int) 
     without = collected(transport, request_for(task, asked, others))
     for name, tensor in without.items():
         assert np.any(tensor)
-        np.testing.assert_allclose(total[name], tensor, atol=1e-5)
+        np.testing.assert_array_equal(total[name], tensor)
     for tensor in collected(transport, request_for(task, asked, [4])).values():
         np.testing.assert_array_equal(tensor, 0.0)
 
@@ -229,7 +225,7 @@ def test_a_target_that_is_no_class_is_not_counted() -> None:
     asked = metric("label-counts", classes=CLASSES, bound=100.0)
     transport = InProcessTransport(task, users, CPU, 10**7)
     tensors = collected(transport, request_for(task, (asked,), [3]))
-    np.testing.assert_allclose(tensors[asked.tensor], [7.0, 1.0, 1.0])
+    np.testing.assert_allclose(tensors[asked.tensor], [7.0, 1.0, 1.0], atol=1e-4)
 
 
 def test_metrics_of_sequences_are_over_positions() -> None:
@@ -252,7 +248,7 @@ def test_metrics_of_sequences_are_over_positions() -> None:
     hits = np.mean(outputs == fields["y"][4:])
     np.testing.assert_allclose(tensors["metrics/accuracy"] + 0.5, hits, atol=1e-6)
     counts = np.bincount(fields["y"][4:].ravel(), minlength=CLASSES)
-    np.testing.assert_allclose(tensors["metrics/label-counts"], counts)
+    np.testing.assert_allclose(tensors["metrics/label-counts"], counts, atol=1e-4)
 
 
 def test_bad_metrics_are_refused_before_any_user_is_touched() -> None:
@@ -263,20 +259,3 @@ def test_bad_metrics_are_refused_before_any_user_is_touched() -> None:
     with pytest.raises(InvalidValueError, match="unknown metric 'nothing'"):
         next(transport.collect(request_for(task, (Metric("nothing"),), [0, 3])))
     assert not touched
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 20))
-def test_blocks_hold_each_example_once_and_no_more_than_asked(sizes: list[int], rows: int) -> None:
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    numbers = np.arange(offsets[-1])
-    store = UserStore({"x": numbers, "y": -numbers}, offsets)
-    users = np.arange(len(sizes))[::-1][: max(1, len(sizes) - 1)]
-    seen = {int(user): [] for user in users}
-    task = Task(nn.Linear(1, 1), cross_entropy)
-    for lanes, x, y in Examples(store, users, rows, CPU).blocks(task):
-        assert 1 <= len(lanes) <= rows
-        assert torch.equal(y, -x)
-        for lane, row in zip(lanes.tolist(), x.tolist(), strict=True):
-            seen[int(users[lane])].append(row)
-    for user, found in seen.items():
-        assert found == list(range(offsets[user], offsets[user + 1]))

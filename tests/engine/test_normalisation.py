@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from fedpriv.data.store import UserStore
-from fedpriv.engine.measuring import Examples, user_metrics
+from fedpriv.engine.batches import Examples, by_rung, schedule
+from fedpriv.engine.measuring import Measuring, user_metrics
 from fedpriv.engine.metric_checks import check_metrics
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.normalisation import RunningNorm, running_norms, without_batch_norm
@@ -20,7 +21,8 @@ from fedpriv.losses import cross_entropy
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import flat
 from fedpriv.privacy.layout import Layout
-from tests.engine.everyone import request_under, users_of
+from fedpriv.privacy.metrics import Metric
+from tests.engine.everyone import request_under, total_of, users_of
 
 CPU = torch.device("cpu")
 SIZES = [3, 1, 6, 2]
@@ -104,8 +106,7 @@ def test_local_training_equals_sgd_in_evaluation_mode() -> None:
     check_task(task, users.examples_of(0))
     local = LocalTraining(0.1, steps=3)
     layout = Layout.of(task.parameters())
-    request = request_under(task, local, len(SIZES), 1e6)
-    partials = list(InProcessTransport(task, users, CPU, 10**7).collect(request))
+    request = request_under(task, local, len(SIZES), 2.0)
     expected = np.zeros(layout.dimension)
     for user in range(len(SIZES)):
         model = make_model().eval()
@@ -119,7 +120,8 @@ def test_local_training_equals_sgd_in_evaluation_mode() -> None:
         start = task.parameters()
         update = {n: p.detach().numpy() - start[n] for n, p in model.named_parameters()}
         expected += layout.flatten(update)
-    np.testing.assert_allclose(sum(p.total for p in partials), expected, atol=1e-5)
+    found = total_of(InProcessTransport(task, users, CPU, 10**7), request)
+    np.testing.assert_allclose(found * request.clipping.steps, expected, atol=1e-5)
 
 
 def moments_of(task: Task, users: UserStore, user: int) -> np.ndarray:
@@ -140,16 +142,24 @@ def moments_of(task: Task, users: UserStore, user: int) -> np.ndarray:
     return np.concatenate(vector)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 100])
-def test_the_metric_is_the_moments_of_what_layers_see(rows: int) -> None:
+def measured(task: Task, users: UserStore, user: int, asked: Metric) -> np.ndarray:
+    """A metric of one user, before it is clipped, from batches of two."""
+    local, sizes = LocalTraining(0.1, batch_size=2, epochs=1), users.sizes[[user]]
+    ((rung, _),) = by_rung(sizes, local, measured=True)
+    chosen = np.array([user])
+    plan = schedule(chosen, users.offsets[chosen], sizes, local, bytes(32), rung)
+    examples = Examples(rung, 1, chosen, sizes, users, CPU, plan, task)
+    tensors = {n: torch.tensor(p) for n, p in task.parameters().items()} | task.constants(CPU)
+    measuring = Measuring.of(task.evaluated(), tensors)
+    return user_metrics(measuring, examples, [asked], {}, ())[asked.tensor][0].numpy()
+
+
+def test_the_metric_is_the_moments_of_what_layers_see() -> None:
     task, users = Task(make_model(), cross_entropy), make_users()
     asked = metric("batch-norm", channels=8, bound=3.0)
-    tensors = {n: torch.tensor(p) for n, p in task.parameters().items()} | task.constants(CPU)
-    chosen = np.array([2, 0, 1])
-    examples = Examples(users, chosen, rows, CPU)
-    values = user_metrics(task.evaluated(), tensors, examples, [asked], {}, ())
-    expected = [moments_of(task, users, user) for user in chosen]
-    np.testing.assert_allclose(values[asked.tensor].numpy(), expected, atol=1e-5)
+    for user in range(len(SIZES)):
+        found = measured(task, users, user, asked)
+        np.testing.assert_allclose(found, moments_of(task, users, user), atol=1e-5)
 
 
 def test_the_metric_is_zero_where_statistics_are_right() -> None:
@@ -157,11 +167,8 @@ def test_the_metric_is_zero_where_statistics_are_right() -> None:
     layer = nn.BatchNorm1d(1, eps=0.0)
     layer.running_mean.fill_(2.0)
     task = Task(nn.Sequential(layer, nn.Linear(1, 2)), cross_entropy)
-    tensors = {n: torch.tensor(p) for n, p in task.parameters().items()} | task.constants(CPU)
     asked = metric("batch-norm", channels=1, bound=1.0)
-    examples = Examples(users, np.array([0]), 10, CPU)
-    values = user_metrics(task.evaluated(), tensors, examples, [asked], {}, ())
-    np.testing.assert_allclose(values[asked.tensor].numpy(), [[0.0, 0.0]], atol=1e-6)
+    np.testing.assert_allclose(measured(task, users, 0, asked), [0.0, 0.0], atol=1e-6)
 
 
 def test_layers_called_twice_are_refused_by_the_metric() -> None:

@@ -1,17 +1,21 @@
 """Training a chunk never asks the device for a number, which would make a GPU's host wait."""
 
-from dataclasses import replace
-
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedpriv.engine.clipping import clip_rows
+from fedpriv.engine.start import Start
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.federated.transport import LocalTraining
 from fedpriv.losses import cross_entropy
-from fedpriv.privacy.weights import Weighting
+from fedpriv.privacy.adaptive import indicator_group, indicator_of
+from fedpriv.privacy.contribution import Clipping
+from fedpriv.privacy.groups import flat
+from fedpriv.privacy.layout import Layout
 from tests.engine.everyone import request_under, users_of
 
 SIZES = [3, 9, 4, 4]
@@ -40,25 +44,39 @@ MODELS = {
         nn.Conv2d(1, 3, 2), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(27, 300), nn.Linear(300, 3)
     ),
     "any": lambda: nn.Sequential(
-        nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(27, 3)
+        nn.Flatten(), nn.Linear(16, 27), nn.BatchNorm1d(27), nn.Linear(27, 3)
     ),
 }
 
 
 @pytest.mark.parametrize("kind", sorted(MODELS))
-def test_a_chunk_asks_once_on_a_cpu_and_never_on_a_gpu(kind: str) -> None:
+def test_training_never_waits(kind: str) -> None:
     task = Task(MODELS[kind](), cross_entropy)
     local = LocalTraining(0.1, batch_size=2, epochs=1, momentum=0.5, proximal=0.1)
     request = request_under(task, local, len(SIZES), 0.1)
-    clipping = replace(request.clipping, weighted=("update",))
-    request = replace(request, clipping=clipping, weighting=Weighting(5))
     users = users_of(SIZES, (1, 4, 4))
-    transport = InProcessTransport(task, users, torch.device("cpu"), 10**7)
-    chunks = len(list(transport.collect(request)))  # what is measured once is known from here on
+    transport = InProcessTransport(task, users, torch.device("cpu"), 10**7, processes=1)
+    trainer = transport._trainer
+    start = Start.of(request, trainer.constants, transport.device)
+    chunks = list(transport._chunks(request, start))
+    assert all(chunk.together for chunk in chunks)
     with Asked() as asked:
-        assert len(list(transport.collect(request))) == chunks
+        for chunk in chunks:
+            assert trainer.sums(request, start, chunk)
     assert asked.operations > 100
-    # Whether all are finite, for the few users clipped together, and whether one adds nothing to a
-    # matrix in factors: on a GPU nobody asks.
-    factored = {"layers": 1, "any": 0}[kind]
-    assert asked.names == ["_local_scalar_dense"] * chunks * (1 + factored)
+    # Whether this thread's CPU flushes subnormal numbers.
+    assert asked.names == ["_local_scalar_dense"] * len(chunks)
+
+
+def test_clipping_on_a_gpu_waits_for_one_answer() -> None:
+    layout = Layout(("a", "b"), ((3,), (4,)))
+    indicator = indicator_of(flat(layout, 0.5))
+    layout = Layout((*layout.names, indicator.tensor), (*layout.shapes, (1,)))
+    groups = (*flat(Layout(("a", "b"), ((3,), (4,))), 0.5), indicator_group(indicator))
+    clipping = Clipping(layout, groups, indicator, ("update",), 5)
+    rows = torch.randn(6, 8, dtype=torch.float64)
+    rows[2] = torch.nan
+    with Asked() as asked:
+        clip_rows(rows, clipping, np.arange(6))
+    assert asked.operations > 20
+    assert asked.names == ["_local_scalar_dense"]

@@ -83,6 +83,21 @@ def test_a_repeated_round_is_a_new_attempt_with_fresh_noise_and_its_own_charge(t
     assert not np.array_equal(first.state.parameters["w"], second.state.parameters["w"])
 
 
+def test_an_attempt_that_was_given_up_uncharged_keeps_its_number(tmp_path) -> None:
+    # Answers to it that come late must not count for the cohort of another.
+    def give_up() -> None:
+        raise OSError("no more")
+
+    plan = make_plan(rounds=1)
+    with open_books(tmp_path) as books:
+        state = initial_state(plan, PARAMETERS)
+        with pytest.raises(OSError, match="no more"):
+            next(train(plan, state, CONSTANT, books, SeededEntropy(0), give_up))
+        report = next(train(plan, state, CONSTANT, books, SeededEntropy(0)))
+        assert report.attempt == 1
+        assert books.ledger.head.count == 1
+
+
 def test_nothing_is_noised_before_the_charge_is_on_disk(tmp_path, monkeypatch) -> None:
     plan = make_plan()
     with open_books(tmp_path) as books:

@@ -4,15 +4,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from federation import LAYOUT, PARAMETERS, make_plan, open_books
+from torch import nn
 
+from fedpriv.data.store import UserStore
+from fedpriv.engine.task import Task
+from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import BudgetExceededError, InvalidValueError
 from fedpriv.federated.fake import FakeTransport
 from fedpriv.federated.quantiles import NormQuantile, find_quantiles
 from fedpriv.federated.round import initial_state
+from fedpriv.federated.statistics import METRIC, RunningStatistics
 from fedpriv.federated.transport import RoundRequest
+from fedpriv.losses import cross_entropy
 from fedpriv.privacy.entropy import SeededEntropy
-from fedpriv.privacy.groups import equal_split, layers, per_layer
+from fedpriv.privacy.groups import equal_split, flat, layers, per_layer
+from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.metrics import Metric
 from fedpriv.privacy.sampling import PoissonSampling
 
 USERS = 2000
@@ -95,3 +104,64 @@ def test_noise_alone_widens_and_never_empties_the_interval() -> None:
     for _ in range(200):
         known = known.narrowed(rng.normal(0.5, 0.3, 20), 0.3, 0.5)
         assert 0.0 < known.low < known.high
+
+
+STATISTICS = {"0.running_mean": np.float32([5, 0]), "0.running_var": np.float32([9, 0.01])}
+
+
+def normalised_task() -> Task:
+    torch.manual_seed(0)
+    return Task(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3)), cross_entropy)
+
+
+def normalised_users() -> UserStore:
+    rng, offsets = np.random.default_rng(3), np.arange(401) * 4
+    x = rng.normal([5.0, 0.0], [3.0, 0.1], (offsets[-1], 2)).astype(np.float32)
+    return UserStore({"x": x, "y": rng.integers(0, 3, len(x))}, offsets)
+
+
+def slow_norms(users: UserStore, statistics: dict[str, np.ndarray]) -> np.ndarray:
+    """Norms of one step of 0.1 on all examples of each user, by torch's own batch normalisation."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3)).eval()
+    model.load_state_dict({n: torch.from_numpy(s) for n, s in statistics.items()}, strict=False)
+    norms = []
+    for user in range(users.population):
+        x, y = (torch.from_numpy(users.examples_of(user)[name]) for name in "xy")
+        loss = nn.functional.cross_entropy(model(x), y)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        norms.append(0.1 * torch.sqrt(sum(g.square().sum() for g in gradients)).item())
+    return np.array(norms)
+
+
+def test_norms_are_of_the_model_with_its_running_statistics_and_nothing_moves(
+    tmp_path: Path,
+) -> None:
+    task, users = normalised_task(), normalised_users()
+    layout = Layout.of(task.parameters())
+    plan = make_plan(
+        rounds=4,
+        layout=layout,
+        groups=flat(layout, 1.0),
+        noise_multiplier=0.0,
+        sampling=PoissonSampling(users.population, 1.0),
+        metrics=(Metric(METRIC, (4,), radius=4.0),),
+        metrics_share=0.2,
+        statistics=RunningStatistics(("0",), (2,), (1e-5,)),
+    )
+    state = initial_state(plan, task.parameters(), STATISTICS)
+    transport = InProcessTransport(task, users, torch.device("cpu"), 10**7)
+    with open_books(tmp_path) as books:
+        reports = list(find_quantiles(plan, state, 0.5, transport, books, SeededEntropy(5)))
+        assert len(books.ledger.events()) == 4
+    norms = slow_norms(users, STATISTICS)
+    (known,) = reports[-1][1]
+    assert float((norms <= known.estimate).mean()) == pytest.approx(0.5, abs=0.01)
+    elsewhere = slow_norms(users, task.statistics())
+    assert float((elsewhere <= known.estimate).mean()) < 0.1
+    for report, _ in reports:
+        assert [metric.name for metric in report.metrics] == [f"update-norms:{known.group}"]
+        for name, tensor in STATISTICS.items():
+            np.testing.assert_array_equal(report.state.statistics[name], tensor)
+    for name, tensor in task.parameters().items():
+        np.testing.assert_array_equal(state.parameters[name], tensor)

@@ -1,5 +1,6 @@
 """Rounds that release more than an update: metrics, clipped counts, weights."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from fedpriv.privacy.entropy import SeededEntropy
 from fedpriv.privacy.groups import equal_split, flat, layers, per_layer
 from fedpriv.privacy.metrics import Metric
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.privacy.weights import Averaging, Weighting
+from fedpriv.privacy.weights import Averaging
 
 METRIC = Metric("position", centre=0.5, radius=0.5)
 USERS = 400
@@ -131,38 +132,41 @@ def test_clipping_norms_are_in_the_checkpoint(tmp_path: Path) -> None:
     assert first.state.clipping_norms != plan.clipping_norms
 
 
-def weight_of(user: int) -> float:
-    return (user % 4 + 1) / 4
+def weight_of(user: int) -> int:
+    """In quarters."""
+    return user % 4 + 1
 
 
 def test_a_weighted_average_is_over_q_times_all_weights(tmp_path: Path) -> None:
-    total = sum(weight_of(user) for user in range(USERS))
+    weights = np.array([weight_of(user) for user in range(USERS)]) / 4
     plan = plan_with(
         rounds=1,
         groups=flat(LAYOUT, 100.0),
         noise_shares=(1.0,),
         noise_multiplier=0.0,
-        averaging=Averaging(Weighting(cap=4), total),
+        averaging=Averaging(4, float(weights.sum())),
         sampling=PoissonSampling(USERS, 1.0),
     )
     (report,), _ = run(plan, tmp_path, FakeTransport(sent, weight_of))
-    weights = np.array([weight_of(user) for user in range(USERS)])
     expected = weights @ LENGTHS / weights.sum()
     np.testing.assert_allclose(report.state.parameters["w"], 1.0 + expected[0] / 2.0, rtol=1e-5)
 
 
-def test_a_floored_average_follows_the_cohort_and_doubles_the_noise(tmp_path: Path) -> None:
-    averaging = Averaging(floor=0.5)
-    plan = plan_with(averaging=averaging)
+@pytest.mark.parametrize("averaging", [Averaging(), Averaging(4, 250.0)], ids=repr)
+def test_a_floored_average_follows_the_cohort_and_doubles_the_noise(
+    averaging: Averaging, tmp_path: Path
+) -> None:
+    floored = replace(averaging, floor=0.5)
+    plan = plan_with(averaging=floored)
     for query in plan.mechanism.event.queries:
         assert query.clipping_norm == pytest.approx(2.0 / np.sqrt(2.0))
-    assert plan.mechanism.event.noise_multiplier == pytest.approx(1.0)
-    plain = plan_with()
+    assert 1.0 <= plan.mechanism.event.noise_multiplier <= 1.0 + 1e-9
+    plain = plan_with(averaging=averaging)
     before, after = plain.mechanism.average.noise_stddevs, plan.mechanism.average.noise_stddevs
-    np.testing.assert_allclose(after, before * 2.0 / 0.5)
+    np.testing.assert_allclose(after, before * 2.0 / 0.5, rtol=1e-6)
     silent = plan_with(
         rounds=1,
-        averaging=averaging,
+        averaging=floored,
         noise_multiplier=0.0,
         groups=flat(LAYOUT, 100.0),
         noise_shares=(1.0,),
@@ -171,7 +175,9 @@ def test_a_floored_average_follows_the_cohort_and_doubles_the_noise(tmp_path: Pa
     def same(request: RoundRequest, user: int) -> dict[str, np.ndarray]:
         return {"w": np.full((2, 2), 0.25), "b": np.zeros(3)}
 
-    (report,), _ = run(silent, tmp_path, FakeTransport(same))
+    (report,), _ = run(
+        silent, tmp_path, FakeTransport(same, weight_of if averaging.cap else lambda _: 1)
+    )
     np.testing.assert_allclose(report.state.parameters["w"], 1.25, rtol=1e-6)
 
 

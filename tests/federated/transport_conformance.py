@@ -7,11 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fedpriv.federated.aggregate import add_up
-from fedpriv.federated.transport import RoundRequest, Transport
+from fedpriv.federated.aggregate import CohortSum, add_up
+from fedpriv.federated.transport import PartialSum, RoundRequest, Transport
 from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import VectorGroup, equal_split, flat, joint, layers, per_layer
+from fedpriv.privacy.groups import equal_split, flat, joint, layers, per_layer
 from fedpriv.privacy.layout import Layout
+
+KINDS = ["flat", "per-layer", "joint", "weighted"]
 
 
 class TransportConformance(ABC):
@@ -25,52 +27,66 @@ class TransportConformance(ABC):
     def request(self) -> RoundRequest:
         """A request to all of its users, flat clipping at a norm that clips somebody."""
 
-    def sum_of(self, users: Sequence[int], groups: tuple[VectorGroup, ...] | None) -> np.ndarray:
+    def asked(self, users: Sequence[int], kind: str | None = None) -> RoundRequest:
         request = self.request()
-        layout = Layout.of(request.parameters)
-        request = replace(
-            request,
-            users=np.array(users, np.int64),
-            clipping=Clipping(layout, groups) if groups else request.clipping,
-        )
-        partials = self.transport().collect(request)
-        return add_up(partials, request.clipping, len(users)).total
+        clipping = self.clippings()[kind] if kind else request.clipping
+        return replace(request, users=np.array(users, np.int64), clipping=clipping)
 
-    def groupings(self) -> list[tuple[VectorGroup, ...]]:
+    def collected(self, request: RoundRequest) -> list[PartialSum]:
+        return list(self.transport().collect(request))
+
+    def sum_of(self, users: Sequence[int], kind: str | None = None) -> CohortSum:
+        request = self.asked(users, kind)
+        return add_up(self.collected(request), request.clipping, len(users))
+
+    def clippings(self) -> dict[str, Clipping]:
         layout = Layout.of(self.request().parameters)
         scales = {name: 0.1 * (i + 1) for i, name in enumerate(layout.names)}
-        return [
-            flat(layout, 0.01),
-            per_layer(layout, layers(layout), equal_split(layers(layout), 0.01)),
-            joint(layout, 0.01, scales),
-        ]
+        one = flat(layout, 0.01)
+        groups = {
+            "flat": one,
+            "per-layer": per_layer(layout, layers(layout), equal_split(layers(layout), 0.01)),
+            "joint": joint(layout, 0.01, scales),
+        }
+        weighted = Clipping(layout, one, weighted=(one[0].name,), weight_cap=3)
+        return {name: Clipping(layout, of) for name, of in groups.items()} | {"weighted": weighted}
 
-    @pytest.mark.parametrize("grouping", [0, 1, 2], ids=["flat", "per-layer", "joint"])
-    def test_each_user_is_clipped_and_users_add_up(self, grouping: int) -> None:
-        groups = self.groupings()[grouping]
-        users = self.request().users.tolist()
-        layout = Layout.of(self.request().parameters)
-        clipping = Clipping(layout, groups)
-        alone = [self.sum_of([user], groups) for user in users]
-        for contribution in alone:
-            assert clipping.admits(contribution, 1)
-        assert any(np.any(contribution) for contribution in alone)
-        np.testing.assert_allclose(self.sum_of(users, groups), sum(alone), atol=1e-8)
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_each_user_is_clipped_and_users_add_up_exactly(self, kind: str) -> None:
+        users, clipping = self.request().users.tolist(), self.clippings()[kind]
+        alone = {user: self.sum_of([user], kind) for user in users}
+        for one in alone.values():
+            assert clipping.admits(one.total, 1, one.weight)
+            assert 0 <= one.weight <= clipping.weight_cap
+        assert any(np.any(one.total) for one in alone.values())
+        for cohort in (users, users[::2], users[1:], users[:-2]):
+            together = self.sum_of(cohort, kind)
+            np.testing.assert_array_equal(together.total, sum(alone[u].total for u in cohort))
+            assert together.weight == sum(alone[user].weight for user in cohort)
 
     def test_a_failing_user_counts_as_zero_and_harms_nobody(self) -> None:
         *others, failing = self.request().users.tolist()
-        np.testing.assert_array_equal(self.sum_of([failing], None), 0.0)
-        # Who trains together decides how float32 rounds: by about 1e-7 after these few steps.
-        np.testing.assert_allclose(
-            self.sum_of([*others, failing], None), self.sum_of(others, None), atol=1e-7
+        np.testing.assert_array_equal(self.sum_of([failing]).total, 0)
+        np.testing.assert_array_equal(
+            self.sum_of([*others, failing]).total, self.sum_of(others).total
         )
 
     def test_an_empty_cohort_sums_to_zero(self) -> None:
-        np.testing.assert_array_equal(self.sum_of([], None), 0.0)
+        empty = self.sum_of([])
+        np.testing.assert_array_equal(empty.total, 0)
+        assert empty.weight == 0
 
-    def test_partial_sums_name_their_users_once(self) -> None:
-        request = self.request()
-        partials = list(self.transport().collect(request))
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_partial_sums_are_of_integers_and_name_their_users_once(self, kind: str) -> None:
+        request = self.asked(self.request().users.tolist(), kind)
+        partials = self.collected(request)
+        assert partials
+        for partial in partials:
+            assert partial.total.dtype == np.int64
+            assert partial.total.shape == (request.clipping.layout.dimension,)
+            assert isinstance(partial.weight, int)
+            assert 0 <= partial.weight <= partial.users * request.clipping.weight_cap
+            assert request.clipping.admits(partial.total, partial.users, partial.weight)
         assert sum(partial.users for partial in partials) <= request.users.size
         assert len({partial.node for partial in partials}) == len(partials)
 

@@ -1,6 +1,7 @@
 """Adaptive clipping norms: where they go, and what counting the clipped costs."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -44,8 +45,11 @@ def test_the_group_of_the_indicator_holds_any_of_its_values() -> None:
         indicator = indicator_of(groups)
         group = indicator_group(indicator)
         assert indicator.groups == tuple(g.name for g in groups)
-        assert 4.0 * group.clipping_norm**2 >= count
+        assert 4 * Fraction(group.clipping_norm) ** 2 >= count
         assert group.clipping_norm == pytest.approx(math.sqrt(count) / 2)
+        half = Fraction(1, 2) / Fraction(group.granularity)
+        assert half.denominator == 1
+        assert count * half**2 <= group.squared_bound
 
 
 @pytest.mark.parametrize(

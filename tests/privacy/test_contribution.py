@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
@@ -14,12 +14,22 @@ from scipy import stats
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.adaptive import indicator_group, indicator_of
 from fedpriv.privacy.allocation import noise_stddevs, proportional_shares
-from fedpriv.privacy.contribution import Clipping, Indicator
+from fedpriv.privacy.contribution import MOST_WEIGHT, Clipping, Indicator
 from fedpriv.privacy.entropy import SeededEntropy
 from fedpriv.privacy.groups import VectorGroup, equal_split, flat, joint, layers, per_layer
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.metrics import Metric
 from fedpriv.privacy.query import GaussianSumQuery
+from tests.privacy.exact import (
+    LARGEST_SQUARE,
+    agree,
+    clipped,
+    fractions,
+    roots_of,
+    square,
+    squares,
+    steps_of,
+)
 
 UPDATE = (
     VectorGroup("left", ("a", "b"), 1.3, (0.5, 4.0)),
@@ -30,7 +40,8 @@ INDICATOR = indicator_of(UPDATE)
 SHAPES = {"a": (3,), "b": (2, 2), "c": (5,), METRIC.tensor: (4,)}
 LAYOUT = Layout((*SHAPES, INDICATOR.tensor), (*SHAPES.values(), (2,)))
 GROUPS = (*UPDATE, METRIC.group, indicator_group(INDICATOR))
-CLIPPING = Clipping(LAYOUT, GROUPS, INDICATOR, ("left", "right"))
+CAP = 10
+CLIPPING = Clipping(LAYOUT, GROUPS, INDICATOR, ("left", "right"), CAP)
 # Groups whose tensors do not lie side by side, or lie in another order than they are named.
 SCATTERED = (
     VectorGroup("left", ("a", "c"), 1.3, (1e-12, 1.0)),
@@ -39,10 +50,13 @@ SCATTERED = (
 WHOLE = flat(Layout(tuple(SHAPES), tuple(SHAPES.values())), 0.7)
 CLIPPINGS = {
     "mixed": CLIPPING,
-    "scattered": Clipping(LAYOUT, (*SCATTERED, indicator_group(INDICATOR)), INDICATOR, ("right",)),
+    "scattered": Clipping(
+        LAYOUT, (*SCATTERED, indicator_group(INDICATOR)), INDICATOR, ("right",), MOST_WEIGHT
+    ),
     "one group": Clipping(Layout(tuple(SHAPES), tuple(SHAPES.values())), WHOLE),
 }
-weights = st.one_of(st.floats(0.0, 1.0), st.floats())
+NAMES = sorted(CLIPPINGS)
+NO_WEIGHTS = [-1, -0.1, 0.5, 1.0000001, math.nan, math.inf, -math.inf, 2**70]
 
 
 @st.composite
@@ -50,111 +64,314 @@ def sent(draw: st.DrawFn) -> dict[str, np.ndarray]:
     """Anything that a user might send, NaN, inf, 1e38 and wrong shapes included."""
     tensors = {}
     for name, shape in SHAPES.items():
-        dtype = draw(st.sampled_from([np.float32, np.float64]))
+        dtype = draw(st.sampled_from([np.float16, np.float32, np.float64]))
         shapes = st.tuples(st.integers(0, 3)) if draw(st.integers(0, 20)) == 0 else st.just(shape)
         width = np.dtype(dtype).itemsize * 8
         tensors[name] = draw(hnp.arrays(dtype, shapes, elements=st.floats(width=width)))
     return tensors
 
 
-def part(vector: np.ndarray, group: VectorGroup) -> np.ndarray:
-    return np.concatenate([vector[LAYOUT.slices[tensor]] for tensor in group.tensors])
+def weight_of(clipping: Clipping, draw: st.DataObject) -> int | None:
+    cap = clipping.weight_cap
+    return draw.draw(st.none() | st.integers(0, cap) | st.sampled_from([*NO_WEIGHTS, cap + 1]))
 
 
-def obvious(clipping: Clipping, tensors: Tensors, weight: float) -> np.ndarray:
-    """The contribution tensor by tensor in as many arrays as it takes; NaN if it is close to S."""
-    slices = clipping.layout.slices
-    vector, whole = np.zeros(clipping.layout.dimension), {}
-    if not 0.0 <= weight <= 1.0 or any(tensors[n].shape != s for n, s in SHAPES.items()):
-        return vector
+def part(clipping: Clipping, vector: np.ndarray, group: VectorGroup) -> np.ndarray:
+    return np.concatenate([vector[clipping.layout.slices[tensor]] for tensor in group.tensors])
+
+
+def scaled(group: VectorGroup, tensors: Tensors) -> list[Fraction]:
+    """u = (v_1/α_1, …, v_m/α_m), without rounding."""
+    return [
+        number / Fraction(scale)
+        for tensor, scale in zip(group.tensors, group.scales, strict=True)
+        for number in fractions(tensors[tensor].ravel())
+    ]
+
+
+def counts(clipping: Clipping, tensors: Tensors, weight: object) -> bool:
+    """Whether a user is counted at all."""
+    if weight is not None and not (isinstance(weight, int) and 0 <= weight <= clipping.weight_cap):
+        return False
+    if any(tensors[name].shape != shape for name, shape in SHAPES.items()):
+        return False
     if not all(np.all(np.isfinite(tensor)) for tensor in tensors.values()):
-        return vector
+        return False
+    return all(
+        square(scaled(group, tensors)) < LARGEST_SQUARE
+        for group in clipping.groups
+        if INDICATOR.tensor not in group.tensors
+    )
+
+
+def follows(clipping: Clipping, tensors: Tensors, weight: int | None, found: np.ndarray) -> bool:
+    """Whether a contribution is the exact one of each group, up to rounding."""
+    units = clipping.weight_cap if weight is None else weight
+    within, close = {}, set()
     for group in clipping.groups:
         if group.tensors == (INDICATOR.tensor,):
             continue
-        wide = [tensors[name].astype(np.float64).ravel() for name in group.tensors]
-        with np.errstate(over="ignore"):
-            part = np.concatenate([w / a for w, a in zip(wide, group.scales, strict=True)])
-        peak = float(np.max(np.abs(part), initial=0.0)) or 1.0
-        if math.isinf(peak):
-            part, whole[group.name] = np.zeros_like(part), False
-        else:
-            length = math.hypot(*(part / peak))
-            ratio = length * (peak / group.clipping_norm)
-            if abs(ratio - 1.0) < 1e-12:
-                return np.full_like(vector, np.nan)
-            whole[group.name] = ratio < 1.0
-            part = part if ratio < 1.0 else part / peak * (group.clipping_norm / length)
-        part = part * weight if group.name in clipping.weighted else part
-        for name in group.tensors:
-            size = clipping.layout.sizes[name]
-            vector[slices[name]], part = part[:size], part[size:]
-    if clipping.indicator is not None:
-        said = [0.5 if whole[name] else -0.5 for name in clipping.indicator.groups]
-        vector[slices[INDICATOR.tensor]] = said
-    return vector
+        vector = scaled(group, tensors)
+        share = Fraction(units, clipping.weight_cap) if group.name in clipping.weighted else 1
+        ratio = square(vector) / Fraction(group.clipping_norm) ** 2
+        within[group.name] = ratio < 1
+        close |= {group.name} if abs(ratio - 1) < Fraction(1, 10**12) else set()
+        expected = clipped(vector, group.clipping_norm, Fraction(share))
+        shortened = ratio > 1 or group.name in close
+        if not agree(part(clipping, found, group), expected, shortened=shortened):
+            return False
+    if clipping.indicator is None:
+        return True
+    (group,) = [g for g in clipping.groups if g.tensors == (INDICATOR.tensor,)]
+    half = Fraction(1, 2) / steps_of(group.clipping_norm)[0]
+    said = part(clipping, found, group).tolist()
+    return all(
+        name in close or a == (half if within[name] else -half)
+        for name, a in zip(clipping.indicator.groups, said, strict=True)
+    )
 
 
 def constant(**values: float) -> dict[str, np.ndarray]:
     return {name: np.full(shape, values.get(name, 0.0)) for name, shape in SHAPES.items()}
 
 
-@given(st.sampled_from(sorted(CLIPPINGS)), sent(), weights)
-@example("scattered", constant(a=1e300), 0.5)  # overflows divided by its scale
-@example("scattered", constant(a=1e300, b=np.inf), 0.5)
-@example("mixed", constant(c=1e200, a=1e-200), 0.5)  # its square overflows
-@example("one group", constant(a=1e200, c=-1e300), 1.0)
-@example("one group", constant(a=1.0, c=np.nan), 1.0)
-def test_equals_the_obvious_way_and_stays_exactly_within_every_norm(
-    name: str, tensors: dict[str, np.ndarray], weight: float
+@given(st.sampled_from(NAMES), sent(), st.data())
+@example("scattered", constant(a=1e300), None)  # overflows divided by its scale
+@example("scattered", constant(a=1e300, b=np.inf), None)
+@example("scattered", constant(a=1e140), None)  # its square overflows divided by its scale
+@example("mixed", constant(c=1e200, a=1e-200), None)  # its square overflows
+@example("mixed", constant(c=1e150, a=1e-200), None)
+@example("one group", constant(a=1e200, c=-1e300), None)
+@example("one group", constant(a=1.0, c=np.nan), None)
+@example("mixed", constant(a=0.1, c=0.2), None)
+def test_equals_the_obvious_way_and_stays_exactly_within_every_bound(
+    name: str, tensors: dict[str, np.ndarray], data: st.DataObject | None
 ) -> None:
     clipping = CLIPPINGS[name]
+    weight = weight_of(clipping, data) if data else None
     contribution = clipping.contribution(tensors, weight)
-    expected = obvious(clipping, tensors, weight)
-    if not np.any(np.isnan(expected)):
-        np.testing.assert_allclose(contribution, expected, rtol=1e-14, atol=1e-290)
+    assert contribution.dtype == np.int64
+    assert contribution.shape == (clipping.layout.dimension,)
+    if not counts(clipping, tensors, weight):
+        np.testing.assert_array_equal(contribution, np.zeros_like(contribution))
+        return
+    assert follows(clipping, tensors, weight, contribution)
+    units = clipping.weight_cap if weight is None else weight
     for group in clipping.groups:
-        square = sum(Fraction(float(x)) ** 2 for x in part(contribution, group))
-        assert square <= Fraction(group.clipping_norm) ** 2
-    assert clipping.admits(contribution, 1)
+        most = group.squared_bound
+        if group.name in clipping.weighted:
+            most = units**2 * most // clipping.weight_cap**2
+        assert squares(part(clipping, contribution, group)) <= most
+    assert clipping.admits(contribution, 1, units)
+
+
+@given(st.sampled_from(NAMES), st.lists(sent(), min_size=1, max_size=5), st.data())
+def test_rows_are_contributions_each_by_itself(
+    name: str, people: list[dict[str, np.ndarray]], data: st.DataObject
+) -> None:
+    clipping = CLIPPINGS[name]
+    people = [
+        tensors for tensors in people if all(t.shape == SHAPES[n] for n, t in tensors.items())
+    ]
+    weights = np.array(
+        [data.draw(st.integers(0, clipping.weight_cap)) for _ in people], dtype=np.int64
+    )
+    rows = np.full((len(people), clipping.layout.dimension), np.nan)
+    for row, tensors in zip(rows, people, strict=True):
+        views = clipping.layout.unflatten(row)
+        for tensor, values in tensors.items():
+            views[tensor][...] = values
+    clipping.clip_rows(rows, weights)
+    for row, tensors, weight in zip(rows, people, weights, strict=True):
+        expected = clipping.contribution(tensors, int(weight))
+        np.testing.assert_array_equal(row, expected)
+        assert row.astype(np.int64).tolist() == row.tolist()  # whole numbers
+
+
+def test_so_many_rows_add_up_exactly_in_float64() -> None:
+    longest = math.isqrt(steps_of(math.nextafter(2.0, 0.0))[1])
+    assert 2**28 * longest <= 2**53
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tensor", SHAPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_one_component_that_is_not_finite_zeroes_everything(
+    name: str, tensor: str, bad: float
+) -> None:
+    clipping = CLIPPINGS[name]
+    tensors = constant(a=0.1, b=0.1, c=0.1, **{METRIC.tensor: 0.1})
+    assert np.any(clipping.contribution(tensors))
+    for place in range(tensors[tensor].size):
+        broken = {name: values.copy() for name, values in tensors.items()}
+        broken[tensor].flat[place] = bad
+        contribution = clipping.contribution(broken)
+        np.testing.assert_array_equal(contribution, np.zeros_like(contribution))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"a": None},
+        {"d": np.zeros(1)},
+        {"a": np.ones(4)},
+        {"a": np.ones((3, 1))},
+        {"a": np.ones(3, np.int64)},
+        {"a": np.array(["x", "y", "z"])},
+        {INDICATOR.tensor: np.full(3, 0.5)},
+    ],
+    ids=["missing", "unknown", "long", "shape", "integers", "texts", "indicator"],
+)
+def test_malformed_tensors_count_as_zero_and_are_logged(
+    changes: dict[str, np.ndarray | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {**constant(a=1.0, b=1.0, c=1.0), **changes}
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    if INDICATOR.tensor in changes:
+        # What a user says of itself is not asked.
+        honest = CLIPPING.contribution(constant(a=1.0, b=1.0, c=1.0))
+        np.testing.assert_array_equal(CLIPPING.contribution(tensors), honest)
+        return
+    np.testing.assert_array_equal(CLIPPING.contribution(tensors), np.zeros(LAYOUT.dimension))
+    assert "a malformed update counts as zero" in caplog.text
+
+
+integers = st.integers(-(2**25), 2**25) | st.integers(-(2**63), 2**63 - 1)
 
 
 @given(
-    st.sampled_from(sorted(CLIPPINGS)),
-    hnp.arrays(np.float64, 18, elements=st.floats(-1.0, 1.0) | st.floats()),
-    st.integers(0, 5),
+    st.sampled_from(NAMES),
+    hnp.arrays(np.int64, 18, elements=integers),
+    st.integers(0, 5) | st.integers(0, 2**20),
+    st.data(),
 )
-def test_a_total_is_admitted_if_every_group_is_within_its_norms(
-    name: str, total: np.ndarray, users: int
+def test_a_total_is_admitted_if_every_group_is_within_what_its_users_can_have(
+    name: str, total: np.ndarray, users: int, data: st.DataObject
 ) -> None:
     clipping = CLIPPINGS[name]
     total = total[: clipping.layout.dimension]
-    expected = bool(np.all(np.isfinite(total)))
-    if expected:
-        for group in clipping.groups:
-            square = sum(Fraction(float(x)) ** 2 for x in part(total, group))
-            most = (users * Fraction(group.clipping_norm)) ** 2
-            if most < square < most * (1 + Fraction(1, 10**12)) + Fraction(1, 10**300):
-                return  # rounding and underflow decide
-            expected = expected and square <= most
-    assert clipping.admits(total, users) is expected
+    weight = data.draw(st.integers(0, users * clipping.weight_cap))
+    if data.draw(st.booleans()):
+        total //= data.draw(st.sampled_from([2**5, 2**10, 2**40]))
+    expected = True
+    for group in clipping.groups:
+        of = squares(part(clipping, total, group))
+        if group.name in clipping.weighted:
+            most = weight**2 * group.squared_bound // clipping.weight_cap**2
+        else:
+            most = users**2 * group.squared_bound
+        assume(not 2**53 <= most < of < most * (1 + Fraction(1, 2**29)))  # rounding decides
+        expected = expected and of <= most
+    assert clipping.admits(total, users, weight) is expected
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e300])
-def test_no_number_of_users_sums_to_what_is_not_finite(bad: float) -> None:
-    total = np.zeros(LAYOUT.dimension)
-    total[3] = bad
-    assert not CLIPPING.admits(total, 10**308)
+WIDE = Layout(("u", "v"), ((8,), (8,)))
+WIDE_GROUPS = (
+    VectorGroup("plain", ("u",), 0.7, (3.0,)),
+    VectorGroup("heavy", ("v",), math.nextafter(2.0, 0.0), (1.0,)),
+)
+WIDE_CLIPPING = Clipping(WIDE, WIDE_GROUPS, weighted=("heavy",), weight_cap=7)
 
 
-@pytest.mark.parametrize("name", sorted(CLIPPINGS))
-def test_parts_are_the_positions_of_each_groups_tensors_in_their_order(name: str) -> None:
+def of_square(number: int) -> list[int]:
+    """Eight integers whose squares add up to a number."""
+    roots = roots_of(number)
+    return roots + [0] * (8 - len(roots))
+
+
+@pytest.mark.parametrize("weight", range(8))
+def test_of_one_user_the_bound_is_admitted_and_one_more_is_not(weight: int) -> None:
+    plain = WIDE_GROUPS[0].squared_bound
+    heavy = weight**2 * WIDE_GROUPS[1].squared_bound // 49
+    for more, other in ((0, 0), (1, 0), (0, 1)):
+        total = np.array(of_square(plain + more) + of_square(heavy + other), np.int64)
+        assert (squares(total[:8]), squares(total[8:])) == (plain + more, heavy + other)
+        assert WIDE_CLIPPING.admits(total, 1, weight) is (more == other == 0)
+
+
+def test_users_without_weight_add_zero_to_weighted_groups() -> None:
+    total = np.zeros(16, np.int64)
+    total[8] = 1
+    assert not WIDE_CLIPPING.admits(total, 1000, 0)
+    assert WIDE_CLIPPING.admits(np.zeros(16, np.int64), 1000, 0)
+    total[8], total[0] = 0, 1
+    assert WIDE_CLIPPING.admits(total, 1000, 0)
+    assert not WIDE_CLIPPING.admits(total, 0, 0)
+
+
+@pytest.mark.parametrize("users", [1, 2, 10, 999, 1000])
+@pytest.mark.parametrize("alike", [True, False])
+def test_honest_sums_of_many_are_admitted(users: int, alike: bool) -> None:
+    rng = np.random.default_rng(users)
+    total, all_weights = np.zeros(16, np.int64), 0
+    direction = rng.standard_normal((2, 8))
+    for _ in range(users):
+        u, v = direction if alike else rng.standard_normal((2, 8))
+        weight = 7 if alike else int(rng.integers(0, 8))
+        total += WIDE_CLIPPING.contribution({"u": u * 1e3, "v": v * 1e3}, weight)
+        all_weights += weight
+    assert WIDE_CLIPPING.admits(total, users, all_weights)
+    if alike:  # they are as long as can be, up to truncation
+        assert not WIDE_CLIPPING.admits(total + total // (500 * users) + 16, users - 1, all_weights)
+        longer = total + total // 2**18 + 16
+        assert not WIDE_CLIPPING.admits(longer, users, all_weights)
+
+
+def test_sums_of_the_longest_integers_are_admitted_for_any_number_of_users() -> None:
+    plain, heavy = (of_square(group.squared_bound) for group in WIDE_GROUPS)
+    one = np.array(plain + heavy, np.int64)
+    for users in (*range(1, 300), 2**10 - 1, 2**20 + 1, 2**37):
+        assert WIDE_CLIPPING.admits(users * one, users, 7 * users)
+        assert not WIDE_CLIPPING.admits(users * one + (users // 8 + 1), users, 7 * users)
+
+
+@pytest.mark.parametrize(
+    "total",
+    [
+        np.zeros(16),
+        np.zeros(16, np.int32),
+        np.zeros(16, np.uint64),
+        np.zeros(16, object),
+        np.zeros(15, np.int64),
+        np.zeros(17, np.int64),
+        np.zeros((16, 1), np.int64),
+        np.zeros((), np.int64),
+        np.full(16, np.nan),
+    ],
+    ids=lambda total: f"{total.dtype}{list(total.shape)}",
+)
+def test_totals_of_another_type_or_shape_are_not_admitted(total: np.ndarray) -> None:
+    assert WIDE_CLIPPING.admits(np.zeros(16, np.int64), 5, 5)
+    assert not WIDE_CLIPPING.admits(total, 5, 5)
+
+
+@pytest.mark.parametrize("value", [2**62, 2**63 - 1, -(2**63)])
+def test_no_number_of_users_sums_to_what_overflows(value: int) -> None:
+    total = np.zeros(16, np.int64)
+    total[3] = value
+    assert not WIDE_CLIPPING.admits(total, 2**36, 0)
+    total[:8] = value
+    assert not WIDE_CLIPPING.admits(total, 2**37, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_spans_are_the_positions_of_each_groups_tensors_in_their_order(name: str) -> None:
     clipping = CLIPPINGS[name]
     positions = np.arange(clipping.layout.dimension)
-    for group, indices in clipping.parts:
-        np.testing.assert_array_equal(indices, part(positions, group))
-        assert indices.dtype == np.int64
-    assert tuple(group for group, _ in clipping.parts) == clipping.groups
+    for group, spans in zip(clipping.groups, clipping.spans, strict=True):
+        found = np.concatenate([positions[span] for span in spans])
+        np.testing.assert_array_equal(found, part(clipping, positions, group))
+    assert len(CLIPPINGS["one group"].spans[0]) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_of_a_component_is_its_scale_times_that_of_its_group(name: str) -> None:
+    clipping = CLIPPINGS[name]
+    for group in clipping.groups:
+        step = float(steps_of(group.clipping_norm)[0])
+        for tensor, scale in zip(group.tensors, group.scales, strict=True):
+            found = clipping.steps[clipping.layout.slices[tensor]]
+            assert found.tolist() == [scale * step] * clipping.layout.sizes[tensor]
 
 
 LARGE = Layout(("0.weight", "0.bias", "2.weight", "2.bias"), ((700, 400), (700,), (10, 700), (10,)))
@@ -167,7 +384,7 @@ STRATEGIES = {
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 @pytest.mark.parametrize("size", [1e-4, 1.0, np.nan])
-def test_large_updates_take_no_memory_but_the_vector(strategy: str, size: float) -> None:
+def test_large_updates_take_little_memory_but_the_vector(strategy: str, size: float) -> None:
     rng = np.random.default_rng(0)
     tensors = {
         name: (size * rng.standard_normal(shape[::-1])).astype(np.float32).T
@@ -180,62 +397,112 @@ def test_large_updates_take_no_memory_but_the_vector(strategy: str, size: float)
         made = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
         held = tracemalloc.get_traced_memory()[0]
-        assert clipping.admits(contribution, 1)
+        assert clipping.admits(contribution, 1, 1)
         taken = tracemalloc.get_traced_memory()[1] - held
     finally:
         tracemalloc.stop()
-    assert made < contribution.nbytes + 2**16
-    assert taken < 2**16
+    assert made < 2 * contribution.nbytes + 2**16  # as floats and as integers
+    assert taken < 2**18
+    if np.isnan(size):
+        np.testing.assert_array_equal(contribution, np.zeros_like(contribution))
+        return
     for group in clipping.groups:
         slow = np.concatenate(
             [
-                tensors[name].astype(np.longdouble).ravel() / scale
+                tensors[name].astype(np.float64).ravel() / scale
                 for name, scale in zip(group.tensors, group.scales, strict=True)
             ]
         )
-        slow = np.zeros_like(slow) if np.isnan(size) else slow
-        slow *= min(1.0, group.clipping_norm / (float(np.sqrt(np.sum(slow**2))) or 1.0))
-        found = np.concatenate([contribution[LARGE.slices[name]] for name in group.tensors])
-        np.testing.assert_allclose(found, slow.astype(np.float64), rtol=1e-9)
+        slow *= min(1.0, group.clipping_norm / float(np.linalg.norm(slow))) / group.granularity
+        found = part(clipping, contribution, group)
+        assert np.all(np.abs(found - slow) <= 1.0 + np.abs(slow) * 2.0**-22)
+        assert np.all(np.abs(found) <= np.abs(slow) * (1.0 + 2.0**-50))
 
 
-@given(sent(), weights)
+@given(sent(), st.integers(0, CAP), st.floats(1e-3, 1e3))
 def test_any_user_moves_all_groups_together_by_at_most_one_over_z(
-    tensors: dict[str, np.ndarray], weight: float
+    tensors: dict[str, np.ndarray], weight: int, z: float
 ) -> None:
-    z = 1.7
     stddevs = noise_stddevs(GROUPS, z, proportional_shares(GROUPS))
     contribution = CLIPPING.contribution(tensors, weight)
-    moved = [part(contribution, g) / s for g, s in zip(GROUPS, stddevs, strict=True)]
-    assert np.all(np.isfinite(contribution))
-    assert float(np.linalg.norm(np.concatenate(moved))) <= 1.0 / z
-    assert CLIPPING.admits(contribution, 1)
+    moved = sum(
+        squares(part(CLIPPING, contribution, group))
+        * (Fraction(group.granularity) / Fraction(stddev)) ** 2
+        for group, stddev in zip(GROUPS, stddevs, strict=True)
+    )
+    assert moved <= 1 / Fraction(z) ** 2
 
 
 def test_the_indicator_says_what_was_not_clipped() -> None:
-    small = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    large = {**small, "c": np.full(5, 0.1)}
-    np.testing.assert_array_equal(CLIPPING.contribution(small)[-2:], [0.5, 0.5])
-    np.testing.assert_array_equal(CLIPPING.contribution(large)[-2:], [0.5, -0.5])
-    broken = {**large, METRIC.tensor: np.full(4, np.nan)}
+    step = Fraction(GROUPS[-1].granularity)
+    for c, weight, said in (
+        (0.0, None, [0.5, 0.5]),
+        (0.1, None, [0.5, -0.5]),
+        (0.1, 1, [0.5, -0.5]),
+        (0.1, 0, [0.5, -0.5]),
+        (math.nan, None, [0.0, 0.0]),
+    ):
+        found = CLIPPING.contribution(constant(c=c), weight)[-2:]
+        assert [int(a) * step for a in found] == said
+    broken = {**constant(c=0.1), METRIC.tensor: np.full(4, np.nan)}
     np.testing.assert_array_equal(CLIPPING.contribution(broken), np.zeros(LAYOUT.dimension))
 
 
+@given(st.integers(1, 100), st.integers(-8, 8) | st.floats(0.5, 1e8))
+@example(11, 0)
+@example(14, 0)
+@example(2000, -1)
+@example(1, 2.0**25 - 1.0)
+@example(1, 2.0**25)
+def test_the_indicator_is_exact_and_within_the_bound_of_any_group_that_is_legal(
+    count: int, places: float
+) -> None:
+    names = tuple(f"g{i}" for i in range(count))
+    norm = math.sqrt(count) / 2.0 * (places if isinstance(places, float) else 1.0)
+    for _ in range(abs(places) if isinstance(places, int) else 0):
+        norm = math.nextafter(norm, math.copysign(math.inf, places))
+    groups = tuple(VectorGroup(name, (name,), 1.0, (1.0,)) for name in names)
+    layout = Layout((*names, "said"), ((1,),) * count + ((count,),))
+    own = VectorGroup("said", ("said",), norm, (1.0,))
+    if Fraction(norm) < 2**24 and Fraction(norm) ** 2 >= Fraction(count, 4):
+        clipping = Clipping(layout, (*groups, own), Indicator("said", names))
+        found = clipping.contribution({name: np.zeros(1) for name in names})[-count:]
+        assert squares(found) <= own.squared_bound
+        assert {int(a) * Fraction(own.granularity) for a in found} == {Fraction(1, 2)}
+    else:
+        with pytest.raises(InvalidValueError, match="norm of at least"):
+            Clipping(layout, (*groups, own), Indicator("said", names))
+
+
 def test_weights_scale_the_update_after_clipping_and_nothing_else() -> None:
-    tensors = {name: np.full(shape, 0.3) for name, shape in SHAPES.items()}
-    whole, tenth = CLIPPING.contribution(tensors), CLIPPING.contribution(tensors, 0.1)
+    tensors = constant(a=0.3, b=0.3, c=0.3, **{METRIC.tensor: 0.3})
+    whole, tenth = CLIPPING.contribution(tensors), CLIPPING.contribution(tensors, 1)
+    np.testing.assert_array_equal(CLIPPING.contribution(tensors, CAP), whole)
     end = LAYOUT.slices["c"].stop
-    np.testing.assert_allclose(tenth[:end], 0.1 * whole[:end])
+    assert np.all(np.abs(tenth[:end] - whole[:end] / 10) <= 1.0)
     np.testing.assert_array_equal(tenth[end:], whole[end:])
-    assert np.linalg.norm(part(whole, UPDATE[1])) == pytest.approx(0.2)
+    right = part(CLIPPING, whole, UPDATE[1]) * UPDATE[1].granularity
+    assert np.linalg.norm(right) == pytest.approx(0.2)
+    none = CLIPPING.contribution(tensors, 0)
+    np.testing.assert_array_equal(none[:end], np.zeros(end))
+    np.testing.assert_array_equal(none[end:], whole[end:])
 
 
-@pytest.mark.parametrize("weight", [-0.1, 1.0000001, math.nan, math.inf])
-def test_a_weight_that_is_none_counts_as_zero(weight: float) -> None:
-    tensors = {name: np.ones(shape) for name, shape in SHAPES.items()}
+@pytest.mark.parametrize("weight", [*NO_WEIGHTS, CAP + 1])
+def test_a_weight_that_is_none_counts_as_zero(
+    weight: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = constant(a=1.0, b=1.0, c=1.0)
     np.testing.assert_array_equal(
         CLIPPING.contribution(tensors, weight), np.zeros(LAYOUT.dimension)
     )
+    assert "its weight is not from 0 to 10" in caplog.text
+
+
+@pytest.mark.parametrize("cap", [0, -1, MOST_WEIGHT + 1])
+def test_a_cap_of_weights_that_is_none_is_refused(cap: int) -> None:
+    with pytest.raises(InvalidValueError, match=f"weight_cap is {cap}; it must be from 1 to"):
+        Clipping(LAYOUT, GROUPS, INDICATOR, ("left",), cap)
 
 
 @pytest.mark.parametrize(
@@ -276,11 +543,11 @@ def test_the_noise_of_every_group_has_its_scale_and_no_other() -> None:
     layout = Layout(("w", metric.tensor, "unclipped"), ((20_000,), (20_000,), (1,)))
     stddevs = noise_stddevs(groups, 1.1, (0.6, 0.3, 0.1))
     query = GaussianSumQuery(Clipping(layout, groups, indicator), stddevs)
-    zero, found = np.zeros(layout.dimension), []
+    zero, found = np.zeros(layout.dimension, np.int64), []
     for attempt in range(2000):
         one = Clipping(Layout(("unclipped",), ((1,),)), groups[2:], None)
         alone = GaussianSumQuery(one, stddevs[2:])
-        found.append(alone.release(np.zeros(1), SeededEntropy(5), f"noise/{attempt}")[0])
+        found.append(alone.release(np.zeros(1, np.int64), SeededEntropy(5), f"noise/{attempt}")[0])
     released, _ = query.release(zero, SeededEntropy(5), "noise")
     parts = (released[:20_000], released[20_000:40_000], np.concatenate(found))
     # σ_g = z·S_g/√ω_g, times α; written out by hand.

@@ -118,7 +118,7 @@ def test_operating_system_keys_are_fresh_whatever_the_purpose():
 
 
 def test_operating_system_keys_are_what_the_operating_system_gave(monkeypatch):
-    given_out = [bytes([i]) * 32 for i in range(2)]
+    given_out = [bytes(range(32)), bytes(range(32, 64))]
     supply = iter(given_out)
     monkeypatch.setattr("os.urandom", lambda size: next(supply)[:size])
     entropy = OperatingSystemEntropy()

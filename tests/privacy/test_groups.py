@@ -1,4 +1,5 @@
 import math
+from fractions import Fraction
 
 import pytest
 
@@ -15,6 +16,7 @@ from fedpriv.privacy.groups import (
     split_by_dimension,
 )
 from fedpriv.privacy.layout import Layout
+from tests.privacy.exact import steps_of
 
 LAYOUT = Layout(("conv.weight", "conv.bias", "fc.weight"), ((4, 2), (4,), (3, 4)))
 
@@ -92,6 +94,12 @@ def test_groups_must_partition_the_layout() -> None:
     twice = tuple(VectorGroup("g", (name,), 1.0, (1.0,)) for name in LAYOUT.names)
     with pytest.raises(InvalidValueError, match="not unique"):
         check_partition(LAYOUT, twice)
+
+
+@pytest.mark.parametrize("norm", [1e-30, 0.3, 1.0, 1.5, math.nextafter(2.0, 0.0), 1e30])
+def test_a_group_counts_in_steps_of_its_norm(norm: float) -> None:
+    group = VectorGroup("g", ("a",), norm, (1e12,))
+    assert (Fraction(group.granularity), group.squared_bound) == steps_of(norm)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_a_release_adds_the_centre_and_names_its_noise() -> None:
 def test_the_average_of_a_metric_is_that_of_the_cohort_if_it_has_the_expected_size() -> None:
     of = query((0.0, 0.0, 0.0))
     clipping = of.sum_query.clipping
-    total = np.zeros(clipping.layout.dimension)
+    total = np.zeros(clipping.layout.dimension, np.int64)
     for accuracy in (0.2, 0.4, 0.9, 1.0):
         sent = {
             "w": np.zeros(2),
@@ -45,8 +45,21 @@ def test_the_average_of_a_metric_is_that_of_the_cohort_if_it_has_the_expected_si
         total += clipping.contribution(sent)
     average, _ = of.release(total, SeededEntropy(0), "test")
     accuracy, counts = released((ACCURACY, COUNTS), average, of)
-    assert float(accuracy.value) == pytest.approx(0.625)
-    assert float(np.linalg.norm(counts.value)) == pytest.approx(2.0)
+    # Of four users, each truncated towards the centre by less than a step.
+    assert abs(float(accuracy.value) - 0.625) < ACCURACY.group.granularity
+    assert float(np.linalg.norm(counts.value)) == pytest.approx(2.0, rel=2.0**-19)
+    assert float(np.linalg.norm(counts.value)) <= 2.0
+
+
+def test_the_group_of_a_metric_is_all_of_it_within_its_radius() -> None:
+    for metric in (ACCURACY, COUNTS):
+        group = metric.group
+        assert (group.name, group.tensors, group.scales) == (
+            metric.tensor,
+            (metric.tensor,),
+            (1.0,),
+        )
+        assert group.clipping_norm == metric.radius
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,17 @@
 """Sensitivity, noise and events of the Gaussian queries."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.privacy import noise
 from fedpriv.privacy.allocation import (
     dimension_shares,
     given_shares,
@@ -18,12 +20,13 @@ from fedpriv.privacy.allocation import (
 )
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.entropy import OperatingSystemEntropy, SeededEntropy
-from fedpriv.privacy.gaussian import gaussian_noise
 from fedpriv.privacy.groups import VectorGroup, flat, joint, layers, per_layer, split_by_dimension
 from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.mechanism import PoissonGaussianMechanism
+from fedpriv.privacy.mechanism import MOST_USERS, PoissonGaussianMechanism
+from fedpriv.privacy.noise import LARGEST_STDDEV, rounded_gaussian
 from fedpriv.privacy.query import GaussianAverageQuery, GaussianSumQuery
 from fedpriv.privacy.sampling import PoissonSampling
+from tests.privacy.exact import squares, steps_of
 
 LAYOUT = Layout(("a.w", "a.b", "c.w"), ((3, 2), (3,), (5,)))
 GROUPS = {
@@ -60,39 +63,53 @@ def query(
     return GaussianSumQuery(Clipping(LAYOUT, groups), noise_stddevs(groups, z, of))
 
 
-def scaled_by_noise(sum_query: GaussianSumQuery, vector: np.ndarray) -> np.ndarray:
-    """The vector with each group divided by its noise, where equation (1) lives."""
-    scaled = vector.copy()
-    for group, stddev in zip(sum_query.clipping.groups, sum_query.noise_stddevs, strict=True):
-        for tensor in group.tensors:
-            scaled[LAYOUT.slices[tensor]] /= stddev
-    return scaled
+def part(vector: np.ndarray, group: VectorGroup) -> np.ndarray:
+    return np.concatenate([vector[LAYOUT.slices[tensor]] for tensor in group.tensors])
 
 
-@given(st.sampled_from(sorted(GROUPS)), st.sampled_from(["equal", "dimension"]), updates())
+def moved(sum_query: GaussianSumQuery, contribution: np.ndarray) -> Fraction:
+    """‖·‖² of a contribution with each group divided by its noise, where equation (1) lives."""
+    return sum(
+        squares(part(contribution, group))
+        * (steps_of(group.clipping_norm)[0] / Fraction(stddev)) ** 2
+        for group, stddev in zip(sum_query.clipping.groups, sum_query.noise_stddevs, strict=True)
+    )
+
+
+@given(
+    st.sampled_from(sorted(GROUPS)),
+    st.sampled_from(["equal", "dimension"]),
+    st.floats(1e-3, 1e3),
+    updates(),
+)
 def test_one_user_moves_the_scaled_sum_by_at_most_one_over_z(
-    strategy: str, shares: str, update: dict[str, np.ndarray]
+    strategy: str, shares: str, z: float, update: dict[str, np.ndarray]
 ) -> None:
-    sum_query = query(GROUPS[strategy], z=1.7, shares=shares)
-    moved = scaled_by_noise(sum_query, sum_query.clipping.contribution(update))
-    assert np.all(np.isfinite(moved))
-    assert float(np.linalg.norm(moved)) <= 1.0 / 1.7
+    sum_query = query(GROUPS[strategy], z=z, shares=shares)
+    assert moved(sum_query, sum_query.clipping.contribution(update)) <= 1 / Fraction(z) ** 2
+
+
+@pytest.mark.parametrize("strategy", sorted(GROUPS))
+def test_some_user_moves_it_by_nearly_that(strategy: str) -> None:
+    sum_query = query(GROUPS[strategy], z=1.7)
+    long = {n: np.full(s, 1e6) for n, s in zip(LAYOUT.names, LAYOUT.shapes, strict=True)}
+    found = moved(sum_query, sum_query.clipping.contribution(long))
+    assert found >= (1 - Fraction(1, 2**18)) / Fraction(1.7) ** 2
 
 
 @given(st.sampled_from(sorted(GROUPS)), updates())
-def test_each_group_stays_within_its_norm(strategy: str, update: dict[str, np.ndarray]) -> None:
+def test_each_group_stays_within_its_bound(strategy: str, update: dict[str, np.ndarray]) -> None:
     sum_query = query(GROUPS[strategy])
     contribution = sum_query.clipping.contribution(update)
     for group in sum_query.clipping.groups:
-        part = np.concatenate([contribution[LAYOUT.slices[t]] for t in group.tensors])
-        assert float(np.linalg.norm(part)) <= group.clipping_norm * (1 + 1e-15)
-    assert sum_query.clipping.admits(contribution, 1)
+        assert squares(part(contribution, group)) <= steps_of(group.clipping_norm)[1]
+    assert sum_query.clipping.admits(contribution, 1, 1)
 
 
 def test_a_bad_component_in_one_group_zeroes_all_groups() -> None:
     update = {name: np.ones(shape) for name, shape in zip(LAYOUT.names, LAYOUT.shapes, strict=True)}
     sum_query = query(GROUPS["mixed"])
-    assert np.all(sum_query.clipping.contribution(update) != 0.0)
+    assert np.all(sum_query.clipping.contribution(update) != 0)
     update["a.b"][0] = np.nan
     np.testing.assert_array_equal(
         sum_query.clipping.contribution(update), np.zeros(LAYOUT.dimension)
@@ -104,11 +121,15 @@ def test_joint_clipping_by_hand() -> None:
     sum_query = GaussianSumQuery(
         Clipping(layout, joint(layout, 1.0, {"x": 10.0, "y": 0.1})), (0.0,)
     )
-    # u = (30/10, 0.4/0.1) = (3, 4) has norm 5, so it is scaled by 1/5.
+    # u = (30/10, 0.4/0.1) = (3, 4) has norm 5, so it is scaled by 1/5; steps are 2^-24.
     contribution = sum_query.clipping.contribution({"x": np.array([30.0]), "y": np.array([0.4])})
-    np.testing.assert_allclose(contribution, [0.6, 0.8])
+    np.testing.assert_allclose(contribution, [0.6 * 2**24, 0.8 * 2**24], rtol=2.0**-22)
     released, _ = sum_query.release(contribution, OperatingSystemEntropy(), "test")
-    np.testing.assert_allclose(released, [6.0, 0.08])
+    assert released.tolist() == [
+        int(contribution[0]) * 10.0 * 2.0**-24,
+        int(contribution[1]) * (0.1 * 2.0**-24),
+    ]
+    np.testing.assert_allclose(released, [6.0, 0.08], rtol=2.0**-22)
 
 
 def test_joint_clipping_halves_the_variance_of_the_papers_example() -> None:
@@ -124,7 +145,8 @@ def test_joint_clipping_halves_the_variance_of_the_papers_example() -> None:
     assert (stddev * 100.0) ** 2 == pytest.approx(first**2 / 2)
     assert (stddev * 1.0) ** 2 == pytest.approx(second**2 / 2)
     user = {"v1": np.array([100.0, 0, 0, 0]), "v2": np.zeros(4)}
-    np.testing.assert_allclose(Clipping(layout, together).contribution(user)[:4], [1.0, 0, 0, 0])
+    clipping = Clipping(layout, together)
+    assert clipping.contribution(user).tolist() == [2**24, 0, 0, 0, 0, 0, 0, 0]
 
 
 @given(
@@ -145,10 +167,16 @@ def test_any_allocation_keeps_the_effective_noise_multiplier(
         dimension_shares(layout, groups),
         given_shares(groups, weights),
     ):
-        sum_query = GaussianSumQuery(Clipping(layout, groups), noise_stddevs(groups, z, shares))
-        mechanism = PoissonGaussianMechanism.of(PoissonSampling(10, 0.5), sum_query)
-        effective = mechanism.event.noise_multiplier
-        assert z <= effective <= z * (1 + 1e-9)
+        stddevs = noise_stddevs(groups, z, shares)
+        moved = sum(
+            (Fraction(group.clipping_norm) / Fraction(stddev)) ** 2
+            for group, stddev in zip(groups, stddevs, strict=True)
+        )
+        assert Fraction(z) ** 2 <= 1 / moved <= Fraction(z * (1 + 1e-9)) ** 2
+        if all(d <= 2**15 * g.clipping_norm for g, d in zip(groups, stddevs, strict=True)):
+            sum_query = GaussianSumQuery(Clipping(layout, groups), stddevs)
+            mechanism = PoissonGaussianMechanism.of(PoissonSampling(10, 0.5), sum_query)
+            assert z <= mechanism.event.noise_multiplier <= z * (1 + 1e-9)
 
 
 def test_allocations_by_hand() -> None:
@@ -190,24 +218,28 @@ def test_noise_of_each_tensor_has_its_scale_and_no_other(strategy: str) -> None:
     sum_query = GaussianSumQuery(
         Clipping(layout, groups), noise_stddevs(groups, 1.1, proportional_shares(groups))
     )
-    released, _ = sum_query.release(np.zeros(layout.dimension), SeededEntropy(7), "noise/0")
+    released, _ = sum_query.release(
+        np.zeros(layout.dimension, np.int64), SeededEntropy(7), "noise/0"
+    )
     for group, stddev in zip(groups, sum_query.noise_stddevs, strict=True):
         for tensor, scale in zip(group.tensors, group.scales, strict=True):
-            noise = released[layout.slices[tensor]]
+            found = released[layout.slices[tensor]]
             expected = stddev * scale
-            assert stats.kstest(noise / expected, "norm").pvalue > 1e-6
+            assert stats.kstest(found / expected, "norm").pvalue > 1e-6
             for wrong in (2 / 3, 0.8, 1.25, 3 / 2):
-                assert stats.kstest(noise / (wrong * expected), "norm").pvalue < 1e-6
-    values, counts = np.unique(released, return_counts=True)
-    assert len(values) == layout.dimension
-    assert counts.max() == 1
+                assert stats.kstest(found / (wrong * expected), "norm").pvalue < 1e-6
+            # Whole steps, of which σ is millions: few of them twice.
+            steps = np.unique(found / (scale * group.granularity))
+            np.testing.assert_allclose(steps, np.rint(steps), rtol=1e-15)
+            assert steps.size > 0.99 * found.size
 
 
 def test_noise_is_fresh_for_each_purpose_and_group_and_pure_in_them() -> None:
     layout = Layout(("x", "y"), ((50,), (50,)))
     groups = per_layer(layout, {"x": ("x",), "y": ("y",)}, {"x": 1.0, "y": 1.0})
-    sum_query = GaussianSumQuery(Clipping(layout, groups), (1.0, 1.0))
-    zero = np.zeros(100)
+    # So loud that two alike among a few hundred are as good as impossible.
+    sum_query = GaussianSumQuery(Clipping(layout, groups), (2.0**15, 2.0**15))
+    zero = np.zeros(100, np.int64)
     first, _ = sum_query.release(zero, SeededEntropy(1), "noise/0")
     again, _ = sum_query.release(zero, SeededEntropy(1), "noise/0")
     other, _ = sum_query.release(zero, SeededEntropy(1), "noise/1")
@@ -222,15 +254,17 @@ def test_noise_is_fresh_for_each_purpose_and_group_and_pure_in_them() -> None:
 def test_average_divides_by_the_constant_and_releases_events() -> None:
     groups = GROUPS["mixed"]
     sum_query = GaussianSumQuery(Clipping(LAYOUT, groups), (0.0, 0.0))
-    total = np.arange(float(LAYOUT.dimension))
+    total = np.arange(LAYOUT.dimension) * 2**20
     average, events = GaussianAverageQuery(sum_query, 4.0).release(
         total, OperatingSystemEntropy(), "test"
     )
-    np.testing.assert_allclose(average, total * sum_query.clipping.scales / 4.0)
-    assert [(e.group, e.clipping_norm, e.noise_stddev) for e in events] == [
-        ("left", 1.3, 0.0),
-        ("right", 0.2, 0.0),
+    np.testing.assert_allclose(average, total * sum_query.clipping.steps / 4.0, rtol=1e-15)
+    assert [(e.group, e.clipping_norm, e.noise_stddev, e.granularity) for e in events] == [
+        ("left", 1.3, 0.0, 2.0**-24),
+        ("right", 0.2, 0.0, 2.0**-27),
     ]
+    assert [e.squared_bound for e in events] == [g.squared_bound for g in groups]
+    assert events == sum_query.events
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -245,7 +279,7 @@ def test_a_release_is_what_it_is_for_each_component_by_itself(
         noise_stddevs(groups, 1.3, proportional_shares(groups)),
     )
     average_query = GaussianAverageQuery(sum_query, 4.0, 2.5 if weighted else None)
-    total = np.linspace(-3.0, 5.0, LAYOUT.dimension)
+    total = np.linspace(-3e9, 5e9, LAYOUT.dimension).astype(np.int64)
     before = total.copy()
     average, _ = average_query.release(total, SeededEntropy(3), "noise/0")
     np.testing.assert_array_equal(total, before)
@@ -253,19 +287,108 @@ def test_a_release_is_what_it_is_for_each_component_by_itself(
     for group, stddev in zip(groups, sum_query.noise_stddevs, strict=True):
         divisor = 2.5 if group.name in names else 4.0
         key = SeededEntropy(3).key(f"noise/0/{group.name}")
-        noise = iter(gaussian_noise(key, group.dimension(LAYOUT), stddev).tolist())
+        step = float(steps_of(group.clipping_norm)[0])
+        drawn = iter(rounded_gaussian(key, group.dimension(LAYOUT), stddev / step).tolist())
         for tensor, scale in zip(group.tensors, group.scales, strict=True):
-            expected = [(x + next(noise)) * scale / divisor for x in total[slices[tensor]].tolist()]
+            expected = [
+                (a + next(drawn)) * (scale * step) / divisor for a in total[slices[tensor]].tolist()
+            ]
             assert average[slices[tensor]].tolist() == expected
             assert set(average_query.noise_stddevs[slices[tensor]]) == {stddev * scale / divisor}
             assert average_query.tensor_stddevs[tensor] == stddev * scale / divisor
+            assert set(average_query.denominators[slices[tensor]]) == {divisor}
+
+
+def test_two_sums_that_differ_by_one_step_differ_by_one_step_when_noised() -> None:
+    # No digit of a release is the sum's alone, or the noise's alone.
+    sum_query = query(GROUPS["flat"])
+    total = np.arange(LAYOUT.dimension) * 12_345_678
+    one, other = (sum_query.release(total + more, SeededEntropy(2), "noise")[0] for more in (0, 1))
+    np.testing.assert_array_equal((other - one) / sum_query.clipping.steps, np.ones(one.size))
+
+
+@pytest.mark.parametrize(
+    "total",
+    [
+        np.zeros(LAYOUT.dimension),
+        np.zeros(LAYOUT.dimension, np.float32),
+        np.zeros(LAYOUT.dimension, np.int32),
+        np.zeros(LAYOUT.dimension, np.uint64),
+        np.zeros(LAYOUT.dimension - 1, np.int64),
+        np.zeros((LAYOUT.dimension, 1), np.int64),
+    ],
+    ids=lambda total: f"{total.dtype}{list(total.shape)}",
+)
+def test_only_integers_of_the_right_shape_are_released(total: np.ndarray) -> None:
+    sum_query = query(GROUPS["mixed"])
+    for of in (sum_query, GaussianAverageQuery(sum_query, 4.0)):
+        with pytest.raises(InvalidValueError, match=r"total is .*; it must be int64\[14\]"):
+            of.release(total, OperatingSystemEntropy(), "test")
+
+
+@given(st.floats(1e-30, 1e30), st.floats(0.0, 4.0))
+@example(1.0, 1.0)
+@example(1.9999999999999998, 2.0)
+def test_noise_of_up_to_two_to_the_15_norms_is_legal_and_twice_that_never_is(
+    norm: float, ratio: float
+) -> None:
+    clipping = Clipping(Layout(("x",), ((2,),)), flat(Layout(("x",), ((2,),)), norm))
+    stddev = ratio * 2.0**15 * norm
+    most = Fraction(LARGEST_STDDEV) * steps_of(norm)[0]
+    assert Fraction(2**15) * Fraction(norm) <= most <= Fraction(2**16) * Fraction(norm)
+    if Fraction(stddev) <= most:
+        sums = GaussianSumQuery(clipping, (stddev,))
+        released, _ = sums.release(np.zeros(2, np.int64), SeededEntropy(0), "noise")
+        assert np.all(np.isfinite(released))
+    else:
+        with pytest.raises(InvalidValueError, match=r"it must be at most 2\^15 times"):
+            GaussianSumQuery(clipping, (stddev,))
+
+
+@pytest.mark.parametrize("stddevs", [(), (1.0,), (1.0, 1.0, 1.0)])
+def test_noise_is_given_for_each_group(stddevs: tuple[float, ...]) -> None:
+    with pytest.raises(InvalidValueError, match=f"{len(stddevs)} noise_stddevs are given for 2"):
+        GaussianSumQuery(Clipping(LAYOUT, GROUPS["mixed"]), stddevs)
+
+
+@pytest.mark.parametrize("stddev", [-1.0, math.nan, math.inf])
+def test_noise_that_no_ledger_would_accept_is_refused(stddev: float) -> None:
+    with pytest.raises(InvalidValueError, match="noise_stddev of group 'left' is"):
+        GaussianSumQuery(Clipping(LAYOUT, GROUPS["mixed"]), (stddev, 1.0))
+
+
+def test_sums_of_most_users_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = math.nextafter(2.0, 0.0)  # of all norms, the one with the longest contributions
+    layout = Layout(("x",), ((2,),))
+    group = flat(layout, norm)
+    longest = math.isqrt(max(steps_of(norm)[1], steps_of(1.0)[1]))
+    total = MOST_USERS * longest
+    assert total + 2**45 < 2**63
+    sums = GaussianSumQuery(Clipping(layout, group), (LARGEST_STDDEV * group[0].granularity,))
+    mechanism = PoissonGaussianMechanism.of(PoissonSampling(MOST_USERS, 1.0), sums)
+    for sign, second in ((1, 0), (-1, 2**63)):
+        # The largest noise there is but for a chance of 2^-64, in the same direction.
+        given = np.array([0, second], np.uint64)
+        monkeypatch.setattr(noise, "words", lambda *_, given=given, **__: given)
+        most = int(rounded_gaussian(SeededEntropy(0).key("noise/update"), 1, LARGEST_STDDEV)[0])
+        assert 9 * 2**40 < sign * most < 2**45
+        sums_up = np.array([sign * total, 0])
+        average, _ = mechanism.release(sums_up, SeededEntropy(0), "noise")
+        expected = (sign * total + most) * group[0].granularity / MOST_USERS
+        assert average[0] == pytest.approx(expected, rel=1e-15)
+
+
+def test_so_many_users_that_sums_could_overflow_are_refused() -> None:
+    sampling = PoissonSampling(MOST_USERS + 1, 0.5)
+    with pytest.raises(InvalidValueError, match=f"population is {MOST_USERS + 1}; sums of more"):
+        PoissonGaussianMechanism.of(sampling, query(GROUPS["flat"]))
 
 
 def test_an_empty_cohort_still_releases_noise() -> None:
     sum_query = query(GROUPS["flat"])
     mechanism = PoissonGaussianMechanism.of(PoissonSampling(100, 0.1), sum_query)
     average, event = mechanism.release(
-        np.zeros(LAYOUT.dimension), OperatingSystemEntropy(), "noise"
+        np.zeros(LAYOUT.dimension, np.int64), OperatingSystemEntropy(), "noise"
     )
     assert np.all(average != 0.0)
     assert event == mechanism.event
@@ -277,6 +400,12 @@ def test_bad_denominators_are_refused(denominator: float) -> None:
         GaussianAverageQuery(query(GROUPS["flat"]), denominator)
 
 
+def test_weighted_groups_need_a_denominator_of_their_own() -> None:
+    clipping = Clipping(LAYOUT, GROUPS["mixed"], weighted=("left",))
+    with pytest.raises(InvalidValueError, match=r"groups \('left',\) are weighted"):
+        GaussianAverageQuery(GaussianSumQuery(clipping, (1.0, 1.0)), 4.0)
+
+
 def test_a_denominator_that_is_not_the_expected_cohort_size_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="expected cohort size"):
         PoissonGaussianMechanism(
@@ -284,20 +413,24 @@ def test_a_denominator_that_is_not_the_expected_cohort_size_is_refused() -> None
         )
 
 
+LONGEST = math.isqrt(steps_of(0.7)[1] // 14)
+
+
 @pytest.mark.parametrize(
     ("total", "users", "admitted"),
     [
-        (np.zeros(14), 0, True),
-        (np.full(14, 0.7 / math.sqrt(14)), 1, True),
-        (np.full(14, 0.71 / math.sqrt(14)), 1, False),
-        (np.full(14, 0.71 / math.sqrt(14)), 2, True),
-        (np.full(14, 1e-9), 0, False),
-        (np.full(14, np.nan), 5, False),
-        (np.zeros(13), 1, False),
-        (np.zeros((14, 1)), 1, False),
+        (np.zeros(14, np.int64), 0, True),
+        (np.full(14, LONGEST), 1, True),
+        (np.full(14, LONGEST + 1), 1, False),
+        (np.full(14, LONGEST + 1), 2, True),
+        (np.full(14, 1), 0, False),
+        (np.full(14, 2**63 - 1), 5, False),
+        (np.zeros(14), 1, False),
+        (np.zeros(13, np.int64), 1, False),
+        (np.zeros((14, 1), np.int64), 1, False),
     ],
 )
 def test_admits_only_what_that_many_users_can_sum_to(
     total: np.ndarray, users: int, admitted: bool
 ) -> None:
-    assert query(GROUPS["flat"]).clipping.admits(total, users) is admitted
+    assert query(GROUPS["flat"]).clipping.admits(total, users, users) is admitted

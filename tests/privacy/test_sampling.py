@@ -108,6 +108,21 @@ def test_words_on_a_limit_and_beside_it_count_as_in_the_slow_draw(q, population,
         assert PoissonSampling(population, q).draw(KEY).tolist() == slow
 
 
+@pytest.mark.parametrize(("byte", "passed"), [(0, 2), (255, 1)])
+def test_where_a_word_is_on_a_limit_its_further_bits_decide(monkeypatch, byte, passed):
+    limits = sampling._limits(0.3)
+
+    def given_words(key, count, stream, start):
+        return np.full(count, limits[limits.size - 2])  # of the probability to pass over two
+
+    def given_bits(key, size, stream, start):
+        return np.full(size, byte, np.uint8)
+
+    monkeypatch.setattr(sampling, "words", given_words)
+    monkeypatch.setattr(sampling, "keystream", given_bits)
+    assert sampling._passed(KEY, 0, 1, 0.3, limits).tolist() == [passed]
+
+
 @pytest.mark.parametrize(("word", "joins"), [(2**64 - 1, True), (2**62, True), (2**62 - 1, False)])
 def test_a_user_joins_if_the_word_is_not_below_the_rest(monkeypatch, word, joins):
     def given_words(key, count, stream, start):

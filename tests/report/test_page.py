@@ -139,6 +139,12 @@ def test_a_seed_is_warned_of(page: str) -> None:
     assert "seeded randomness" in words(section(parsed(page), "summary"))
 
 
+def test_it_says_over_which_numbers_the_noise_was(page: str, tmp_path: Path) -> None:
+    assert "exactly the law of a rounded normal" in words(section(parsed(page), "assumptions"))
+    rounded = render(page_of_run(made_up(tmp_path / "a", [FULL])))
+    assert "gaps can in principle be exploited" in words(section(parsed(rounded), "assumptions"))
+
+
 def test_whatever_files_hold_is_text(tmp_path: Path) -> None:
     events = [RoundEvent(EVERYBODY, (SumQueryEvent(HOSTILE, 1.0, 4.0),))]
     rounds = [

@@ -24,7 +24,7 @@ from fedpriv.privacy.entropy import OperatingSystemEntropy
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.server.answers import Transfers
 from fedpriv.server.enrolment import Enrolment
-from tests.server.loopback import PATIENCE, RemoteSite, site
+from tests.server.loopback import PATIENCE, POPULATION_ID, RemoteSite, site
 
 Users = Mapping[str, Sequence[str]]
 
@@ -87,7 +87,7 @@ def charged_server(folder: Path, users: Users) -> Iterator[ChargedServer]:
         process.start()
     theirs.close()
     try:
-        remote = RemoteSite(folder / "certs", Enrolment(users), ours.recv())
+        remote = RemoteSite(folder / "certs", Enrolment(POPULATION_ID, users), ours.recv())
         server = ChargedServer(remote, folder, process, ours)
         yield server
         server.stop()
@@ -106,12 +106,12 @@ def _serve(folder: Path, users: Users, pipe: Connection) -> None:
         enrolment = made.enrolment
         sampling = PoissonSampling(enrolment.population, 1.0)
         plan = make_plan(
-            rounds=10_000, population=enrolment.digest, sampling=sampling, noise_multiplier=0.0
+            rounds=10_000, population=POPULATION_ID, sampling=sampling, noise_multiplier=0.0
         )
         state = initial_state(plan, PARAMETERS)
         ledger, record = folder / "ledger.sqlite", folder / "participation.sqlite"
         budget = PrivacyBudget(1e9, 1e-5, rounds_spent)
-        with Books.open(ledger, record, enrolment.digest, budget) as books:
+        with Books.open(ledger, record, POPULATION_ID, budget) as books:
             pipe.send(made.server.address.port)
             while pipe.recv():
                 transport = made.transport(patience)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from fedpriv.data.population import Population
+from fedpriv.data.store import UserStore
 from fedpriv.data.synthetic import synthetic_population
 from fedpriv.federated.transport import LocalTraining, RoundRequest
 from fedpriv.privacy.contribution import Clipping
@@ -16,10 +17,19 @@ PRICE = Price(0.5, USERS, 1.0, 2.0, 1e-6)
 TASK = TaskDescription("softmax", {"inputs": 8, "classes": 3}, 0, "cross-entropy")
 
 
-def population() -> Population:
+def population(pixel: float = 0.0, moved: int = 0) -> Population:
+    """The crowd; its name tells nothing of what may be other.
+
+    Args:
+        pixel: first value of the first user's first row.
+        moved: how many rows of the second user are the first one's.
+    """
     made = synthetic_population(USERS, (1, 9), (8,), classes=3, seed=0)
-    made.users.fields["y"][made.users.rows_of(USERS - 1)] = 99
-    return made
+    fields, offsets = made.users.fields, made.users.offsets.copy()
+    fields["y"][made.users.rows_of(USERS - 1)] = 99
+    fields["x"][0, 0] = pixel
+    offsets[1] += moved
+    return Population("crowd", UserStore(fields, offsets), made.test)
 
 
 def request_to(users: list[int], attempt: int = 0) -> RoundRequest:
@@ -27,5 +37,6 @@ def request_to(users: list[int], attempt: int = 0) -> RoundRequest:
     parameters = task.parameters()
     layout = Layout.of(parameters)
     clipping = Clipping(layout, flat(layout, 0.01))
-    drawn, local = np.array(users, np.int64), LocalTraining(0.5, batch_size=2, epochs=2)
+    local = LocalTraining(0.5, batch_size=2, epochs=2, max_examples=7)
+    drawn = np.array(users, np.int64)
     return RoundRequest("run", 3, attempt, parameters, clipping, local, drawn, bytes(range(32)))

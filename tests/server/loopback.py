@@ -33,6 +33,7 @@ PATIENCE = Patience(deadline=20.0, absent=0.2, fixed=False, nodes=0)
 TRANSFERS = Transfers(uploads=4, seconds=30.0)
 NO_LIMIT = RateLimit(10**9)
 TASK = TaskDescription("softmax", {}, 0, "cross-entropy")
+POPULATION_ID = "5f" * 16
 LEDGER = b'{"a line": 1}\n' * 200_000  # some chunks
 
 
@@ -111,15 +112,13 @@ def serving(
     rates: RateLimit = NO_LIMIT,
 ) -> Iterator[Site]:
     """A server that knows its callers so."""
-    enrolment, monitor = Enrolment(users), Monitor()
+    enrolment, monitor = Enrolment(POPULATION_ID, users), Monitor()
     status = Status(
         "run", 0, 5, 0.5, 1.0, 1e-6, len(users), 0, enrolment.population, RunState.WAITING
     )
 
     def welcome_of(node: str) -> Welcome:
-        return Welcome(
-            enrolment.digest, enrolment.population, enrolment.users_of(node).copy(), TASK
-        )
+        return Welcome(POPULATION_ID, enrolment.population, enrolment.users_of(node).copy(), TASK)
 
     def make() -> tuple[Service, Guard]:
         guard = Guard(identify, enrolment, rates, monitor)
@@ -219,11 +218,14 @@ def sends(offer: wire.RoundOffer, content: object, tensors: Tensors) -> Iterator
         yield pb.UploadPart(chunk=chunk)
 
 
-def raw(offer: wire.RoundOffer, tensors: Tensors, weight: float = 1.0) -> Iterator[pb.UploadPart]:
-    """The answer of a node of one user."""
-    return sends(offer, wire.RawUpdate(weight, wire.manifest_of(tensors)), tensors)
-
-
 def summed(offer: wire.RoundOffer, partial: PartialSum) -> Iterator[pb.UploadPart]:
-    """The answer of a node of several users."""
-    return sends(offer, wire.SummedUpdates.of(partial), {"sum": partial.total})
+    """The answer of a node, whatever its sum is."""
+    return sends(offer, wire.SummedUpdates.of(partial), wire.tensors_of(partial))
+
+
+def clipped(offer: wire.RoundOffer, *updates: Tensors) -> Iterator[pb.UploadPart]:
+    """The answer of an honest node whose users have these updates."""
+    clipping, users = offer.clipping, len(updates)
+    nothing = np.zeros(clipping.layout.dimension, np.int64)
+    total = sum((clipping.contribution(update) for update in updates), start=nothing)
+    return summed(offer, PartialSum("", users, total, users * clipping.weight_cap))

@@ -19,15 +19,15 @@ from fedpriv.privacy.layout import Layout
 from fedpriv.server.collecting import Collecting
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.roster import Roster
-from fedpriv.wire import Answer, Decline, RawUpdate, SummedUpdates
+from fedpriv.wire import Answer, Decline, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
 
 PARAMETERS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
 LAYOUT = Layout.of(PARAMETERS)
-ENROLMENT = Enrolment({"silo": ["0", "1", "2", "3"], "four": ["4"], "five": ["5"]})
+HOSTED = {"silo": ["0", "1", "2", "3"], "four": ["4"], "five": ["5"]}
+ENROLMENT = Enrolment("5f" * 16, HOSTED)
 PRICE = wire.Price(0.5, 6, 1.0, 2.0, 1e-6)
-RAW = RawUpdate(1.0, wire.manifest_of(PARAMETERS))
-TOTAL = np.zeros(6)
+TOTAL = np.zeros(6, np.int64)
 
 
 def request_to(users: list[int]) -> RoundRequest:
@@ -42,11 +42,11 @@ def collecting(users: list[int], seconds: float = 60.0) -> Collecting:
 
 
 def summed(users: int) -> SummedUpdates:
-    return SummedUpdates.of(PartialSum("", users, TOTAL, None))
+    return SummedUpdates.of(PartialSum("", users, TOTAL, users))
 
 
 def of(node: str, users: int = 1) -> PartialSum:
-    return PartialSum(node, users, TOTAL, None)
+    return PartialSum(node, users, TOTAL, users)
 
 
 def played(scene: Callable[[], Coroutine[object, object, None]]) -> None:
@@ -109,9 +109,9 @@ def to(it: Collecting, answer: Answer) -> Answer:
 def test_attempts_of_one_number_are_told_apart() -> None:
     async def scene() -> None:
         first, second = collecting([4]), collecting([4])
-        assert second.refusal("four", to(second, Answer(RUN, RAW))) is None
+        assert second.refusal("four", to(second, Answer(RUN, summed(1)))) is None
         assert "another round or attempt" in str(
-            second.refusal("four", Answer(first.asked.id, RAW))
+            second.refusal("four", Answer(first.asked.id, summed(1)))
         )
 
     played(scene)
@@ -120,20 +120,20 @@ def test_attempts_of_one_number_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("node", "answer", "reason"),
     [
-        ("four", Answer(RUN, RAW), None),
+        ("four", Answer(RUN, summed(1)), None),
+        ("four", Answer(RUN, summed(0)), None),
+        ("four", Answer(RUN, summed(2)), "more users than were drawn"),
         ("four", Answer(RUN, Decline("no")), None),
         ("silo", Answer(RUN, Decline("no")), None),
         ("silo", Answer(RUN, summed(0)), None),
         ("silo", Answer(RUN, summed(2)), None),
         ("silo", Answer(RUN, summed(3)), "more users than were drawn"),
-        ("silo", Answer(RUN, RAW), "must send the sum"),
-        ("four", Answer(RUN, summed(1)), "must send its update"),
-        ("five", Answer(RUN, RAW), "no answer of this node is waited for"),
-        ("nobody", Answer(RUN, RAW), "no answer of this node is waited for"),
-        ("four", Answer(replace(RUN, attempt=0), RAW), "another round or attempt"),
+        ("five", Answer(RUN, summed(1)), "no answer of this node is waited for"),
+        ("nobody", Answer(RUN, summed(1)), "no answer of this node is waited for"),
+        ("four", Answer(replace(RUN, attempt=0), summed(1)), "another round or attempt"),
         ("four", Answer(replace(RUN, attempt=2), Decline("no")), "another round or attempt"),
-        ("four", Answer(replace(RUN, round=2), RAW), "another round or attempt"),
-        ("four", Answer(replace(RUN, run="walk"), RAW), "another round or attempt"),
+        ("four", Answer(replace(RUN, round=2), summed(1)), "another round or attempt"),
+        ("four", Answer(replace(RUN, run="walk"), summed(1)), "another round or attempt"),
     ],
 )
 def test_what_cannot_count_is_refused_in_one_sentence(
@@ -166,7 +166,8 @@ def test_an_answer_counts_once_in_whatever_order() -> None:
         assert not await it.settle("four", of("four"))
         assert not await it.settle("four", None)
         assert (
-            it.refusal("four", to(it, Answer(RUN, RAW))) == "no answer of this node is waited for"
+            it.refusal("four", to(it, Answer(RUN, summed(1))))
+            == "no answer of this node is waited for"
         )
         assert await it.settle("five", None)
         assert not await it.settle("five", of("five"))
@@ -292,7 +293,7 @@ def test_drawn_users_are_at_their_nodes(data: st.DataObject) -> None:
     ids, users = iter(order), {}
     for number, size in enumerate(sizes):
         users[f"node {number}"] = [f"{next(ids):03}" for _ in range(size)]
-    enrolment = Enrolment(users)
+    enrolment = Enrolment("5f" * 16, users)
     drawn = sorted(data.draw(st.sets(st.integers(0, sum(sizes) - 1))))
     obvious: dict[str, list[int]] = {}
     for position in drawn:

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,32 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidValueError, match="cannot be made"):
         RunFolder(tmp_path / "file" / "run").create()
+
+
+OTHER = """
+import sys
+from pathlib import Path
+from fedpriv.errors import InvalidValueError
+from fedpriv.server.folder import RunFolder
+
+try:
+    with RunFolder(Path(sys.argv[1])).held():
+        print("held")
+except InvalidValueError as error:
+    print(error)
+"""
+
+
+def test_a_run_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.plan.write_text("")
+
+    def other_process() -> str:
+        command = [sys.executable, "-c", OTHER, str(tmp_path)]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+    with folder.held():
+        assert other_process() == (
+            f"{tmp_path} holds a run that another process is at; stop that one first"
+        )
+    assert other_process() == "held"

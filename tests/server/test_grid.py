@@ -1,9 +1,10 @@
 """The transport over a Flower grid, with the app that nodes run and with hostile ones."""
 
+import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,17 +25,17 @@ from transport_conformance import TransportConformance
 
 from fedpriv import flower, wire
 from fedpriv.clients.flower_node import respond
+from fedpriv.data.store import UserStore
 from fedpriv.errors import DataError, StoppedError, WireError, WorkerError
 from fedpriv.federated.aggregate import add_up
-from fedpriv.federated.transport import PartialSum, RoundRequest, Transport
+from fedpriv.federated.transport import RoundRequest, Transport
 from fedpriv.server.asked import Hosting
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.grid import GridTransport, Nodes, welcome_header
 from fedpriv.server.grid_nodes import EnrolledNodes, shards, simulated_workers
 from fedpriv.server.grid_simulation import EveryWorker
-from fedpriv.wire import Decline, RawUpdate, SummedUpdates, Welcome
+from fedpriv.wire import Decline, SummedUpdates, Welcome
 from fedpriv.wire import federation_pb2 as pb
-from tests.engine.everyone import assert_close
 from tests.server.crowd import PRICE, TASK, USERS, population, request_to
 from tests.server.local_grid import App, LocalGrid, app
 
@@ -73,13 +74,16 @@ def introduced(grid: LocalGrid, workers: int, loaded: Mapping[str, bytes]) -> di
     return simulated_workers(grid, people.name, people.users, workers, loaded, threading.Event())
 
 
-def crowd() -> bytes:
-    return flower.Simulated("tests.server.crowd:population", {}, "cpu", 32).encode()
+def crowd(**options: object) -> bytes:
+    return flower.Simulated("tests.server.crowd:population", options, "cpu", 32).encode()
 
 
 # Users 0 to 3 are at a silo, 4 and 5 at nodes of their own, 6 at one that always fails.
 HOSTED = {"silo": [0, 1, 2, 3], "four": [4], "five": [5], "six": [6]}
-ENROLMENT = Enrolment({node: [str(u) for u in users] for node, users in HOSTED.items()})
+POPULATION_ID = "5f" * 16
+ENROLMENT = Enrolment(
+    POPULATION_ID, {node: [str(u) for u in users] for node, users in HOSTED.items()}
+)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +111,7 @@ def enrolled(
         {
             ids[node]: (
                 only_trains_with((apps or {}).get(node, app)),
-                {"node": node, "users": str(folder / node), "device": "cpu"},
+                {"node": node, "users": str(folder / node), "device": "cpu", "processes": 1},
             )
             for node in HOSTED
         }
@@ -115,7 +119,7 @@ def enrolled(
 
     def headers(node: str) -> dict[str, bytes]:
         users = ENROLMENT.users_of(node).copy()
-        return {flower.WELCOME: welcome_header(Welcome(ENROLMENT.digest, USERS, users, TASK))}
+        return {flower.WELCOME: welcome_header(Welcome(POPULATION_ID, USERS, users, TASK))}
 
     nodes = Nodes(ENROLMENT.hosting, EnrolledNodes(grid, ENROLMENT, 0, stopping), headers)
     try:
@@ -134,9 +138,13 @@ def only_trains_with(training: App) -> App:
     return answer
 
 
+def nothing_of(request: RoundRequest) -> np.ndarray:
+    return np.zeros(request.clipping.layout.dimension, np.int64)
+
+
 def total_of(transport: Transport, request: RoundRequest) -> np.ndarray:
     partials = list(transport.collect(request))
-    return sum((p.total for p in partials), start=np.zeros(request.clipping.layout.dimension))
+    return sum((p.total for p in partials), start=nothing_of(request))
 
 
 class TestSimulatedWorkers(TransportConformance):
@@ -173,10 +181,12 @@ def test_workers_and_nodes_give_what_one_process_gives(
     given = flower.content_of({flower.SIMULATED: crowd(), flower.WELCOME: welcome})
     expected = respond(given, settings, None, request).total
     for workers in (1, 2, USERS):
-        assert_close(total_of(simulated(grids, workers)[1], request), expected)
-    with enrolled(folder) as (_, transport):
-        # One user's tensors are clipped in NumPy at the server.
-        np.testing.assert_allclose(total_of(transport, request), expected, atol=1e-8)
+        np.testing.assert_array_equal(total_of(simulated(grids, workers)[1], request), expected)
+    with enrolled(folder) as (grid, transport):
+        np.testing.assert_array_equal(total_of(transport, request), expected)
+        answers, settings = grid.nodes[FIRST_ID]
+        grid.nodes[FIRST_ID] = answers, {**settings, "processes": 2}
+        np.testing.assert_array_equal(total_of(transport, request), expected)
 
 
 def test_a_node_trains_with_the_activations_of_its_settings(folder: Path) -> None:
@@ -206,7 +216,7 @@ def answering(change: Callable[[wire.Answer], wire.Answer], **headers: object) -
         record = reply.content["fedpriv"]
         said = pb.Answer.FromString(record["answer"])
         offer = wire.decode_offer(pb.Offer.FromString(message.content["fedpriv"]["offer"]))
-        known = wire.decode_answer(said, wire.Expected.of(offer.clipping))
+        known = wire.decode_answer(said, wire.layout_of_sums(offer.clipping))
         record["answer"] = wire.encode_answer(change(known)).SerializeToString()
         for name, value in headers.items():
             record[name] = value
@@ -234,14 +244,13 @@ def with_tensors(data: bytes) -> App:
     return content(change)
 
 
-def summing(change: Callable[[np.ndarray], np.ndarray], users: int | None = None) -> App:
-    """Sends the sum of its users, changed."""
+def summing(change: Callable[[np.ndarray], np.ndarray], users: int = 1, weight: int = 1) -> App:
+    """Sends zeros, changed, as the sum of so many users."""
 
     def answer(message: Message, _context: Context) -> Message:
         offer = wire.decode_offer(pb.Offer.FromString(message.content["fedpriv"]["offer"]))
-        total = change(np.zeros(offer.clipping.layout.dimension))
-        number = len(offer.users) if users is None else users
-        header = SummedUpdates.of(PartialSum("", number, total))
+        total = change(np.zeros(offer.clipping.layout.dimension, np.int64))
+        header = SummedUpdates(users, weight, wire.manifest_of({"sum": total}))
         said = wire.encode_answer(wire.Answer(offer.id, header)).SerializeToString()
         packed = flower.packed({"sum": total})
         return Message(flower.content_of({flower.ANSWER: said}, packed), reply_to=message)
@@ -250,11 +259,11 @@ def summing(change: Callable[[np.ndarray], np.ndarray], users: int | None = None
 
 
 def updating(message: Message, _context: Context) -> Message:
-    """Sends one user's update."""
+    """Sends one user's update as it is, not clipped."""
     offer = wire.decode_offer(pb.Offer.FromString(message.content["fedpriv"]["offer"]))
     layout = offer.clipping.layout
     update = layout.unflatten(np.ones(layout.dimension, np.float32))
-    header = RawUpdate(1.0, wire.manifest_of(update))
+    header = SummedUpdates(1, 1, wire.manifest_of(update))
     said = wire.encode_answer(wire.Answer(offer.id, header)).SerializeToString()
     content = flower.content_of({flower.ANSWER: said}, flower.packed(update))
     return Message(content, reply_to=message)
@@ -301,11 +310,12 @@ HOSTILE: dict[str, App] = {
     "another attempt": other_id(attempt=1),
     "another run": other_id(run="other"),
     "declines": answering(lambda a: replace(a, content=Decline("not\ntoday"))),
-    "a raw update": updating,
+    "an update": updating,
+    "a sum of floats": summing(lambda total: total.astype(np.float32)),
     "short tensors": with_tensors(bytes(7)),
     "long tensors": with_tensors(bytes(10**6)),
     "damaged tensors": with_tensors(bytes(27 * 8)),
-    "a longer sum": summing(lambda total: np.append(total, 0.0)),
+    "a longer sum": summing(lambda total: np.append(total, 0)),
     "more users than drawn": summing(lambda total: total, users=5),
 }
 
@@ -318,12 +328,12 @@ def test_a_hostile_reply_counts_as_zero_and_harms_nobody(
     with enrolled(folder, {"silo": hostile}) as (_, transport):
         total = total_of(transport, request)
     with enrolled(folder) as (_, transport):
-        np.testing.assert_allclose(total, total_of(transport, request_to([4, 5])), atol=1e-12)
+        np.testing.assert_array_equal(total, total_of(transport, request_to([4, 5])))
     assert total.any()
     assert SECRET not in caplog.text
 
 
-@pytest.mark.parametrize("hostile", [in_error, raising, summing(lambda total: total)])
+@pytest.mark.parametrize("hostile", [in_error, raising, summing(lambda total: total, users=2)])
 def test_nothing_names_a_node_of_one_user(
     folder: Path, hostile: App, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -333,36 +343,80 @@ def test_nothing_names_a_node_of_one_user(
     assert "four" not in caplog.text
 
 
-def test_a_node_of_one_user_sends_an_update_that_is_clipped_here(folder: Path) -> None:
-    request = request_to([4])
-    with enrolled(folder, {"four": updating}) as (_, transport):
-        total = total_of(transport, request)
-    assert np.linalg.norm(total) == pytest.approx(0.01)
-    with enrolled(folder, {"four": summing(lambda total: total + 1e-4)}) as (_, transport):
-        assert not total_of(transport, request).any()
+def of_squares(squares: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Makes integers of zeros whose squares add up to so much."""
+
+    def change(total: np.ndarray) -> np.ndarray:
+        left = squares
+        for place in range(total.size):
+            total[place] = math.isqrt(left)
+            left -= int(total[place]) ** 2
+        assert left == 0
+        return total
+
+    return change
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
-def test_numbers_that_are_none_or_large_are_left_to_whoever_adds_up(
-    folder: Path, value: float
+(GROUP,) = request_to([]).clipping.groups
+BOUND = GROUP.squared_bound
+
+
+@pytest.mark.parametrize(
+    ("answer", "counts"),
+    [
+        (summing(of_squares(BOUND)), True),
+        (summing(of_squares(BOUND + 1)), False),
+        (summing(of_squares(BOUND), weight=0), True),  # no group is weighted
+        (summing(of_squares(BOUND), weight=2), False),
+        (summing(of_squares(1), users=0, weight=0), False),
+        (summing(lambda total: total + 2**62), False),
+        (summing(lambda total: np.full_like(total, -(2**63))), False),
+    ],
+    ids=["B", "B + 1", "no weight", "more weight than c", "of nobody", "2^62", "-2^63"],
+)
+def test_a_sum_of_one_user_counts_if_one_user_can_have_it(
+    folder: Path, answer: App, *, counts: bool
 ) -> None:
+    request = request_to([4, 5])
+    with enrolled(folder, {"four": answer}) as (_, transport):
+        partials = {partial.node: partial for partial in transport.collect(request)}
+    total = add_up(partials.values(), request.clipping, 2).total
+    expected = partials["five"].total + (partials["four"].total if counts else 0)
+    np.testing.assert_array_equal(total, expected)
+    assert partials["four"].total.any()
+
+
+@pytest.mark.parametrize("squares", [4 * BOUND, 4 * BOUND + 2**30])
+def test_a_sum_of_two_users_is_at_most_twice_as_long(folder: Path, squares: int) -> None:
     request = request_to([0, 1, 4])
-    with enrolled(folder, {"silo": summing(lambda total: total + value)}) as (_, transport):
-        total = add_up(transport.collect(request), request.clipping, 3).total
-    with enrolled(folder) as (_, transport):
-        np.testing.assert_allclose(total, total_of(transport, request_to([4])), atol=1e-12)
+    with enrolled(folder, {"silo": summing(of_squares(squares), 2, 2)}) as (_, transport):
+        partials = {partial.node: partial for partial in transport.collect(request)}
+    total = add_up(partials.values(), request.clipping, 3).total
+    counts = squares == 4 * BOUND
+    expected = partials["four"].total + (partials["silo"].total if counts else 0)
+    np.testing.assert_array_equal(total, expected)
+
+
+def test_a_node_declines_an_offer_that_does_not_bound_the_work_of_a_user(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = request_to([0, 1])
+    endless = replace(request, local=replace(request.local, max_examples=None))
+    with enrolled(folder) as (_, transport), caplog.at_level("INFO"):
+        assert list(transport.collect(endless)) == []
+    assert "silo declines: local.max_examples is absent" in caplog.text
 
 
 def test_what_comes_after_the_deadline_counts_for_nothing(folder: Path) -> None:
-    release = threading.Event()
+    release, quick = threading.Event(), summing(lambda total: total)
 
     def hangs(message: Message, context: Context) -> Message:
         release.wait()
-        return app(message, context)
+        return quick(message, context)
 
     began = time.monotonic()
     try:
-        with enrolled(folder, {"silo": hangs}, seconds=3.0) as (_, transport):
+        with enrolled(folder, {"silo": hangs, "four": quick}, seconds=3.0) as (_, transport):
             rounds = transport.collect(request_to([0, 4]))
             assert [partial.node for partial in rounds] == ["four"]
             assert time.monotonic() - began >= 3.0
@@ -490,7 +544,13 @@ def test_what_a_loader_of_a_simulation_says_stays_at_the_worker(
 
 @pytest.mark.parametrize(
     ("setting", "words"),
-    [({"device": "none"}, "device is 'none'"), ({"chunk-mebibytes": 0}, "chunk_mebibytes is 0")],
+    [
+        ({"device": "none"}, "device is 'none'"),
+        ({"chunk-mebibytes": 0}, "chunk-mebibytes is 0; it must be a positive whole number"),
+        ({"processes": 0}, "processes is 0; it must be a positive whole number"),
+        ({"processes": "two"}, "processes is 'two'"),
+        ({"processes": True}, "processes is True"),
+    ],
 )
 def test_settings_that_are_not_legal_are_told(setting: dict[str, object], words: str) -> None:
     assert words in trouble_of({"users": "no_such_folder", **setting}, {})
@@ -505,7 +565,8 @@ WORKERS = {FIRST_ID + k: (app, {"partition-id": k, "num-partitions": 2}) for k i
         ({**WORKERS, FIRST_ID: (raising, {})}, crowd(), "error 2 of Flower"),
         (WORKERS, crowd().replace(b"crowd:", b"missing:"), "cannot be imported"),
         (WORKERS, flower.Simulated("digits", {}, "cpu", 32).encode(), "other users"),
-        (WORKERS, flower.Simulated("synthetic", {"users": USERS}, "cpu", 32).encode(), "other us"),
+        (WORKERS, crowd(pixel=0.5), "other data"),
+        (WORKERS, crowd(moved=1), "other data"),
         ({**WORKERS, 5: (app, {})}, crowd(), "3 workers .* configured for 2"),
         ({**WORKERS, FIRST_ID: WORKERS[FIRST_ID + 1]}, crowd(), "1 of 2 workers answer"),
         ({**WORKERS, FIRST_ID: (app, {"partition-id": 2})}, crowd(), "partition-id is 2"),
@@ -515,7 +576,8 @@ WORKERS = {FIRST_ID + k: (app, {"partition-id": k, "num-partitions": 2}) for k i
         "no code",
         "no module",
         "other users",
-        "other data",
+        "other pixel",
+        "other cut",
         "too many",
         "one twice",
         "no share",
@@ -554,6 +616,44 @@ def test_shards_are_even_and_hold_everybody_once(users: int, workers: int) -> No
     hosting: Hosting = shards(users, workers)
     for k, share in enumerate(shares):
         np.testing.assert_array_equal(np.flatnonzero(hosting.numbers == k), share)
+
+
+IDS = [f"u{user}" for user in range(4)]
+
+
+def people(
+    x: object = 0.0, moved: int = 0, ids: Sequence[str] = IDS, dtype: type = np.float32
+) -> UserStore:
+    """Four users of three rows; the first row of the third user is x."""
+    rows = np.zeros((12, 2), dtype)
+    rows[6] = x
+    return UserStore({"x": rows, "y": np.arange(12)}, np.array([0, 3, 6 + moved, 9, 12]), ids)
+
+
+def test_what_a_worker_says_of_its_share_changes_with_all_that_it_trains_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = range(1, 3)
+    said = flower.digest_of_shard("people", people(), share)
+    plain, swapped = people(), [*IDS[:1], *IDS[2:0:-1], *IDS[3:]]
+    others = [
+        ("others", plain),
+        ("people", people(x=1.0)),
+        ("people", people(moved=1)),
+        ("people", people(ids=swapped)),
+        ("people", people(dtype=np.int32)),
+        ("people", UserStore({"x": plain.fields["x"]}, plain.offsets, IDS)),
+        ("people", UserStore({**plain.fields, "z": np.ones(12)}, plain.offsets, IDS)),
+    ]
+    assert len(said) == 32
+    assert len({said, *(flower.digest_of_shard(*other, share) for other in others)}) == 8
+    beyond = people(ids=["other", *IDS[1:]])
+    assert flower.digest_of_shard("people", beyond, share) == said
+    plain.save(tmp_path / "people")
+    assert flower.digest_of_shard("people", UserStore.load(tmp_path / "people"), share) == said
+    monkeypatch.setattr(flower, "_BYTES_AT_ONCE", 0)
+    in_small_parts = [people(), people(x=1.0)]
+    assert len({flower.digest_of_shard("people", users, share) for users in in_small_parts}) == 2
 
 
 def test_an_option_without_a_place_in_json_is_refused() -> None:

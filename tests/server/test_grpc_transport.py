@@ -1,5 +1,6 @@
 """The transport over gRPC: what every transport must do, over TLS, and what a network adds."""
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from transport_conformance import TransportConformance
 
 from fedpriv import wire
 from fedpriv.errors import StoppedError
+from fedpriv.federated.aggregate import add_up
 from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest, Transport
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.groups import flat
@@ -26,8 +28,8 @@ from tests.server.loopback import (
     PATIENCE,
     Site,
     TestNode,
+    clipped,
     nodes,
-    raw,
     sends,
     site,
     summed,
@@ -58,13 +60,11 @@ def update_of(user: int, request: RoundRequest) -> dict[str, np.ndarray]:
 
 def of_one(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
     (user,) = request.users.tolist()
-    return raw(offer, update_of(user, request))
+    return clipped(offer, update_of(user, request))
 
 
 def of_several(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
-    users = request.users.tolist()
-    total = sum(request.clipping.contribution(update_of(user, request)) for user in users)
-    return summed(offer, PartialSum("", len(users), total, float(len(users))))
+    return clipped(offer, *(update_of(user, request) for user in request.users.tolist()))
 
 
 def fails(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
@@ -80,13 +80,13 @@ def of_users(users: list[int]) -> np.ndarray:
     request = request_to(users)
     return sum(
         (request.clipping.contribution(update_of(user, request)) for user in users if user != 6),
-        start=np.zeros(LAYOUT.dimension),
+        start=np.zeros(LAYOUT.dimension, np.int64),
     )
 
 
 def collected(transport: Transport, request: RoundRequest) -> np.ndarray:
     partials = list(transport.collect(request))
-    return sum((p.total for p in partials), start=np.zeros(LAYOUT.dimension))
+    return sum((p.total for p in partials), start=np.zeros(LAYOUT.dimension, np.int64))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ class TestGrpcTransport(TransportConformance):
     def test_only_nodes_of_drawn_users_answer_for_them(self) -> None:
         for drawn in ([0, 5], [4], [1, 2], [0, 1, 2, 3, 4, 5, 6]):
             total = collected(self.transport(), request_to(drawn))
-            np.testing.assert_allclose(total, of_users(drawn), atol=1e-9)
+            np.testing.assert_array_equal(total, of_users(drawn))
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def nothing(total: np.ndarray) -> bool:
 def test_a_node_that_is_not_connected_counts_as_zero(alone: Site) -> None:
     with nodes(alone, {"four": of_one}):
         total = collected(alone.transport(), request_to([4, 5]))
-    np.testing.assert_allclose(total, of_users([4]), atol=1e-9)
+    np.testing.assert_array_equal(total, of_users([4]))
 
 
 def test_a_node_that_comes_during_the_round_is_asked(alone: Site) -> None:
@@ -139,7 +139,7 @@ def test_a_node_that_comes_during_the_round_is_asked(alone: Site) -> None:
     with nodes(alone, {"four": comes}):
         total = collected(transport, request_to([4, 5]))
     late[0].close()
-    np.testing.assert_allclose(total, of_users([4, 5]), atol=1e-9)
+    np.testing.assert_array_equal(total, of_users([4, 5]))
 
 
 def test_a_node_that_hangs_is_waited_for_until_the_deadline(alone: Site) -> None:
@@ -155,7 +155,7 @@ def test_a_node_that_hangs_is_waited_for_until_the_deadline(alone: Site) -> None
         hang.set()
         until(lambda: made["four"].receipts)
         (receipt,) = made["four"].receipts
-    np.testing.assert_allclose(total, of_users([5]), atol=1e-9)
+    np.testing.assert_array_equal(total, of_users([5]))
     assert not receipt.accepted
     assert receipt.reason == "no round is collected"
 
@@ -181,7 +181,7 @@ def test_an_answer_counts_once_and_repetitions_are_refused(alone: Site) -> None:
         assert kept.pop().accepted
         (again,) = made["four"].receipts
         assert again == wire.Receipt(accepted=False, reason="no answer of this node is waited for")
-        np.testing.assert_allclose(total, of_users([0, 4]), atol=1e-9)
+        np.testing.assert_array_equal(total, of_users([0, 4]))
 
         def replays(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
             del offer, request
@@ -196,17 +196,18 @@ def test_an_answer_counts_once_and_repetitions_are_refused(alone: Site) -> None:
             assert made["four"].receipts[-1].reason.startswith("the answer is to another round")
 
 
+STEPS = np.full(LAYOUT.dimension, -7)
+
+
 def malformed() -> dict[str, object]:
-    """Answers of a node of one user that must count as zero, and what the receipt says of them."""
+    """Answers of a node of one user that must count as zero and are told so."""
 
     def with_tensors(tensors: dict[str, np.ndarray]) -> object:
-        return lambda offer, _: raw(offer, tensors)
-
-    good = {name: np.ones(p.shape, np.float32) for name, p in PARAMETERS.items()}
-    as_sum = SummedUpdates.of(PartialSum("", 1, np.zeros(LAYOUT.dimension), 1.0))
+        header = SummedUpdates(1, 1, wire.manifest_of(tensors))
+        return lambda offer, _: sends(offer, header, tensors)
 
     def parts(offer: wire.RoundOffer) -> list[pb.UploadPart]:
-        return list(raw(offer, good))
+        return list(summed(offer, PartialSum("", 1, STEPS, 1)))
 
     def damaged(offer: wire.RoundOffer, _: RoundRequest) -> list[pb.UploadPart]:
         made = parts(offer)
@@ -215,24 +216,30 @@ def malformed() -> dict[str, object]:
         made[1].chunk.data = bytes(data)
         return made
 
-    def other_weight(offer: wire.RoundOffer, _: RoundRequest) -> list[pb.UploadPart]:
-        made = parts(offer)
-        made[0].answer.update.weight = 1.5
-        return made
+    def with_weight(weight: int) -> object:
+        def answer(offer: wire.RoundOffer, _: RoundRequest) -> list[pb.UploadPart]:
+            made = parts(offer)
+            made[0].answer.sum.weight = weight
+            return made
+
+        return answer
 
     return {
-        "keys": with_tensors({"w": good["w"], "c": good["b"]}),
-        "shape": with_tensors({"w": good["w"].T.copy(), "b": good["b"]}),
-        "dtype": with_tensors({"b": good["b"].astype(np.float64)}),
-        "missing": with_tensors({"w": good["w"]}),
+        "name": with_tensors({"total": STEPS}),
+        "the tensors of an update": with_tensors(PARAMETERS),
+        "a tensor more": with_tensors({"sum": STEPS, "b": STEPS}),
+        "shape": with_tensors({"sum": STEPS[np.newaxis]}),
+        "longer": with_tensors({"sum": np.append(STEPS, 0)}),
+        "shorter": with_tensors({"sum": STEPS[1:]}),
+        "dtype": with_tensors({"sum": STEPS.astype(np.float32)}),
         "truncated": lambda offer, _: parts(offer)[:-1],
         "without a header": lambda offer, _: parts(offer)[1:],
         "nothing": lambda _offer, _: iter(()),
         "out of order": lambda offer, _: [parts(offer)[0], *reversed(parts(offer)[1:])],
         "too much": lambda offer, _: [*parts(offer), parts(offer)[-1]],
         "damaged": damaged,
-        "weight": other_weight,
-        "a sum": lambda offer, _: sends(offer, as_sum, {"sum": np.zeros(LAYOUT.dimension)}),
+        "more weight than any cap": with_weight(2**31 + 1),
+        "more users than were drawn": lambda o, _: summed(o, PartialSum("", 2, STEPS, 2)),
     }
 
 
@@ -243,20 +250,60 @@ def test_a_malformed_answer_counts_as_zero_and_harms_nobody(federation: Site, ca
         transport = federation.transport(replace(PATIENCE, deadline=3.0))
         total = collected(transport, request_to([4, 5]))
         until(lambda: made["four"].receipts)
-    np.testing.assert_allclose(total, of_users([5]), atol=1e-9)
+    np.testing.assert_array_equal(total, of_users([5]))
     assert not made["four"].receipts[0].accepted
     restore(federation)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
-def test_hostile_numbers_are_clipped_to_at_most_the_norm(federation: Site, value: float) -> None:
-    tensors = {name: np.full(p.shape, value, np.float32) for name, p in PARAMETERS.items()}
-    with nodes(federation, {"four": lambda offer, _: raw(offer, tensors)}):
-        total = collected(federation.transport(), request_to([4]))
-    assert np.linalg.norm(total) <= 1.0
-    assert np.isfinite(total).all()
-    assert nothing(total) == (not np.isfinite(value))
+BOUND = request_to([]).clipping.groups[0].squared_bound
+
+
+def of_length(squares: int) -> np.ndarray:
+    """[D] integers whose squares add up to so much."""
+    total = np.zeros(LAYOUT.dimension, np.int64)
+    for place in range(total.size):
+        total[place] = math.isqrt(squares)
+        squares -= int(total[place]) ** 2
+    assert squares == 0
+    return total
+
+
+@pytest.mark.parametrize(
+    ("partial", "counts"),
+    [
+        (PartialSum("", 1, of_length(BOUND), 1), True),
+        (PartialSum("", 1, of_length(BOUND + 1), 1), False),
+        (PartialSum("", 1, of_length(BOUND), 0), True),  # no group is weighted
+        (PartialSum("", 1, of_length(BOUND), 2), False),
+        (PartialSum("", 0, of_length(0), 0), True),
+        (PartialSum("", 0, of_length(1), 0), False),
+        (PartialSum("", 1, of_length(2**62), 1), False),
+    ],
+    ids=["B", "B + 1", "no weight", "more weight than c", "nobody", "of nobody", "2^31"],
+)
+def test_a_sum_of_one_user_counts_if_one_user_can_have_it(
+    federation: Site, partial: PartialSum, *, counts: bool
+) -> None:
+    request = request_to([4, 5])
+    with nodes(federation, {"four": lambda offer, _: summed(offer, partial)}) as made:
+        cohort = add_up(federation.transport().collect(request), request.clipping, 2)
+        until(lambda: made["four"].receipts)
+        assert made["four"].receipts[0].accepted
     restore(federation)
+    np.testing.assert_array_equal(cohort.total, of_users([5]) + counts * partial.total)
+    assert cohort.weight == 1 + counts * partial.weight
+
+
+@pytest.mark.parametrize("value", [-(2**63), 2**63 - 1, 2**31])
+def test_hostile_numbers_of_64_bits_count_as_zero(federation: Site, value: int) -> None:
+    request = request_to([4, 5])
+    total = {"sum": np.full(LAYOUT.dimension, value)}
+    header = SummedUpdates(1, 1, wire.manifest_of(total))
+    with nodes(federation, {"four": lambda offer, _: sends(offer, header, total)}):
+        cohort = add_up(federation.transport().collect(request), request.clipping, 2)
+    restore(federation)
+    np.testing.assert_array_equal(cohort.total, of_users([5]))
+    assert cohort.weight == 1
 
 
 def restore(federation: Site) -> None:
@@ -282,7 +329,7 @@ def test_a_newer_connection_ends_the_older(alone: Site) -> None:
             time.sleep(0.01)
         assert older["four"].ended == [grpc.StatusCode.ABORTED]
         total = collected(alone.transport(), request_to([4]))
-    np.testing.assert_allclose(total, of_users([4]), atol=1e-9)
+    np.testing.assert_array_equal(total, of_users([4]))
 
 
 def test_a_revoked_node_is_offered_nothing_and_counts_for_nothing(alone: Site) -> None:
@@ -292,11 +339,11 @@ def test_a_revoked_node_is_offered_nothing_and_counts_for_nothing(alone: Site) -
 
     with nodes(alone, {"four": revoked_meanwhile, "five": of_one}) as made:
         total = collected(alone.transport(), request_to([4, 5]))
-        np.testing.assert_allclose(total, of_users([5]), atol=1e-9)
+        np.testing.assert_array_equal(total, of_users([5]))
         assert made["four"].receipts == []
         # The connection is open still; the next offer finds out.
         total = collected(alone.transport(), request_to([4, 5], attempt=1))
-        np.testing.assert_allclose(total, of_users([5]), atol=1e-9)
+        np.testing.assert_array_equal(total, of_users([5]))
         assert made["four"].ended == [grpc.StatusCode.UNAUTHENTICATED]
 
 
@@ -319,7 +366,7 @@ def test_a_round_waits_for_enough_nodes_whoever_is_drawn(alone: Site) -> None:
         assert totals == []
         with nodes(alone, {"silo": of_several}):
             thread.join()
-    np.testing.assert_allclose(totals[0], of_users([4]), atol=1e-9)
+    np.testing.assert_array_equal(totals[0], of_users([4]))
 
 
 @pytest.mark.parametrize("least", [0, 5], ids=["while it is collected", "while nodes are awaited"])

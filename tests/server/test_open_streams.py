@@ -13,7 +13,7 @@ from fedpriv.federated.transport import RoundRequest
 from fedpriv.server import listening
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.hostile_nodes import CALLS, SERVICE, Outcome, first, one, uploaded
-from tests.server.loopback import nodes, raw, sends, site
+from tests.server.loopback import clipped, nodes, sends, site
 from tests.server.test_answers import collecting, update_of
 
 USERS = {"five": ["0"], "four": ["4"]}
@@ -67,13 +67,13 @@ def declines(offer: wire.RoundOffer) -> Iterable[pb.UploadPart]:
 
 def of_no_round(offer: wire.RoundOffer) -> Iterable[pb.UploadPart]:
     other = wire.RoundOffer(**{**vars(offer), "id": wire.RoundId("other", 0, 0, 0)})
-    return raw(other, update_of(4))
+    return clipped(other, update_of(4))
 
 
 def too_large(offer: wire.RoundOffer) -> Iterable[pb.UploadPart]:
-    yield from raw(offer, update_of(4))
+    yield from clipped(offer, update_of(4))
     yield pb.UploadPart(chunk=pb.Chunk(data=bytes(1000)))
-    yield from raw(offer, update_of(4))
+    yield from clipped(offer, update_of(4))
 
 
 @pytest.mark.parametrize("answering", [declines, of_no_round, too_large])
@@ -91,7 +91,7 @@ def test_answers_that_are_not_read_to_their_end(
 
     def waits(offer: wire.RoundOffer, request: RoundRequest) -> Iterable[pb.UploadPart]:
         assert done.wait(60.0)
-        return raw(offer, update_of(0))
+        return clipped(offer, update_of(0))
 
     with (
         site(tmp_path, USERS) as made,

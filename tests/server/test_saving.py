@@ -111,6 +111,15 @@ def conducted(
     )
 
 
+def test_without_a_clock_no_round_is_timed(tmp_path: Path) -> None:
+    # How long a round took says how many users were drawn.
+    with open_books(tmp_path) as books:
+        rows = list(conducted(tmp_path, books))
+    assert [row.simulation_only_seconds for row in rows] == [None] * 5
+    for row in RunFolder(tmp_path).read_metrics():
+        assert row["simulation_only_seconds"] is None
+
+
 def newest(folder: Path) -> int:
     """Rounds in the newest checkpoint, 0 if there is none."""
     found = checkpoints(RunFolder(folder).checkpoints)

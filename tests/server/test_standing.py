@@ -20,7 +20,7 @@ from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.standing import LedgerLines, prices, status_at_start, welcomes
 from fedpriv.wire import RunState, decode_welcome, encode_welcome
 
-ENROLMENT = Enrolment({"silo": ["b", "d"], "one": ["a"], "two": ["c"]})
+ENROLMENT = Enrolment("5f" * 16, {"silo": ["b", "d"], "one": ["a"], "two": ["c"]})
 CONFIG = Config.model_validate(
     {
         "name": "n",
@@ -44,7 +44,7 @@ def test_a_node_is_told_its_positions_the_population_and_the_task() -> None:
         "two": [2],
     }
     for welcome in told.values():
-        assert (welcome.population_name, welcome.population) == (ENROLMENT.digest, 4)
+        assert (welcome.population_name, welcome.population) == ("5f" * 16, 4)
         task = welcome.task
         assert (task.model, task.seed, task.loss) == ("softmax", 5, "cross-entropy")
         assert dict(task.options) == {"features": 3, "classes": 2}

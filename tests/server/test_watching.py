@@ -38,14 +38,15 @@ def test_signal_and_noise_are_those_of_the_layers(
     assert all(name in ("round", "attempt") or name.startswith("simulation_only") for name in row)
     # A release is the average of the sum and of the noise alike, so their ratio is that of sums,
     # tensor by tensor, each in units of its scale.
-    total = request.clipping.layout.unflatten(sum(partial.total for partial in partials))
+    clipping = request.clipping
+    total = clipping.layout.unflatten(sum(partial.total for partial in partials) * clipping.steps)
     stddevs = {e.group: e.noise_stddev for e in mechanism_of(experiment.plan, state).event.queries}
     for layer in ("1", "3"):
         signal, noise = 0.0, 0.0
         for group in request.clipping.groups:
             for tensor, scale in zip(group.tensors, group.scales, strict=True):
                 if tensor.startswith(f"{layer}."):
-                    signal += float(np.sum((scale * total[tensor]) ** 2))
+                    signal += float(np.sum(total[tensor] ** 2))
                     noise += total[tensor].size * (scale * stddevs[group.name]) ** 2
         found = row["simulation_only_signal_to_noise"]
         assert found[layer] == pytest.approx(math.sqrt(signal / noise), rel=1e-9)

@@ -8,12 +8,10 @@ from fedpriv.errors import InvalidValueError
 from simulations.federation_load import Found, Load, measure, summary
 
 
-def test_a_small_load_is_measured_and_its_sums_are_right() -> None:
+def test_a_small_load_is_measured() -> None:
     load = Load(nodes=6, sampled=4, parameters=300_007, rounds=2)
     found = measure(load)
     assert found.connected == [6, 6, 6]
-    assert len(found.errors) == 3
-    assert max(found.errors) < 1e-10  # clipping stays below the norm by what rounding may be
     for seconds in (found.seconds, found.bare_seconds):
         assert len(seconds) == 2
         assert min(seconds) > 0.0
@@ -26,7 +24,6 @@ def test_the_summary_by_hand() -> None:
         seconds=[9.0, 2.0, 1.0, 4.0],
         bare_seconds=[0.1, 1.0, 1.0, 1.0],
         connected=[10, 10, 10, 10, 9],
-        errors=[0.0, 1e-16, 0.0, 0.0, 2e-16],
         peak_mebibytes=100.0,
         seconds_of_all=3.0,
         peak_mebibytes_of_all=200.0,
@@ -38,7 +35,6 @@ def test_the_summary_by_hand() -> None:
     assert numbers["ratio"] == pytest.approx(0.5)
     assert numbers["the same over the bytes of the model"] == pytest.approx(200 * 2**20 / 1e5)
     assert numbers["connected nodes"] == 9
-    assert numbers["largest error of a sum"] == 2e-16
 
 
 def test_too_few_open_files_are_told_before_anything_is_made() -> None:

@@ -42,17 +42,6 @@ def test_activations_are_timed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> 
     assert names == ["fedpriv on cpu, chunks of 1 MiB", "fedpriv on cpu, chunks of 1 MiB, bfloat16"]
 
 
-def test_processes_and_threads_are_timed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "REPEATS", 1)
-    monkeypatch.setattr(throughput, "TURN", 0.0)
-    given = torch.device("cpu"), [1], ("float32",), ("processes", "threads")
-    names = [*speeds_of(SMALL, *given)][1:]
-    assert names == [
-        "fedpriv on cpu, chunks of 1 MiB",
-        "fedpriv on cpu, chunks of 1 MiB, in threads",
-    ]
-
-
 def test_the_plain_loop_leaves_the_model_as_it_was() -> None:
     task, users = Task(SMALL.model(), example_losses), SMALL.population
     before = task.parameters()
@@ -65,7 +54,7 @@ def test_the_plain_loop_leaves_the_model_as_it_was() -> None:
 
 def test_parts_of_a_round_are_all_of_it(tmp_path: Path) -> None:
     profile = cProfile.Profile(builtins=False)
-    profile.runcall(overheads.run, tmp_path, 2, 100)
+    profile.runcall(overheads.run, tmp_path, overheads.prepared(100), 2)
     parts = overheads.parts_of(profile)
     assert set(overheads.BESIDE) < set(parts)
     assert min(parts.values()) > 0.0

@@ -10,19 +10,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.privacy.contribution import Clipping, Indicator
+from fedpriv.privacy.contribution import MOST_WEIGHT, Clipping, Indicator
 from fedpriv.privacy.groups import VectorGroup, flat
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.metrics import Metric
-from fedpriv.privacy.weights import Weighting
 from fedpriv.wire import (
     Answer,
     Decline,
-    Expected,
     Hello,
     Manifest,
     Price,
-    RawUpdate,
     Receipt,
     RoundId,
     RoundOffer,
@@ -31,10 +28,11 @@ from fedpriv.wire import (
     SummedUpdates,
     TaskDescription,
     Welcome,
+    layout_of_sums,
     manifest_of,
     model_of,
 )
-from fedpriv.wire.tensors import FLOAT32, FLOAT64
+from fedpriv.wire.tensors import INT32, INT64
 
 LAYOUT = Layout(("w", "b"), ((2, 2), (3,)))
 PARAMETERS = {
@@ -85,15 +83,16 @@ statuses = st.builds(
     st.sampled_from(RunState),
 )
 locals_ = st.builds(
-    lambda rate, batch, epochs, number, momentum, proximal: LocalTraining(
-        rate, batch, number if epochs else None, None if epochs else number, momentum, proximal
+    lambda passes, number, *rest, **others: LocalTraining(
+        *rest, **{"epochs" if passes else "steps": number}, **others
     ),
-    positive,
-    counts,
     st.booleans(),
     st.integers(1, 2**32 - 1),
-    below_one,
-    st.floats(0.0, 1e300),
+    positive,
+    counts,
+    momentum=below_one,
+    proximal=st.floats(0.0, 1e300),
+    max_examples=counts,
 )
 metrics = st.builds(
     Metric,
@@ -151,7 +150,8 @@ def clippings(draw: st.DrawFn, measured: tuple[Metric, ...] = ()) -> Clipping:
         groups.append(VectorGroup("counting", ("unclipped",), 2.0, (1.0,)))
     weighted = tuple(draw(st.lists(st.sampled_from(update), unique=True)))
     layout = Layout(tuple(shapes_of), tuple(shapes_of.values()))
-    return Clipping(layout, tuple(groups), indicator, weighted)
+    cap = draw(st.integers(1, MOST_WEIGHT))
+    return Clipping(layout, tuple(groups), indicator, weighted, cap)
 
 
 def float32s(shape: tuple[int, ...]) -> st.SearchStrategy[np.ndarray]:
@@ -177,7 +177,6 @@ def requests(draw: st.DrawFn) -> RoundRequest:
         draw(users),
         draw(digests),
         measured,
-        Weighting(draw(counts)),
         draw(st.sampled_from([{}, {f"{name.run} running": np.ones(2, np.float32)}])),
     )
 
@@ -189,15 +188,14 @@ def offers(draw: st.DrawFn) -> RoundOffer:
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> tuple[Answer, Expected]:
-    """An answer to a round that clips somehow, and what it must look like."""
-    expected = Expected.of(draw(clippings()))
+def answers(draw: st.DrawFn) -> tuple[Answer, Layout]:
+    """An answer to a round that clips somehow, and the layout of its sums."""
+    expected = layout_of_sums(draw(clippings()))
     number = draw(st.integers(0, 2**20))
-    raw = RawUpdate(draw(st.floats(0.0, 1.0)), Manifest(expected.update, FLOAT32))
-    weight = draw(st.none() | st.floats(0.0, float(number)))
-    total = SummedUpdates(number, weight, Manifest(expected.total, FLOAT64))
+    manifest = Manifest(expected, draw(st.sampled_from([INT32, INT64])))
+    total = SummedUpdates(number, draw(st.integers(0, number * MOST_WEIGHT)), manifest)
     decline = Decline(draw(st.text(characters, max_size=20)))
-    return Answer(draw(round_ids), draw(st.sampled_from([raw, total, decline]))), expected
+    return Answer(draw(round_ids), draw(st.sampled_from([total, decline]))), expected
 
 
 def small_request() -> RoundRequest:
@@ -205,13 +203,12 @@ def small_request() -> RoundRequest:
     layout = Layout(("w", "b", "metrics/accuracy", "unclipped"), ((2, 2), (3,), (), (1,)))
     counting = VectorGroup("counting", ("unclipped",), 0.5, (1.0,))
     groups = (*flat(LAYOUT, 1.0), measured[0].group, counting)
-    clipping = Clipping(layout, groups, Indicator("unclipped", ("update",)), ("update",))
-    local = LocalTraining(0.25, batch_size=10, epochs=2)
+    clipping = Clipping(layout, groups, Indicator("unclipped", ("update",)), ("update",), 20)
+    local = LocalTraining(0.25, batch_size=10, epochs=2, max_examples=100)
     drawn = np.array([1, 300], np.int64)
     return RoundRequest(
-        "r", 3, 1, PARAMETERS, clipping, local, drawn, bytes(range(32)), measured,
-        Weighting(20), STATISTICS,
-    )  # fmt: skip
+        "r", 3, 1, PARAMETERS, clipping, local, drawn, bytes(range(32)), measured, STATISTICS
+    )
 
 
 def small_offer() -> RoundOffer:

@@ -10,16 +10,15 @@ from google.protobuf.message import Message
 from fedpriv import wire
 from fedpriv.errors import WireError
 from fedpriv.federated.transport import PartialSum
-from fedpriv.wire import Answer, Assembler, Decline, Expected, RawUpdate, SummedUpdates, manifest_of
+from fedpriv.wire import Answer, Assembler, Decline, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.instructions import decode_clipping, decode_local, decode_metric
 from fedpriv.wire.limits import SERVER_RECEIVES_BYTES, parse
 from fedpriv.wire.tensors import decode_layout, decode_manifest
-from tests.wire.examples import PARAMETERS, PRICE, peak_memory, small_offer, small_welcome
+from tests.wire.examples import PRICE, peak_memory, small_offer, small_welcome
 
 OFFER = wire.encode_offer(small_offer())
-EXPECTED = Expected.of(small_offer().clipping)
-MEASURED = {**PARAMETERS, "metrics/accuracy": np.zeros((), np.float32)}
+EXPECTED = wire.layout_of_sums(small_offer().clipping)
 BYTES = b"some bytes"
 STATUS = wire.Status("r", 1, 2, 0.5, 1.0, 1e-6, 3, 2, 1000, wire.RunState.WAITING)
 
@@ -34,11 +33,14 @@ def decode_answer(answer: pb.Answer) -> Answer:
     return wire.decode_answer(answer, EXPECTED)
 
 
-def answer_of(content: RawUpdate | SummedUpdates | Decline) -> pb.Answer:
+def answer_of(content: SummedUpdates | Decline) -> pb.Answer:
     return wire.encode_answer(Answer(small_offer().id, content))
 
 
-SUMMED = SummedUpdates.of(PartialSum("node", 2, np.zeros(9), 1.5))
+def summed(users: int) -> pb.Answer:
+    return answer_of(SummedUpdates.of(PartialSum("node", users, np.zeros(9, np.int64), users)))
+
+
 CASES: dict[str, tuple[Callable[[Message], object], Message]] = {
     "offer": (wire.decode_offer, OFFER),
     "clipping": (decode_clipping, OFFER.clipping),
@@ -48,8 +50,8 @@ CASES: dict[str, tuple[Callable[[Message], object], Message]] = {
     "tensors": (decode_manifest, OFFER.model),
     "price": (wire.decode_price, wire.encode_price(PRICE)),
     "round": (wire.decode_round_id, OFFER.id),
-    "raw": (decode_answer, answer_of(RawUpdate(0.5, manifest_of(MEASURED)))),
-    "sum": (decode_answer, answer_of(SUMMED)),
+    "one": (decode_answer, summed(1)),
+    "sum": (decode_answer, summed(1000)),
     "decline": (decode_answer, answer_of(Decline("too dear"))),
     "chunk": (add_chunk, next(wire.chunks([BYTES]))),
     "hello": (wire.decode_hello, wire.encode_hello(wire.Hello("node", bytes(32)))),
@@ -57,7 +59,7 @@ CASES: dict[str, tuple[Callable[[Message], object], Message]] = {
     "welcome": (wire.decode_welcome, wire.encode_welcome(small_welcome())),
     "status": (wire.decode_status, wire.encode_status(STATUS)),
 }
-INPUTS = 1000  # of each case and each way to disturb it, 34,000 in all
+INPUTS = 1000  # of each case and each way to disturb it, 32,000 in all
 VARINTS = [b"\xff" * 9 + b"\x01", b"\x80" * 10, bytes(8), b"\x08"]
 HOSTILE = {
     float: [float("nan"), float("inf"), -1.0, 0.0, 1e308, 5e-324, 0.5],
@@ -204,7 +206,7 @@ def test_options_full_of_empty_values_are_refused_in_little_memory(options: str)
 def test_an_answer_full_of_empty_names_is_refused_in_little_memory() -> None:
     data = nested(pb.Layout, "names", SERVER_RECEIVES_BYTES // 2 - 100)
     layout = pb.Layout.FromString(data)
-    message = pb.Answer(id=OFFER.id, update=pb.RawUpdate(tensors=pb.Tensors(layout=layout)))
+    message = pb.Answer(id=OFFER.id, sum=pb.PartialSum(tensors=pb.Tensors(layout=layout)))
     with peak_memory() as peak:
         assert refused(decode_answer, pb.Answer, message.SerializeToString())
     assert peak() < 2**22

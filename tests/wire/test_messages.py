@@ -7,16 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError
 from fedpriv.federated.transport import PartialSum, RoundRequest
-from fedpriv.privacy.contribution import Clipping
+from fedpriv.privacy.contribution import MOST_WEIGHT, Clipping
 from fedpriv.privacy.groups import flat
 from fedpriv.privacy.layout import Layout
 from fedpriv.wire import (
     Answer,
-    Expected,
     Hello,
     Manifest,
     Price,
@@ -29,8 +30,9 @@ from fedpriv.wire import (
     manifest_of,
 )
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.answers import SUM
 from fedpriv.wire.limits import parse
-from fedpriv.wire.tensors import FLOAT64
+from fedpriv.wire.tensors import INT32, INT64
 from tests.wire import examples
 
 ID = RoundId("r", 3, 1)
@@ -103,26 +105,52 @@ def test_a_node_gets_the_request_that_the_server_made(request: RoundRequest) -> 
 
 @quick
 @given(examples.answers())
-def test_answers_survive(drawn: tuple[Answer, Expected]) -> None:
+def test_answers_survive(drawn: tuple[Answer, Layout]) -> None:
     answer, expected = drawn
     message = parse(pb.Answer, wire.encode_answer(answer).SerializeToString(), MOST)
     assert wire.decode_answer(message, expected) == answer
 
 
-@pytest.mark.parametrize("weight", [None, 1.5])
-def test_a_partial_sum_survives(weight: float | None) -> None:
-    partial = PartialSum("node", 2, np.array([0.5, -1e30, 1 / 3]), weight)
-    expected = Expected.of(Clipping(Layout(("b",), ((3,),)), flat(Layout(("b",), ((3,),)), 1.0)))
+def received(partial: PartialSum) -> PartialSum:
+    """A partial sum of the node, after the wire."""
+    expected = Layout((SUM,), (partial.total.shape,))
     message = wire.encode_answer(Answer(ID, SummedUpdates.of(partial)))
-    header = wire.decode_answer(message, expected).content
-    receiver = wire.Receiver(header.tensors)
-    for chunk in wire.chunks(wire.pieces({"sum": partial.total})):
+    header = wire.decode_answer(parse(pb.Answer, message.SerializeToString(), MOST), expected)
+    receiver = wire.Receiver(header.content.tensors)
+    for chunk in wire.chunks(wire.pieces(wire.tensors_of(partial))):
         receiver.add(chunk)
-    again = header.partial_sum("node", receiver.finish()["sum"])
-    assert (again.node, again.users, again.weight) == ("node", 2, weight)
-    np.testing.assert_array_equal(again.total, partial.total)
-    for wrong in (partial.total[1:], partial.total.astype(np.float32)):
-        with pytest.raises(InvalidValueError, match="it must be float64"):
+    (total,) = receiver.finish().values()
+    return header.content.partial_sum("node", total)
+
+
+@quick
+@given(st.data(), st.integers(0, 200) | st.integers(0, 2**20), st.integers(0, 5))
+def test_a_partial_sum_survives(data: st.DataObject, users: int, size: int) -> None:
+    most = users * (2**25 - 1)
+    total = data.draw(hnp.arrays(np.int64, size, elements=st.integers(-most, most)))
+    weight = data.draw(st.integers(0, users * MOST_WEIGHT))
+    again = received(PartialSum("node", users, total, weight))
+    assert (again.node, again.users, again.weight) == ("node", users, weight)
+    assert again.total.dtype == np.int64
+    np.testing.assert_array_equal(again.total, total)
+
+
+def test_sums_take_32_bits_where_so_few_users_cannot_pass_them() -> None:
+    # A user with the largest bound, B < 2^50, may put all of it into one component.
+    alone = Layout(("w",), ((1,),))
+    for norm in (2.0 - 2.0**-52, 1.0, 1e-30, 1e30):
+        clipping = Clipping(alone, flat(alone, norm))
+        (most,) = clipping.contribution({"w": np.array([1e31])})
+        for users, dtype in ((63, INT32), (64, INT64)):
+            full = PartialSum("node", users, np.array([-most * users]), users)
+            assert SummedUpdates.of(full).tensors.dtype == dtype
+            assert received(full).total.tolist() == [-most * users]
+
+
+def test_another_vector_than_the_header_declares_is_no_partial_sum() -> None:
+    header = SummedUpdates.of(PartialSum("node", 2, np.array([5, -(2**26)]), 2))
+    for wrong in (np.ones(1, np.int32), np.ones((2, 1), np.int32), np.ones(2), np.ones(2, int)):
+        with pytest.raises(InvalidValueError, match=r"it must be int32\[2\]"):
             header.partial_sum("node", wrong)
 
 
@@ -154,7 +182,7 @@ def test_the_bytes_of_an_offer_are_those_of_the_format() -> None:
         message(2, counting + message(4, scale)),
     ]
     indicator = message(3, message(1, b"unclipped") + message(2, b"update"))
-    clipping = layout + b"".join(groups) + indicator + message(4, b"update")
+    clipping = layout + b"".join(groups) + indicator + message(4, b"update") + b"\x28\x14"
     mean = message(1, b"bn.running_mean")
     model = message(1, names[0] + names[1] + mean + w + b + message(2, message(1, b"\x02")))
     model += b"\x10\x01" + b"\x18\x24"
@@ -165,12 +193,11 @@ def test_the_bytes_of_an_offer_are_those_of_the_format() -> None:
         double(2, 60.0),
         message(3, b"\x01\xac\x02"),
         b"\x22" + bytes([len(clipping) & 127 | 128, len(clipping) >> 7]) + clipping,
-        message(5, double(1, 0.25) + b"\x10\x0a\x18\x02"),
+        message(5, double(1, 0.25) + b"\x10\x0a\x18\x02\x38\x64"),
         message(6, metric + message(5, scale)),
-        b"\x38\x14",
-        message(8, bytes(range(32))),
-        message(9, price),
-        message(10, model),
+        message(7, bytes(range(32))),
+        message(8, price),
+        message(9, model),
     ]
     assert wire.encode_offer(offer).SerializeToString(deterministic=True) == b"".join(written)
     assert examples.same(wire.decode_offer(parse(pb.Offer, b"".join(written), MOST)), offer)
@@ -192,9 +219,9 @@ def test_the_bytes_of_a_hello_and_a_welcome_are_those_of_the_format() -> None:
 
 def test_the_bytes_of_an_answer_and_a_chunk_are_those_of_the_format() -> None:
     layout = message(1, message(1, b"sum") + message(2, message(1, b"\x02")))
-    tensors = layout + b"\x10\x02\x18\x10"
-    total = message(3, b"\x08\x05" + double(2, 2.5) + message(3, tensors))
-    answer = Answer(ID, SummedUpdates(5, 2.5, Manifest(Layout(("sum",), ((2,),)), FLOAT64)))
+    tensors = layout + b"\x10\x03\x18\x10"
+    total = message(2, b"\x08\x05\x10\xac\x02" + message(3, tensors))
+    answer = Answer(ID, SummedUpdates(5, 300, Manifest(Layout(("sum",), ((2,),)), INT64)))
     written = message(1, message(1, b"r") + b"\x10\x03\x18\x01") + total
     assert wire.encode_answer(answer).SerializeToString(deterministic=True) == written
     (chunk,) = wire.chunks([b"123456789"])

@@ -11,25 +11,23 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.federated.transport import LocalTraining, PartialSum
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.metrics import Metric
-from fedpriv.privacy.weights import Weighting
 from fedpriv.wire import (
     Answer,
     Decline,
-    Expected,
     Hello,
     Manifest,
-    RawUpdate,
     Receipt,
     RoundId,
     RunState,
     Status,
     SummedUpdates,
+    layout_of_sums,
     manifest_of,
 )
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.instructions import encode_local, encode_metric
 from fedpriv.wire.limits import MAX_USERS
-from fedpriv.wire.tensors import FLOAT32
+from fedpriv.wire.tensors import INT32
 from tests.wire import examples
 
 ID = RoundId("r", 3, 1)
@@ -51,7 +49,7 @@ def altered(change: Callable[[pb.Offer], object]) -> pb.Offer:
         (lambda m: m.users.append(1000), "from 0 to 999"),
         (lambda m: m.users.insert(0, -1), "from 0 to 999"),
         (lambda m: m.users.extend([0] * MAX_USERS), "there are 1048578 users"),
-        (lambda m: m.ClearField("clipping"), "no tensor of its shape"),
+        (lambda m: m.ClearField("clipping"), "weight_cap is 0"),
         (lambda m: m.clipping.ClearField("groups"), "vector groups hold 0 tensors"),
         (lambda m: setattr(m.clipping.groups[0], "clipping_norm", 0.0), "clipping_norm of group"),
         (lambda m: m.clipping.groups[0].tensors.append("w"), "vector groups hold 5 tensors"),
@@ -64,6 +62,7 @@ def altered(change: Callable[[pb.Offer], object]) -> pb.Offer:
         (lambda m: setattr(m.local, "momentum", 1.0), "momentum is 1.0"),
         (lambda m: m.ClearField("metrics"), "does not begin with the tensors of the update"),
         (lambda m: m.metrics.append(m.metrics[0]), "given twice"),
+        (lambda m: setattr(m.metrics[0], "name", "loss"), "no tensor of its shape"),
         (lambda m: setattr(m.metrics[0], "radius", -1.0), "clipping_norm"),
         (lambda m: m.metrics[0].options.extend([0.0] * 100_000), "100001 options"),
         (lambda m: setattr(m, "local_key", bytes(31)), "local_key has 31 bytes"),
@@ -71,7 +70,8 @@ def altered(change: Callable[[pb.Offer], object]) -> pb.Offer:
         (lambda m: m.ClearField("model"), "dtype is number 0"),
         (lambda m: m.model.layout.names.reverse(), "does not begin"),
         (lambda m: m.model.layout.shapes.reverse(), "does not begin"),
-        (lambda m: setattr(m.model, "dtype", pb.FLOAT64), "only one vector"),
+        (lambda m: setattr(m.model, "dtype", pb.INT32), "the model is int32; it must be float32"),
+        (lambda m: setattr(m.clipping, "weight_cap", 2**31 + 1), "weight_cap is 2147483649"),
     ],
 )  # fmt: skip
 def test_offers_that_do_not_fit_are_refused(
@@ -87,21 +87,23 @@ def test_offers_that_do_not_fit_are_refused(
         (lambda m: m.ClearField("sum"), "an answer is empty"),
         (lambda m: m.ClearField("id"), "run has 0 characters"),
         (lambda m: setattr(m.sum, "users", MAX_USERS + 1), "number of users"),
-        (lambda m: setattr(m.sum, "weight", 2.5), "weight of users"),
-        (lambda m: setattr(m.sum, "weight", float("nan")), "weight of users"),
+        (lambda m: setattr(m.sum, "weight", 2 * 2**31 + 1), "weight of users"),
         (lambda m: m.sum.ClearField("tensors"), "missing or unknown"),
-        (lambda m: setattr(m.sum.tensors, "dtype", pb.FLOAT32), "7 tensors have|bytes, not"),
+        (lambda m: setattr(m.sum.tensors, "dtype", pb.FLOAT32), "they must be int32 or int64"),
+        (lambda m: setattr(m.sum.tensors, "dtype", pb.INT64), "have 72 bytes, not 36"),
+        (lambda m: setattr(m.sum.tensors, "dtype", 4), "dtype is number 4"),
+        (lambda m: setattr(m.sum.tensors, "size", 35), "have 36 bytes, not 35"),
+        (lambda m: m.sum.tensors.layout.names.append("b"), "1 tensors are missing or unknown"),
         (lambda m: m.sum.tensors.layout.shapes[0].sizes.append(1), "shapes"),
         (lambda m: m.sum.tensors.layout.shapes.add(), "there are 2 shapes"),
         (lambda m: setattr(m.decline, "reason", "x" * 1025), "1025 characters"),
-        (lambda m: setattr(m.update, "weight", 1.5), "missing or unknown"),
     ],
 )
 def test_answers_that_do_not_fit_are_refused(
     change: Callable[[pb.Answer], object], reason: str
 ) -> None:
-    expected = Expected.of(examples.small_offer().clipping)
-    partial = PartialSum("node", 2, np.zeros(9), 1.0)
+    expected = layout_of_sums(examples.small_offer().clipping)
+    partial = PartialSum("node", 2, np.zeros(9, np.int64), 40)
     sent = wire.encode_answer(Answer(ID, SummedUpdates.of(partial)))
     assert wire.decode_answer(sent, expected).content.users == 2
     change(sent)
@@ -109,22 +111,12 @@ def test_answers_that_do_not_fit_are_refused(
         wire.decode_answer(sent, expected)
 
 
-def test_a_raw_update_holds_all_tensors_but_the_indicator() -> None:
-    expected = Expected.of(examples.small_offer().clipping)
-    sent = {**examples.PARAMETERS, "metrics/accuracy": np.zeros((), np.float32)}
-    raw = Answer(ID, RawUpdate(0.5, manifest_of(sent)))
-    assert wire.decode_answer(wire.encode_answer(raw), expected) == raw
-    more = Answer(ID, RawUpdate(0.5, manifest_of({**sent, "unclipped": np.zeros(1, np.float32)})))
-    with pytest.raises(WireError, match="1 tensors are missing or unknown"):
-        wire.decode_answer(wire.encode_answer(more), expected)
-
-
 def test_what_the_other_side_would_not_take_is_not_sent() -> None:
     names = tuple(f"{i}{'x' * 1000}" for i in range(1200))
     layout = Layout(names, ((1,),) * len(names))
-    raw = RawUpdate(1.0, Manifest(layout, FLOAT32))
+    total = SummedUpdates(1, 1, Manifest(layout, INT32))
     with pytest.raises(WireError, match="bytes in an answer; there may be at most"):
-        wire.encode_answer(Answer(ID, raw))
+        wire.encode_answer(Answer(ID, total))
     users = np.arange(MAX_USERS + 1)
     offer = replace(examples.small_offer(), price=replace(examples.PRICE, population=2**40))
     with pytest.raises(WireError, match="1048577 users"):
@@ -144,7 +136,7 @@ def test_a_long_reason_is_cut_and_what_is_no_text_is_refused() -> None:
         lambda: wire.encode_answer(Answer(ID, Decline("\ud800"))),
         lambda: encode_local(LocalTraining(1.0, epochs=2**32)),
         lambda: encode_metric(Metric("m", options=(0.0,) * 100_001)),
-        lambda: wire.encode_offer(replace(examples.small_offer(), weighting=Weighting(2**32))),
+        lambda: encode_local(LocalTraining(1.0, steps=1, max_examples=2**32)),
     ):
         with pytest.raises(WireError):
             encode()
@@ -238,11 +230,11 @@ def test_a_welcome_that_a_node_would_not_take_is_not_sent() -> None:
         lambda: replace(examples.small_offer(), users=np.array([1], np.int32)),
         lambda: replace(examples.small_offer(), users=np.array([[1]])),
         lambda: replace(examples.small_offer(), seconds=0.0),
-        lambda: replace(examples.small_offer(), model=manifest_of({"sum": np.zeros(2)})),
+        lambda: replace(examples.small_offer(), model=manifest_of({"sum": np.zeros(2, int)})),
         lambda: examples.small_offer().request(examples.PARAMETERS),
         lambda: wire.model_of(replace(examples.small_request(), statistics=examples.PARAMETERS)),
-        lambda: RawUpdate(float("nan"), manifest_of(examples.PARAMETERS)),
-        lambda: SummedUpdates(-1, None, manifest_of({"sum": np.zeros(2)})),
+        lambda: SummedUpdates(-1, 0, manifest_of({"sum": np.zeros(2, int)})),
+        lambda: SummedUpdates(1, -1, manifest_of({"sum": np.zeros(2, int)})),
         lambda: Decline("x" * 1025),
         lambda: Hello("", bytes(32)),
         lambda: Hello("a\nb", bytes(32)),

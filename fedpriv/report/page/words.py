@@ -6,7 +6,12 @@ from decimal import ROUND_CEILING, Context
 
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
 from fedpriv.accounting.events import NeighbouringRelation, Randomness, SamplingPolicy
-from fedpriv.report.spending import LedgerContent, weakest_randomness
+from fedpriv.report.spending import (
+    Arithmetic,
+    LedgerContent,
+    weakest_arithmetic,
+    weakest_randomness,
+)
 from fedpriv.report.tables import format_epsilon
 
 _RELATIONS = {
@@ -26,6 +31,16 @@ _POLICIES = {
     SamplingPolicy.SHUFFLED: "users are shuffled into disjoint batches, pass by pass",
     SamplingPolicy.RANDOM_ALLOCATION: "each user is in a random choice of the rounds of a pass",
     SamplingPolicy.SEPARATED: "each user is in few rounds of a series, well apart",
+}
+_ARITHMETICS = {
+    Arithmetic.EXACT: (
+        "What users contribute is whole numbers of steps, added up without rounding, and the noise "
+        "has exactly the law of a rounded normal: the statement is over what the program does."
+    ),
+    Arithmetic.FLOATING_POINT: (
+        "Noise was added to floating-point numbers, whose gaps can in principle be exploited "
+        "(Mironov 2012)."
+    ),
 }
 _UP = Context(prec=3, rounding=ROUND_CEILING)
 
@@ -64,6 +79,7 @@ def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> list[Assumption]:
             "enrolled user, of which the statement says nothing.",
         ),
         Assumption("Randomness", _randomness(ledger)),
+        Assumption("Arithmetic", _ARITHMETICS[weakest_arithmetic(ledger.charges)]),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Chunks side by side in processes: the sums of threads, and nothing left behind."""
+"""Chunks side by side in processes: the sums of one process, and nothing left behind."""
 
 import fcntl
 import gc
@@ -19,23 +19,23 @@ import torch
 from torch import nn
 
 from fedpriv.data.store import UserStore
-from fedpriv.engine import processes
 from fedpriv.engine import transport as module
-from fedpriv.engine.chunk_sum import ChunkSum
+from fedpriv.engine import workers
+from fedpriv.engine.chunks import ChunkSum
 from fedpriv.engine.diagnostics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.trainer import Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import WorkerError
+from fedpriv.federated.aggregate import merged
 from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest
 from fedpriv.losses import cross_entropy
 from fedpriv.models import mlp
 from fedpriv.privacy.adaptive import indicator_group, indicator_of
 from fedpriv.privacy.contribution import Clipping
 from fedpriv.privacy.layout import Layout
-from tests.engine.everyone import make_task, request_under, users_of
-from tests.engine.test_threads import torch_threads
-from tests.engine.test_transport import TestInProcessTransport as InThreads
+from tests.engine.everyone import make_task, request_under, torch_threads, users_of
+from tests.engine.test_transport import TestInProcessTransport as InOneProcess
 
 SIZES = [3, 8, 8, 8, 1, 5, 8, 8, 2, 8, 8, 6]
 
@@ -48,9 +48,9 @@ def two_of_them() -> Iterator[None]:
     assert not multiprocessing.active_children()
 
 
-class TestProcesses(InThreads):
+class TestProcesses(InOneProcess):
     def transport(self) -> InProcessTransport:
-        return replace(super().transport(), processes=True)
+        return replace(super().transport(), processes=2)
 
 
 def parts(task: Task | None = None) -> tuple[InProcessTransport, RoundRequest]:
@@ -58,49 +58,51 @@ def parts(task: Task | None = None) -> tuple[InProcessTransport, RoundRequest]:
     task = task or make_task()
     users = users_of(SIZES)
     request = request_under(task, LocalTraining(0.1, batch_size=4, epochs=2), len(SIZES), 0.3)
-    transport = InProcessTransport(task, users, torch.device("cpu"), 20_000, processes=True)
+    transport = InProcessTransport(task, users, torch.device("cpu"), 20_000, processes=2)
     return transport, request
 
 
-def as_tuples(partials: Iterator[PartialSum]) -> list[tuple[str, int, list[float], float | None]]:
-    return [(p.node, p.users, p.total.tolist(), p.weight) for p in partials]
+def summed(partials: Iterator[PartialSum]) -> tuple[int, list[int], int]:
+    """Users, total and weight of several chunks; how many there are depends on the processes."""
+    some = list(partials)
+    assert len(some) > 2
+    whole = merged("", some, len(some[0].total))
+    return whole.users, whole.total.tolist(), whole.weight
 
 
-def test_sums_are_those_of_threads_to_the_last_bit() -> None:
+def test_sums_are_those_of_one_process_to_the_last_bit() -> None:
     transport, request = parts()
-    expected = as_tuples(replace(transport, processes=False).collect(request))
-    assert len(expected) > 2
-    assert as_tuples(transport.collect(request)) == expected
+    expected = summed(replace(transport, processes=1).collect(request))
+    assert summed(transport.collect(request)) == expected
     assert len(multiprocessing.active_children()) == 2
     later = replace(request, round=1, local_key=bytes(32))
-    changed = as_tuples(transport.collect(later))
-    assert changed == as_tuples(replace(transport, processes=False).collect(later))
+    changed = summed(transport.collect(later))
+    assert changed == summed(replace(transport, processes=1).collect(later))
     assert changed != expected
-    assert as_tuples(transport.collect(request)) == expected
+    assert summed(transport.collect(request)) == expected
 
 
 @pytest.mark.parametrize("slack", [2**16, -1])
 def test_requests_and_sums_of_any_size_find_their_way(
     slack: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_SLACK", slack)  # -1: no request fits into the memory for it
+    monkeypatch.setattr(workers, "_SLACK", slack)  # -1: no request fits into the memory for it
     transport, request = parts()
     before = request.clipping
     indicator = indicator_of(before.groups)
     layout = Layout((*before.layout.names, indicator.tensor), (*before.layout.shapes, (1,)))
     longer = Clipping(layout, (*before.groups, indicator_group(indicator)), indicator)
     for asked in (request, replace(request, clipping=longer), request):
-        expected = as_tuples(replace(transport, processes=False).collect(asked))
-        assert len(expected) > 2
-        assert len(expected[0][2]) == asked.clipping.layout.dimension
-        assert as_tuples(transport.collect(asked)) == expected
+        expected = summed(replace(transport, processes=1).collect(asked))
+        assert len(expected[1]) == asked.clipping.layout.dimension
+        assert summed(transport.collect(asked)) == expected
 
 
 def test_an_observer_is_told_the_same() -> None:
     transport, request = parts()
     seen: list[SimulationOnlyDiagnostics] = []
-    for apart in (True, False):
-        list(replace(transport, processes=apart, observer=seen.append).collect(request))
+    for count in (2, 1):
+        list(replace(transport, processes=count, observer=seen.append).collect(request))
     assert seen[0] == seen[1]
 
 
@@ -140,25 +142,32 @@ def test_the_text_of_an_exception_stays_there(
 
 def test_users_may_be_mapped_from_files_which_stay_nobody_elses(tmp_path: Path) -> None:
     transport, request = parts()
-    expected = as_tuples(replace(transport, processes=False).collect(request))
+    expected = summed(replace(transport, processes=1).collect(request))
     transport.users.save(tmp_path / "users")
     with (tmp_path / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         mapped = replace(transport, users=UserStore.load(tmp_path / "users"))
-        assert as_tuples(mapped.collect(request)) == expected
+        assert summed(mapped.collect(request)) == expected
         assert len(multiprocessing.active_children()) == 2
     with (tmp_path / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert as_tuples(mapped.collect(request)) == expected
+        assert summed(mapped.collect(request)) == expected
 
 
-def test_they_end_with_a_process_that_is_killed() -> None:
+@pytest.mark.parametrize("seconds", [0, 600], ids=["idle", "busy"])
+def test_they_end_with_a_process_that_is_killed(seconds: int) -> None:
     program = (
-        "import multiprocessing, os, signal\n"
-        "from tests.engine.test_processes import parts, torch_threads\n"
+        "import multiprocessing, os, signal, threading, time\n"
+        "from fedpriv.engine.trainer import Trainer\n"
+        "from tests.engine.test_workers import parts, torch_threads\n"
+        f"Trainer.sums = lambda *_: time.sleep({seconds}) or []\n"
         "with torch_threads(2):\n"
         "    transport, request = parts()\n"
-        "    list(transport.collect(request))\n"
+        "    collecting = threading.Thread(target=lambda: list(transport.collect(request)))\n"
+        "    collecting.start()\n"
+        "    while len(multiprocessing.active_children()) < 2:\n"
+        "        time.sleep(0.01)\n"
+        f"    collecting.join(timeout={2 if seconds else 60})\n"
         "    print(*(child.pid for child in multiprocessing.active_children()), flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -202,20 +211,17 @@ def test_what_cannot_be_brought_here_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_they_begin_after_others_have_trained_here() -> None:
     # What torch and NumPy keep for threads of this process must not stop those of another.
     transport, request = parts(Task(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)), cross_entropy))
-    expected = as_tuples(replace(transport, processes=False).collect(request))
+    expected = summed(replace(transport, processes=1).collect(request))
     model = mlp()
     model(torch.randn(512, 1, 28, 28)).sum().backward()
     np.random.default_rng(0).standard_normal((512, 512)) @ np.ones((512, 512))
-    assert as_tuples(transport.collect(request)) == expected
+    assert summed(transport.collect(request)) == expected
 
 
-@pytest.mark.parametrize("why", ["no fork", "dropout", "one chunk"])
+@pytest.mark.parametrize("why", ["no fork", "one chunk"])
 def test_there_are_none_where_they_cannot_help(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "can_fork", lambda: why != "no fork")
-    layers = [nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)]
-    transport, request = parts(
-        Task(nn.Sequential(*layers), cross_entropy) if why == "dropout" else None
-    )
+    transport, request = parts()
     if why == "one chunk":
         request = replace(request, users=request.users[1:2])
     assert list(transport.collect(request))

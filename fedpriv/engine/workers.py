@@ -1,6 +1,6 @@
-"""Processes that train chunks of users, each with a processor's core of its own.
+"""Processes that train chunks of users side by side, each with threads of its own.
 
-Threads of one process wait for Python's lock, the longer the smaller a model is.
+Threads of one process would wait for Python's lock, the longer the smaller a model is.
 """
 
 import gc
@@ -10,33 +10,35 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import pairwise
 from logging.handlers import QueueHandler
 from mmap import mmap
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpriv.engine.chunk_sum import ChunkSum
+from fedpriv.engine.chunks import Chunk, ChunkSum
 from fedpriv.engine.matmul import blas_threads
 from fedpriv.engine.start import Start
 from fedpriv.engine.trainer import Trainer
 from fedpriv.errors import WorkerError
 from fedpriv.federated.transport import RoundRequest
 
-Message = tuple[bytes | int | None, npt.NDArray[np.int64], str]
-"""A request, or its length in the memory for it, or None if it is that of the last message; users;
-the name of their sum."""
+Message = tuple[bytes | int | None, Chunk]
+"""A request, or its length in the memory for it, or None if it is that of the last message; and
+whom to train."""
 
-Answer = list[tuple[ChunkSum, npt.NDArray[np.float64] | None]] | Exception
+Answer = list[tuple[ChunkSum, npt.NDArray[np.int64] | None]] | Exception
 """Sums without totals, and their totals, None for that in the memory for it; or what was raised."""
 
 _SLACK = 2**16  # bytes by which a later request may be longer than the first
@@ -45,6 +47,21 @@ _SLACK = 2**16  # bytes by which a later request may be longer than the first
 def can_fork() -> bool:
     """Whether a process can go on as two here; macOS has libraries that break when it does."""
     return sys.platform == "linux"
+
+
+@contextmanager
+def computing_with(threads: int) -> Iterator[None]:
+    """Let torch and NumPy compute with so many threads, in this thread.
+
+    How many there are decides how sums are rounded, so it must not vary with who trains.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with blas_threads(threads):
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class TrainerProcess:
@@ -56,23 +73,24 @@ class TrainerProcess:
         dimension: of the totals for which there is shared memory.
     """
 
-    def __init__(self, trainer: Trainer, request: bytes, dimension: int) -> None:
+    def __init__(self, trainer: Trainer, request: bytes, dimension: int, threads: int) -> None:
         """Begin.
 
         Args:
             trainer: what it does.
             request: such as it will get.
             dimension: D of totals.
+            threads: with how many it computes.
         """
         self.dimension = dimension
         # Large messages through a pipe come piece by piece, each when the other side awakes.
         self._given = mmap(-1, len(request) + _SLACK)
-        self._total = np.frombuffer(mmap(-1, max(1, dimension) * 8), np.float64)
+        self._total = np.frombuffer(mmap(-1, max(1, dimension) * 8), np.int64)
         context = multiprocessing.get_context("fork")
         self._connection, its = context.Pipe()
         shared = self._given, self._total
         self._process = context.Process(
-            target=_serve, args=(trainer, its, self._connection, *shared), daemon=True
+            target=_serve, args=(trainer, its, self._connection, *shared, threads), daemon=True
         )
         with warnings.catch_warnings():
             # Locks that a thread holds at this moment stay locked; torch's, NumPy's and Python's
@@ -83,13 +101,12 @@ class TrainerProcess:
         self._request: bytes | None = None
         weakref.finalize(self, _end, os.getpid(), self._process, self._connection)
 
-    def ask(self, request: bytes, chunk: npt.NDArray[np.int64], node: str) -> None:
+    def ask(self, request: bytes, chunk: Chunk) -> None:
         """Let it find sums; nothing else may be asked before the answer.
 
         Args:
             request: of the round, from `packed`.
-            chunk: positions of users in the store.
-            node: name of the sum.
+            chunk: whom to train.
 
         Raises:
             WorkerError: the process has ended.
@@ -98,7 +115,7 @@ class TrainerProcess:
         if given is not None and len(request) <= len(self._given):
             self._given[: len(request)] = request
             given = len(request)
-        message: Message = (given, chunk, node)
+        message: Message = (given, chunk)
         try:
             self._connection.send_bytes(pickle.dumps(message, protocol=5))
         except OSError as error:
@@ -136,9 +153,7 @@ class TrainerProcess:
 
 
 def in_processes(
-    processes: Sequence[TrainerProcess],
-    request: bytes,
-    jobs: Iterable[tuple[int, npt.NDArray[np.int64]]],
+    processes: Sequence[TrainerProcess], request: bytes, jobs: Iterable[Chunk]
 ) -> Iterator[list[ChunkSum]]:
     """Let processes find the sums of chunks.
 
@@ -146,8 +161,7 @@ def in_processes(
         processes: at least one, none of them asked for anything. Some are still at work if this
             does not come to its end: then none may be asked again.
         request: of the round, from `packed`.
-        jobs: numbers of chunks, and positions of their users; a job begins only once few enough
-            sums wait to be taken.
+        jobs: chunks; one begins only once few enough sums wait to be taken.
 
     Yields:
         Sums in the order of the jobs.
@@ -157,13 +171,13 @@ def in_processes(
         Exception: as of `Trainer.sums`.
     """
     idle, waiting = deque(processes), deque[TrainerProcess]()
-    for number, chunk in jobs:
+    for chunk in jobs:
         if not idle:
             first = waiting.popleft()
             yield first.answer()
             idle.append(first)
         process = idle.popleft()
-        process.ask(request, chunk, f"chunk {number}")
+        process.ask(request, chunk)
         waiting.append(process)
     for process in waiting:
         yield process.answer()
@@ -179,33 +193,43 @@ def _serve(
     connection: Connection,
     other_end: Connection,
     memory: mmap,
-    total: npt.NDArray[np.float64],
+    total: npt.NDArray[np.int64],
+    threads: int,
 ) -> None:
     """Train what is asked for until nobody can ask any more."""
     other_end.close()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
     # Files that this process holds open would stay locked if the other one were killed.
-    os.closerange(3, connection.fileno())
-    os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    kept = sorted((2, connection.fileno(), parent.sentinel, os.sysconf("SC_OPEN_MAX")))
+    for before, after in pairwise(kept):
+        os.closerange(before + 1, after)
+    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked decides what to do then
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    torch.set_num_threads(1)
     gc.freeze()  # or collections would look at all that was inherited, again and again
     trainer = trainer.twin()  # another thread may have been using the models when this was forked
     records = _kept_records()
-    with blas_threads(1), suppress(EOFError, OSError):
+    with computing_with(threads), suppress(EOFError, OSError):
         while True:
             message: Message = pickle.loads(connection.recv_bytes())
-            given, chunk, node = message
+            given, chunk = message
             if given is not None:
                 packed = memory[:given] if isinstance(given, int) else given
                 request: RoundRequest = pickle.loads(packed)
                 start = Start.of(request, trainer.constants, trainer.device)
             try:
-                answer = _placed(trainer.sums(request, start, chunk, node), total)
+                answer = _placed(trainer.sums(request, start, chunk), total)
             except Exception as error:  # not of a user's training, which is caught there
                 answer = error
             logged = [records.get() for _ in range(records.qsize())]
             connection.send_bytes(_pickled(logged, answer))
+
+
+def _end_with(sentinel: int) -> None:
+    """End when the other process has, whatever this one is doing."""
+    wait([sentinel])
+    os._exit(1)
 
 
 def _kept_records() -> SimpleQueue[logging.LogRecord]:
@@ -226,7 +250,7 @@ def _without_exception(record: logging.LogRecord) -> bool:
     return True
 
 
-def _placed(sums: list[ChunkSum], memory: npt.NDArray[np.float64]) -> Answer:
+def _placed(sums: list[ChunkSum], memory: npt.NDArray[np.int64]) -> Answer:
     """An answer; the total of an only sum is in the memory for it."""
     nothing = torch.empty(0)
     if len(sums) == 1 and sums[0].total.shape == memory.shape:

@@ -1,0 +1,69 @@
+"""A program that asserts on workers of Ray that one user moves one vector, and nothing else."""
+
+import sys
+import threading
+from dataclasses import astuple
+
+import numpy as np
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedpriv import flower
+from fedpriv.clients.app import app as client_app
+from fedpriv.server.grid import GridTransport, Nodes, welcome_header
+from fedpriv.server.grid_nodes import shards, simulated_workers
+from fedpriv.server.grid_simulation import EveryWorker
+from fedpriv.server.on_ray import on_ray
+from fedpriv.wire import TaskDescription, Welcome
+from tests.isolation import (
+    LOCALS,
+    MODELS,
+    USERS,
+    Plan,
+    User,
+    assert_additive,
+    crowd,
+    request_of,
+)
+from tests.server.loopback import PRICE
+
+SECONDS = 60.0
+
+server_app = ServerApp()
+
+
+@server_app.main()
+def main(grid: Grid, _context: Context) -> None:
+    for number, kind in enumerate(sorted(MODELS)):
+        plan = Plan(
+            kind,
+            ["flat", "per-layer", "joint", "groups"][number % 4],
+            ["equal", "weights", "floor"][number % 3],
+            LOCALS[number % len(LOCALS)],
+            adaptive=number % 2 == 0,
+            measured=True,
+            norm=0.3,
+        )
+        assert_additive(on_workers(grid, plan), request_of(plan, len(USERS)))
+        sys.stdout.write(f"{kind}\n")
+
+
+def on_workers(grid: Grid, plan: Plan) -> EveryWorker:
+    """A transport over two workers of a grid, who load one user of each kind."""
+    people = [astuple(User(kind, 7 + 3 * n, n)) for n, kind in enumerate(USERS)]
+    options = {"users": people, "words": plan.model == "transformer"}
+    loaded = {
+        flower.SIMULATED: flower.Simulated("tests.isolation:crowd", options, "cpu", 32).encode()
+    }
+    store, stopping = crowd(**options).users, threading.Event()
+    present = simulated_workers(grid, "people", store, 2, loaded, stopping)
+    task = TaskDescription("tests.isolation:model", {"kind": plan.model}, 0, "cross-entropy")
+    welcome = Welcome("people", len(USERS), np.empty(0, np.int64), task)
+    headers = loaded | {flower.WELCOME: welcome_header(welcome)}
+    hosting = shards(len(USERS), 2)
+    asked = Nodes(hosting, lambda: present, lambda _: headers)
+    return EveryWorker(GridTransport(grid, asked, lambda _: PRICE, SECONDS, stopping), hosting)
+
+
+if __name__ == "__main__":
+    on_ray(server_app, client_app, 2, 2)

@@ -1,0 +1,112 @@
+"""One user moves one vector, and nothing else: over gRPC with TLS, and on workers of Ray."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedpriv import wire
+from fedpriv.clients.node import Node
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.federated.transport import RoundRequest
+from fedpriv.wire import federation_pb2 as pb
+from tests.engine.everyone import torch_threads
+from tests.isolation import (
+    MODELS,
+    USERS,
+    Plan,
+    User,
+    assert_additive,
+    plans,
+    request_of,
+    store_of,
+    task_of,
+)
+from tests.server.loopback import Site, nodes, site, summed
+
+HOSTED = {"large": range(5), "small": range(5, 7), "seven": range(7, 8), "eight": range(8, 9)}
+NUMBER = 9
+ROOT = Path(__file__).parents[2]
+
+users_at_nodes = st.lists(
+    st.builds(User, st.sampled_from(USERS), st.sampled_from([0, 1, 3, 8, 11, 40]), st.just(0)),
+    min_size=NUMBER,
+    max_size=NUMBER,
+)
+
+
+@dataclass
+class Hosts:
+    """The nodes of an enrolment, which train what they are given at the moment."""
+
+    transports: Mapping[str, InProcessTransport]
+
+    def give(self, plan: Plan, users: list[User]) -> None:
+        store, task = store_of(users, words=plan.model == "transformer"), task_of(plan.model)
+        self.transports = {
+            node: InProcessTransport(
+                task, store.subset(own), torch.device("cpu"), 2**22, np.array(own), processes=1
+            )
+            for node, own in HOSTED.items()
+        }
+
+    def answer(
+        self, node: str, offer: wire.RoundOffer, request: RoundRequest
+    ) -> Iterator[pb.UploadPart]:
+        return summed(offer, Node("", self.transports[node]).answer(request))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Hosts]]:
+    """A server with TLS, and nodes that are connected to it."""
+    enrolled = {node: [str(user) for user in own] for node, own in HOSTED.items()}
+    hosts, one_at_a_time = Hosts({}), threading.Lock()
+
+    def of(node: str):
+        def answer(offer: wire.RoundOffer, request: RoundRequest) -> list[pb.UploadPart]:
+            with one_at_a_time:  # the nodes are threads here, and share a model
+                return list(hosts.answer(node, offer, request))
+
+        return answer
+
+    with (
+        site(tmp_path_factory.mktemp("site"), enrolled) as made,
+        nodes(made, {node: of(node) for node in HOSTED}),
+        torch_threads(1),
+    ):
+        yield made, hosts
+
+
+@settings(max_examples=12, deadline=None)
+@given(plans, users_at_nodes)
+def test_over_grpc(served: tuple[Site, Hosts], plan: Plan, users: list[User]) -> None:
+    made, hosts = served
+    hosts.give(plan, users)
+    assert_additive(made.transport(), request_of(plan, NUMBER))
+
+
+@pytest.mark.slow
+def test_on_ray(tmp_path: Path) -> None:
+    environment = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    # The path of its sockets must be short.
+    with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.deployment.additive_on_ray"],
+            cwd=ROOT,
+            env=os.environ | environment | {"RAY_TMPDIR": scratch},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    assert (done.returncode, done.stdout.split()) == (0, sorted(MODELS)), done.stderr

@@ -1,0 +1,338 @@
+"""Populations chosen by an enemy, models and plans, and the one property of all transports.
+
+What a user contributes is a function of that user's own data, the request and the user's own key,
+to the last bit: sums over cohorts are sums of what each user gives alone.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from fedpriv.data.population import Population
+from fedpriv.data.store import UserStore
+from fedpriv.engine.metrics import metric
+from fedpriv.engine.normalisation import running_norms
+from fedpriv.engine.task import Task
+from fedpriv.federated.aggregate import add_up
+from fedpriv.federated.plan import TrainingPlan
+from fedpriv.federated.round import initial_state, open_round
+from fedpriv.federated.statistics import RunningStatistics
+from fedpriv.federated.transport import LocalTraining, RoundRequest, Transport
+from fedpriv.losses import cross_entropy
+from fedpriv.models import build_model
+from fedpriv.privacy.adaptive import AdaptiveClipping
+from fedpriv.privacy.entropy import SeededEntropy
+from fedpriv.privacy.groups import (
+    VectorGroup,
+    equal_split,
+    flat,
+    joint,
+    layers,
+    per_layer,
+    scales_by_dimension,
+)
+from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.metrics import Metric
+from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.privacy.weights import Averaging
+
+CLASSES, SIDE, WORDS, LENGTH = 4, 6, 9, 5
+
+
+class Own(nn.Module):
+    """Weights of its own, which the engine knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(SIDE * SIDE, CLASSES) / 6)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x.flatten(1) @ self.w) * self.scale
+
+
+def _cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1),
+        nn.GroupNorm(1, 3),
+        nn.GELU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(27, CLASSES),
+    )
+
+
+def _normalised() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, CLASSES)
+    )
+
+
+def _dropping() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, CLASSES)
+    )
+
+
+def _transformer() -> nn.Module:
+    options = {"alphabet": WORDS, "length": LENGTH, "width": 8, "blocks": 1}
+    return build_model("character-transformer", options, 0)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: build_model("softmax", {"inputs": 36, "classes": CLASSES}, 0),
+    "mlp": lambda: build_model("mlp", {"inputs": 36, "hidden": 8, "classes": CLASSES}, 0),
+    "cnn": _cnn,
+    "transformer": _transformer,
+    "own": Own,
+    "dropout": _dropping,
+    "batch-norm": _normalised,
+}
+
+
+@cache
+def task_of(kind: str) -> Task:
+    """The task of a kind of model; the same one each time."""
+    torch.manual_seed(0)
+    return Task(MODELS[kind](), cross_entropy)
+
+
+USERS = (
+    "normal",
+    "nan",
+    "inf",
+    "huge",
+    "subnormal",
+    "zeros",
+    "illegal",
+    "cancelling",
+    "every label",
+    "large",
+)
+
+
+@dataclass(frozen=True)
+class User:
+    """One user, in a few words.
+
+    Attributes:
+        kind: one of `USERS`.
+        size: number of examples.
+        seed: of its numbers.
+    """
+
+    kind: str
+    size: int
+    seed: int
+
+    def data(self, words: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Its inputs and targets."""
+        rng, size = np.random.default_rng(self.seed), self.size
+        if words:
+            x, y = rng.integers(0, WORDS, (2, size, LENGTH))
+            if self.kind in ("illegal", "nan"):
+                (x if self.kind == "nan" else y)[size // 2 :, 0] = WORDS + 5
+            return x, y
+        x = rng.standard_normal((size, 1, SIDE, SIDE)).astype(np.float32)
+        y = rng.integers(0, CLASSES, size)
+        match self.kind:
+            case "nan" | "inf" | "huge":
+                x[size // 2 :, 0, 0, 0] = {"nan": np.nan, "inf": -np.inf, "huge": 1e38}[self.kind]
+            case "subnormal":
+                x *= np.float32(1e-40)
+            case "zeros":
+                x[:] = 0.0
+            case "illegal":
+                y[size // 2 :] = CLASSES + 3
+            case "cancelling":  # one image under two labels in turn
+                x[:] = x[:1]
+                y[:] = np.arange(size) % 2
+            case "every label":
+                x[:] = x[:1]
+                x[:1] *= np.float32(0.99)
+                y[:] = np.arange(size) % CLASSES
+            case "large":
+                x *= np.float32(1e3)
+        return x, y
+
+
+def crowd(users: Sequence[tuple[str, int, int]], words: bool) -> Population:
+    """Users as a population that a worker loads by name."""
+    store = store_of([User(*user) for user in users], words)
+    return Population("people", store, {name: rows[:1] for name, rows in store.fields.items()})
+
+
+def model(kind: str) -> nn.Module:
+    """A kind of model as nodes build it by name."""
+    return MODELS[kind]()
+
+
+def store_of(users: Sequence[User], words: bool) -> UserStore:
+    """The data of some users."""
+    data = [user.data(words) for user in users]
+    fields = {name: np.concatenate([d[i] for d in data]) for i, name in enumerate(("x", "y"))}
+    return UserStore(fields, np.cumsum([0, *(user.size for user in users)]))
+
+
+def people(most: int, largest: int) -> st.SearchStrategy[list[User]]:
+    """Lists of users: many of a kind, and some of others."""
+    sizes = st.sampled_from([0, 1, 2, 3, 5, 8, 9, 10, 11, 16, 17, 33, 64, 100, 300])
+    one = st.builds(
+        User, st.sampled_from(USERS), sizes.map(lambda n: min(n, largest)), st.integers(0, 99)
+    )
+    many = st.tuples(one, st.integers(1, max(1, most // 2))).map(
+        lambda pair: [replace(pair[0], seed=pair[0].seed + i) for i in range(pair[1])]
+    )
+    return st.lists(many, min_size=1, max_size=6).map(lambda parts: [*chain(*parts)][:most])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a round asks, in a few words.
+
+    Attributes:
+        model: one of `MODELS`.
+        clipping: "flat", "per-layer", "joint" or "groups".
+        averaging: "equal", "weights" or "floor".
+        local: how users train.
+        adaptive: whether the clipped are counted.
+        measured: whether there are metrics.
+        norm: S.
+    """
+
+    model: str
+    clipping: str
+    averaging: str
+    local: LocalTraining
+    adaptive: bool
+    measured: bool
+    norm: float
+
+
+LOCALS = (
+    LocalTraining(0.1, batch_size=4, epochs=1),
+    LocalTraining(1.0, epochs=1),
+    LocalTraining(0.3, epochs=2, max_examples=20),
+    LocalTraining(0.1, batch_size=3, steps=4, momentum=0.9),
+    LocalTraining(0.1, batch_size=8, epochs=2, proximal=0.5),
+    LocalTraining(3.0, batch_size=1, epochs=1, max_examples=9),
+)
+
+plans = st.builds(
+    Plan,
+    st.sampled_from(sorted(MODELS)),
+    st.sampled_from(["flat", "per-layer", "joint", "groups"]),
+    st.sampled_from(["equal", "weights", "floor"]),
+    st.sampled_from(LOCALS),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1e-3, 0.3, 100.0]),
+)
+
+
+def training_plan(plan: Plan, population: int, rounds: int = 1, z: float = 1.0) -> TrainingPlan:
+    """The plan for a population, of whom all are in every cohort."""
+    task = task_of(plan.model)
+    layout = Layout.of(task.parameters())
+    groups = _groups(plan, layout)
+    metrics, statistics = _metrics(plan, task, groups)
+    return TrainingPlan(
+        run="run",
+        population="people",
+        rounds=rounds,
+        layout=layout,
+        groups=groups,
+        noise_shares=(1.0 / len(groups),) * len(groups),
+        noise_multiplier=z,
+        sampling=PoissonSampling(population, 1.0),
+        local=plan.local,
+        metrics=metrics,
+        metrics_share=0.2 if metrics else 0.0,
+        adaptive=AdaptiveClipping() if plan.adaptive else None,
+        averaging={
+            "equal": Averaging(),
+            "weights": Averaging(cap=7, total_weight=float(population)),
+            "floor": Averaging(cap=7, total_weight=float(population), floor=0.5),
+        }[plan.averaging],
+        statistics=statistics,
+    )
+
+
+def _groups(plan: Plan, layout: Layout) -> tuple[VectorGroup, ...]:
+    norm = plan.norm
+    match plan.clipping:
+        case "flat":
+            return flat(layout, norm)
+        case "per-layer":
+            return per_layer(layout, layers(layout), equal_split(layers(layout), norm))
+        case "joint":
+            return joint(layout, norm, scales_by_dimension(layout))
+        case _:  # two groups, one of them joint, whose tensors do not lie side by side
+            one, other = layout.names[::2], layout.names[1::2]
+            scales = tuple(2.0**i for i in range(len(one)))
+            return (
+                VectorGroup("one", one, norm, scales),
+                VectorGroup("other", other, norm / 3, (1.0,) * len(other)),
+            )
+
+
+def _metrics(
+    plan: Plan, task: Task, groups: tuple[VectorGroup, ...]
+) -> tuple[tuple[Metric, ...], RunningStatistics | None]:
+    if not plan.measured:
+        return (), None
+    classes = WORDS if plan.model == "transformer" else CLASSES
+    metrics = (
+        metric("accuracy"),
+        metric("loss", bound=3.0),
+        metric("examples", cap=20),
+        metric("label-counts", classes=classes, bound=10.0),
+        metric(f"update-norms:{groups[0].name}", thresholds=[1e-2, 0.1, 1.0]),
+    )
+    norms = running_norms(task.model)
+    if not norms:
+        return metrics, None
+    channels = tuple(layer.channels for layer in norms.values())
+    statistics = RunningStatistics(tuple(norms), channels, tuple(n.eps for n in norms.values()))
+    return (*metrics, metric("batch-norm", channels=sum(channels), bound=2.0)), statistics
+
+
+def request_of(plan: Plan, population: int) -> RoundRequest:
+    """The request of the first round, to all of a population."""
+    task, asked = task_of(plan.model), training_plan(plan, population)
+    state = initial_state(asked, task.parameters(), task.statistics())
+    return open_round(asked, state, 0, SeededEntropy(3))
+
+
+def total(transport: Transport, request: RoundRequest, users: Sequence[int]) -> np.ndarray:
+    """What some users add up to: int64[D], then their weight."""
+    asked = replace(request, users=np.array(sorted(users), np.int64))
+    found = add_up(transport.collect(asked), request.clipping, len(users))
+    return np.append(found.total, found.weight)
+
+
+def assert_additive(transport: Transport, request: RoundRequest) -> None:
+    """Users of a request give in any company, to the last bit, what each gives alone."""
+    users = request.users.tolist()
+    alone = {user: total(transport, request, [user]) for user in users}
+    for contribution in alone.values():
+        assert_bounded(request, contribution)
+    for cohort in (users, users[1:], users[:-1], users[::2]):
+        expected = sum(alone[user] for user in cohort)
+        np.testing.assert_array_equal(total(transport, request, cohort), expected)
+
+
+def assert_bounded(request: RoundRequest, contribution: np.ndarray) -> None:
+    """One user's integers are within the bound of each group, exactly."""
+    clipping, weight = request.clipping, int(contribution[-1])
+    for group, spans in zip(clipping.groups, clipping.spans, strict=True):
+        square = sum(x * x for span in spans for x in contribution[span].tolist())
+        assert square <= group.squared_bound, group.name
+        if group.name in clipping.weighted:
+            assert square * clipping.weight_cap**2 <= weight**2 * group.squared_bound, group.name

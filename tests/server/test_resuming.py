@@ -1,0 +1,194 @@
+"""A run goes on with the plan that it began with, and with no other, wherever it was killed."""
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedpriv.accounting.ledger import Head, Ledger
+from fedpriv.errors import InvalidValueError
+from fedpriv.federated.books import Books
+from fedpriv.federated.round import mechanism_of
+from fedpriv.server import authority
+from fedpriv.server.beginning import Beginning
+from fedpriv.server.folder import RunFolder
+from fedpriv.server.grid_simulation import GridSimulation
+from tests.commandline import fedpriv, refused
+
+SIMULATIONS = Path(__file__).parents[2] / "simulations"
+DIGITS = SIMULATIONS / "digits.toml"
+SETTINGS = ("--set", "rounds=3", "--set", "data.options.users=40")
+BOUND = "a run can only be resumed with the plan it began with"
+# `fedpriv`, killed as soon as the first charge is on the disk: before a release, and a checkpoint.
+KILLED = """
+import os, signal
+from fedpriv.cli import main
+from fedpriv.federated.books import Books
+
+charge = Books.charge
+
+def charged(*given):
+    charge(*given)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Books.charge = charged
+main()
+"""
+OTHER_PLANS = (
+    "local.learning_rate=0.4",
+    "rounds=4",
+    "clipping.norm=0.6",
+    "privacy.noise_multiplier=9.0",
+    "privacy.sampling_probability=0.2",
+    "data.options.seed=1",
+    "run=other",
+    "seed=7",
+)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with one charge, and nothing that was released."""
+    folder = tmp_path_factory.mktemp("runs") / "killed"
+    command = [sys.executable, "-c", KILLED, "simulate", DIGITS, *SETTINGS, "--out", folder]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    run = RunFolder(folder)
+    assert not run.checkpoints.exists()
+    assert not run.metrics.exists()
+    assert head_of(run).count == 1
+    return folder
+
+
+@pytest.fixture
+def run(killed: Path, tmp_path: Path) -> RunFolder:
+    return RunFolder(Path(shutil.copytree(killed, tmp_path / "run")))
+
+
+def head_of(run: RunFolder) -> Head:
+    with Ledger.open(run.ledger) as ledger:
+        return ledger.head
+
+
+def content(run: RunFolder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in run.path.iterdir() if path != run.ledger}
+
+
+def resumed(run: RunFolder, *more: str) -> tuple[str | Path, ...]:
+    return ("simulate", DIGITS, *SETTINGS, *more, "--out", run.path, "--resume")
+
+
+@pytest.mark.parametrize("changed", OTHER_PLANS)
+def test_another_plan_is_refused_from_the_first_charge_on(run: RunFolder, changed: str) -> None:
+    before = content(run), head_of(run)
+    assert BOUND in refused(*resumed(run, "--set", changed))
+    assert (content(run), head_of(run)) == before
+
+
+@pytest.mark.parametrize("others", [(), ("--set", "output.evaluate_every=2")])
+def test_the_same_plan_goes_on_with_a_new_attempt(run: RunFolder, others: tuple[str, ...]) -> None:
+    """The noise is that of the begin, so the attempt that was lost is a round less."""
+    before = run.plan.read_bytes(), run.plan_digest.read_bytes()
+    done = fedpriv(*resumed(run, *others))
+    assert done.returncode == 0, done.stderr
+    assert "at round 0" in done.stdout
+    with Ledger.open(run.ledger) as ledger:
+        charges = [(row.round, row.attempt) for row in ledger.charges()]
+    assert charges == [(0, 0), (0, 1), (1, 0)]
+    assert [row["round"] for row in run.read_metrics()] == [0, 1]
+    assert (run.plan.read_bytes(), run.plan_digest.read_bytes()) == before
+
+
+def test_the_resolved_plan_goes_on_too(run: RunFolder) -> None:
+    done = fedpriv("simulate", run.plan, "--out", run.path, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert head_of(run).count == 3
+
+
+def test_checkpoints_that_are_far_apart_bind_no_later(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def stop(released):\n    raise KeyboardInterrupt\n")
+    settings = ["output.checkpoint_every=100", 'callbacks.on_round=["mine:stop"]']
+    given = [*SETTINGS, *(word for text in settings for word in ("--set", text))]
+    run = RunFolder(tmp_path / "run")
+    assert fedpriv("simulate", DIGITS, *given, "--out", run.path, cwd=tmp_path).returncode == 130
+    assert not run.checkpoints.exists()
+    assert BOUND in refused(*resumed(run, "--set", "local.learning_rate=0.4"))
+    assert head_of(run).count == 1
+
+
+def half(run: RunFolder) -> None:
+    text = run.plan.read_text()
+    run.plan.write_text(text[: len(text) // 2])
+
+
+def renamed(run: RunFolder) -> None:
+    run.plan.write_text(run.plan.read_text().replace('run = "digits-', 'run = "other-'))
+
+
+def without_a_run(run: RunFolder) -> None:
+    lines = run.plan.read_text().splitlines(keepends=True)
+    run.plan.write_text("".join(line for line in lines if not line.startswith("run = ")))
+
+
+def with_less_noise(run: RunFolder) -> None:
+    run.plan.write_text(
+        run.plan.read_text().replace("noise_multiplier = ", "noise_multiplier = 0.1 # ")
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda run: run.plan.write_bytes(b""), "plan.toml: key name is absent"),
+        (lambda run: run.plan.write_bytes(b"\xff"), "plan.toml is not valid TOML"),
+        (half, "plan.toml"),
+        (without_a_run, "plan.toml is damaged: a plan that was begun has run"),
+        (renamed, BOUND),
+        (with_less_noise, BOUND),
+        (lambda run: run.plan_digest.unlink(), "the run began with plan 'unknown', this is"),
+        (lambda run: run.plan_digest.write_bytes(b"\xff\n0"), BOUND),
+    ],
+)
+def test_a_run_whose_plan_is_damaged_is_not_resumed(
+    run: RunFolder, damage: object, sentence: str
+) -> None:
+    damage(run)
+    before = content(run), head_of(run)
+    assert sentence in refused(*resumed(run))
+    assert (content(run), head_of(run)) == before
+
+
+def test_workers_are_not_started_for_another_plan(run: RunFolder) -> None:
+    assignments = list(SETTINGS[1::2])
+    GridSimulation.of(DIGITS, assignments, run.path, 2, resume=True)
+    with pytest.raises(InvalidValueError, match=BOUND):
+        GridSimulation.of(DIGITS, [*assignments, "rounds=4"], run.path, 2, resume=True)
+
+
+def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
+    enrolment, run = tmp_path / "enrolment.toml", RunFolder(tmp_path / "run")
+    enrolment.write_text(f'population = "{"5f" * 16}"\n[nodes.a]\nusers = ["ann", "bob"]\n')
+    file, at = SIMULATIONS / "federation.toml", f"federation.enrolment={enrolment}"
+    beginning = Beginning.of(file, [at], run.path, resume=True)
+    section = beginning.config.federation
+    assert section is not None
+    experiment, _ = beginning.on_nodes(section)
+    beginning.write_plan(experiment)
+    plan, record = experiment.plan, run.participation_of(run.ledger)
+    with Books.open(run.ledger, record, plan.population, experiment.budget) as books:
+        event = mechanism_of(plan, experiment.initial_state).event
+        books.charge(plan.run, 0, 0, "0" * 64, event, experiment.entropy.randomness)
+    before = content(run), head_of(run)
+    authority.init(tmp_path / "certs", ["localhost"])
+    certificates = f"federation.certificates={tmp_path / 'certs' / 'server'}"
+    given = ("serve", file, "--set", at, "--set", certificates, "--out", run.path, "--resume")
+    for changed in ("local.learning_rate=0.4", "rounds=4", "clipping.norm=0.6"):
+        assert BOUND in refused(*given, "--set", changed)
+        assert (content(run), head_of(run)) == before
+    going_on = Beginning.of(file, [at], run.path, resume=True)
+    again, _ = going_on.on_nodes(section)
+    going_on.write_plan(again)
+    assert again.plan.digest == plan.digest
