@@ -1,7 +1,12 @@
 """Settings of the whole suite."""
 
+import os
+
 import torch
 from hypothesis import settings
+
+# In the forked processes of other tests gRPC would begin threads, and abort for want of its files.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 # Test models are tiny: threads only wait for each other, and for other tests.
 torch.set_num_threads(1)

@@ -205,7 +205,7 @@ def test_who_is_done_before_another_hangs_counts_and_trains_no_more(
             assert seen > 0
             mark.unlink(missing_ok=True)
             # Half of the time is for those who are done at once; the other half is waited for.
-            assert_equal(await one.train(request_to(["u01", "u6", "u8"]), 20.0), done)
+            assert_equal(await one.train(request_to(["u01", "u6", "u8"]), 12.0), done)
             assert mark.exists()
             assert notes.stat().st_size == 2 * seen
         finally:
