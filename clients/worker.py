@@ -19,7 +19,7 @@ from .process import Process
 
 __all__ = ["Source", "Worker"]
 
-_COST_ALL = "training users together failed; those who are not done train one by one"
+_COST_ALL = "training users together failed; those who are not done are trained one by one"
 _COST_ONE = "a user counts as zero: it ended the process or took too long"
 
 _log = logging.getLogger(__name__)

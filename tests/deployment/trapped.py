@@ -5,7 +5,7 @@
 What runs is the product. A trap at a place is armed by the file FOLDER/PLACE; a process that comes
 there moves it to FOLDER/PLACE.reached, and goes on when that is gone. Beside, it writes down in
 FOLDER/states.jsonl which state each start and each release led to, and in FOLDER/trained.jsonl for
-which users an answer was computed.
+which users training began.
 """
 
 import json
@@ -132,7 +132,7 @@ def set_at_worker() -> None:
         users = [user for user in request.users.tolist() if user in hosted]
         note("trained.jsonl", round=request.round, attempt=request.attempt, users=users)
 
-    around(Trainer, "answer", "training", seen=trained)
+    around(Trainer, "ready", "training", seen=trained)
 
 
 if __name__ == "__main__":
