@@ -191,15 +191,24 @@ class TestHeadroom:
             assert recorded.asked[-1] == fitting + 1
         assert len(recorded.asked) <= 30
 
-    @pytest.mark.parametrize("writer", ["this ledger", "another process's"])
-    def test_is_used_up_by_a_dearer_round(self, ledger, tmp_path, writer):
-        budget = PrivacyBudget(1.0, 1e-5, price)
-        for number in range(2):  # and one more is known to fit
+    @pytest.fixture
+    def budget(self, ledger):
+        """One in which three more cheap rounds are known to fit."""
+        budget = PrivacyBudget(0.49, 1e-5, price)
+        for number in range(4):
             ledger.charge(propose(number, CHEAP), budget)
+        return budget
+
+    @pytest.mark.parametrize("own", [True, False], ids=["this ledger", "another process"])
+    def test_is_gone_once_a_dearer_round_was_charged(self, ledger, budget, tmp_path, own):
         with Ledger.open(tmp_path / "ledger") as other:
-            dear = poisson_gaussian(0.1, 1.1)
-            (ledger if writer == "this ledger" else other).charge(propose(2, dear))
+            (ledger if own else other).charge(propose(4, poisson_gaussian(0.1, 2.0)))
         assert not ledger.admits(CHEAP, budget)
+
+    @pytest.mark.parametrize("dearer", [poisson_gaussian(0.1, 2.0), poisson_gaussian(0.2, 2.0)])
+    def test_is_not_for_dearer_rounds(self, ledger, budget, dearer):
+        assert ledger.admits(CHEAP, budget)
+        assert not ledger.admits(dearer, budget)
 
     def test_is_of_one_budget(self, ledger):
         assert ledger.admits(DEAR, PrivacyBudget(1.0, 1e-5, price))
