@@ -14,9 +14,9 @@ from pathlib import Path
 import grpc
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 
 from fedpriv.clients import status as status_module
-from fedpriv.server.certificates import CertificateError, RevocationList, load_ca, node_of
 from fedpriv.wire import RunState, Status, encode_status
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.federation_pb2_grpc import (
@@ -78,29 +78,20 @@ def plain(server: str) -> list[str]:
     return ["--server", server, "--insecure", "--node", "n"]
 
 
-def test_certificates_are_made_and_revoked_and_it_is_said_where_they_go(tmp_path: Path) -> None:
+def test_certificates_are_made_and_it_is_said_where_they_go(tmp_path: Path) -> None:
     said = printed("certs", "init", "localhost", "127.0.0.1", cwd=tmp_path)
     assert "certs/server: belongs on the server" in said
     assert "certs/authority: keep it" in said
     said = printed("certs", "issue", "hospital-a", "--days", "30", cwd=tmp_path)
-    assert said == "certs/nodes/hospital-a: move it to the node, for --certificates; " + (
-        "it is valid for 30 days\n"
+    pem = (tmp_path / "certs" / "nodes" / "hospital-a" / "node.pem").read_bytes()
+    certificate = x509.load_pem_x509_certificate(pem)
+    assert said == (
+        "certs/nodes/hospital-a: move it to the node, for --certificates; it is valid for 30 days\n"
+        "the server's enrolment, at node 'hospital-a': "
+        f'certificate = "{certificate.fingerprint(hashes.SHA256()).hex()}"\n'
     )
-    certs = tmp_path / "certs"
-    pem = (certs / "nodes" / "hospital-a" / "node.pem").read_bytes()
-    ca = load_ca(certs / "authority" / "ca.pem")
-    crl = RevocationList(certs / "server" / "crl.pem")
-    assert node_of(pem, ca, crl, datetime.now(UTC)) == "hospital-a"
-    left = x509.load_pem_x509_certificate(pem).not_valid_after_utc - datetime.now(UTC)
+    left = certificate.not_valid_after_utc - datetime.now(UTC)
     assert timedelta(days=29) < left < timedelta(days=31)
-    assert "must be revoked or replaced" in refused("certs", "issue", "hospital-a", cwd=tmp_path)
-    said = printed("certs", "issue", "hospital-a", "--replace", cwd=tmp_path)
-    assert "certs/authority/crl.pem: copy it to the server" in said
-    said = printed("certs", "revoke", "hospital-a", cwd=tmp_path)
-    assert "'hospital-a' is refused from its next call on" in said
-    assert "certs/authority/crl.pem: copy it to the server" in said
-    with pytest.raises(CertificateError, match="is revoked"):
-        node_of(pem, ca, crl, datetime.now(UTC))
 
 
 def test_the_servers_certificate_is_renewed_in_any_folder(tmp_path: Path) -> None:
@@ -128,7 +119,6 @@ def test_the_servers_certificate_is_renewed_in_any_folder(tmp_path: Path) -> Non
         (["issue", "n", "--days", "0"], "--days"),
         (["issue", "n", "--days", "4000"], "--days"),
         (["issue", "../n"], "the name of a node is '../n'"),
-        (["revoke", "n"], "certs holds no authority"),
         (["renew", "localhost"], "certs holds no authority"),
     ],
     ids=" ".join,
@@ -379,4 +369,4 @@ def test_every_command_says_what_it_is_for() -> None:
     text = fedpriv("--help").stdout
     assert all(f" {command} " in text for command in ("serve", "join", "status", "certs"))
     text = fedpriv("certs", "--help").stdout
-    assert all(f" {command} " in text for command in ("init", "issue", "revoke", "renew"))
+    assert all(f" {command} " in text for command in ("init", "issue", "renew"))
