@@ -19,10 +19,6 @@ from cryptography.hazmat.primitives import hashes
 from fedpriv.clients import status as status_module
 from fedpriv.wire import RunState, Status, encode_status
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.federation_pb2_grpc import (
-    FederationServicer,
-    add_FederationServicer_to_server,
-)
 from tests.commandline import fedpriv, printed, refused
 
 ROOT = Path(__file__).parents[1]
@@ -30,13 +26,13 @@ STATUS = Status("digits", 3, 10, 1.2341, 2.0, 1e-5, 4, 3, 1797, RunState.COLLECT
 
 
 @dataclass(frozen=True)
-class Standing(FederationServicer):
+class Standing:
     """Says where it stands to whoever may ask, who was asking, or that nobody may ask."""
 
     answer: pb.Status
     refusal: str | None = None
 
-    def GetStatus(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.Status:  # noqa: N802
+    def get_status(self, request: bytes, context: grpc.ServicerContext) -> pb.Status:
         del request
         if self.refusal is not None:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, self.refusal)
@@ -51,7 +47,13 @@ def serving(servicer: Standing, certs: Path | None = None) -> Iterator[str]:
     """HOST:PORT of a server that demands certificates if there is an authority."""
     with ThreadPoolExecutor(2) as pool:
         server = grpc.server(pool)
-        add_FederationServicer_to_server(servicer, server)
+        status = grpc.unary_unary_rpc_method_handler(
+            servicer.get_status, None, pb.Status.SerializeToString
+        )
+        service = grpc.method_handlers_generic_handler(
+            "fedpriv.v1.Federation", {"GetStatus": status}
+        )
+        server.add_generic_rpc_handlers((service,))
         if certs is None:
             port = server.add_insecure_port("127.0.0.1:0")
         else:

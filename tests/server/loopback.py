@@ -29,7 +29,7 @@ from fedpriv.server.rates import RateLimit
 from fedpriv.server.service import Service
 from fedpriv.wire import RunState, Status, TaskDescription, Welcome
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.federation_pb2_grpc import FederationStub
+from tests.wire.stub import FederationStub
 
 PRICE = wire.Price(0.5, 1000, 1.0, 2.0, 1e-6)
 PATIENCE = Patience(deadline=20.0, absent=0.2, fixed=False, nodes=0)

@@ -19,9 +19,9 @@ from fedpriv.server.listening import Files
 from fedpriv.server.rates import RateLimit
 from fedpriv.server.service import Service
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.federation_pb2_grpc import FederationStub
 from tests.server.hostile_nodes import CALLS, HEALTH, Outcome, one
 from tests.server.loopback import Site, channel_to, enrol, serving, site, strike, until
+from tests.wire.stub import FederationStub
 
 USERS = {"silo": ["0", "1"], "four": ["4"], "five": ["5"], "hôpital": ["6"]}
 NOW = datetime.now(UTC)
