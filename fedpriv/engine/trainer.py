@@ -30,7 +30,6 @@ from fedpriv.engine.layered import train_layers_chunk
 from fedpriv.engine.layers import Layers
 from fedpriv.engine.local import train_alone, train_chunk
 from fedpriv.engine.measuring import Measuring, mean_losses, user_metrics
-from fedpriv.engine.memory import keep_freed_memory
 from fedpriv.engine.precision import Activations, plain_arithmetic
 from fedpriv.engine.qualifying import layers_of
 from fedpriv.engine.seeding import draws, seeded
@@ -92,7 +91,6 @@ class Trainer:
         observed: bool,
     ) -> "Trainer":
         """Look at a task once for all chunks; arguments as the attributes."""
-        keep_freed_memory()
         row, evaluated = blank(users), task.evaluated()
         with plain_arithmetic(device):
             constants = task.constants(device)
