@@ -20,7 +20,6 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import Examples, Integers, Rung, counted, ladder, schedule
 from fedpriv.engine.layers import Layers
 from fedpriv.engine.low_rank import train_layers_chunk
-from fedpriv.engine.memory import keep_freed_memory
 from fedpriv.engine.metrics import (
     ChunkDiagnostics,
     Measuring,
@@ -296,7 +295,6 @@ class Trainer:
         observed: bool,
     ) -> "Trainer":
         """Look at a task once for all chunks; arguments as the attributes."""
-        keep_freed_memory()
         row, evaluated = blank(users), task.evaluated()
         with plain_arithmetic(device):
             constants = task.constants(device)
