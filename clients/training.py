@@ -283,11 +283,11 @@ class Trainer:
         """
         self._check(request)
         with _unlogged() if self.transport.users.population == 1 else nullcontext():
-            for users, partials in self.transport.by_chunk(request):
+            for users, partial in self.transport.by_chunk(request):
                 if self.transport.device.type == "cuda":
                     # A kernel that failed for one user has broken the process for all: this raises.
                     torch.cuda.synchronize(self.transport.device)
-                yield Ready(users, partials)
+                yield Ready(users, [partial])
 
     def _check(self, request: RoundRequest) -> None:
         """Refuse what would raise whatever the users' data are."""
