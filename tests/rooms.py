@@ -2,9 +2,9 @@
 
     python -m tests.rooms [simulation | federation]
 
-Runs DIGITS, in one process or as a server and three nodes over gRPC with TLS, waits until rounds are
-under way, and prints every file in which a function was called in the rounds that follow, in any of
-the processes.
+Runs DIGITS, in one process or as a server and three nodes over gRPC with TLS, waits until rounds
+are under way, and prints every file in which a function was called in the rounds that follow, in
+any of the processes.
 """
 
 import os
@@ -127,7 +127,7 @@ def main() -> None:
     for where in sys.argv[1:] or list(_SETTINGS):
         with tempfile.TemporaryDirectory(prefix="rooms-") as folder:
             files = files_of_a_round(where, Path(folder))
-        print(f"{where}: {len(files)} files, {MOST[where]} at most", *files, sep="\n  ")
+        print(f"{where}: {len(files)} files, {MOST[where]} at most", *files, sep="\n  ")  # noqa: T201
         failed |= not 0 < len(files) <= MOST[where]
     sys.exit(failed)
 
