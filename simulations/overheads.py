@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.accounting.budget import PrivacyBudget
 from fedpriv.data.store import UserStore
 from fedpriv.engine.batches import schedule
@@ -84,7 +85,7 @@ def run(folder: Path, engine: InProcessTransport, rounds: int) -> None:
     """Train for some rounds, with all that is written to disk."""
     task = engine.task
     plan = plan_of(task, engine.users.population, rounds)
-    budget = PrivacyBudget.priced_by("tight", 100.0, 1e-6)
+    budget = PrivacyBudget(100.0, 1e-6, ACCOUNTANTS["tight"].price)
     files = folder / "ledger", folder / "participation"
     with Books.open(*files, plan.population, budget) as books:
         state, entropy = initial_state(plan, task.parameters()), OperatingSystemEntropy()

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.accounting.budget import PrivacyBudget
 from fedpriv.data.store import UserStore
 from fedpriv.data.synthetic import synthetic_population
@@ -139,7 +140,7 @@ def rounds_of(
     )
     folder.mkdir()
     ledger, participation = folder / "ledger.sqlite", folder / "participation.sqlite"
-    budget = PrivacyBudget.priced_by("tight", epsilon=100.0, delta=1e-9)
+    budget = PrivacyBudget(100.0, 1e-9, ACCOUNTANTS["tight"].price)
 
     def timed(reports: Iterator[object]) -> Iterator[float]:
         while True:
