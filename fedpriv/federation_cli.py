@@ -177,7 +177,7 @@ def init(hosts: Hosts, folder: AuthorityFolder = Path("certs")) -> None:
     make(folder, hosts)
     _say(
         f"{folder / 'authority'}: keep it where nodes are enrolled; ca.key can make any node",
-        f"{folder / 'server'}: belongs on the server; crl.pem again after each revocation",
+        f"{folder / 'server'}: belongs on the server",
     )
 
 
@@ -186,26 +186,15 @@ def issue(
     node: Node,
     folder: AuthorityFolder = Path("certs"),
     days: Annotated[int, typer.Option(min=1, max=3650, help="how long it is valid")] = 365,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="revoke the certificate that the node has")
-    ] = False,
 ) -> None:
-    """Make a node a key and a certificate."""
+    """Make a node a key and a certificate, and print what to enrol."""
     from fedpriv.server.authority import issue as make
 
-    made = make(folder, node, lifetime=timedelta(days=days), replace=replace)
-    _say(f"{made}: move it to the node, for --certificates; it is valid for {days} days")
-    if replace:
-        _say(_copy_list(folder))
-
-
-@_certs.command()
-def revoke(node: Node, folder: AuthorityFolder = Path("certs")) -> None:
-    """Let a node's certificate pass no more, for ever."""
-    from fedpriv.server.authority import revoke as end
-
-    end(folder, node)
-    _say(f"node {node!r} is refused from its next call on", _copy_list(folder))
+    made = make(folder, node, lifetime=timedelta(days=days))
+    _say(
+        f"{made.folder}: move it to the node, for --certificates; it is valid for {days} days",
+        f'the server\'s enrolment, at node {node!r}: certificate = "{made.fingerprint}"',
+    )
 
 
 @_certs.command()
@@ -215,11 +204,6 @@ def renew(hosts: Hosts, folder: AuthorityFolder = Path("certs")) -> None:
 
     issue_server(folder, hosts)
     _say(f"{folder / 'server'}: belongs on the server, which reads it when it starts")
-
-
-def _copy_list(folder: Path) -> str:
-    list_there = folder / "authority" / "crl.pem"
-    return f"{list_there}: copy it to the server, unless that reads {folder / 'server'} here"
 
 
 def _say(*sentences: str) -> None:

@@ -227,9 +227,9 @@ class CallbacksSection(Section):
 class FederationSection(Section):
     """Where real nodes take part, and how long the server waits for them.
 
-    `certificates` is a folder with ca.pem, server.pem, server.key and crl.pem. `revocation_list`
-    is another place of that list, or "none" for an authority that keeps none. `held_out` is an
-    .npz file of the server's own rows; absent, those of `data` are measured on.
+    `enrolment` is a file of nodes, their users and their certificates' fingerprints. `certificates`
+    is a folder with ca.pem, server.pem and server.key. `held_out` is an .npz file of the server's
+    own rows; absent, those of `data` are measured on.
 
     A round ends when all have answered; at the latest after `deadline_seconds`; and before if only
     nodes are missing that have not been connected for `absent_seconds`. With `fixed_length` it
@@ -240,7 +240,6 @@ class FederationSection(Section):
     address: str = "127.0.0.1:7443"
     enrolment: str
     certificates: str | None = None
-    revocation_list: str | None = None
     held_out: str | None = None
     deadline_seconds: Positive = 600.0
     absent_seconds: NonNegative = 10.0

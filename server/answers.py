@@ -96,7 +96,7 @@ class Answers:
         """Read an answer and count it once.
 
         Raises:
-            UnknownPeerError: the node's certificate was revoked, or expired, meanwhile.
+            UnknownPeerError: the node's certificate was struck off, or expired, meanwhile.
         """
         try:
             receipt = await self._taken(node, parts, collecting, context)

@@ -2,17 +2,16 @@
 
 import logging
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
-from cryptography import x509
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.sections import FederationSection
 
 from .addresses import Address
-from .certificates import CertificateError, RevocationList, load_ca
+from .certificates import load_ca
+from .enrolment import EnrolledCertificates
 from .guard import Identify, certified, declared
 from .listening import Files
 
@@ -42,8 +41,8 @@ def door_of(section: FederationSection, *, insecure: bool) -> Door:
         insecure: plain text, where nodes are whoever they say; on loopback only.
 
     Raises:
-        InvalidValueError: certificates are absent or cannot be used, plain text would be seen by
-            other machines, or the address is none.
+        InvalidValueError: certificates are absent or cannot be used, none is enrolled, plain text
+            would be seen by other machines, or the address is malformed.
     """
     address = Address.parse(section.address, "federation.address")
     if insecure:
@@ -56,22 +55,16 @@ def door_of(section: FederationSection, *, insecure: bool) -> Door:
         return Door(address, None, declared)
     if section.certificates is None:
         raise InvalidValueError(
-            "federation.certificates is absent; it must be a folder with ca.pem, server.pem, "
-            "server.key and crl.pem, as `fedpriv certs init` makes it, or --insecure be given"
+            "federation.certificates is absent; it must be a folder with ca.pem, server.pem "
+            "and server.key, as `fedpriv certs init` makes it, or --insecure be given"
         )
     folder = Path(section.certificates)
     files = Files(folder / "ca.pem", folder / "server.pem", folder / "server.key")
-    ca = load_ca(files.ca)
-    crl = None
-    if section.revocation_list != "none":
-        crl = RevocationList(Path(section.revocation_list or folder / "crl.pem"))
-        _check(crl, ca)
-    return Door(address, files.credentials(), certified(ca, crl))
-
-
-def _check(crl: RevocationList, ca: x509.Certificate) -> None:
-    """Refuse a list that cannot be used: it would let nobody in; better to hear of it at once."""
-    try:
-        crl.holds(0, ca, datetime.now(UTC))
-    except CertificateError as error:
-        raise InvalidValueError(str(error)) from error
+    load_ca(files.ca)
+    certificates = EnrolledCertificates(Path(section.enrolment))
+    if not certificates.nodes():
+        raise InvalidValueError(
+            f"{section.enrolment} enrols no certificate; each node's table must have the key "
+            "certificate, with the fingerprint that `fedpriv certs issue` prints"
+        )
+    return Door(address, files.credentials(), certified(certificates))

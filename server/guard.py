@@ -10,12 +10,11 @@ from typing import Protocol, TypeAlias, cast
 from urllib.parse import unquote
 
 import grpc
-from cryptography import x509
 
 from fedpriv.errors import InvalidValueError
 
-from .certificates import CertificateError, Check, RevocationList, check_node_name, node_of
-from .enrolment import Enrolment
+from .certificates import check_node_name
+from .enrolment import CertificateError, EnrolledCertificates, Enrolment
 from .monitoring import Monitor, Refusal
 from .rates import RateLimit
 
@@ -57,21 +56,21 @@ class Identify(Protocol):
         """Name of the node."""
 
 
-def certified(ca: x509.Certificate, crl: RevocationList | None) -> Identify:
-    """The node that the certificate of the TLS connection was issued to, as of now."""
+def certified(certificates: EnrolledCertificates) -> Identify:
+    """The node at which the certificate of the TLS connection is enrolled, as of now."""
 
     def identify(context: Context) -> str:
         held = cast(Mapping[str, list[bytes]], context.auth_context()).get("x509_pem_cert")
         if not held:
             raise UnknownPeerError("the connection shows no certificate")
         try:
-            return node_of(held[0], ca, crl, datetime.now(UTC))
+            return certificates.node_of(held[0], datetime.now(UTC))
         except CertificateError as error:
-            # A list that cannot be read is the operator's to mend, and its path nobody else's.
-            if error.check is Check.LIST:
-                sentence = "the server cannot check for revocation now"
-                raise UnknownPeerError(sentence, grpc.StatusCode.UNAVAILABLE) from error
             raise UnknownPeerError(f"the certificate is refused: {error}") from error
+        except InvalidValueError as error:
+            # Only the operator can mend the file, and only the operator should know its path.
+            sentence = "the server cannot read its enrolment now"
+            raise UnknownPeerError(sentence, grpc.StatusCode.UNAVAILABLE) from error
 
     return identify
 
@@ -131,8 +130,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no ty
     """Checks the caller of every method of every service, then sets `NODE` and hands over.
 
     Guarantees:
-        * No handler is entered by a caller whose certificate is unknown, expired, revoked or not a
-          node's, whose node is not enrolled, who calls too often, or has too many calls open.
+        * No handler is entered by a caller whose certificate is expired, not enrolled or struck
+          off, whose node is not enrolled, who calls too often, or has too many calls open.
         * Whatever calls a node leaves open, their number is bounded, and so is their memory.
     """
 

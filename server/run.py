@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import numpy as np
 from safetensors.numpy import save
@@ -25,7 +24,6 @@ from fedpriv.privacy.entropy import Entropy
 
 from .evaluation import Evaluation
 from .folder import RunFolder
-from .saving import saving
 
 Evaluate = Callable[[Parameters], Evaluation]
 
@@ -129,10 +127,10 @@ def conduct(
 ) -> Generator[RoundRow, None, Outcome]:
     """Run a plan to its end or to the end of its budget, writing everything into a folder.
 
-    A line of metrics is written after each release and before its checkpoint, and a checkpoint
-    before the next charge, while the users of the round in between train. So after a crash at most
-    one round is charged that no checkpoint has, if each has one. A run that is resumed repeats the
-    rounds since its last checkpoint as new attempts, with new charges.
+    A line of metrics is written after each release, and then the checkpoint, before the next round
+    begins. So if every round has a checkpoint, a crash leaves at most one round that was charged
+    and is in no checkpoint. A run that is resumed repeats the rounds since its last checkpoint as
+    new attempts, with new charges.
 
     Args:
         folder: where to write; exists.
@@ -149,24 +147,23 @@ def conduct(
         A row for each round.
     """
     private_metrics: tuple[str, ...] = ()
-    with saving() as checkpoint:
-        rounds = train(plan, state, transport, books, entropy, before_charge=checkpoint.finish)
-        while True:
-            began = clock() if clock else 0.0
-            try:
-                report = next(rounds)
-            except StopIteration as end:
-                stop: Stop = end.value
-                break
-            seconds = clock() - began if clock else None
-            state = report.state
-            due = state.round % cadence.evaluate == 0 or state.round == plan.rounds
-            row = _row(report, books, evaluate(state.model) if due else None, seconds)
-            folder.append_metrics(asdict(row))
-            private_metrics = row.private_metrics
-            if state.round % cadence.checkpoint == 0:
-                checkpoint.begin(partial(_save, folder, plan, state, books.ledger.head))
-            yield row
+    rounds = train(plan, state, transport, books, entropy)
+    while True:
+        began = clock() if clock else 0.0
+        try:
+            report = next(rounds)
+        except StopIteration as end:
+            stop: Stop = end.value
+            break
+        seconds = clock() - began if clock else None
+        state = report.state
+        due = state.round % cadence.evaluate == 0 or state.round == plan.rounds
+        row = _row(report, books, evaluate(state.model) if due else None, seconds)
+        folder.append_metrics(asdict(row))
+        private_metrics = row.private_metrics
+        if state.round % cadence.checkpoint == 0:
+            _save(folder, plan, state, books.ledger.head)
+        yield row
     _save(folder, plan, state, books.ledger.head)
     tensors = {name: np.ascontiguousarray(p) for name, p in state.model.items()}
     write_atomically(folder.model, save(tensors))

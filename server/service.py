@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _DOWNLOADS = 16  # at once; each holds a chunk or two
 _LEDGERS = 2
 _TOO_LONG = "it took too long, the node began another, or the round is over"
-_RECHECK_SECONDS = 5.0  # an idle connection of a revoked node ends after at most so long
+_RECHECK_SECONDS = 5.0  # after which an idle connection of a node struck off has ended
 
 
 class Service:
@@ -44,8 +44,8 @@ class Service:
 
     Guarantees:
         * What a node sends cannot raise here, nor move anything but its own part of the sum.
-        * A node whose certificate is revoked is offered nothing and counts for nothing from then
-          on, whatever it has open.
+        * A node whose certificate is struck off is offered nothing and counts for nothing from
+          then on, whatever it has open.
         * A node that does not read what it is sent, or does not send, ends no later than
           `Transfers.seconds` after its turn came, and with the round.
 

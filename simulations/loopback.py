@@ -41,10 +41,11 @@ def lay_out(folder: Path, users: UserStore, sizes: Sequence[int]) -> None:
     nodes = {}
     for number, part in enumerate(parts, start=1):
         node = f"node-{number}"
-        authority.issue(folder / "certs", node)
+        issued = authority.issue(folder / "certs", node)
         own = users.subset(part)
-        nodes[node] = {"users": [ids[user] for user in part]}
-        UserStore(own.fields, own.offsets, nodes[node]["users"]).save(folder / "users" / node)
+        ids_here = [ids[user] for user in part]
+        nodes[node] = {"users": ids_here, "certificate": issued.fingerprint}
+        UserStore(own.fields, own.offsets, ids_here).save(folder / "users" / node)
     enrolment = {"population": secrets.token_hex(16), "nodes": nodes}
     (folder / "enrolment.toml").write_text(tomli_w.dumps(enrolment), encoding="utf-8")
 

@@ -3,7 +3,7 @@
 Whole rounds as `fedpriv simulate` runs them, with ledger, participation record, figures and
 checkpoints on disk: 100 of 1,000 users of 50 images, an MLP 784–128–10, batches of 10, one local
 epoch, in one thread, which Python's profiler watches; times are of the wall, and waiting for the
-disk is among them. Checkpoints are written by another thread: theirs is the time that rounds wait.
+disk is among them.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.engine.updates import OuterProducts
 from fedpriv.federated.books import Books
+from fedpriv.federated.checkpoint import save_checkpoint
 from fedpriv.federated.optimizers import FedAvg, Parameters
 from fedpriv.federated.plan import TrainingPlan
 from fedpriv.federated.round import close_round, initial_state, open_round
@@ -38,7 +39,6 @@ from fedpriv.sections import EngineSection
 from server.evaluation import Evaluation
 from server.folder import RunFolder
 from server.run import Cadence, conduct
-from server.saving import Saving
 from simulations.throughput import LOCAL, WORKS, example_losses, request_of
 
 BESIDE = (
@@ -118,7 +118,7 @@ def parts_of(profile: cProfile.Profile) -> dict[str, float]:
         "noise and server step": seconds(close_round),
         "budget": seconds(Books.refuse_if_beyond),
         "ledger": seconds(Books.next_attempt, Books.record, Books.charge),
-        "checkpoint": seconds(Saving.begin, Saving.finish),
+        "checkpoint": seconds(save_checkpoint),
         "figures": seconds(PrivacyBudget.epsilon_of, RunFolder.append_metrics),
         "all": seconds(conduct),
     }

@@ -148,8 +148,7 @@ def _check_losses(losses: torch.Tensor, examples: int) -> None:
 def _check_copy(task: Task, constants: TorchTensors, x: torch.Tensor) -> None:
     """Refuse a model of which a copy gives anything else than itself at the same parameters.
 
-    A copy that calls the original reads the original's parameters, and two threads that swap in
-    their users' would then train with each other's.
+    A copy that calls the original reads the original's parameters, not those of its own users.
     """
     generator = torch.Generator().manual_seed(0)
     moved = {

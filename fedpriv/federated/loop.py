@@ -1,6 +1,6 @@
 """The training loop: sample, collect, charge, release, report."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -51,17 +51,12 @@ class RoundReport:
     unclipped: tuple[float, ...]
 
 
-def _nothing() -> None:
-    pass
-
-
 def train(
     plan: TrainingPlan,
     state: ServerState,
     transport: Transport,
     books: Books,
     entropy: Entropy,
-    before_charge: Callable[[], None] = _nothing,
 ) -> Generator[RoundReport, None, Stop]:
     """Run rounds from `state` to the end of the plan, yielding a report after each.
 
@@ -79,15 +74,13 @@ def train(
         transport: reaches the users.
         books: ledger, participation record and budget.
         entropy: where cohorts and noise come from.
-        before_charge: called in each round when its users have answered; if it raises, training
-            ends with nothing charged for the round.
 
     Returns:
         Why training ended (the value of the generator).
     """
     while state.round < plan.rounds:
         try:
-            report = run_round(plan, state, transport, books, entropy, before_charge)
+            report = run_round(plan, state, transport, books, entropy)
         except BudgetExceededError:
             return Stop.BUDGET
         except StoppedError:
@@ -103,7 +96,6 @@ def run_round(
     transport: Transport,
     books: Books,
     entropy: Entropy,
-    before_charge: Callable[[], None] = _nothing,
 ) -> RoundReport:
     """One round, with the arguments and guarantees of `train`.
 
@@ -116,7 +108,6 @@ def run_round(
     request = open_round(plan, state, attempt, entropy)
     commitment = books.record(plan.run, state.round, attempt, request.users)
     total = sum_round(request, transport.collect(request))
-    before_charge()
     charge = books.charge(plan.run, state.round, attempt, commitment, event, entropy.randomness)
     release = close_round(plan, state, total, charge, entropy)
     return RoundReport(

@@ -491,7 +491,7 @@ def test_a_round_whose_model_cannot_be_fetched_is_declined(play: Callable[[Act],
 @pytest.mark.parametrize(
     ("says", "reason"),
     [
-        ((grpc.StatusCode.UNAUTHENTICATED, "revoked"), r"refuses node 'n': 'revoked'"),
+        ((grpc.StatusCode.UNAUTHENTICATED, "struck"), r"refuses node 'n': 'struck'"),
         ((grpc.StatusCode.PERMISSION_DENIED, "no\nnode"), r"refuses node 'n': 'no\\nnode'"),
         ((grpc.StatusCode.FAILED_PRECONDITION, "other users"), "refuses"),
         ((grpc.StatusCode.INVALID_ARGUMENT, "a hello"), "refuses"),

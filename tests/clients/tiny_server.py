@@ -225,4 +225,4 @@ def make_certificates(folder: Path) -> tuple[grpc.ServerCredentials, Path]:
     names = ("ca.pem", "server.key", "server.pem")
     ca, key, certificate = ((folder / "server" / name).read_bytes() for name in names)
     credentials = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
-    return credentials, issue(folder, NODE)
+    return credentials, issue(folder, NODE).folder

@@ -1,6 +1,7 @@
 """The loop: charge before release, stop before the budget, attempts."""
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from fedpriv.federated import loop
 from fedpriv.federated.fake import FakeTransport
 from fedpriv.federated.loop import RoundReport, Stop, train
 from fedpriv.federated.round import initial_state
-from fedpriv.federated.transport import RoundRequest
+from fedpriv.federated.transport import PartialSum, RoundRequest
 from fedpriv.privacy.entropy import OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.sampling import PoissonSampling
 
@@ -85,14 +86,16 @@ def test_a_repeated_round_is_a_new_attempt_with_fresh_noise_and_its_own_charge(t
 
 def test_an_attempt_that_was_given_up_uncharged_keeps_its_number(tmp_path) -> None:
     # Answers to it that come late must not count for the cohort of another.
-    def give_up() -> None:
-        raise OSError("no more")
+    class GivesUp(FakeTransport):
+        def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
+            yield from super().collect(request)
+            raise OSError("no more")
 
     plan = make_plan(rounds=1)
     with open_books(tmp_path) as books:
         state = initial_state(plan, PARAMETERS)
         with pytest.raises(OSError, match="no more"):
-            next(train(plan, state, CONSTANT, books, SeededEntropy(0), give_up))
+            next(train(plan, state, GivesUp(CONSTANT.update_of), books, SeededEntropy(0)))
         report = next(train(plan, state, CONSTANT, books, SeededEntropy(0)))
         assert report.attempt == 1
         assert books.ledger.head.count == 1
@@ -113,28 +116,6 @@ def test_nothing_is_noised_before_the_charge_is_on_disk(tmp_path, monkeypatch) -
         state = initial_state(plan, PARAMETERS)
         run_to_the_end(train(plan, state, CONSTANT, books, SeededEntropy(0)))
     assert charged_when_noised == [1, 2, 3, 4, 5]
-
-
-def test_what_is_done_before_a_charge_comes_after_the_answers_and_can_prevent_it(tmp_path) -> None:
-    plan = make_plan(sampling=PoissonSampling(1, 1.0))
-    happened = []
-
-    def update_of(request: RoundRequest, user: int) -> dict[str, np.ndarray]:
-        happened.append("asked")
-        return CONSTANT.update_of(request, user)
-
-    with open_books(tmp_path) as books:
-
-        def before() -> None:
-            happened.append(books.ledger.head.count)
-            if books.ledger.head.count == 2:
-                raise OSError("no more")
-
-        state, transport = initial_state(plan, PARAMETERS), FakeTransport(update_of)
-        with pytest.raises(OSError, match="no more"):
-            run_to_the_end(train(plan, state, transport, books, SeededEntropy(0), before))
-        assert books.ledger.head.count == 2
-    assert happened == ["asked", 0, "asked", 1, "asked", 2]
 
 
 @pytest.mark.parametrize("seed", [0, 1])

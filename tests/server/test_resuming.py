@@ -170,7 +170,8 @@ def test_workers_are_not_started_for_another_plan(run: RunFolder) -> None:
 
 def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     enrolment, run = tmp_path / "enrolment.toml", RunFolder(tmp_path / "run")
-    enrolment.write_text(f'population = "{"5f" * 16}"\n[nodes.a]\nusers = ["ann", "bob"]\n')
+    node = f'[nodes.a]\nusers = ["ann", "bob"]\ncertificate = "{"ab" * 32}"\n'
+    enrolment.write_text(f'population = "{"5f" * 16}"\n{node}')
     file, at = SIMULATIONS / "federation.toml", f"federation.enrolment={enrolment}"
     beginning = Beginning.of(file, [at], run.path, resume=True)
     section = beginning.config.federation

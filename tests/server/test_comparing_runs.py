@@ -13,21 +13,19 @@ from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.data.registry import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
-from fedpriv.server.comparing import calibrated
+from fedpriv.federated.books import Books
+from fedpriv.server.comparing import calibrated, run_cell
 from fedpriv.server.folder import RunFolder
-from fedpriv.server.study_run import Task, run_task
 from fedpriv.studies import Cell, RunResult, Study
 from fedpriv.studies.file import load_study
 from fedpriv.studies.results import SIMULATION_ONLY, read_result, read_rows
 from tests.studies.studying import study_file
 
 
-def run(
-    study: Study, cell: Cell, folder: Path, told: list[int], noise_multiplier: float
-) -> RunResult:
+def run(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> RunResult:
     data = study.config_of(cell).data
-    task = Task(study, cell, folder, noise_multiplier)
-    return run_task(task, load_population(data.name, data.options), told.append)
+    population = load_population(data.name, data.options)
+    return run_cell(study, cell, folder, noise_multiplier, population)
 
 
 def cohorts(folder: RunFolder) -> list[tuple[int, ...]]:
@@ -39,10 +37,8 @@ def cohorts(folder: RunFolder) -> list[tuple[int, ...]]:
 
 def test_a_result_is_what_ledger_model_and_metrics_say(tmp_path: Path) -> None:
     study = load_study(study_file(tmp_path))
-    told: list[int] = []
     cell = study.cells[-1]
-    result = run(study, cell, tmp_path, told, calibrated(study)[cell.arm, cell.target])
-    assert told == [1, 2]
+    result = run(study, cell, tmp_path, calibrated(study)[cell.arm, cell.target])
     folder = RunFolder(tmp_path / cell.path)
     assert read_result(folder.path) == result
     with Ledger.open(folder.ledger) as ledger:
@@ -73,7 +69,7 @@ def test_arms_of_a_seed_have_the_same_users_and_seeds_have_others(tmp_path: Path
     study = load_study(study_file(tmp_path))
     drawn = {}
     for cell in study.cells:
-        run(study, cell, tmp_path, [], 2.0)
+        run(study, cell, tmp_path, 2.0)
         drawn[cell.arm.name, cell.seed] = cohorts(RunFolder(tmp_path / cell.path))
     assert drawn["flat", 0] == drawn["joint", 0]
     assert drawn["flat", 1] == drawn["joint", 1]
@@ -81,21 +77,28 @@ def test_arms_of_a_seed_have_the_same_users_and_seeds_have_others(tmp_path: Path
     assert len(drawn["flat", 0]) == 2
 
 
-def test_a_run_that_was_cut_short_is_done_again_and_releases_the_same(tmp_path: Path) -> None:
+def test_a_run_that_was_cut_short_is_done_again_and_releases_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     study = load_study(study_file(tmp_path))
     cell = study.cells[0]
 
-    def killed(rounds: int) -> None:
-        raise KeyboardInterrupt
+    noise_multiplier = calibrated(study)[cell.arm, cell.target]
+    charge = Books.charge
 
-    task = Task(study, cell, tmp_path, calibrated(study)[cell.arm, cell.target])
-    population = load_population("synthetic", study.config_of(cell).data.options)
+    def killed(books: Books, name: str, round_number: int, *others: object) -> object:
+        if round_number == 1:
+            raise KeyboardInterrupt
+        return charge(books, name, round_number, *others)
+
+    monkeypatch.setattr(Books, "charge", killed)
     with pytest.raises(KeyboardInterrupt):
-        run_task(task, population, killed)
+        run(study, cell, tmp_path, noise_multiplier)
+    monkeypatch.undo()
     folder = RunFolder(tmp_path / cell.path)
     (half,) = folder.read_metrics()
     assert read_result(folder.path) is None
-    result = run_task(task, population, lambda _rounds: None)
+    result = run(study, cell, tmp_path, noise_multiplier)
     assert result.rounds == 2
     rows = list(folder.read_metrics())
     same = ("round", "attempt", "epsilon", "test_loss", "test_accuracy")
