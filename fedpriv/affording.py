@@ -25,7 +25,7 @@ def privacy_budget(config: Config) -> PrivacyBudget:
     limit = privacy.epsilon
     if limit is None or privacy.unsafe_no_privacy:
         limit = float("inf")
-    return PrivacyBudget(limit, privacy.delta, accountant_named(privacy.accountant).price)
+    return PrivacyBudget(limit, privacy.delta, accountant_named(privacy.accountant).upper_epsilon)
 
 
 def noise_multiplier(config: Config, budget: PrivacyBudget, spent: Sequence[RoundEvent]) -> float:

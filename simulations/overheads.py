@@ -85,7 +85,7 @@ def run(folder: Path, engine: InProcessTransport, rounds: int) -> None:
     """Train for some rounds, with all that is written to disk."""
     task = engine.task
     plan = plan_of(task, engine.users.population, rounds)
-    budget = PrivacyBudget(100.0, 1e-6, ACCOUNTANTS["tight"].price)
+    budget = PrivacyBudget(100.0, 1e-6, ACCOUNTANTS["tight"].upper_epsilon)
     files = folder / "ledger", folder / "participation"
     with Books.open(*files, plan.population, budget) as books:
         state, entropy = initial_state(plan, task.parameters()), OperatingSystemEntropy()

@@ -140,7 +140,7 @@ def rounds_of(
     )
     folder.mkdir()
     ledger, participation = folder / "ledger.sqlite", folder / "participation.sqlite"
-    budget = PrivacyBudget(100.0, 1e-9, ACCOUNTANTS["tight"].price)
+    budget = PrivacyBudget(100.0, 1e-9, ACCOUNTANTS["tight"].upper_epsilon)
 
     def timed(reports: Iterator[object]) -> Iterator[float]:
         while True:

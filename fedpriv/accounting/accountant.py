@@ -109,7 +109,7 @@ class Accountant(ABC):
             UnsupportedEventError: there is no analysis of one of the events, or of all together.
         """
 
-    def price(self, events: Iterable[RoundEvent], delta: float) -> float:
+    def upper_epsilon(self, events: Iterable[RoundEvent], delta: float) -> float:
         """ε that the events cost at δ, as `PrivacyBudget` asks for it."""
         return self.epsilon(events, delta).epsilon
 

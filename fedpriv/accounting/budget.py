@@ -19,7 +19,7 @@ class PrivacyBudget:
     Attributes:
         epsilon: ε > 0, the most that may be spent; inf if only δ and the record matter.
         delta: δ in (0, 1).
-        price: prices events at δ, e.g. `Accountant.price`; it must never price below the truth.
+        price: prices events at δ, never below the truth, such as `Accountant.upper_epsilon`.
 
     Raises:
         InvalidValueError: ε or δ is out of range.

@@ -75,8 +75,8 @@ class TestBudget:
 
     @pytest.mark.parametrize("accountant", ["tight", "pld", "rdp"])
     def test_prices_as_an_accountant_does(self, accountant):
-        budget = PrivacyBudget(3.0, 1e-6, ACCOUNTANTS[accountant].price)
-        assert budget == PrivacyBudget(3.0, 1e-6, ACCOUNTANTS[accountant].price)
+        budget = PrivacyBudget(3.0, 1e-6, ACCOUNTANTS[accountant].upper_epsilon)
+        assert budget == PrivacyBudget(3.0, 1e-6, ACCOUNTANTS[accountant].upper_epsilon)
         event = poisson_gaussian(0.01, 2.0, 100)
         assert budget.epsilon_of([event]) == epsilon([event], 1e-6, accountant).epsilon
 
@@ -215,7 +215,7 @@ class TestHeadroom:
         assert not ledger.admits(DEAR, PrivacyBudget(0.5, 1e-5, price))
 
     def test_relations_that_do_not_add_up_are_refused(self, ledger):
-        budget = PrivacyBudget(9.0, 1e-6, ACCOUNTANTS["tight"].price)
+        budget = PrivacyBudget(9.0, 1e-6, ACCOUNTANTS["tight"].upper_epsilon)
         ledger.charge(propose(0, CHEAP), budget)
         with pytest.raises(UnsupportedEventError, match="cannot be added up"):
             ledger.admits(every_user_gaussian(9.0, NeighbouringRelation.REPLACE_ONE), budget)
