@@ -31,9 +31,8 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.federated.checkpoint import write_atomically
-
-from .certificates import MALFORMED, check_node_name, fingerprint_of, load_ca
+from fedpriv.server.certificates import MALFORMED, check_node_name, fingerprint_of, load_ca
+from fedpriv.training.checkpoint import write_atomically
 
 YEAR = timedelta(days=365)
 _AUTHORITY_LIFETIME = 10 * YEAR

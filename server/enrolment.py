@@ -12,17 +12,55 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 from cryptography import x509
 from numpy.typing import NDArray
 
+from fedpriv.build import Enrolled, Experiment
+from fedpriv.config import FederationSection, read_toml
 from fedpriv.errors import FedprivError, InvalidValueError, known_names
-from fedpriv.settings import read_toml
+from fedpriv.run.run import Beginning
+from fedpriv.server.certificates import (
+    MALFORMED,
+    check_node_name,
+    fingerprint_of,
+    parsed_fingerprint,
+)
 
-from .asked import Hosting
-from .certificates import MALFORMED, check_node_name, fingerprint_of, parsed_fingerprint
-
+Positions = npt.NDArray[np.int64]
 _ID = re.compile("[0-9a-f]{32}")
 _SETTLED_NANOSECONDS = 2_000_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class Hosting:
+    """Which node hosts which users.
+
+    Attributes:
+        nodes: names.
+        numbers: [N] for each position of the population the number of its node in `nodes`.
+        alone: nodes with one user, whom no log may name.
+    """
+
+    nodes: Sequence[str]
+    numbers: npt.NDArray[np.int64]
+    alone: frozenset[str]
+
+    def drawn(self, users: Positions) -> dict[str, Positions]:
+        """Drawn users by node: positions, ascending; only nodes that have some.
+
+        Args:
+            users: positions of the drawn, ascending.
+        """
+        numbers = self.numbers[users]
+        order = np.argsort(numbers, kind="stable")
+        found, starts = np.unique(numbers[order], return_index=True)
+        parts = np.split(users[order], starts[1:])
+        return {self.nodes[n]: part for n, part in zip(found.tolist(), parts, strict=False)}
+
+    def called(self, node: str) -> str:
+        """How a log names a node, without naming a user."""
+        return "a node of one user" if node in self.alone else node
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,3 +352,20 @@ def _value(table: object, key: str, legal: Sequence[str], where: str) -> object:
             f'for all runs: put population = "{secrets.token_hex(16)}" in front of all tables'
         )
     raise InvalidValueError(f"key {where}{key} is absent")
+
+
+def enrolled_experiment(
+    beginning: Beginning, section: FederationSection
+) -> tuple[Experiment, Enrolment]:
+    """The experiment on users that nodes host, and where they are.
+
+    Args:
+        beginning: of the run.
+        section: names the enrolment file.
+
+    Raises:
+        FedprivError: something does not fit; the message says what.
+    """
+    enrolment = Enrolment.load(Path(section.enrolment))
+    users = Enrolled(enrolment.population_id, enrolment.population)
+    return beginning.on_nodes(section, users), enrolment

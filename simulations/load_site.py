@@ -8,12 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import tomli_w
 
-from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.privacy.contribution import Clipping, IntegerVector
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.clipping import Clipping, IntegerVector
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.server import authority
-from fedpriv.server.listening import Files
+from fedpriv.server.listener import Files
 
 _KINDS = 4  # different contributions; nodes share them, so that one process can hold those of all
 _NORM = 1.0  # far below that of what is clipped

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import tomli_w
 
+from fedpriv.data.population import UserStore
 from fedpriv.data.registry import load_population
-from fedpriv.data.store import UserStore
 from fedpriv.errors import FedprivError
-from server import authority
+from fedpriv.server import authority
 
 COMMAND = (sys.executable, "-c", "from fedpriv.cli import main; main()")
 _LONGEST_START_SECONDS = 120.0

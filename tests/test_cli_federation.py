@@ -317,7 +317,7 @@ def test_serve_passes_its_options_on() -> None:
 
 
 def test_join_passes_its_options_on() -> None:
-    module = "fedpriv.clients.joining"
+    module = "fedpriv.clients.membership"
     (joining,), _, formatter = passed_on(module, "join", *plain("localhost:1"), "--users", "u")
     absent = ["certificates", "consent", "state", "memory_mebibytes", "seconds", "processes"]
     assert joining == dict.fromkeys(absent) | {

@@ -13,10 +13,9 @@ import numpy as np
 from cryptography import x509
 from google.protobuf.message import Message
 
-from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.server.authority import init, issue
 from fedpriv.wire import (
     Price,

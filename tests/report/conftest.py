@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from fedpriv.data.registry import load_population
-from fedpriv.studies.file import load_study
-from server.comparing import calibrated, run_cell
+from fedpriv.run.compare import calibrated, run_cell
+from fedpriv.studies.study import load_study
 from tests.commandline import printed
 from tests.studies.studying import study_file
 

@@ -14,19 +14,17 @@ import tomli_w
 from cryptography import x509
 
 from fedpriv import wire
-from fedpriv.federated.transport import PartialSum, RoundRequest
 from fedpriv.privacy.layout import Tensors
+from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.server import authority
 from fedpriv.server.addresses import Address
-from fedpriv.server.answers import Transfers
+from fedpriv.server.authentication import Guard, Identify, RateLimit, certified
 from fedpriv.server.certificates import fingerprint_of
+from fedpriv.server.deployment import GrpcTransport, Patience
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
-from fedpriv.server.grpc_transport import GrpcTransport, Patience
-from fedpriv.server.guard import Guard, Identify, certified
-from fedpriv.server.listening import Files, Listening, listening
-from fedpriv.server.monitoring import Monitor
-from fedpriv.server.rates import RateLimit
-from fedpriv.server.service import Service
+from fedpriv.server.listener import Files, Listening, listening
+from fedpriv.server.metrics import Monitor
+from fedpriv.server.service import Service, Transfers
 from fedpriv.wire import RunState, Status, TaskDescription, Welcome
 from fedpriv.wire import federation_pb2 as pb
 from tests.wire.stub import FederationStub

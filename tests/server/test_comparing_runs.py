@@ -13,12 +13,12 @@ from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.data.registry import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
-from fedpriv.federated.books import Books
-from fedpriv.server.comparing import calibrated, run_cell
-from fedpriv.server.folder import RunFolder
+from fedpriv.privacy.round import Books
+from fedpriv.run.compare import calibrated, run_cell
+from fedpriv.run.folder import RunFolder
 from fedpriv.studies import Cell, RunResult, Study
-from fedpriv.studies.file import load_study
 from fedpriv.studies.results import SIMULATION_ONLY, read_result, read_rows
+from fedpriv.studies.study import load_study
 from tests.studies.studying import study_file
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError
-from fedpriv.sections import FederationSection
 from fedpriv.server import authority
 from fedpriv.server.addresses import Address
-from fedpriv.server.door import door_of
-from fedpriv.server.guard import declared
+from fedpriv.server.authentication import declared
+from fedpriv.server.deployment import door_of
 from tests.server.hostile_nodes import CALLS
 from tests.server.loopback import channel_to, enrol, serving, strike, write_enrolment
 

@@ -14,12 +14,10 @@ from transport_conformance import TransportConformance
 
 from fedpriv import wire
 from fedpriv.errors import StoppedError
-from fedpriv.federated.aggregate import add_up
-from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest, Transport
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
-from fedpriv.server.roster import End
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport, add_up
+from fedpriv.server.collection import End
 from fedpriv.wire import Decline, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import (

@@ -13,10 +13,9 @@ from grpc_health.v1 import health, health_pb2
 
 from fedpriv import wire
 from fedpriv.server import authority
+from fedpriv.server.authentication import NODE, NODE_KEY, RateLimit, certified, declared
 from fedpriv.server.enrolment import EnrolledCertificates
-from fedpriv.server.guard import NODE, NODE_KEY, certified, declared
-from fedpriv.server.listening import Files
-from fedpriv.server.rates import RateLimit
+from fedpriv.server.listener import Files
 from fedpriv.server.service import Service
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.hostile_nodes import CALLS, HEALTH, Outcome, one

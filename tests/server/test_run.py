@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from federation import CONSTANT, PARAMETERS, make_plan, open_books
 
-from fedpriv.federated.books import Books
-from fedpriv.federated.checkpoint import checkpoints, load_checkpoint
-from fedpriv.federated.round import initial_state
-from fedpriv.privacy.entropy import OperatingSystemEntropy
+from fedpriv.privacy.noise import OperatingSystemEntropy
+from fedpriv.privacy.round import Books
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.server import run
-from fedpriv.server.evaluation import Evaluation
-from fedpriv.server.folder import RunFolder
-from fedpriv.server.run import Cadence, RoundRow, conduct
+from fedpriv.run import run
+from fedpriv.run.evaluation import Evaluation
+from fedpriv.run.folder import RunFolder
+from fedpriv.run.run import Cadence, RoundRow, conduct
+from fedpriv.training.checkpoint import checkpoints, load_checkpoint
+from fedpriv.training.rounds import initial_state
 
 
 def conducted(folder: Path, books: Books, every: int = 1) -> Iterator[RoundRow]:
