@@ -5,16 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fedpriv.accounting.events import (
-    NeighbouringRelation,
-    Pair,
-    RoundEvent,
-    SamplingPolicy,
-    compose,
-    names_of,
-)
 from fedpriv.accounting.loss import Rounds
+from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from fedpriv.ledger.events import NeighbouringRelation, Pair, RoundEvent, SamplingPolicy, names_of
 
 GAUSSIAN: tuple[Pair, ...] = (
     (SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE),

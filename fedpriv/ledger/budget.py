@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from fedpriv.accounting.events import RoundEvent
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import RoundEvent
 
 Price = Callable[[Sequence[RoundEvent], float], float]
 """An upper bound on the ε that events cost together at this δ; +inf if no finite ε holds."""

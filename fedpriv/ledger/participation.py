@@ -16,8 +16,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.accounting.database import Database, FileFormat
 from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.ledger.database import Database, FileFormat
 
 Users = npt.NDArray[np.int64]
 """Positions of users in the population, ascending: [cohort]."""

@@ -5,7 +5,7 @@ sampling event after the other, each with the hash of the one before. `ledger_ch
 about writers that removed these rules first.
 """
 
-from fedpriv.accounting.database import FileFormat
+from fedpriv.ledger.database import FileFormat
 
 
 def _frozen(table: str, *verbs: str) -> str:

@@ -13,16 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from fedpriv.accounting.ledger_chain import (
-    EXPORT_FORMAT,
-    checked,
-    header_line,
-    refuse_other_end,
-    row_line,
-)
-from fedpriv.accounting.ledger_rows import ChargedRow, Head, ProposedCharge, confirm, digest
-from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.errors import LedgerError
+from fedpriv.ledger.chain import EXPORT_FORMAT, checked, header_line, refuse_other_end, row_line
+from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.ledger.rows import ChargedRow, Head, ProposedCharge, confirm, digest
 
 MAX_LINE = 2**24
 """Most characters of a line: a sampling event with many sum queries or a long strategy."""

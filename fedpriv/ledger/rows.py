@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from fedpriv.accounting.database import Row
-from fedpriv.accounting.events import (
+from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.ledger.database import Row
+from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
     RoundEvent,
@@ -30,8 +31,7 @@ from fedpriv.accounting.events import (
     Schedule,
     SumQueryEvent,
 )
-from fedpriv.accounting.participation import ParticipationRecord
-from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.ledger.participation import ParticipationRecord
 
 # A tampered cell can hold anything that SQLite can, so bytes and inf have a digest too.
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr).encode

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.accounting.accountants import ACCOUNTANTS, epsilon
-from fedpriv.accounting.budget import PrivacyBudget, merge_equal, repeated
-from fedpriv.accounting.events import NeighbouringRelation, Randomness, poisson_gaussian
-from fedpriv.accounting.ledger import Ledger, ProposedCharge
-from fedpriv.accounting.policies import every_user_gaussian
+from fedpriv.accounting.policies import every_user_gaussian, poisson_gaussian
 from fedpriv.errors import BudgetExceededError, InvalidValueError, UnsupportedEventError
+from fedpriv.ledger.budget import PrivacyBudget, merge_equal, repeated
+from fedpriv.ledger.events import NeighbouringRelation, Randomness
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 
 CHEAP, DEAR = poisson_gaussian(0.1, 4.0), poisson_gaussian(0.1, 1.0)
 
@@ -224,9 +224,10 @@ class TestHeadroom:
 RACER = """
 import sys
 from pathlib import Path
-from fedpriv.accounting.budget import PrivacyBudget
-from fedpriv.accounting.events import Randomness, poisson_gaussian
-from fedpriv.accounting.ledger import Ledger, ProposedCharge
+from fedpriv.ledger.budget import PrivacyBudget
+from fedpriv.ledger.events import Randomness
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.errors import BudgetExceededError
 
 budget = PrivacyBudget(60.0, 1e-5, lambda events, delta: float(sum(e.count for e in events)))
