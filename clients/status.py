@@ -10,8 +10,7 @@ from rich.table import Table
 
 from fedpriv.errors import WireError
 from fedpriv.logs import one_line
-from fedpriv.report.machine_readable import number
-from fedpriv.report.tables import format_epsilon
+from fedpriv.report.tables import format_epsilon, number
 from fedpriv.wire import Status
 
 from .channel import Identity, open_channel

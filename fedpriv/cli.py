@@ -113,11 +113,11 @@ def epsilon(
     as_json: AsJson = False,
 ) -> None:
     """Print the ε that the releases of ledgers cost, for each run and in all."""
-    from fedpriv.report import machine_readable, spending, tables
+    from fedpriv.report import spending, tables
 
     spent = spending.price(ledgers, delta, target, accountant)
     if as_json:
-        machine_readable.write_spending(spent, sys.stdout)
+        tables.write_spending(spent, sys.stdout)
     else:
         tables.print_spending(spent)
 
@@ -145,7 +145,7 @@ def calibrate(
     With all three given: how large a share of every round one more sum query may have.
     """
     from fedpriv.accounting.sampling import NeighbouringRelation, SamplingPolicy
-    from fedpriv.report import machine_readable, tables
+    from fedpriv.report import tables
     from fedpriv.report.planning import Sampled, plan_within
 
     if relation is None:
@@ -156,7 +156,7 @@ def calibrate(
         epsilon, delta, accountant, rounds, sampling_probability, noise_multiplier, sampled
     )
     if as_json:
-        machine_readable.write_plan(found, sys.stdout)
+        tables.write_plan(found, sys.stdout)
     else:
         tables.print_plan(found)
 
@@ -169,8 +169,8 @@ def curves(
     suffix: Annotated[FigureFormat, typer.Option("--format")] = FigureFormat.PNG,
 ) -> None:
     """Draw ε by rounds, δ by ε and the errors of a test for one user; with CSV."""
-    from fedpriv.report.curve_files import write_curves
     from fedpriv.report.curves import curves_of
+    from fedpriv.report.guarantee import write_curves
     from fedpriv.report.spending import default_delta, read_ledgers
 
     ledgers = read_ledgers([ledger])

@@ -47,15 +47,12 @@ def report(
     if figures is not None:
         if out or show:
             raise InvalidValueError("--figures writes no page; leave out --out and --open")
-        from fedpriv.report.study_figures import write_study_figures
+        from fedpriv.report.studies import write_study_figures
         from fedpriv.studies import read_study
 
         for file in write_study_figures(read_study(folder), figures):
             print(file)  # noqa: T201
         return
-    from fedpriv.report.page.installed import require_report
-
-    require_report()
     from fedpriv.server.reporting import write_report
 
     print(write_report(folder, out, show=show))  # noqa: T201

@@ -15,7 +15,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.experiment import Enrolled, Experiment, build
 from fedpriv.federated.checkpoint import write_atomically
 from fedpriv.federated.plan import TrainingPlan
-from fedpriv.report.versions import versions
+from fedpriv.report.records import versions
 from fedpriv.sections import FederationSection
 
 from .enrolment import Enrolment

@@ -13,8 +13,7 @@ from fedpriv.data.registry import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.experiment import on_population
 from fedpriv.federated.checkpoint import write_atomically
-from fedpriv.report.studies import print_study
-from fedpriv.report.study_files import results_csv, results_json, runs_csv
+from fedpriv.report.studies import print_study, results_csv, results_json, runs_csv
 from fedpriv.studies import Arm, Study, Target, read_study
 from fedpriv.studies.file import load_study, study_toml
 from fedpriv.studies.reading import STUDY, finished_result, holds_results_alone

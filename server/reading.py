@@ -1,16 +1,16 @@
 """Reading a run back from its folder and its ledger, which is verified first."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedpriv.accounting.ledger import ChargedRow, Ledger
+from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.config import load_config
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
-from fedpriv.report.page.record import (
+from fedpriv.report.records import (
     Figures,
     RoundRecord,
     RunRecord,
@@ -93,9 +93,21 @@ def read_run(folder: Path) -> RunRecord:
         accountant=config.privacy.accountant,
         ledger=content,
         verification=Verification(head, cohorts, len(rows)),
-        rounds=tuple(_round(n, row, charged[row.charge]) for n, row in enumerate(rows, start=1)),
+        rounds=tuple(
+            _round(n, row, [query.group for query in charged[row.charge].event.queries])
+            for n, row in enumerate(rows, start=1)
+        ),
         simulation_only=_simulation_only(run, rows),
     )
+
+
+def released_rounds(run: RunFolder) -> list[RoundRecord]:
+    """What the metrics say of each round, without clipping norms, whose groups a ledger names.
+
+    Raises:
+        DataError: the metrics cannot be read.
+    """
+    return [_round(n, row, ()) for n, row in enumerate(_released_rows(run), start=1)]
 
 
 def _verified(ledger: Ledger, participation: Path) -> bool:
@@ -138,9 +150,8 @@ def _simulation_only(run: RunFolder, rows: list[_Row]) -> tuple[SimulationOnlyRo
     return tuple(found[number] for number in sorted(found))
 
 
-def _round(number: int, row: _Row, charge: ChargedRow) -> RoundRecord:
-    # Groups of the update come first among the queries of a round.
-    groups = [query.group for query in charge.event.queries]
+def _round(number: int, row: _Row, groups: Sequence[str]) -> RoundRecord:
+    """A round; groups of the update come first among those of its queries."""
     return RoundRecord(
         number=number,
         epsilon=row.epsilon,

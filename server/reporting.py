@@ -4,10 +4,9 @@ import webbrowser
 from pathlib import Path
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.report.page.content import Page
-from fedpriv.report.page.run_page import page_of_run
-from fedpriv.report.page.study_page import page_of_study
-from fedpriv.report.page.writing import render, write_page
+from fedpriv.report.page import Page, render, write_page
+from fedpriv.report.run_page import page_of_run
+from fedpriv.report.study_page import page_of_study
 from fedpriv.studies import read_study
 from fedpriv.studies.reading import STUDY, holds_results_alone
 

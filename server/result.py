@@ -9,7 +9,8 @@ from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.experiment import Experiment
 from fedpriv.federated.books import Books
 from fedpriv.federated.loop import Stop
-from fedpriv.report.tables import arithmetic_of, format_epsilon, randomness_of
+from fedpriv.report.spending import weakest_arithmetic, weakest_randomness
+from fedpriv.report.tables import format_epsilon
 
 from .folder import RunFolder
 from .run import Outcome, RoundRow
@@ -41,8 +42,8 @@ def print_result(
         table.add_row("of which this run alone", format_epsilon(alone.epsilon))
     if of_run:
         table.add_row("what it means", loss.assumptions)
-        table.add_row("randomness", str(randomness_of(books.ledger)))
-        table.add_row("sums and noise", str(arithmetic_of(books.ledger)))
+        table.add_row("randomness", str(weakest_randomness(books.ledger.charges())))
+        table.add_row("sums and noise", str(weakest_arithmetic(books.ledger.charges())))
     table.add_row("rounds", _rounds_text(outcome, len(of_run), plan.rounds))
     table.add_row(
         "mechanism",
