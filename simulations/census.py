@@ -26,8 +26,8 @@ from fedpriv.accounting import (
 from fedpriv.analytics import Answers, Histogram, Mean, Quantiles, Survey, ask
 from fedpriv.data import UserStore
 from fedpriv.errors import DataError, FedprivError
-from fedpriv.federated import Books
 from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling
+from fedpriv.privacy.round import Books
 from fedpriv.report.tables import format_epsilon
 
 FILE = "FultonPUMS5full.csv"

@@ -14,8 +14,8 @@ import altair as alt
 import numpy as np
 
 from fedpriv.report.charts import ROUNDS, Axis, Chart, Series, figure
-from server.folder import RunFolder
-from server.simulation import run_simulation
+from fedpriv.run.folder import RunFolder
+from fedpriv.run.run import run_simulation
 
 Row = dict[str, object]
 

@@ -8,20 +8,15 @@ from typing import Self
 from fedpriv.accounting.accountant import Accountant
 from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.events import RoundEvent
-from fedpriv.accounting.loss import Rounds
-from fedpriv.accounting.online import Projection
 from fedpriv.errors import InvalidValueError
 
-Loss = Callable[[Sequence[RoundEvent], float], float]
-"""ε that these events cost at this δ; +inf if no finite ε holds."""
-
-Project = Callable[[Rounds, float, float], Projection]
-"""Plans a running verdict on Poisson-sampled rounds by (q, z), at an ε and a δ."""
+Price = Callable[[Sequence[RoundEvent], float], float]
+"""An upper bound on the ε that events cost together at this δ; +inf if no finite ε holds."""
 
 
 @dataclass(frozen=True)
-class _LossOf:
-    """The loss of an accountant, as a value, so that equal budgets are equal."""
+class _PriceOf:
+    """The price by an accountant, as a value, so that equal budgets are equal."""
 
     accountant: Accountant
 
@@ -31,15 +26,13 @@ class _LossOf:
 
 @dataclass(frozen=True)
 class PrivacyBudget:
-    """A limit (ε, δ) on the events of a ledger, priced by an injected accountant.
+    """A limit (ε, δ) on the events of a ledger.
 
     Attributes:
         epsilon: ε > 0, the most that may be spent; inf if only δ and the record matter.
         delta: δ in (0, 1).
-        loss: prices events at δ, e.g. `lambda events, delta: epsilon(events, delta).epsilon`; it
+        price: prices events at δ, e.g. `lambda events, delta: epsilon(events, delta).epsilon`; it
             must never price below the truth.
-        project: plans a running verdict on Poisson-sampled rounds under add-or-remove-one, whose ε
-            is that of `loss` to half a percent; None: `loss` prices every charge.
 
     Raises:
         InvalidValueError: ε or δ is out of range.
@@ -47,8 +40,7 @@ class PrivacyBudget:
 
     epsilon: float
     delta: float
-    loss: Loss
-    project: Project | None = None
+    price: Price
 
     def __post_init__(self) -> None:
         if not self.epsilon > 0.0:
@@ -58,7 +50,7 @@ class PrivacyBudget:
 
     @classmethod
     def priced_by(cls, accountant: str, epsilon: float, delta: float) -> Self:
-        """A budget whose loss is an accountant's ε; with projections if that is `tight`.
+        """A budget priced by an accountant.
 
         Args:
             accountant: a key of `ACCOUNTANTS`.
@@ -68,21 +60,71 @@ class PrivacyBudget:
         Raises:
             InvalidValueError: there is no such accountant, or a number is out of range.
         """
-        pricing = accountant_named(accountant)
-        project = Projection.of if accountant == "tight" else None
-        return cls(epsilon, delta, _LossOf(pricing), project)
+        return cls(epsilon, delta, _PriceOf(accountant_named(accountant)))
 
     def epsilon_of(self, events: Iterable[RoundEvent]) -> float:
         """ε that the events cost together; equal events are merged before they are priced."""
-        return self.loss(merge_equal(events), self.delta)
-
-    def epsilon_of_rounds(self, rounds: Mapping[RoundEvent, int]) -> float:
-        """ε of events of count 1, each so many times."""
-        return self.loss(repeated(rounds), self.delta)
+        return self.price(merge_equal(events), self.delta)
 
     def admits(self, events: Iterable[RoundEvent]) -> bool:
         """Whether the events together stay within the budget; no, if their price is NaN."""
         return self.epsilon_of(events) <= self.epsilon
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """Rounds that were found to fit into a budget, so that not each has to be priced.
+
+    ε never grows when rounds are left out or get more noise. So one price of many rounds ahead that
+    is within the budget admits them all, and rounds with more noise in their place; they are then
+    only counted.
+
+    Attributes:
+        budget: what they fit into.
+        event: one of them, of count 1.
+        found: how many fitted when they were priced.
+        left: how many of them were not charged since.
+        epsilon: the price of one round too many, where none fits.
+    """
+
+    budget: PrivacyBudget
+    event: RoundEvent
+    found: int
+    left: int
+    epsilon: float
+
+    @classmethod
+    def find(
+        cls, spent: Mapping[RoundEvent, int], event: RoundEvent, budget: PrivacyBudget, most: int
+    ) -> Self:
+        """Price `most` more events, then half as many, until they fit or not even one does.
+
+        Args:
+            spent: events of count 1, by how often they were charged.
+            event: the one to be charged next, of count 1.
+            budget: the limit.
+            most: how far to look ahead, at least 1.
+        """
+        epsilon = budget.epsilon
+        while most > 0:
+            ahead = {**spent, event: spent.get(event, 0) + most}
+            epsilon = budget.price(repeated(ahead), budget.delta)
+            if epsilon <= budget.epsilon:
+                break
+            most //= 2
+        return cls(budget, event, most, most, epsilon)
+
+    def covers(self, event: RoundEvent) -> bool:
+        """Whether a round costs no more than one of those that were priced."""
+        return (
+            event.sampling == self.event.sampling
+            and event.strategy == self.event.strategy
+            and event.noise_multiplier >= self.event.noise_multiplier
+        )
+
+    def after(self, event: RoundEvent) -> Self:
+        """What is left once an event of count 1 was charged."""
+        return replace(self, left=self.left - 1 if self.left and self.covers(event) else 0)
 
 
 def merge_equal(events: Iterable[RoundEvent]) -> tuple[RoundEvent, ...]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self, TextIO
 
 from fedpriv.accounting import ledger_chain
-from fedpriv.accounting.budget import PrivacyBudget
+from fedpriv.accounting.budget import Headroom, PrivacyBudget, repeated
 from fedpriv.accounting.charge import Charge, ProposedCharge
 from fedpriv.accounting.database import Database
 from fedpriv.accounting.events import RoundEvent
@@ -20,7 +20,6 @@ from fedpriv.accounting.ledger_rows import (
 )
 from fedpriv.accounting.ledger_schema import LEDGER
 from fedpriv.accounting.participation import ParticipationRecord
-from fedpriv.accounting.spending import Spending
 from fedpriv.errors import BudgetExceededError, LedgerError
 
 __all__ = ["Charge", "ChargedRow", "Head", "Ledger", "ProposedCharge"]
@@ -51,7 +50,9 @@ class Ledger:
             raise
         self.ledger_id = columns["ledger_id"]
         self.population_name = columns["population"]
-        self._spending = Spending(ledger_chain.genesis(database.read))
+        self._known = ledger_chain.genesis(database.read)  # what follows counts the rows up to it
+        self._rounds: dict[RoundEvent, int] = {}
+        self._headroom: Headroom | None = None
 
     @classmethod
     def create(cls, path: Path, population: str) -> Self:
@@ -109,7 +110,7 @@ class Ledger:
             self._refuse_repetition(charge)
             if budget is not None:
                 self._refuse_overspending(charge, budget)
-            row = follow(self._spending.head, charge)
+            row = follow(self._known, charge)
             self._database.insert("sampling_events", sampling_columns(row))
             for query in query_columns(row):
                 self._database.insert("sum_query_events", query)
@@ -127,7 +128,7 @@ class Ledger:
         """
         with self._lock:
             self._catch_up()
-            return self._spending.with_one_more(event, budget) <= budget.epsilon
+            return self._headroom_for(event, budget).left > 0
 
     def charges(self, run: str | None = None) -> Iterator[ChargedRow]:
         """All charges, or those of one run, in the order in which they were made.
@@ -151,7 +152,7 @@ class Ledger:
         """
         with self._lock:
             self._catch_up()
-            return self._spending.events
+            return list(repeated(self._rounds))
 
     def runs(self) -> list[str]:
         """Names of the runs, in the order of their first charge."""
@@ -224,8 +225,20 @@ class Ledger:
         return ledger_chain.walk(read, ledger_chain.genesis(read), end)
 
     def _catch_up(self) -> None:
-        for row in ledger_chain.walk(self._database.read, self._spending.head, self.head):
-            self._spending.add(row)
+        for row in ledger_chain.walk(self._database.read, self._known, self.head):
+            self._rounds[row.event] = self._rounds.get(row.event, 0) + 1
+            self._headroom = self._headroom and self._headroom.after(row.event)
+            self._known = row.head
+
+    def _headroom_for(self, event: RoundEvent, budget: PrivacyBudget) -> Headroom:
+        """What is known to fit, or else is found to fit now, for an event of count 1."""
+        known, most = self._headroom, 1
+        if known is not None and known.budget == budget and known.covers(event):
+            if known.left:
+                return known
+            most = max(1, 2 * known.found)
+        self._headroom = Headroom.find(self._rounds, event, budget, most)
+        return self._headroom
 
     def _refuse_repetition(self, charge: ProposedCharge) -> None:
         sql = "SELECT 1 FROM sampling_events WHERE run = ? AND round = ? AND attempt = ?"
@@ -236,10 +249,10 @@ class Ledger:
             )
 
     def _refuse_overspending(self, charge: ProposedCharge, budget: PrivacyBudget) -> None:
-        epsilon = self._spending.with_one_more(charge.event, budget)
-        if not epsilon <= budget.epsilon:
+        headroom = self._headroom_for(charge.event, budget)
+        if not headroom.left:
             raise BudgetExceededError(
                 f"run {charge.run}, round {charge.round}, attempt {charge.attempt} would make "
-                f"ε = {epsilon} at δ = {budget.delta}, which passes the budget of "
+                f"ε = {headroom.epsilon} at δ = {budget.delta}, which passes the budget of "
                 f"ε = {budget.epsilon}; nothing was charged"
             )

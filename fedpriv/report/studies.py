@@ -15,8 +15,8 @@ from fedpriv.report.charts import Axis, Chart, Series, save, spans_decades
 from fedpriv.report.records import RoundRecord
 from fedpriv.report.tables import Column, Table, format_epsilon, number, print_table
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, RunResult, Study, Target
-from fedpriv.studies.numeric import Line, NumericAxis, numeric_axes
-from fedpriv.studies.verdict import verdict
+from fedpriv.studies.results import verdict
+from fedpriv.studies.study import Line, NumericAxis, numeric_axes
 
 CAVEAT = (
     "Intervals are Student's 95% over seeds on the same users; differences are paired by seed. ε "

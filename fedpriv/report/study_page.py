@@ -31,8 +31,7 @@ from fedpriv.report.studies import (
 )
 from fedpriv.report.tables import Column, Table
 from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Target
-from fedpriv.studies.reading import STUDY
-from fedpriv.studies.verdict import verdict
+from fedpriv.studies.results import STUDY, verdict
 
 # Policies under which a round costs the same among any number of users.
 _ANY_NUMBER = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER)

@@ -3,13 +3,19 @@
 import math
 import subprocess
 import sys
-from dataclasses import replace
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.budget import PrivacyBudget, merge_equal, repeated
-from fedpriv.accounting.events import Randomness, poisson_gaussian
+from fedpriv.accounting.events import NeighbouringRelation, Randomness, poisson_gaussian
 from fedpriv.accounting.ledger import Ledger, ProposedCharge
+from fedpriv.accounting.policies import every_user_gaussian
 from fedpriv.errors import BudgetExceededError, InvalidValueError, UnsupportedEventError
 
 CHEAP, DEAR = poisson_gaussian(0.1, 4.0), poisson_gaussian(0.1, 1.0)
@@ -58,17 +64,21 @@ class TestBudget:
         budget.epsilon_of([CHEAP, DEAR, replace(CHEAP, count=5), DEAR, CHEAP])
         assert priced == [replace(CHEAP, count=7), replace(DEAR, count=2)]
 
-    def test_merged_events_are_priced_alike(self):
-        budget = PrivacyBudget(9.0, 1e-5, price)
-        assert budget.epsilon_of_rounds({CHEAP: 3, DEAR: 1}) == budget.epsilon_of(
-            [CHEAP, DEAR, CHEAP, CHEAP]
-        )
+    def test_repetitions_are_counted(self):
+        assert merge_equal([CHEAP, DEAR, CHEAP, CHEAP]) == repeated({CHEAP: 3, DEAR: 1})
         assert repeated({CHEAP: 3, DEAR: 1}) == (replace(CHEAP, count=3), DEAR)
         assert repeated({}) == merge_equal([]) == ()
 
     def test_events_that_differ_in_the_last_bit_are_not_merged(self):
         close = poisson_gaussian(math.nextafter(0.1, 1.0), 4.0)
         assert merge_equal([CHEAP, close]) == (CHEAP, close)
+
+    @pytest.mark.parametrize("accountant", ["tight", "pld", "rdp"])
+    def test_prices_as_an_accountant_does(self, accountant):
+        budget = PrivacyBudget.priced_by(accountant, 3.0, 1e-6)
+        assert budget == PrivacyBudget.priced_by(accountant, 3.0, 1e-6)
+        event = poisson_gaussian(0.01, 2.0, 100)
+        assert budget.epsilon_of([event]) == epsilon([event], 1e-6, accountant).epsilon
 
 
 class TestCharging:
@@ -119,6 +129,96 @@ class TestCharging:
         budget = PrivacyBudget(9.0, 1e-5, lambda _, delta: price(ledger.spent(), delta))
         ledger.charge(propose(1), budget)
         assert ledger.head.count == 2
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """`price`, with the number of rounds of each question."""
+
+    asked: list[int] = field(default_factory=list)
+
+    def __call__(self, events, delta):
+        self.asked.append(sum(event.count for event in events))
+        return price(events, delta)
+
+
+QUIETER = [poisson_gaussian(0.1, 1.0 + number / 256) for number in range(256)]
+KINDS = [CHEAP, DEAR, poisson_gaussian(0.1, 2.0), poisson_gaussian(0.2, 2.0)]
+BUDGETS = [PrivacyBudget(limit, 1e-5, price) for limit in (2.0, 3.0, math.inf)]
+QUESTIONS = st.tuples(
+    st.integers(0, 1), st.booleans(), st.sampled_from(KINDS), st.sampled_from(BUDGETS)
+)
+
+
+class TestHeadroom:
+    """Rounds that were priced ahead are only counted, and every answer is as if each was priced."""
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(QUESTIONS, max_size=25))
+    def test_two_writers_are_answered_as_the_price_says(self, questions):
+        held = []
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "ledger"
+            with Ledger.create(path, "users") as one, Ledger.open(path) as other:
+                for number, (writer, charges, event, budget) in enumerate(questions):
+                    ledger = (one, other)[writer]
+                    affordable = budget.admits([*held, event])
+                    if not charges:
+                        assert ledger.admits(event, budget) == affordable
+                    elif affordable:
+                        ledger.charge(propose(number, event), budget)
+                        held.append(event)
+                    else:
+                        with pytest.raises(BudgetExceededError, match="would make"):
+                            ledger.charge(propose(number, event), budget)
+                assert one.events() == held
+                for ledger in (one, other):
+                    assert ledger.spent() == list(merge_equal(held))
+
+    @pytest.mark.parametrize("events", [[CHEAP] * 256, QUIETER], ids=["equal", "ever more noise"])
+    @pytest.mark.parametrize("limit", [0.4, 1.0, math.inf])
+    def test_few_rounds_are_priced_and_the_end_is_exact(self, ledger, events, limit):
+        recorded = Recorded()
+        limit *= price(events, 1e-5)
+        budget = PrivacyBudget(limit, 1e-5, recorded)
+        fitting = next((n for n in range(256) if price(events[: n + 1], 1e-5) > limit), 256)
+        for number, event in enumerate(events[:fitting]):
+            assert ledger.admits(event, budget)
+            ledger.charge(propose(number, event), budget)
+        if fitting < 256:
+            with pytest.raises(BudgetExceededError):
+                ledger.charge(propose(fitting, events[fitting]), budget)
+            assert recorded.asked[-1] == fitting + 1
+        assert len(recorded.asked) <= 30
+
+    @pytest.fixture
+    def budget(self, ledger):
+        """One in which three more cheap rounds are known to fit."""
+        budget = PrivacyBudget(0.49, 1e-5, price)
+        for number in range(4):
+            ledger.charge(propose(number, CHEAP), budget)
+        return budget
+
+    @pytest.mark.parametrize("own", [True, False], ids=["this ledger", "another process"])
+    def test_is_gone_once_a_dearer_round_was_charged(self, ledger, budget, tmp_path, own):
+        with Ledger.open(tmp_path / "ledger") as other:
+            (ledger if own else other).charge(propose(4, poisson_gaussian(0.1, 2.0)))
+        assert not ledger.admits(CHEAP, budget)
+
+    @pytest.mark.parametrize("dearer", [poisson_gaussian(0.1, 2.0), poisson_gaussian(0.2, 2.0)])
+    def test_is_not_for_dearer_rounds(self, ledger, budget, dearer):
+        assert ledger.admits(CHEAP, budget)
+        assert not ledger.admits(dearer, budget)
+
+    def test_is_of_one_budget(self, ledger):
+        assert ledger.admits(DEAR, PrivacyBudget(1.0, 1e-5, price))
+        assert not ledger.admits(DEAR, PrivacyBudget(0.5, 1e-5, price))
+
+    def test_relations_that_do_not_add_up_are_refused(self, ledger):
+        budget = PrivacyBudget.priced_by("tight", 9.0, 1e-6)
+        ledger.charge(propose(0, CHEAP), budget)
+        with pytest.raises(UnsupportedEventError, match="cannot be added up"):
+            ledger.admits(every_user_gaussian(9.0, NeighbouringRelation.REPLACE_ONE), budget)
 
 
 RACER = """

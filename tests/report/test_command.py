@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from server.reading import read_run
+from fedpriv.run.reader import read_run
 from tests.commandline import printed, refused
 
 

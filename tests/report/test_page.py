@@ -139,7 +139,9 @@ def test_a_seed_is_warned_of(page: str) -> None:
 
 
 def test_it_says_over_which_numbers_the_noise_was(page: str, tmp_path: Path) -> None:
-    assert "follows exactly a rounded normal distribution" in words(section(parsed(page), "assumptions"))
+    assert "follows exactly a rounded normal distribution" in words(
+        section(parsed(page), "assumptions")
+    )
     rounded = render(page_of_run(made_up(tmp_path / "a", [FULL])))
     assert "gaps can in principle be exploited" in words(section(parsed(rounded), "assumptions"))
 

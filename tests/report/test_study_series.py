@@ -11,7 +11,7 @@ import pytest
 from fedpriv.report.charts import embedded, figure, save, spans_decades
 from fedpriv.report.studies import arms_chart, differences_chart, front_chart, varied_charts
 from fedpriv.studies import Cell, ReadStudy
-from fedpriv.studies.file import load_study
+from fedpriv.studies.study import load_study
 from tests.studies.studying import result, study_file
 
 TARGETS = {"epsilon": [0.5, 2.0, 8.0], "delta": 1e-2}
