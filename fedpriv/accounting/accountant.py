@@ -13,7 +13,7 @@ from fedpriv.accounting.events import (
     compose,
     names_of,
 )
-from fedpriv.accounting.loss import Rounds
+from fedpriv.accounting.rounds import Rounds
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 
 GAUSSIAN: tuple[Pair, ...] = (

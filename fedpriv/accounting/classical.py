@@ -17,7 +17,7 @@ from fedpriv.accounting.accountant import (
     checked,
 )
 from fedpriv.accounting.events import RoundEvent
-from fedpriv.accounting.loss import Rounds
+from fedpriv.accounting.rounds import Rounds
 
 _LOG_LEAST, _LOG_MOST = math.log(1e-300), math.log1p(-1e-12)
 _PRECISION = 1e-6
