@@ -32,7 +32,7 @@ from fedpriv.accounting.rounds import Direction, Vector
 
 _HEIGHTS = (0.2, 0.5, 1.2, 2.4, 4.8)
 """Semiaxes of ellipses in the imaginary direction, cut where A could vanish."""
-_SIZES = (24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536)
+_SIZES = (24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 3072)
 _INTERVALS = 96
 """Where peaks of a density are looked for in a window."""
 _WORK, _WORK_PER_PAIR, _MOST_WORK = 2e7, 1e6, 1.5e8
