@@ -7,6 +7,7 @@ method refuses where rare, huge losses make the integrand fall too slowly: z·�
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,6 +25,10 @@ from fedpriv.errors import InvalidValueError, UnsupportedEventError
 
 _WIDEST = 1e-3
 """Largest width of an interval, relative to its upper end."""
+_NARROW = 1e-7
+"""Width at which no second contour is tried."""
+_SHIFTS = (1.0, 0.85)
+"""Where contours cross the real axis, relative to the plan."""
 _NEGLIGIBLE = 1e-9
 """A width of ε that never matters; of δ, the least δ that is told from 0."""
 _LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.1, 1e6, 1e-12
@@ -131,11 +136,17 @@ def _worse(
         most = ceiling(setting, plan) if direction is Direction.ADD else math.inf
         if most <= low:
             continue
-        found = contour(setting, plan)
-        if found is None:
-            raise ContourUnsuitableError("the contour would be too long for these rounds")
-        ends = ends_of(found)
-        low, up = max(low, ends[0]), max(up, min(ends[1], most))
+        below, above = 0.0, most
+        for shift in _SHIFTS:
+            moved = replace(plan, c=shift * plan.c, period=plan.period / shift)
+            found = contour(setting, moved)
+            if found is None:
+                break
+            ends = ends_of(found)
+            below, above = max(below, ends[0]), min(above, ends[1])
+            if above - below <= _NARROW * above:
+                break
+        low, up = max(low, below), max(up, above)
     if not low <= up:
         raise AssertionError(f"the ends contradict each other: {low} > {up}")
     if up - low <= max(_WIDEST * up, negligible) and up < math.inf:
