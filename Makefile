@@ -51,8 +51,7 @@ bench-rivals: .venv-rivals/installed
 
 # The messages between server and nodes; a test compares what this makes with what is committed.
 proto: .venv/installed-test
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
-		fedpriv/wire/federation.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. fedpriv/wire/federation.proto
 
 clean:
 	rm -rf .venv .venv-rivals

@@ -7,9 +7,8 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from fedpriv.config import NonNegative, Positive, Section, checked, read_toml
 from fedpriv.report.spending import delta_below
-from fedpriv.sections import NonNegative, Positive, Section
-from fedpriv.settings import checked, read_toml
 from fedpriv.wire import RoundOffer, Welcome
 
 _ROUNDING = 1e-9

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.federated.transport import PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum, RoundRequest
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,12 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
+from fedpriv.clients.connection import Identity, open_channel, status
 from fedpriv.errors import WireError
 from fedpriv.logs import one_line
 from fedpriv.report.machine_readable import number
 from fedpriv.report.tables import format_epsilon
 from fedpriv.wire import Status
-
-from .channel import Identity, open_channel
-from .exchange import status
 
 _PATIENCE_SECONDS = 10.0
 

@@ -1,26 +1,357 @@
-"""The command line: the one module of the library that reaches clients/ and server/, lazily."""
+"""Options that several commands of the command line share.
 
+Commands that look into a privacy ledger, check it and copy it.
+
+Commands of studies: one experiment under several settings at equal privacy, and reports.
+
+Commands of a deployment: the server, its nodes, their certificates, and where a run stands.
+
+The command line: the one module of the library that reaches clients/ and server/, lazily.
+"""
+
+import math
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from fedpriv.choices import Engine, FigureFormat, Policy, Relation
 from fedpriv.errors import FedprivError, InvalidValueError
-from fedpriv.federation_cli import register as register_federation
-from fedpriv.ledger_cli import ReadLedgerPath
-from fedpriv.ledger_cli import app as ledger_app
-from fedpriv.logs import one_line
-from fedpriv.options import (
-    AsJson,
-    Assignments,
-    ExperimentFile,
-    Resume,
-    RunFolder,
-    check_resume,
+from fedpriv.logs import Engine, FigureFormat, LogFormat, Policy, Relation, one_line
+
+ExperimentFile = Annotated[Path, typer.Argument(help="the experiment, TOML", show_default=False)]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="replace a key, e.g. clipping.norm=0.3; may be repeated"),
+]
+RunFolder = Annotated[
+    Path | None, typer.Option("--out", help="folder of the run", show_default="runs/NAME-…")
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="go on with the run in --out, or start it there")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+
+
+def check_resume(out: Path | None, *, resume: bool) -> None:
+    """Refuse to resume a run that is not named.
+
+    Raises:
+        InvalidValueError: there is no folder.
+    """
+    if resume and out is None:
+        raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
+
+
+ledger_app = typer.Typer(help="Look into, check and copy a privacy ledger.", no_args_is_help=True)
+
+LedgerPath = Annotated[Path, typer.Argument(help="the ledger file", show_default=False)]
+ReadLedgerPath = Annotated[
+    Path, typer.Argument(help="the ledger file, or an export of it", show_default=False)
+]
+
+
+@ledger_app.command()
+def show(
+    ledger: ReadLedgerPath,
+    last: Annotated[int | None, typer.Option(min=1, help="only the last so many rows")] = None,
+) -> None:
+    """Print the charges of a ledger."""
+    from fedpriv.report import tables
+
+    tables.print_ledger(ledger, last)
+
+
+@ledger_app.command()
+def verify(
+    ledger: ReadLedgerPath,
+    participation: Annotated[
+        Path | None, typer.Option(help="record of who took part, to check the commitments too")
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option(help="COUNT:HASH, a head that this ledger once had")
+    ] = None,
+) -> None:
+    """Check the hash chain of a ledger; exit code 2 and the first bad row if it is broken."""
+    from fedpriv.report import tables
+
+    tables.print_verification(ledger, participation, head)
+
+
+@ledger_app.command()
+def export(
+    ledger: LedgerPath,
+    out: Annotated[
+        Path | None, typer.Option(help="file to write", show_default="the terminal")
+    ] = None,
+) -> None:
+    """Write a ledger as JSON lines, for anyone to check; never who took part."""
+    from fedpriv.accounting.ledger import Ledger
+
+    with Ledger.open(ledger) as opened:
+        if out is None:
+            opened.export(sys.stdout)
+            return
+        try:
+            with out.open("w", encoding="utf-8") as stream:
+                opened.export(stream)
+        except OSError as error:
+            raise InvalidValueError(f"{out} cannot be written: {error.strerror}") from error
+
+
+def register_studies(app: typer.Typer) -> None:
+    """Add the commands to those of the command line."""
+    for command in (compare, report):
+        app.command()(command)
+
+
+def compare(
+    file: Annotated[Path, typer.Argument(help="the study, TOML", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the study", show_default="studies/NAME")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="runs at once", show_default="cores")
+    ] = None,
+) -> None:
+    """Run an experiment under several settings that all cost the same ε, and compare them.
+
+    Runs that are finished in the folder are not run again.
+    """
+    from fedpriv.run.compare import run_study
+
+    run_study(file, out, workers)
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="folder of a run or a study", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="file to write", show_default="report.html in FOLDER")
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="open it in the browser")] = False,
+    figures: Annotated[
+        Path | None,
+        typer.Option(help="draw a study as PNG and SVG into this folder; no page", metavar="DIR"),
+    ] = None,
+) -> None:
+    """Write one HTML page of a run or a study, which opens offline; ledgers are verified first."""
+    if figures is not None:
+        if out or show:
+            raise InvalidValueError("--figures writes no page; leave out --out and --open")
+        from fedpriv.report.study_figures import write_study_figures
+        from fedpriv.studies import read_study
+
+        for file in write_study_figures(read_study(folder), figures):
+            print(file)  # noqa: T201
+        return
+    from fedpriv.report.page.installed import require_report
+
+    require_report()
+    from fedpriv.run.reader import write_report
+
+    print(write_report(folder, out, show=show))  # noqa: T201
+
+
+_certs = typer.Typer(
+    help="Make a small authority, and certificates for server and nodes.", no_args_is_help=True
 )
-from fedpriv.study_cli import register as register_studies
+
+Server = Annotated[str, typer.Option(help="HOST:PORT of the server", show_default=False)]
+Certificates = Annotated[
+    Path | None, typer.Option(help="folder with ca.pem, node.pem and node.key", show_default=False)
+]
+NodeName = Annotated[
+    str | None, typer.Option(help="name of the node, with --insecure", show_default=False)
+]
+Users = Annotated[
+    str,
+    typer.Option(
+        help="users' data: a folder, a file or package.module:function",
+        metavar="SOURCE",
+        show_default=False,
+    ),
+]
+ConsentFile = Annotated[
+    Path | None, typer.Option(help="what the node agrees to, TOML", show_default="everything")
+]
+StateFolder = Annotated[
+    Path | None,
+    typer.Option(help="folder of what the node remembers", show_default="in the home folder"),
+]
+Trust = Annotated[
+    list[str] | None,
+    typer.Option(help="package.module:function that the server may name; may be repeated"),
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="plain text without certificates; on loopback only")
+]
+LogForm = Annotated[LogFormat, typer.Option("--log-format", help="of the log, on stderr")]
+Node = Annotated[str, typer.Argument(help="name of the node", show_default=False)]
+Hosts = Annotated[
+    list[str],
+    typer.Argument(
+        help="DNS names and IP addresses of the server", metavar="HOST", show_default=False
+    ),
+]
+AuthorityFolder = Annotated[Path, typer.Option(help="folder of the authority")]
+
+
+def register_federation(app: typer.Typer) -> None:
+    """Add the commands to those of the command line."""
+    for command in (serve, join, status):
+        app.command()(command)
+    app.add_typer(_certs, name="certs")
+
+
+def serve(
+    file: ExperimentFile,
+    assignments: Assignments = None,
+    out: RunFolder = None,
+    resume: Resume = False,
+    insecure: Insecure = False,
+    leave: Annotated[
+        bool, typer.Option("--exit", help="end with the run; else ledger and status stay up")
+    ] = False,
+    log_format: LogForm = LogFormat.TEXT,
+) -> None:
+    """Train across the users of nodes that connect; print accuracy beside the ledger's (ε, δ)."""
+    check_resume(out, resume=resume)
+    from fedpriv.logs import configure
+
+    configure(log_format)
+    from fedpriv.server.deployment import serve as run
+
+    run(file, assignments or [], out, resume=resume, insecure=insecure, leave=leave)
+
+
+def join(
+    server: Server,
+    users: Users,
+    certificates: Certificates = None,
+    insecure: Insecure = False,
+    node: NodeName = None,
+    consent: ConsentFile = None,
+    verify_ledger: Annotated[
+        bool, typer.Option("--verify-ledger", help="check the ledger and its ε before each round")
+    ] = False,
+    state: StateFolder = None,
+    trust: Trust = None,
+    device: Annotated[str, typer.Option(help="where to train")] = "auto",
+    memory: Annotated[
+        int | None, typer.Option(min=1, help="MiB that training may take", show_default="no limit")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="longest training of a round", show_default="its deadline")
+    ] = None,
+    activations: Annotated[
+        str, typer.Option(help="of the model while it trains: float32 or bfloat16")
+    ] = "float32",
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="users train side by side, on a CPU", show_default="one for each thread"
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="leave when the run is over")] = False,
+    log_format: LogForm = LogFormat.TEXT,
+) -> None:
+    """Take part with the users whose data are here; their data do not leave this machine."""
+    _check_identity(certificates, node, insecure=insecure)
+    if seconds is not None and not 0.0 < seconds < math.inf:
+        raise InvalidValueError(f"--seconds is {seconds}; it must be positive and finite")
+    from fedpriv.logs import configure
+
+    configure(log_format)
+    from fedpriv.clients.membership import Joining
+    from fedpriv.clients.membership import join as run
+
+    run(
+        Joining(
+            server=server,
+            users=users,
+            certificates=certificates,
+            node=node,
+            consent=consent,
+            verify_ledger=verify_ledger,
+            state=state,
+            trusted=tuple(trust or ()),
+            device=device,
+            memory_mebibytes=memory,
+            seconds=seconds,
+            activations=activations,
+            processes=processes,
+            once=once,
+        )
+    )
+
+
+def status(
+    server: Server,
+    certificates: Certificates = None,
+    insecure: Insecure = False,
+    node: NodeName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a server where its run stands: round, ε spent and left, nodes that are connected."""
+    _check_identity(certificates, node, insecure=insecure)
+    from fedpriv.clients.connection import identity_of
+    from fedpriv.clients.status import show_status
+
+    show_status(server, identity_of(certificates, node), as_json=as_json)
+
+
+def _check_identity(certificates: Path | None, node: str | None, *, insecure: bool) -> None:
+    certified = certificates is not None and node is None and not insecure
+    named = certificates is None and node is not None and insecure
+    if not (certified or named):
+        raise InvalidValueError(
+            "a node is known by --certificates DIR, or by --insecure with --node NAME; exactly one "
+            "of the two must be given"
+        )
+
+
+@_certs.command()
+def init(hosts: Hosts, folder: AuthorityFolder = Path("certs")) -> None:
+    """Make an authority, and the server's certificate for these hosts."""
+    from fedpriv.server.authority import init as make
+
+    make(folder, hosts)
+    _say(
+        f"{folder / 'authority'}: keep it where nodes are enrolled; ca.key can make any node",
+        f"{folder / 'server'}: belongs on the server",
+    )
+
+
+@_certs.command()
+def issue(
+    node: Node,
+    folder: AuthorityFolder = Path("certs"),
+    days: Annotated[int, typer.Option(min=1, max=3650, help="how long it is valid")] = 365,
+) -> None:
+    """Make a node a key and a certificate, and print what to enrol."""
+    from fedpriv.server.authority import issue as make
+
+    made = make(folder, node, lifetime=timedelta(days=days))
+    _say(
+        f"{made.folder}: move it to the node, for --certificates; it is valid for {days} days",
+        f'the server\'s enrolment, at node {node!r}: certificate = "{made.fingerprint}"',
+    )
+
+
+@_certs.command()
+def renew(hosts: Hosts, folder: AuthorityFolder = Path("certs")) -> None:
+    """Make the server a new key and certificate for these hosts, in place of the old."""
+    from fedpriv.server.authority import issue_server
+
+    issue_server(folder, hosts)
+    _say(f"{folder / 'server'}: belongs on the server, which reads it when it starts")
+
+
+def _say(*sentences: str) -> None:
+    for sentence in sentences:
+        print(sentence)  # noqa: T201
+
 
 app = typer.Typer(
     help="Federated learning with user-level differential privacy that can be checked.",
@@ -56,16 +387,16 @@ def simulate(
     if engine is Engine.IN_PROCESS:
         if workers is not None:
             raise InvalidValueError(f"--workers is {workers}; only --engine flower has workers")
-        from fedpriv.server.simulation import run_simulation
+        from fedpriv.run.run import run_simulation
 
         run_simulation(*given, resume=resume)
         return
-    from fedpriv.server.quiet import require_flower, switch_off_reports
+    from fedpriv.server.flower_runs import require_flower, switch_off_reports
 
     require_flower()
     switch_off_reports()
-    from fedpriv.clients.app import app as client_app
-    from fedpriv.server.on_ray import simulate_on_ray
+    from fedpriv.clients.flower_app import app as client_app
+    from fedpriv.server.flower_runs import simulate_on_ray
 
     simulate_on_ray(client_app, *given, workers=workers or 2, resume=resume)
 
@@ -76,7 +407,7 @@ def plan(
     assignments: Assignments = None,
 ) -> None:
     """Show what each vector group of a round gets, and what all rounds would cost."""
-    from fedpriv.server.allocation import show_allocation
+    from fedpriv.run.commands import show_allocation
 
     show_allocation(file, assignments or [])
 
@@ -92,7 +423,7 @@ def suggest(
     quantile: Annotated[float, typer.Option(help="share of users not to be clipped")] = 0.5,
 ) -> None:
     """Propose clipping norms for each vector group, from private rounds that are charged."""
-    from fedpriv.server.suggest import suggest_norms
+    from fedpriv.run.commands import suggest_norms
 
     suggest_norms(file, assignments or [], ledger, rounds, quantile)
 

@@ -1,31 +1,344 @@
-"""Configuration of an experiment: TOML, checked key by key."""
+"""Tables of settings: read from TOML, and checked key by key.
+
+The tables of an experiment's configuration and what each key may be.
+
+Configuration of an experiment: TOML, checked key by key.
+"""
 
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, Self, TypeVar, get_args
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
-from fedpriv.errors import InvalidValueError
-from fedpriv.sections import (
-    AveragingSection,
-    CallbacksSection,
-    ClippingSection,
-    Count,
-    DataSection,
-    EngineSection,
-    FederationSection,
-    LocalSection,
-    MetricsSection,
-    ModelSection,
-    NoiseSection,
-    OutputSection,
-    PrivacySection,
-    Section,
-    ServerSection,
-)
-from fedpriv.settings import checked, read_toml
+from fedpriv.errors import InvalidValueError, known_names
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def read_toml(path: Path) -> dict[str, object]:
+    """Read a file of TOML.
+
+    Raises:
+        InvalidValueError: it cannot be read, or is no TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # of TOML, or of UTF-8
+        raise InvalidValueError(f"{path} is not valid TOML: {error}") from error
+
+
+def checked(model: type[_Model], table: Mapping[str, object], source: str) -> _Model:
+    """Make settings of a table, which `source` names in the message.
+
+    Raises:
+        InvalidValueError: a key is unknown, absent or of the wrong type, or a value is refused.
+    """
+    try:
+        return model.model_validate(table)
+    except ValidationError as error:
+        # The branch of a union that fits least must not hide the message of the other.
+        first = error.errors()[0]
+        raise InvalidValueError(f"{source}: {_sentence(model, first)}") from error
+
+
+def _sentence(root: type[BaseModel], error: ErrorDetails) -> str:
+    """One sentence for a validation error: the key, its value and what is legal."""
+    where = ".".join(str(part) for part in _keys(root, error["loc"]))
+    match error["type"]:
+        case "extra_forbidden":
+            known = _section(root, error["loc"][:-1]).model_fields
+            return f"unknown key {where}; {known_names(str(error['loc'][-1]), known)}"
+        case "missing":
+            return f"key {where} is absent"
+        case "value_error":
+            return f"{where}: {error['ctx']['error']}" if where else str(error["ctx"]["error"])
+        case _:
+            message = error["msg"][0].lower() + error["msg"][1:]
+            return f"{where} is {error['input']!r}; {message}"
+
+
+def _keys(root: type[BaseModel], location: tuple[int | str, ...]) -> list[int | str]:
+    """Location without the names of union branches that pydantic adds at its end."""
+    keys: list[int | str] = []
+    model: type[BaseModel] | None = root
+    for part in location:
+        if isinstance(part, int):
+            keys.append(part)
+            continue
+        if model is None or part not in model.model_fields:
+            return [*keys, part] if model is not None else keys
+        keys.append(part)
+        model = _model_of(model, part)
+    return keys
+
+
+def _section(root: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
+    model = root
+    for part in location:
+        if isinstance(part, str):
+            model = _model_of(model, part) or model
+    return model
+
+
+def _model_of(model: type[BaseModel], field: str) -> type[BaseModel] | None:
+    """Section that a field holds, if it holds one."""
+    annotation = model.model_fields[field].annotation
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Options = dict[str, object]
+
+
+class Section(BaseModel):
+    """A table of settings: unknown keys and values of the wrong type are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DataSection(Section):
+    """Who is enrolled: a population by name or import path, with its options."""
+
+    name: str
+    options: Options = {}
+
+
+class ModelSection(Section):
+    """What is trained: a model by name or import path, its options, seed and loss."""
+
+    name: str
+    options: Options = {}
+    seed: Annotated[int, Field(ge=0)] = 0
+    loss: str = "cross-entropy"
+
+
+class LocalSection(Section):
+    """How each user trains; `batch_size = "all"` with `steps = 1` is FedSGD."""
+
+    learning_rate: Positive
+    batch_size: Count | Literal["all"] = "all"
+    epochs: Count | None = None
+    steps: Count | None = None
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    proximal: NonNegative = 0.0
+    max_examples: Count | None = None
+
+
+class ServerSection(Section):
+    """How the server steps along the released average."""
+
+    optimizer: Literal["fedavg", "fedavgm", "fedadam", "fedadagrad", "fedyogi"] = "fedavg"
+    options: dict[str, float] = {}
+
+
+class PrivacySection(Section):
+    """The guarantee that is asked for and the mechanism's two numbers.
+
+    Without `noise_multiplier` the least noise is calibrated that keeps all rounds within
+    `epsilon`; with it, training stops before `epsilon` would be passed.
+    """
+
+    sampling_probability: Annotated[float, Field(gt=0.0, le=1.0)]
+    delta: Annotated[float, Field(gt=0.0, lt=1.0)]
+    epsilon: Positive | None = None
+    noise_multiplier: NonNegative | None = None
+    accountant: str = "tight"
+    ledger: str | None = None
+    unsafe_no_privacy: bool = False
+
+    @model_validator(mode="after")
+    def _must_be_private(self) -> Self:
+        if self.noise_multiplier == 0.0 and not self.unsafe_no_privacy:
+            raise ValueError(
+                "noise_multiplier is 0, which gives no privacy; "
+                "set unsafe_no_privacy = true if that is meant"
+            )
+        if self.unsafe_no_privacy and self.noise_multiplier is None:
+            raise ValueError("unsafe_no_privacy is true; noise_multiplier must then be given")
+        if self.epsilon is None and not self.unsafe_no_privacy:
+            raise ValueError("epsilon is absent; it must be a positive privacy budget")
+        return self
+
+
+class ClippedSection(Section):
+    """One key, `strategy`, chooses between the three ways to clip.
+
+    `parts` and `split` are read by per-layer clipping, `scales` by joint clipping.
+    """
+
+    strategy: Literal["flat", "per-layer", "joint"] = "flat"
+    parts: Literal["layer", "tensor"] = "layer"
+    split: Literal["equal", "dimension"] | dict[str, float] = "equal"
+    scales: Literal["dimension"] | dict[str, float] = "dimension"
+
+
+class GroupSection(ClippedSection):
+    """Tensors that are clipped in their own way: those that fit one of the patterns first.
+
+    `tensors` are globs over parameter names, such as "conv*" or "*.bias". `share` is a weight: how
+    much of the update's privacy these tensors get; all groups have one, or none.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    tensors: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
+    norm: Positive
+    share: Positive | None = None
+
+
+class AdaptiveSection(Section):
+    """Clipping norms that follow a quantile of the updates' norms; see `AdaptiveClipping`."""
+
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+    share: float = 0.02
+
+
+class ClippingSection(ClippedSection):
+    """How updates are clipped: all tensors alike, to `norm`, or `groups` each in their own way."""
+
+    norm: Positive | None = None
+    groups: Annotated[tuple[GroupSection, ...], Field(strict=False)] = ()
+    adaptive: AdaptiveSection | None = None
+
+    @model_validator(mode="after")
+    def _must_say_once(self) -> Self:
+        if not self.groups:
+            if self.norm is None:
+                raise ValueError("norm is absent; it must be a positive clipping norm")
+            return self
+        fields = type(self).model_fields
+        alone = [
+            name
+            for name in ("norm", "strategy", "parts", "split", "scales")
+            if getattr(self, name) != fields[name].default
+        ]
+        if alone:
+            raise ValueError(
+                f"{alone[0]} is given beside groups; with groups it belongs into each of them"
+            )
+        names = [group.name for group in self.groups]
+        if len(set(names)) < len(names):
+            raise ValueError(f"groups are named {names}; names must be unique")
+        if len({group.share is None for group in self.groups}) > 1:
+            raise ValueError("some groups have a share; all must have one, or none")
+        return self
+
+
+class MetricsSection(Section):
+    """What is released beside the update, and the share of a round's privacy for all of it.
+
+    `report` has a table of options for each metric, by its name.
+    """
+
+    share: float = 0.05
+    report: dict[str, dict[str, int | float | list[float]]] = {}
+
+
+class AveragingSection(Section):
+    """How much users count, and what sums are divided by.
+
+    With `weights = "examples"` a user with n examples counts min(n, cap)/cap. `total_weight`, about
+    the sum of all weights, is a public constant that divides averages: if it were computed from the
+    users, each of them would move all averages. With `floor` the denominator is the cohort's own
+    weight, but at least that share of the expected.
+    """
+
+    weights: Literal["equal", "examples"] = "equal"
+    cap: Count | None = None
+    total_weight: Positive | None = None
+    floor: float | None = None
+
+    @model_validator(mode="after")
+    def _must_have_a_cap(self) -> Self:
+        if self.weights == "examples" and self.cap is None:
+            raise ValueError(
+                'weights is "examples" without a cap; one user could then move the average without '
+                "bound, so cap must be given"
+            )
+        if self.weights == "examples" and self.total_weight is None:
+            raise ValueError(
+                'weights is "examples" without a total_weight; averages are divided by it, so it '
+                "must be given: a public estimate of the sum of all users' weights"
+            )
+        if self.weights == "equal" and (self.cap is not None or self.total_weight is not None):
+            raise ValueError('cap and total_weight are read with weights = "examples" only')
+        return self
+
+
+class NoiseSection(Section):
+    """How the noise is shared among vector groups; a table gives a weight to each group."""
+
+    allocation: Literal["proportional", "dimension"] | dict[str, float] = "proportional"
+
+
+class EngineSection(Section):
+    """Where and how fast; nothing here changes the guarantee.
+
+    The result changes only by rounding: in `activations` of "bfloat16" to 8 bits while users train.
+    On a CPU users train side by side in so many `processes`, where a process can be forked; absent,
+    one for each of torch's threads.
+    """
+
+    device: str = "auto"
+    chunk_mebibytes: Count = 128
+    activations: Literal["float32", "bfloat16"] = "float32"
+    processes: Count | None = None
+
+
+class OutputSection(Section):
+    """What is written, and how often, in rounds; `tensorboard` adds event files.
+
+    With `simulation_only` a simulation in this process records true figures of each round, which no
+    guarantee covers.
+    """
+
+    evaluate_every: Count = 1
+    checkpoint_every: Count = 1
+    simulation_only: bool = False
+    tensorboard: bool = False
+
+
+class CallbacksSection(Section):
+    """Functions by import path that are given each released round; see `ReleasedRound`."""
+
+    on_round: Annotated[tuple[str, ...], Field(strict=False)] = ()
+
+
+class FederationSection(Section):
+    """Where real nodes take part, and how long the server waits for them.
+
+    `enrolment` is a file of nodes, their users and their certificates' fingerprints. `certificates`
+    is a folder with ca.pem, server.pem and server.key. `held_out` is an .npz file of the server's
+    own rows; absent, those of `data` are measured on.
+
+    A round ends when all have answered; at the latest after `deadline_seconds`; and before if only
+    nodes are missing that have not been connected for `absent_seconds`. With `fixed_length` it
+    always takes `deadline_seconds`, so that how long it took says nothing of who was drawn.
+    Updates in transfer take `transfer_mebibytes` of memory at most, each for `transfer_seconds`.
+    """
+
+    address: str = "127.0.0.1:7443"
+    enrolment: str
+    certificates: str | None = None
+    held_out: str | None = None
+    deadline_seconds: Positive = 600.0
+    absent_seconds: NonNegative = 10.0
+    fixed_length: bool = False
+    least_nodes: Count = 1
+    transfer_mebibytes: Count = 256
+    transfer_seconds: Positive = 120.0
+    calls_per_minute: Count = 600
+    metrics_address: str | None = None
 
 
 class Config(Section):

@@ -1,4 +1,6 @@
-"""Logs of long-running commands: one line a record on stderr, for people or for programs.
+"""What options of the command line can be chosen from, without importing what they choose.
+
+Logs of long-running commands: one line a record on stderr, for people or for programs.
 
 Names of nodes and reasons come from other machines, and the text of an exception may come from
 users' data. So every record is one line of printable characters whatever is in it, and of an
@@ -11,9 +13,45 @@ import math
 import os
 import traceback
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 
-from fedpriv.choices import LogFormat
+
+class FigureFormat(StrEnum):
+    """How a figure is written."""
+
+    PNG = "png"
+    SVG = "svg"
+
+
+class Policy(StrEnum):
+    """How users are sampled."""
+
+    POISSON = "poisson"
+    EVERY_USER = "every-user"
+    FIXED_SIZE = "fixed-size"
+
+
+class Relation(StrEnum):
+    """Which neighbours an ε compares."""
+
+    ADD_OR_REMOVE_ONE = "add-or-remove-one"
+    REPLACE_ONE = "replace-one"
+
+
+class LogFormat(StrEnum):
+    """What a line of a log looks like."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class Engine(StrEnum):
+    """Where simulated users train."""
+
+    IN_PROCESS = "in-process"
+    FLOWER = "flower"
+
 
 _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime", "taskName"}
 

@@ -1,1 +1,4 @@
-"""What runs at the server of a federation."""
+"""The server of a federation."""
+
+if __name__ != "fedpriv.server":
+    raise ImportError("import fedpriv.server, the one name of this package")

@@ -1,22 +1,26 @@
-"""A small authority in a folder, which gives certificates to a server and to nodes.
+"""A small authority in a folder, which issues certificates to a server and to nodes.
 
-    FOLDER/authority/    ca.pem ca.key crl.pem issued/NAME.pem
-    FOLDER/server/       ca.pem server.pem server.key crl.pem
+    FOLDER/authority/    ca.pem ca.key
+    FOLDER/server/       ca.pem server.pem server.key
     FOLDER/nodes/NAME/   ca.pem node.pem node.key
 
-One folder per machine, open to its owner only; all is PEM, and each file is replaced whole. Others
-can never read a key, not even while it is written. `server/crl.pem` is a copy that follows.
+One folder per machine, open to its owner only. All files are PEM, and each is replaced atomically;
+a key is never readable by others, not even while it is written.
 """
 
-import fcntl
+import ipaddress
 import os
+import re
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.parse import quote
 
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -24,21 +28,41 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
-from cryptography.x509.oid import ExtendedKeyUsageOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.federated.checkpoint import write_atomically
-
-from .certificates import MALFORMED, URI, RevocationList, check_node_name, load_ca
-from .signing import Authority, alternatives_of, issued, new_authority, signed_crl
+from fedpriv.server.certificates import MALFORMED, check_node_name, fingerprint_of, load_ca
+from fedpriv.training.checkpoint import write_atomically
 
 YEAR = timedelta(days=365)
 _AUTHORITY_LIFETIME = 10 * YEAR
 _CLOCK_SKEW = timedelta(minutes=5)
+_URI = "fedpriv:node:"
+_LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}"
+_HOST = re.compile(rf"(?=.{{1,253}}$)(?!(.*\.)?[0-9]+$){_LABEL}(\.{_LABEL})*")
+
+
+@dataclass(frozen=True)
+class _Authority:
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A node's new certificate.
+
+    Attributes:
+        folder: to move to the node, with ca.pem, node.pem and node.key.
+        fingerprint: SHA-256 of the certificate, to enrol at the server.
+    """
+
+    folder: Path
+    fingerprint: str
 
 
 def init(folder: Path, hosts: Sequence[str]) -> None:
-    """Make an authority for ten years, its empty revocation list, and the server's certificate.
+    """Make an authority for ten years, and the server's certificate.
 
     Args:
         folder: gets `authority/` and `server/`.
@@ -47,26 +71,22 @@ def init(folder: Path, hosts: Sequence[str]) -> None:
     Raises:
         InvalidValueError: a host is neither, or the folder holds an authority or cannot be made.
     """
-    alternatives_of(hosts)
+    _alternatives_of(hosts)
     path = folder / "authority"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700)
-        (path / "issued").mkdir()
     except OSError as error:
         raise InvalidValueError(f"{path} cannot be made: {error.strerror}") from error
-    authority = new_authority(path, datetime.now(UTC) - _CLOCK_SKEW, _AUTHORITY_LIFETIME)
+    authority = _new_authority()
     with _writing(path):
         _write_key(path / "ca.key", authority.key)
-        write_atomically(authority.crl, signed_crl(authority, (), 0, datetime.now(UTC)))
         write_atomically(path / "ca.pem", authority.certificate.public_bytes(Encoding.PEM))
     issue_server(folder, hosts)
 
 
 def issue_server(folder: Path, hosts: Sequence[str], *, lifetime: timedelta = YEAR) -> None:
     """Make the server a new key and certificate (serverAuth), in place of those it has.
-
-    The revocation list is copied beside them.
 
     Args:
         folder: as given to `init`.
@@ -77,109 +97,159 @@ def issue_server(folder: Path, hosts: Sequence[str], *, lifetime: timedelta = YE
         InvalidValueError: the folder holds no authority, a host is neither a DNS name nor an IP
             address, or the certificate would never be valid or outlive the authority.
     """
-    alternatives = alternatives_of(hosts)
-    with _opened(folder) as authority:
-        usage, begin = ExtendedKeyUsageOID.SERVER_AUTH, datetime.now(UTC) - _CLOCK_SKEW
-        certificate, key = issued(
-            authority, "fedpriv server", alternatives, usage, begin, _CLOCK_SKEW + lifetime
-        )
-        _write_bundle(folder / "server", "server", authority, certificate, key)
-        _copy_list(authority)
+    alternatives, authority = _alternatives_of(hosts), _opened(folder)
+    usage, begin = ExtendedKeyUsageOID.SERVER_AUTH, datetime.now(UTC) - _CLOCK_SKEW
+    certificate, key = _issued(
+        authority, "fedpriv server", alternatives, usage, begin, _CLOCK_SKEW + lifetime
+    )
+    _write_bundle(folder / "server", "server", authority, certificate, key)
 
 
 def issue(
-    folder: Path,
-    node: str,
-    *,
-    begin: datetime | None = None,
-    lifetime: timedelta = YEAR,
-    replace: bool = False,
-) -> Path:
-    """Make a node a key and a certificate (clientAuth, `fedpriv:node:NAME`).
+    folder: Path, node: str, *, begin: datetime | None = None, lifetime: timedelta = YEAR
+) -> Issued:
+    """Make a node a new key and certificate (clientAuth, `fedpriv:node:NAME`).
 
-    Guarantees:
-        * At most one certificate of a node is valid: one that has neither expired nor been
-          revoked is in the way, or is revoked before the new one is made.
-        * `authority/issued/` holds a certificate before the node's folder does, so that one which
-          has left this machine can still be revoked.
+    It replaces the bundle of the node that is in the folder. A server knows the node by whichever
+    certificate is enrolled: an older one is good until its fingerprint is struck off.
 
     Args:
         folder: as given to `init`.
         node: its name, see `check_node_name`.
         begin: when it becomes valid, with a time zone; None: at once.
         lifetime: from `begin` on.
-        replace: revoke a certificate that is in the way.
-
-    Returns:
-        Folder to bring to the node: `nodes/NAME`, with ca.pem, node.pem and node.key.
 
     Raises:
-        InvalidValueError: no such name, no authority, a certificate is in the way, or the new one
-            would never be valid or outlive the authority.
-        CertificateError: something is to be revoked and the revocation list is damaged.
+        InvalidValueError: the name is illegal, there is no authority, or the certificate would
+            never be valid or outlive the authority.
     """
     begin = datetime.now(UTC) - _CLOCK_SKEW if begin is None else begin
-    alternatives = [x509.UniformResourceIdentifier(URI + quote(check_node_name(node)))]
-    with _opened(folder) as authority:
-        usage = ExtendedKeyUsageOID.CLIENT_AUTH
-        certificate, key = issued(authority, node, alternatives, usage, begin, lifetime)
-        old = _valid_certificate_of(authority, node)
-        if old is not None and not replace:
-            raise InvalidValueError(
-                f"node {node!r} has a certificate until {old.not_valid_after_utc}; it must be "
-                "revoked or replaced for a new one"
-            )
-        if old is not None:
-            _revoke(authority, old)
-            _copy_list(authority)
-        write_atomically(authority.record_of(node), certificate.public_bytes(Encoding.PEM))
-        _write_bundle(folder / "nodes" / node, "node", authority, certificate, key)
-    return folder / "nodes" / node
+    alternatives = [x509.UniformResourceIdentifier(_URI + quote(check_node_name(node)))]
+    authority, usage = _opened(folder), ExtendedKeyUsageOID.CLIENT_AUTH
+    certificate, key = _issued(authority, node, alternatives, usage, begin, lifetime)
+    bundle = folder / "nodes" / node
+    _write_bundle(bundle, "node", authority, certificate, key)
+    return Issued(bundle, fingerprint_of(certificate))
 
 
-def revoke(folder: Path, node: str) -> None:
-    """Put the node's certificate on the revocation list, for ever; again only copies the list.
-
-    The copy is `server/crl.pem`, if there is that folder.
-
-    Raises:
-        InvalidValueError: no such name, no authority, or the node was issued no certificate.
-        CertificateError: the revocation list is damaged.
-    """
-    check_node_name(node)
-    with _opened(folder) as authority:
-        certificate = _issued_to(authority, node)
-        if certificate is None:
-            raise InvalidValueError(f"{folder} has issued no certificate to node {node!r}")
-        if not _is_revoked(authority, certificate):
-            _revoke(authority, certificate)
-        _copy_list(authority)
-
-
-@contextmanager
-def _opened(folder: Path) -> Iterator[Authority]:
-    """The authority of a folder, for this process alone: a lost update would lose a revocation."""
+def _opened(folder: Path) -> _Authority:
     path = folder / "authority"
     try:
-        file = (path / "ca.key").open("rb")
+        content = (path / "ca.key").read_bytes()
     except OSError as error:
         raise InvalidValueError(f"{folder} holds no authority: {error}") from error
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        ca = load_ca(path / "ca.pem")
+    ca = load_ca(path / "ca.pem")
+    try:
+        key = load_pem_private_key(content, None)
+    except MALFORMED as error:
+        raise InvalidValueError(f"{path / 'ca.key'} cannot be read: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
+        raise InvalidValueError(f"{path / 'ca.key'} is not the key of {path / 'ca.pem'}")
+    return _Authority(ca, key)
+
+
+def _new_authority() -> _Authority:
+    """An authority that cannot make others, with a new key on the curve P-256."""
+    key, begin = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC) - _CLOCK_SKEW
+    # Two authorities must not have one name, or messages could not tell them apart.
+    subject = _subject(f"fedpriv authority {secrets.token_hex(4)}")
+    builder = (
+        _builder(subject, subject, key, key, begin, begin + _AUTHORITY_LIFETIME)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(authority=True), critical=True)
+    )
+    return _Authority(builder.sign(key, hashes.SHA256()), key)
+
+
+def _issued(
+    authority: _Authority,
+    name: str,
+    alternatives: Sequence[x509.GeneralName],
+    usage: ObjectIdentifier,
+    begin: datetime,
+    lifetime: timedelta,
+) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """A certificate and its new key."""
+    ca, key = authority.certificate, ec.generate_private_key(ec.SECP256R1())
+    if begin.tzinfo is None:
+        raise InvalidValueError(f"the validity begins at {begin}; it must have a time zone")
+    if not timedelta(0) < lifetime <= ca.not_valid_after_utc - begin:
+        raise InvalidValueError(
+            f"the lifetime is {lifetime}; it must be positive and end before the authority's, "
+            f"at {ca.not_valid_after_utc}"
+        )
+    builder = (
+        _builder(_subject(name), ca.subject, key, authority.key, begin, begin + lifetime)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(authority=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+    )
+    return builder.sign(authority.key, hashes.SHA256()), key
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    issuer_key: ec.EllipticCurvePrivateKey,
+    begin: datetime,
+    end: datetime,
+) -> x509.CertificateBuilder:
+    ours, theirs = key.public_key(), issuer_key.public_key()
+    identifier = x509.SubjectKeyIdentifier.from_public_key(ours)
+    of_issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(theirs)
+    return (
+        x509.CertificateBuilder()
+        .issuer_name(issuer)
+        .subject_name(subject)
+        .public_key(ours)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begin)
+        .not_valid_after(end)
+        .add_extension(identifier, critical=False)
+        .add_extension(of_issuer, critical=False)
+    )
+
+
+def _subject(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _key_usage(*, authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not authority,
+        key_cert_sign=authority,
+        crl_sign=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _alternatives_of(hosts: Sequence[str]) -> list[x509.GeneralName]:
+    """Alternative names of a server."""
+    if not hosts:
+        raise InvalidValueError("the server has no host; it must have a DNS name or an IP address")
+    alternatives: list[x509.GeneralName] = []
+    for host in hosts:
         try:
-            key = load_pem_private_key(file.read(), None)
-        except MALFORMED as error:
-            raise InvalidValueError(f"{path / 'ca.key'} cannot be read: {error}") from error
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
-            raise InvalidValueError(f"{path / 'ca.key'} is not the key of {path / 'ca.pem'}")
-        with _writing(folder):
-            yield Authority(path, ca, key)
+            alternatives.append(x509.IPAddress(ipaddress.ip_address(host)))
+        except ValueError:
+            if not _HOST.fullmatch(host):
+                raise InvalidValueError(
+                    f"host {host!r} is neither a DNS name nor an IP address"
+                ) from None
+            alternatives.append(x509.DNSName(host))
+    return alternatives
 
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Say in one sentence that a disk is full or a file is somebody else's."""
+    """Turn a full disk or a file of another user into one sentence."""
     try:
         yield
     except OSError as error:
@@ -187,48 +257,18 @@ def _writing(folder: Path) -> Iterator[None]:
         raise InvalidValueError(sentence) from error
 
 
-def _issued_to(authority: Authority, node: str) -> x509.Certificate | None:
-    path = authority.record_of(node)
-    if not path.exists():
-        return None
-    try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, *MALFORMED) as error:
-        raise InvalidValueError(f"{path} cannot be read as a certificate: {error}") from error
-
-
-def _valid_certificate_of(authority: Authority, node: str) -> x509.Certificate | None:
-    certificate = _issued_to(authority, node)
-    if certificate is None or certificate.not_valid_after_utc < datetime.now(UTC):
-        return None
-    return None if _is_revoked(authority, certificate) else certificate
-
-
-def _is_revoked(authority: Authority, certificate: x509.Certificate) -> bool:
-    crl = RevocationList(authority.crl).read(authority.certificate)
-    return crl.get_revoked_certificate_by_serial_number(certificate.serial_number) is not None
-
-
-def _revoke(authority: Authority, certificate: x509.Certificate) -> None:
-    old = RevocationList(authority.crl).read(authority.certificate)
-    number = old.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-    now = datetime.now(UTC)
-    entry = x509.RevokedCertificateBuilder().serial_number(certificate.serial_number)
-    revoked = [*old, entry.revocation_date(now).build()]
-    write_atomically(authority.crl, signed_crl(authority, revoked, number + 1, now))
-
-
 def _write_bundle(
     folder: Path,
     name: str,
-    authority: Authority,
+    authority: _Authority,
     certificate: x509.Certificate,
     key: ec.EllipticCurvePrivateKey,
 ) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomically(folder / "ca.pem", authority.certificate.public_bytes(Encoding.PEM))
-    _write_key(folder / f"{name}.key", key)
-    write_atomically(folder / f"{name}.pem", certificate.public_bytes(Encoding.PEM))
+    with _writing(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(folder / "ca.pem", authority.certificate.public_bytes(Encoding.PEM))
+        _write_key(folder / f"{name}.key", key)
+        write_atomically(folder / f"{name}.pem", certificate.public_bytes(Encoding.PEM))
 
 
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
@@ -242,9 +282,3 @@ def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)  # durable with the certificate that follows into the same folder
-
-
-def _copy_list(authority: Authority) -> None:
-    server = authority.folder.parent / "server"
-    if server.is_dir():
-        write_atomically(server / "crl.pem", authority.crl.read_bytes())

@@ -1,23 +1,66 @@
-"""Enrolment: which users there are, and at which node each of them is."""
+"""Enrolment: which users there are, at which node each is, and which certificate the node has."""
 
 import re
 import secrets
+import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
+from cryptography import x509
 from numpy.typing import NDArray
 
-from fedpriv.errors import InvalidValueError, known_names
-from fedpriv.settings import read_toml
+from fedpriv.build import Enrolled, Experiment
+from fedpriv.config import FederationSection, read_toml
+from fedpriv.errors import FedprivError, InvalidValueError, known_names
+from fedpriv.run.run import Beginning
+from fedpriv.server.certificates import (
+    MALFORMED,
+    check_node_name,
+    fingerprint_of,
+    parsed_fingerprint,
+)
 
-from .asked import Hosting
-from .certificates import check_node_name
-
+Positions = npt.NDArray[np.int64]
 _ID = re.compile("[0-9a-f]{32}")
+_SETTLED_NANOSECONDS = 2_000_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class Hosting:
+    """Which node hosts which users.
+
+    Attributes:
+        nodes: names.
+        numbers: [N] for each position of the population the number of its node in `nodes`.
+        alone: nodes with one user, whom no log may name.
+    """
+
+    nodes: Sequence[str]
+    numbers: npt.NDArray[np.int64]
+    alone: frozenset[str]
+
+    def drawn(self, users: Positions) -> dict[str, Positions]:
+        """Drawn users by node: positions, ascending; only nodes that have some.
+
+        Args:
+            users: positions of the drawn, ascending.
+        """
+        numbers = self.numbers[users]
+        order = np.argsort(numbers, kind="stable")
+        found, starts = np.unique(numbers[order], return_index=True)
+        parts = np.split(users[order], starts[1:])
+        return {self.nodes[n]: part for n, part in zip(found.tolist(), parts, strict=False)}
+
+    def called(self, node: str) -> str:
+        """How a log names a node, without naming a user."""
+        return "a node of one user" if node in self.alone else node
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,15 +109,16 @@ class Enrolment:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read an enrolment from TOML: the population's id, and for each node its users' ids.
+        """Read an enrolment from TOML: the population's id, and each node's users and certificate.
 
             population = "1e0c64f8a5b94f0d8f7a7d9c5b3e2a61"
 
             [nodes.hospital-a]
             users = ["7f3a", "c01d"]
+            certificate = "3a5b…"  # its SHA-256 fingerprint; read by `EnrolledCertificates`
 
         Raises:
-            InvalidValueError: the file cannot be read, is no TOML, has a key that is unknown,
+            InvalidValueError: the file cannot be read, is not TOML, has a key that is unknown,
                 absent or of the wrong type, or enrols what `Enrolment` refuses.
         """
         table = read_toml(path)
@@ -86,6 +130,7 @@ class Enrolment:
             if not isinstance(nodes, dict):
                 raise InvalidValueError("nodes is no table; it must have one table per node")
             users = {node: _users_in(node, entry) for node, entry in nodes.items()}
+            _certificates_in(nodes)
             return cls(population_id, users)
         except InvalidValueError as error:
             raise InvalidValueError(f"{path}: {error}") from error
@@ -140,6 +185,110 @@ class Enrolment:
         return positions
 
 
+class CertificateError(FedprivError):
+    """A certificate is not one by which a node is known now."""
+
+
+class EnrolledCertificates:
+    """Certificates by which nodes are known, read again whenever the enrolment file changes.
+
+    Guarantees:
+        * A certificate that is struck off the file is refused from the next call on.
+        * A file that cannot be read lets no certificate pass.
+
+    Attributes:
+        path: the enrolment file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamp: tuple[int, ...] | None = None
+        self._content: bytes | None = None
+        self._nodes: dict[str, str] = {}
+
+    def nodes(self) -> Mapping[str, str]:
+        """Fingerprint → node, as the file is now.
+
+        Raises:
+            InvalidValueError: the file cannot be read, or a fingerprint is malformed or enrolled
+                twice.
+        """
+        try:
+            stamp = _stamp_of(self.path)
+            if stamp is None or stamp != self._stamp:
+                self._stamp = None  # until all of it has been read
+                content = self.path.read_bytes()
+                if content != self._content:
+                    self._content = None
+                    self._nodes = _certificates_in(tomllib.loads(content.decode()).get("nodes"))
+                    self._content = content
+                self._stamp = stamp
+        except OSError as error:
+            raise InvalidValueError(f"{self.path} cannot be read: {error.strerror}") from error
+        except InvalidValueError as error:
+            raise InvalidValueError(f"{self.path}: {error}") from error
+        except ValueError as error:  # of TOML, or of UTF-8
+            raise InvalidValueError(f"{self.path} is not valid TOML: {error}") from error
+        return self._nodes
+
+    def node_of(self, certificate_pem: bytes, now: datetime) -> str:
+        """Node at which a certificate is enrolled; TLS has proven that the peer has its key.
+
+        Args:
+            certificate_pem: the peer's certificate.
+            now: time to judge by, with a time zone.
+
+        Raises:
+            CertificateError: it cannot be parsed, is not enrolled, or is not valid at this time.
+            InvalidValueError: as of `nodes`.
+        """
+        try:
+            certificate = x509.load_pem_x509_certificate(certificate_pem)
+        except MALFORMED as error:
+            raise CertificateError(f"it cannot be parsed: {error}") from error
+        node = self.nodes().get(fingerprint_of(certificate))
+        if node is None:
+            raise CertificateError("it is not enrolled, or was struck off the enrolment")
+        begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        if not begin <= now <= end:
+            raise CertificateError(f"it is valid from {begin} to {end}; it is {now}")
+        return node
+
+
+def _stamp_of(path: Path) -> tuple[int, ...] | None:
+    """A value that differs once the file has changed; None just after a change.
+
+    Two changes within one tick of the file system's clock leave equal times.
+    """
+    found = path.stat()
+    if time.time_ns() - found.st_ctime_ns < _SETTLED_NANOSECONDS:
+        return None
+    return (found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns)
+
+
+def _certificates_in(nodes: object) -> dict[str, str]:
+    """Fingerprint → node of the tables of nodes that have one."""
+    if not isinstance(nodes, dict):
+        raise InvalidValueError("nodes is no table; it must have one table per node")
+    found: dict[str, str] = {}
+    for node, entry in nodes.items():
+        if not isinstance(entry, dict) or "certificate" not in entry:
+            continue
+        fingerprint = parsed_fingerprint(entry["certificate"])
+        if fingerprint is None:
+            raise InvalidValueError(
+                f"nodes.{node}.certificate is {entry['certificate']!r}; it must be the SHA-256 "
+                "fingerprint of a certificate, 64 hexadecimal digits"
+            )
+        if fingerprint in found:
+            raise InvalidValueError(
+                f"nodes.{node}.certificate is that of node {found[fingerprint]!r}; each node must "
+                "have its own"
+            )
+        found[fingerprint] = node
+    return found
+
+
 def _check_node(node: str, ids: Sequence[str]) -> None:
     where = f"nodes.{node}.users"
     try:
@@ -175,7 +324,7 @@ def _check_once(users: Mapping[str, Sequence[str]]) -> None:
 
 
 def _users_in(node: str, entry: object) -> list[str]:
-    users = _value(entry, "users", ["users"], f"nodes.{node}.")
+    users = _value(entry, "users", ["users", "certificate"], f"nodes.{node}.")
     if not isinstance(users, list):
         raise InvalidValueError(f"nodes.{node}.users is {users!r}; it must be a list of ids")
     return users
@@ -203,3 +352,20 @@ def _value(table: object, key: str, legal: Sequence[str], where: str) -> object:
             f'for all runs: put population = "{secrets.token_hex(16)}" in front of all tables'
         )
     raise InvalidValueError(f"key {where}{key} is absent")
+
+
+def enrolled_experiment(
+    beginning: Beginning, section: FederationSection
+) -> tuple[Experiment, Enrolment]:
+    """The experiment on users that nodes host, and where they are.
+
+    Args:
+        beginning: of the run.
+        section: names the enrolment file.
+
+    Raises:
+        FedprivError: something does not fit; the message says what.
+    """
+    enrolment = Enrolment.load(Path(section.enrolment))
+    users = Enrolled(enrolment.population_id, enrolment.population)
+    return beginning.on_nodes(section, users), enrolment

@@ -35,7 +35,7 @@ from typing import TypeVar
 import numpy as np
 
 from fedpriv.errors import InvalidValueError, WorkerError
-from fedpriv.server.answers import Transfers
+from fedpriv.server.service import Transfers
 from simulations.load_nodes import BareNodes, connected
 from simulations.load_server import Done, Round, serve, serve_bare
 from simulations.load_site import Site

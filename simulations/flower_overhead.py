@@ -27,7 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fedpriv.errors import WorkerError
-from fedpriv.server.quiet import switch_off_reports
+from fedpriv.server.flower_runs import switch_off_reports
 
 ROOT = Path(__file__).parents[1]
 IN_PROCESS, FEDPRIV, FLOWER = "in process", "fedpriv", "flower"

@@ -15,11 +15,11 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
+from fedpriv.build import build_task
 from fedpriv.config import Config, load_config
+from fedpriv.data.population import UserStore
 from fedpriv.data.registry import load_population
-from fedpriv.data.store import UserStore
 from fedpriv.engine.task import Task
-from fedpriv.tasks import build_task
 
 WORK = Path(__file__).with_name("flower_overhead.toml")
 app = ClientApp()

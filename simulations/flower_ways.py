@@ -17,12 +17,10 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
-from fedpriv.clients.app import app as client_app
-from fedpriv.experiment import Experiment, simulated
-from fedpriv.server.beginning import Beginning
-from fedpriv.server.on_ray import on_ray, simulate_on_ray
-from fedpriv.server.run import Outcome, RoundRow
-from fedpriv.server.simulation import Follow, carry_out
+from fedpriv.build import Experiment, simulated
+from fedpriv.clients.flower_app import app as client_app
+from fedpriv.run.run import Beginning, Follow, Outcome, RoundRow, carry_out
+from fedpriv.server.flower_runs import on_ray, simulate_on_ray
 from simulations.flower_usual import WORK, federate
 from simulations.flower_usual import app as usual_app
 

@@ -14,11 +14,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fedpriv.privacy.allocation import noise_stddevs, proportional_shares
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import VectorGroup, flat, joint, per_layer
-from fedpriv.privacy.layout import Layout, Tensors
-from fedpriv.privacy.query import GaussianAverageQuery, GaussianSumQuery
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, Tensors, VectorGroup, flat, joint, per_layer
+from fedpriv.privacy.query import (
+    GaussianAverageQuery,
+    GaussianSumQuery,
+    noise_stddevs,
+    proportional_shares,
+)
 
 LAYOUT = Layout(("v1", "v2"), ((100,), (100,)))
 BOUNDS = {"v1": 10.0, "v2": 0.1}

@@ -6,10 +6,9 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from fedpriv.clients.channel import identity_of, open_channel
-from fedpriv.clients.exchange import connect
+from fedpriv.clients.connection import connect, identity_of, open_channel
 from fedpriv.errors import WireError
-from fedpriv.federated.transport import PartialSum
+from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import (
     NODE_RECEIVES_BYTES,
     Answer,

@@ -12,17 +12,15 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from fedpriv.federated.aggregate import add_up
+from fedpriv.privacy.round import add_up
 from fedpriv.server.addresses import Address
-from fedpriv.server.answers import Transfers
-from fedpriv.server.certificates import RevocationList, load_ca
-from fedpriv.server.grpc_transport import GrpcTransport, Patience
-from fedpriv.server.guard import Guard, certified
-from fedpriv.server.listening import Listening, listening
-from fedpriv.server.monitoring import Monitor
-from fedpriv.server.rates import RateLimit
-from fedpriv.server.roster import End
-from fedpriv.server.service import Service
+from fedpriv.server.authentication import Guard, RateLimit, certified
+from fedpriv.server.collection import End
+from fedpriv.server.deployment import GrpcTransport, Patience
+from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
+from fedpriv.server.listener import Listening, listening
+from fedpriv.server.metrics import Monitor
+from fedpriv.server.service import Service, Transfers
 from fedpriv.wire import CHUNK_BYTES, Price, RunState, Status, TaskDescription, Welcome
 from simulations.load_site import Site
 
@@ -72,9 +70,8 @@ def serve(pipe: Connection, site: Site, transfers: Transfers) -> None:
         site: whom it serves.
         transfers: bounds of the service.
     """
-    enrolment = site.enrolment()
-    ca = load_ca(site.files.ca)
-    identify = certified(ca, RevocationList(site.folder / "server" / "crl.pem"))
+    enrolment = Enrolment.load(site.enrolment)
+    identify = certified(EnrolledCertificates(site.enrolment))
     status = Status("load", 0, 1, 0.0, 1.0, 1e-6, site.nodes, 0, site.nodes, RunState.WAITING)
     price = Price(0.5, site.nodes, 1.0, 1.0, 1e-6)
     monitor = Monitor()

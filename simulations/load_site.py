@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import tomli_w
 
-from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.privacy.contribution import Clipping, IntegerVector
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.clipping import Clipping, IntegerVector
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.server import authority
-from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.listening import Files
+from fedpriv.server.listener import Files
 
 _KINDS = 4  # different contributions; nodes share them, so that one process can hold those of all
 _NORM = 1.0  # far below that of what is clipped
@@ -35,10 +34,17 @@ class Site:
     parameters: int
 
     def issue(self) -> None:
-        """Make all certificates."""
+        """Make all certificates, and enrol them with a user each."""
         authority.init(self.folder, ["localhost"])
+        nodes = {}
         for number in range(self.nodes):
-            authority.issue(self.folder, name_of(number))
+            issued = authority.issue(self.folder, name_of(number))
+            nodes[name_of(number)] = {
+                "users": [user_of(number)],
+                "certificate": issued.fingerprint,
+            }
+        enrolment = {"population": secrets.token_hex(16), "nodes": nodes}
+        self.enrolment.write_text(tomli_w.dumps(enrolment), encoding="utf-8")
 
     @property
     def model_bytes(self) -> int:
@@ -55,10 +61,10 @@ class Site:
         """What a node shows, and whom it trusts."""
         return self.folder / "nodes" / name_of(number)
 
-    def enrolment(self) -> Enrolment:
-        """Where users are."""
-        users = {name_of(i): [user_of(i)] for i in range(self.nodes)}
-        return Enrolment(secrets.token_hex(16), users)
+    @property
+    def enrolment(self) -> Path:
+        """File of users and certificates."""
+        return self.folder / "enrolment.toml"
 
     def cohort(self, size: int) -> list[int]:
         """Numbers of so many nodes, spread over all."""

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import tomli_w
 
+from fedpriv.data.population import UserStore
 from fedpriv.data.registry import load_population
-from fedpriv.data.store import UserStore
 from fedpriv.errors import FedprivError
-from server import authority
+from fedpriv.server import authority
 
 COMMAND = (sys.executable, "-c", "from fedpriv.cli import main; main()")
 _LONGEST_START_SECONDS = 120.0
@@ -41,10 +41,11 @@ def lay_out(folder: Path, users: UserStore, sizes: Sequence[int]) -> None:
     nodes = {}
     for number, part in enumerate(parts, start=1):
         node = f"node-{number}"
-        authority.issue(folder / "certs", node)
+        issued = authority.issue(folder / "certs", node)
         own = users.subset(part)
-        nodes[node] = {"users": [ids[user] for user in part]}
-        UserStore(own.fields, own.offsets, nodes[node]["users"]).save(folder / "users" / node)
+        ids_here = [ids[user] for user in part]
+        nodes[node] = {"users": ids_here, "certificate": issued.fingerprint}
+        UserStore(own.fields, own.offsets, ids_here).save(folder / "users" / node)
     enrolment = {"population": secrets.token_hex(16), "nodes": nodes}
     (folder / "enrolment.toml").write_text(tomli_w.dumps(enrolment), encoding="utf-8")
 

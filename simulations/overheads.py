@@ -3,7 +3,7 @@
 Whole rounds as `fedpriv simulate` runs them, with ledger, participation record, figures and
 checkpoints on disk: 100 of 1,000 users of 50 images, an MLP 784–128–10, batches of 10, one local
 epoch, in one thread, which Python's profiler watches; times are of the wall, and waiting for the
-disk is among them. Checkpoints are written by another thread: theirs is the time that rounds wait.
+disk is among them.
 """
 
 import argparse
@@ -17,27 +17,26 @@ from pathlib import Path
 
 import torch
 
+from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.accounting.budget import PrivacyBudget
-from fedpriv.data.store import UserStore
+from fedpriv.config import EngineSection
+from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import schedule
-from fedpriv.engine.clipping import integer_sum
-from fedpriv.engine.layered import train_layers_chunk
+from fedpriv.engine.low_rank import train_layers_chunk
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.engine.updates import OuterProducts
-from fedpriv.federated.books import Books
-from fedpriv.federated.optimizers import FedAvg, Parameters
-from fedpriv.federated.plan import TrainingPlan
-from fedpriv.federated.round import close_round, initial_state, open_round
-from fedpriv.privacy.entropy import OperatingSystemEntropy
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.clipping_torch import OuterProducts, integer_sum
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.noise import OperatingSystemEntropy
+from fedpriv.privacy.round import Books
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.sections import EngineSection
-from server.evaluation import Evaluation
-from server.folder import RunFolder
-from server.run import Cadence, conduct
-from server.saving import Saving
+from fedpriv.run.evaluation import Evaluation
+from fedpriv.run.folder import RunFolder
+from fedpriv.run.run import Cadence, conduct
+from fedpriv.training.checkpoint import save_checkpoint
+from fedpriv.training.optimizers import FedAvg, Parameters
+from fedpriv.training.plan import TrainingPlan
+from fedpriv.training.rounds import close_round, initial_state, open_round
 from simulations.throughput import LOCAL, WORKS, example_losses, request_of
 
 BESIDE = (
@@ -84,7 +83,7 @@ def run(folder: Path, engine: InProcessTransport, rounds: int) -> None:
     """Train for some rounds, with all that is written to disk."""
     task = engine.task
     plan = plan_of(task, engine.users.population, rounds)
-    budget = PrivacyBudget.priced_by("tight", 100.0, 1e-6)
+    budget = PrivacyBudget(100.0, 1e-6, ACCOUNTANTS["tight"].upper_epsilon)
     files = folder / "ledger", folder / "participation"
     with Books.open(*files, plan.population, budget) as books:
         state, entropy = initial_state(plan, task.parameters()), OperatingSystemEntropy()
@@ -117,7 +116,7 @@ def parts_of(profile: cProfile.Profile) -> dict[str, float]:
         "noise and server step": seconds(close_round),
         "budget": seconds(Books.refuse_if_beyond),
         "ledger": seconds(Books.next_attempt, Books.record, Books.charge),
-        "checkpoint": seconds(Saving.begin, Saving.finish),
+        "checkpoint": seconds(save_checkpoint),
         "figures": seconds(PrivacyBudget.epsilon_of, RunFolder.append_metrics),
         "all": seconds(conduct),
     }

@@ -12,8 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from fedpriv.privacy.entropy import words
-from fedpriv.privacy.noise import rounded_gaussian
+from fedpriv.privacy.noise import rounded_gaussian, words
 from fedpriv.privacy.sampling import PoissonSampling
 
 _REPEATS = 15

@@ -25,23 +25,20 @@ from pathlib import Path
 
 import torch
 
+from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.accounting.budget import PrivacyBudget
-from fedpriv.data.store import UserStore
+from fedpriv.config import EngineSection
+from fedpriv.data.population import UserStore
 from fedpriv.data.synthetic import synthetic_population
 from fedpriv.engine import InProcessTransport, Task
-from fedpriv.federated.books import Books
-from fedpriv.federated.loop import train
-from fedpriv.federated.optimizers import FedAvg
-from fedpriv.federated.plan import TrainingPlan
-from fedpriv.federated.round import initial_state
-from fedpriv.federated.transport import LocalTraining
-from fedpriv.losses import cross_entropy
-from fedpriv.models import mlp
-from fedpriv.privacy.entropy import OperatingSystemEntropy
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.models import cross_entropy, mlp
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.noise import OperatingSystemEntropy
+from fedpriv.privacy.round import Books, LocalTraining
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.sections import EngineSection
+from fedpriv.training.optimizers import FedAvg
+from fedpriv.training.plan import TrainingPlan
+from fedpriv.training.rounds import initial_state, train
 from simulations.benchmarks.machine import machine, versions
 
 _PART = 4_000_000  # numbers of x that are made at once
@@ -139,7 +136,7 @@ def rounds_of(
     )
     folder.mkdir()
     ledger, participation = folder / "ledger.sqlite", folder / "participation.sqlite"
-    budget = PrivacyBudget.priced_by("tight", epsilon=100.0, delta=1e-9)
+    budget = PrivacyBudget(100.0, 1e-9, ACCOUNTANTS["tight"].upper_epsilon)
 
     def timed(reports: Iterator[object]) -> Iterator[float]:
         while True:

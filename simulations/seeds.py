@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from server.folder import RunFolder
-from server.simulation import run_simulation
+from fedpriv.run.folder import RunFolder
+from fedpriv.run.run import run_simulation
 
 Row = dict[str, object]
 

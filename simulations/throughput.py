@@ -27,16 +27,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.character_models import CharacterTransformer
-from fedpriv.data.store import UserStore
-from fedpriv.engine.precision import Activations, activations_named
-from fedpriv.engine.task import Task
+from fedpriv.data.population import UserStore
+from fedpriv.engine.task import Activations, Task, activations_named
 from fedpriv.engine.transport import InProcessTransport, device_named
-from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.models import cnn, mlp, softmax_regression
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.models import CharacterTransformer, cnn, mlp, softmax_regression
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, RoundRequest
 
 REPEATS = 7
 TURN = 1.0  # seconds: a simulation is round after round, and the first after others is slower

@@ -14,21 +14,12 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from fedpriv.data.population import Population
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import Population, UserStore
 from fedpriv.engine.metrics import metric
-from fedpriv.engine.normalisation import running_norms
-from fedpriv.engine.task import Task
-from fedpriv.federated.aggregate import add_up
-from fedpriv.federated.plan import TrainingPlan
-from fedpriv.federated.round import initial_state, open_round
-from fedpriv.federated.statistics import RunningStatistics
-from fedpriv.federated.transport import LocalTraining, RoundRequest, Transport
-from fedpriv.losses import cross_entropy
-from fedpriv.models import build_model
-from fedpriv.privacy.adaptive import AdaptiveClipping
-from fedpriv.privacy.entropy import SeededEntropy
-from fedpriv.privacy.groups import (
+from fedpriv.engine.task import Task, running_norms
+from fedpriv.models import build_model, cross_entropy
+from fedpriv.privacy.layout import (
+    Layout,
     VectorGroup,
     equal_split,
     flat,
@@ -37,10 +28,13 @@ from fedpriv.privacy.groups import (
     per_layer,
     scales_by_dimension,
 )
-from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.metrics import Metric
+from fedpriv.privacy.mechanism import AdaptiveClipping, Metric
+from fedpriv.privacy.noise import SeededEntropy
+from fedpriv.privacy.query import Averaging
+from fedpriv.privacy.round import LocalTraining, RoundRequest, Transport, add_up
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.privacy.weights import Averaging
+from fedpriv.training.plan import RunningStatistics, TrainingPlan
+from fedpriv.training.rounds import initial_state, open_round
 
 CLASSES, SIDE, WORDS, LENGTH = 4, 6, 9, 5
 

@@ -14,15 +14,11 @@ from pathlib import Path
 import grpc
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 
 from fedpriv.clients import status as status_module
-from fedpriv.server.certificates import CertificateError, RevocationList, load_ca, node_of
 from fedpriv.wire import RunState, Status, encode_status
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.federation_pb2_grpc import (
-    FederationServicer,
-    add_FederationServicer_to_server,
-)
 from tests.commandline import fedpriv, printed, refused
 
 ROOT = Path(__file__).parents[1]
@@ -30,13 +26,13 @@ STATUS = Status("digits", 3, 10, 1.2341, 2.0, 1e-5, 4, 3, 1797, RunState.COLLECT
 
 
 @dataclass(frozen=True)
-class Standing(FederationServicer):
+class Standing:
     """Says where it stands to whoever may ask, who was asking, or that nobody may ask."""
 
     answer: pb.Status
     refusal: str | None = None
 
-    def GetStatus(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.Status:  # noqa: N802
+    def get_status(self, request: bytes, context: grpc.ServicerContext) -> pb.Status:
         del request
         if self.refusal is not None:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, self.refusal)
@@ -51,7 +47,13 @@ def serving(servicer: Standing, certs: Path | None = None) -> Iterator[str]:
     """HOST:PORT of a server that demands certificates if there is an authority."""
     with ThreadPoolExecutor(2) as pool:
         server = grpc.server(pool)
-        add_FederationServicer_to_server(servicer, server)
+        status = grpc.unary_unary_rpc_method_handler(
+            servicer.get_status, None, pb.Status.SerializeToString
+        )
+        service = grpc.method_handlers_generic_handler(
+            "fedpriv.v1.Federation", {"GetStatus": status}
+        )
+        server.add_generic_rpc_handlers((service,))
         if certs is None:
             port = server.add_insecure_port("127.0.0.1:0")
         else:
@@ -78,29 +80,20 @@ def plain(server: str) -> list[str]:
     return ["--server", server, "--insecure", "--node", "n"]
 
 
-def test_certificates_are_made_and_revoked_and_it_is_said_where_they_go(tmp_path: Path) -> None:
+def test_certificates_are_made_and_it_is_said_where_they_go(tmp_path: Path) -> None:
     said = printed("certs", "init", "localhost", "127.0.0.1", cwd=tmp_path)
     assert "certs/server: belongs on the server" in said
     assert "certs/authority: keep it" in said
     said = printed("certs", "issue", "hospital-a", "--days", "30", cwd=tmp_path)
-    assert said == "certs/nodes/hospital-a: move it to the node, for --certificates; " + (
-        "it is valid for 30 days\n"
+    pem = (tmp_path / "certs" / "nodes" / "hospital-a" / "node.pem").read_bytes()
+    certificate = x509.load_pem_x509_certificate(pem)
+    assert said == (
+        "certs/nodes/hospital-a: move it to the node, for --certificates; it is valid for 30 days\n"
+        "the server's enrolment, at node 'hospital-a': "
+        f'certificate = "{certificate.fingerprint(hashes.SHA256()).hex()}"\n'
     )
-    certs = tmp_path / "certs"
-    pem = (certs / "nodes" / "hospital-a" / "node.pem").read_bytes()
-    ca = load_ca(certs / "authority" / "ca.pem")
-    crl = RevocationList(certs / "server" / "crl.pem")
-    assert node_of(pem, ca, crl, datetime.now(UTC)) == "hospital-a"
-    left = x509.load_pem_x509_certificate(pem).not_valid_after_utc - datetime.now(UTC)
+    left = certificate.not_valid_after_utc - datetime.now(UTC)
     assert timedelta(days=29) < left < timedelta(days=31)
-    assert "must be revoked or replaced" in refused("certs", "issue", "hospital-a", cwd=tmp_path)
-    said = printed("certs", "issue", "hospital-a", "--replace", cwd=tmp_path)
-    assert "certs/authority/crl.pem: copy it to the server" in said
-    said = printed("certs", "revoke", "hospital-a", cwd=tmp_path)
-    assert "'hospital-a' is refused from its next call on" in said
-    assert "certs/authority/crl.pem: copy it to the server" in said
-    with pytest.raises(CertificateError, match="is revoked"):
-        node_of(pem, ca, crl, datetime.now(UTC))
 
 
 def test_the_servers_certificate_is_renewed_in_any_folder(tmp_path: Path) -> None:
@@ -128,7 +121,6 @@ def test_the_servers_certificate_is_renewed_in_any_folder(tmp_path: Path) -> Non
         (["issue", "n", "--days", "0"], "--days"),
         (["issue", "n", "--days", "4000"], "--days"),
         (["issue", "../n"], "the name of a node is '../n'"),
-        (["revoke", "n"], "certs holds no authority"),
         (["renew", "localhost"], "certs holds no authority"),
     ],
     ids=" ".join,
@@ -325,7 +317,7 @@ def test_serve_passes_its_options_on() -> None:
 
 
 def test_join_passes_its_options_on() -> None:
-    module = "fedpriv.clients.joining"
+    module = "fedpriv.clients.membership"
     (joining,), _, formatter = passed_on(module, "join", *plain("localhost:1"), "--users", "u")
     absent = ["certificates", "consent", "state", "memory_mebibytes", "seconds", "processes"]
     assert joining == dict.fromkeys(absent) | {
@@ -379,4 +371,4 @@ def test_every_command_says_what_it_is_for() -> None:
     text = fedpriv("--help").stdout
     assert all(f" {command} " in text for command in ("serve", "join", "status", "certs"))
     text = fedpriv("certs", "--help").stdout
-    assert all(f" {command} " in text for command in ("init", "issue", "revoke", "renew"))
+    assert all(f" {command} " in text for command in ("init", "issue", "renew"))

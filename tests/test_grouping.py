@@ -4,11 +4,11 @@ import math
 
 import pytest
 
+from fedpriv.build import Grouping, grouping_of
 from fedpriv.config import parse_config
 from fedpriv.errors import InvalidValueError
-from fedpriv.grouping import Grouping, grouping_of
-from fedpriv.privacy.allocation import noise_stddevs
 from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.query import noise_stddevs
 
 LAYOUT = Layout(
     ("conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias", "fc.weight", "fc.bias"),

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedpriv.choices import LogFormat
-from fedpriv.logs import JsonFormatter, TextFormatter, one_line
+from fedpriv.logs import JsonFormatter, LogFormat, TextFormatter, one_line
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ (INFO   |WARNING|ERROR  ) (.*)")
 HOSTILE = "a\n2030-01-01T00:00:00Z ERROR   forged\r\x1b[2K\u2028\u202e\x00\ud800"
@@ -112,7 +111,7 @@ def test_extra_fields_are_plain_values_and_take_nobodys_place() -> None:
 def test_configured_everything_goes_to_stderr_line_by_line(form: LogFormat) -> None:
     code = f"""
 import logging, warnings
-from fedpriv.choices import LogFormat
+from fedpriv.logs import LogFormat
 from fedpriv.logs import configure
 
 logging.basicConfig()
@@ -140,7 +139,7 @@ def test_grpc_says_nothing_of_its_own_unless_it_is_asked_to(
     before: dict[str, str], after: str
 ) -> None:
     check = (
-        "import os; from fedpriv.choices import LogFormat; from fedpriv.logs import configure;"
+        "import os; from fedpriv.logs import LogFormat; from fedpriv.logs import configure;"
         "configure(LogFormat.TEXT); print(os.environ['GRPC_VERBOSITY'])"
     )
     environment = {k: v for k, v in os.environ.items() if k != "GRPC_VERBOSITY"} | before

@@ -15,7 +15,7 @@ PACKAGES = [
     "fedpriv.analytics",
     "fedpriv.data",
     "fedpriv.engine",
-    "fedpriv.federated",
+    "fedpriv.training",
     "fedpriv.privacy",
 ]
 MODULES = [

@@ -109,6 +109,10 @@ class Accountant(ABC):
             UnsupportedEventError: there is no analysis of one of the events, or of all together.
         """
 
+    def upper_epsilon(self, events: Iterable[RoundEvent], delta: float) -> float:
+        """ε that the events cost at δ, as `PrivacyBudget` asks for it."""
+        return self.epsilon(events, delta).epsilon
+
     @abstractmethod
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
         """A δ in [0, 1] for which the events are (ε, δ)-DP.

@@ -7,12 +7,14 @@ from typing import Self, TextIO
 
 from fedpriv.accounting import ledger_chain
 from fedpriv.accounting.budget import Headroom, PrivacyBudget, repeated
-from fedpriv.accounting.charge import Charge, ProposedCharge
 from fedpriv.accounting.database import Database
 from fedpriv.accounting.events import RoundEvent
 from fedpriv.accounting.ledger_rows import (
+    Charge,
     ChargedRow,
     Head,
+    ProposedCharge,
+    confirm,
     first_rows,
     follow,
     query_columns,
@@ -185,7 +187,7 @@ class Ledger:
         """
         for row in self.charges():
             if participation is not None:
-                participation.confirm(row)
+                confirm(row, participation)
         ledger_chain.refuse_strays(self._database.read)
         if altered := self._database.altered_schema():
             raise LedgerError(f"tables or triggers were altered: {', '.join(altered)}")

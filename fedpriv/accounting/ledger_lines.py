@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from fedpriv.accounting.charge import ProposedCharge
 from fedpriv.accounting.ledger_chain import (
     EXPORT_FORMAT,
     checked,
@@ -21,7 +20,7 @@ from fedpriv.accounting.ledger_chain import (
     refuse_other_end,
     row_line,
 )
-from fedpriv.accounting.ledger_rows import ChargedRow, Head, digest
+from fedpriv.accounting.ledger_rows import ChargedRow, Head, ProposedCharge, confirm, digest
 from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.errors import LedgerError
 
@@ -146,7 +145,7 @@ class ExportedLedger:
         """
         if participation is not None:
             for row in self.rows:
-                participation.confirm(row)
+                confirm(row, participation)
         if head is not None and not self.contains(head):
             raise LedgerError(
                 f"the ledger never had the head of {head.count} charges with hash {head.hash}: "

@@ -4,12 +4,17 @@ What a round of training is to a model, a survey is to questions: one cohort, on
 over a vector group per question, one charge in the ledger before anything is released. No torch.
 """
 
-from fedpriv.analytics.asking import Answers, ask
-from fedpriv.analytics.distribution import Distribution, Quantiles
-from fedpriv.analytics.histogram import Histogram
-from fedpriv.analytics.moments import Mean, Sum, Variance
-from fedpriv.analytics.question import Answer, Question
-from fedpriv.analytics.survey import Survey
+from fedpriv.analytics.questions import (
+    Answer,
+    Distribution,
+    Histogram,
+    Mean,
+    Quantiles,
+    Question,
+    Sum,
+    Variance,
+)
+from fedpriv.analytics.survey import Answers, Survey, ask
 
 __all__ = [
     "Answer",

@@ -1,21 +1,36 @@
-"""What is asked of whom, how loudly the answers are noised, and what that is charged as."""
+"""What is asked of whom, how loudly the answers are noised, and what that is charged as.
 
-from collections.abc import Mapping, Sequence
+Adding up what the users of a cohort contribute, many at a time.
+
+Asking a survey: draw, collect, charge, release, answer.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from fedpriv.accounting.events import RoundEvent
-from fedpriv.analytics.question import Answer, Question
-from fedpriv.analytics.records import readable
-from fedpriv.data.store import UserStore
-from fedpriv.errors import DataError, InvalidValueError, known_names
-from fedpriv.privacy.allocation import given_shares, noise_stddevs, proportional_shares
-from fedpriv.privacy.contribution import Clipping
+from fedpriv.accounting.ledger import Charge
+from fedpriv.analytics.questions import (
+    Answer,
+    FloatMatrix,
+    Question,
+    Records,
+    readable,
+    records_of_column,
+    records_of_function,
+)
+from fedpriv.data.population import UserStore
+from fedpriv.errors import DataError, InvalidValueError, LedgerError, known_names
+from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.layout import FloatVector, Layout
 from fedpriv.privacy.mechanism import PoissonGaussianMechanism
-from fedpriv.privacy.query import GaussianSumQuery
+from fedpriv.privacy.noise import Entropy
+from fedpriv.privacy.query import GaussianSumQuery, given_shares, noise_stddevs, proportional_shares
+from fedpriv.privacy.round import Books, PartialSum, add_up
 from fedpriv.privacy.sampling import PoissonSampling
 
 
@@ -124,3 +139,147 @@ def _check_column(users: UserStore, question: Question, column: str) -> None:
             f"question {question.name!r} asks for column {column!r}, which is {field.dtype}"
             f"{list(field.shape)}; it must hold one {kind} per row"
         )
+
+
+_COMPONENTS = 1 << 21  # of the contributions of a chunk, in float64: 16 MiB
+
+
+def collect(
+    survey: Survey, users: UserStore, cohort: npt.NDArray[np.int64]
+) -> Iterator[PartialSum]:
+    """Yield the sums of clipped contributions of the cohort, in chunks.
+
+    Guarantees:
+
+    * what a user adds to the sum of each question has a norm of at most the question's;
+    * a user whose records of one question cannot be used adds zero to that one, whatever it holds,
+      and nothing that a user holds, nor a function of a question, raises here;
+    * columns are read for many users at once, and only those and the rows that are asked for.
+
+    Args:
+        survey: what is asked; it must fit the users, see `Survey.check`.
+        users: data of all enrolled users.
+        cohort: positions of the users to ask, ascending: [cohort].
+    """
+    columns = {q.of: users.fields[q.of] for q in survey.questions if isinstance(q.of, str)}
+    store = UserStore(columns, users.offsets) if columns else users
+    clipping = survey.mechanism.average.sum_query.clipping
+    step = max(1, _COMPONENTS // clipping.layout.dimension)
+    for number, start in enumerate(range(0, cohort.size, step)):
+        chunk = cohort[start : start + step]
+        asked = store.subset(chunk) if columns else store
+        rows = np.concatenate(
+            [
+                usable(question.contributions(_records(question, users, asked, chunk)))
+                for question in survey.questions
+            ],
+            axis=1,
+        )
+        clipping.clip_rows(rows, np.ones(chunk.size, np.int64))
+        total = rows.sum(axis=0).astype(np.int64)
+        yield PartialSum(f"chunk {number}", chunk.size, total, chunk.size)
+
+
+def usable(contributions: FloatMatrix) -> FloatMatrix:
+    """Contributions [users, d] to one question, zero where they are not finite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        finite = np.isfinite(np.sqrt(np.vecdot(contributions, contributions)))
+    return contributions if finite.all() else np.where(finite[:, np.newaxis], contributions, 0.0)
+
+
+def _records(
+    question: Question,
+    users: UserStore,
+    asked: UserStore,
+    chunk: npt.NDArray[np.int64],
+) -> Records:
+    """Records of a chunk: columns from the store of its users, functions from that of all."""
+    if isinstance(question.of, str):
+        return records_of_column(asked, question.of, question.scalar)
+    return records_of_function(users, chunk, question.of, question.scalar)
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What one survey released; safe to show.
+
+    Attributes:
+        answers: one per question, in their order.
+        attempt: which attempt at the round succeeded, from 0.
+        charge_hash: hash of the round's row in the ledger.
+    """
+
+    answers: tuple[Answer, ...]
+    attempt: int
+    charge_hash: str
+
+    def __getitem__(self, question: str) -> Answer:
+        """The answer to the question of this name.
+
+        Raises:
+            InvalidValueError: there is none.
+        """
+        by_name = {answer.question: answer for answer in self.answers}
+        if question not in by_name:
+            raise InvalidValueError(
+                f"nobody asked question {question!r}; {known_names(question, by_name)}"
+            )
+        return by_name[question]
+
+
+def ask(survey: Survey, users: UserStore, books: Books, entropy: Entropy) -> Answers:
+    """Ask the users and release the noised answers.
+
+    Guarantees:
+
+    * one charge is durable in the ledger before any noise is drawn, and covers all answers;
+    * one user more or less moves the sums of all questions, each divided by its σ, by at most 1/z
+      together (McMahan et al. 2018, equation (1));
+    * who took part is recorded, and committed to by the charge;
+    * where the budget would be passed, nobody is asked, nothing is charged and nothing released;
+    * an empty cohort is charged and answered like any other;
+    * asking again, for one that was interrupted or one more, is a new attempt at the round: fresh
+      cohort, fresh noise and a new charge.
+
+    Args:
+        survey: what is asked.
+        users: data of all enrolled users.
+        books: ledger, participation record and budget.
+        entropy: where cohort and noise come from.
+
+    Raises:
+        BudgetExceededError: asking would pass the budget.
+        DataError: the users' columns do not fit the questions.
+        InvalidValueError: there are not as many users as are enrolled.
+        LedgerError: the ledger or the record cannot be believed or written; nothing is released.
+    """
+    survey.check(users)
+    books.refuse_if_beyond(survey.event, f"run {survey.run}, round {survey.round}")
+    attempt = books.next_attempt(survey.run, survey.round)
+    cohort = survey.mechanism.draw_cohort(entropy, _purpose("sampling", survey, attempt))
+    commitment = books.record(survey.run, survey.round, attempt, cohort)
+    clipping = survey.mechanism.average.sum_query.clipping
+    total = add_up(collect(survey, users, cohort), clipping, cohort.size).total
+    charge = books.charge(
+        survey.run, survey.round, attempt, commitment, survey.event, entropy.randomness
+    )
+    average = _released(survey, total, charge, entropy)
+    return Answers(survey.answers(average), attempt, charge.hash)
+
+
+def _released(
+    survey: Survey, total: IntegerVector, charge: Charge, entropy: Entropy
+) -> FloatVector:
+    """Noise the total [D] once and average it, if that is what was charged."""
+    charged = charge.redeem()
+    if charged != survey.event:
+        raise LedgerError(f"the event charged is {charged}, not {survey.event}")
+    purpose = _purpose("noise", survey, charge.attempt)
+    average, realised = survey.mechanism.release(total, entropy, purpose)
+    if realised != charged:
+        raise LedgerError(f"the event realised is {realised}, not the one charged, {charged}")
+    return average
+
+
+def _purpose(stream: str, survey: Survey, attempt: int) -> str:
+    return f"{stream}/{survey.run}/{survey.round}/{attempt}"

@@ -9,13 +9,11 @@ synthetic users. Only NumPy is imported until a loader needs more.
 from fedpriv.data import partition
 from fedpriv.data.arrays import from_arrays, from_grouped
 from fedpriv.data.digits import load_digits
-from fedpriv.data.flower_partitioners import from_partitioner, redeal
-from fedpriv.data.huggingface import from_dataset
+from fedpriv.data.hugging_face import from_dataset, from_partitioner, redeal
 from fedpriv.data.mnist import load_mnist_writers
-from fedpriv.data.population import Population
+from fedpriv.data.population import Population, UserStore
 from fedpriv.data.registry import load_population
 from fedpriv.data.shakespeare import load_shakespeare_roles
-from fedpriv.data.store import UserStore
 from fedpriv.data.synthetic import synthetic_population
 
 __all__ = [

@@ -6,9 +6,8 @@ from typing import Protocol, Self, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data.ids import as_id_array
 from fedpriv.data.partition import number_ids, partition
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore, as_id_array
 from fedpriv.errors import DataError
 
 

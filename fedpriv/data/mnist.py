@@ -1,23 +1,109 @@
-"""MNIST with its writers as users, the natural unit of privacy."""
+"""Where MNIST's files lie and what is in them; the idx format of gzip-compressed arrays.
 
+MNIST with its writers as users, the natural unit of privacy.
+"""
+
+import gzip
+import math
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.data.arrays import from_arrays
-from fedpriv.data.mnist_files import (
-    TEST_IMAGES,
-    TEST_LABELS,
-    TRAIN_IMAGES,
-    TRAIN_LABELS,
-    find_mnist,
-    read_idx,
-    read_train_writers,
-)
-from fedpriv.data.population import Population
-from fedpriv.data.store import UserStore
+from fedpriv.data.files import find_folder, read_npz
+from fedpriv.data.population import Population, UserStore
 from fedpriv.errors import DataError
+
+TRAIN_IMAGES = "train-images-idx3-ubyte.gz"
+TRAIN_LABELS = "train-labels-idx1-ubyte.gz"
+TEST_IMAGES = "t10k-images-idx3-ubyte.gz"
+TEST_LABELS = "t10k-labels-idx1-ubyte.gz"
+WRITERS = "mnist_writers.npz"
+QMNIST_TRAIN_LABELS = "qmnist-train-labels-idx2-int.gz"
+
+_WRITER_COLUMN = 2
+_IDX_DTYPES = {0x08: ">u1", 0x0C: ">i4"}
+_MNIST_SOURCE = "MNIST's four idx files are at https://ossci-datasets.s3.amazonaws.com/mnist/"
+_QMNIST_SOURCE = f"{QMNIST_TRAIN_LABELS} is at https://github.com/facebookresearch/qmnist"
+
+
+def find_mnist(folder: str | Path | None) -> Path:
+    """Folder that holds MNIST: the one given or FEDPRIV_DATA's, or `mnist` inside it.
+
+    Raises:
+        DataError: no folder is named, or a file is in neither place; the sentence says which
+            file, where it was looked for, and where it can be had.
+    """
+    place = find_folder(folder, "MNIST", TRAIN_IMAGES, _MNIST_SOURCE)
+    for name in (TRAIN_LABELS, TEST_IMAGES, TEST_LABELS):
+        if not (place / name).is_file():
+            raise DataError(f"{name} is absent from {place}; {_MNIST_SOURCE}")
+    return place
+
+
+def read_idx(path: Path, dimensions: int) -> NDArray[np.integer]:
+    """Read a gzip-compressed idx file of bytes or of 32-bit integers.
+
+    The format: two zero bytes, a type code (0x08 unsigned byte, 0x0C int), the number of
+    dimensions, each dimension as a big-endian 32-bit integer, then the values, big-endian.
+
+    Args:
+        path: the file.
+        dimensions: how many dimensions its array must have.
+
+    Returns:
+        The array, uint8 or int32.
+
+    Raises:
+        DataError: not gzip, cut short, a wrong magic number, or a size that is not its header's.
+    """
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    dtype = _IDX_DTYPES.get(content[2]) if content[:2] == b"\0\0" and len(content) > 3 else None
+    if dtype is None or content[3] != dimensions:
+        raise DataError(
+            f"{path} has the magic number 0x{content[:4].hex()}; "
+            f"it must be 0x00000{0x800 + dimensions:x} (bytes) or 0x00000{0xC00 + dimensions:x}"
+        )
+    start = 4 + 4 * dimensions
+    if len(content) < start:
+        raise DataError(f"{path} ends within its header of {start} bytes")
+    shape = struct.unpack_from(f">{dimensions}I", content, 4)
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if len(content) - start != size:
+        raise DataError(
+            f"{path} has {len(content) - start} bytes of values; its header says {size}"
+        )
+    values = np.frombuffer(content, dtype=dtype, offset=start).reshape(shape)
+    return values.astype(values.dtype.newbyteorder("="))
+
+
+def read_train_writers(folder: Path) -> NDArray[np.integer]:
+    """NIST writer of each training image, from mnist_writers.npz or else from QMNIST's labels.
+
+    Raises:
+        DataError: both files are absent, or the one that is there is damaged.
+    """
+    derived, original = folder / WRITERS, folder / QMNIST_TRAIN_LABELS
+    if derived.is_file():
+        writers = read_npz(derived).get("train_writer")
+        if writers is None or writers.ndim != 1 or writers.dtype.kind not in "iu":
+            raise DataError(f"{derived} holds no list of integers train_writer")
+        return writers.astype(np.int64)
+    if not original.is_file():
+        raise DataError(
+            f"{WRITERS} and {QMNIST_TRAIN_LABELS} are absent from {folder}; {_QMNIST_SOURCE}"
+        )
+    columns = read_idx(original, dimensions=2)
+    if columns.shape[1] <= _WRITER_COLUMN:
+        raise DataError(f"{original} has {columns.shape[1]} columns; the writer is column 2 of 8")
+    return columns[:, _WRITER_COLUMN]
+
 
 _MEAN, _STDDEV = 0.1307, 0.3081
 

@@ -11,9 +11,7 @@ from numbers import Real
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data.checks import check_count
-from fedpriv.data.ids import IdArray, as_id_array
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import IdArray, UserStore, as_id_array, check_count
 from fedpriv.errors import DataError, InvalidValueError
 
 

@@ -8,9 +8,9 @@ from fedpriv.importing import call_imported, check_options, import_function
 
 _LOADERS = {
     "digits": "fedpriv.data.digits:load_digits",
-    "hugging-face": "fedpriv.data.dataset_population:load_hugging_face",
+    "hugging-face": "fedpriv.data.hugging_face:load_hugging_face",
     "mnist-writers": "fedpriv.data.mnist:load_mnist_writers",
-    "redealt": "fedpriv.data.dataset_population:load_redealt",
+    "redealt": "fedpriv.data.hugging_face:load_redealt",
     "shakespeare-roles": "fedpriv.data.shakespeare:load_shakespeare_roles",
     "synthetic": "fedpriv.data.synthetic:synthetic_population",
 }

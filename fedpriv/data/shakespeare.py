@@ -9,10 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data.checks import check_count
-from fedpriv.data.folders import find_folder
-from fedpriv.data.population import Population
-from fedpriv.data.store import UserStore
+from fedpriv.data.files import find_folder
+from fedpriv.data.population import Population, UserStore, check_count
 from fedpriv.errors import DataError
 
 FILE = "tff_shakespeare.jsonl.gz"

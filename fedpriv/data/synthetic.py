@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data.checks import check_count
-from fedpriv.data.population import Population
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import Population, UserStore, check_count
 from fedpriv.errors import InvalidValueError
 
 _CLASS_RADIUS = 4.0

@@ -1,9 +1,6 @@
 """Local training of many users at once in torch, behind the in-process transport."""
 
-from fedpriv.engine.diagnostics import SimulationOnlyDiagnostics
-from fedpriv.engine.metric_checks import check_metrics
-from fedpriv.engine.metric_kinds import own_metrics
-from fedpriv.engine.metrics import metric
+from fedpriv.engine.metrics import SimulationOnlyDiagnostics, check_metrics, metric, own_metrics
 from fedpriv.engine.task import Task, check_task
 from fedpriv.engine.transport import InProcessTransport, device_named
 

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task
-from fedpriv.federated.transport import LocalTraining
+from fedpriv.privacy.round import LocalTraining
 
 Integers = npt.NDArray[np.int64]
 

@@ -21,15 +21,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import Integers, Rung, by_rung
-from fedpriv.engine.chunks import Chunk
-from fedpriv.engine.clipping import lanes_as_rows
-from fedpriv.engine.start import Start
-from fedpriv.engine.trainer import Trainer
-from fedpriv.engine.updates import Updates
+from fedpriv.engine.task import Start
+from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.errors import ModelError
-from fedpriv.federated.transport import LocalTraining, RoundRequest
+from fedpriv.privacy.clipping_torch import Updates, lanes_as_rows
+from fedpriv.privacy.round import LocalTraining, RoundRequest
 
 _log = logging.getLogger(__name__)
 

@@ -1,8 +1,30 @@
-"""What is trained: a torch module, a loss, and the names of the data fields they read."""
+"""Batch normalisation without mixing examples or users: by running statistics, also in training.
+
+A layer of `torch.nn.BatchNorm1d`, `2d` or `3d` is replaced by `RunningNorm`, which has its
+parameters and running statistics under the same names. Local training leaves the statistics as
+they are; the server moves them by a private metric, "batch-norm".
+
+Activations of fewer bits, as `torch.autocast` has them, while users train.
+
+Under "bfloat16" the products of layers take and give numbers of 8 significant bits, which are half
+as long in memory and which processors made for them multiply faster. What lasts longer than a step
+stays float32: parameters, losses, gradients by parameters, updates and all sums of them. So does
+everything that is measured.
+
+What is trained: a torch module, a loss, and the names of the data fields they read.
+
+Torch's own generators, which draw dropout masks, for as long as a user trains.
+
+The model at the start of a round, on the device where users train.
+"""
 
 import copy
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -10,12 +32,228 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fedpriv.engine.normalisation import running_norms, without_batch_norm
-from fedpriv.errors import ModelError
+from fedpriv.errors import InvalidValueError, ModelError
+from fedpriv.privacy.clipping_torch import TorchTensors
+from fedpriv.privacy.round import RoundRequest
+
+_REPLACED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class RunningNorm(nn.Module):
+    """A batch normalisation (Ioffe & Szegedy 2015) that is in evaluation mode for good.
+
+    Output is x̂·weight + bias per channel with x̂ = (x − running_mean)/√(running_var + eps), so that
+    examples do not mix and no buffer changes.
+
+    Args:
+        layer: the layer to replace; its parameters become those of this one.
+    """
+
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+
+    def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> None:
+        super().__init__()
+        if layer.running_mean is None or layer.running_var is None:
+            raise ModelError("a layer without running statistics cannot normalise with them")
+        self.eps = layer.eps
+        self.weight, self.bias = layer.weight, layer.bias
+        self.register_buffer("running_mean", layer.running_mean.clone())
+        self.register_buffer("running_var", layer.running_var.clone())
+
+    @property
+    def channels(self) -> int:
+        """Number of channels."""
+        return len(self.running_mean)
+
+    def standardised(self, x: torch.Tensor) -> torch.Tensor:
+        """x̂ of inputs [n, channels, …]: same shape."""
+        shape = (1, -1, *[1] * (x.dim() - 2))
+        scale = torch.rsqrt(self.running_var + self.eps)
+        return (x - self.running_mean.view(shape)) * scale.view(shape)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise inputs [n, channels, …]."""
+        shape = (1, -1, *[1] * (x.dim() - 2))
+        x = self.standardised(x)
+        if self.weight is not None:
+            x = x * self.weight.view(shape) + self.bias.view(shape)
+        return x
+
+
+def without_batch_norm(model: nn.Module) -> nn.Module:
+    """The model with `RunningNorm` for every batch normalisation.
+
+    A model without any is returned as it is; any other is copied first.
+
+    Raises:
+        ModelError: a layer mixes examples or keeps statistics of them in a way that cannot be
+            replaced; it is named.
+    """
+    layers = dict(model.named_modules(remove_duplicate=False))
+    for name, layer in layers.items():
+        _refuse_state(name, layer)
+    if not any(type(layer) in _REPLACED for layer in layers.values()):
+        return model
+    model = copy.deepcopy(model)
+    new: dict[nn.Module, RunningNorm] = {}
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(layer, _REPLACED):
+            new.setdefault(layer, RunningNorm(layer))
+            parent, _, child = name.rpartition(".")
+            if not name:
+                return new[layer]
+            setattr(model.get_submodule(parent), child, new[layer])
+    return model
+
+
+def running_norms(model: nn.Module) -> dict[str, RunningNorm]:
+    """The layers that normalise with running statistics, by name, in the order of the model."""
+    return {n: layer for n, layer in model.named_modules() if isinstance(layer, RunningNorm)}
+
+
+@contextmanager
+def recorded_moments(model: nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
+    """Record, in forward passes inside, the moments of what running norms see.
+
+    Yields:
+        Name of each layer, in the order of the model → for each call [n, 2·channels]: per example
+        the means of x̂ over positions, then those of x̂² − 1.
+    """
+    layers = running_norms(model)
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
+
+    def record(name: str, layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if isinstance(layer, RunningNorm):
+            x = layer.standardised(inputs[0])
+            x = x.reshape(*x.shape[:2], -1)
+            seen[name].append(torch.cat([x.mean(2), x.square().mean(2) - 1.0], 1))
+
+    handles = [
+        layer.register_forward_pre_hook(partial(record, name)) for name, layer in layers.items()
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _refuse_state(name: str, layer: nn.Module) -> None:
+    """Raise for layers whose output for one example depends on others or on the past."""
+    # torch has no public common base of the normalisations with running statistics.
+    batch_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+    tracking = bool(getattr(layer, "track_running_stats", False))
+    replaced = type(layer) in _REPLACED and tracking
+    if (batch_norm or tracking) and not replaced:
+        raise ModelError(
+            f"layer {name!r} is {type(layer).__name__}, which mixes examples or keeps statistics "
+            "of them; replace it by GroupNorm, or by BatchNorm that tracks running statistics"
+        )
+
+
+Activations = Literal["float32", "bfloat16"]
+
+_SMALLEST = torch.finfo(torch.float32).tiny
+_OF_A_THREAD = 2**15  # numbers, of which torch gives no thread fewer where there are several
+
+
+def activations_named(name: object) -> Activations:
+    """Activations of a name.
+
+    Raises:
+        InvalidValueError: there are none of this name.
+    """
+    for known in get_args(Activations):
+        if name == known:
+            found: Activations = known
+            return found
+    raise InvalidValueError(f"activations is {name!r}; legal are float32 and bfloat16")
+
+
+def outputs_of(
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    x: torch.Tensor,
+    activations: Activations,
+    device: torch.device,
+) -> torch.Tensor:
+    """Outputs of a model in training; whatever the activations, outputs are not lowered.
+
+    The backward pass computes in the types of this one, outside of autocast.
+
+    Args:
+        model: the model.
+        tensors: what to put in place of parameters and buffers of these names.
+        x: inputs.
+        activations: of the forward pass.
+        device: where the model computes.
+    """
+    if activations == "float32":
+        return _outputs(model, tensors, x)
+    # Users' weights are lowered anew in each step, so there is nothing to keep.
+    with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+        outputs = _outputs(model, tensors, x)
+    return outputs.float()
+
+
+def _outputs(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
+    # Putting nothing in place costs as much as a small layer.
+    outputs: torch.Tensor = functional_call(model, dict(tensors), (x,)) if tensors else model(x)
+    return outputs
+
+
+def lowered(x: torch.Tensor) -> torch.Tensor:
+    """A tensor in the type that products have in the forward pass under way."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+@contextmanager
+def plain_arithmetic(device: torch.device) -> Iterator[None]:
+    """Compute as the numbers' types say, whatever the caller has set in this thread.
+
+    An autocast around it would round to fewer bits, and flushed subnormal numbers would be zero;
+    without gradients nothing would be learnt.
+
+    Args:
+        device: where users train.
+    """
+    flushed = bool(torch.full((), _SMALLEST) / 2 == 0)
+    torch.set_flush_denormal(False)
+    try:
+        with (
+            torch.inference_mode(mode=False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast(device.type, enabled=False),
+        ):
+            yield
+    finally:
+        torch.set_flush_denormal(flushed)
+
+
+def refuse_flushing_threads() -> None:
+    """Refuse to compute where torch's own threads take subnormal numbers for zero.
+
+    They do if they began while their maker did, and nothing here can change them: what a user gets
+    would depend on who trains it.
+
+    Raises:
+        InvalidValueError: one of them does.
+    """
+    halves = torch.full((torch.get_num_threads() * _OF_A_THREAD,), _SMALLEST) / 2
+    if not bool(halves.all()):
+        raise InvalidValueError(
+            "threads of torch take subnormal numbers for zero, since they began after "
+            "torch.set_flush_denormal(True); it must not be called before users train"
+        )
+
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MetricFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-TorchTensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -148,8 +386,7 @@ def _check_losses(losses: torch.Tensor, examples: int) -> None:
 def _check_copy(task: Task, constants: TorchTensors, x: torch.Tensor) -> None:
     """Refuse a model of which a copy gives anything else than itself at the same parameters.
 
-    A copy that calls the original reads the original's parameters, and two threads that swap in
-    their users' would then train with each other's.
+    A copy that calls the original reads the original's parameters, not those of its own users.
     """
     generator = torch.Generator().manual_seed(0)
     moved = {
@@ -188,3 +425,76 @@ def _mixes(task: Task, constants: TorchTensors, x: torch.Tensor, y: torch.Tensor
             outputs = functional_call(evaluated.model, {**parameters, **constants}, (rows[0],))
             seen.append((outputs[:1], task.losses_of(outputs, rows[1])[:1]))
     return not all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
+
+
+@contextmanager
+def seeded(local_key: bytes, user: int, device: torch.device) -> Iterator[None]:
+    """Seed the generators of the CPU and of a device, and put them back afterwards.
+
+    Args:
+        local_key: 32 bytes of this round.
+        user: the user's position in the population.
+        device: where the user trains.
+    """
+    own = hashlib.sha256(local_key + user.to_bytes(8, "little")).digest()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(int.from_bytes(own[:8], "little") >> 1)
+        yield
+
+
+def draws(task: Task, constants: TorchTensors, x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether training draws from torch's generators, which all threads share.
+
+    Args:
+        task: the task.
+        constants: frozen parameters and buffers, on the device where users train.
+        x: [1, …] one input.
+        y: [1, …] one target.
+
+    Returns:
+        True also if it cannot be known, since the task cannot be evaluated on the example.
+    """
+    device = next(iter(task.model.parameters())).device
+    parameters = {n: p.detach() for n, p in task.model.named_parameters() if p.requires_grad}
+    on_cpu = {name: tensor.to(device) for name, tensor in constants.items()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        before = torch.random.get_rng_state()
+        try:
+            task.example_losses(parameters, on_cpu, x.to(device), y.to(device))
+        except Exception:
+            return True
+        return not torch.equal(before, torch.random.get_rng_state())
+
+
+@dataclass(frozen=True)
+class Start:
+    """What all users of a round start from; nobody writes to it.
+
+    Attributes:
+        parameters: what is trained.
+        constants: frozen parameters and buffers.
+    """
+
+    parameters: TorchTensors
+    constants: TorchTensors
+
+    @classmethod
+    def of(cls, request: RoundRequest, constants: TorchTensors, device: torch.device) -> "Start":
+        """Copy the tensors of a request to a device.
+
+        Args:
+            request: of the round; its running statistics replace those among the constants.
+            constants: of the task, on the device.
+            device: where users train.
+        """
+        statistics = _on(device, request.statistics)
+        return cls(_on(device, request.parameters), constants | statistics)
+
+    @property
+    def tensors(self) -> TorchTensors:
+        """The whole model."""
+        return self.parameters | self.constants
+
+
+def _on(device: torch.device, arrays: Mapping[str, npt.NDArray[np.float32]]) -> TorchTensors:
+    return {name: torch.tensor(array, device=device) for name, array in arrays.items()}

@@ -8,25 +8,24 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import Integers, by_rung
-from fedpriv.engine.chunks import Chunk, ChunkSum, blank, sizes_of
-from fedpriv.engine.diagnostics import (
+from fedpriv.engine.isolation import Isolation
+from fedpriv.engine.metrics import (
     ChunkDiagnostics,
     SimulationOnlyDiagnostics,
+    check_metrics,
     diagnose_round,
 )
-from fedpriv.engine.isolation import Isolation
-from fedpriv.engine.metric_checks import check_metrics
-from fedpriv.engine.precision import (
+from fedpriv.engine.task import (
     Activations,
+    Start,
+    Task,
     activations_named,
     plain_arithmetic,
     refuse_flushing_threads,
 )
-from fedpriv.engine.start import Start
-from fedpriv.engine.task import Task
-from fedpriv.engine.trainer import Trainer
+from fedpriv.engine.trainer import Chunk, ChunkSum, Trainer, blank, sizes_of
 from fedpriv.engine.workers import (
     TrainerProcess,
     can_fork,
@@ -35,7 +34,7 @@ from fedpriv.engine.workers import (
     packed,
 )
 from fedpriv.errors import InvalidValueError
-from fedpriv.federated.transport import PartialSum, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
 
 _T = TypeVar("_T")
 

@@ -27,12 +27,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpriv.engine.chunks import Chunk, ChunkSum
-from fedpriv.engine.matmul import blas_threads
-from fedpriv.engine.start import Start
-from fedpriv.engine.trainer import Trainer
+from fedpriv.engine.task import Start
+from fedpriv.engine.trainer import Chunk, ChunkSum, Trainer
 from fedpriv.errors import WorkerError
-from fedpriv.federated.transport import RoundRequest
+from fedpriv.privacy.clipping_torch import blas_threads
+from fedpriv.privacy.round import RoundRequest
 
 Message = tuple[bytes | int | None, Chunk]
 """A request, or its length in the memory for it, or None if it is that of the last message; and

@@ -4,22 +4,27 @@ Small enough to audit: together with `fedpriv.accounting` it is all that the gua
 """
 
 from fedpriv.privacy.clipping import clip
-from fedpriv.privacy.entropy import Entropy, OperatingSystemEntropy, SeededEntropy
-from fedpriv.privacy.groups import VectorGroup, flat, joint, layers, per_layer
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.layout import Layout, VectorGroup, flat, joint, layers, per_layer
 from fedpriv.privacy.mechanism import PoissonGaussianMechanism
+from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.query import GaussianAverageQuery, GaussianSumQuery
+from fedpriv.privacy.round import Books, LocalTraining, PartialSum, RoundRequest, Transport
 from fedpriv.privacy.sampling import PoissonSampling
 
 __all__ = [
+    "Books",
     "Entropy",
     "GaussianAverageQuery",
     "GaussianSumQuery",
     "Layout",
+    "LocalTraining",
     "OperatingSystemEntropy",
+    "PartialSum",
     "PoissonGaussianMechanism",
     "PoissonSampling",
+    "RoundRequest",
     "SeededEntropy",
+    "Transport",
     "VectorGroup",
     "clip",
     "flat",

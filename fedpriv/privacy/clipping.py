@@ -1,47 +1,34 @@
-"""The clipping function π_S, into whole numbers of steps, so that its bound is exact."""
+"""The clipping function π_S, into whole numbers of steps, so that its bound is exact.
 
+What one user adds to a sum: whole numbers of steps, bounded group by group.
+"""
+
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
-
-SMALLEST_CLIPPING_NORM = 1e-30
-LARGEST_CLIPPING_NORM = 1e30
+from fedpriv.privacy.layout import (
+    FloatVector,
+    Layout,
+    Tensors,
+    VectorGroup,
+    check_clipping_norm,
+    check_partition,
+    granularity,
+    squared_bound,
+)
 
 FloatMatrix = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
-_BITS = 24  # of a clipping norm, in steps; as many as float32 has
 _COARSE = ~((1 << 29) - 1)  # keeps the first 24 bits of a float64
 _SHRINK = 1.0 - 2.0**-20
-
-
-def check_clipping_norm(clipping_norm: float, owner: str) -> None:
-    """Raise InvalidValueError unless the norm is one that float32 engines can clip to."""
-    if not SMALLEST_CLIPPING_NORM <= clipping_norm <= LARGEST_CLIPPING_NORM:
-        raise InvalidValueError(
-            f"clipping_norm of {owner} is {clipping_norm}; it must be positive, "
-            f"from {SMALLEST_CLIPPING_NORM} to {LARGEST_CLIPPING_NORM}"
-        )
-
-
-def granularity(clipping_norm: float) -> float:
-    """γ, the largest power of two that is at most S·2^-24: the step of what users contribute.
-
-    >>> granularity(1.5) == 2.0**-24
-    True
-    """
-    return math.ldexp(1.0, math.frexp(clipping_norm)[1] - 1 - _BITS)
-
-
-def squared_bound(clipping_norm: float) -> int:
-    """B = ⌊(S/γ)²⌋, exactly; from 2^48 to 2^50. Integers a with Σaᵢ² ≤ B have γ·‖a‖₂ ≤ S."""
-    # The quotient is exact, since γ is a power of two.
-    above, below = (clipping_norm / granularity(clipping_norm)).as_integer_ratio()
-    return above * above // (below * below)
 
 
 def clip(vector: npt.NDArray[np.floating], clipping_norm: float) -> npt.NDArray[np.int64]:
@@ -129,3 +116,213 @@ def _squares(pieces: Sequence[FloatMatrix]) -> npt.NDArray[np.float64]:
 def _coarse(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Positive numbers with the first 24 bits alone, hence no larger."""
     return (numbers.view(np.int64) & _COARSE).view(np.float64)
+
+
+_log = logging.getLogger(__name__)
+
+IntegerVector = npt.NDArray[np.int64]
+
+MOST_WEIGHT = 2**31
+_BLOCK = 2**13  # numbers whose squares are added up at a time
+
+
+@dataclass(frozen=True)
+class Indicator:
+    """A tensor that says of some groups whether a user's part was *not* clipped.
+
+    Each component is +1/2 if the group's part was within its norm, −1/2 if it was clipped, and 0
+    for a user that contributes nothing. Centred like this, one user moves it by half as much.
+
+    Attributes:
+        tensor: its name in the layout; its shape is [number of groups].
+        groups: names of the groups, in order.
+    """
+
+    tensor: str
+    groups: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How the tensors of one user become the integers [D] that it adds to a sum.
+
+    Group g is counted in steps of γ_g, its granularity, of the *scaled* tensors u_j = v_j/α_j.
+
+    Attributes:
+        layout: all tensors of a contribution: the update, metrics and the indicator.
+        groups: a partition of the tensors.
+        indicator: where whether groups were clipped is written; None if nobody asks.
+        weighted: names of the groups whose parts are multiplied by the user's weight.
+        weight_cap: c ≥ 1; a user's weight is m/c for a whole number m from 0 to c.
+
+    Raises:
+        InvalidValueError: groups are no partition, a name is not that of a group, or c < 1.
+    """
+
+    layout: Layout
+    groups: tuple[VectorGroup, ...]
+    indicator: Indicator | None = None
+    weighted: tuple[str, ...] = ()
+    weight_cap: int = 1
+
+    def __post_init__(self) -> None:
+        check_partition(self.layout, self.groups)
+        if not 1 <= self.weight_cap <= MOST_WEIGHT:
+            raise InvalidValueError(
+                f"weight_cap is {self.weight_cap}; it must be from 1 to {MOST_WEIGHT}"
+            )
+        names = [group.name for group in self.groups]
+        asked = self.indicator.groups if self.indicator else ()
+        for name in (*self.weighted, *asked):
+            if name not in names:
+                raise InvalidValueError(f"there is no vector group {name!r}; there are {names}")
+        if self.indicator is not None:
+            self._check_indicator(self.indicator)
+
+    def _check_indicator(self, indicator: Indicator) -> None:
+        """It is written after clipping, so its group must be wide enough for any of its values."""
+        count, size = len(indicator.groups), self.layout.sizes.get(indicator.tensor)
+        if size != count:
+            raise InvalidValueError(
+                f"tensor {indicator.tensor!r} has size {size}; it must be the {count} of its groups"
+            )
+        (group,) = [g for g in self.groups if indicator.tensor in g.tensors]
+        if group.tensors != (indicator.tensor,) or group.scales != (1.0,):
+            raise InvalidValueError(
+                f"tensor {indicator.tensor!r} shares group {group.name!r} or has a scale; it must "
+                "be alone and have none"
+            )
+        # A half must be a whole number of steps, and all halves together within the bound.
+        half = int(0.5 / group.granularity)
+        if group.name in self.weighted or not 1 <= count * half**2 <= group.squared_bound:
+            raise InvalidValueError(
+                f"group {group.name!r} is weighted or has clipping_norm {group.clipping_norm}; it "
+                f"must have no weight and a norm of at least {math.sqrt(count) / 2}, below 2^24"
+            )
+
+    def contribution(self, tensors: Tensors, weight: int | None = None) -> IntegerVector:
+        """What one user adds to the sum, in steps: [D]; total.
+
+        Guarantees: the part of each group g has Σaᵢ² ≤ B_g, its `squared_bound`, and
+        Σaᵢ² ≤ (m/c)²·B_g if it is weighted, exactly, whatever the tensors and the weight;
+        malformed tensors (missing, unknown or misshapen, not floating point) contribute zero
+        everywhere, and so do one component that is not finite, in any group, and a weight that is
+        no whole number from 0 to c.
+
+        Args:
+            tensors: all tensors of the layout but the indicator.
+            weight: m of the user; None: c.
+        """
+        units = self.weight_cap if weight is None else weight
+        if not 0 <= units <= self.weight_cap or units != int(units):
+            _log.warning("a user counts as zero: its weight is not from 0 to %d", self.weight_cap)
+            return np.zeros(self.layout.dimension, np.int64)
+        try:
+            row: FloatMatrix = self.layout.flatten({**tensors, **self._unknown})[np.newaxis]
+        except InvalidValueError as error:
+            _log.warning("a malformed update counts as zero: %s", error)
+            return np.zeros(self.layout.dimension, np.int64)
+        self.clip_rows(row, np.array([units]))
+        contribution: IntegerVector = row[0].astype(np.int64)
+        return contribution
+
+    def clip_rows(self, rows: FloatMatrix, weights: IntegerVector) -> None:
+        """Make contributions of the tensors of several users, in place, each row by itself.
+
+        Guarantees: those of `contribution` for each row; afterwards all numbers are whole, so that
+        sums of rows are exact in float64 for up to 2^28 of them.
+
+        Args:
+            rows: [C, D] contiguous rows, in the order of the layout; the indicator's may be any.
+            weights: m of each user, [C], from 0 to c.
+        """
+        within: dict[str, Flags] = {}
+        finite = np.ones(len(rows), np.bool_)
+        written = self.indicator.tensor if self.indicator else None
+        for group, spans in zip(self.groups, self.spans, strict=True):
+            if group.tensors == (written,):
+                continue
+            self._divide_by_scales(rows, group)
+            weighing = (weights, self.weight_cap) if group.name in self.weighted else None
+            pieces = [rows[:, span] for span in spans]
+            within[group.name], sound = clip_rows(pieces, group.clipping_norm, weighing)
+            finite &= sound
+        if self.indicator is not None:
+            (step,) = (g.granularity for g in self.groups if g.tensors == (written,))
+            said = np.stack([within[name] for name in self.indicator.groups], axis=1)
+            rows[:, self.layout.slices[self.indicator.tensor]] = (said - 0.5) / step
+        if not finite.all():
+            rows[~finite] = 0.0
+
+    def _divide_by_scales(self, rows: FloatMatrix, group: VectorGroup) -> None:
+        for tensor, scale in zip(group.tensors, group.scales, strict=True):
+            if scale != 1.0:
+                with np.errstate(over="ignore"):  # what is infinite counts as zero
+                    rows[:, self.layout.slices[tensor]] /= scale
+
+    def admits(self, total: IntegerVector, users: int, weight: int) -> bool:
+        """Whether `total` can be a sum of the contributions of some users.
+
+        That is, whether it has the shape, is of integers, and the part of each group has at most
+        the norm that so many users, or users of so much weight, can have together.
+
+        Args:
+            total: [D].
+            users: how many at most.
+            weight: sum of their m.
+        """
+        if total.shape != (self.layout.dimension,) or total.dtype != np.int64:
+            return False
+        for group, spans in zip(self.groups, self.spans, strict=True):
+            heavy = group.name in self.weighted
+            most, whole = (weight, self.weight_cap) if heavy else (users, 1)
+            limit = most * most * group.squared_bound // whole**2
+            # An honest sum of many users must not fail by rounding; one user's squares are exact.
+            slack = 1.0 + 2.0**-30 if limit >= 2**53 else 1.0
+            if not _integer_squares(total[span] for span in spans) <= limit * slack:
+                return False
+        return True
+
+    @cached_property
+    def spans(self) -> tuple[tuple[slice, ...], ...]:
+        """Where each group lies in the vector, its tensors in order.
+
+        Tensors that follow each other share a slice.
+        """
+        return tuple(
+            _joined(self.layout.slices[tensor] for tensor in group.tensors) for group in self.groups
+        )
+
+    @property
+    def steps(self) -> FloatVector:
+        """What one step of each component is in the units of users' tensors, α·γ: [D]."""
+        steps = np.empty(self.layout.dimension)
+        for group in self.groups:
+            for tensor, scale in zip(group.tensors, group.scales, strict=True):
+                steps[self.layout.slices[tensor]] = scale * group.granularity
+        return steps
+
+    @cached_property
+    def _unknown(self) -> dict[str, FloatVector]:
+        """The indicator before anything was clipped."""
+        asked = self.indicator
+        return {asked.tensor: np.zeros(len(asked.groups))} if asked else {}
+
+
+def _joined(slices: Iterable[slice]) -> tuple[slice, ...]:
+    """The same positions in the same order, in as few slices as can be."""
+    joined: list[slice] = []
+    for piece in slices:
+        start = joined.pop().start if joined and joined[-1].stop == piece.start else piece.start
+        joined.append(slice(start, piece.stop))
+    return tuple(joined)
+
+
+def _integer_squares(parts: Iterable[IntegerVector]) -> float:
+    """Sum of squares; exact below 2^53, and otherwise off by less than a part in 2^30."""
+    return math.fsum(
+        float(np.dot(block, block))
+        for part in parts
+        for start in range(0, part.size, _BLOCK)
+        for block in [part[start : start + _BLOCK].astype(np.float64)]
+    )

@@ -1,5 +1,14 @@
-"""Named tensors as one flat vector, in one fixed order."""
+"""Steps of clipping norms.
 
+Named tensors as one flat vector, in one fixed order.
+
+Vector groups: which tensors are clipped together, to what norm, on what scales.
+
+Flat, per-layer and joint clipping are three ways to make groups; everything after them sees
+groups only (McMahan et al. 2018, section 3).
+"""
+
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +20,37 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
+
+SMALLEST_CLIPPING_NORM = 1e-30
+LARGEST_CLIPPING_NORM = 1e30
+
+_BITS = 24  # of a clipping norm, in steps; as many as float32 has
+
+
+def check_clipping_norm(clipping_norm: float, owner: str) -> None:
+    """Raise InvalidValueError unless the norm is one that float32 engines can clip to."""
+    if not SMALLEST_CLIPPING_NORM <= clipping_norm <= LARGEST_CLIPPING_NORM:
+        raise InvalidValueError(
+            f"clipping_norm of {owner} is {clipping_norm}; it must be positive, "
+            f"from {SMALLEST_CLIPPING_NORM} to {LARGEST_CLIPPING_NORM}"
+        )
+
+
+def granularity(clipping_norm: float) -> float:
+    """γ, the largest power of two that is at most S·2^-24: the step of what users contribute.
+
+    >>> granularity(1.5) == 2.0**-24
+    True
+    """
+    return math.ldexp(1.0, math.frexp(clipping_norm)[1] - 1 - _BITS)
+
+
+def squared_bound(clipping_norm: float) -> int:
+    """B = ⌊(S/γ)²⌋, exactly; from 2^48 to 2^50. Integers a with Σaᵢ² ≤ B have γ·‖a‖₂ ≤ S."""
+    # The quotient is exact, since γ is a power of two.
+    above, below = (clipping_norm / granularity(clipping_norm)).as_integer_ratio()
+    return above * above // (below * below)
+
 
 FloatVector = npt.NDArray[np.float64]
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -105,3 +145,161 @@ class Layout:
             name: vector[self.slices[name]].reshape(shape)
             for name, shape in zip(self.names, self.shapes, strict=True)
         }
+
+
+@dataclass(frozen=True)
+class VectorGroup:
+    """Tensors v_1…v_m that are clipped as the one vector u = (v_1/α_1, …, v_m/α_m).
+
+    Attributes:
+        name: how the ledger calls the group.
+        tensors: names of its tensors.
+        clipping_norm: S_g, the bound on ‖u‖₂.
+        scales: α_j > 0 for each tensor; all 1 unless the group is clipped jointly.
+
+    Raises:
+        InvalidValueError: no tensors, a bad clipping norm, or a scale that is not positive.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    clipping_norm: float
+    scales: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.tensors:
+            raise InvalidValueError(
+                f"group {self.name!r} has no tensors; it must have at least one"
+            )
+        check_clipping_norm(self.clipping_norm, f"group {self.name!r}")
+        if len(self.scales) != len(self.tensors):
+            raise InvalidValueError(
+                f"group {self.name!r} has {len(self.scales)} scales for {len(self.tensors)} "
+                "tensors; each tensor needs one"
+            )
+        for tensor, scale in zip(self.tensors, self.scales, strict=True):
+            if not 1e-12 <= scale <= 1e12:
+                raise InvalidValueError(
+                    f"scale of tensor {tensor!r} is {scale}; it must be from 1e-12 to 1e12"
+                )
+
+    @property
+    def granularity(self) -> float:
+        """γ_g, one step of the integers that users contribute, in the units of u."""
+        return granularity(self.clipping_norm)
+
+    @property
+    def squared_bound(self) -> int:
+        """B_g, the most that the squares of one user's integers add up to."""
+        return squared_bound(self.clipping_norm)
+
+    def dimension(self, layout: Layout) -> int:
+        """Number of components d_g."""
+        return sum(layout.sizes[tensor] for tensor in self.tensors)
+
+
+def check_partition(layout: Layout, groups: tuple[VectorGroup, ...]) -> None:
+    """Raise InvalidValueError unless every tensor is in exactly one group and names are unique."""
+    named = Counter(tensor for group in groups for tensor in group.tensors)
+    for tensor in layout.names:
+        if named[tensor] != 1:
+            raise InvalidValueError(
+                f"tensor {tensor!r} is in {named[tensor]} vector groups; it must be in one"
+            )
+    unknown = sorted(set(named) - set(layout.names))
+    if unknown:
+        raise InvalidValueError(f"vector groups name {unknown}; the tensors are {layout.names}")
+    if len({group.name for group in groups}) != len(groups):
+        raise InvalidValueError(f"names of vector groups {[g.name for g in groups]} are not unique")
+
+
+def layers(layout: Layout) -> dict[str, tuple[str, ...]]:
+    """Tensors by layer: the part of the name before the last dot.
+
+    >>> layers(Layout(("fc.weight", "fc.bias", "scale"), ((2, 2), (2,), ())))
+    {'fc': ('fc.weight', 'fc.bias'), 'scale': ('scale',)}
+    """
+    by_layer: dict[str, tuple[str, ...]] = {}
+    for name in layout.names:
+        layer = name.rpartition(".")[0] or name
+        by_layer[layer] = (*by_layer.get(layer, ()), name)
+    return by_layer
+
+
+def flat(layout: Layout, clipping_norm: float) -> tuple[VectorGroup, ...]:
+    """One group that holds everything."""
+    return (VectorGroup("update", layout.names, clipping_norm, (1.0,) * len(layout.names)),)
+
+
+def per_layer(
+    layout: Layout, parts: Mapping[str, tuple[str, ...]], clipping_norms: Mapping[str, float]
+) -> tuple[VectorGroup, ...]:
+    """One group per part, each with a norm of its own.
+
+    Args:
+        layout: the layout of the update.
+        parts: tensors of each part, e.g. `layers(layout)`.
+        clipping_norms: S_g of each part, e.g. from `equal_split`.
+
+    Raises:
+        InvalidValueError: a part has no norm, a norm has no part, or parts are no partition.
+    """
+    if set(parts) != set(clipping_norms):
+        odd = sorted(set(parts) ^ set(clipping_norms))
+        raise InvalidValueError(
+            f"clipping norms and parts differ in {odd}; each of {list(parts)} needs one norm"
+        )
+    groups = tuple(
+        VectorGroup(name, tensors, clipping_norms[name], (1.0,) * len(tensors))
+        for name, tensors in parts.items()
+    )
+    check_partition(layout, groups)
+    return groups
+
+
+def equal_split(parts: Mapping[str, tuple[str, ...]], clipping_norm: float) -> dict[str, float]:
+    """S_g = S/√G, so that Σ S_g² = S²."""
+    return {name: clipping_norm / math.sqrt(len(parts)) for name in parts}
+
+
+def split_by_dimension(
+    layout: Layout, parts: Mapping[str, tuple[str, ...]], clipping_norm: float
+) -> dict[str, float]:
+    """S_g = S·√(d_g/D), so that Σ S_g² = S² and every component has the same share."""
+    dimensions = {name: sum(layout.sizes[t] for t in tensors) for name, tensors in parts.items()}
+    total = layout.dimension
+    return {name: clipping_norm * math.sqrt(d / total) for name, d in dimensions.items()}
+
+
+def joint(
+    layout: Layout, clipping_norm: float, scales: Mapping[str, float]
+) -> tuple[VectorGroup, ...]:
+    """One group that holds everything, tensor j measured in units of α_j.
+
+    Args:
+        layout: the layout of the update.
+        clipping_norm: S, the bound on the norm of the scaled update.
+        scales: α_j > 0 per tensor, e.g. the norms expected of the tensors.
+
+    Raises:
+        InvalidValueError: a tensor has no scale or a scale no tensor.
+    """
+    if set(scales) != set(layout.names):
+        odd = sorted(set(scales) ^ set(layout.names))
+        raise InvalidValueError(f"scales and tensors differ in {odd}; each tensor needs one scale")
+    ordered = tuple(scales[name] for name in layout.names)
+    return (VectorGroup("update", layout.names, clipping_norm, ordered),)
+
+
+def scales_by_dimension(layout: Layout) -> dict[str, float]:
+    """Scales α_j ∝ d_j^(−1/4): the least noise in all, if all tensors' updates are equally long.
+
+    At noise multiplier z, tensor j gets noise of energy d_j·(zSα_j)². Users whose tensors all have
+    norm v need S² = v²·Σ 1/α_j² not to be clipped. The product Σ d_j·α_j² · Σ 1/α_j² is least for
+    α_j² ∝ 1/√d_j (Cauchy–Schwarz). The scales are normalised to Σ d_j·α_j² = D, so that joint
+    clipping adds as much noise in all as flat clipping at the same S.
+    """
+    sizes = {name: max(size, 1) for name, size in layout.sizes.items()}
+    energy = math.fsum(math.sqrt(size) for size in sizes.values())
+    total = math.fsum(sizes.values())
+    return {name: math.sqrt(total / energy) * size**-0.25 for name, size in sizes.items()}

@@ -1,5 +1,11 @@
-"""One object per round: it draws the cohort, knows the query and names the event."""
+"""Metrics: bounded vectors that users report beside their updates, released as private averages.
 
+Clipping norms that follow a quantile of the updates' norms (Andrew et al. 2019).
+
+One object per round: it draws the cohort, knows the query and names the event.
+"""
+
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,12 +13,156 @@ import numpy.typing as npt
 
 from fedpriv.accounting.events import RoundEvent
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.contribution import IntegerVector
-from fedpriv.privacy.entropy import Entropy
-from fedpriv.privacy.floored import FlooredAverageQuery
-from fedpriv.privacy.layout import FloatVector
-from fedpriv.privacy.query import GaussianAverageQuery, GaussianSumQuery
+from fedpriv.privacy.clipping import Indicator, IntegerVector
+from fedpriv.privacy.layout import FloatVector, VectorGroup
+from fedpriv.privacy.noise import Entropy
+from fedpriv.privacy.query import FlooredAverageQuery, GaussianAverageQuery, GaussianSumQuery
 from fedpriv.privacy.sampling import PoissonSampling
+
+PREFIX = "metrics/"
+"""Begins the names of tensors and vector groups of metrics."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A vector m of each user, of which the average over the cohort is released.
+
+    What a user contributes is m − centre, clipped to the radius. The tighter the ball around the
+    values that occur, the smaller the noise: it is proportional to the radius.
+
+    Attributes:
+        name: what it is, e.g. "accuracy"; whoever hosts users knows how to compute it.
+        shape: of the vector; () is a number.
+        centre: subtracted from every component before clipping, and added to the average.
+        radius: bound on the L2 norm of m − centre.
+        options: further numbers that computing it takes, e.g. thresholds.
+
+    Raises:
+        InvalidValueError: the name is empty, or a number is not finite or out of range.
+    """
+
+    name: str
+    shape: tuple[int, ...] = ()
+    centre: float = 0.0
+    radius: float = 1.0
+    options: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.name.isprintable():
+            raise InvalidValueError(
+                f"a metric is named {self.name!r}; a name must be printable and not empty"
+            )
+        if not math.isfinite(self.centre) or not all(map(math.isfinite, self.options)):
+            raise InvalidValueError(
+                f"metric {self.name!r} has centre {self.centre} and options {self.options}; they "
+                "must be finite"
+            )
+        _ = self.group  # a radius to which nothing can be clipped is refused here
+
+    @property
+    def tensor(self) -> str:
+        """Name of its tensor in a contribution, and of its vector group."""
+        return PREFIX + self.name
+
+    @property
+    def group(self) -> VectorGroup:
+        """The vector group that it makes."""
+        return VectorGroup(self.tensor, (self.tensor,), self.radius, (1.0,))
+
+
+@dataclass(frozen=True)
+class ReleasedMetric:
+    """A private average.
+
+    Attributes:
+        name: that of the metric.
+        value: noised average over the expected cohort, of the metric's shape. It is unbiased; a
+            cohort larger or smaller than expected moves it away from the centre or towards it.
+        noise_stddev: standard deviation of the noise in each component.
+    """
+
+    name: str
+    value: npt.NDArray[np.float64]
+    noise_stddev: float
+
+
+def released(
+    metrics: tuple[Metric, ...], average: FloatVector, query: GaussianAverageQuery
+) -> tuple[ReleasedMetric, ...]:
+    """The metrics in a released average.
+
+    Args:
+        metrics: those whose tensors are in the query's layout.
+        average: [D] what the query released.
+        query: the query.
+    """
+    tensors = query.sum_query.clipping.layout.unflatten(average)
+    stddevs = query.tensor_stddevs
+    return tuple(
+        ReleasedMetric(m.name, tensors[m.tensor] + m.centre, stddevs[m.tensor]) for m in metrics
+    )
+
+
+TENSOR = "unclipped"
+"""Name of the indicator's tensor and vector group."""
+_LEAST, _MOST = 1e-12, 1e12
+
+
+@dataclass(frozen=True)
+class AdaptiveClipping:
+    """Moves each clipping norm so that a share of the users, the quantile, is not clipped.
+
+    After a round with norm S and private fraction b of users that were not clipped, the next norm
+    is S·exp(−η·(b − γ)) (their Algorithm 1). What a round clips with and adds noise for is the norm
+    before it moves.
+
+    Attributes:
+        quantile: γ in (0, 1).
+        learning_rate: η > 0; a norm changes by at most a factor e^η in a round, about.
+        share: ω in (0, 1), the share of the round's privacy that counting the clipped takes.
+
+    Raises:
+        InvalidValueError: a number is out of range.
+    """
+
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+    share: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("quantile", "share"):
+            if not 0.0 < getattr(self, name) < 1.0:
+                raise InvalidValueError(
+                    f"{name} of adaptive clipping is {getattr(self, name)}; it must be in (0, 1)"
+                )
+        if not 0.0 < self.learning_rate <= 10.0:
+            raise InvalidValueError(
+                f"learning_rate of adaptive clipping is {self.learning_rate}; it must be in (0, 10]"
+            )
+
+    def step(self, norm: float, unclipped: float) -> float:
+        """The next clipping norm, within [1e-12, 1e12].
+
+        Args:
+            norm: S of this round.
+            unclipped: noised fraction of users that were not clipped. Noise may put it outside
+                [0, 1]; beyond, it counts as the nearer end.
+        """
+        fraction = min(max(unclipped, 0.0), 1.0)
+        moved = norm * math.exp(-self.learning_rate * (fraction - self.quantile))
+        return min(max(moved, _LEAST), _MOST)
+
+
+def indicator_of(groups: tuple[VectorGroup, ...]) -> Indicator:
+    """The indicator that says of all these groups whether they were clipped."""
+    return Indicator(TENSOR, tuple(group.name for group in groups))
+
+
+def indicator_group(indicator: Indicator) -> VectorGroup:
+    """The vector group of an indicator: G halves have the norm √G/2."""
+    norm = math.sqrt(len(indicator.groups)) / 2.0
+    return VectorGroup(TENSOR, (indicator.tensor,), norm * (1.0 + 2.0**-50), (1.0,))
+
 
 MOST_USERS = 2**37
 """A user adds less than 2^25 steps to a component, and the noise less than 2^45: below 2^63."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.accounting.events import NeighbouringRelation, SamplingEvent, SamplingPolicy
-from fedpriv.privacy.entropy import keystream, words
+from fedpriv.privacy.noise import keystream, words
 
 _MOST_PASSED = 128
 _WORDS_AT_ONCE = 1 << 14

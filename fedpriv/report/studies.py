@@ -9,7 +9,7 @@ from rich.table import Table
 
 from fedpriv.report.tables import format_epsilon
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Target
-from fedpriv.studies.verdict import verdict
+from fedpriv.studies.results import verdict
 
 _NOTES = (
     "± is Student's 95% interval over seeds on the same users; differences are paired by seed.",

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from fedpriv.report.machine_readable import number
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, RunResult
-from fedpriv.studies.verdict import verdict
+from fedpriv.studies.results import verdict
 
 
 def results_json(read: ReadStudy) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fedpriv.report.measures import ends, measure_of
 from fedpriv.report.series import Axis, Series, on_log_scale
 from fedpriv.studies import ArmSummary, Interval, Study, Target
-from fedpriv.studies.numeric import Line, NumericAxis, numeric_axes
+from fedpriv.studies.study import Line, NumericAxis, numeric_axes
 
 _BARS = "Bars are Student's 95% intervals over seeds on the same users."
 _NAMES = {

@@ -4,11 +4,8 @@ A study file names arms, seeds and targets; `fedpriv compare` runs all of them i
 `read_study` reads that folder. Nothing here trains.
 """
 
-from fedpriv.studies.intervals import Interval
-from fedpriv.studies.reading import ReadStudy, read_study
-from fedpriv.studies.results import RunResult
+from fedpriv.studies.results import ArmSummary, Interval, ReadStudy, RunResult, read_study
 from fedpriv.studies.study import Arm, Cell, Study, Target
-from fedpriv.studies.summary import ArmSummary
 
 __all__ = [
     "Arm",

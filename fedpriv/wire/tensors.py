@@ -1,24 +1,182 @@
-"""Named tensors as a header and a stream of bytes: C order, little endian on every machine."""
+"""How much a message may hold, and how what passes that is refused.
 
-from collections.abc import Iterator, Sequence
+Bytes of any length as a stream of checksummed chunks, and back within a declared size.
+
+Named tensors as a header and a stream of bytes: C order, little endian on every machine.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import DecodeError, Message
 
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.chunks import CHUNK_BYTES, Assembler
-from fedpriv.wire.limits import (
-    MAX_COMPONENTS,
-    MAX_DIMENSIONS,
-    MAX_TENSORS,
-    at_most,
-    check_names,
-    refusing,
-)
+
+SERVER_RECEIVES_BYTES = 2**20 + 2**16
+"""Longest message that a server takes from a node: a chunk, or the header of an answer."""
+NODE_RECEIVES_BYTES = 16 * 2**20
+"""Longest message that a node takes from the server: an offer to 2^20 users."""
+MAX_USERS = 2**20
+MAX_TENSORS = 4096  # the checks of `Layout` and `Clipping` take time with its square
+MAX_DIMENSIONS = 32  # of one tensor; NumPy 1 has no more
+MAX_COMPONENTS = 2**30  # of all tensors together
+MAX_OPTIONS = 100_000  # of one metric
+MAX_NAME = 1024  # characters
+
+_LONGEST_REASON = 400  # a sentence about hostile input must not be as long as the input
+
+Kind = TypeVar("Kind", bound=Message)
+
+
+def parse(kind: type[Kind], data: bytes, most: int) -> Kind:
+    """Read a protobuf message; total.
+
+    Args:
+        kind: class of the message.
+        data: any bytes.
+        most: longest legal length, e.g. `SERVER_RECEIVES_BYTES`.
+
+    Raises:
+        WireError: the bytes are too long, or no such message.
+    """
+    at_most(f"bytes of a {kind.__name__}", len(data), most)
+    try:
+        message: Kind = kind.FromString(data)
+    except DecodeError as error:
+        raise WireError(f"{len(data)} bytes are no {kind.__name__}: {error}") from error
+    return message
+
+
+def at_most(what: str, number: int, most: int) -> None:
+    """Raise WireError if there are more than `most`."""
+    if number > most:
+        raise WireError(f"there are {number} {what}; there may be at most {most}")
+
+
+def check_names(what: str, names: Iterable[str]) -> None:
+    """Raise WireError if a name is longer than `MAX_NAME` characters."""
+    for name in names:
+        at_most(f"characters in the name of a {what}", len(name), MAX_NAME)
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Raise as WireError what a constructor of ours refuses, or a field of protobuf cannot hold."""
+    try:
+        yield
+    except (InvalidValueError, TypeError, ValueError) as error:
+        reason = str(error)
+        if len(reason) > _LONGEST_REASON:
+            reason = reason[:_LONGEST_REASON] + "…"
+        raise WireError(f"{what} is not legal: {reason}") from error
+
+
+CHUNK_BYTES = 2**20
+"""Data in every chunk but the last, which has what is left."""
+
+Bytes = bytes | bytearray | memoryview
+
+
+def chunks(pieces: Iterable[Bytes]) -> Iterator[pb.Chunk]:
+    """Cut pieces, one after the other, into chunks of `CHUNK_BYTES`; no bytes give no chunk.
+
+    Holds one chunk beside the pieces that it spans.
+
+    Args:
+        pieces: of any lengths; a piece must stay unchanged until the next chunk was yielded.
+    """
+    for number, data in enumerate(_full(pieces)):
+        yield pb.Chunk(number=number, data=data, crc32=zlib.crc32(data))
+
+
+def _full(pieces: Iterable[Bytes]) -> Iterator[bytes]:
+    parts: list[memoryview] = []
+    room = CHUNK_BYTES
+    for piece in pieces:
+        view = memoryview(piece)
+        while view:
+            part, view = view[:room], view[room:]
+            parts.append(part)
+            room -= len(part)
+            if not room:
+                yield b"".join(parts)
+                parts, room = [], CHUNK_BYTES
+    if parts:
+        yield b"".join(parts)
+
+
+class Assembler:
+    """Puts chunks together.
+
+    Guarantees:
+
+    * it holds never more than the declared size, and takes memory as bytes arrive;
+    * a chunk out of its turn (gap, repetition, beyond the end), of another length than it must
+      have, or damaged is refused as it comes, and changes nothing;
+    * `finish` returns only as many bytes as were declared, all of which passed their checksums.
+
+    The checksums are against faults; against people there is TLS. Checksum and copy let other
+    threads run, so several assemblers, each in a thread, work at the same time.
+
+    Args:
+        size: what was declared, in bytes.
+        most: the largest size to accept, in bytes.
+
+    Raises:
+        WireError: the size is larger, or there is no memory for it.
+    """
+
+    def __init__(self, size: int, most: int) -> None:
+        if size > most:
+            raise WireError(f"{size} bytes are to follow; there may be at most {most}")
+        try:
+            # Pages are taken when they are written, not here.
+            self._bytes = np.empty(size, np.uint8)
+        except MemoryError as error:
+            raise WireError(f"there is no memory for the {size} bytes") from error
+        self._size, self._received, self._chunks = size, 0, 0
+
+    def add(self, chunk: pb.Chunk) -> None:
+        """Take the next chunk.
+
+        Raises:
+            WireError: it is not the next one, has the wrong length, or its checksum differs.
+        """
+        left = self._size - self._received
+        if not left:
+            raise WireError(f"chunk {chunk.number} follows after all {self._received} bytes")
+        if chunk.number != self._chunks:
+            raise WireError(f"chunk {chunk.number} came in place of chunk {self._chunks}")
+        data = chunk.data
+        if len(data) != min(left, CHUNK_BYTES):
+            raise WireError(
+                f"chunk {chunk.number} has {len(data)} bytes; it must have {min(left, CHUNK_BYTES)}"
+            )
+        if zlib.crc32(data) != chunk.crc32:
+            raise WireError(f"chunk {chunk.number} is damaged: its CRC-32 differs")
+        self._bytes[self._received : self._received + len(data)] = np.frombuffer(data, np.uint8)
+        self._received += len(data)
+        self._chunks += 1
+
+    def finish(self) -> npt.NDArray[np.uint8]:
+        """All bytes, read-only.
+
+        Raises:
+            WireError: some are missing.
+        """
+        if self._received < self._size:
+            raise WireError(f"the stream ended after {self._received} of {self._size} bytes")
+        self._bytes.flags.writeable = False
+        return self._bytes
+
 
 Number = np.dtype[np.float32] | np.dtype[np.int32] | np.dtype[np.int64]
 

@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, WorkerError
-from fedpriv.server.quiet import switch_off_reports
+from fedpriv.server.flower_runs import switch_off_reports
 from simulations.benchmarks.arena import Player, Setting, playing
 from simulations.benchmarks.contestants import CEILING, PRODUCTS_FLOPS, Done, Turn
 from simulations.benchmarks.machine import machine, versions

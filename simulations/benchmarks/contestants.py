@@ -8,14 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedpriv.data.store import UserStore
+from fedpriv.config import EngineSection
+from fedpriv.data.population import UserStore
 from fedpriv.engine import InProcessTransport, Task
-from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.losses import cross_entropy
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
-from fedpriv.sections import EngineSection
+from fedpriv.models import cross_entropy
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, RoundRequest
 from simulations.benchmarks.works import Work, clipped, flattened, sgd
 
 CEILING = "products"

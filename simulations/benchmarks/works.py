@@ -13,10 +13,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedpriv.character_models import CharacterTransformer
 from fedpriv.data.synthetic import synthetic_population
-from fedpriv.federated.transport import LocalTraining
-from fedpriv.models import cnn, mlp, softmax_regression
+from fedpriv.models import CharacterTransformer, cnn, mlp, softmax_regression
+from fedpriv.privacy.round import LocalTraining
 from simulations.benchmarks.roles import roles
 
 Example = tuple[torch.Tensor, torch.Tensor]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.accountants import epsilon
+from fedpriv.accounting.accountants import ACCOUNTANTS, epsilon
 from fedpriv.accounting.budget import PrivacyBudget, merge_equal, repeated
 from fedpriv.accounting.events import NeighbouringRelation, Randomness, poisson_gaussian
 from fedpriv.accounting.ledger import Ledger, ProposedCharge
@@ -75,8 +75,8 @@ class TestBudget:
 
     @pytest.mark.parametrize("accountant", ["tight", "pld", "rdp"])
     def test_prices_as_an_accountant_does(self, accountant):
-        budget = PrivacyBudget.priced_by(accountant, 3.0, 1e-6)
-        assert budget == PrivacyBudget.priced_by(accountant, 3.0, 1e-6)
+        budget = PrivacyBudget(3.0, 1e-6, ACCOUNTANTS[accountant].upper_epsilon)
+        assert budget == PrivacyBudget(3.0, 1e-6, ACCOUNTANTS[accountant].upper_epsilon)
         event = poisson_gaussian(0.01, 2.0, 100)
         assert budget.epsilon_of([event]) == epsilon([event], 1e-6, accountant).epsilon
 
@@ -215,7 +215,7 @@ class TestHeadroom:
         assert not ledger.admits(DEAR, PrivacyBudget(0.5, 1e-5, price))
 
     def test_relations_that_do_not_add_up_are_refused(self, ledger):
-        budget = PrivacyBudget.priced_by("tight", 9.0, 1e-6)
+        budget = PrivacyBudget(9.0, 1e-6, ACCOUNTANTS["tight"].upper_epsilon)
         ledger.charge(propose(0, CHEAP), budget)
         with pytest.raises(UnsupportedEventError, match="cannot be added up"):
             ledger.admits(every_user_gaussian(9.0, NeighbouringRelation.REPLACE_ONE), budget)

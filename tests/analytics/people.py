@@ -15,10 +15,10 @@ from fedpriv.analytics import (
     Survey,
     Variance,
 )
-from fedpriv.analytics.collecting import collect
+from fedpriv.analytics.survey import collect
 from fedpriv.data import UserStore
-from fedpriv.federated.aggregate import add_up
 from fedpriv.privacy import PoissonSampling, SeededEntropy
+from fedpriv.privacy.round import add_up
 
 THRESHOLDS = (-2.0, 0.0, 1.0, 2.5, 4.0, 7.0, 11.0)
 QUESTIONS = (

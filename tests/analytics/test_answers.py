@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from fedpriv.analytics import Distribution, Mean, Quantiles, Variance
-from fedpriv.analytics.distribution import crossings
+from fedpriv.analytics.questions import crossings
 from tests.analytics.people import (
     QUESTIONS,
     THRESHOLDS,

@@ -7,12 +7,13 @@ import pytest
 from federation import open_books
 
 from fedpriv.accounting import NeighbouringRelation, SamplingPolicy, poisson_gaussian
-from fedpriv.analytics import Answers, Histogram, Mean, Survey, asking
-from fedpriv.analytics.asking import ask
+from fedpriv.analytics import Answers, Histogram, Mean, Survey
+from fedpriv.analytics import survey as survey_module
+from fedpriv.analytics.survey import ask
 from fedpriv.errors import BudgetExceededError, DataError, InvalidValueError, LedgerError
-from fedpriv.federated.books import Books
 from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling, SeededEntropy
 from fedpriv.privacy.mechanism import PoissonGaussianMechanism
+from fedpriv.privacy.round import Books
 from tests.analytics.people import QUESTIONS, some_people, survey
 
 USERS = some_people(40)
@@ -119,7 +120,7 @@ def test_a_crash_before_the_charge_costs_nothing_and_one_after_it_the_charge(
     with open_books(tmp_path) as books:
         for name, charged in (("add_up", 0), ("_released", 1)):
             with monkeypatch.context() as patch:
-                patch.setattr(asking, name, crash)
+                patch.setattr(survey_module, name, crash)
                 with pytest.raises(OSError, match="power cut"):
                     ask(survey(40, z=1.0), USERS, books, SeededEntropy(0))
             assert books.ledger.head.count == charged

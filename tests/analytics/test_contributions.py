@@ -21,8 +21,8 @@ from fedpriv.analytics import (
     Survey,
     Variance,
 )
-from fedpriv.analytics.collecting import collect, usable
-from fedpriv.analytics.records import Records, records_of_column
+from fedpriv.analytics.questions import Records, records_of_column
+from fedpriv.analytics.survey import collect, usable
 from fedpriv.data import UserStore
 from fedpriv.errors import InvalidValueError
 from tests.analytics.people import (
@@ -275,14 +275,14 @@ def test_chunks_make_no_difference(people: list[Person], components: int) -> Non
     users, asked = store(people), survey(len(people))
     whole = total(asked, users, range(len(people)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedpriv.analytics.collecting._COMPONENTS", components)
+        patch.setattr("fedpriv.analytics.survey._COMPONENTS", components)
         np.testing.assert_array_equal(total(asked, users, range(len(people))), whole)
 
 
 def test_chunks_are_partial_sums_of_integers_with_the_weight_of_their_users(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fedpriv.analytics.collecting._COMPONENTS", 200)
+    monkeypatch.setattr("fedpriv.analytics.survey._COMPONENTS", 200)
     users, asked = some_people(50), survey(50)
     clipping = asked.mechanism.average.sum_query.clipping
     partials = list(collect(asked, users, np.arange(50)))

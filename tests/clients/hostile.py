@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore
 from tests.clients.people import CLASSES, FEATURES, IDS
 
 MARK = "HOSTILE_MARK"

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedpriv.clients.messages import Source
-from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.wire import TaskDescription, Welcome
 
 FEATURES, CLASSES = 4, 3

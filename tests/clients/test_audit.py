@@ -29,7 +29,7 @@ from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.ledger_lines import ExportedLedger
 from fedpriv.accounting.policies import every_user_gaussian, poisson_replace_gaussian
 from fedpriv.clients.audit import Examined, charged_already, confirm, examine, price_with
-from fedpriv.clients.diary import Diary
+from fedpriv.clients.journal import Diary
 from fedpriv.errors import AuditError, InvalidValueError
 from fedpriv.wire import Price, RoundId, TaskDescription, Welcome
 from tests.wire.examples import small_offer

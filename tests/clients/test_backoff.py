@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.clients.backoff import LOST, Backoff, persist
+from fedpriv.clients.connection import LOST, Backoff, persist
 from fedpriv.errors import InvalidValueError
 
 

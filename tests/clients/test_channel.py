@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
-from fedpriv.clients import exchange
-from fedpriv.clients.channel import Certified, Named, identity_of, open_channel
+from fedpriv.clients import connection
+from fedpriv.clients.connection import Certified, Named, identity_of, open_channel
 from fedpriv.errors import InvalidValueError
 from fedpriv.wire import Decline, Hello, RoundId, RunState, Status, Welcome
 from tests.clients.tiny_server import NODE, PATIENCE, TinyServer, make_certificates, said, serving
@@ -168,7 +168,7 @@ def test_plain_text_stays_here_though_a_name_resolves_to_another_address_later(
         try:
             async with open_channel(f"[{address}]:{port}", Named("n")) as channel:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await exchange.status(channel)
+                    await connection.status(channel)
             # A server that was reached would say UNIMPLEMENTED.
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         finally:
@@ -190,7 +190,7 @@ def test_plain_text_goes_through_no_proxy(monkeypatch: pytest.MonkeyPatch) -> No
             tiny.status = said(STATUS)
             named = identity_of(None, NODE)
             async with serving(tiny) as port, open_channel(f"127.0.0.1:{port}", named) as channel:
-                return await exchange.status(channel)
+                return await connection.status(channel)
 
         assert asyncio.run(asyncio.wait_for(main(), PATIENCE)) == STATUS
         proxy.setblocking(False)
@@ -200,15 +200,15 @@ def test_plain_text_goes_through_no_proxy(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def say_everything(channel: grpc.aio.Channel, tiny: TinyServer) -> None:
     """Call every method once."""
-    assert await exchange.status(channel) == STATUS
+    assert await connection.status(channel) == STATUS
     offer = await tiny.offer()
     await tiny.script.put(None)
-    heard = [message async for message in exchange.connect(channel, HELLO)]
+    heard = [message async for message in connection.connect(channel, HELLO)]
     assert isinstance(heard[0], Welcome)
-    await exchange.download(channel, offer)
-    await exchange.upload(channel, RoundId("run", 0, 0), Decline("no"))
-    with pytest.raises(exchange.WireError):
-        await exchange.fetch_ledger(channel)
+    await connection.download(channel, offer)
+    await connection.upload(channel, RoundId("run", 0, 0), Decline("no"))
+    with pytest.raises(connection.WireError):
+        await connection.fetch_ledger(channel)
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
@@ -252,7 +252,7 @@ async def status_of(
         identity = identity_of(folder, None if folder else "n")
         async with open_channel(f"{host}:{port}", identity) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await exchange.status(channel)
+                await connection.status(channel)
     return caught.value.code(), caught.value.details()
 
 

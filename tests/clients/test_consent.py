@@ -9,9 +9,8 @@ from pydantic import ValidationError
 
 from fedpriv.clients.consent import Consent, misfit, reach_of
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.contribution import Clipping, Indicator
-from fedpriv.privacy.groups import VectorGroup, equal_split, per_layer
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.clipping import Clipping, Indicator
+from fedpriv.privacy.layout import Layout, VectorGroup, equal_split, per_layer
 from fedpriv.wire import RoundOffer, TaskDescription, Welcome, manifest_of, model_of
 from tests.wire.examples import small_offer, small_request
 

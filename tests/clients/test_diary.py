@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.accounting.ledger import Head, Ledger
-from fedpriv.clients.diary import Diary, TakenPart
+from fedpriv.clients.journal import Diary, TakenPart
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.wire import Price, RoundId
 from tests.wire.examples import small_offer
@@ -132,7 +132,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from fedpriv.accounting.ledger import Head
-from fedpriv.clients.diary import Diary
+from fedpriv.clients.journal import Diary
 from fedpriv.wire import RoundId
 from tests.wire.examples import small_offer
 

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.clients import joining
-from fedpriv.clients.backoff import Backoff
-from fedpriv.clients.joining import Joining, take_part
-from fedpriv.clients.users import load_users
+from fedpriv.build import build_task
+from fedpriv.clients import membership
+from fedpriv.clients.connection import Backoff
+from fedpriv.clients.membership import Joining, take_part
+from fedpriv.clients.training import load_users
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.federated.aggregate import add_up
-from fedpriv.tasks import build_task
+from fedpriv.privacy.round import add_up
 from fedpriv.wire import decode_answer, digest_of, layout_of_sums
 from tests.clients.tiny_server import (
     NODE,
@@ -39,7 +39,7 @@ QUICK = Backoff(0.01, 0.05)
 COMMAND = """
 import logging, sys
 from pathlib import Path
-from fedpriv.clients.joining import Joining, join
+from fedpriv.clients.membership import Joining, join
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 server, users, certificates, state = sys.argv[1:]
 join(Joining(server, users, Path(certificates), state=Path(state), device="cpu"))
@@ -195,7 +195,7 @@ def test_users_that_cannot_be_loaded_end_it_at_once(tmp_path: Path) -> None:
 def test_settings_are_checked_before_anything_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], reason: str
 ) -> None:
-    monkeypatch.setattr(joining, "Worker", None)
+    monkeypatch.setattr(membership, "Worker", None)
     fields = {"server": "127.0.0.1:9", "users": "unused", "node": "n", "state": tmp_path}
     with pytest.raises(InvalidValueError, match=reason):
         asyncio.run(take_part(Joining(**{**fields, **changes})))
@@ -207,7 +207,7 @@ def test_a_node_remembers_in_a_folder_of_its_own_that_nobody_else_can_open(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg") if xdg else "")
-    monkeypatch.setattr(joining, "Worker", None)
+    monkeypatch.setattr(membership, "Worker", None)
     node = Joining("127.0.0.1:9", "unused", node="ä %", device="cpu")
     with pytest.raises(AttributeError):
         asyncio.run(take_part(node))
@@ -218,6 +218,6 @@ def test_a_node_remembers_in_a_folder_of_its_own_that_nobody_else_can_open(
 
 
 def test_importing_it_loads_no_torch() -> None:
-    check = "import sys, fedpriv.clients.joining; print({'torch', 'flwr'} & set(sys.modules))"
+    check = "import sys, fedpriv.clients.membership; print({'torch', 'flwr'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

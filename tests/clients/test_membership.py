@@ -16,12 +16,12 @@ import pytest
 from fedpriv.accounting.charge import ProposedCharge
 from fedpriv.accounting.events import Randomness, poisson_gaussian
 from fedpriv.accounting.ledger import Ledger
-from fedpriv.clients import joining
-from fedpriv.clients.backoff import Backoff
-from fedpriv.clients.joining import Joining, take_part
+from fedpriv.clients import membership
+from fedpriv.clients.connection import Backoff
+from fedpriv.clients.membership import Joining, take_part
 from fedpriv.clients.messages import Source
 from fedpriv.errors import AuditError, InvalidValueError, ModelError, WireError
-from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest
+from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from fedpriv.wire import Receipt, RoundId, TaskDescription, Welcome, encode_round_id
 from fedpriv.wire import federation_pb2 as pb
 from tests.clients.tiny_server import (
@@ -148,7 +148,7 @@ def play(
     def run(act: Act) -> None:
         async def main() -> None:
             scene = Scene(TinyServer(), Player(), tmp_path)
-            monkeypatch.setattr(joining, "Worker", scene.player)
+            monkeypatch.setattr(membership, "Worker", scene.player)
             async with asyncio.timeout(PATIENCE):
                 await act(scene)
 
@@ -491,7 +491,7 @@ def test_a_round_whose_model_cannot_be_fetched_is_declined(play: Callable[[Act],
 @pytest.mark.parametrize(
     ("says", "reason"),
     [
-        ((grpc.StatusCode.UNAUTHENTICATED, "revoked"), r"refuses node 'n': 'revoked'"),
+        ((grpc.StatusCode.UNAUTHENTICATED, "struck"), r"refuses node 'n': 'struck'"),
         ((grpc.StatusCode.PERMISSION_DENIED, "no\nnode"), r"refuses node 'n': 'no\\nnode'"),
         ((grpc.StatusCode.FAILED_PRECONDITION, "other users"), "refuses"),
         ((grpc.StatusCode.INVALID_ARGUMENT, "a hello"), "refuses"),

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from fedpriv.clients.newest import Newest
+from fedpriv.clients.membership import Newest
 
 
 class Diligence:

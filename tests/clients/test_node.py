@@ -9,17 +9,16 @@ import torch
 from torch import nn
 from transport_conformance import TransportConformance
 
-from fedpriv.clients.node import Node
-from fedpriv.data.store import UserStore
+from fedpriv.clients.training import Node
+from fedpriv.data.population import UserStore
 from fedpriv.data.synthetic import synthetic_population
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
-from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest, Transport
-from fedpriv.losses import cross_entropy
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.models import cross_entropy
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport
 
 USERS = 12
 CPU = torch.device("cpu")

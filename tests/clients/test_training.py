@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from fedpriv.build import build_task
 from fedpriv.clients.messages import Source
 from fedpriv.clients.training import Host, Trainer
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
-from fedpriv.federated.aggregate import add_up
-from fedpriv.federated.transport import RoundRequest
-from fedpriv.privacy.metrics import Metric
-from fedpriv.tasks import build_task
+from fedpriv.privacy.mechanism import Metric
+from fedpriv.privacy.round import RoundRequest, add_up
 from fedpriv.wire import TaskDescription, digest_of
 from tests.clients import hostile
 from tests.clients.people import (

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.clients.users import enrolled_positions, load_users
-from fedpriv.data.population import Population
-from fedpriv.data.store import UserStore
+from fedpriv.clients.training import enrolled_positions, load_users
+from fedpriv.data.population import Population, UserStore
 from fedpriv.errors import DataError, InvalidValueError
 
 ROWS = {"b": [1.0, 2.0], "a": [3.0], "c": []}

@@ -19,15 +19,14 @@ import numpy as np
 import pytest
 import torch
 
+from fedpriv.build import build_task
 from fedpriv.clients.messages import Source, receive, send
 from fedpriv.clients.worker import Worker
+from fedpriv.config import EngineSection
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
-from fedpriv.federated.aggregate import add_up
-from fedpriv.federated.transport import PartialSum
-from fedpriv.privacy.metrics import Metric
-from fedpriv.sections import EngineSection
-from fedpriv.tasks import build_task
+from fedpriv.privacy.mechanism import Metric
+from fedpriv.privacy.round import PartialSum, add_up
 from fedpriv.wire import digest_of
 from tests.clients import hostile
 from tests.clients.people import (

@@ -13,10 +13,9 @@ import numpy as np
 from cryptography import x509
 from google.protobuf.message import Message
 
-from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.server.authority import init, issue
 from fedpriv.wire import (
     Price,
@@ -225,4 +224,4 @@ def make_certificates(folder: Path) -> tuple[grpc.ServerCredentials, Path]:
     names = ("ca.pem", "server.key", "server.pem")
     ca, key, certificate = ((folder / "server" / name).read_bytes() for name in names)
     credentials = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
-    return credentials, issue(folder, NODE)
+    return credentials, issue(folder, NODE).folder

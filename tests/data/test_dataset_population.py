@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.data import load_population
-from fedpriv.data.dataset_files import open_dataset
+from fedpriv.data.hugging_face import open_dataset
 from fedpriv.errors import DataError, InvalidValueError
 
 ROWS, HELD_OUT = 40, 12

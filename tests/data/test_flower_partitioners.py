@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.data import UserStore, from_arrays, from_partitioner, redeal
-from fedpriv.data.flower_partitioners import partitioner_named
+from fedpriv.data.hugging_face import partitioner_named
 from fedpriv.errors import DataError, InvalidValueError
 
 ROWS = 120

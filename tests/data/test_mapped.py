@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.data import UserStore, mapped
+from fedpriv.data import UserStore, population
 from fedpriv.errors import DataError
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere files are mapped only")
@@ -23,7 +23,7 @@ SPARSE = np.random.default_rng(0).permutation(np.arange(0, ROWS, 97).repeat(2))
 
 @pytest.fixture(autouse=True)
 def small_fields_are_read(monkeypatch):
-    monkeypatch.setattr(mapped, "_LEAST_READ", 1)
+    monkeypatch.setattr(population, "_LEAST_READ", 1)
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def test_rows_that_are_read_equal_those_of_the_array(
     UserStore({"x": values, "y": np.arange(500)}, np.array([0, 500])).save(folder)
     asked = np.array(rows, number).reshape(-1, 2 if len(rows) % 2 == 0 else 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mapped, "_PAGE", page)
-        patch.setattr(mapped, "_FAULT", fault)
+        patch.setattr(population, "_PAGE", page)
+        patch.setattr(population, "_FAULT", fault)
         taken = UserStore.load(folder).take(asked)
     for name, array in (("x", values), ("y", np.arange(500))):
         np.testing.assert_array_equal(taken[name], array[asked])
@@ -69,7 +69,7 @@ def test_rows_that_are_read_equal_those_of_the_array(
 @given(rows=st.lists(st.integers(0, 60), min_size=1), near=st.integers(1, 9))
 def test_runs_hold_all_rows_and_are_cut_at_wide_gaps_only(rows, near):
     distinct, which = np.unique(rows, return_inverse=True)
-    runs = mapped.Runs.of(distinct, which, near)
+    runs = population.Runs.of(distinct, which, near)
     held = [range(f, f + n) for f, n in zip(runs.firsts, runs.counts, strict=True)]
     assert np.concatenate(held)[runs.places].tolist() == rows
     assert all(after[0] - before[-1] > near for before, after in pairwise(held))
@@ -84,7 +84,7 @@ def test_what_is_read_is_not_mapped(folder, monkeypatch):
     def refuse(fields):
         assert not fields
 
-    monkeypatch.setattr(mapped, "_release_pages", refuse)
+    monkeypatch.setattr(population, "_release_pages", refuse)
     assert_taken(UserStore.load(folder), SPARSE)
 
 
@@ -93,10 +93,10 @@ def test_long_runs_and_small_fields_are_mapped(folder, monkeypatch):
     def refuse(*_):
         raise AssertionError("it was read")
 
-    monkeypatch.setattr(mapped.FieldFile, "read", refuse)
-    monkeypatch.setattr(mapped, "_FAULT", ROWS * 8)
+    monkeypatch.setattr(population.FieldFile, "read", refuse)
+    monkeypatch.setattr(population, "_FAULT", ROWS * 8)
     assert_taken(UserStore.load(folder), np.arange(ROWS))
-    monkeypatch.setattr(mapped, "_LEAST_READ", 2**24)
+    monkeypatch.setattr(population, "_LEAST_READ", 2**24)
     assert_taken(UserStore.load(folder), SPARSE)
 
 
@@ -170,7 +170,7 @@ def test_the_disk_is_asked_for_what_the_cache_does_not_hold(folder, monkeypatch,
     monkeypatch.setattr(os, "posix_fadvise", lambda _file, at, *_: asked.append(at))
     store = UserStore.load(folder)
     rows = SPARSE[SPARSE % 2 == 0]
-    taken = mapped.gathered({"x": store.fields["x"]}, {"x": store._files["x"]}, rows, {})
+    taken = population.gathered({"x": store.fields["x"]}, {"x": store._files["x"]}, rows, {})
     np.testing.assert_array_equal(taken["x"], rows[..., None] * 20.0 + np.arange(20.0))
     runs = len(set(rows.tolist()))
     assert (len(at_once), len(asked)) == (min(cached + 1, runs), max(0, runs - cached))

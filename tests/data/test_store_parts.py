@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError
 
 

@@ -8,13 +8,16 @@ import numpy as np
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedpriv import flower
-from fedpriv.clients.app import app as client_app
-from fedpriv.server.grid import GridTransport, Nodes, welcome_header
-from fedpriv.server.grid_nodes import shards, simulated_workers
-from fedpriv.server.grid_simulation import EveryWorker
-from fedpriv.server.on_ray import on_ray
-from fedpriv.wire import TaskDescription, Welcome
+from fedpriv.clients.flower_app import app as client_app
+from fedpriv.server.flower_grid import (
+    GridTransport,
+    Nodes,
+    shards,
+    simulated_workers,
+    welcome_header,
+)
+from fedpriv.server.flower_runs import EveryWorker, on_ray
+from fedpriv.wire import TaskDescription, Welcome, flower
 from tests.isolation import (
     LOCALS,
     MODELS,

@@ -1,4 +1,4 @@
-"""The node's app, with traps; stands in the place of clients/app.py, which lies beside it.
+"""The node's app, with traps; stands in the place of clients/flower_app.py, which lies beside it.
 
 The node-config names a folder of traps, as those of `sites.Traps`. A file in it that is called
 "HARM in round N" is moved to "HARM in round N.reached" when the offer of this round comes, and the
@@ -14,7 +14,6 @@ import numpy as np
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedpriv.flower import ANSWER, OFFER, content_of, packed
 from fedpriv.wire import (
     NODE_RECEIVES_BYTES,
     Answer,
@@ -26,6 +25,7 @@ from fedpriv.wire import (
     parse,
 )
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.flower import ANSWER, OFFER, content_of, packed
 
 app = ClientApp()
 

@@ -1,8 +1,7 @@
 """DIGITS where only the first users have any examples."""
 
-from fedpriv.data.population import Population
+from fedpriv.data.population import Population, UserStore
 from fedpriv.data.registry import load_population
-from fedpriv.data.store import UserStore
 
 
 def population(users: int, speaking: int) -> Population:

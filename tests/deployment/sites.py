@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedpriv.server.folder import RunFolder
+from fedpriv.run.folder import RunFolder
 from simulations import loopback
 from simulations.loopback import Program
 

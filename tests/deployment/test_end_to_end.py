@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 
 from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.participation import ParticipationRecord
-from fedpriv.server.folder import RunFolder
-from fedpriv.server.simulation import run_simulation
+from fedpriv.run.folder import RunFolder
+from fedpriv.run.run import run_simulation
 from simulations import federation, loopback
 
 NOISELESS = [

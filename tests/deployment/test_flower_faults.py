@@ -9,8 +9,8 @@ import pytest
 
 from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.participation import ParticipationRecord
-from fedpriv.federated.checkpoint import checkpoints
-from fedpriv.server.folder import RunFolder
+from fedpriv.run.folder import RunFolder
+from fedpriv.training.checkpoint import checkpoints
 from tests.deployment.digits import assert_same_model, in_process, on_nodes
 from tests.deployment.faulty import NODES, FaultySite, faulty_site
 from tests.deployment.superlink import SERVERAPP, SUPERLINK

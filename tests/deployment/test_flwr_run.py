@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fedpriv.accounting.ledger import Ledger
-from fedpriv.federated.checkpoint import checkpoints, load_checkpoint
-from fedpriv.server.folder import RunFolder
+from fedpriv.run.folder import RunFolder
+from fedpriv.training.checkpoint import checkpoints, load_checkpoint
 from tests.deployment.digits import NOISELESS, assert_same_model, in_process
 from tests.deployment.processes import clear
 from tests.deployment.superlink import ROOT, SCRIPTS, free_port

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv import wire
-from fedpriv.clients.node import Node
+from fedpriv.clients.training import Node
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.federated.transport import RoundRequest
+from fedpriv.privacy.round import RoundRequest
 from fedpriv.wire import federation_pb2 as pb
 from tests.engine.everyone import torch_threads
 from tests.isolation import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.accounting.ledger import Ledger
-from fedpriv.clients.diary import Diary, TakenPart
+from fedpriv.clients.journal import Diary, TakenPart
 from tests.deployment.checking import stop_and_check
 from tests.deployment.sites import (
     LONG,

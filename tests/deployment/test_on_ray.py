@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from fedpriv.accounting.ledger import Ledger
-from fedpriv.server.folder import RunFolder
+from fedpriv.run.folder import RunFolder
 from simulations.loopback import Program
 from tests.deployment.digits import DIGITS, NOISELESS, assert_same_model, in_process
 from tests.deployment.processes import clear, marked

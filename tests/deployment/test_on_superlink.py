@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.federated.checkpoint import checkpoints
-from fedpriv.server.folder import RunFolder
+from fedpriv.run.folder import RunFolder
+from fedpriv.training.checkpoint import checkpoints
 from simulations import loopback
 from tests.deployment.digits import assert_same_model, in_process, on_nodes
 from tests.deployment.superlink import await_that, superlink, supernodes

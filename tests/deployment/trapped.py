@@ -65,10 +65,11 @@ def around(
 def set_at_server() -> None:
     """From a start to a checkpoint."""
     from fedpriv.accounting.database import Database
-    from fedpriv.federated import loop
-    from fedpriv.federated.books import Books
-    from fedpriv.server import deployment, run
-    from fedpriv.server.folder import RunFolder
+    from fedpriv.privacy.round import Books
+    from fedpriv.run import run
+    from fedpriv.run.folder import RunFolder
+    from fedpriv.server import deployment
+    from fedpriv.training import rounds
 
     def started(state, *_: object) -> None:
         note("states.jsonl", charge=None, after=digest_of(state.round, state.model))
@@ -79,10 +80,10 @@ def set_at_server() -> None:
         note("states.jsonl", charge=charge.hash, before=before, after=after)
 
     around(deployment, "state_to_start_from", "starting", seen=started)
-    around(loop, "sum_round", "opened")
+    around(rounds, "sum_round", "opened")
     around(Books, "record", "drawn")
     around(Books, "charge", "summed")
-    around(loop, "close_round", "charged", "released", released)
+    around(rounds, "close_round", "charged", "released", released)
     around(RunFolder, "append_metrics", after="measured")
     around(run, "save_checkpoint", after="saved")
 
@@ -103,24 +104,24 @@ def set_at_server() -> None:
 
 def set_at_node() -> None:
     """From an offer to the upload, in the main process; a lost connection is soon tried again."""
-    from fedpriv.clients import channel, exchange, joining
-    from fedpriv.clients.backoff import Backoff
-    from fedpriv.clients.diary import Diary
+    from fedpriv.clients import connection, membership
+    from fedpriv.clients.connection import Backoff
+    from fedpriv.clients.journal import Diary
 
-    joining.Joining = partial(joining.Joining, backoff=Backoff(0.1, 0.5))
+    membership.Joining = partial(membership.Joining, backoff=Backoff(0.1, 0.5))
     names = ("initial", "min", "max")
     sooner = {f"grpc.{name}_reconnect_backoff_ms": 200 for name in names}
-    channel._OPTIONS = tuple({**dict(channel._OPTIONS), **sooner}.items())
+    connection._OPTIONS = tuple({**dict(connection._OPTIONS), **sooner}.items())
 
     around(Diary, "record", "offered", "noted")
-    parts = exchange._parts
+    parts = connection._parts
 
     def sent(*args):
         for number, part in enumerate(parts(*args)):
             pause("uploading" if number else "answering")
             yield part
 
-    exchange._parts = sent
+    connection._parts = sent
 
 
 def set_at_worker() -> None:

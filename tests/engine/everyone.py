@@ -8,21 +8,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task
-from fedpriv.federated.aggregate import add_up
-from fedpriv.federated.plan import TrainingPlan
-from fedpriv.federated.round import initial_state, open_round
-from fedpriv.federated.transport import LocalTraining, RoundRequest, Transport
-from fedpriv.losses import cross_entropy
-from fedpriv.privacy.adaptive import AdaptiveClipping
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.entropy import SeededEntropy
-from fedpriv.privacy.groups import flat, joint, layers, per_layer, scales_by_dimension
-from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.metrics import Metric
+from fedpriv.models import cross_entropy
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat, joint, layers, per_layer, scales_by_dimension
+from fedpriv.privacy.mechanism import AdaptiveClipping, Metric
+from fedpriv.privacy.noise import SeededEntropy
+from fedpriv.privacy.query import Averaging
+from fedpriv.privacy.round import LocalTraining, RoundRequest, Transport, add_up
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.privacy.weights import Averaging
+from fedpriv.training.plan import TrainingPlan
+from fedpriv.training.rounds import initial_state, open_round
 
 
 def make_task() -> Task:

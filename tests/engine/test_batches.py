@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import Examples, Rung, Schedule, by_rung, counted, ladder, schedule
 from fedpriv.engine.task import Task
-from fedpriv.federated.transport import LocalTraining
-from fedpriv.losses import cross_entropy
+from fedpriv.models import cross_entropy
+from fedpriv.privacy.round import LocalTraining
 
 KEY = bytes(range(32))
 CPU = torch.device("cpu")

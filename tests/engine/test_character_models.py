@@ -6,11 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.character_models import CharacterMLP
-from fedpriv.engine.qualifying import layers_of
+from fedpriv.engine.qualification import layers_of
 from fedpriv.engine.task import Task, check_task
-from fedpriv.losses import cross_entropy
-from fedpriv.models import build_model
+from fedpriv.models import CharacterMLP, build_model, cross_entropy
 
 SIZES = {"alphabet": 7, "width": 4}
 SMALL = {

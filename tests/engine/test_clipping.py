@@ -9,13 +9,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedpriv.engine import clipping as module
-from fedpriv.engine.clipping import clip_rows, group_norms, integer_sum, sent
-from fedpriv.engine.updates import OuterProducts, whole
-from fedpriv.privacy.adaptive import indicator_group, indicator_of
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import VectorGroup, equal_split, flat, joint, layers, per_layer
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy import clipping_torch as module
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.clipping_torch import (
+    OuterProducts,
+    clip_rows,
+    group_norms,
+    integer_sum,
+    sent,
+    whole,
+)
+from fedpriv.privacy.layout import Layout, VectorGroup, equal_split, flat, joint, layers, per_layer
+from fedpriv.privacy.mechanism import indicator_group, indicator_of
 
 LAYOUT = Layout(("a.w", "a.b", "c.w"), ((2, 3), (3,), (4,)))
 GROUPS = {

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from fedpriv.engine.metrics import metric
-from fedpriv.engine.start import Start
+from fedpriv.engine.task import Start
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.federated.aggregate import add_up
-from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.privacy.adaptive import TENSOR
-from fedpriv.privacy.weights import Averaging
+from fedpriv.privacy.mechanism import TENSOR
+from fedpriv.privacy.query import Averaging
+from fedpriv.privacy.round import LocalTraining, RoundRequest, add_up
 from tests.engine.everyone import alone, make_task, request_to_all, total_of, users_of
 
 SIZES = [5, 0, 1, 12, 7, 3, 30, 2]

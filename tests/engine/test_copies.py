@@ -11,8 +11,7 @@ from torch.func import functional_call
 
 from fedpriv.engine.task import Task, check_task
 from fedpriv.errors import ModelError
-from fedpriv.losses import cross_entropy
-from fedpriv.models import MODELS, build_model
+from fedpriv.models import MODELS, build_model, cross_entropy
 
 ROWS = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
 BLANK = np.zeros((1, 6), np.float32)

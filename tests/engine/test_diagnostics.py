@@ -10,15 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.engine.diagnostics import SimulationOnlyDiagnostics
-from fedpriv.engine.metrics import metric
+from fedpriv.engine.metrics import SimulationOnlyDiagnostics, metric
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest
-from fedpriv.privacy.adaptive import indicator_group, indicator_of
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.mechanism import indicator_group, indicator_of
+from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from tests.engine.everyone import alone, users_of
 
 SIZES = [5, 0, 1, 12, 7, 3, 30, 2]

@@ -14,18 +14,16 @@ from torch import nn
 
 from fedpriv.accounting.accountants import delta
 from fedpriv.accounting.events import RoundEvent
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.federated.loop import train
-from fedpriv.federated.plan import TrainingPlan
-from fedpriv.federated.round import initial_state
-from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest, Transport
-from fedpriv.losses import cross_entropy
-from fedpriv.privacy.entropy import SeededEntropy
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.models import cross_entropy
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.noise import SeededEntropy
+from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.plan import TrainingPlan
+from fedpriv.training.rounds import initial_state, train
 
 CLASSES, OTHERS, NORM = 30, 100, 1e-3
 RUNS = 60  # with the user, and as many without

@@ -14,21 +14,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore
 from fedpriv.engine import isolation as module
 from fedpriv.engine import trainer as trainer_module
 from fedpriv.engine.batches import Rung, by_rung
-from fedpriv.engine.chunks import Chunk
-from fedpriv.engine.start import Start
-from fedpriv.engine.task import Task
-from fedpriv.engine.trainer import Trainer
+from fedpriv.engine.task import Start, Task
+from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import ModelError
-from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.losses import cross_entropy
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.models import cross_entropy
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, RoundRequest
 from tests.engine.everyone import alone, request_under, torch_threads, total_of, users_of
 from tests.isolation import (
     LOCALS,

@@ -9,16 +9,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
-from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import VectorGroup
-from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.metrics import Metric
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, VectorGroup
+from fedpriv.privacy.mechanism import Metric
+from fedpriv.privacy.round import LocalTraining, RoundRequest
 from tests.engine.everyone import total_of, users_of
 
 CPU = torch.device("cpu")

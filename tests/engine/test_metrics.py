@@ -5,17 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.engine.metric_checks import check_metrics
-from fedpriv.engine.metric_kinds import own_metrics
-from fedpriv.engine.metrics import metric
+from fedpriv.engine.metrics import check_metrics, metric, own_metrics
 from fedpriv.engine.task import Task
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError
-from fedpriv.losses import cross_entropy, squared_error
-from fedpriv.privacy.adaptive import indicator_group, indicator_of
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.metrics import Metric
+from fedpriv.models import cross_entropy, squared_error
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.mechanism import Metric, indicator_group, indicator_of
 
 BLANK = {"x": np.zeros((1, 6), np.float32), "y": np.zeros(1, np.int64)}
 
@@ -183,8 +179,8 @@ def test_checking_leaves_model_and_generator_alone() -> None:
 
 
 def test_own_metrics_are_imported_by_name_and_nothing_else_is() -> None:
-    names = ["loss", "update-norms:update", "fedpriv.losses:squared_error"]
-    assert own_metrics(names) == {"fedpriv.losses:squared_error": squared_error}
-    for name in ("nowhere:metric", "fedpriv.losses:none"):
+    names = ["loss", "update-norms:update", "fedpriv.models:squared_error"]
+    assert own_metrics(names) == {"fedpriv.models:squared_error": squared_error}
+    for name in ("nowhere:metric", "fedpriv.models:none"):
         with pytest.raises(ModelError, match=f"metric '{name}' cannot be imported"):
             own_metrics([name])

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.engine.qualifying import layers_of
+from fedpriv.engine.qualification import layers_of
 from fedpriv.engine.task import Task, check_task
 from fedpriv.errors import ModelError
-from fedpriv.losses import cross_entropy
-from fedpriv.models import mlp
+from fedpriv.models import cross_entropy, mlp
 
 WORDS = 7
 SIX, SENTENCE = torch.zeros(1, 6), torch.zeros(1, 4, dtype=torch.int64)

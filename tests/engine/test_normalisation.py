@@ -7,21 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import Examples, by_rung, schedule
-from fedpriv.engine.measuring import Measuring, user_metrics
-from fedpriv.engine.metric_checks import check_metrics
-from fedpriv.engine.metrics import metric
-from fedpriv.engine.normalisation import RunningNorm, running_norms, without_batch_norm
-from fedpriv.engine.task import Task, check_task
+from fedpriv.engine.metrics import Measuring, check_metrics, metric, user_metrics
+from fedpriv.engine.task import RunningNorm, Task, check_task, running_norms, without_batch_norm
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
-from fedpriv.federated.transport import LocalTraining
-from fedpriv.losses import cross_entropy
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.metrics import Metric
+from fedpriv.models import cross_entropy
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.mechanism import Metric
+from fedpriv.privacy.round import LocalTraining
 from tests.engine.everyone import request_under, total_of, users_of
 
 CPU = torch.device("cpu")

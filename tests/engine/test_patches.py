@@ -5,7 +5,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from fedpriv.engine.patches import Window, added, patches
+from fedpriv.engine.layers import Window, added, patches
 
 pairs = st.tuples(st.integers(1, 3), st.integers(1, 3))
 

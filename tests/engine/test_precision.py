@@ -11,25 +11,22 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore
 from fedpriv.engine import layers as engine_layers
 from fedpriv.engine.batches import Batches
-from fedpriv.engine.layered import train_layers_chunk
-from fedpriv.engine.local import train_chunk
+from fedpriv.engine.low_rank import train_layers_chunk
 from fedpriv.engine.metrics import metric
-from fedpriv.engine.precision import Activations, activations_named
-from fedpriv.engine.qualifying import layers_of
-from fedpriv.engine.task import Task
+from fedpriv.engine.qualification import layers_of
+from fedpriv.engine.sgd import train_chunk
+from fedpriv.engine.task import Activations, Task, activations_named
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.engine.updates import OuterProducts, Updates, whole
 from fedpriv.errors import InvalidValueError, ModelError
-from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.losses import cross_entropy
-from fedpriv.models import build_model
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.weights import Averaging
+from fedpriv.models import build_model, cross_entropy
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.clipping_torch import OuterProducts, Updates, whole
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.query import Averaging
+from fedpriv.privacy.round import LocalTraining, RoundRequest
 from tests.engine.everyone import alone, make_task, request_to_all, total_of
 
 CPU = torch.device("cpu")

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fedpriv.engine.patches import Window
-from fedpriv.engine.products import convolved, multiplied
+from fedpriv.engine.layers import Window, convolved, multiplied
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 USERS = 3

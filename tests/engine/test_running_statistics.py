@@ -9,21 +9,17 @@ import torch
 from federation import open_books
 from torch import nn
 
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore
 from fedpriv.engine.metrics import metric
-from fedpriv.engine.normalisation import running_norms
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Task, running_norms
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.federated.loop import train
-from fedpriv.federated.plan import TrainingPlan
-from fedpriv.federated.round import initial_state, open_round
-from fedpriv.federated.statistics import RunningStatistics
-from fedpriv.federated.transport import LocalTraining
-from fedpriv.losses import cross_entropy
-from fedpriv.privacy.entropy import SeededEntropy
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.models import cross_entropy
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.noise import SeededEntropy
+from fedpriv.privacy.round import LocalTraining
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.plan import RunningStatistics, TrainingPlan
+from fedpriv.training.rounds import initial_state, open_round, train
 
 USERS = 40
 

@@ -8,8 +8,7 @@ from torch.nn import functional
 
 from fedpriv.engine.task import Task, check_task
 from fedpriv.errors import ModelError
-from fedpriv.losses import LOSSES, cross_entropy, find_loss, squared_error
-from fedpriv.models import MODELS, build_model
+from fedpriv.models import LOSSES, MODELS, build_model, cross_entropy, find_loss, squared_error
 
 EXAMPLES = {
     "x": np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32),
@@ -108,10 +107,10 @@ def test_losses_by_name() -> None:
     assert find_loss("squared-error") is squared_error
     outputs = torch.tensor([[1.0, 2.0], [0.0, 0.0]])
     np.testing.assert_array_equal(squared_error(outputs, outputs + 2).numpy(), np.full((2, 2), 4.0))
-    assert find_loss("fedpriv.losses:cross_entropy") is LOSSES["cross-entropy"]
+    assert find_loss("fedpriv.models:cross_entropy") is LOSSES["cross-entropy"]
     for name, message in [
         ("cross-entropi", "did you mean 'cross-entropy'"),
-        ("fedpriv.losses:none", "cannot be imported"),
+        ("fedpriv.models:none", "cannot be imported"),
         ("nowhere:loss", "cannot be imported"),
     ]:
         with pytest.raises(ModelError, match=message):

@@ -9,16 +9,23 @@ from torch import nn
 from torch.nn import functional
 from transport_conformance import TransportConformance
 
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore
 from fedpriv.engine import layers as engine_layers
 from fedpriv.engine.batches import Rung, by_rung, schedule
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import InvalidValueError
-from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import equal_split, flat, joint, layers, per_layer, scales_by_dimension
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import (
+    Layout,
+    equal_split,
+    flat,
+    joint,
+    layers,
+    per_layer,
+    scales_by_dimension,
+)
+from fedpriv.privacy.round import LocalTraining, RoundRequest
 from tests.engine.everyone import users_of
 
 KEY = bytes(range(32))

@@ -6,16 +6,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedpriv.engine.clipping import clip_rows
-from fedpriv.engine.start import Start
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Start, Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.federated.transport import LocalTraining
-from fedpriv.losses import cross_entropy
-from fedpriv.privacy.adaptive import indicator_group, indicator_of
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.models import cross_entropy
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.clipping_torch import clip_rows
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.mechanism import indicator_group, indicator_of
+from fedpriv.privacy.round import LocalTraining
 from tests.engine.everyone import request_under, users_of
 
 SIZES = [3, 9, 4, 4]

@@ -18,22 +18,19 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.data.store import UserStore
+from fedpriv.data.population import UserStore
 from fedpriv.engine import transport as module
 from fedpriv.engine import workers
-from fedpriv.engine.chunks import ChunkSum
-from fedpriv.engine.diagnostics import SimulationOnlyDiagnostics
+from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
-from fedpriv.engine.trainer import Trainer
+from fedpriv.engine.trainer import ChunkSum, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import WorkerError
-from fedpriv.federated.aggregate import merged
-from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest
-from fedpriv.losses import cross_entropy
-from fedpriv.models import mlp
-from fedpriv.privacy.adaptive import indicator_group, indicator_of
-from fedpriv.privacy.contribution import Clipping
+from fedpriv.models import cross_entropy, mlp
+from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.mechanism import indicator_group, indicator_of
+from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged
 from tests.engine.everyone import make_task, request_under, torch_threads, users_of
 from tests.engine.test_transport import TestInProcessTransport as InOneProcess
 

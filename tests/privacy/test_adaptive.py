@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.adaptive import AdaptiveClipping, indicator_group, indicator_of
-from fedpriv.privacy.groups import VectorGroup
+from fedpriv.privacy.layout import VectorGroup
+from fedpriv.privacy.mechanism import AdaptiveClipping, indicator_group, indicator_of
 
 
 def test_a_step_by_hand() -> None:

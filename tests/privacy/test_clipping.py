@@ -12,7 +12,8 @@ from hypothesis.extra import numpy as hnp
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy import clipping
-from fedpriv.privacy.clipping import clip, clip_rows, granularity, squared_bound
+from fedpriv.privacy.clipping import clip, clip_rows
+from fedpriv.privacy.layout import granularity, squared_bound
 from tests.privacy.exact import (
     LARGEST_SQUARE,
     agree,

@@ -12,14 +12,20 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.adaptive import indicator_group, indicator_of
-from fedpriv.privacy.allocation import noise_stddevs, proportional_shares
-from fedpriv.privacy.contribution import MOST_WEIGHT, Clipping, Indicator
-from fedpriv.privacy.entropy import SeededEntropy
-from fedpriv.privacy.groups import VectorGroup, equal_split, flat, joint, layers, per_layer
-from fedpriv.privacy.layout import Layout, Tensors
-from fedpriv.privacy.metrics import Metric
-from fedpriv.privacy.query import GaussianSumQuery
+from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
+from fedpriv.privacy.layout import (
+    Layout,
+    Tensors,
+    VectorGroup,
+    equal_split,
+    flat,
+    joint,
+    layers,
+    per_layer,
+)
+from fedpriv.privacy.mechanism import Metric, indicator_group, indicator_of
+from fedpriv.privacy.noise import SeededEntropy
+from fedpriv.privacy.query import GaussianSumQuery, noise_stddevs, proportional_shares
 from tests.privacy.exact import (
     LARGEST_SQUARE,
     agree,

@@ -9,7 +9,7 @@ from scipy import stats
 
 from fedpriv.accounting.events import Randomness
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.entropy import OperatingSystemEntropy, SeededEntropy, keystream, words
+from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy, keystream, words
 
 KEY = bytes(range(32))
 FALSE_ALARM = 1e-6

@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.entropy import OperatingSystemEntropy, SeededEntropy
-from fedpriv.privacy.floored import FlooredAverageQuery, sensitivity
-from fedpriv.privacy.groups import VectorGroup, flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, VectorGroup, flat
 from fedpriv.privacy.mechanism import PoissonGaussianMechanism
-from fedpriv.privacy.query import GaussianAverageQuery, GaussianSumQuery
+from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
+from fedpriv.privacy.query import (
+    FlooredAverageQuery,
+    GaussianAverageQuery,
+    GaussianSumQuery,
+    sensitivity,
+)
 from fedpriv.privacy.sampling import PoissonSampling
 from tests.privacy.exact import squares, steps_of
 

@@ -4,7 +4,8 @@ from fractions import Fraction
 import pytest
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.groups import (
+from fedpriv.privacy.layout import (
+    Layout,
     VectorGroup,
     check_partition,
     equal_split,
@@ -15,7 +16,6 @@ from fedpriv.privacy.groups import (
     scales_by_dimension,
     split_by_dimension,
 )
-from fedpriv.privacy.layout import Layout
 from tests.privacy.exact import steps_of
 
 LAYOUT = Layout(("conv.weight", "conv.bias", "fc.weight"), ((4, 2), (4,), (3, 4)))

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.entropy import SeededEntropy
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.metrics import Metric, released
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.mechanism import Metric, released
+from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.query import GaussianAverageQuery, GaussianSumQuery
 
 ACCURACY = Metric("accuracy", centre=0.5, radius=0.5)

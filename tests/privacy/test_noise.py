@@ -11,8 +11,7 @@ from scipy import stats
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy import noise
-from fedpriv.privacy.entropy import SeededEntropy, keystream, words
-from fedpriv.privacy.noise import LARGEST_STDDEV, rounded_gaussian
+from fedpriv.privacy.noise import LARGEST_STDDEV, SeededEntropy, keystream, rounded_gaussian, words
 
 KEY = SeededEntropy(0).key("normals of the tests")
 STDDEV = 2.0**24  # in steps, about as in a release

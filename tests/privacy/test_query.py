@@ -12,19 +12,31 @@ from scipy import stats
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy import noise
-from fedpriv.privacy.allocation import (
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import (
+    Layout,
+    VectorGroup,
+    flat,
+    joint,
+    layers,
+    per_layer,
+    split_by_dimension,
+)
+from fedpriv.privacy.mechanism import MOST_USERS, PoissonGaussianMechanism
+from fedpriv.privacy.noise import (
+    LARGEST_STDDEV,
+    OperatingSystemEntropy,
+    SeededEntropy,
+    rounded_gaussian,
+)
+from fedpriv.privacy.query import (
+    GaussianAverageQuery,
+    GaussianSumQuery,
     dimension_shares,
     given_shares,
     noise_stddevs,
     proportional_shares,
 )
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.entropy import OperatingSystemEntropy, SeededEntropy
-from fedpriv.privacy.groups import VectorGroup, flat, joint, layers, per_layer, split_by_dimension
-from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.mechanism import MOST_USERS, PoissonGaussianMechanism
-from fedpriv.privacy.noise import LARGEST_STDDEV, rounded_gaussian
-from fedpriv.privacy.query import GaussianAverageQuery, GaussianSumQuery
 from fedpriv.privacy.sampling import PoissonSampling
 from tests.privacy.exact import squares, steps_of
 

@@ -10,7 +10,7 @@ from scipy import stats
 from fedpriv.accounting.events import NeighbouringRelation, SamplingEvent, SamplingPolicy
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy import sampling
-from fedpriv.privacy.entropy import SeededEntropy, keystream
+from fedpriv.privacy.noise import SeededEntropy, keystream
 from fedpriv.privacy.sampling import PoissonSampling
 
 KEY = SeededEntropy(0).key("cohort of the tests")

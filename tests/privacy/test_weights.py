@@ -5,8 +5,8 @@ import math
 import pytest
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.contribution import MOST_WEIGHT
-from fedpriv.privacy.weights import Averaging
+from fedpriv.privacy.clipping import MOST_WEIGHT
+from fedpriv.privacy.query import Averaging
 
 
 @pytest.mark.parametrize("cap", [0, -3, MOST_WEIGHT + 1])

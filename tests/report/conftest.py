@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from fedpriv.data.registry import load_population
-from fedpriv.studies.file import load_study
-from server.comparing import calibrated
-from server.study_run import Task, run_task
+from fedpriv.run.compare import calibrated, run_cell
+from fedpriv.studies.study import load_study
 from tests.commandline import printed
 from tests.studies.studying import study_file
 
@@ -45,7 +44,7 @@ def study_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     noise = calibrated(study)
     loaded = load_population("synthetic", study.config_of(study.cells[0]).data.options)
     for cell in study.cells:
-        run_task(Task(study, cell, folder, noise[cell.arm, cell.target]), loaded, lambda _: None)
+        run_cell(study, cell, folder, noise[cell.arm, cell.target], loaded)
     return folder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.report.page import installed
-from server.reading import read_run
+from fedpriv.run.reader import read_run
 from tests.commandline import printed, refused
 
 

@@ -11,8 +11,14 @@ from scipy import stats
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.report.spending import read_ledger
 from fedpriv.studies import read_study
-from fedpriv.studies.results import ALL_RESULTS, RESULT, SIMULATION_ONLY, all_results, read_rows
-from fedpriv.studies.verdict import verdict
+from fedpriv.studies.results import (
+    ALL_RESULTS,
+    RESULT,
+    SIMULATION_ONLY,
+    all_results,
+    read_rows,
+    verdict,
+)
 from tests.commandline import printed, refused
 from tests.report.pages import figures, parsed, section, words
 

@@ -12,7 +12,7 @@ from fedpriv.report.series import on_log_scale
 from fedpriv.report.study_figures import figure_of
 from fedpriv.report.study_series import along_axes, by_target, differences, front
 from fedpriv.studies import Cell, ReadStudy
-from fedpriv.studies.file import load_study
+from fedpriv.studies.study import load_study
 from tests.studies.studying import result, study_file
 
 TARGETS = {"epsilon": [0.5, 2.0, 8.0], "delta": 1e-2}

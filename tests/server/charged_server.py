@@ -15,15 +15,13 @@ from federation import LAYOUT, PARAMETERS, make_plan, rounds_spent
 
 from fedpriv.accounting.budget import PrivacyBudget
 from fedpriv.accounting.ledger import Ledger
-from fedpriv.choices import LogFormat
-from fedpriv.federated.books import Books
-from fedpriv.federated.loop import run_round
-from fedpriv.federated.round import initial_state
-from fedpriv.logs import configure
-from fedpriv.privacy.entropy import OperatingSystemEntropy
+from fedpriv.logs import LogFormat, configure
+from fedpriv.privacy.noise import OperatingSystemEntropy
+from fedpriv.privacy.round import Books
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.server.answers import Transfers
 from fedpriv.server.enrolment import Enrolment
+from fedpriv.server.service import Transfers
+from fedpriv.training.rounds import initial_state, run_round
 from tests.server.loopback import PATIENCE, POPULATION_ID, RemoteSite, site
 
 Users = Mapping[str, Sequence[str]]

@@ -2,14 +2,12 @@
 
 import numpy as np
 
-from fedpriv.data.population import Population
-from fedpriv.data.store import UserStore
+from fedpriv.build import build_task
+from fedpriv.data.population import Population, UserStore
 from fedpriv.data.synthetic import synthetic_population
-from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
-from fedpriv.tasks import build_task
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.wire import Price, TaskDescription
 
 USERS = 7

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -9,24 +10,24 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import tomli_w
+from cryptography import x509
 
 from fedpriv import wire
-from fedpriv.federated.transport import PartialSum, RoundRequest
 from fedpriv.privacy.layout import Tensors
+from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.server import authority
 from fedpriv.server.addresses import Address
-from fedpriv.server.answers import Transfers
-from fedpriv.server.certificates import RevocationList, load_ca
-from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.grpc_transport import GrpcTransport, Patience
-from fedpriv.server.guard import Guard, Identify, certified
-from fedpriv.server.listening import Files, Listening, listening
-from fedpriv.server.monitoring import Monitor
-from fedpriv.server.rates import RateLimit
-from fedpriv.server.service import Service
+from fedpriv.server.authentication import Guard, Identify, RateLimit, certified
+from fedpriv.server.certificates import fingerprint_of
+from fedpriv.server.deployment import GrpcTransport, Patience
+from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
+from fedpriv.server.listener import Files, Listening, listening
+from fedpriv.server.metrics import Monitor
+from fedpriv.server.service import Service, Transfers
 from fedpriv.wire import RunState, Status, TaskDescription, Welcome
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.federation_pb2_grpc import FederationStub
+from tests.wire.stub import FederationStub
 
 PRICE = wire.Price(0.5, 1000, 1.0, 2.0, 1e-6)
 PATIENCE = Patience(deadline=20.0, absent=0.2, fixed=False, nodes=0)
@@ -81,6 +82,30 @@ def channel_to(port: int, certs: Path, bundle: Path | None) -> grpc.Channel:
     return grpc.secure_channel(f"localhost:{port}", credentials, options)
 
 
+def enrol(certs: Path, users: Mapping[str, Sequence[str]]) -> Path:
+    """Write an enrolment of these users, with the certificates that their nodes have now."""
+    nodes = {}
+    for node, ids in users.items():
+        pem = (certs / "nodes" / node / "node.pem").read_bytes()
+        fingerprint = fingerprint_of(x509.load_pem_x509_certificate(pem))
+        nodes[node] = {"users": list(ids), "certificate": fingerprint}
+    return write_enrolment(certs, nodes)
+
+
+def strike(certs: Path, node: str) -> None:
+    """Strike a node's certificate off the enrolment."""
+    table = tomllib.loads((certs / "enrolment.toml").read_text(encoding="utf-8"))
+    del table["nodes"][node]["certificate"]
+    write_enrolment(certs, table["nodes"])
+
+
+def write_enrolment(certs: Path, nodes: Mapping[str, object]) -> Path:
+    """Write an enrolment, in place of another, all at once."""
+    path, partial = certs / "enrolment.toml", certs / "enrolment.partial"
+    partial.write_text(tomli_w.dumps({"population": POPULATION_ID, "nodes": nodes}), "utf-8")
+    return partial.replace(path)
+
+
 @contextmanager
 def site(
     folder: Path,
@@ -93,8 +118,7 @@ def site(
     authority.init(certs, ["localhost", "127.0.0.1"])
     for node in users:
         authority.issue(certs, node)
-    ca = load_ca(certs / "authority" / "ca.pem")
-    identify = certified(ca, RevocationList(certs / "authority" / "crl.pem"))
+    identify = certified(EnrolledCertificates(enrol(certs, users)))
     server = certs / "server"
     files = Files(server / "ca.pem", server / "server.pem", server / "server.key")
     rates = RateLimit(calls_per_minute)

@@ -11,10 +11,10 @@ import pytest
 import tomli_w
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fedpriv.callbacks import ReleasedRound
+from fedpriv.build import simulated
 from fedpriv.config import parse_config
 from fedpriv.errors import InvalidValueError
-from fedpriv.experiment import simulated
+from fedpriv.run.callbacks import ReleasedRound
 from tests.commandline import fedpriv, printed, refused
 from tests.studies.studying import BASE
 
@@ -138,7 +138,7 @@ def test_bad_callbacks_are_refused_before_the_run(tmp_path: Path, path: str, wor
 
 
 def test_without_tensorboard_event_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedpriv.callbacks.find_spec", lambda _name: None)
+    monkeypatch.setattr("fedpriv.run.callbacks.find_spec", lambda _name: None)
     config = parse_config(RELEASING | {"output": {"tensorboard": True}}, "test")
     with pytest.raises(InvalidValueError, match=r"pip install 'fedpriv\[tensorboard\]'"):
         simulated(config, "run")

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 from fedpriv import wire
-from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
-from fedpriv.server import answers as module
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
+from fedpriv.server import service as module
 from fedpriv.server import service as service_module
-from fedpriv.server.answers import Transfers
-from fedpriv.server.collecting import Collecting
+from fedpriv.server.collection import Collecting
+from fedpriv.server.service import Transfers
 from fedpriv.wire import Decline
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.hostile_nodes import (
@@ -362,7 +361,7 @@ def test_what_nodes_say_names_no_user_and_forges_no_line(
 
     with (
         nodes(patient, {"four": declines, "silo": too_many}) as made,
-        caplog.at_level(logging.INFO, "fedpriv.server.answers"),
+        caplog.at_level(logging.INFO, "fedpriv.server.service"),
         collecting(patient, [1, 22, 23], deadline=2.0) as (total, _),
     ):
         assert not np.any(total.result(30.0))

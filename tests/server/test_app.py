@@ -11,10 +11,10 @@ from flwr.app import Context, RecordDict
 from flwr.cli.build import build_fab_from_disk
 from safetensors.numpy import load_file
 
-from fedpriv import flower
 from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.server.app import RunConfig
-from fedpriv.server.app import app as server_app
+from fedpriv.server.flower_runs import RunConfig
+from fedpriv.server.flower_runs import app as server_app
+from fedpriv.wire import flower
 from tests.commandline import fedpriv
 from tests.server.local_grid import LocalGrid, app
 

@@ -1,17 +1,25 @@
-"""What the authority writes: keys that nobody else can read, and a list that the server follows."""
+"""What the authority issues: certificates of the right kind, and keys that nobody else can read."""
 
 import shutil
 import stat
 import subprocess
 import sys
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.authority import init, issue, issue_server, revoke
-from fedpriv.server.certificates import CertificateError, Check, RevocationList, load_ca, node_of
+from fedpriv.server.authority import YEAR, init, issue, issue_server
+from fedpriv.server.certificates import fingerprint_of, load_ca
+
+NOW = datetime.now(UTC)
+DAY = timedelta(days=1)
+HOSTS = ["localhost", "127.0.0.1"]
 
 # Makes every kind of key under the most generous mask, and looks at each file as it is renamed.
 WATCHED = """
@@ -34,24 +42,141 @@ sys.addaudithook(watch)
 certs = Path(sys.argv[1])
 init(certs, ["localhost"])
 issue(certs, "n")
-issue(certs, "n", replace=True)
+issue(certs, "n")
 issue_server(certs, ["localhost"])
 """
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    init(tmp_path / "certs", ["localhost"])
+    init(tmp_path / "certs", HOSTS)
     return tmp_path / "certs"
 
 
-def check_at_server(folder: Path, pem: bytes) -> str:
-    """The name of a node, or the check that it fails, as a server with the copy sees it."""
-    ca, crl = load_ca(folder / "server" / "ca.pem"), RevocationList(folder / "server" / "crl.pem")
-    try:
-        return node_of(pem, ca, crl, datetime.now(UTC))
-    except CertificateError as error:
-        return error.check
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    init(tmp_path / "other", HOSTS)
+    return tmp_path / "other"
+
+
+def ca_of(folder: Path) -> x509.Certificate:
+    return load_ca(folder / "authority" / "ca.pem")
+
+
+def certificate_of(path: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(path.read_bytes())
+
+
+def test_the_authority_is_what_it_says(folder: Path) -> None:
+    ca = ca_of(folder)
+    constraints = ca.extensions.get_extension_for_class(x509.BasicConstraints)
+    usage = ca.extensions.get_extension_for_class(x509.KeyUsage)
+    assert (constraints.critical, constraints.value.ca, constraints.value.path_length) == (1, 1, 0)
+    assert usage.critical
+    assert usage.value.key_cert_sign
+    assert isinstance(ca.public_key().curve, ec.SECP256R1)
+    lifetime = ca.not_valid_after_utc - NOW
+    assert 10 * YEAR - DAY < lifetime < 10 * YEAR + DAY
+
+
+def test_the_server_gets_a_certificate_for_its_hosts_only(folder: Path) -> None:
+    server = certificate_of(folder / "server" / "server.pem")
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    usage = server.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert names.get_values_for_type(x509.DNSName) == ["localhost"]
+    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1"]
+    assert list(usage) == [ExtendedKeyUsageOID.SERVER_AUTH]
+    issue_server(folder, ["::1"])
+    renewed = certificate_of(folder / "server" / "server.pem")
+    names = renewed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["::1"]
+    assert renewed.public_key() != server.public_key()
+
+
+def test_keys_are_their_owners(folder: Path) -> None:
+    issue(folder, "n")
+    keys = sorted(folder.rglob("*.key"))
+    assert [key.name for key in keys] == ["ca.key", "node.key", "server.key"]
+    assert [stat.S_IMODE(key.stat().st_mode) for key in keys] == [0o600] * 3
+    assert [stat.S_IMODE(key.parent.stat().st_mode) for key in keys] == [0o700] * 3
+    assert not list(folder.rglob("*.partial"))
+
+
+def test_a_bundle_is_whole(folder: Path) -> None:
+    issued = issue(folder, "n")
+    bundle = issued.folder
+    assert bundle == folder / "nodes" / "n"
+    assert sorted(path.name for path in bundle.iterdir()) == ["ca.pem", "node.key", "node.pem"]
+    key = load_pem_private_key((bundle / "node.key").read_bytes(), None)
+    certificate = certificate_of(bundle / "node.pem")
+    assert certificate.public_key() == key.public_key()
+    assert load_ca(bundle / "ca.pem") == ca_of(folder)
+    assert YEAR - DAY < certificate.not_valid_after_utc - NOW < YEAR + DAY
+    assert fingerprint_of(certificate) == issued.fingerprint
+    usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert list(usage) == [ExtendedKeyUsageOID.CLIENT_AUTH]
+    constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
+    assert not constraints.ca
+    certificate.verify_directly_issued_by(ca_of(folder))
+
+
+@pytest.mark.parametrize(
+    "hosts", [[], [""], ["a:80"], ["[::1]"], ["a b"], ["ä.org"], ["-a"], ["a..b"], ["1.2.3.999"]]
+)
+def test_what_is_no_host_is_refused_before_anything_is_written(
+    tmp_path: Path, hosts: list[str]
+) -> None:
+    with pytest.raises(InvalidValueError, match="host"):
+        init(tmp_path / "certs", hosts)
+    assert not (tmp_path / "certs").exists()
+
+
+def test_an_authority_is_never_overwritten(folder: Path) -> None:
+    before = ca_of(folder)
+    with pytest.raises(InvalidValueError, match="cannot be made: File exists"):
+        init(folder, HOSTS)
+    assert ca_of(folder) == before
+
+
+@pytest.mark.parametrize("file", ["ca.key", "ca.pem"])
+def test_without_a_whole_authority_nothing_is_issued(folder: Path, file: str) -> None:
+    (folder / "authority" / file).write_text("nonsense")
+    with pytest.raises(InvalidValueError, match=rf"{file}"):
+        issue(folder, "n")
+    with pytest.raises(InvalidValueError, match="holds no authority"):
+        issue(folder / "elsewhere", "n")
+    assert not (folder / "nodes").exists()
+
+
+def test_the_key_of_another_authority_is_refused(folder: Path, other: Path) -> None:
+    shutil.copy(other / "authority" / "ca.key", folder / "authority" / "ca.key")
+    with pytest.raises(InvalidValueError, match="is not the key of"):
+        issue(folder, "n")
+
+
+@pytest.mark.parametrize("lifetime", [timedelta(0), -DAY, 10 * YEAR + DAY])
+def test_a_lifetime_ends_within_the_authoritys(folder: Path, lifetime: timedelta) -> None:
+    with pytest.raises(InvalidValueError, match="lifetime"):
+        issue(folder, "n", lifetime=lifetime)
+    with pytest.raises(InvalidValueError, match="time zone"):
+        issue(folder, "n", begin=datetime(2030, 1, 1))
+
+
+def test_a_certificate_issued_again_takes_the_place_of_the_first(folder: Path) -> None:
+    first = issue(folder, "n")
+    second = issue(folder, "n")
+    assert first.folder == second.folder
+    assert first.fingerprint != second.fingerprint
+    key = load_pem_private_key((second.folder / "node.key").read_bytes(), None)
+    certificate = certificate_of(second.folder / "node.pem")
+    assert fingerprint_of(certificate) == second.fingerprint
+    assert certificate.public_key() == key.public_key()
+
+
+def test_what_cannot_be_written_is_said_in_a_sentence(folder: Path) -> None:
+    (folder / "nodes" / "n" / ".node.pem.partial").mkdir(parents=True)
+    with pytest.raises(InvalidValueError, match=r"node\.pem.* cannot be written: Is a directory"):
+        issue(folder, "n")
 
 
 def test_a_key_is_its_owners_from_the_first_moment(tmp_path: Path) -> None:
@@ -73,40 +198,3 @@ def test_whoever_left_a_file_open_reads_no_key(folder: Path) -> None:
         assert opened.read() == b""
     assert stat.S_IMODE((bundle / "node.key").stat().st_mode) == 0o600
     assert not partial.exists()
-
-
-def test_the_servers_copy_of_the_list_follows_every_revocation(folder: Path) -> None:
-    ours, copy = folder / "authority" / "crl.pem", folder / "server" / "crl.pem"
-    assert copy.read_bytes() == ours.read_bytes()
-    first = (issue(folder, "n") / "node.pem").read_bytes()
-    assert check_at_server(folder, first) == "n"
-    second = (issue(folder, "n", replace=True) / "node.pem").read_bytes()
-    assert check_at_server(folder, first) == Check.REVOCATION
-    assert check_at_server(folder, second) == "n"
-    revoke(folder, "n")
-    assert check_at_server(folder, second) == Check.REVOCATION
-    issue_server(folder, ["localhost"])
-    assert copy.read_bytes() == ours.read_bytes()
-
-
-def test_without_a_servers_folder_there_is_no_copy(folder: Path) -> None:
-    issue(folder, "n")
-    shutil.rmtree(folder / "server")
-    revoke(folder, "n")
-    assert not (folder / "server").exists()
-    issue_server(folder, ["localhost"])
-    assert (folder / "server" / "crl.pem").read_bytes() == (
-        folder / "authority" / "crl.pem"
-    ).read_bytes()
-
-
-def test_a_copy_that_failed_is_made_by_revoking_again(folder: Path) -> None:
-    pem = (issue(folder, "n") / "node.pem").read_bytes()
-    in_the_way = folder / "server" / ".crl.pem.partial"
-    in_the_way.mkdir()
-    with pytest.raises(InvalidValueError, match=r"crl\.pem.* cannot be written: Is a directory"):
-        revoke(folder, "n")
-    assert check_at_server(folder, pem) == "n"
-    in_the_way.rmdir()
-    revoke(folder, "n")
-    assert check_at_server(folder, pem) == Check.REVOCATION

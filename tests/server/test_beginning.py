@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.beginning import Beginning
+from fedpriv.run.run import Beginning
+from fedpriv.server.enrolment import enrolled_experiment
 
 FEDERATION = Path(__file__).parents[2] / "simulations" / "federation.toml"
 
@@ -16,7 +17,7 @@ def test_the_population_of_nodes_is_called_by_its_id(tmp_path: Path) -> None:
     assignments = [f"federation.enrolment={enrolment}"]
     beginning = Beginning.of(FEDERATION, assignments, tmp_path / "run", resume=False)
     assert beginning.config.federation is not None
-    experiment, _ = beginning.on_nodes(beginning.config.federation)
+    experiment, _ = enrolled_experiment(beginning, beginning.config.federation)
     assert experiment.plan.population == population
     assert experiment.plan.sampling.population == 2
 
@@ -26,7 +27,7 @@ def test_nodes_are_not_asked_for_figures_that_are_not_private(tmp_path: Path) ->
     beginning = Beginning.of(FEDERATION, assignments, tmp_path / "run", resume=False)
     assert beginning.config.federation is not None
     with pytest.raises(InvalidValueError, match="on nodes it must be false"):
-        beginning.on_nodes(beginning.config.federation)
+        enrolled_experiment(beginning, beginning.config.federation)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -37,5 +38,5 @@ def test_nodes_are_not_asked_for_work_without_bound(tmp_path: Path) -> None:
     beginning = Beginning.of(experiment, [], tmp_path / "run", resume=False)
     assert beginning.config.federation is not None
     with pytest.raises(InvalidValueError, match=r"local\.max_examples is absent; on nodes it"):
-        beginning.on_nodes(beginning.config.federation)
+        enrolled_experiment(beginning, beginning.config.federation)
     assert list(tmp_path.iterdir()) == [experiment]

@@ -1,38 +1,34 @@
-"""Certificates: what is accepted, what is refused and why, alone and in real TLS."""
+"""Certificates: which are accepted, which are refused and why, alone and in real TLS."""
 
-import shutil
-import stat
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from urllib.parse import quote
 
 import grpc
 import pytest
+import tomli_w
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import NameOID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.authority import YEAR, init, issue, issue_server, revoke
-from fedpriv.server.certificates import (
-    CertificateError,
-    Check,
-    RevocationList,
-    check_node_name,
-    load_ca,
-    node_of,
-)
+from fedpriv.server.authority import init, issue
+from fedpriv.server.certificates import check_node_name, fingerprint_of, load_ca
+from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
 
 NOW = datetime.now(UTC)
 DAY = timedelta(days=1)
 HOSTS = ["localhost", "127.0.0.1"]
+ID = "5f" * 16
 
 
 @pytest.fixture
@@ -55,404 +51,170 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ca_of(folder: Path) -> x509.Certificate:
-    return load_ca(folder / "authority" / "ca.pem")
-
-
-def crl_of(folder: Path) -> RevocationList:
-    return RevocationList(folder / "authority" / "crl.pem")
-
-
 def pem_of(bundle: Path) -> bytes:
     return (bundle / "node.pem").read_bytes()
 
 
-def certificate_of(path: Path) -> x509.Certificate:
-    return x509.load_pem_x509_certificate(path.read_bytes())
+def enrol(folder: Path, **certificates: str) -> EnrolledCertificates:
+    """The enrolment of nodes with these certificates, in place of an older one."""
+    nodes = {node: {"users": [node], "certificate": text} for node, text in certificates.items()}
+    path, partial = folder / "enrolment.toml", folder / "enrolment.partial"
+    partial.write_text(tomli_w.dumps({"population": ID, "nodes": nodes}), encoding="utf-8")
+    partial.replace(path)
+    return EnrolledCertificates(path)
 
 
-def named(folder: Path, pem: bytes, now: datetime | None = None) -> str:
-    return node_of(pem, ca_of(folder), crl_of(folder), now or datetime.now(UTC))
-
-
-def failure(folder: Path, pem: bytes, now: datetime | None = None) -> Check:
+def refusal_of(certificates: EnrolledCertificates, pem: bytes, now: datetime = NOW) -> str:
     with pytest.raises(CertificateError) as caught:
-        named(folder, pem, now)
+        certificates.node_of(pem, now)
     assert "\n" not in str(caught.value)
-    return caught.value.check
+    return str(caught.value)
 
 
-def key_of(folder: Path) -> ec.EllipticCurvePrivateKey:
-    key = load_pem_private_key((folder / "authority" / "ca.key").read_bytes(), None)
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
-    return key
+def test_a_certificate_names_the_node_at_which_it_is_enrolled(folder: Path) -> None:
+    a, b, c = (issue(folder, name) for name in "abc")
+    certificates = enrol(folder, one=a.fingerprint, b=b.fingerprint)
+    assert certificates.node_of(pem_of(a.folder), NOW) == "one"
+    assert certificates.node_of(pem_of(b.folder), NOW) == "b"
+    assert "not enrolled" in refusal_of(certificates, pem_of(c.folder))
 
 
-def signed(
-    key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey,
-    issuer: x509.Name,
-    *,
-    names: tuple[str, ...] = ("n",),
-    uris: tuple[str, ...] = (),
-    usages: tuple[x509.ObjectIdentifier, ...] = (ExtendedKeyUsageOID.CLIENT_AUTH,),
-    authority: bool = False,
-) -> bytes:
-    """A certificate for the key itself, as an authority might issue it by other means than ours."""
-    attributes = [x509.NameAttribute(NameOID.COMMON_NAME, name) for name in names]
-    builder = (
-        x509.CertificateBuilder()
-        .issuer_name(issuer)
-        .subject_name(x509.Name(attributes))
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(NOW - DAY)
-        .not_valid_after(NOW + DAY)
-        .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
-    )
-    if usages:
-        builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-    if uris:
-        alternatives = x509.SubjectAlternativeName(map(x509.UniformResourceIdentifier, uris))
-        builder = builder.add_extension(alternatives, critical=False)
-    return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+def test_a_newer_certificate_of_a_node_must_be_enrolled_in_place_of_the_old(folder: Path) -> None:
+    first = issue(folder, "n")
+    old, certificates = pem_of(first.folder), enrol(folder, n=first.fingerprint)
+    second = issue(folder, "n")
+    assert certificates.node_of(old, NOW) == "n"
+    assert "not enrolled" in refusal_of(certificates, pem_of(second.folder))
+    enrol(folder, n=second.fingerprint)
+    assert "struck off" in refusal_of(certificates, old)
+    assert certificates.node_of(pem_of(second.folder), NOW) == "n"
 
 
-def test_the_authority_is_what_it_says(folder: Path) -> None:
-    ca = ca_of(folder)
-    constraints = ca.extensions.get_extension_for_class(x509.BasicConstraints)
-    usage = ca.extensions.get_extension_for_class(x509.KeyUsage)
-    assert (constraints.critical, constraints.value.ca, constraints.value.path_length) == (1, 1, 0)
-    assert usage.critical
-    assert usage.value.key_cert_sign
-    assert usage.value.crl_sign
-    assert isinstance(ca.public_key().curve, ec.SECP256R1)
-    lifetime = ca.not_valid_after_utc - NOW
-    assert 10 * YEAR - DAY < lifetime < 10 * YEAR + DAY
-    assert list(crl_of(folder).read(ca)) == []
+def test_a_fingerprint_may_be_written_as_openssl_prints_it(folder: Path) -> None:
+    issued = issue(folder, "n")
+    printed = ":".join(re.findall("..", issued.fingerprint.upper()))
+    assert enrol(folder, n=printed).node_of(pem_of(issued.folder), NOW) == "n"
 
 
-def test_the_server_gets_a_certificate_for_its_hosts_only(folder: Path) -> None:
-    server = certificate_of(folder / "server" / "server.pem")
-    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    usage = server.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    assert names.get_values_for_type(x509.DNSName) == ["localhost"]
-    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1"]
-    assert list(usage) == [ExtendedKeyUsageOID.SERVER_AUTH]
-    issue_server(folder, ["::1"])
-    renewed = certificate_of(folder / "server" / "server.pem")
-    names = renewed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["::1"]
-    assert renewed.public_key() != server.public_key()
+@pytest.mark.parametrize("text", ["", "n", "ab" * 31, "ab" * 33, "xy" * 32, "٣" * 64])
+def test_what_is_no_fingerprint_is_refused(folder: Path, text: str) -> None:
+    certificates = enrol(folder, n=text)
+    sentence = r"nodes\.n\.certificate is .*; it must be the SHA-256 fingerprint"
+    with pytest.raises(InvalidValueError, match=sentence):
+        certificates.nodes()
+    with pytest.raises(InvalidValueError, match=sentence):
+        Enrolment.load(certificates.path)
 
 
-def test_keys_are_their_owners(folder: Path) -> None:
-    issue(folder, "n")
-    keys = sorted(folder.rglob("*.key"))
-    assert [key.name for key in keys] == ["ca.key", "node.key", "server.key"]
-    assert [stat.S_IMODE(key.stat().st_mode) for key in keys] == [0o600] * 3
-    assert [stat.S_IMODE(key.parent.stat().st_mode) for key in keys] == [0o700] * 3
-    assert not list(folder.rglob("*.partial"))
+def test_a_certificate_is_one_nodes(folder: Path) -> None:
+    issued = issue(folder, "n")
+    certificates = enrol(folder, a=issued.fingerprint, b=issued.fingerprint.upper())
+    sentence = r"nodes\.b\.certificate is that of node 'a'"
+    with pytest.raises(InvalidValueError, match=sentence):
+        certificates.node_of(pem_of(issued.folder), NOW)
+    with pytest.raises(InvalidValueError, match=sentence):
+        Enrolment.load(certificates.path)
 
 
-def test_a_bundle_is_whole(folder: Path) -> None:
-    bundle = issue(folder, "n")
-    assert bundle == folder / "nodes" / "n"
-    assert sorted(path.name for path in bundle.iterdir()) == ["ca.pem", "node.key", "node.pem"]
-    key = load_pem_private_key((bundle / "node.key").read_bytes(), None)
-    certificate = certificate_of(bundle / "node.pem")
-    assert certificate.public_key() == key.public_key()
-    assert load_ca(bundle / "ca.pem") == ca_of(folder)
-    assert YEAR - DAY < certificate.not_valid_after_utc - NOW < YEAR + DAY
-    assert named(folder, pem_of(bundle)) == "n"
-
-
-@pytest.mark.parametrize(
-    "hosts", [[], [""], ["a:80"], ["[::1]"], ["a b"], ["ä.org"], ["-a"], ["a..b"], ["1.2.3.999"]]
-)
-def test_what_is_no_host_is_refused_before_anything_is_written(
-    tmp_path: Path, hosts: list[str]
-) -> None:
-    with pytest.raises(InvalidValueError, match="host"):
-        init(tmp_path / "certs", hosts)
-    assert not (tmp_path / "certs").exists()
-
-
-def test_an_authority_is_never_overwritten(folder: Path) -> None:
-    before = ca_of(folder)
-    with pytest.raises(InvalidValueError, match="cannot be made: File exists"):
-        init(folder, HOSTS)
-    assert ca_of(folder) == before
-
-
-@pytest.mark.parametrize("file", ["ca.key", "ca.pem"])
-def test_without_a_whole_authority_nothing_is_issued(folder: Path, file: str) -> None:
-    (folder / "authority" / file).write_text("nonsense")
-    with pytest.raises(InvalidValueError, match=rf"{file}"):
-        issue(folder, "n")
-    with pytest.raises(InvalidValueError, match="holds no authority"):
-        issue(folder / "elsewhere", "n")
-    assert not (folder / "nodes").exists()
-
-
-def test_the_key_of_another_authority_is_refused(folder: Path, other: Path) -> None:
-    shutil.copy(other / "authority" / "ca.key", folder / "authority" / "ca.key")
-    with pytest.raises(InvalidValueError, match="is not the key of"):
-        issue(folder, "n")
-
-
-@pytest.mark.parametrize("lifetime", [timedelta(0), -DAY, 10 * YEAR + DAY])
-def test_a_lifetime_ends_within_the_authoritys(folder: Path, lifetime: timedelta) -> None:
-    with pytest.raises(InvalidValueError, match="lifetime"):
-        issue(folder, "n", lifetime=lifetime)
-    with pytest.raises(InvalidValueError, match="time zone"):
-        issue(folder, "n", begin=datetime(2030, 1, 1))
-
-
-def test_a_live_node_gets_another_certificate_only_as_a_replacement(folder: Path) -> None:
-    first = pem_of(issue(folder, "n"))
-    with pytest.raises(InvalidValueError, match="must be revoked or replaced"):
-        issue(folder, "n")
-    assert named(folder, first) == "n"
-    second = pem_of(issue(folder, "n", replace=True))
-    assert failure(folder, first) is Check.REVOCATION
-    assert named(folder, second) == "n"
-
-
-def test_a_dead_node_gets_another_certificate(folder: Path) -> None:
-    issue(folder, "n", begin=NOW - 2 * DAY, lifetime=DAY)
-    revoked = pem_of(issue(folder, "n"))
-    revoke(folder, "n")
-    assert named(folder, pem_of(issue(folder, "n"))) == "n"
-    assert failure(folder, revoked) is Check.REVOCATION
-
-
-def test_a_node_is_revoked_though_its_folder_has_left(folder: Path) -> None:
-    bundle = issue(folder, "n")
-    pem = pem_of(bundle)
-    shutil.rmtree(bundle)
-    with pytest.raises(InvalidValueError, match="must be revoked"):
-        issue(folder, "n")
-    revoke(folder, "n")
-    assert failure(folder, pem) is Check.REVOCATION
-
-
-def test_revoked_is_for_ever(folder: Path) -> None:
-    pems = {name: pem_of(issue(folder, name)) for name in "abc"}
-    crl, ca = crl_of(folder), ca_of(folder)
-    gone: set[int] = set()
-    for number, name in enumerate("abc", start=1):
-        assert node_of(pems[name], ca, crl, datetime.now(UTC)) == name
-        revoke(folder, name)
-        revoke(folder, name)
-        gone.add(x509.load_pem_x509_certificate(pems[name]).serial_number)
-        listed = crl.read(ca)
-        assert {entry.serial_number for entry in listed} == gone
-        value = listed.extensions.get_extension_for_class(x509.CRLNumber).value
-        assert value.crl_number == number
-        for other in "abc"[:number]:
-            with pytest.raises(CertificateError, match="is revoked"):
-                node_of(pems[other], ca, crl, datetime.now(UTC))
-
-
-def test_revocations_at_once_are_all_kept(folder: Path) -> None:
-    names = [f"n{i}" for i in range(12)]
-    pems = [pem_of(issue(folder, name)) for name in names]
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(lambda name: revoke(folder, name), names))
-    assert [failure(folder, pem) for pem in pems] == [Check.REVOCATION] * 12
-
-
-def test_nobody_is_revoked_by_mistake(folder: Path) -> None:
-    with pytest.raises(InvalidValueError, match="no certificate to node 'x'"):
-        revoke(folder, "x")
-    with pytest.raises(InvalidValueError, match="name of a node"):
-        revoke(folder, "../x")
-
-
-@pytest.mark.parametrize("content", [None, b"", b"nonsense"])
-def test_a_damaged_list_lets_nobody_pass_and_is_not_begun_anew(
-    folder: Path, content: bytes | None
-) -> None:
-    pem, path = pem_of(issue(folder, "n")), folder / "authority" / "crl.pem"
-    path.unlink()
+@pytest.mark.parametrize("content", [None, b"", b"[nodes", b"nodes = 3", b"# \xe9\n"])
+def test_a_damaged_enrolment_lets_nobody_pass(folder: Path, content: bytes | None) -> None:
+    issued = issue(folder, "n")
+    certificates = enrol(folder, n=issued.fingerprint)
+    assert certificates.node_of(pem_of(issued.folder), NOW) == "n"
+    certificates.path.unlink()
     if content is not None:
-        path.write_bytes(content)
-    assert failure(folder, pem) is Check.LIST
-    with pytest.raises(CertificateError, match="cannot be used"):
-        revoke(folder, "n")
-    with pytest.raises(CertificateError, match="cannot be used"):
-        issue(folder, "n", replace=True)
-    assert path.exists() == (content is not None)
+        certificates.path.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(InvalidValueError, match=re.escape(str(certificates.path))):
+            certificates.node_of(pem_of(issued.folder), NOW)
+    enrol(folder, n=issued.fingerprint)
+    assert certificates.node_of(pem_of(issued.folder), NOW) == "n"
 
 
-def test_a_list_is_read_again_when_it_may_have_changed(
+def test_the_enrolment_is_read_again_when_it_may_have_changed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = []
     read_bytes, now = Path.read_bytes, time.time_ns
-    crl, ca, pem = crl_of(folder), ca_of(folder), pem_of(issue(folder, "n"))
-    serial = x509.load_pem_x509_certificate(pem).serial_number
+    issued = issue(folder, "n")
+    certificates, pem = enrol(folder, n=issued.fingerprint), pem_of(issued.folder)
 
     def counted(path: Path) -> bytes:
         reads.append(path)
         return read_bytes(path)
 
-    def revoked() -> bool:
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, "read_bytes", counted)
-            return crl.holds(serial, ca, datetime.now(UTC))
-
-    assert [revoked(), revoked()] == [False, False]
+    monkeypatch.setattr(Path, "read_bytes", counted)
+    assert [certificates.node_of(pem, NOW) for _ in range(2)] == ["n", "n"]
     assert len(reads) == 2  # written just now, so it may change and look the same
     monkeypatch.setattr(time, "time_ns", lambda: now() + 3_000_000_000)
-    assert [revoked(), revoked(), revoked()] == [False, False, False]
+    assert [certificates.node_of(pem, NOW) for _ in range(3)] == ["n", "n", "n"]
     assert len(reads) == 3
-    revoke(folder, "n")
-    assert revoked()
+    enrol(folder, other="ab" * 32)
+    assert "struck off" in refusal_of(certificates, pem)
     assert len(reads) == 4
-
-
-def write_crl(
-    folder: Path, issuer: x509.Name, extensions: tuple[x509.ExtensionType, ...] = ()
-) -> None:
-    """Replace the list by another, signed with the authority's key."""
-    builder = (
-        x509.CertificateRevocationListBuilder()
-        .issuer_name(issuer)
-        .last_update(NOW - DAY)
-        .next_update(NOW + DAY)
-    )
-    for extension in extensions:
-        builder = builder.add_extension(extension, critical=True)
-    crl = builder.sign(key_of(folder), hashes.SHA256())
-    (folder / "authority" / "crl.pem").write_bytes(crl.public_bytes(Encoding.PEM))
-
-
-def test_a_list_that_is_old_or_a_part_lets_nobody_pass(folder: Path) -> None:
-    pem, ours = pem_of(issue(folder, "n")), ca_of(folder).subject
-    write_crl(folder, ours)
-    assert named(folder, pem) == "n"
-    assert failure(folder, pem, NOW + 2 * DAY) is Check.LIST
-    write_crl(folder, ours, (x509.DeltaCRLIndicator(1),))
-    assert failure(folder, pem) is Check.LIST
-
-
-def test_a_list_of_another_authority_lets_nobody_pass(folder: Path, other: Path) -> None:
-    pem = pem_of(issue(folder, "n"))
-    for issuer in (ca_of(other).subject, ca_of(folder).subject):
-        write_crl(other, issuer)
-        shutil.copy(other / "authority" / "crl.pem", folder / "authority" / "crl.pem")
-        assert failure(folder, pem) is Check.LIST
-    write_crl(folder, ca_of(other).subject)
-    assert failure(folder, pem) is Check.LIST
-
-
-def test_an_authority_need_not_keep_a_list(folder: Path) -> None:
-    pem = pem_of(issue(folder, "n"))
-    revoke(folder, "n")
-    assert node_of(pem, ca_of(folder), None, datetime.now(UTC)) == "n"
 
 
 @pytest.mark.parametrize("pem", [b"", b"nonsense", b"-----BEGIN CERTIFICATE-----\nAAAA\n"])
 def test_what_is_no_certificate_is_refused(folder: Path, pem: bytes) -> None:
-    assert failure(folder, pem) is Check.FORM
-
-
-def test_another_authority_is_refused_under_its_name_and_under_ours(
-    folder: Path, other: Path
-) -> None:
-    assert failure(folder, pem_of(issue(other, "n"))) is Check.ISSUER
-    assert failure(folder, signed(key_of(other), ca_of(folder).subject)) is Check.SIGNATURE
-
-
-def test_a_changed_certificate_is_refused(folder: Path) -> None:
-    der = certificate_of(issue(folder, "node-a") / "node.pem").public_bytes(Encoding.DER)
-    changed = x509.load_der_x509_certificate(der.replace(b"node-a", b"node-b"))
-    assert failure(folder, changed.public_bytes(Encoding.PEM)) is Check.SIGNATURE
+    assert "cannot be parsed" in refusal_of(enrol(folder, n="ab" * 32), pem)
 
 
 def test_time_is_checked_to_the_second(folder: Path) -> None:
-    begin = datetime(2030, 1, 1, tzinfo=UTC)
-    pem, second = pem_of(issue(folder, "n", begin=begin, lifetime=DAY)), timedelta(seconds=1)
-    assert failure(folder, pem, begin - second) is Check.BEGIN
-    assert named(folder, pem, begin) == named(folder, pem, begin + DAY) == "n"
-    assert failure(folder, pem, begin + DAY + second) is Check.END
+    begin, second = datetime(2030, 1, 1, tzinfo=UTC), timedelta(seconds=1)
+    issued = issue(folder, "n", begin=begin, lifetime=DAY)
+    certificates, pem = enrol(folder, n=issued.fingerprint), pem_of(issued.folder)
+    assert "it is valid from" in refusal_of(certificates, pem, begin - second)
+    assert certificates.node_of(pem, begin) == certificates.node_of(pem, begin + DAY) == "n"
+    assert "it is valid from" in refusal_of(certificates, pem, begin + DAY + second)
 
 
-def test_an_authority_passes_nobody_before_and_after_its_time(folder: Path) -> None:
-    pem = pem_of(issue(folder, "n"))
-    assert failure(folder, pem, NOW - DAY) is Check.BEGIN
-    with pytest.raises(CertificateError, match="the authority expired"):
-        named(folder, pem, NOW + 11 * YEAR)
-
-
-def test_only_certificates_for_clients_pass(folder: Path) -> None:
-    ours = key_of(folder), ca_of(folder).subject
-    server, client = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
-    assert failure(folder, (folder / "server" / "server.pem").read_bytes()) is Check.USAGE
-    assert failure(folder, (folder / "authority" / "ca.pem").read_bytes()) is Check.USAGE
-    assert failure(folder, signed(*ours, usages=())) is Check.USAGE
-    assert failure(folder, signed(*ours, usages=(server,))) is Check.USAGE
-    assert failure(folder, signed(*ours, authority=True)) is Check.USAGE
-    assert named(folder, signed(*ours, usages=(server, client))) == "n"
-
-
-@pytest.mark.parametrize(
-    ("names", "uris", "expected"),
-    [
-        (("a",), (), "a"),
-        (("a",), ("https://a.org", "urn:x"), "a"),
-        (("a",), ("fedpriv:node:b",), "b"),
-        (("a",), ("fedpriv:node:b%20c%25",), "b c%"),
-        ((), ("fedpriv:node:b",), "b"),
-        ((), (), None),
-        (("a", "b"), (), None),
-        (("a/b",), (), None),
-        (("a",), ("fedpriv:node:b", "fedpriv:node:c"), None),
-        (("a",), ("fedpriv:node:",), None),
-        (("a",), ("fedpriv:node:%2e%2e",), None),
-        (("a",), ("fedpriv:node:b%2Fc",), None),
-        (("a",), ("fedpriv:node:%ff",), None),
-        (("a",), ("fedpriv:node:%0a",), None),
-    ],
-)
-def test_the_name_is_the_uris_or_else_the_common_name(
-    folder: Path, names: tuple[str, ...], uris: tuple[str, ...], expected: str | None
-) -> None:
-    pem = signed(key_of(folder), ca_of(folder).subject, names=names, uris=uris)
-    if expected is None:
-        assert failure(folder, pem) is Check.NAME
-    else:
-        assert named(folder, pem) == expected
-
-
-def test_an_authority_that_was_there_before_will_do(tmp_path: Path) -> None:
+def test_an_authority_that_was_there_before_will_do(folder: Path) -> None:
     key = rsa.generate_private_key(65537, 2048)
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Hospital CA")])
-    (tmp_path / "ca.pem").write_bytes(signed(key, subject, names=("Hospital CA",), authority=True))
-    pem = signed(key, subject)
-    (tmp_path / "node.pem").write_bytes(pem)
-    assert node_of(pem, load_ca(tmp_path / "ca.pem"), None, NOW) == "n"
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Hospital CA")])
+    for authority in (True, False):
+        certificate = (
+            x509.CertificateBuilder()
+            .issuer_name(name)
+            .subject_name(name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(NOW - DAY)
+            .not_valid_after(NOW + DAY)
+            .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        (folder / f"{authority}.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
+    assert load_ca(folder / "True.pem").subject == name
+    certificates = enrol(folder, n=fingerprint_of(certificate))
+    assert certificates.node_of((folder / "False.pem").read_bytes(), NOW) == "n"
     with pytest.raises(InvalidValueError, match="but one issued by it"):
-        load_ca(tmp_path / "node.pem")
+        load_ca(folder / "False.pem")
     with pytest.raises(InvalidValueError, match="no certificate of an authority"):
-        load_ca(tmp_path / "absent.pem")
+        load_ca(folder / "absent.pem")
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.text(max_size=24) | st.from_regex(r"[^/\W]{1,20}", fullmatch=True))
-def test_a_name_is_refused_or_comes_back(shared: Path, name: str) -> None:
+def test_a_name_is_refused_or_issued(shared: Path, name: str) -> None:
     try:
         check_node_name(name)
     except InvalidValueError:
         with pytest.raises(InvalidValueError, match="the name of a node is"):
             issue(shared, name)
         return
-    bundle = issue(shared, name, replace=True)
-    assert bundle.parent == shared / "nodes"
-    assert bundle.resolve().parent == (shared / "nodes").resolve()
+    assert_named(shared, name)
+
+
+def assert_named(folder: Path, name: str) -> None:
+    """Assert that a certificate says this name, and lies where it should."""
+    bundle = issue(folder, name).folder
+    assert bundle.resolve().parent == (folder / "nodes").resolve()
     assert bundle.name == name
-    assert named(shared, pem_of(bundle)) == name
+    certificate = x509.load_pem_x509_certificate(pem_of(bundle))
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.UniformResourceIdentifier) == [
+        f"fedpriv:node:{quote(name)}"
+    ]
 
 
 @given(st.text(max_size=70))
@@ -478,21 +240,20 @@ def test_a_name_cannot_leave_its_folder(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["a", "a.b", "ca", "server", "é" * 32, "a" * 64, "%2F", "a:b@c"])
 def test_a_name_can_be_anything_else(folder: Path, name: str) -> None:
-    assert named(folder, pem_of(issue(folder, name))) == name
-    assert named(folder, pem_of(issue(folder, name, replace=True))) == name
+    assert_named(folder, name)
 
 
 @contextmanager
 def served(folder: Path) -> Iterator[int]:
-    """Port of a server that tells each peer the name in its certificate."""
-    ca, crl = ca_of(folder), crl_of(folder)
+    """Port of a server that tells each peer the node at which its certificate is enrolled."""
+    certificates = EnrolledCertificates(folder / "enrolment.toml")
 
     def name(request: bytes, context: grpc.ServicerContext) -> bytes:
         (pem,) = context.auth_context()["x509_pem_cert"]
         try:
-            return node_of(pem, ca, crl, datetime.now(UTC)).encode()
+            return certificates.node_of(pem, datetime.now(UTC)).encode()
         except CertificateError as error:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, error.check)
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
 
     pair = tuple((folder / "server" / f"server.{kind}").read_bytes() for kind in ("key", "pem"))
     root = (folder / "server" / "ca.pem").read_bytes()
@@ -529,33 +290,42 @@ def refusal(call: Callable[[], str]) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details()
 
 
-def test_tls_accepts_issued_nodes_until_they_are_revoked(folder: Path) -> None:
-    bundles = [issue(folder, "hôpital a"), issue(folder, "b")]
+def test_tls_accepts_enrolled_nodes_until_they_are_struck_off(folder: Path) -> None:
+    first, second = issue(folder, "hôpital a"), issue(folder, "b")
+    enrol(folder, a=first.fingerprint, b=second.fingerprint)
     with (
         served(folder) as port,
-        connected(port, folder, bundles[0]) as a,
-        connected(port, folder, bundles[1]) as b,
+        connected(port, folder, first.folder) as a,
+        connected(port, folder, second.folder) as b,
     ):
-        assert (a(), b()) == ("hôpital a", "b")
-        revoke(folder, "b")
-        assert refusal(b) == (grpc.StatusCode.UNAUTHENTICATED, "revocation")
-        assert a() == "hôpital a"
-        with connected(port, folder, issue(folder, "b")) as again:
-            assert again() == "b"
+        assert (a(), b()) == ("a", "b")
+        enrol(folder, a=first.fingerprint)
+        code, details = refusal(b)
+        assert code is grpc.StatusCode.UNAUTHENTICATED
+        assert "struck off" in details
+        assert a() == "a"
+        again = issue(folder, "b")
+        enrol(folder, a=first.fingerprint, b=again.fingerprint)
+        with connected(port, folder, again.folder) as anew:
+            assert anew() == "b"
 
 
 def test_tls_refuses_whoever_has_no_valid_certificate(folder: Path, other: Path) -> None:
     expired = issue(folder, "expired", begin=NOW - 2 * DAY, lifetime=DAY)
-    early = issue(folder, "early", begin=NOW + DAY)
+    early, strange = issue(folder, "early", begin=NOW + DAY), issue(other, "n")
+    good = issue(folder, "n")
+    all_four = {"a": expired, "b": early, "c": strange, "d": good}
+    enrol(folder, **{node: issued.fingerprint for node, issued in all_four.items()})
     with served(folder) as port:
-        for bundle in (None, issue(other, "n"), expired, early):
+        for bundle in (None, strange.folder, expired.folder, early.folder):
             with connected(port, folder, bundle) as call:
-                code, details = refusal(call)
-                assert (code, details in set(Check)) == (grpc.StatusCode.UNAVAILABLE, False)
-        with connected(port, folder, issue(folder, "n")) as call:
-            assert call() == "n"
+                assert refusal(call)[0] is grpc.StatusCode.UNAVAILABLE  # before our own check
+        with connected(port, folder, good.folder) as call:
+            assert call() == "d"
 
 
 def test_tls_of_a_node_refuses_a_server_of_another_authority(folder: Path, other: Path) -> None:
-    with served(folder) as port, connected(port, other, issue(folder, "n")) as call:
+    issued = issue(folder, "n")
+    enrol(folder, n=issued.fingerprint)
+    with served(folder) as port, connected(port, other, issued.folder) as call:
         assert refusal(call)[0] is grpc.StatusCode.UNAVAILABLE

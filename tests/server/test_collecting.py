@@ -12,13 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpriv import wire
-from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
-from fedpriv.server.collecting import Collecting
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
+from fedpriv.server.collection import Collecting, Roster
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.roster import Roster
 from fedpriv.wire import Answer, Decline, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
 

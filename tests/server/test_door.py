@@ -1,36 +1,36 @@
 """The door that a configuration describes: what it needs, and what is refused at once."""
 
 import shutil
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
+from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError
-from fedpriv.sections import FederationSection
 from fedpriv.server import authority
 from fedpriv.server.addresses import Address
-from fedpriv.server.door import door_of
-from fedpriv.server.guard import declared
+from fedpriv.server.authentication import declared
+from fedpriv.server.deployment import door_of
 from tests.server.hostile_nodes import CALLS
-from tests.server.loopback import channel_to, serving
+from tests.server.loopback import channel_to, enrol, serving, strike, write_enrolment
 
-DAY = timedelta(days=1)
+USERS = {"four": ["4"], "five": ["5"]}
 
 
 @pytest.fixture
 def certs(tmp_path: Path) -> Path:
     authority.init(tmp_path / "certs", ["localhost"])
-    authority.issue(tmp_path / "certs", "four")
+    for node in USERS:
+        authority.issue(tmp_path / "certs", node)
+    enrol(tmp_path / "certs", USERS)
     return tmp_path / "certs"
 
 
 def section(certs: Path | None = None, **settings: object) -> FederationSection:
-    folder = None if certs is None else str(certs / "server")
-    return FederationSection(enrolment="e.toml", certificates=folder, **settings)
+    if certs is None:
+        return FederationSection(enrolment="e.toml", **settings)
+    enrolment, folder = str(certs / "enrolment.toml"), str(certs / "server")
+    return FederationSection(enrolment=enrolment, certificates=folder, **settings)
 
 
 def told(section: FederationSection, node: Path) -> object:
@@ -38,29 +38,25 @@ def told(section: FederationSection, node: Path) -> object:
     door = door_of(section, insecure=False)
     certs = node.parents[1]
     with (
-        serving(certs, {"four": ["4"]}, door.identify, door.credentials) as made,
+        serving(certs, USERS, door.identify, door.credentials) as made,
         channel_to(made.server.address.port, certs, node) as channel,
     ):
         return CALLS["GetStatus"](channel)
 
 
-def test_with_certificates_an_issued_node_enters_and_a_revoked_one_does_not(certs: Path) -> None:
+def test_with_certificates_an_enrolled_node_enters_and_one_struck_off_does_not(
+    certs: Path,
+) -> None:
     node = certs / "nodes" / "four"
     assert isinstance(told(section(certs), node), bytes)
-    authority.revoke(certs, "four")
+    strike(certs, "four")
     assert not isinstance(told(section(certs), node), bytes)
 
 
-def test_the_revocation_list_may_lie_elsewhere_or_not_be_kept(certs: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "list.pem"
-    shutil.move(certs / "server" / "crl.pem", elsewhere)
-    node = certs / "nodes" / "four"
-    assert isinstance(told(section(certs, revocation_list=str(elsewhere)), node), bytes)
-    authority.revoke(certs, "four")
-    (certs / "server" / "crl.pem").unlink()
-    assert isinstance(told(section(certs, revocation_list="none"), node), bytes)
-    kept = certs / "authority" / "crl.pem"
-    assert not isinstance(told(section(certs, revocation_list=str(kept)), node), bytes)
+def test_an_enrolment_without_certificates_would_let_nobody_in(certs: Path) -> None:
+    write_enrolment(certs, {"four": {"users": ["4"]}})
+    with pytest.raises(InvalidValueError, match=r"enrolment\.toml enrols no certificate"):
+        door_of(section(certs), insecure=False)
 
 
 def test_the_address_is_the_configured_one(certs: Path) -> None:
@@ -88,16 +84,16 @@ def test_tls_needs_certificates() -> None:
         door_of(section(), insecure=False)
 
 
-@pytest.mark.parametrize("file", ["ca.pem", "server.pem", "server.key", "crl.pem"])
+@pytest.mark.parametrize("file", ["ca.pem", "server.pem", "server.key"])
 def test_a_file_that_is_absent_is_named(certs: Path, file: str) -> None:
     (certs / "server" / file).unlink()
     with pytest.raises(InvalidValueError, match=file):
         door_of(section(certs), insecure=False)
 
 
-@pytest.mark.parametrize("file", ["ca.pem", "crl.pem"])
+@pytest.mark.parametrize("file", ["server/ca.pem", "enrolment.toml"])
 def test_a_file_that_is_damaged_is_named(certs: Path, file: str) -> None:
-    (certs / "server" / file).write_text("nonsense")
+    (certs / file).write_text("nonsense")
     with pytest.raises(InvalidValueError, match=file):
         door_of(section(certs), insecure=False)
 
@@ -116,22 +112,6 @@ def test_a_certificate_or_key_that_is_damaged_is_refused_when_listening(
     door = door_of(section(certs), insecure=False)
     with (
         pytest.raises(InvalidValueError, match="the server cannot listen on"),
-        serving(certs, {"four": ["4"]}, door.identify, door.credentials),
+        serving(certs, USERS, door.identify, door.credentials),
     ):
         pass
-
-
-def test_a_list_that_was_to_be_renewed_is_refused_at_once(certs: Path) -> None:
-    key = load_pem_private_key((certs / "authority" / "ca.key").read_bytes(), None)
-    ca = x509.load_pem_x509_certificate((certs / "authority" / "ca.pem").read_bytes())
-    now = datetime.now(UTC)
-    crl = (
-        x509.CertificateRevocationListBuilder()
-        .issuer_name(ca.subject)
-        .last_update(now - 2 * DAY)
-        .next_update(now - DAY)
-        .sign(key, hashes.SHA256())
-    )
-    (certs / "server" / "crl.pem").write_bytes(crl.public_bytes(Encoding.PEM))
-    with pytest.raises(InvalidValueError, match="was to be renewed by"):
-        door_of(section(certs), insecure=False)

@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.engine.task import Task
-from fedpriv.losses import cross_entropy, squared_error
-from fedpriv.server.evaluation import Evaluator
+from fedpriv.models import cross_entropy, squared_error
+from fedpriv.run.evaluation import Evaluator
 
 CPU = torch.device("cpu")
 RNG = np.random.default_rng(0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.folder import RunFolder
+from fedpriv.run.folder import RunFolder
 
 
 def test_metrics_come_back_in_order(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ OTHER = """
 import sys
 from pathlib import Path
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.folder import RunFolder
+from fedpriv.run.folder import RunFolder
 
 try:
     with RunFolder(Path(sys.argv[1])).held():

@@ -23,18 +23,23 @@ from flwr.app import (
 )
 from transport_conformance import TransportConformance
 
-from fedpriv import flower, wire
-from fedpriv.clients.flower_node import respond
-from fedpriv.data.store import UserStore
+from fedpriv import wire
+from fedpriv.clients.flower_app import respond
+from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, StoppedError, WireError, WorkerError
-from fedpriv.federated.aggregate import add_up
-from fedpriv.federated.transport import RoundRequest, Transport
-from fedpriv.server.asked import Hosting
+from fedpriv.privacy.round import RoundRequest, Transport, add_up
+from fedpriv.server.collection import Hosting
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.grid import GridTransport, Nodes, welcome_header
-from fedpriv.server.grid_nodes import EnrolledNodes, shards, simulated_workers
-from fedpriv.server.grid_simulation import EveryWorker
-from fedpriv.wire import Decline, SummedUpdates, Welcome
+from fedpriv.server.flower_grid import (
+    EnrolledNodes,
+    GridTransport,
+    Nodes,
+    shards,
+    simulated_workers,
+    welcome_header,
+)
+from fedpriv.server.flower_runs import EveryWorker
+from fedpriv.wire import Decline, SummedUpdates, Welcome, flower
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.crowd import PRICE, TASK, USERS, population, request_to
 from tests.server.local_grid import App, LocalGrid, app

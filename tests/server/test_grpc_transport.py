@@ -14,13 +14,10 @@ from transport_conformance import TransportConformance
 
 from fedpriv import wire
 from fedpriv.errors import StoppedError
-from fedpriv.federated.aggregate import add_up
-from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest, Transport
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
-from fedpriv.server import authority
-from fedpriv.server.roster import End
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport, add_up
+from fedpriv.server.collection import End
 from fedpriv.wire import Decline, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import (
@@ -32,6 +29,7 @@ from tests.server.loopback import (
     nodes,
     sends,
     site,
+    strike,
     summed,
     until,
 )
@@ -332,12 +330,14 @@ def test_a_newer_connection_ends_the_older(alone: Site) -> None:
     np.testing.assert_array_equal(total, of_users([4]))
 
 
-def test_a_revoked_node_is_offered_nothing_and_counts_for_nothing(alone: Site) -> None:
-    def revoked_meanwhile(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
+def test_a_node_struck_off_is_offered_nothing_and_counts_for_nothing(alone: Site) -> None:
+    def struck_off_meanwhile(
+        offer: wire.RoundOffer, request: RoundRequest
+    ) -> Iterator[pb.UploadPart]:
         yield from of_one(offer, request)
-        authority.revoke(alone.certs, "four")
+        strike(alone.certs, "four")
 
-    with nodes(alone, {"four": revoked_meanwhile, "five": of_one}) as made:
+    with nodes(alone, {"four": struck_off_meanwhile, "five": of_one}) as made:
         total = collected(alone.transport(), request_to([4, 5]))
         np.testing.assert_array_equal(total, of_users([5]))
         assert made["four"].receipts == []

@@ -1,4 +1,4 @@
-"""Who reaches a handler, over real TLS: those with a valid certificate of an enrolled node."""
+"""Who reaches a handler, over real TLS: those with a valid, enrolled certificate."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,15 +13,14 @@ from grpc_health.v1 import health, health_pb2
 
 from fedpriv import wire
 from fedpriv.server import authority
-from fedpriv.server.certificates import RevocationList, load_ca
-from fedpriv.server.guard import NODE, NODE_KEY, certified, declared
-from fedpriv.server.listening import Files
-from fedpriv.server.rates import RateLimit
+from fedpriv.server.authentication import NODE, NODE_KEY, RateLimit, certified, declared
+from fedpriv.server.enrolment import EnrolledCertificates
+from fedpriv.server.listener import Files
 from fedpriv.server.service import Service
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.federation_pb2_grpc import FederationStub
 from tests.server.hostile_nodes import CALLS, HEALTH, Outcome, one
-from tests.server.loopback import Site, channel_to, serving, site, until
+from tests.server.loopback import Site, channel_to, enrol, serving, site, strike, until
+from tests.wire.stub import FederationStub
 
 USERS = {"silo": ["0", "1"], "four": ["4"], "five": ["5"], "hôpital": ["6"]}
 NOW = datetime.now(UTC)
@@ -93,13 +92,14 @@ def admitted(made: Site, node: str, entered: list[tuple[str, str]]) -> None:
 
 def of_another_authority(made: Site, folder: Path) -> Path:
     authority.init(folder / "other", ["localhost"])
-    return authority.issue(folder / "other", "four")
+    return authority.issue(folder / "other", "four").folder
 
 
 def issued(made: Site, **validity: object) -> Path:
     """Another certificate of a node, in place of the one it had."""
-    authority.revoke(made.certs, "four")
-    return authority.issue(made.certs, "four", **validity)
+    authority.issue(made.certs, "four", **validity)
+    enrol(made.certs, USERS)
+    return made.certs / "nodes" / "four"
 
 
 def servers_own(made: Site, folder: Path) -> Path:
@@ -144,31 +144,49 @@ def test_without_a_valid_certificate_nothing_is_reached(
 
 
 def not_enrolled(made: Site) -> Path:
-    return authority.issue(made.certs, "stranger")
+    return authority.issue(made.certs, "stranger").folder
 
 
-def revoked(made: Site) -> Path:
-    authority.revoke(made.certs, "four")
+def added_while_it_runs(made: Site) -> Path:
+    bundle = authority.issue(made.certs, "stranger").folder
+    enrol(made.certs, {**USERS, "stranger": ["7"]})
+    return bundle
+
+
+def another_certificate(made: Site) -> Path:
+    return authority.issue(made.certs, "four").folder
+
+
+def struck_off(made: Site) -> Path:
+    strike(made.certs, "four")
     return made.certs / "nodes" / "four"
 
 
-def damaged_list(made: Site) -> Path:
-    (made.certs / "authority" / "crl.pem").write_text("-----BEGIN X509 CRL-----\nnonsense")
+def removed(made: Site) -> Path:
+    enrol(made.certs, {node: users for node, users in USERS.items() if node != "four"})
     return made.certs / "nodes" / "four"
 
 
-def missing_list(made: Site) -> Path:
-    (made.certs / "authority" / "crl.pem").unlink()
+def damaged_enrolment(made: Site) -> Path:
+    (made.certs / "enrolment.toml").write_text("[nodes")
+    return made.certs / "nodes" / "four"
+
+
+def missing_enrolment(made: Site) -> Path:
+    (made.certs / "enrolment.toml").unlink()
     return made.certs / "nodes" / "four"
 
 
 @pytest.mark.parametrize(
     ("spoil", "code"),
     [
-        (not_enrolled, grpc.StatusCode.PERMISSION_DENIED),
-        (revoked, grpc.StatusCode.UNAUTHENTICATED),
-        (damaged_list, grpc.StatusCode.UNAVAILABLE),
-        (missing_list, grpc.StatusCode.UNAVAILABLE),
+        (not_enrolled, grpc.StatusCode.UNAUTHENTICATED),
+        (added_while_it_runs, grpc.StatusCode.PERMISSION_DENIED),
+        (another_certificate, grpc.StatusCode.UNAUTHENTICATED),
+        (struck_off, grpc.StatusCode.UNAUTHENTICATED),
+        (removed, grpc.StatusCode.UNAUTHENTICATED),
+        (damaged_enrolment, grpc.StatusCode.UNAVAILABLE),
+        (missing_enrolment, grpc.StatusCode.UNAVAILABLE),
     ],
 )
 def test_a_certificate_that_tls_accepts_reaches_nothing_if_it_may_not(
@@ -186,18 +204,18 @@ def test_a_certificate_that_tls_accepts_reaches_nothing_if_it_may_not(
 
 def test_what_only_the_operator_should_know_is_not_told(alone: Site) -> None:
     with alone.channel("four") as channel:
-        missing_list(alone)
+        missing_enrolment(alone)
         with pytest.raises(grpc.RpcError) as caught:
             FederationStub(channel).GetStatus(pb.StatusRequest())
-    assert caught.value.details() == "the server cannot check for revocation now"
+    assert caught.value.details() == "the server cannot read its enrolment now"
 
 
-def test_revocation_counts_on_a_connection_that_is_open(
+def test_striking_off_counts_on_a_connection_that_is_open(
     alone: Site, entered: list[tuple[str, str]]
 ) -> None:
     with alone.channel("four") as channel:
         assert one(channel, HEALTH + "Check") == SERVING
-        authority.revoke(alone.certs, "four")
+        strike(alone.certs, "four")
         before = len(entered)
         assert one(channel, HEALTH + "Check") is grpc.StatusCode.UNAUTHENTICATED
     assert entered[before:] == []
@@ -240,7 +258,7 @@ def limited(folder: Path, rates: RateLimit) -> Iterator[Site]:
         authority.issue(certs, node)
     server = certs / "server"
     files = Files(server / "ca.pem", server / "server.pem", server / "server.key")
-    identify = certified(load_ca(files.ca), RevocationList(certs / "authority" / "crl.pem"))
+    identify = certified(EnrolledCertificates(enrol(certs, USERS)))
     with serving(certs, USERS, identify, files.credentials(), rates=rates) as made:
         yield made
 

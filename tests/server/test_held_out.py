@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.config import Config
+from fedpriv.config import Config, FederationSection
 from fedpriv.errors import DataError
-from fedpriv.sections import FederationSection
-from fedpriv.server.held_out import held_out_rows
+from fedpriv.run.evaluation import held_out_rows
 
 CONFIG = Config.model_validate(
     {

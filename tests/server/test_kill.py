@@ -10,9 +10,9 @@ import pytest
 
 from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.participation import ParticipationRecord
-from fedpriv.federated.checkpoint import checkpoints, load_checkpoint
-from fedpriv.server.folder import RunFolder
-from fedpriv.server.simulation import run_simulation
+from fedpriv.run.folder import RunFolder
+from fedpriv.run.run import run_simulation
+from fedpriv.training.checkpoint import checkpoints, load_checkpoint
 
 CONFIG = """
 name = "killed"
@@ -65,7 +65,7 @@ def test_killing_and_resuming_never_loses_a_charge(tmp_path: Path, kills: int, r
     config, folder = tmp_path / "killed.toml", RunFolder(tmp_path / "run")
     config.write_text(f"rounds = {rounds}\n{CONFIG}")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fedpriv.server.simulation", "fedpriv.data.digits"])
+    context.set_forkserver_preload(["fedpriv.run.run", "fedpriv.data.digits"])
 
     def start() -> BaseProcess:
         """What `fedpriv simulate FILE --out DIR --resume` does, in a process of its own."""

@@ -16,14 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedpriv import wire
-from fedpriv.federated.aggregate import CohortSum, add_up
-from fedpriv.federated.transport import LocalTraining, PartialSum, RoundRequest
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.entropy import SeededEntropy
-from fedpriv.privacy.floored import FlooredAverageQuery
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.query import GaussianAverageQuery, GaussianSumQuery
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.noise import SeededEntropy
+from fedpriv.privacy.query import FlooredAverageQuery, GaussianAverageQuery, GaussianSumQuery
+from fedpriv.privacy.round import CohortSum, LocalTraining, PartialSum, RoundRequest, add_up
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import nodes, site, summed
 

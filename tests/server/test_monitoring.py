@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.monitoring import Monitor, Refusal
+from fedpriv.server.metrics import Monitor, Refusal
 from fedpriv.wire import RunState
 
 Labels = tuple[tuple[str, str], ...]
@@ -180,7 +180,7 @@ import sys
 
 sys.modules["prometheus_client"] = None
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.monitoring import Monitor
+from fedpriv.server.metrics import Monitor
 
 monitor = Monitor()
 monitor.epsilon(1.0)

@@ -20,8 +20,8 @@ from federation import LAYOUT
 from google.protobuf.message import Message
 
 from fedpriv import wire
-from fedpriv.federated.transport import RoundRequest
 from fedpriv.privacy.layout import Tensors
+from fedpriv.privacy.round import RoundRequest
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.charged_server import ChargedServer, charged_server
 from tests.server.hostile_nodes import (

@@ -10,12 +10,13 @@ import pytest
 
 from fedpriv.accounting.ledger import Head, Ledger
 from fedpriv.errors import InvalidValueError
-from fedpriv.federated.books import Books
-from fedpriv.federated.round import mechanism_of
+from fedpriv.privacy.round import Books
+from fedpriv.run.folder import RunFolder
+from fedpriv.run.run import Beginning
 from fedpriv.server import authority
-from fedpriv.server.beginning import Beginning
-from fedpriv.server.folder import RunFolder
-from fedpriv.server.grid_simulation import GridSimulation
+from fedpriv.server.enrolment import enrolled_experiment
+from fedpriv.server.flower_runs import GridSimulation
+from fedpriv.training.rounds import mechanism_of
 from tests.commandline import fedpriv, refused
 
 SIMULATIONS = Path(__file__).parents[2] / "simulations"
@@ -26,7 +27,7 @@ BOUND = "a run can only be resumed with the plan it began with"
 KILLED = """
 import os, signal
 from fedpriv.cli import main
-from fedpriv.federated.books import Books
+from fedpriv.privacy.round import Books
 
 charge = Books.charge
 
@@ -170,12 +171,13 @@ def test_workers_are_not_started_for_another_plan(run: RunFolder) -> None:
 
 def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     enrolment, run = tmp_path / "enrolment.toml", RunFolder(tmp_path / "run")
-    enrolment.write_text(f'population = "{"5f" * 16}"\n[nodes.a]\nusers = ["ann", "bob"]\n')
+    node = f'[nodes.a]\nusers = ["ann", "bob"]\ncertificate = "{"ab" * 32}"\n'
+    enrolment.write_text(f'population = "{"5f" * 16}"\n{node}')
     file, at = SIMULATIONS / "federation.toml", f"federation.enrolment={enrolment}"
     beginning = Beginning.of(file, [at], run.path, resume=True)
     section = beginning.config.federation
     assert section is not None
-    experiment, _ = beginning.on_nodes(section)
+    experiment, _ = enrolled_experiment(beginning, section)
     beginning.write_plan(experiment)
     plan, record = experiment.plan, run.participation_of(run.ledger)
     with Books.open(run.ledger, record, plan.population, experiment.budget) as books:
@@ -189,6 +191,6 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
         assert BOUND in refused(*given, "--set", changed)
         assert (content(run), head_of(run)) == before
     going_on = Beginning.of(file, [at], run.path, resume=True)
-    again, _ = going_on.on_nodes(section)
+    again, _ = enrolled_experiment(going_on, section)
     going_on.write_plan(again)
     assert again.plan.digest == plan.digest

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fedpriv.server.roster import Connection, End, Roster
+from fedpriv.server.collection import Connection, End, Roster
 from fedpriv.wire import RoundOffer
 from tests.wire.examples import small_offer
 

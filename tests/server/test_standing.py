@@ -11,13 +11,13 @@ from federation import PARAMETERS, make_plan, open_books
 from fedpriv.accounting.ledger import Ledger
 from fedpriv.config import Config
 from fedpriv.errors import LedgerError
-from fedpriv.federated.books import Books
-from fedpriv.federated.plan import TrainingPlan
-from fedpriv.federated.round import initial_state, open_round
-from fedpriv.privacy.adaptive import AdaptiveClipping
-from fedpriv.privacy.entropy import OperatingSystemEntropy
+from fedpriv.privacy.mechanism import AdaptiveClipping
+from fedpriv.privacy.noise import OperatingSystemEntropy
+from fedpriv.privacy.round import Books
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.standing import LedgerLines, prices, status_at_start, welcomes
+from fedpriv.server.status import LedgerLines, prices, status_at_start, welcomes
+from fedpriv.training.plan import TrainingPlan
+from fedpriv.training.rounds import initial_state, open_round
 from fedpriv.wire import RunState, decode_welcome, encode_welcome
 
 ENROLMENT = Enrolment("5f" * 16, {"silo": ["b", "d"], "one": ["a"], "two": ["c"]})

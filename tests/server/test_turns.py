@@ -6,7 +6,7 @@ from time import monotonic
 
 import pytest
 
-from fedpriv.server.turns import Newest, Turns
+from fedpriv.server.service import Newest, Turns
 
 LONG = 60.0
 

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from fedpriv.build import simulated
 from fedpriv.config import parse_config
-from fedpriv.experiment import simulated
-from fedpriv.federated.round import mechanism_of, open_round
-from fedpriv.server.watching import watched
+from fedpriv.run.diagnostics import watched
+from fedpriv.training.rounds import mechanism_of, open_round
 from tests.studies.studying import BASE
 
 MODEL = {"name": "mlp", "options": {"inputs": 4, "hidden": 5, "classes": 3}}

@@ -11,8 +11,7 @@ import torch
 
 from fedpriv.data.shakespeare import FILE
 from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.layout import Layout, flat
 from simulations.benchmarks.contestants import Turn
 from simulations.benchmarks.process import contestant_named
 from simulations.benchmarks.roles import roles

@@ -9,7 +9,7 @@ import pytest
 
 from fedpriv.data import Population, load_shakespeare_roles
 from fedpriv.data.shakespeare import FILE
-from fedpriv.studies.file import load_study
+from fedpriv.studies.study import load_study
 from simulations.seeds import run_seed, summary
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,8 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from fedpriv.experiment import simulated
-from fedpriv.server.beginning import Beginning
-from fedpriv.server.simulation import carry_out
+from fedpriv.build import simulated
+from fedpriv.run.run import Beginning, carry_out
 from simulations.flower_overhead import Measured, measured, summary
 from simulations.flower_usual import WORK, app, federate, work_of
 from tests.server.local_grid import LocalGrid, in_turns

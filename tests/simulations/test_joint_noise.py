@@ -8,11 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedpriv.privacy.allocation import noise_stddevs, proportional_shares
-from fedpriv.privacy.contribution import Clipping
-from fedpriv.privacy.groups import VectorGroup, joint, per_layer
-from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.query import GaussianAverageQuery, GaussianSumQuery
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, VectorGroup, joint, per_layer
+from fedpriv.privacy.query import (
+    GaussianAverageQuery,
+    GaussianSumQuery,
+    noise_stddevs,
+    proportional_shares,
+)
 from simulations.joint_noise import BOUNDS, CLIPPINGS, LAYOUT, NOISE_MULTIPLIER, noises
 
 THREE = Layout(("a", "b", "c"), ((2,), (3,), (1,)))

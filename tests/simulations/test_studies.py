@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fedpriv.engine.task import Task
-from fedpriv.losses import find_loss
-from fedpriv.studies.file import load_study
+from fedpriv.models import find_loss
+from fedpriv.studies.study import load_study
 from simulations import dealt_mnist, two_scanners
 from simulations.small_cnn import small_cnn
 

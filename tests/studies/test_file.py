@@ -8,7 +8,7 @@ import pytest
 import tomli_w
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.studies.file import load_study, study_toml
+from fedpriv.studies.study import load_study, study_toml
 from tests.studies.studying import BASE, study_file
 
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.studies.file import load_study
-from fedpriv.studies.numeric import Line, numeric_axes
+from fedpriv.studies.study import Line, load_study, numeric_axes
 from tests.studies.studying import study_file
 
 CLIPPING = {"flat": [], "joint": ["clipping.strategy=joint"]}

@@ -11,11 +11,8 @@ from scipy import stats
 
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.studies import Interval, read_study
-from fedpriv.studies.file import load_study
-from fedpriv.studies.results import ALL_RESULTS, RESULT, all_results
-from fedpriv.studies.study import Cell, Study
-from fedpriv.studies.summary import RoundsTo, summarise
-from fedpriv.studies.verdict import verdict
+from fedpriv.studies.results import ALL_RESULTS, RESULT, RoundsTo, all_results, summarise, verdict
+from fedpriv.studies.study import Cell, Study, load_study
 from tests.studies.studying import result, study_file
 
 RESULTS = Path(__file__).parents[2] / "simulations" / "results"

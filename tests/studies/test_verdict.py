@@ -13,8 +13,8 @@ from rich.console import Console
 from fedpriv.report.studies import print_study
 from fedpriv.report.study_files import results_csv, results_json, runs_csv
 from fedpriv.studies import Cell, ReadStudy
-from fedpriv.studies.file import load_study
-from fedpriv.studies.verdict import verdict
+from fedpriv.studies.results import verdict
+from fedpriv.studies.study import load_study
 from tests.studies.studying import result, study_file
 
 AXES = {"a": {"base": [], "up": ["rounds=3"], "down": ["rounds=4"], "like": ["rounds=5"]}}

@@ -9,11 +9,10 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedpriv.federated.transport import LocalTraining, RoundRequest
-from fedpriv.privacy.contribution import MOST_WEIGHT, Clipping, Indicator
-from fedpriv.privacy.groups import VectorGroup, flat
-from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.metrics import Metric
+from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
+from fedpriv.privacy.layout import Layout, VectorGroup, flat
+from fedpriv.privacy.mechanism import Metric
+from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.wire import (
     Answer,
     Decline,

@@ -9,12 +9,11 @@ from google.protobuf.message import Message
 
 from fedpriv import wire
 from fedpriv.errors import WireError
-from fedpriv.federated.transport import PartialSum
+from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import Answer, Assembler, Decline, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.instructions import decode_clipping, decode_local, decode_metric
-from fedpriv.wire.limits import SERVER_RECEIVES_BYTES, parse
-from fedpriv.wire.tensors import decode_layout, decode_manifest
+from fedpriv.wire.messages import decode_clipping, decode_local, decode_metric
+from fedpriv.wire.tensors import SERVER_RECEIVES_BYTES, decode_layout, decode_manifest, parse
 from tests.wire.examples import PRICE, peak_memory, small_offer, small_welcome
 
 OFFER = wire.encode_offer(small_offer())

@@ -12,10 +12,9 @@ from hypothesis.extra import numpy as hnp
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError
-from fedpriv.federated.transport import PartialSum, RoundRequest
-from fedpriv.privacy.contribution import MOST_WEIGHT, Clipping
-from fedpriv.privacy.groups import flat
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.wire import (
     Answer,
     Hello,
@@ -30,9 +29,8 @@ from fedpriv.wire import (
     manifest_of,
 )
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.answers import SUM
-from fedpriv.wire.limits import parse
-from fedpriv.wire.tensors import INT32, INT64
+from fedpriv.wire.messages import SUM
+from fedpriv.wire.tensors import INT32, INT64, parse
 from tests.wire import examples
 
 ID = RoundId("r", 3, 1)

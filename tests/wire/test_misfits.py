@@ -8,9 +8,9 @@ import pytest
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
-from fedpriv.federated.transport import LocalTraining, PartialSum
 from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.metrics import Metric
+from fedpriv.privacy.mechanism import Metric
+from fedpriv.privacy.round import LocalTraining, PartialSum
 from fedpriv.wire import (
     Answer,
     Decline,
@@ -25,9 +25,8 @@ from fedpriv.wire import (
     manifest_of,
 )
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.instructions import encode_local, encode_metric
-from fedpriv.wire.limits import MAX_USERS
-from fedpriv.wire.tensors import INT32
+from fedpriv.wire.messages import encode_local, encode_metric
+from fedpriv.wire.tensors import INT32, MAX_USERS
 from tests.wire import examples
 
 ID = RoundId("r", 3, 1)

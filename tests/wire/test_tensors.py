@@ -13,11 +13,12 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.privacy.layout import Layout
 from fedpriv.wire import Manifest, Receiver, chunks, manifest_of, pieces
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.limits import MAX_COMPONENTS, MAX_TENSORS
 from fedpriv.wire.tensors import (
     FLOAT32,
     INT32,
     INT64,
+    MAX_COMPONENTS,
+    MAX_TENSORS,
     decode_layout,
     decode_manifest,
     encode_layout,

@@ -28,8 +28,7 @@ from fedpriv.report.page.study_tables import clipping_table, ledgers_table, resu
 from fedpriv.report.page.words import users_of
 from fedpriv.report.study_series import along_axes, differences, front
 from fedpriv.studies import Cell, ReadStudy, Study, Target
-from fedpriv.studies.reading import STUDY
-from fedpriv.studies.verdict import verdict
+from fedpriv.studies.results import STUDY, verdict
 
 _ALONE = (
     "Intervals speak of other seeds on the same users; differences are paired by seed. ε is what "

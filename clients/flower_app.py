@@ -1,0 +1,238 @@
+"""What a node on Flower's runtime does with a message; each may come to a fresh process.
+
+The Flower ClientApp: answers one message at a time with what the node's users contribute.
+
+Guarantees: no exception leaves it, so that Flower has no text of one to send; what is said to the
+server and logged says nothing of users.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedpriv.build import build_task
+from fedpriv.clients.connection import header_of
+from fedpriv.clients.consent import misfit
+from fedpriv.clients.messages import Source
+from fedpriv.clients.training import Host, Node, load_users
+from fedpriv.data.population import Population
+from fedpriv.data.registry import load_population
+from fedpriv.engine.task import activations_named
+from fedpriv.engine.transport import InProcessTransport, device_named
+from fedpriv.errors import DataError, FedprivError, InvalidValueError, WireError
+from fedpriv.importing import raised_at
+from fedpriv.privacy.round import PartialSum, RoundRequest
+from fedpriv.wire import (
+    NODE_RECEIVES_BYTES,
+    Decline,
+    Hello,
+    RoundOffer,
+    Welcome,
+    decode_offer,
+    decode_welcome,
+    encode_hello,
+    parse,
+)
+from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.flower import (
+    ANSWER,
+    HELLO,
+    OFFER,
+    SIMULATED,
+    TROUBLE,
+    WELCOME,
+    Simulated,
+    check_installed,
+    content_of,
+    digest_of_shard,
+    header_in,
+    packed,
+    shard_of,
+    tensors_in,
+)
+
+_log = logging.getLogger(__name__)
+_MEBIBYTE = 2**20
+_POPULATION_BYTES = 2**16
+
+Settings = Mapping[str, object]
+"""What Flower calls the configuration of a node.
+
+A worker of a simulation has `partition-id` and `num-partitions`. A node that hosts enrolled users
+has `node`, its name, and `users`, as `clients.users.load_users` reads it; it may have `device`,
+`chunk-mebibytes`, `activations` and `processes`, as `Source` has them.
+"""
+
+
+def introduce(content: RecordDict, settings: Settings) -> Hello:
+    """Who a node is, and which users it holds.
+
+    Raises:
+        FedprivError: the users cannot be loaded, or the settings do not fit. Of users that the
+            server does not have the message says nothing; of those of a simulation only what
+            an error of fedpriv's own says.
+        OSError: a loader of a simulation raises it.
+    """
+    if "users" in settings:
+        return Hello(str(settings.get("node", "")), _host_of(settings).loaded.users_sha256)
+    population = _population(_simulated(content))
+    shard = _shard(population.users.population, settings)
+    name = f"worker-{settings['partition-id']}"
+    return Hello(name, digest_of_shard(population.name, population.users, shard))
+
+
+def respond(
+    content: RecordDict, settings: Settings, offer: RoundOffer, request: RoundRequest
+) -> PartialSum | Decline:
+    """Train the users of an offer that are hosted here.
+
+    Args:
+        content: of the message, with the welcome that the offer is of.
+        settings: of the node.
+        offer: what is offered.
+        request: the request that it is of, with the model.
+
+    Returns:
+        As `clients.training.Trainer.answer`, or why the node declines.
+
+    Raises:
+        Exception: whatever training raises; its text may hold users' data.
+    """
+    header = header_in(content, WELCOME, NODE_RECEIVES_BYTES)
+    if header is None:
+        raise WireError("an offer came without a welcome")
+    if "users" not in settings:
+        simulated = _simulated(content)
+        shard = _shard(_population(simulated).users.population, settings)
+        users = request.users
+        users = users[(users >= shard.start) & (users < shard.stop)]
+        return _worker(simulated, header).answer(replace(request, users=users))
+    welcome = _welcome(header)
+    if reason := misfit(welcome, offer):
+        return Decline(reason)
+    return _host_of(settings).trainer(welcome).answer(request)
+
+
+def _host_of(settings: Settings) -> Host:
+    source = Source(
+        str(settings["users"]),
+        str(settings.get("device", Source.device)),
+        _whole(settings, "chunk-mebibytes") or Source.chunk_mebibytes,
+        activations=str(settings.get("activations", Source.activations)),
+        processes=_whole(settings, "processes"),
+    )
+    device, activations = device_named(source.device), activations_named(source.activations)
+    try:
+        users = load_users(source.users)
+    except FedprivError as error:  # its text may name a user, or hold what the loader put into it
+        _log.error("the users cannot be loaded: %s", raised_at(error))
+        raise DataError("the node's users cannot be loaded; its log says where") from None
+    return Host(users, device, activations, source)
+
+
+def _whole(settings: Settings, name: str) -> int | None:
+    """A setting that is a positive whole number; None if there is none."""
+    number = settings.get(name)
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise InvalidValueError(f"{name} is {number!r}; it must be a positive whole number")
+    return number
+
+
+def _simulated(content: RecordDict) -> bytes:
+    header = header_in(content, SIMULATED, _POPULATION_BYTES)
+    if header is None:
+        raise InvalidValueError(
+            "the node has no users: give it node and users in its node-config, or run it as a "
+            "worker of a simulation"
+        )
+    return header
+
+
+def _shard(population: int, settings: Settings) -> range:
+    worker, workers = (settings.get(name) for name in ("partition-id", "num-partitions"))
+    if not (isinstance(worker, int) and isinstance(workers, int) and 0 <= worker < workers):
+        raise InvalidValueError(
+            f"partition-id is {worker!r} of num-partitions {workers!r}; both must be whole "
+            "numbers, the first from 0 to below the second"
+        )
+    return shard_of(population, worker, workers)
+
+
+# A worker of a simulation gets messages of all nodes, and lives as long as the run.
+@lru_cache(maxsize=1)
+def _population(simulated: bytes) -> Population:
+    described = Simulated.decode(simulated)
+    return load_population(described.name, described.options)
+
+
+@lru_cache(maxsize=1)
+def _worker(simulated: bytes, welcome: bytes) -> Node:
+    described, task = Simulated.decode(simulated), _welcome(welcome).task
+    transport = InProcessTransport(
+        build_task(task.model, task.options, task.seed, task.loss, task.metrics),
+        _population(simulated).users,
+        device_named(described.device),
+        described.chunk_mebibytes * _MEBIBYTE,
+        activations=activations_named(described.activations),
+        processes=1,  # Ray gives each worker a core
+    )
+    return Node("", transport)
+
+
+def _welcome(header: bytes) -> Welcome:
+    return decode_welcome(parse(pb.Welcome, header, NODE_RECEIVES_BYTES))
+
+
+app = ClientApp()
+
+_LONGEST_TROUBLE = 400  # characters
+
+
+@app.query()
+def say_hello(message: Message, context: Context) -> Message:
+    """Say who the node is and which users it holds, or in one sentence why it cannot."""
+    try:
+        check_installed()
+        hello = introduce(message.content, context.node_config)
+        headers = {HELLO: encode_hello(hello).SerializeToString()}
+    except FedprivError as error:
+        headers = {TROUBLE: str(error)[:_LONGEST_TROUBLE].encode(errors="replace")}
+    except Exception as error:  # its text may hold users' data
+        headers = {TROUBLE: type(error).__name__.encode(errors="replace")}
+    return Message(content_of(headers), reply_to=message)
+
+
+@app.train()
+def take_part(message: Message, context: Context) -> Message:
+    """Answer an offer; where that fails, decline it, and where there is none, say nothing."""
+    try:
+        header = header_in(message.content, OFFER, NODE_RECEIVES_BYTES)
+        offer = decode_offer(parse(pb.Offer, header or b"", NODE_RECEIVES_BYTES))
+    except FedprivError as error:
+        _log.error("a message holds no offer: %s", error)
+        return Message(content_of({}), reply_to=message)
+    try:
+        return _reply(message, offer, _trained(message.content, context, offer))
+    except Exception as error:  # its text may hold users' data
+        _log.error("training failed: %s", type(error).__name__)
+        return _reply(message, offer, Decline(f"training failed: {type(error).__name__}"))
+
+
+def _trained(content: RecordDict, context: Context, offer: RoundOffer) -> PartialSum | Decline:
+    tensors = tensors_in(content, offer.model)
+    # An offer's model is float32, so nothing is copied.
+    request = offer.request({n: t.astype(np.float32, copy=False) for n, t in tensors.items()})
+    return respond(content, context.node_config, offer, request)
+
+
+def _reply(message: Message, offer: RoundOffer, trained: PartialSum | Decline) -> Message:
+    answer, tensors = header_of(offer.id, trained)
+    headers = {ANSWER: answer.SerializeToString()}
+    return Message(content_of(headers, packed(tensors) if tensors else None), reply_to=message)

@@ -1,0 +1,63 @@
+"""Where files of well-known data sets lie that cannot come with the package.
+
+Arrays from .npz files of others.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpriv.errors import DataError
+
+_ENVIRONMENT = "FEDPRIV_DATA"
+
+
+def find_folder(folder: str | Path | None, title: str, file: str, source: str) -> Path:
+    """Folder that holds a file: the one given or FEDPRIV_DATA's, or one inside it.
+
+    Args:
+        folder: the folder; None means the environment variable FEDPRIV_DATA.
+        title: of the data set, for messages; in lower case, the folder inside.
+        file: name of the file.
+        source: a phrase that says where the file can be had.
+
+    Raises:
+        DataError: no folder is named, or the file is in neither place; the sentence says which
+            file, where it was looked for, and where it can be had.
+    """
+    named = os.environ.get(_ENVIRONMENT) if folder is None else folder
+    if not isinstance(named, (str, Path, type(None))):
+        raise DataError(f"folder is {named!r}; it must be a path")
+    if not named:
+        raise DataError(
+            f"no folder for {title}: give folder= or set {_ENVIRONMENT} to the folder that holds "
+            f"{file}; {source}"
+        )
+    places = (Path(named), Path(named) / title.lower())
+    for place in places:
+        if (place / file).is_file():
+            return place
+    raise DataError(f"{file} is absent from {' and '.join(map(str, places))}; {source}")
+
+
+def read_npz(path: Path) -> dict[str, NDArray[np.generic]]:
+    """Read all arrays of a file into memory, by name; nothing is unpickled.
+
+    Raises:
+        DataError: it cannot be read, or holds something else than arrays whose first axis is the
+            rows; the message says nothing of the content.
+    """
+    try:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+            arrays = dict(file.items())
+    # NumPy and zipfile raise half a dozen kinds of errors; a text of theirs may quote the content.
+    except Exception as error:
+        raise DataError(
+            f"{path} cannot be read as an .npz file of numbers or strings ({type(error).__name__})"
+        ) from error
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray) or array.ndim == 0:
+            raise DataError(f"{name!r} in {path} is no array whose first axis is the rows")
+    return arrays

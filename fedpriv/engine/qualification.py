@@ -1,0 +1,211 @@
+"""Which models can train many users side by side."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from fedpriv.engine.layers import Current, Held, Layers, SideBySide, stand_in
+from fedpriv.engine.task import Task
+from fedpriv.errors import ModelError
+
+_TOLERANCE = 1e-4
+_EACH = 2  # examples of a user that is tried
+# Which of the users of `_some_like` are tried together: what mixes may show at an extreme alone.
+_TRIALS = ((0, 1, 2), (4, 3, 0), (3, 4, 0))
+
+
+def layers_of(task: Task, x: torch.Tensor, y: torch.Tensor) -> Layers | None:
+    """The layers of a task, if they tell users apart in all that it trains.
+
+    Examples of several users are to go through the model side by side, so it must work on each by
+    itself: tried with random ones, what a user gets must be what it would get alone, and must be
+    the same to the last bit whatever the examples beside its own are.
+
+    Args:
+        task: the task.
+        x: [1, …] one input that the model accepts.
+        y: [1, …] one target.
+
+    Returns:
+        None if a trained layer is of no known kind or is trained in part, if the model does
+        anything with a trained layer but call it, or if model or loss mix examples.
+    """
+    layers = _trained(task.model)
+    if layers is None:
+        return None
+    with _evaluating(task.model), torch.no_grad():
+        try:
+            layers = replace(layers, alike=_alike(layers, x))
+            rows = _rows_if_told_apart(layers, task, x, y)
+        except Exception:  # whatever the model does with its layers, it is not only to call them
+            return None
+    if rows is None:
+        return None
+    layers = replace(layers, rows=rows)
+    return replace(layers, entrance=next(filter(partial(_all_enter_by, layers, x), rows), None))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without dropout; a copy would not do, as it may still call the original."""
+    modes = {layer: layer.training for layer in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for layer, mode in modes.items():
+            layer.training = mode
+
+
+def _trained(model: nn.Module) -> Layers | None:
+    trained = {}
+    for name, layer in model.named_modules():
+        asked = [p.requires_grad for p in layer.parameters(recurse=False)]
+        if any(asked):
+            try:
+                stand_in(layer, Held(Current(), ()))
+            except ModelError:
+                return None
+            trained[name] = layer
+            if not all(asked):
+                return None
+    return Layers(model, trained, {})
+
+
+def _rows_if_told_apart(
+    layers: Layers, task: Task, x: torch.Tensor, y: torch.Tensor
+) -> dict[str, int] | None:
+    """`Layers.rows`, if a user's outputs and losses are its own."""
+    calls: dict[str, list[int]] = {n: [] for n, e in layers.trained.items() if type(e) is nn.Linear}
+    side_by_side = SideBySide(layers, ())
+    for name, seen in calls.items():
+        side_by_side.model.get_submodule(name).register_forward_hook(partial(_count_rows, seen))
+    inputs, targets = _some_like(x), _some_like(y)
+    if not all(
+        _tells_apart(
+            task, side_by_side, [inputs[user] for user in users], [targets[user] for user in users]
+        )
+        for users in _TRIALS
+    ):
+        return None
+    holders = Counter(
+        id(p) for layer in layers.trained.values() for p in layer.parameters(recurse=False)
+    )
+    forwards = 2 * len(_TRIALS)
+    return {
+        name: seen[0] // (2 * _EACH)
+        for name, seen in calls.items()
+        if len(seen) == forwards
+        and all(holders[id(p)] == 1 for p in layers.trained[name].parameters())
+    }
+
+
+def _alike(layers: Layers, x: torch.Tensor) -> frozenset[str]:
+    """Embeddings whose words keep their shape when there are more examples."""
+    shapes: dict[str, set[torch.Size]] = {
+        name: set() for name, layer in layers.trained.items() if type(layer) is nn.Embedding
+    }
+    hooks = [
+        layers.trained[name].register_forward_pre_hook(partial(_note_shape, seen))
+        for name, seen in shapes.items()
+    ]
+    examples = torch.cat(_some_like(x)[:2])
+    try:
+        for count in (_EACH, _EACH + 1) if hooks else ():
+            layers.model(examples[:count])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return frozenset(name for name, seen in shapes.items() if len(seen) == 1)
+
+
+def _tells_apart(
+    task: Task, side_by_side: SideBySide, x: list[torch.Tensor], y: list[torch.Tensor]
+) -> bool:
+    """Whether the first user gets what it gets alone, be the second or the third beside it.
+
+    Args:
+        task: the task.
+        side_by_side: a copy of its model.
+        x: inputs of three users.
+        y: targets of three users.
+    """
+    generator = torch.Generator().manual_seed(0)
+    one = {name: p.detach() for name, p in task.model.named_parameters() if p.requires_grad}
+    other = {n: p + torch.randn(p.shape, generator=generator) / 8 for n, p in one.items()}
+    both = {name: torch.stack([p, other[name]]) for name, p in one.items()}
+    alone = torch.cat(
+        [functional_call(task.model, own, (x,)) for own, x in zip((one, other), x, strict=False)]
+    )
+    together, beside = (
+        side_by_side.outputs(both, {}, torch.cat([x[0], second]), "float32", second.device)
+        for second in x[1:]
+    )
+    if together.shape != alone.shape:
+        return False
+    losses, losses_beside = (
+        task.losses_of(outputs, torch.cat([y[0], second]))[:_EACH]
+        for outputs, second in zip((together, beside), y[1:], strict=True)
+    )
+    off = (together - alone).abs().max()
+    return (
+        bool(off <= _TOLERANCE * alone.abs().max())
+        and torch.equal(together[:_EACH], beside[:_EACH])
+        and torch.equal(losses, losses_beside)
+    )
+
+
+def _all_enter_by(layers: Layers, x: torch.Tensor, name: str) -> bool:
+    """Whether a model looks at examples by one linear layer alone, which sees them as they are.
+
+    Such a model works without the examples if the layer has them: given a tensor without numbers,
+    anything else that looks into it raises, or gives one without numbers.
+    """
+    layer, examples = layers.trained[name], torch.cat(_some_like(x)[:2])
+    given = examples.to("meta")
+    untouched = given._version
+    own = {n: p.detach()[None] for n, p in layers.model.named_parameters() if p.requires_grad}
+
+    def stands_in(seen: torch.Tensor) -> torch.Tensor:
+        if (seen._base is not given and seen is not given) or seen._version != untouched:
+            raise RuntimeError("what the layer sees was changed before")
+        y: torch.Tensor = layer(examples.view(seen.shape))
+        return y
+
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            expected = layers.model(examples)
+            torch.manual_seed(0)  # for what draws after the layer
+            model = layers.side_by_side([name])
+            with model.corrected({name: stands_in}):
+                outputs = model.outputs(own, {}, given, "float32", examples.device)
+        off = (outputs - expected).abs().max()
+        return bool(off <= _TOLERANCE * expected.abs().max())
+    except Exception:  # whatever the model does with examples, it is more than that
+        return False
+
+
+def _some_like(example: torch.Tensor) -> list[torch.Tensor]:
+    """Examples of several users, [2, …] each, for an example [1, …]: random, zeros, ones."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (_EACH, *example.shape[1:])
+    if example.is_floating_point():
+        drawn = [torch.randn(shape, generator=generator) for _ in range(3)]
+    else:
+        drawn = [torch.randint(2, shape, generator=generator) for _ in range(3)]
+    return [e.to(example.dtype) for e in (*drawn, torch.zeros(shape), torch.ones(shape))]
+
+
+def _count_rows(seen: list[int], _layer: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+    seen.append(output[..., 0].numel())
+
+
+def _note_shape(seen: set[torch.Size], _layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+    seen.add(inputs[0].shape)

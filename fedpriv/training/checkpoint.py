@@ -1,0 +1,194 @@
+"""Checkpoints: the server's state in one file, bound to its plan and its ledger.
+
+A checkpoint holds released quantities only, and never a random state: a resumed run draws fresh
+cohorts and fresh noise.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from fedpriv.accounting.ledger import Head, Ledger
+from fedpriv.errors import CheckpointError
+from fedpriv.training.optimizers import OptimizerState
+from fedpriv.training.plan import TrainingPlan
+from fedpriv.training.rounds import ServerState
+
+_FORMAT = "fedpriv checkpoint 3"
+_KEPT = 3
+_PARTS = ("parameters", "first", "second", "statistics")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A server state, with the plan and the point of the ledger that it belongs to."""
+
+    state: ServerState
+    plan_digest: str
+    ledger_head: Head
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write a checkpoint so that a crash leaves either all of it or nothing; keep the last three.
+
+    The oldest is written over: to free its place on the disk and to take another may last as long
+    as a round. Who reads it meanwhile finds it damaged.
+
+    Returns:
+        The file written: `round-NNNNNN.safetensors`, NNNNNN the number of the next round.
+    """
+    state = checkpoint.state
+    tensors: dict[str, np.ndarray] = {}
+    for part, values in (
+        ("parameters", state.parameters),
+        ("first", state.optimizer.first),
+        ("second", state.optimizer.second),
+        ("statistics", state.statistics),
+    ):
+        tensors |= {f"{part}/{name}": np.ascontiguousarray(v) for name, v in values.items()}
+    metadata = {
+        "format": _FORMAT,
+        "round": str(state.round),
+        "plan_digest": checkpoint.plan_digest,
+        "ledger_count": str(checkpoint.ledger_head.count),
+        "ledger_hash": checkpoint.ledger_head.hash,
+        "clipping_norms": " ".join(map(repr, state.clipping_norms)),
+    }
+    metadata["digest"] = _digest(metadata, tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"round-{state.round:06d}.safetensors"
+    others = [file for file in checkpoints(folder) if file != path]
+    oldest = others[-_KEPT] if len(others) >= _KEPT else None
+    write_atomically(path, save(tensors, metadata), oldest)
+    for old in checkpoints(folder)[:-_KEPT]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def _digest(metadata: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of all that a checkpoint holds."""
+    digest = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(json.dumps([name, tensor.dtype.str, tensor.shape]).encode())
+        digest.update(tensor.data)
+    return digest.hexdigest()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints of a folder, oldest first."""
+    return sorted(folder.glob("round-*.safetensors"))
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint.
+
+    Raises:
+        CheckpointError: the file is absent, damaged or of another format.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise CheckpointError(
+                    f"{path} has format {metadata.get('format')!r}; it must be {_FORMAT!r}"
+                )
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
+    if metadata.pop("digest", None) != _digest(metadata, tensors):
+        raise CheckpointError(
+            f"{path} is damaged: it is not what was written; without it, a run can go on from the "
+            "one before"
+        )
+    parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
+    for key, tensor in tensors.items():
+        part, _, name = key.partition("/")
+        parts[part][name] = tensor
+    state = ServerState(
+        int(metadata["round"]),
+        parts["parameters"],
+        OptimizerState(parts["first"], parts["second"]),
+        tuple(map(float, metadata["clipping_norms"].split())),
+        parts["statistics"],
+    )
+    head = Head(int(metadata["ledger_count"]), metadata["ledger_hash"])
+    return Checkpoint(state, metadata["plan_digest"], head)
+
+
+def resume(path: Path, plan: TrainingPlan, ledger: Ledger) -> ServerState:
+    """State to go on from.
+
+    Raises:
+        CheckpointError: the checkpoint is of another plan, or the ledger does not contain the
+            charges that the checkpoint had seen (another ledger, or one that was set back).
+    """
+    checkpoint = load_checkpoint(path)
+    if checkpoint.plan_digest != plan.digest:
+        raise CheckpointError(
+            f"{path} belongs to plan {checkpoint.plan_digest[:12]}, not to {plan.digest[:12]}; "
+            "a run can only be resumed with the plan it began with"
+        )
+    if not ledger.contains_head(checkpoint.ledger_head):
+        raise CheckpointError(
+            f"{path} has seen {checkpoint.ledger_head.count} charges that the ledger does not "
+            "hold; a run can only be resumed with its own, complete ledger"
+        )
+    by_name = checkpoint.state.parameters
+    ordered = {name: by_name[name] for name in plan.layout.names}
+    return replace(checkpoint.state, parameters=ordered)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Say in an error of the system which file it is about, as a failed write does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_atomically(path: Path, content: bytes, over: Path | None = None) -> None:
+    """Replace `path` by `content`, durably; a crash leaves the old file or the new one.
+
+    Args:
+        path: where to write.
+        content: what to write.
+        over: a file in the same folder that nobody needs any more; it is written over, unless it
+            has another name as well.
+
+    Raises:
+        OSError: it cannot be written, e.g. because the disk is full; the old file is left.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with naming(path), _opened(partial, over) as file:
+            file.write(content)
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _opened(partial: Path, over: Path | None) -> BinaryIO:
+    """A file to write to from its begin, in the place of another if that may be."""
+    if over is None or over.stat().st_nlink > 1:
+        return partial.open("wb")
+    over.replace(partial)
+    return partial.open("r+b")

@@ -1,0 +1,139 @@
+"""A quantile of the users' update norms, found by a few private rounds.
+
+Each round asks which share of the users has a norm within each of some thresholds, which narrows
+the interval in which the quantile lies.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import isotonic_regression
+
+from fedpriv.errors import InvalidValueError
+from fedpriv.privacy.mechanism import Metric
+from fedpriv.privacy.noise import Entropy
+from fedpriv.privacy.round import Books, Transport
+from fedpriv.training.plan import TrainingPlan
+from fedpriv.training.rounds import RoundReport, ServerState, run_round
+
+KIND = "update-norms"
+"""The metric that hosts of users compute: thresholds → whether the norm of a group is within."""
+_THRESHOLDS = 20
+_SHARE = 0.99
+"""Of a round's privacy; the update, which nobody asks for, needs a share of its own."""
+_LEAST, _MOST = 1e-6, 1e6
+"""Norms outside are not told from these."""
+
+
+@dataclass(frozen=True)
+class NormQuantile:
+    """What is known of a quantile of the norms of one vector group.
+
+    Attributes:
+        group: name of the group.
+        low: lower end, and
+        high: upper end of the interval that is looked at next; with noise, not certain.
+        estimate: the norm that about the quantile of users stays within.
+        noise_stddev: standard deviation of the noise on the share of users within a threshold.
+    """
+
+    group: str
+    low: float = _LEAST
+    high: float = _MOST
+    estimate: float = math.nan
+    noise_stddev: float = math.inf
+
+    @property
+    def thresholds(self) -> npt.NDArray[np.float64]:
+        """What the next round compares norms with."""
+        return np.geomspace(self.low, self.high, _THRESHOLDS)
+
+    @property
+    def metric(self) -> Metric:
+        """What the next round asks users."""
+        radius = math.sqrt(_THRESHOLDS) / 2.0
+        name = f"{KIND}:{self.group}"
+        return Metric(name, (_THRESHOLDS,), 0.5, radius, tuple(self.thresholds.tolist()))
+
+    def narrowed(
+        self, within: npt.NDArray[np.float64], noise_stddev: float, quantile: float
+    ) -> "NormQuantile":
+        """What is known after a round.
+
+        Args:
+            within: [thresholds] noised share of users within each threshold.
+            noise_stddev: of each of them.
+            quantile: γ in (0, 1).
+        """
+        # Shares grow with the threshold, so the nearest growing sequence has less noise.
+        shares = isotonic_regression(within).x
+        thresholds = self.thresholds
+        above = int(np.searchsorted(shares, quantile))
+        if above in {0, len(thresholds)}:
+            nearest = float(thresholds[min(above, len(thresholds) - 1)])
+        else:
+            low, high = shares[above - 1], shares[above]
+            part = (quantile - low) / max(high - low, 1e-12)
+            ratio = float(thresholds[above] / thresholds[above - 1])
+            nearest = float(thresholds[above - 1]) * ratio**part
+        # Two noises aside, the quantile is between these; where it is outside of all thresholds,
+        # the next ones reach further by as much as these do.
+        surely_below = int(np.searchsorted(shares, quantile - 2 * noise_stddev)) - 1
+        surely_above = int(np.searchsorted(shares, quantile + 2 * noise_stddev))
+        reach = self.high / self.low
+        low = self.low / reach if surely_below < 0 else float(thresholds[surely_below])
+        beyond = surely_above == len(thresholds)
+        high = self.high * reach if beyond else float(thresholds[surely_above])
+        return NormQuantile(self.group, max(low, _LEAST), min(high, _MOST), nearest, noise_stddev)
+
+
+def find_quantiles(
+    plan: TrainingPlan,
+    state: ServerState,
+    quantile: float,
+    transport: Transport,
+    books: Books,
+    entropy: Entropy,
+) -> Iterator[tuple[RoundReport, tuple[NormQuantile, ...]]]:
+    """Look for a quantile of the norms of every vector group of a plan's update.
+
+    Every round is charged at the plan's noise multiplier before it is released. The model stays as
+    it is, and so do running statistics of normalisations, which users train with as in the first
+    round of training: the norms are those of its updates.
+
+    Args:
+        plan: whose groups, local training and sampling are used, and whose number of rounds.
+        state: where training would begin.
+        quantile: γ in (0, 1), the share of users that are not to be clipped.
+        transport: reaches the users; its hosts know the metric `KIND`.
+        books: ledger, participation record and budget.
+        entropy: where cohorts and noise come from.
+
+    Yields:
+        The report of each round and what is known after it.
+
+    Raises:
+        InvalidValueError: the quantile is out of range.
+        BudgetExceededError: the next round would pass the budget.
+    """
+    if not 0.0 < quantile < 1.0:
+        raise InvalidValueError(f"quantile is {quantile}; it must be in (0, 1)")
+    known = tuple(NormQuantile(group.name) for group in plan.groups)
+    for number in range(plan.rounds):
+        asking = replace(
+            plan,
+            metrics=tuple(each.metric for each in known),
+            metrics_share=_SHARE,
+            adaptive=None,
+            statistics=None,
+        )
+        at = replace(state, round=number)
+        report = run_round(asking, at, transport, books, entropy)
+        known = tuple(
+            each.narrowed(metric.value, metric.noise_stddev, quantile)
+            for each, metric in zip(known, report.metrics, strict=True)
+        )
+        yield report, known

@@ -1,0 +1,290 @@
+"""Running statistics of normalisation layers, moved by a private metric instead of by training.
+
+The plan of a training run: everything that decides its result and its guarantee.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from fedpriv.errors import InvalidValueError
+from fedpriv.privacy.clipping import Clipping, Indicator
+from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_partition
+from fedpriv.privacy.mechanism import (
+    AdaptiveClipping,
+    Metric,
+    PoissonGaussianMechanism,
+    indicator_group,
+    indicator_of,
+)
+from fedpriv.privacy.query import (
+    Averaging,
+    FlooredAverageQuery,
+    GaussianAverageQuery,
+    GaussianSumQuery,
+    noise_stddevs,
+    sensitivity,
+)
+from fedpriv.privacy.round import LocalTraining
+from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer
+
+METRIC = "batch-norm"
+"""Name of the metric that moves the statistics."""
+_MOST = 4.0  # a variance grows or shrinks by at most this factor in a round, whatever the noise
+_LARGEST_MEAN, _LARGEST_VARIANCE = 1e15, 1e30
+
+
+@dataclass(frozen=True)
+class RunningStatistics:
+    """How the server moves the running statistics of batch normalisations.
+
+    With x̂ = (x − μ)/s, s² = v + eps, the metric is the average over users of a = mean x̂ and
+    b = mean x̂² − 1, per channel. Moments about the running mean then move by a share β, the
+    momentum: they are m₁ = β·a and m₂ = 1 + β·b, and so μ moves by s·m₁ and s² by m₂ − m₁². Where
+    all users' moments are those of the running statistics, a = b = 0 and nothing moves. All of this
+    is post-processing of what was released.
+
+    Attributes:
+        layers: names of the layers, in the order of the model.
+        channels: number of channels of each.
+        eps: eps ≥ 0 of each.
+        momentum: β in (0, 1].
+
+    Raises:
+        InvalidValueError: fields differ in length, or a number is out of range.
+    """
+
+    layers: tuple[str, ...]
+    channels: tuple[int, ...]
+    eps: tuple[float, ...]
+    momentum: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not len(self.layers) == len(self.channels) == len(self.eps) > 0:
+            raise InvalidValueError(
+                f"{len(self.layers)} normalisations have {len(self.channels)} numbers of channels "
+                f"and {len(self.eps)} eps; each of at least one needs both"
+            )
+        if min(self.channels) < 1 or not all(0.0 <= eps < math.inf for eps in self.eps):
+            raise InvalidValueError(
+                f"channels of normalisations are {self.channels} and their eps {self.eps}; they "
+                "must be positive and not negative"
+            )
+        if not 0.0 < self.momentum <= 1.0:
+            raise InvalidValueError(
+                f"momentum of running statistics is {self.momentum}; it must be in (0, 1]"
+            )
+
+    @property
+    def shape(self) -> tuple[int]:
+        """Shape of the metric: for each layer a and then b of its channels."""
+        return (2 * sum(self.channels),)
+
+    def moved(self, statistics: Parameters, released: FloatVector) -> dict[str, np.ndarray]:
+        """Statistics after a round.
+
+        Guarantees: variances are finite and not negative, means finite, for any released vector;
+        s² changes by a factor of at least 1/4 and at most 4.
+
+        Args:
+            statistics: running_mean and running_var of each layer, float32 [channels], by name.
+            released: the released metric, [2ΣC].
+        """
+        after: dict[str, np.ndarray] = {}
+        start = 0
+        for layer, channels, eps in zip(self.layers, self.channels, self.eps, strict=True):
+            first, second = released[start : start + 2 * channels].reshape(2, channels)
+            start += 2 * channels
+            mean, var = (statistics[name].astype(np.float64) for name in _names(layer))
+            square = var + eps
+            m1, m2 = self.momentum * first, 1.0 + self.momentum * second
+            moved = mean + np.sqrt(square) * m1
+            square = square * np.clip(m2 - m1**2, 1.0 / _MOST, _MOST)
+            for name, value, low, high in zip(
+                _names(layer),
+                (moved, square - eps),
+                (-_LARGEST_MEAN, 0.0),
+                (_LARGEST_MEAN, _LARGEST_VARIANCE),
+                strict=True,
+            ):
+                after[name] = np.clip(value, low, high).astype(np.float32)
+        return after
+
+    def check(self, statistics: Mapping[str, np.ndarray]) -> None:
+        """Raise InvalidValueError unless there are statistics of exactly these layers."""
+        wanted = {
+            name: (channels,)
+            for layer, channels in zip(self.layers, self.channels, strict=True)
+            for name in _names(layer)
+        }
+        found = {name: tensor.shape for name, tensor in statistics.items()}
+        if found != wanted:
+            raise InvalidValueError(f"running statistics are {found}; they must be {wanted}")
+
+
+def _names(layer: str) -> tuple[str, str]:
+    """Names of the mean and the variance of a layer."""
+    prefix = f"{layer}." if layer else ""
+    return f"{prefix}running_mean", f"{prefix}running_var"
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What is trained, on whom, for how long and under which mechanism.
+
+    Attributes:
+        run: name of the run in the ledger.
+        population: name of the enrolled population, as in the ledger.
+        rounds: T ≥ 1.
+        layout: tensors that are trained.
+        groups: how each user's update is clipped, at first; a partition of the layout.
+        noise_shares: ω_g > 0 of each group, summing to 1: how they split what metrics and the
+            counting of the clipped leave them.
+        noise_multiplier: z ≥ 0 of the whole round.
+        sampling: who is enrolled and how a cohort is drawn.
+        local: how each user trains.
+        optimizer: how the server steps.
+        description: whatever else decides the result (model, data, loss, initial parameters), in
+            words or as a digest; it binds checkpoints to the plan.
+        metrics: what is released beside the update.
+        metrics_share: share in (0, 1) of the round's privacy that all metrics get, in equal parts;
+            0 if there are none.
+        adaptive: how the groups' clipping norms move; None: they stay.
+        averaging: how much each user counts, and what sums are divided by.
+        statistics: how running statistics of normalisations move; None: there are none, or they
+            stay.
+
+    Raises:
+        InvalidValueError: a field is out of range or fields do not fit together.
+    """
+
+    run: str
+    population: str
+    rounds: int
+    layout: Layout
+    groups: tuple[VectorGroup, ...]
+    noise_shares: tuple[float, ...]
+    noise_multiplier: float
+    sampling: PoissonSampling
+    local: LocalTraining
+    optimizer: ServerOptimizer = FedAvg()  # noqa: RUF009 - frozen, so sharing it is safe
+    description: str = ""
+    metrics: tuple[Metric, ...] = ()
+    metrics_share: float = 0.0
+    adaptive: AdaptiveClipping | None = None
+    averaging: Averaging = Averaging()  # noqa: RUF009
+    statistics: RunningStatistics | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise InvalidValueError(f"rounds is {self.rounds}; it must be at least 1")
+        if not self.run or "/" in self.run:
+            raise InvalidValueError(f"run is {self.run!r}; it must be a name without '/'")
+        check_partition(self.layout, self.groups)
+        if not (0.0 < self.metrics_share < 1.0 if self.metrics else self.metrics_share == 0.0):
+            raise InvalidValueError(
+                f"metrics_share is {self.metrics_share} with {len(self.metrics)} metrics; it must "
+                "be in (0, 1), or 0 if there are none"
+            )
+        if not self._update_share > 0.0:
+            raise InvalidValueError(
+                f"metrics and the counting of the clipped take {1.0 - self._update_share:g} of the "
+                "round's privacy; they must leave some to the update"
+            )
+        shapes = {metric.name: metric.shape for metric in self.metrics}
+        if self.statistics is not None and shapes.get(METRIC) != self.statistics.shape:
+            raise InvalidValueError(
+                f"running statistics move by a metric {METRIC!r} of shape {self.statistics.shape}; "
+                f"the plan has {shapes.get(METRIC, 'none')}"
+            )
+        _ = self.mechanism  # groups, shares and sampling that do not fit are refused here
+
+    @property
+    def clipping_norms(self) -> tuple[float, ...]:
+        """S_g of each group of the update before the first round."""
+        return tuple(group.clipping_norm for group in self.groups)
+
+    @cached_property
+    def mechanism(self) -> PoissonGaussianMechanism:
+        """The mechanism of the first round, and of every round if clipping norms stay."""
+        return self._mechanism_at(self.clipping_norms)
+
+    def mechanism_at(self, clipping_norms: tuple[float, ...]) -> PoissonGaussianMechanism:
+        """The mechanism of a round in which the groups of the update have these clipping norms.
+
+        Its noise multiplier is that of the plan, whatever the norms.
+        """
+        first = clipping_norms == self.clipping_norms
+        return self.mechanism if first else self._mechanism_at(clipping_norms)
+
+    def _mechanism_at(self, clipping_norms: tuple[float, ...]) -> PoissonGaussianMechanism:
+        clipping = self._clipping(clipping_norms)
+        stddevs = noise_stddevs(clipping.groups, self.noise_multiplier, self.shares)
+        expected, averaging = self.sampling.expected_cohort_size, self.averaging
+        weight = self.sampling.sampling_probability * (
+            averaging.total_weight or float(self.sampling.population)
+        )
+        if averaging.floor is None:
+            weighted = weight if clipping.weighted else None
+            query = GaussianAverageQuery(GaussianSumQuery(clipping, stddevs), expected, weighted)
+            return PoissonGaussianMechanism(self.sampling, query)
+        floor = averaging.floor * weight
+        wider = tuple(
+            sensitivity(group, clipping.layout, floor) * stddev
+            if group.name in clipping.weighted
+            else stddev
+            for group, stddev in zip(clipping.groups, stddevs, strict=True)
+        )
+        sums = GaussianSumQuery(clipping, wider)
+        average = GaussianAverageQuery(sums, expected, floor)
+        return PoissonGaussianMechanism(self.sampling, FlooredAverageQuery(average))
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """ω of every vector group of a round: those of the update, metrics, the indicator."""
+        metrics = (self.metrics_share / max(1, len(self.metrics)),) * len(self.metrics)
+        counting = (self.adaptive.share,) if self.adaptive else ()
+        return (*(self._update_share * share for share in self.noise_shares), *metrics, *counting)
+
+    @property
+    def _update_share(self) -> float:
+        return 1.0 - self.metrics_share - (self.adaptive.share if self.adaptive else 0.0)
+
+    @cached_property
+    def _indicator(self) -> Indicator | None:
+        return indicator_of(self.groups) if self.adaptive else None
+
+    def _clipping(self, clipping_norms: tuple[float, ...]) -> Clipping:
+        update = tuple(
+            replace(group, clipping_norm=norm)
+            for group, norm in zip(self.groups, clipping_norms, strict=True)
+        )
+        side = tuple(metric.group for metric in self.metrics)
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        shapes |= {metric.tensor: metric.shape for metric in self.metrics}
+        if self._indicator is not None:
+            side = (*side, indicator_group(self._indicator))
+            shapes[self._indicator.tensor] = (len(self._indicator.groups),)
+        averaging = self.averaging
+        plain = averaging.cap is None and averaging.floor is None
+        weighted = () if plain else tuple(group.name for group in self.groups)
+        layout = Layout(tuple(shapes), tuple(shapes.values()))
+        cap = averaging.cap or 1
+        return Clipping(layout, (*update, *side), self._indicator, weighted, cap)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the whole plan; equal plans have equal digests."""
+        text = json.dumps(self._as_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _as_json(self) -> Mapping[str, object]:
+        optimizer = type(self.optimizer).__name__
+        return {**dataclasses.asdict(self), "optimizer_class": optimizer}

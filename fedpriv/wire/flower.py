@@ -1,0 +1,198 @@
+"""What a message on Flower's runtime holds: our own protobuf messages, and tensors, as records.
+
+Headers are serialised messages of `fedpriv.wire`; the tensors that one of them declares follow as
+bytes, as `fedpriv.wire.pieces` gives them. Both sides must run the same version of fedpriv.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+from fedpriv import __version__
+from fedpriv.data.population import UserStore
+from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.privacy.layout import Tensors
+from fedpriv.wire import Manifest, Receiver, chunks, pieces
+from fedpriv.wire.tensors import MAX_NAME, at_most, refusing
+
+OFFER, ANSWER, HELLO, WELCOME = "offer", "answer", "hello", "welcome"
+"""Names of headers that are messages of `fedpriv.wire`."""
+SIMULATED, TROUBLE = "simulated", "trouble"
+"""Names of headers that are text: a `Simulated`, and why a node cannot take part."""
+_RECORD = "fedpriv"
+_VERSION = "version"
+_RAW = "bytes"  # neither side lets Flower read the tensors by itself
+_BYTES_AT_ONCE = 2**24
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A population that every worker of a simulation can load by itself.
+
+    Attributes:
+        name: as `fedpriv.data.registry.load_population` reads it.
+        options: of the loader.
+        device: where to train.
+        chunk_mebibytes: memory that a chunk of users may take, roughly.
+        activations: of the model while users train, as `InProcessTransport` has them.
+    """
+
+    name: str
+    options: Mapping[str, object]
+    device: str
+    chunk_mebibytes: int
+    activations: str = "float32"
+
+    def encode(self) -> bytes:
+        """The header.
+
+        Raises:
+            WireError: an option has no place in JSON.
+        """
+        with refusing("the options of a population"):
+            return json.dumps(vars(self), allow_nan=False).encode()
+
+    @classmethod
+    def decode(cls, header: bytes) -> Self:
+        """The population of a header.
+
+        Raises:
+            WireError: it describes none.
+        """
+        with refusing("a population"):
+            return cls(**json.loads(header))
+
+
+def check_installed() -> None:
+    """Refuse to run from a bundle beside an installed fedpriv of another version.
+
+    Workers and commands would find the one or the other.
+
+    Raises:
+        InvalidValueError: the versions differ.
+    """
+    with suppress(PackageNotFoundError):
+        installed = version("fedpriv")
+        if installed != __version__:
+            raise InvalidValueError(
+                f"the bundle is fedpriv {__version__}, installed is {installed}; both must be the "
+                "same"
+            )
+
+
+def shard_of(population: int, worker: int, workers: int) -> range:
+    """Positions of the users at a worker of a simulation: even shares, one after the other.
+
+    Args:
+        population: N.
+        worker: its number, from 0.
+        workers: how many there are.
+    """
+    return range(population * worker // workers, population * (worker + 1) // workers)
+
+
+def digest_of_shard(population: str, users: UserStore, shard: range) -> bytes:
+    """What a worker of a simulation says of its users, so that all load the same: 32 bytes.
+
+    Guarantees: another name of the population, and other ids, fields, rows, or numbers of rows of
+    the users of the shard give another digest. Guesses of users' data can be tested against it: it
+    is for workers and server alone.
+
+    Args:
+        population: its name.
+        users: all of its users.
+        shard: positions of the worker's share.
+    """
+    fields = sorted(users.fields.items())
+    cuts = users.offsets[shard.start : shard.stop + 1].tolist()
+    said = (
+        population,
+        [users.id_of(user) for user in shard],
+        [cut - cuts[0] for cut in cuts],
+        [(name, field.dtype.str, field.shape[1:]) for name, field in fields],
+    )
+    digest = hashlib.sha256(json.dumps(said).encode())
+    row_bytes = sum(field.nbytes for _, field in fields) // max(1, users.rows)
+    at_once = 1 + _BYTES_AT_ONCE // (1 + row_bytes)
+    for first in range(cuts[0], cuts[-1], at_once):
+        rows = users.take(np.arange(first, min(first + at_once, cuts[-1])))
+        for name, _ in fields:
+            digest.update(rows[name].tobytes())
+    return digest.digest()
+
+
+def packed(tensors: Tensors) -> Array:
+    """Tensors as the bytes that their manifest declares; several messages may share them."""
+    data = b"".join(pieces(tensors))
+    return Array(dtype="uint8", shape=(len(data),), stype=_RAW, data=data)
+
+
+def content_of(headers: Mapping[str, bytes], tensors: Array | None = None) -> RecordDict:
+    """The content of a message.
+
+    Args:
+        headers: serialised messages, by what they are.
+        tensors: what one of them declares.
+    """
+    content = RecordDict({_RECORD: ConfigRecord({_VERSION: __version__, **headers})})
+    if tensors is not None:
+        content[_RECORD + ".tensors"] = ArrayRecord({_RECORD: tensors})
+    return content
+
+
+def header_in(content: RecordDict, name: str, most: int) -> bytes | None:
+    """The header of a name, or None if there is none; total.
+
+    Args:
+        content: of a message.
+        name: of the header.
+        most: longest legal length in bytes.
+
+    Raises:
+        WireError: the message is none of ours, of another version, or the header is too long.
+    """
+    record = content.get(_RECORD)
+    if not isinstance(record, ConfigRecord):
+        raise WireError("a message holds no record of fedpriv")
+    version = record.get(_VERSION)
+    if version != __version__:
+        raise WireError(
+            f"the other side runs fedpriv {str(version)[:MAX_NAME]!r}, this side {__version__!r}; "
+            "both must be the same"
+        )
+    header = record.get(name)
+    if header is None:
+        return None
+    if not isinstance(header, bytes):
+        raise WireError(f"header {name!r} holds no bytes")
+    at_most(f"bytes in header {name!r}", len(header), most)
+    return header
+
+
+def tensors_in(content: RecordDict, manifest: Manifest) -> dict[str, npt.NDArray[np.generic]]:
+    """The tensors that a header has declared, read-only; total.
+
+    Raises:
+        WireError: they are missing, or not those that were declared.
+    """
+    arrays = content.get(_RECORD + ".tensors")
+    array = arrays.get(_RECORD) if isinstance(arrays, ArrayRecord) else None
+    if array is None:
+        raise WireError("the tensors of a message are missing")
+    at_most("bytes of tensors", len(array.data), manifest.size)
+    receiver = Receiver(manifest)
+    for chunk in chunks(_views(array.data)):
+        receiver.add(chunk)
+    return receiver.finish()
+
+
+def _views(data: bytes) -> Iterator[memoryview]:
+    yield memoryview(data)

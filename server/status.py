@@ -1,0 +1,93 @@
+"""What the server says of itself: to a node that connects, in an offer, and to who asks."""
+
+import io
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from fedpriv.accounting.ledger import Head, Ledger
+from fedpriv.config import Config
+from fedpriv.engine.metrics import own_metrics
+from fedpriv.privacy.round import Books, RoundRequest
+from fedpriv.server.enrolment import Enrolment
+from fedpriv.training.plan import TrainingPlan
+from fedpriv.wire import Price, RunState, Status, TaskDescription, Welcome
+
+
+def task_of(config: Config) -> TaskDescription:
+    """The task by name, for nodes to build."""
+    model = config.model
+    metrics = tuple(own_metrics(config.metrics.report))
+    return TaskDescription(model.name, model.options, model.seed, model.loss, metrics)
+
+
+def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], Welcome]:
+    """What to tell each node when it connects."""
+    task = task_of(config)
+
+    def welcome_of(node: str) -> Welcome:
+        users = enrolment.users_of(node).copy()
+        return Welcome(enrolment.population_id, enrolment.population, users, task)
+
+    return welcome_of
+
+
+def prices(plan: TrainingPlan, books: Books) -> Callable[[RoundRequest], Price]:
+    """What a round costs; to be asked in the thread that the books were opened in."""
+
+    def price_of(request: RoundRequest) -> Price:
+        norms = tuple(g.clipping_norm for g in request.clipping.groups[: len(plan.groups)])
+        event = plan.mechanism_at(norms).event
+        return Price(
+            plan.sampling.sampling_probability,
+            plan.sampling.population,
+            event.noise_multiplier,
+            books.budget.epsilon_of([*books.ledger.spent(), event]),
+            books.budget.delta,
+        )
+
+    return price_of
+
+
+def status_at_start(
+    plan: TrainingPlan, books: Books, enrolment: Enrolment, round_number: int
+) -> Status:
+    """Where a run stands before its first round."""
+    return Status(
+        run=plan.run,
+        round=round_number,
+        rounds=plan.rounds,
+        epsilon=books.budget.epsilon_of(books.ledger.spent()),
+        epsilon_limit=books.budget.epsilon,
+        delta=books.budget.delta,
+        nodes_enrolled=len(enrolment.nodes),
+        nodes_connected=0,
+        users_enrolled=enrolment.population,
+        state=RunState.WAITING,
+    )
+
+
+class LedgerLines:
+    """The public ledger as `fedpriv ledger export` writes it, read again when it has grown.
+
+    Args:
+        path: of the ledger.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._known: tuple[Head, bytes] | None = None
+
+    def __call__(self) -> bytes:
+        """All lines; may be called in any thread.
+
+        Raises:
+            LedgerError: the ledger cannot be opened or believed.
+        """
+        with self._lock, Ledger.open(self._path) as ledger:
+            head = ledger.head
+            if self._known is None or self._known[0] != head:
+                lines = io.StringIO()
+                ledger.export(lines)
+                self._known = (head, lines.getvalue().encode())
+            return self._known[1]

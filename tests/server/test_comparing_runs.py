@@ -1,0 +1,149 @@
+"""One run of a study: its result is true, its figures are those of the folder, nothing is left."""
+
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from fedpriv.accounting.accountants import epsilon
+from fedpriv.accounting.events import poisson_gaussian
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.data.registry import load_population
+from fedpriv.errors import FedprivError, InvalidValueError
+from fedpriv.privacy.round import Books
+from fedpriv.run.compare import calibrated, run_cell
+from fedpriv.run.folder import RunFolder
+from fedpriv.studies import Cell, RunResult, Study
+from fedpriv.studies.results import SIMULATION_ONLY, read_result, read_rows
+from fedpriv.studies.study import load_study
+from tests.studies.studying import study_file
+
+
+def run(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> RunResult:
+    data = study.config_of(cell).data
+    population = load_population(data.name, data.options)
+    return run_cell(study, cell, folder, noise_multiplier, population)
+
+
+def cohorts(folder: RunFolder) -> list[tuple[int, ...]]:
+    record = folder.participation_of(folder.ledger)
+    with Ledger.open(folder.ledger) as ledger, ParticipationRecord.open(record) as participation:
+        commitments = [row.cohort_commitment for row in ledger.charges()]
+        return [tuple(participation.users_of(one).tolist()) for one in commitments]
+
+
+def test_a_result_is_what_ledger_model_and_metrics_say(tmp_path: Path) -> None:
+    study = load_study(study_file(tmp_path))
+    cell = study.cells[-1]
+    result = run(study, cell, tmp_path, calibrated(study)[cell.arm, cell.target])
+    folder = RunFolder(tmp_path / cell.path)
+    assert read_result(folder.path) == result
+    with Ledger.open(folder.ledger) as ledger:
+        spent = ledger.spent()
+    assert result.epsilon == epsilon(spent, 1e-2).epsilon <= 8.0
+    for event in spent:
+        assert event.noise_multiplier == pytest.approx(result.noise_multiplier, rel=1e-12)
+    rows = list(folder.read_metrics())
+    assert result.evaluations == tuple((r["round"] + 1, r["test_accuracy"]) for r in rows)
+    assert (result.rounds, result.accuracy, result.loss) == (
+        2,
+        rows[-1]["test_accuracy"],
+        rows[-1]["test_loss"],
+    )
+    test = load_population("synthetic", study.config_of(cell).data.options).test
+    model = load_file(folder.model)
+    scores = test["x"].reshape(len(test["x"]), -1) @ model["1.weight"].T + model["1.bias"]
+    assert result.accuracy == np.mean(scores.argmax(1) == test["y"])
+    figures = list(read_rows(folder.path / SIMULATION_ONLY))
+    for name in ("clipped", "update_norms", "signal_to_noise"):
+        of_rounds = [row[f"simulation_only_{name}"] for row in figures]
+        (key,) = of_rounds[0]
+        mean = getattr(result, f"simulation_only_{name}")[key]
+        assert mean == pytest.approx(np.mean([row[key] for row in of_rounds]))
+
+
+def test_arms_of_a_seed_have_the_same_users_and_seeds_have_others(tmp_path: Path) -> None:
+    study = load_study(study_file(tmp_path))
+    drawn = {}
+    for cell in study.cells:
+        run(study, cell, tmp_path, 2.0)
+        drawn[cell.arm.name, cell.seed] = cohorts(RunFolder(tmp_path / cell.path))
+    assert drawn["flat", 0] == drawn["joint", 0]
+    assert drawn["flat", 1] == drawn["joint", 1]
+    assert drawn["flat", 0] != drawn["flat", 1]
+    assert len(drawn["flat", 0]) == 2
+
+
+def test_a_run_that_was_cut_short_is_done_again_and_releases_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = load_study(study_file(tmp_path))
+    cell = study.cells[0]
+
+    noise_multiplier = calibrated(study)[cell.arm, cell.target]
+    charge = Books.charge
+
+    def killed(books: Books, name: str, round_number: int, *others: object) -> object:
+        if round_number == 1:
+            raise KeyboardInterrupt
+        return charge(books, name, round_number, *others)
+
+    monkeypatch.setattr(Books, "charge", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(study, cell, tmp_path, noise_multiplier)
+    monkeypatch.undo()
+    folder = RunFolder(tmp_path / cell.path)
+    (half,) = folder.read_metrics()
+    assert read_result(folder.path) is None
+    result = run(study, cell, tmp_path, noise_multiplier)
+    assert result.rounds == 2
+    rows = list(folder.read_metrics())
+    same = ("round", "attempt", "epsilon", "test_loss", "test_accuracy")
+    assert [rows[0][name] for name in same] == [half[name] for name in same]
+    with Ledger.open(folder.ledger) as ledger:
+        assert len(list(ledger.charges())) == 2
+    kept = folder.path.with_name(f"{folder.path.name}.cut-1")
+    with Ledger.open(RunFolder(kept).ledger) as ledger:
+        assert len(list(ledger.charges())) == 1
+    plan = tomllib.loads(folder.plan.read_text())
+    assert plan["privacy"]["noise_multiplier"] == result.noise_multiplier
+
+
+def test_every_arm_has_the_least_noise_of_its_own_rounds_and_sampling(tmp_path: Path) -> None:
+    axes = {"rounds": [1, 20], "privacy.sampling_probability": [0.1, 1.0]}
+    study = load_study(study_file(tmp_path, axes=axes))
+    noise = {arm.name: z for (arm, _), z in calibrated(study).items()}
+    assert len(set(noise.values())) == 4
+    for cell in study.cells:
+        config, z = study.config_of(cell), noise[cell.arm.name]
+        q = config.privacy.sampling_probability
+        spent = epsilon([poisson_gaussian(q, z, config.rounds)], 1e-2).epsilon
+        less = epsilon([poisson_gaussian(q, 0.995 * z, config.rounds)], 1e-2).epsilon
+        assert spent <= 8.0 < less
+
+
+def test_arms_that_cannot_be_built_or_calibrated_are_refused_by_name(tmp_path: Path) -> None:
+    for assignment, words in (
+        ("model.options.hidden=3", "arm 'bad': model 'softmax' has no option 'hidden'"),
+        ("data.name=nobody", "arm 'bad': unknown population 'nobody'"),
+        ("clipping.split={x=1.0}", "arm 'bad': clipping norms and parts differ"),
+    ):
+        study = load_study(
+            study_file(
+                tmp_path,
+                axes={
+                    "a": {
+                        "good": ["clipping.strategy=per-layer"],
+                        "bad": [assignment, "clipping.strategy=per-layer"],
+                    }
+                },
+            )
+        )
+        with pytest.raises(FedprivError, match=words):
+            calibrated(study)
+    study = load_study(study_file(tmp_path, target={"epsilon": 1e-9, "delta": 1e-9}))
+    with pytest.raises(InvalidValueError, match=r"arm 'flat': .* no noise multiplier"):
+        calibrated(study)

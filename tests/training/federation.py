@@ -1,0 +1,60 @@
+"""A small federation without training, for the tests of this folder."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from fedpriv.accounting.budget import PrivacyBudget
+from fedpriv.accounting.events import RoundEvent
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import Books, LocalTraining, RoundRequest
+from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.fake import FakeTransport
+from fedpriv.training.plan import TrainingPlan
+
+LAYOUT = Layout(("w", "b"), ((2, 2), (3,)))
+PARAMETERS = {"w": np.ones((2, 2), np.float32), "b": np.zeros(3, np.float32)}
+
+
+def make_plan(**changes: object) -> TrainingPlan:
+    plan = TrainingPlan(
+        run="run",
+        population="people",
+        rounds=5,
+        layout=LAYOUT,
+        groups=flat(LAYOUT, 1.0),
+        noise_shares=(1.0,),
+        noise_multiplier=1.0,
+        sampling=PoissonSampling(20, 0.5),
+        local=LocalTraining(0.1, steps=1),
+    )
+    return replace(plan, **changes)
+
+
+def rounds_spent(events: Sequence[RoundEvent], delta: float) -> float:
+    """A price that is easy to follow: one per round."""
+    del delta
+    return float(sum(event.count for event in events))
+
+
+@contextmanager
+def open_books(folder: Path, limit: float = 1e9, population: str = "people") -> Iterator[Books]:
+    with (
+        Ledger.open_or_create(folder / "ledger.sqlite", population) as ledger,
+        ParticipationRecord.open_or_create(folder / "participation.sqlite") as record,
+    ):
+        yield Books(ledger, record, PrivacyBudget(limit, 1e-5, rounds_spent))
+
+
+def constant_update(request: RoundRequest, user: int) -> dict[str, np.ndarray]:
+    """Each user sends a tenth of its position in every component of b."""
+    del request
+    return {"w": np.zeros((2, 2), np.float32), "b": np.full(3, user / 100.0, np.float32)}
+
+
+CONSTANT = FakeTransport(constant_update)

@@ -1,0 +1,98 @@
+"""Server optimisers against torch's where the rules agree, and by hand where they do not."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fedpriv.errors import InvalidValueError
+from fedpriv.training.optimizers import FedAdaptive, FedAvg, FedAvgM, SecondMoment, ServerOptimizer
+
+RNG = np.random.default_rng(0)
+PARAMETERS = {"w": RNG.standard_normal((3, 2)).astype(np.float32), "b": np.zeros(2, np.float32)}
+AVERAGES = [{"w": RNG.standard_normal((3, 2)), "b": RNG.standard_normal(2)} for _ in range(6)]
+
+
+def run(optimizer: ServerOptimizer) -> dict[str, np.ndarray]:
+    parameters, state = PARAMETERS, optimizer.init(PARAMETERS)
+    for average in AVERAGES:
+        parameters, state = optimizer.update(average, state, parameters)
+    return dict(parameters)
+
+
+def run_torch(make: type[torch.optim.Optimizer], **options: float) -> dict[str, np.ndarray]:
+    """The same averages as negative gradients, in float64."""
+    tensors = {n: torch.tensor(p, dtype=torch.float64) for n, p in PARAMETERS.items()}
+    optimizer = make(list(tensors.values()), **options)
+    for average in AVERAGES:
+        for name, tensor in tensors.items():
+            tensor.grad = -torch.tensor(average[name])
+        optimizer.step()
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "twin"),
+    [
+        (FedAvg(0.7), run_torch(torch.optim.SGD, lr=0.7)),
+        (FedAvgM(0.3, 0.8), run_torch(torch.optim.SGD, lr=0.3, momentum=0.8)),
+        (
+            FedAdaptive(SecondMoment.ADAGRAD, 0.2, beta1=0.0, tau=0.1),
+            run_torch(torch.optim.Adagrad, lr=0.2, initial_accumulator_value=0.01, eps=0.1),
+        ),
+    ],
+    ids=["FedAvg", "FedAvgM", "FedAdagrad"],
+)
+def test_equals_torch(optimizer: ServerOptimizer, twin: dict[str, np.ndarray]) -> None:
+    for name, tensor in run(optimizer).items():
+        assert tensor.dtype == np.float32
+        np.testing.assert_allclose(tensor, twin[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", list(SecondMoment))
+def test_adaptive_rules_follow_the_paper(rule: SecondMoment) -> None:
+    eta, beta1, beta2, tau = 0.1, 0.9, 0.99, 1e-2
+    result = run(FedAdaptive(rule, eta, beta1, beta2, tau))
+    for name, start in PARAMETERS.items():
+        for index in np.ndindex(start.shape):
+            x, m, v = float(start[index]), 0.0, tau**2
+            for average in AVERAGES:
+                delta = float(average[name][index])
+                m = beta1 * m + (1 - beta1) * delta
+                if rule is SecondMoment.ADAGRAD:
+                    v = v + delta**2
+                elif rule is SecondMoment.ADAM:
+                    v = beta2 * v + (1 - beta2) * delta**2
+                else:
+                    v = v - (1 - beta2) * delta**2 * math.copysign(1.0, v - delta**2)
+                x = x + eta * m / (math.sqrt(v) + tau)
+            assert float(result[name][index]) == pytest.approx(x, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [FedAvg(), FedAvgM(), *(FedAdaptive(rule) for rule in SecondMoment)], ids=repr
+)
+def test_arguments_are_left_alone_and_models_stay_finite(optimizer: ServerOptimizer) -> None:
+    before = {name: p.copy() for name, p in PARAMETERS.items()}
+    huge = {name: np.full(p.shape, 1e300) for name, p in PARAMETERS.items()}
+    with np.errstate(over="ignore"):
+        after, _ = optimizer.update(huge, optimizer.init(PARAMETERS), PARAMETERS)
+    for name, tensor in PARAMETERS.items():
+        np.testing.assert_array_equal(tensor, before[name])
+        assert np.all(np.isfinite(after[name]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FedAvg(-1.0), "learning_rate is -1.0"),
+        (lambda: FedAvg(math.nan), "learning_rate is nan"),
+        (lambda: FedAvgM(1.0, 1.0), "momentum is 1.0"),
+        (lambda: FedAdaptive(SecondMoment.ADAM, beta2=1.0), "beta2 is 1.0"),
+        (lambda: FedAdaptive(SecondMoment.ADAM, tau=0.0), "tau is 0"),
+    ],
+)
+def test_bad_settings_are_refused(make: object, message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        make()
