@@ -61,12 +61,7 @@ def by_rung(
 ) -> Iterator[tuple[Rung, Integers]]:
     """The rungs of some users, those with the least work first, and which of them are on each.
 
-    Users without examples are on none.
-
-    Args:
-        sizes: number of examples of each user.
-        local: how a user trains.
-        measured: whether examples are measured.
+    Users have `sizes` examples; those without any are on no rung. Blocks are for measured examples.
     """
     counts = counted(sizes, local)
     widths, passes = ladder(counts), ladder(_batches(counts, local))
@@ -107,19 +102,11 @@ def schedule(
     local_key: bytes,
     rung: Rung,
 ) -> Schedule:
-    """Rows of users of one rung, each with at least one example.
+    """Rows of users of one rung: their positions, first rows in the store and numbers of rows.
 
     A user's examples are shuffled for each pass over them. Their order, and which of them count
     where there are more than `local.max_examples`, depends on the user's position in the
     population, the round's key and the user's number of examples alone.
-
-    Args:
-        users: positions in the population.
-        starts: first row of each user in the store.
-        sizes: number of rows of each user.
-        local: how a user trains.
-        local_key: 32 bytes of this round.
-        rung: of all these users.
     """
     # A word for each user in one round; needs to be reproducible, not to be secret.
     key = np.frombuffer(local_key[:8], "<u8").astype(np.uint64)

@@ -74,14 +74,9 @@ class Isolation:
     def chunks(
         self, request: RoundRequest, start: RoundParameters, rung: Rung, users: Integers, parts: int
     ) -> Iterator[Chunk]:
-        """Cut users of a rung into chunks.
+        """Cut users of a rung, positions in the store, into a multiple of `parts` if possible.
 
-        Args:
-            request: of the round.
-            start: what users start from in some round; random users do so from the first.
-            rung: of all these users.
-            users: positions in the store.
-            parts: into a multiple of so many, if there are so many users.
+        Random users start from the first `start` that is ever given.
 
         Raises:
             ModelError: the model cannot be trained in this shape, or what a user gets depends on

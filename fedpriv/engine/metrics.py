@@ -339,12 +339,7 @@ def user_metrics(
 ) -> TorchTensors:
     """What users report beside their updates: name of tensor → value − centre, float32 [L, *shape].
 
-    Args:
-        measuring: the model at the start of the round.
-        examples: of the chunk.
-        metrics: those asked for.
-        updates: of the users, before they are clipped.
-        groups: vector groups of the round.
+    Updates are those before clipping, groups the vector groups of the round.
     """
     kinds = {m: _kind_of(m.name, measuring.task.metrics) for m in metrics}
     values = _measured(measuring, examples, {m: k for m, k in kinds.items() if k.of_examples})
@@ -518,13 +513,9 @@ class ChunkDiagnostics:
 def diagnose_chunk(
     tensors: Updates, request: RoundRequest, losses: torch.Tensor, users: int
 ) -> ChunkDiagnostics:
-    """Diagnostics of a chunk.
+    """Diagnostics of the first C lanes, which are users, from what all send before clipping.
 
-    Args:
-        tensors: what its lanes send, before clipping.
-        request: of the round.
-        losses: [L] mean loss of each lane's examples.
-        users: C, how many of the lanes are users; the first ones.
+    Losses are the mean losses of the lanes' examples, [L].
     """
     groups = sent(request.clipping)
     norms = {name: norm[:users] for name, norm in group_norms(tensors, groups).items()}
