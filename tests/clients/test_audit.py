@@ -358,7 +358,7 @@ def test_extreme_prices_give_a_number(both, q, z, delta):
 def test_importing_loads_neither_torch_nor_grpc(name):
     check = (
         f"import sys, fedpriv.clients.{name}; "
-        "print(*({'torch', 'grpc', 'flwr', 'matplotlib'} & set(sys.modules)))"
+        "print(*({'torch', 'grpc', 'flwr', 'altair'} & set(sys.modules)))"
     )
     root = Path(__file__).parents[2]
     done = subprocess.run(
