@@ -132,7 +132,7 @@ def test_a_ledger_says_how_many_users_there_are_and_nothing_of_their_data(
         assert done.returncode == 0, done.stderr
         said.append(said_in(tmp_path / str(rows) / "ledger.sqlite"))
     assert said[0] == said[1]
-    assert len(said[0]) == 4
+    assert len(said[0]) == 5  # the name, three charges, the head
     assert "20 users by" in said[0][0]["population"]
 
 
