@@ -128,7 +128,7 @@ class TestExamining:
         both.examined()
         kept = read(both.ledger)
         row = replace(kept.rows[0], hash="1" * 64)
-        forged = replace(kept, head=row.head, rows=(row,))
+        forged = replace(kept, rows=(row,))
         with pytest.raises(AuditError, match="its former head of 1 charges"):
             examine(forged, WELCOME, both.diary, DELTA)
 
