@@ -6,7 +6,7 @@ bytes, as `fedpriv.wire.pieces` gives them. Both sides must run the same version
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +21,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.privacy.layout import Tensors
 from fedpriv.wire import Manifest, Receiver, chunks, pieces
-from fedpriv.wire.tensors import MAX_NAME, at_most, refusing
+from fedpriv.wire.codec import MAX_NAME, at_most, refusing
 
 OFFER, ANSWER, HELLO, WELCOME = "offer", "answer", "hello", "welcome"
 """Names of headers that are messages of `fedpriv.wire`."""
@@ -189,10 +189,6 @@ def tensors_in(content: RecordDict, manifest: Manifest) -> dict[str, npt.NDArray
         raise WireError("the tensors of a message are missing")
     at_most("bytes of tensors", len(array.data), manifest.size)
     receiver = Receiver(manifest)
-    for chunk in chunks(_views(array.data)):
+    for chunk in chunks([array.data]):
         receiver.add(chunk)
     return receiver.finish()
-
-
-def _views(data: bytes) -> Iterator[memoryview]:
-    yield memoryview(data)
