@@ -10,10 +10,10 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedpriv.accounting.ledger import ChargedRow, Ledger
-from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.config import load_config
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
+from fedpriv.ledger.ledger import ChargedRow, Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.report.page.content import Page
 from fedpriv.report.page.record import (
     Figures,

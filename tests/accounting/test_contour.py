@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from fedpriv.accounting import contour, pld
 from fedpriv.accounting.contour import ContourUnsuitableError, delta_interval, epsilon_interval
-from fedpriv.accounting.events import compose, poisson_gaussian
 from fedpriv.accounting.panel import RoundsArray
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 
 ROUNDS = {(0.02, 0.9): 400, (0.005, 1.7): 3_000, (1.0, 25.0): 4}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedpriv.accounting.ledger import Head
+from fedpriv.ledger.ledger import Head
 from fedpriv.report.spending import LedgerContent
 
 Figures = Mapping[str, float | None]

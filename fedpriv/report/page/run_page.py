@@ -4,8 +4,8 @@ import math
 
 from fedpriv.accounting.accountant import PrivacyLoss
 from fedpriv.accounting.accountants import accountant_named
-from fedpriv.accounting.budget import merge_equal
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from fedpriv.ledger.budget import merge_equal
 from fedpriv.report.curves import Cost, cost_of
 from fedpriv.report.page.common import (
     FOOTER,

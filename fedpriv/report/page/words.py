@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
-from fedpriv.accounting.events import NeighbouringRelation, Randomness, SamplingPolicy
+from fedpriv.ledger.events import NeighbouringRelation, Randomness, SamplingPolicy
 from fedpriv.report.spending import (
     Arithmetic,
     LedgerContent,

@@ -5,23 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from fedpriv.accounting.accountant import Accountant
-from fedpriv.accounting.accountants import accountant_named
-from fedpriv.accounting.events import RoundEvent
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import RoundEvent
 
 Price = Callable[[Sequence[RoundEvent], float], float]
 """An upper bound on the ε that events cost together at this δ; +inf if no finite ε holds."""
-
-
-@dataclass(frozen=True)
-class _PriceOf:
-    """The price by an accountant, as a value, so that equal budgets are equal."""
-
-    accountant: Accountant
-
-    def __call__(self, events: Sequence[RoundEvent], delta: float) -> float:
-        return self.accountant.epsilon(events, delta).epsilon
 
 
 @dataclass(frozen=True)
@@ -31,8 +19,7 @@ class PrivacyBudget:
     Attributes:
         epsilon: ε > 0, the most that may be spent; inf if only δ and the record matter.
         delta: δ in (0, 1).
-        price: prices events at δ, e.g. `lambda events, delta: epsilon(events, delta).epsilon`; it
-            must never price below the truth.
+        price: prices events at δ, never below the truth, such as `Accountant.upper_epsilon`.
 
     Raises:
         InvalidValueError: ε or δ is out of range.
@@ -47,20 +34,6 @@ class PrivacyBudget:
             raise InvalidValueError(f"epsilon is {self.epsilon}; it must be positive")
         if not 0.0 < self.delta < 1.0:
             raise InvalidValueError(f"delta is {self.delta}; it must be in (0, 1)")
-
-    @classmethod
-    def priced_by(cls, accountant: str, epsilon: float, delta: float) -> Self:
-        """A budget priced by an accountant.
-
-        Args:
-            accountant: a key of `ACCOUNTANTS`.
-            epsilon: ε > 0; may be inf.
-            delta: δ in (0, 1).
-
-        Raises:
-            InvalidValueError: there is no such accountant, or a number is out of range.
-        """
-        return cls(epsilon, delta, _PriceOf(accountant_named(accountant)))
 
     def epsilon_of(self, events: Iterable[RoundEvent]) -> float:
         """ε that the events cost together; equal events are merged before they are priced."""
@@ -131,10 +104,6 @@ def merge_equal(events: Iterable[RoundEvent]) -> tuple[RoundEvent, ...]:
     """The same rounds with each distinct event once and its repetitions in `count`.
 
     Events keep the order of their first use.
-
-    >>> from fedpriv.accounting.events import poisson_gaussian
-    >>> [e.count for e in merge_equal([poisson_gaussian(0.5, 2.0, count=n) for n in (1, 3)])]
-    [4]
     """
     rounds = Counter[RoundEvent]()
     for event in events:

@@ -16,10 +16,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.accounting.database import Database
-from fedpriv.accounting.ledger_rows import ChargedRow
-from fedpriv.accounting.ledger_schema import PARTICIPATION
 from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.ledger.database import Database, FileFormat
 
 Users = npt.NDArray[np.int64]
 """Positions of users in the population, ascending: [cohort]."""
@@ -27,6 +25,21 @@ Users = npt.NDArray[np.int64]
 _SALT_BYTES = 32
 _QUICK = 1
 """How hard zlib tries: seven times as fast as by default, for a cohort a tenth as large again."""
+
+
+# Without its index an attempt would be looked for row by row, cohorts and all.
+_SCHEMA = """
+CREATE TABLE participation (
+    commitment TEXT PRIMARY KEY,
+    run TEXT NOT NULL,
+    round INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    salt BLOB NOT NULL,
+    users BLOB NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX participation_by_attempt ON participation (run, round, attempt);
+"""
+_FORMAT = FileFormat("participation record", 0x66707077, _SCHEMA, 0o600)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +80,7 @@ class ParticipationRecord:
         Raises:
             LedgerError: there is a file already, or it cannot be written.
         """
-        return cls(Database.create(path, PARTICIPATION, {}))
+        return cls(Database.create(path, _FORMAT, {}))
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -76,7 +89,7 @@ class ParticipationRecord:
         Raises:
             LedgerError: there is none, or others than its owner can read or write it.
         """
-        return cls(Database(path, PARTICIPATION))
+        return cls(Database(path, _FORMAT))
 
     @classmethod
     def open_or_create(cls, path: Path) -> Self:
@@ -85,7 +98,7 @@ class ParticipationRecord:
         Raises:
             LedgerError: what is there cannot be used, or nothing can be created.
         """
-        return cls(Database.open_or_create(path, PARTICIPATION, {}))
+        return cls(Database.open_or_create(path, _FORMAT, {}))
 
     def record(
         self, run: str, round_number: int, attempt: int, users: npt.NDArray[np.integer]
@@ -152,28 +165,6 @@ class ParticipationRecord:
             LedgerError: no such cohort is recorded, or it was changed.
         """
         return self.cohort_of(commitment).users
-
-    def confirm(self, row: ChargedRow) -> None:
-        """Check that the cohort of a charge is recorded and can have been drawn in its round.
-
-        Raises:
-            LedgerError: names the sampling event whose cohort is missing, changed, of another
-                attempt, or not of the population.
-        """
-        try:
-            cohort = self.cohort_of(row.cohort_commitment)
-        except LedgerError as error:
-            raise LedgerError(f"{row}: {error}") from error
-        if (cohort.run, cohort.round, cohort.attempt) != (row.run, row.round, row.attempt):
-            raise LedgerError(
-                f"{row}: its cohort is that of run {cohort.run}, round {cohort.round}, "
-                f"attempt {cohort.attempt}"
-            )
-        population = row.event.sampling.population
-        if cohort.users.size and cohort.users[-1] >= population:
-            raise LedgerError(
-                f"{row}: its cohort has user {cohort.users[-1]} of a population of {population}"
-            )
 
     def close(self) -> None:
         """Close the file."""

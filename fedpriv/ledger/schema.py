@@ -1,31 +1,11 @@
-"""The two kinds of SQLite file that accounting keeps: what is in them and what they refuse.
+"""What is in the SQLite file of a ledger, and what it refuses.
 
 SQLite itself holds a ledger to its rules, whoever writes to it: rows are only ever added, one
 sampling event after the other, each with the hash of the one before. `ledger_chain` finds out
 about writers that removed these rules first.
 """
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class FileFormat:
-    """What makes a SQLite file one of ours.
-
-    Attributes:
-        kind: its name in messages.
-        application_id: the number that SQLite keeps in the header of every such file.
-        schema: the SQL that makes an empty file.
-        mode: permission bits of a new file, before the umask; a file that group or others can
-            read or write, where `mode` does not let them, is refused.
-        version: of the schema, also in the header; a file of another version is refused.
-    """
-
-    kind: str
-    application_id: int
-    schema: str
-    mode: int
-    version: int = 1
+from fedpriv.ledger.database import FileFormat
 
 
 def _frozen(table: str, *verbs: str) -> str:
@@ -105,18 +85,4 @@ WHEN NEW.count IS NOT OLD.count + 1
 BEGIN SELECT RAISE(ABORT, 'the head must move to the next sampling event'); END;
 """
 
-# Without its index an attempt would be looked for row by row, cohorts and all.
-_PARTICIPATION_SCHEMA = """
-CREATE TABLE participation (
-    commitment TEXT PRIMARY KEY,
-    run TEXT NOT NULL,
-    round INTEGER NOT NULL,
-    attempt INTEGER NOT NULL,
-    salt BLOB NOT NULL,
-    users BLOB NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX participation_by_attempt ON participation (run, round, attempt);
-"""
-
 LEDGER = FileFormat("ledger", 0x66707276, _LEDGER_SCHEMA, 0o666)
-PARTICIPATION = FileFormat("participation record", 0x66707077, _PARTICIPATION_SCHEMA, 0o600)

@@ -13,17 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from fedpriv.accounting.charge import ProposedCharge
-from fedpriv.accounting.ledger_chain import (
-    EXPORT_FORMAT,
-    checked,
-    header_line,
-    refuse_other_end,
-    row_line,
-)
-from fedpriv.accounting.ledger_rows import ChargedRow, Head, digest
-from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.errors import LedgerError
+from fedpriv.ledger.chain import EXPORT_FORMAT, checked, header_line, refuse_other_end, row_line
+from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.ledger.rows import ChargedRow, Head, ProposedCharge, confirm, digest
 
 MAX_LINE = 2**24
 """Most characters of a line: a sampling event with many sum queries or a long strategy."""
@@ -146,7 +139,7 @@ class ExportedLedger:
         """
         if participation is not None:
             for row in self.rows:
-                participation.confirm(row)
+                confirm(row, participation)
         if head is not None and not self.contains(head):
             raise LedgerError(
                 f"the ledger never had the head of {head.count} charges with hash {head.hash}: "

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.events import Randomness, poisson_gaussian
-from fedpriv.accounting.ledger import Ledger, ProposedCharge
-from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.ledger.events import Randomness
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
+from fedpriv.ledger.participation import ParticipationRecord
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting.events import Randomness, poisson_gaussian
-from fedpriv.accounting.ledger import Ledger, ProposedCharge
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.ledger.events import Randomness
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 
 
 def propose(run="a", round_number=0, attempt=0):

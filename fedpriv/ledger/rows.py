@@ -12,15 +12,17 @@ noise in every round, or no granularity, there is NULL.
 import hashlib
 import json
 import operator
+import re
 import secrets
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from fedpriv.accounting.charge import ProposedCharge
-from fedpriv.accounting.database import Row
-from fedpriv.accounting.events import (
+from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.ledger.database import Row
+from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
     RoundEvent,
@@ -29,7 +31,7 @@ from fedpriv.accounting.events import (
     Schedule,
     SumQueryEvent,
 )
-from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.participation import ParticipationRecord
 
 # A tampered cell can hold anything that SQLite can, so bytes and inf have a digest too.
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr).encode
@@ -38,6 +40,84 @@ _FRESH_NOISE = (1.0,)
 
 Cells = Mapping[str, Any]
 """A row by column name as SQLite or JSON returns it: until `parse`, a cell may hold anything."""
+
+
+@dataclass(frozen=True)
+class ProposedCharge:
+    """What a ledger is asked to charge before anything is released.
+
+    Attributes:
+        run: name of the run; printable and not empty.
+        round: number of the round, from 0.
+        attempt: number of the attempt at this round, from 0.
+        randomness: where cohort and noise come from.
+        event: the one round to charge; its count is 1.
+        cohort_commitment: SHA-256, 64 hexadecimal digits, from `ParticipationRecord.record`.
+
+    Raises:
+        InvalidValueError: a field is out of range.
+    """
+
+    run: str
+    round: int
+    attempt: int
+    randomness: Randomness
+    event: RoundEvent
+    cohort_commitment: str
+
+    def __post_init__(self) -> None:
+        if not (self.run and self.run.isprintable()):
+            raise InvalidValueError(f"run is {self.run!r}; it must be printable and not empty")
+        if self.round < 0 or self.attempt < 0:
+            raise InvalidValueError(
+                f"round {self.round}, attempt {self.attempt}: both must be at least 0"
+            )
+        if self.event.count != 1:
+            raise InvalidValueError(
+                f"the event has count {self.event.count}; each round is charged by itself"
+            )
+        if not re.fullmatch("[0-9a-f]{64}", self.cohort_commitment):
+            raise InvalidValueError(
+                f"cohort_commitment is {self.cohort_commitment!r}; it must be 64 lower-case "
+                "hexadecimal digits"
+            )
+
+
+@dataclass(frozen=True)
+class Charge:
+    """Receipt for one charge, good for one release.
+
+    Copies share the one release: `copy`, `replace` and threads cannot double it, and it cannot
+    be pickled.
+
+    Attributes:
+        run: name of the run.
+        round: number of the round.
+        attempt: number of the attempt.
+        event: what was charged and may be released.
+        hash: digest of the charge in the ledger.
+    """
+
+    run: str
+    round: int
+    attempt: int
+    event: RoundEvent
+    hash: str
+    _used: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def redeem(self) -> RoundEvent:
+        """The event to release, once.
+
+        Raises:
+            LedgerError: the receipt was redeemed before.
+        """
+        if not self._used.acquire(blocking=False):
+            raise LedgerError(
+                f"the charge of run {self.run}, round {self.round}, attempt {self.attempt} was "
+                "redeemed before: two releases on one charge could be averaged, which removes "
+                "noise that the ledger counts on"
+            )
+        return self.event
 
 
 @dataclass(frozen=True)
@@ -84,6 +164,29 @@ class ChargedRow:
 def name_of(position: object, run: object, round_: object, attempt: object) -> str:
     """How messages call a sampling event."""
     return f"sampling event {position} (run {run}, round {round_}, attempt {attempt})"
+
+
+def confirm(row: ChargedRow, participation: ParticipationRecord) -> None:
+    """Check that the cohort of a charge is recorded and can have been drawn in its round.
+
+    Raises:
+        LedgerError: names the sampling event whose cohort is missing, changed, of another attempt,
+            or not of the population.
+    """
+    try:
+        cohort = participation.cohort_of(row.cohort_commitment)
+    except LedgerError as error:
+        raise LedgerError(f"{row}: {error}") from error
+    if (cohort.run, cohort.round, cohort.attempt) != (row.run, row.round, row.attempt):
+        raise LedgerError(
+            f"{row}: its cohort is that of run {cohort.run}, round {cohort.round}, "
+            f"attempt {cohort.attempt}"
+        )
+    population = row.event.sampling.population
+    if cohort.users.size and cohort.users[-1] >= population:
+        raise LedgerError(
+            f"{row}: its cohort has user {cohort.users[-1]} of a population of {population}"
+        )
 
 
 def first_rows(population: str) -> dict[str, dict[str, object]]:

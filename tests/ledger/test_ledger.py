@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.events import (
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.errors import LedgerError
+from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
     RoundEvent,
@@ -22,10 +24,8 @@ from fedpriv.accounting.events import (
     SamplingPolicy,
     Schedule,
     SumQueryEvent,
-    poisson_gaussian,
 )
-from fedpriv.accounting.ledger import Ledger, ProposedCharge
-from fedpriv.errors import LedgerError
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 
 COMMITMENT = "0f" * 32
 
@@ -205,7 +205,7 @@ class TestReading:
 
     def test_more_rows_than_one_page_of_reading(self, path, monkeypatch):
         """Also that a second reader catches up with what the first wrote in between."""
-        monkeypatch.setattr("fedpriv.accounting.ledger_chain._ROWS_AT_ONCE", 10)
+        monkeypatch.setattr("fedpriv.ledger.chain._ROWS_AT_ONCE", 10)
         with Ledger.create(path, "users") as writer, Ledger.open(path) as reader:
             reader_counts = []
             for number in range(63):

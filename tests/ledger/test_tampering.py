@@ -15,17 +15,11 @@ from dataclasses import replace
 
 import pytest
 
-from fedpriv.accounting.events import (
-    NeighbouringRelation,
-    Randomness,
-    RoundEvent,
-    SumQueryEvent,
-    poisson_gaussian,
-)
-from fedpriv.accounting.ledger import Head, Ledger, ProposedCharge
-from fedpriv.accounting.ledger_schema import LEDGER
-from fedpriv.accounting.policies import separated_gaussian
+from fedpriv.accounting.policies import poisson_gaussian, separated_gaussian
 from fedpriv.errors import LedgerError
+from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, SumQueryEvent
+from fedpriv.ledger.ledger import Head, Ledger, ProposedCharge
+from fedpriv.ledger.schema import LEDGER
 
 ROWS = 5
 QUERIES = 3

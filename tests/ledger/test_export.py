@@ -18,19 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.accounting.accountants import epsilon
-from fedpriv.accounting.charge import ProposedCharge
-from fedpriv.accounting.events import (
-    NeighbouringRelation,
-    Randomness,
-    RoundEvent,
-    SumQueryEvent,
-    poisson_gaussian,
-)
-from fedpriv.accounting.ledger import Head, Ledger
-from fedpriv.accounting.ledger_lines import MAX_LINE, ExportedLedger
-from fedpriv.accounting.participation import ParticipationRecord
-from fedpriv.accounting.policies import separated_gaussian, shuffled_gaussian
+from fedpriv.accounting.policies import poisson_gaussian, separated_gaussian, shuffled_gaussian
 from fedpriv.errors import LedgerError
+from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, SumQueryEvent
+from fedpriv.ledger.export import MAX_LINE, ExportedLedger
+from fedpriv.ledger.ledger import Head, Ledger, ProposedCharge
+from fedpriv.ledger.participation import ParticipationRecord
 from tests.commandline import fedpriv, printed, refused
 
 RELATION = NeighbouringRelation.ADD_OR_REMOVE_ONE

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.accountants import epsilon
-from fedpriv.accounting.budget import PrivacyBudget, merge_equal, repeated
-from fedpriv.accounting.events import NeighbouringRelation, Randomness, poisson_gaussian
-from fedpriv.accounting.ledger import Ledger, ProposedCharge
-from fedpriv.accounting.policies import every_user_gaussian
+from fedpriv.accounting.accountants import ACCOUNTANTS, epsilon
+from fedpriv.accounting.policies import every_user_gaussian, poisson_gaussian
 from fedpriv.errors import BudgetExceededError, InvalidValueError, UnsupportedEventError
+from fedpriv.ledger.budget import PrivacyBudget, merge_equal, repeated
+from fedpriv.ledger.events import NeighbouringRelation, Randomness
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 
 CHEAP, DEAR = poisson_gaussian(0.1, 4.0), poisson_gaussian(0.1, 1.0)
 
@@ -75,8 +75,8 @@ class TestBudget:
 
     @pytest.mark.parametrize("accountant", ["tight", "pld", "rdp"])
     def test_prices_as_an_accountant_does(self, accountant):
-        budget = PrivacyBudget.priced_by(accountant, 3.0, 1e-6)
-        assert budget == PrivacyBudget.priced_by(accountant, 3.0, 1e-6)
+        budget = PrivacyBudget(3.0, 1e-6, ACCOUNTANTS[accountant].upper_epsilon)
+        assert budget == PrivacyBudget(3.0, 1e-6, ACCOUNTANTS[accountant].upper_epsilon)
         event = poisson_gaussian(0.01, 2.0, 100)
         assert budget.epsilon_of([event]) == epsilon([event], 1e-6, accountant).epsilon
 
@@ -215,7 +215,7 @@ class TestHeadroom:
         assert not ledger.admits(DEAR, PrivacyBudget(0.5, 1e-5, price))
 
     def test_relations_that_do_not_add_up_are_refused(self, ledger):
-        budget = PrivacyBudget.priced_by("tight", 9.0, 1e-6)
+        budget = PrivacyBudget(9.0, 1e-6, ACCOUNTANTS["tight"].upper_epsilon)
         ledger.charge(propose(0, CHEAP), budget)
         with pytest.raises(UnsupportedEventError, match="cannot be added up"):
             ledger.admits(every_user_gaussian(9.0, NeighbouringRelation.REPLACE_ONE), budget)
@@ -224,9 +224,10 @@ class TestHeadroom:
 RACER = """
 import sys
 from pathlib import Path
-from fedpriv.accounting.budget import PrivacyBudget
-from fedpriv.accounting.events import Randomness, poisson_gaussian
-from fedpriv.accounting.ledger import Ledger, ProposedCharge
+from fedpriv.ledger.budget import PrivacyBudget
+from fedpriv.ledger.events import Randomness
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.errors import BudgetExceededError
 
 budget = PrivacyBudget(60.0, 1e-5, lambda events, delta: float(sum(e.count for e in events)))

@@ -11,8 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpriv.accounting.accountants import ACCOUNTANTS, Accountant, PrivacyLoss
-from fedpriv.accounting.charge import ProposedCharge
-from fedpriv.accounting.events import (
+from fedpriv.accounting.policies import (
+    every_user_gaussian,
+    fixed_size_gaussian,
+    poisson_gaussian,
+    poisson_replace_gaussian,
+    random_allocation_gaussian,
+    separated_gaussian,
+    shuffled_gaussian,
+)
+from fedpriv.accounting.strategy import compose
+from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
     RoundEvent,
@@ -20,19 +30,8 @@ from fedpriv.accounting.events import (
     SamplingPolicy,
     Schedule,
     SumQueryEvent,
-    compose,
-    poisson_gaussian,
 )
-from fedpriv.accounting.ledger import Ledger
-from fedpriv.accounting.policies import (
-    every_user_gaussian,
-    fixed_size_gaussian,
-    poisson_replace_gaussian,
-    random_allocation_gaussian,
-    separated_gaussian,
-    shuffled_gaussian,
-)
-from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 
 POISSON, EVERY_USER = SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER
 FIXED_SIZE, SHUFFLED = SamplingPolicy.FIXED_SIZE, SamplingPolicy.SHUFFLED

@@ -16,10 +16,11 @@ from itertools import cycle
 import disk_calls
 import pytest
 
-from fedpriv.accounting.events import Randomness, RoundEvent, SumQueryEvent, poisson_gaussian
-from fedpriv.accounting.ledger import Ledger, ProposedCharge
-from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import LedgerError
+from fedpriv.ledger.events import Randomness, RoundEvent, SumQueryEvent
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
+from fedpriv.ledger.participation import ParticipationRecord
 
 
 def propose(round_number, queries=1):
@@ -40,9 +41,10 @@ RECORDER = f"""
 import os, sys
 from pathlib import Path
 import numpy as np
-from fedpriv.accounting.events import Randomness, poisson_gaussian
-from fedpriv.accounting.ledger import Ledger, ProposedCharge
-from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.ledger.events import Randomness
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
+from fedpriv.ledger.participation import ParticipationRecord
 
 folder = Path(sys.argv[1])
 asked, returned = (
@@ -119,8 +121,9 @@ class TestCreating:
 CHARGER = """
 import sys
 from pathlib import Path
-from fedpriv.accounting.events import Randomness, poisson_gaussian
-from fedpriv.accounting.ledger import Ledger, ProposedCharge
+from fedpriv.ledger.events import Randomness
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 
 event = poisson_gaussian(0.1, 1.0)
 with Ledger.open(Path(sys.argv[1])) as ledger:
@@ -220,7 +223,7 @@ class TestFilesThatGoAway:
 
 
 def test_a_ledger_that_is_locked_for_too_long_says_so(path, monkeypatch):
-    monkeypatch.setattr("fedpriv.accounting.database._BUSY_SECONDS", 0.01)
+    monkeypatch.setattr("fedpriv.ledger.database._BUSY_SECONDS", 0.01)
     with Ledger.create(path, "users") as ledger:
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")

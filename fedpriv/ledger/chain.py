@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from fedpriv.accounting.ledger_rows import (
+from fedpriv.errors import LedgerError
+from fedpriv.ledger.rows import (
     Cells,
     ChargedRow,
     Head,
@@ -23,7 +24,6 @@ from fedpriv.accounting.ledger_rows import (
     sampling_columns,
     sampling_digest,
 )
-from fedpriv.errors import LedgerError
 
 Read = Callable[[str, Sequence[object]], list[sqlite3.Row]]
 """Runs one SQL query on a ledger."""

@@ -5,22 +5,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self, TextIO
 
-from fedpriv.accounting import ledger_chain
-from fedpriv.accounting.budget import Headroom, PrivacyBudget, repeated
-from fedpriv.accounting.charge import Charge, ProposedCharge
-from fedpriv.accounting.database import Database
-from fedpriv.accounting.events import RoundEvent
-from fedpriv.accounting.ledger_rows import (
+from fedpriv.errors import BudgetExceededError, LedgerError
+from fedpriv.ledger import chain as ledger_chain
+from fedpriv.ledger.budget import Headroom, PrivacyBudget, repeated
+from fedpriv.ledger.database import Database
+from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.ledger.rows import (
+    Charge,
     ChargedRow,
     Head,
+    ProposedCharge,
+    confirm,
     first_rows,
     follow,
     query_columns,
     sampling_columns,
 )
-from fedpriv.accounting.ledger_schema import LEDGER
-from fedpriv.accounting.participation import ParticipationRecord
-from fedpriv.errors import BudgetExceededError, LedgerError
+from fedpriv.ledger.schema import LEDGER
 
 __all__ = ["Charge", "ChargedRow", "Head", "Ledger", "ProposedCharge"]
 
@@ -185,7 +187,7 @@ class Ledger:
         """
         for row in self.charges():
             if participation is not None:
-                participation.confirm(row)
+                confirm(row, participation)
         ledger_chain.refuse_strays(self._database.read)
         if altered := self._database.altered_schema():
             raise LedgerError(f"tables or triggers were altered: {', '.join(altered)}")

@@ -10,10 +10,10 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from fedpriv.accounting.ledger_schema import FileFormat
 from fedpriv.errors import LedgerError
 
 _BUSY_SECONDS = 60.0
@@ -22,6 +22,26 @@ Row = Mapping[str, object]
 """Values by column name."""
 Rows = Mapping[str, Row]
 """One row by table name."""
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """What makes a SQLite file one of ours.
+
+    Attributes:
+        kind: its name in messages.
+        application_id: the number that SQLite keeps in the header of every such file.
+        schema: the SQL that makes an empty file.
+        mode: permission bits of a new file, before the umask; a file that group or others can
+            read or write, where `mode` does not let them, is refused.
+        version: of the schema, also in the header; a file of another version is refused.
+    """
+
+    kind: str
+    application_id: int
+    schema: str
+    mode: int
+    version: int = 1
 
 
 class Database:
