@@ -16,7 +16,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedpriv.build import build_task
-from fedpriv.clients.connection import header_of
+from fedpriv.clients.connection import answer_of
 from fedpriv.clients.consent import misfit
 from fedpriv.clients.messages import Source
 from fedpriv.clients.training import Host, Node, load_users
@@ -233,6 +233,6 @@ def _trained(content: RecordDict, context: Context, offer: RoundOffer) -> Partia
 
 
 def _reply(message: Message, offer: RoundOffer, trained: PartialSum | Decline) -> Message:
-    answer, tensors = header_of(offer.id, trained)
+    answer, tensors = answer_of(offer.id, trained)
     headers = {ANSWER: answer.SerializeToString()}
     return Message(content_of(headers, packed(tensors) if tensors else None), reply_to=message)
