@@ -53,15 +53,9 @@ class Examined:
 def examine(ledger: ExportedLedger, welcome: Welcome, journal: Journal, delta: float) -> Examined:
     """Check that a ledger is the one that the node knows and only grew, price it, and remember it.
 
-    Args:
-        ledger: as the server sent it.
-        welcome: what the server said when the node connected.
-        journal: what the node knows; the head of the ledger is remembered there.
-        delta: δ in (0, 1) at which to price.
-
     Raises:
         AuditError: the ledger is of another population, another one than this population had, does
-            not contain its newest head that the node knows, or has charges without an ε.
+            not contain its newest head in the journal, or has charges without an ε.
         InvalidValueError: δ is out of range, or the journal cannot be used.
     """
     name = welcome.population_name
@@ -99,11 +93,6 @@ def confirm(examined: Examined, journal: Journal, offer: RoundOffer | None = Non
     The last round of a run can only be checked when another follows: one that the budget did not
     admit has no charge, and rightly so. Where several runs charge a ledger at the same time, a
     charge after the offer was made may look as if ε was understated.
-
-    Args:
-        examined: the newest state of the ledger.
-        journal: what the node took part in.
-        offer: what is offered now; None: nothing.
 
     Raises:
         AuditError: names the round that was not charged or otherwise than offered, or the ε.
@@ -215,14 +204,7 @@ def _loss(events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
 
 @dataclass(frozen=True)
 class Auditor:
-    """Reads the server's ledger, as `fedpriv join --verify-ledger` does.
-
-    Attributes:
-        channel: to the server.
-        journal: what the node knows of the ledger, and took part in.
-        consent: says at which δ to price.
-        backoff: for a connection that was lost.
-    """
+    """Reads the server's ledger, as `fedpriv join --verify-ledger` does."""
 
     channel: grpc.aio.Channel
     journal: Journal
@@ -261,13 +243,7 @@ class Auditor:
 
 @dataclass(frozen=True)
 class OfferPolicy:
-    """What a node asks of an offer before it takes part.
-
-    Attributes:
-        consent: the node's limits.
-        journal: counts the rounds of a day.
-        auditor: reads the ledger; None: the server's word on ε is taken.
-    """
+    """What a node asks of an offer; without an auditor, the server's word on ε is taken."""
 
     consent: Consent
     journal: Journal

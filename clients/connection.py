@@ -148,14 +148,7 @@ async def persist(call: Callable[[], Awaitable[Result]], backoff: Backoff) -> Re
 
 @dataclass(frozen=True)
 class Certified:
-    """A node with a certificate.
-
-    Attributes:
-        node: the name in it.
-        ca: certificate of the authority that the server's must come from, PEM.
-        certificate: the node's, PEM.
-        key: of the certificate, PEM; secret.
-    """
+    """A node with a certificate, which names it, and its key; `ca` signs the server's; all PEM."""
 
     node: str
     ca: bytes = field(repr=False)
@@ -330,10 +323,6 @@ async def connect(
     """Stay connected: yields one welcome, then offers; ends when the run is over.
 
     Other messages, of a newer server, are ignored.
-
-    Raises:
-        WireError: a message is malformed or out of its turn.
-        grpc.aio.AioRpcError: the server refuses, or the connection was lost.
     """
     welcomed = False
     async with aclosing(_responses(channel, "Connect", encode_hello(hello), pb.FromServer)) as said:
@@ -354,12 +343,7 @@ async def connect(
 async def download(
     channel: grpc.aio.Channel, offer: RoundOffer
 ) -> dict[str, npt.NDArray[np.float32]]:
-    """The tensors of an offered round: read-only, of the declared shapes and sizes.
-
-    Raises:
-        WireError: what was sent is not the declared model.
-        grpc.aio.AioRpcError: the call failed.
-    """
+    """The tensors of an offered round: read-only, of the declared shapes and sizes."""
     receiver = Receiver(offer.model)
     request = encode_round_id(offer.id)
     async with aclosing(_responses(channel, "Download", request, pb.Chunk)) as sent:
@@ -374,11 +358,7 @@ async def upload(
 ) -> Receipt:
     """Answer an offer; the answer is cut into chunks as they are sent.
 
-    The server takes one answer to an offer, so that a repeated one is refused, and harmless.
-
-    Raises:
-        WireError: the receipt is malformed, or the answer passes a limit.
-        grpc.aio.AioRpcError: the call failed; the server may have taken the answer.
+    If the call fails, the server may have taken it; a repeated answer is refused, and harmless.
     """
     header, tensors = answer_of(round_id, answer)
     path = _SERVICE + "Upload"
@@ -387,11 +367,7 @@ async def upload(
 
 
 def answer_of(round_id: RoundId, answer: PartialSum | Decline) -> tuple[pb.Answer, Tensors]:
-    """The message of an answer, and the tensors that it declares.
-
-    Raises:
-        WireError: it passes a limit.
-    """
+    """The message of an answer, and the tensors that it declares."""
     if isinstance(answer, Decline):
         return encode_answer(Answer(round_id, answer)), {}
     return encode_answer(Answer(round_id, SummedUpdates.of(answer))), tensors_of(answer)
@@ -404,13 +380,9 @@ def _parts(header: pb.Answer, tensors: Tensors) -> Iterator[pb.UploadPart]:
 
 
 async def fetch_ledger(channel: grpc.aio.Channel) -> Iterator[str]:
-    """The lines of the public ledger, as they were sent; nothing in them is believed yet.
+    """The lines of the public ledger, up to `LARGEST_LEDGER`; nothing in them is believed yet.
 
     Bytes that are not ASCII, of which an export has none, become surrogates.
-
-    Raises:
-        WireError: it passes `LARGEST_LEDGER`, or is not what was declared.
-        grpc.aio.AioRpcError: the call failed.
     """
     request = pb.LedgerRequest()
     async with aclosing(_responses(channel, "FetchLedger", request, pb.LedgerPart)) as parts:
@@ -425,12 +397,7 @@ async def fetch_ledger(channel: grpc.aio.Channel) -> Iterator[str]:
 
 
 async def status(channel: grpc.aio.Channel) -> Status:
-    """Where the federation stands.
-
-    Raises:
-        WireError: the status is malformed.
-        grpc.aio.AioRpcError: the call failed.
-    """
+    """Where the federation stands."""
     call = channel.unary_unary(
         _SERVICE + "GetStatus", request_serializer=pb.StatusRequest.SerializeToString
     )

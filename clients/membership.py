@@ -182,12 +182,7 @@ class LatestTask(Generic[Key]):
         return self._running is None or self._running[1].done()
 
     async def begin(self, key: Key, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Begin a task once the older one has ended; a running one of the same key goes on.
-
-        Args:
-            key: names the task.
-            work: called if no task of that name is running.
-        """
+        """Begin a task once the older one has ended; a running one of the same key goes on."""
         if not self.idle and self._running is not None and self._running[0] == key:
             return
         await self.stop()
@@ -214,13 +209,6 @@ class OfferHandler:
         * A connection that is lost is waited for until the deadline of the offer, not longer.
         * Nothing that the server sends, and no failure of training, raises here.
         * What is said to the server and logged says nothing of users.
-
-    Attributes:
-        channel: to the server.
-        worker: trains; prepared for the welcome.
-        policy: what the node asks of an offer.
-        journal: where the node records what it takes part in.
-        backoff: for a connection that was lost.
     """
 
     channel: grpc.aio.Channel
@@ -230,13 +218,7 @@ class OfferHandler:
     backoff: Backoff
 
     async def answer(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
-        """Answer an offer, and log in one line what came of it.
-
-        Args:
-            welcome: what the server said before it.
-            offer: what it offers.
-            deadline: of the offer, on the clock of the event loop.
-        """
+        """Answer an offer by its deadline, on the event loop's clock, and log what came of it."""
         what = f"round {offer.id.round} of run {offer.id.run!r}"
         began = asyncio.get_running_loop().time()
         try:
@@ -316,12 +298,6 @@ class Membership:
         * Of the code that the server names, only what is trusted is run.
         * A node that lost its connection comes back, waiting as the back-off says, anew after each
           welcome.
-
-    Args:
-        joining: server, trusted code, back-off, and whether the end of a run ends the membership.
-        hello: what the node says of itself.
-        handler: answers an offer.
-        auditor: reads the ledger; None: it is not read.
     """
 
     def __init__(
@@ -333,15 +309,7 @@ class Membership:
         self._prepared: Welcome | None = None
 
     async def last(self) -> None:
-        """Take part until the run is over, if `once`, or forever.
-
-        Raises:
-            WireError: the server refuses the node for good, or talks nonsense.
-            InvalidValueError: it names code that is not trusted, or options that do not fit.
-            ModelError: its task cannot be built.
-            DataError: the users cannot be loaded again.
-            AuditError, LedgerError: nothing follows, and the ledger cannot be believed.
-        """
+        """Take part until the run is over, if `once`, or forever; raises what `join` raises."""
         failures, backoff = 0, self._joining.backoff
         try:
             while True:

@@ -115,9 +115,10 @@ class Codec(Generic[Value, Kind]):
         with refusing(self.what):
             for name in self.message.DESCRIPTOR.fields_by_name:
                 content, part = getattr(value, name), self.parts.get(name)
-                absent = part is None or (part.optional and content is None)
-                given[name] = content if absent else part.encode(content)
-            message = self.message(**given)
+                if part is not None and not (part.optional and content is None):
+                    content = part.encode(content)
+                given[name] = content
+            message: Kind = self.message(**given)
         self._check_limits(message)
         return message
 

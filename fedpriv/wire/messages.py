@@ -346,11 +346,8 @@ class RoundOffer:
     def request(self, tensors: Parameters) -> RoundRequest:
         """The request that was offered.
 
-        Args:
-            tensors: the model, as a `Receiver` of `model` returns it.
-
         Raises:
-            InvalidValueError: they are not the tensors of the model.
+            InvalidValueError: the tensors are not those of `model`.
         """
         if Layout.of(tensors) != self.model.layout:
             raise InvalidValueError("the tensors are not those of the offered model")
@@ -468,12 +465,8 @@ class SummedUpdates:
     def partial_sum(self, node: str, total: npt.NDArray[np.generic]) -> PartialSum:
         """The partial sum of a node.
 
-        Args:
-            node: as the certificate of the connection names it.
-            total: [D], as a `Receiver` of `tensors` returns it by the name `SUM`.
-
         Raises:
-            InvalidValueError: the total has another shape or dtype.
+            InvalidValueError: the total, [D], is not what `tensors` declares.
         """
         if (total.shape,) != self.tensors.layout.shapes or total.dtype != self.tensors.dtype:
             raise InvalidValueError(
@@ -525,11 +518,7 @@ class Answer:
 
 
 def encode_answer(answer: Answer) -> pb.Answer:
-    """The message of an answer.
-
-    Raises:
-        WireError: it passes a limit.
-    """
+    """The message of an answer; raises WireError if it passes a limit."""
     message = pb.Answer(id=encode_round_id(answer.id))
     match answer.content:
         case SummedUpdates(users, weight, tensors):
@@ -542,14 +531,9 @@ def encode_answer(answer: Answer) -> pb.Answer:
 
 
 def decode_answer(message: pb.Answer, expected: Layout) -> Answer:
-    """The answer in a message; total.
+    """The answer in a message from a node; total, or raises WireError.
 
-    Args:
-        message: from a node.
-        expected: layout of a sum of the round that is being collected, from `layout_of_sums`.
-
-    Raises:
-        WireError: it is not legal, or its tensors are not those that were asked for.
+    The expected layout is that of a sum of the round, from `layout_of_sums`.
     """
     round_id = decode_round_id(message.id)
     match message.WhichOneof("what"):

@@ -85,11 +85,7 @@ class Assembler:
         self._size, self._received, self._chunks = size, 0, 0
 
     def add(self, chunk: pb.Chunk) -> None:
-        """Take the next chunk.
-
-        Raises:
-            WireError: it is not the next one, has the wrong length, or its checksum differs.
-        """
+        """Take the next chunk, or raise WireError."""
         left, data = self._size - self._received, chunk.data
         if not left:
             raise WireError(f"chunk {chunk.number} follows after all {self._received} bytes")
@@ -106,11 +102,7 @@ class Assembler:
         self._chunks += 1
 
     def finish(self) -> npt.NDArray[np.uint8]:
-        """All bytes, read-only.
-
-        Raises:
-            WireError: some are missing.
-        """
+        """All bytes, read-only; raises WireError if some are missing."""
         if self._received < self._size:
             raise WireError(f"the stream ended after {self._received} of {self._size} bytes")
         self._bytes.flags.writeable = False
@@ -184,9 +176,6 @@ def pieces(tensors: Tensors) -> Iterator[memoryview]:
 class Receiver:
     """Puts tensors together from chunks, with the guarantees of `Assembler`.
 
-    Args:
-        manifest: what was declared and found legal.
-
     Raises:
         WireError: there is no memory for the tensors.
     """
@@ -199,8 +188,7 @@ class Receiver:
     def finish(self) -> dict[str, npt.NDArray[np.generic]]:
         """The tensors, in the order of the manifest, read-only and in this machine's byte order.
 
-        Raises:
-            WireError: the stream is not complete.
+        Raises WireError if some bytes are missing.
         """
         vector = self._assembler.finish().view(self._manifest.dtype)
         native = vector.astype(vector.dtype.newbyteorder("="), copy=False)
@@ -236,21 +224,13 @@ LAYOUT = Codec(
 
 
 def encode_manifest(manifest: Manifest) -> pb.Tensors:
-    """The message of a manifest.
-
-    Raises:
-        WireError: it passes a limit.
-    """
+    """The message of a manifest; raises WireError if it passes a limit."""
     layout, dtype = LAYOUT.encode(manifest.layout), _ON_WIRE[manifest.dtype]
     return pb.Tensors(layout=layout, dtype=dtype, size=manifest.size)
 
 
 def decode_manifest(message: pb.Tensors) -> Manifest:
-    """The manifest of a message whose layout is not known yet; total.
-
-    Raises:
-        WireError: it is not legal, or passes a limit.
-    """
+    """The manifest of a message whose layout is not known yet; total, or raises WireError."""
     return _manifest(message, LAYOUT.decode(message.layout))
 
 
