@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fedpriv.accounting.loss import Rounds
+from fedpriv.accounting.rounds import Rounds
 from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import NeighbouringRelation, Pair, RoundEvent, SamplingPolicy, names_of

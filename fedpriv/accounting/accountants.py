@@ -23,7 +23,6 @@ from fedpriv.accounting.accountant import (
 from fedpriv.accounting.classical import CLASSICAL
 from fedpriv.accounting.event_pairs import ANALYSES, bounds_of
 from fedpriv.accounting.fixed_size import composed_fixed_size_rdp
-from fedpriv.accounting.loss import Rounds, Vector
 from fedpriv.accounting.pair import Pairs
 from fedpriv.accounting.poisson_pair import PoissonPair
 from fedpriv.accounting.rdp import (
@@ -32,6 +31,7 @@ from fedpriv.accounting.rdp import (
     delta_from_rdp,
     epsilon_from_rdp,
 )
+from fedpriv.accounting.rounds import Rounds, Vector
 from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.ledger.events import NeighbouringRelation, Pair, RoundEvent, SamplingPolicy
 

@@ -359,9 +359,9 @@ def test_extreme_prices_give_a_number(both, q, z, delta):
 @pytest.mark.parametrize(
     ("name", "heavy"),
     [
-        ("audit", {"torch", "flwr", "matplotlib"}),
-        ("consent", {"torch", "grpc", "flwr", "matplotlib"}),
-        ("journal", {"torch", "grpc", "flwr", "matplotlib"}),
+        ("audit", {"torch", "flwr", "altair"}),
+        ("consent", {"torch", "grpc", "flwr", "altair"}),
+        ("journal", {"torch", "grpc", "flwr", "altair"}),
     ],
 )
 def test_importing_loads_nothing_heavy(name, heavy):
