@@ -206,7 +206,7 @@ class OfferHandler:
 
     Guarantees:
         * No training begins before the offer was found acceptable and is recorded in the journal.
-        * A connection that is lost is waited for until the deadline of the offer, not longer.
+        * A lost connection is retried until the deadline of the offer, not longer.
         * Nothing that the server sends, and no failure of training, raises here.
         * What is said to the server and logged says nothing of users.
     """
