@@ -97,7 +97,7 @@ def respond(
     The content holds the welcome that the offer belongs to. Raises anything that training raises,
     whose text may hold users' data.
     """
-    deadline = time.monotonic() + _SHARE_FOR_TRAINING * offer.seconds
+    began = time.monotonic()
     header = header_in(content, WELCOME, NODE_RECEIVES_BYTES)
     if header is None:
         raise WireError("an offer came without a welcome")
@@ -111,7 +111,8 @@ def respond(
     if reason := misfit(welcome, offer):
         return Decline(reason)
     trainer = _host_of(settings).trainer(welcome)
-    return trainer.answer(request, deadline - time.monotonic())
+    left = began + _SHARE_FOR_TRAINING * offer.seconds - time.monotonic()
+    return trainer.answer(request, left)
 
 
 def _host_of(settings: Settings) -> Host:
