@@ -56,7 +56,7 @@ ENDS = {"fedpriv.clients", "fedpriv.server"}
 REACH_ENDS = {"fedpriv.cli", "simulations"}
 FOREIGN = {
     "fedpriv.accounting": {"numpy", "scipy", "sqlite3"},
-    "fedpriv.privacy": {"numpy", "scipy", "cryptography", "mpmath", "torch", "threadpoolctl"},
+    "fedpriv.privacy": {"numpy", "scipy", "cryptography", "mpmath", "torch"},
     "fedpriv.training": {"numpy", "safetensors", "scipy"},
     "fedpriv.analytics": {"numpy", "scipy"},
     "fedpriv.wire": {"numpy", "google", "grpc", "flwr"},

@@ -27,8 +27,8 @@ from fedpriv.privacy.layout import (
 FloatMatrix = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
-_COARSE = ~((1 << 29) - 1)  # keeps the first 24 bits of a float64
-_SHRINK = 1.0 - 2.0**-20
+COARSE = ~((1 << 29) - 1)  # keeps the first 24 bits of a float64
+SHRINK = 1.0 - 2.0**-20
 
 
 def clip(vector: npt.NDArray[np.floating], clipping_norm: float) -> npt.NDArray[np.int64]:
@@ -101,7 +101,7 @@ def clip_rows(
     # what is more than that is not rounded to below a limit.
     while (over := _squares(pieces) > limits).any():
         for piece in pieces:
-            piece[over] = np.trunc(piece[over] * _SHRINK)
+            piece[over] = np.trunc(piece[over] * SHRINK)
     return within & finite, finite
 
 
@@ -115,7 +115,7 @@ def _squares(pieces: Sequence[FloatMatrix]) -> npt.NDArray[np.float64]:
 
 def _coarse(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Positive numbers with the first 24 bits alone, hence no larger."""
-    return (numbers.view(np.int64) & _COARSE).view(np.float64)
+    return (numbers.view(np.int64) & COARSE).view(np.float64)
 
 
 _log = logging.getLogger(__name__)
