@@ -25,7 +25,7 @@ from threadpoolctl import threadpool_limits
 from fedpriv.build import Experiment
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, StoppedError
-from fedpriv.privacy.round import Books, PartialSum, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.evaluation import Evaluator
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import (
@@ -268,7 +268,7 @@ class Deployment:
     experiment: Experiment
     section: FederationSection
     enrolment: Enrolment
-    books: Books
+    books: PrivacyRecords
     folder: RunFolder
     ledger: Path
 
@@ -316,7 +316,7 @@ class Deployment:
         welcome_of = welcomes(self.experiment.config, self.enrolment)
         for node in self.enrolment.nodes:
             encode_welcome(welcome_of(node))  # what cannot be said is refused before anybody asks
-        dimension = plan.mechanism.average.sum_query.clipping.layout.dimension
+        dimension = plan.mechanism.clipping.layout.dimension
         memory = section.transfer_mebibytes * 2**20
         transfers = Transfers.within(memory, dimension, section.transfer_seconds)
         status = status_at_start(plan, self.books, self.enrolment, round_number)
@@ -432,7 +432,7 @@ def serve(
     folder, ledger = beginning.folder, beginning.ledger
     participation = folder.participation_of(ledger)
     population, budget = experiment.plan.population, experiment.budget
-    with folder.held(), Books.open(ledger, participation, population, budget) as books:
+    with folder.held(), PrivacyRecords.open(ledger, participation, population, budget) as books:
         deployment = Deployment(experiment, section, enrolment, books, folder, ledger)
         _run(deployment, door, console, leave=leave)
     draw(folder, experiment)

@@ -39,7 +39,7 @@ from fedpriv.config import Count, FederationSection, Section
 from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, WorkerError
 from fedpriv.logs import LogFormat, configure
-from fedpriv.privacy.round import Books, PartialSum, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.run import Beginning, Follow, Outcome, RoundRow, carry_out, released_text
 from fedpriv.server.enrolment import Hosting, enrolled_experiment
 from fedpriv.server.flower_grid import (
@@ -121,7 +121,7 @@ def run_enrolled(
     def headers(node: str) -> Headers:
         return {WELCOME: welcome_header(welcome_of(node))}
 
-    def hosted(experiment: Experiment, books: Books) -> Transport:
+    def hosted(experiment: Experiment, books: PrivacyRecords) -> Transport:
         present = EnrolledNodes(grid, enrolment, section.least_nodes, stopping)
         return GridTransport(
             grid,
@@ -238,7 +238,7 @@ class GridSimulation:
         present = simulated_workers(grid, name, self.users, self.workers, loaded, stopping)
         headers = loaded | {WELCOME: self._welcome}
 
-        def hosted(experiment: Experiment, books: Books) -> Transport:
+        def hosted(experiment: Experiment, books: PrivacyRecords) -> Transport:
             nodes = Nodes(hosting, lambda: present, lambda _worker: headers)
             price_of = prices(experiment.plan, books)
             asking = GridTransport(grid, nodes, price_of, DEFAULT_TTL, stopping)

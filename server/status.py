@@ -8,7 +8,7 @@ from pathlib import Path
 from fedpriv.accounting.ledger import Head, Ledger
 from fedpriv.config import Config
 from fedpriv.engine.metrics import own_metrics
-from fedpriv.privacy.round import Books, RoundRequest
+from fedpriv.privacy.round import PrivacyRecords, RoundRequest
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import Price, RunState, Status, TaskDescription, Welcome
@@ -32,7 +32,7 @@ def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], Welcome]:
     return welcome_of
 
 
-def prices(plan: TrainingPlan, books: Books) -> Callable[[RoundRequest], Price]:
+def prices(plan: TrainingPlan, books: PrivacyRecords) -> Callable[[RoundRequest], Price]:
     """What a round costs; to be asked in the thread that the books were opened in."""
 
     def price_of(request: RoundRequest) -> Price:
@@ -50,7 +50,7 @@ def prices(plan: TrainingPlan, books: Books) -> Callable[[RoundRequest], Price]:
 
 
 def status_at_start(
-    plan: TrainingPlan, books: Books, enrolment: Enrolment, round_number: int
+    plan: TrainingPlan, books: PrivacyRecords, enrolment: Enrolment, round_number: int
 ) -> Status:
     """Where a run stands before its first round."""
     return Status(

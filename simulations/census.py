@@ -27,7 +27,7 @@ from fedpriv.analytics import Answers, Histogram, Mean, Quantiles, Survey, ask
 from fedpriv.data import UserStore
 from fedpriv.errors import DataError, FedprivError
 from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling
-from fedpriv.privacy.round import Books
+from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.report.tables import format_epsilon
 
 FILE = "FultonPUMS5full.csv"
@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     )
     name = f"census, Fulton County: {users.population} people"
     paths = folder / "ledger.sqlite", folder / "ledger.participation.sqlite"
-    with Books.open(*paths, name, budget) as books:
+    with PrivacyRecords.open(*paths, name, budget) as books:
         survey = census(users.population, z, q)
         answers = ask(survey, users, books, OperatingSystemEntropy())
         spent = budget.epsilon_of(books.ledger.spent())

@@ -33,7 +33,7 @@ from fedpriv.engine import InProcessTransport, Task
 from fedpriv.models import cross_entropy, mlp
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import OperatingSystemEntropy
-from fedpriv.privacy.round import Books, LocalTraining
+from fedpriv.privacy.round import LocalTraining, PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
 from fedpriv.training.plan import TrainingPlan
@@ -143,7 +143,7 @@ def rounds_of(
             next(reports)
             yield time.perf_counter() - began
 
-    with Books.open(ledger, participation, plan.population, budget) as books:
+    with PrivacyRecords.open(ledger, participation, plan.population, budget) as books:
         state = initial_state(plan, task.parameters())
         yield timed(train(plan, state, transport, books, OperatingSystemEntropy()))
 

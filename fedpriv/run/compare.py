@@ -28,7 +28,7 @@ from fedpriv.data.population import Population
 from fedpriv.data.registry import load_population
 from fedpriv.engine.workers import computing_with
 from fedpriv.errors import FedprivError, InvalidValueError, WorkerError
-from fedpriv.privacy.round import Books, Transport
+from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.report.studies import print_study
 from fedpriv.report.study_files import results_csv, results_json, runs_csv
 from fedpriv.run.diagnostics import Row, watched
@@ -350,7 +350,9 @@ def _conducted(
     plan, config = experiment.plan, experiment.config
     participation = folder.participation_of(folder.ledger)
     rounds: list[RoundRow] = []
-    with Books.open(folder.ledger, participation, plan.population, experiment.budget) as books:
+    with PrivacyRecords.open(
+        folder.ledger, participation, plan.population, experiment.budget
+    ) as books:
         rows = conduct(
             folder,
             plan,
@@ -381,7 +383,7 @@ def _result(
 ) -> RunResult:
     plan = experiment.plan
     names = [group.name for group in plan.groups]
-    queries = plan.mechanism.average.sum_query.events
+    queries = plan.mechanism.query.events
     seconds = statistics.median(row.simulation_only_seconds or math.inf for row in rounds)
     return RunResult(
         arm=cell.arm.name,

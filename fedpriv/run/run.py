@@ -36,7 +36,7 @@ from fedpriv.build import Enrolled, Experiment, build, simulated
 from fedpriv.config import Config, FederationSection, load_config
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.round import Books, Transport
+from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.report.figures import accuracy_figure, epsilon_figure, metric_figure, save_figure
 from fedpriv.report.tables import arithmetic_of, format_epsilon, randomness_of
 from fedpriv.report.versions import versions
@@ -133,7 +133,7 @@ class Outcome:
 
 
 def state_to_start_from(
-    folder: RunFolder, plan: TrainingPlan, books: Books, initial: ServerState
+    folder: RunFolder, plan: TrainingPlan, books: PrivacyRecords, initial: ServerState
 ) -> ServerState:
     """State of the newest checkpoint, or the initial state if there is none.
 
@@ -149,7 +149,7 @@ def conduct(
     plan: TrainingPlan,
     state: ServerState,
     transport: Transport,
-    books: Books,
+    books: PrivacyRecords,
     entropy: Entropy,
     evaluate: Evaluate,
     cadence: Cadence,
@@ -201,7 +201,7 @@ def conduct(
 
 
 def _row(
-    report: RoundReport, books: Books, evaluation: Evaluation | None, seconds: float | None
+    report: RoundReport, books: PrivacyRecords, evaluation: Evaluation | None, seconds: float | None
 ) -> RoundRow:
     return RoundRow(
         round=report.round,
@@ -382,8 +382,10 @@ def _resolved_plan(experiment: Experiment) -> str:
         "software": ", ".join(f"{name} {number}" for name, number in versions().items()),
     }
     facts |= {
-        f"group {q.group}": f"clipping norm {q.clipping_norm:g}, noise stddev {q.noise_stddev:g}"
-        for q in plan.mechanism.query.sum_query.events
+        f"group {group.name}": f"clipping norm {group.clipping_norm:g}, noise stddev {stddev:g}"
+        for group, stddev in zip(
+            plan.mechanism.clipping.groups, plan.mechanism.query.noise_stddevs, strict=True
+        )
     }
     head = "".join(f"# {name}: {value}\n" for name, value in facts.items())
     return head + tomli_w.dumps(experiment.config.model_dump(exclude_none=True))
@@ -493,7 +495,7 @@ def print_result(
     folder: RunFolder,
     ledger: Path,
     outcome: Outcome,
-    books: Books,
+    books: PrivacyRecords,
     console: Console,
 ) -> None:
     """Print accuracy beside the (ε, δ) of the ledger."""
@@ -589,7 +591,7 @@ def _file_name(metric: str) -> str:
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in metric)
 
 
-Hosted = Callable[[Experiment, Books], Transport]
+Hosted = Callable[[Experiment, PrivacyRecords], Transport]
 """Makes the transport to the users of an experiment, once its books are open."""
 
 
@@ -643,7 +645,7 @@ def carry_out(
     beginning.write_plan(experiment)
     participation = folder.participation_of(ledger)
     population, budget = experiment.plan.population, experiment.budget
-    with folder.held(), Books.open(ledger, participation, population, budget) as books:
+    with folder.held(), PrivacyRecords.open(ledger, participation, population, budget) as books:
         state = state_to_start_from(folder, experiment.plan, books, experiment.initial_state)
         if beginning.resuming:
             console.print(f"resuming {folder.path} at round {state.round}")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import open_books
+from federation import open_records
 
 from fedpriv.accounting import NeighbouringRelation, SamplingPolicy, poisson_gaussian
 from fedpriv.analytics import Answers, Histogram, Mean, Survey
@@ -13,7 +13,7 @@ from fedpriv.analytics.survey import ask
 from fedpriv.errors import BudgetExceededError, DataError, InvalidValueError, LedgerError
 from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling, SeededEntropy
 from fedpriv.privacy.mechanism import PoissonGaussianMechanism
-from fedpriv.privacy.round import Books
+from fedpriv.privacy.round import PrivacyRecords
 from tests.analytics.people import QUESTIONS, some_people, survey
 
 USERS = some_people(40)
@@ -25,7 +25,7 @@ def values(answers: Answers) -> np.ndarray:
 
 def test_all_questions_are_one_charge_and_one_sampling_event(tmp_path: Path) -> None:
     asked = survey(40, 0.5, 2.0)
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         answers = ask(asked, USERS, books, OperatingSystemEntropy())
         (row,) = books.ledger.charges()
         books.ledger.verify(books.participation)
@@ -49,12 +49,12 @@ def test_nothing_is_noised_before_the_charge_is_on_disk(tmp_path: Path, monkeypa
     release, charged_when_noised = PoissonGaussianMechanism.release, []
 
     def spy(*arguments: object) -> object:
-        with open_books(tmp_path) as another_process:
+        with open_records(tmp_path) as another_process:
             charged_when_noised.append(another_process.ledger.head.count)
         return release(*arguments)
 
     monkeypatch.setattr(PoissonGaussianMechanism, "release", spy)
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         for _ in range(3):
             ask(survey(40, z=1.0), USERS, books, SeededEntropy(0))
     assert charged_when_noised == [1, 2, 3]
@@ -66,7 +66,7 @@ def test_a_refused_budget_asks_nobody_charges_nothing_and_releases_nothing(
     monkeypatch.setattr(PoissonGaussianMechanism, "release", None)
     said = []
     asked = survey(40, z=1.0, questions=(Mean("m", said.append, 0.0, 1.0),))
-    with open_books(tmp_path, limit=0.5) as books:
+    with open_records(tmp_path, limit=0.5) as books:
         with pytest.raises(BudgetExceededError, match="nobody was asked"):
             ask(asked, USERS, books, SeededEntropy(0))
         assert books.ledger.head.count == 0
@@ -77,17 +77,17 @@ def test_a_refused_budget_asks_nobody_charges_nothing_and_releases_nothing(
 def test_a_budget_that_another_process_used_up_meanwhile_is_refused_by_the_charge(
     tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(Books, "refuse_if_beyond", lambda *_: None)
+    monkeypatch.setattr(PrivacyRecords, "refuse_if_beyond", lambda *_: None)
     monkeypatch.setattr(PoissonGaussianMechanism, "release", None)
     with (
-        open_books(tmp_path, limit=0.5) as books,
+        open_records(tmp_path, limit=0.5) as books,
         pytest.raises(BudgetExceededError, match="nothing was charged"),
     ):
         ask(survey(40, z=1.0), USERS, books, SeededEntropy(0))
 
 
 def test_the_budget_is_that_of_all_runs_of_the_ledger(tmp_path: Path) -> None:
-    with open_books(tmp_path, limit=2.0) as books:
+    with open_records(tmp_path, limit=2.0) as books:
         for run in ("one", "two"):
             ask(
                 Survey(run, QUESTIONS, PoissonSampling(40, 0.5), 1.0),
@@ -102,7 +102,7 @@ def test_the_budget_is_that_of_all_runs_of_the_ledger(tmp_path: Path) -> None:
 
 def test_asking_again_is_a_new_attempt_with_fresh_cohort_noise_and_charge(tmp_path: Path) -> None:
     asked = survey(40, 0.5, 1.0)
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         first, second = (ask(asked, USERS, books, SeededEntropy(0)) for _ in range(2))
         rows = list(books.ledger.charges())
         cohorts = [books.participation.users_of(row.cohort_commitment) for row in rows]
@@ -117,7 +117,7 @@ def test_a_crash_before_the_charge_costs_nothing_and_one_after_it_the_charge(
     def crash(*_: object) -> None:
         raise OSError("power cut")
 
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         for name, charged in (("add_up", 0), ("_released", 1)):
             with monkeypatch.context() as patch:
                 patch.setattr(survey_module, name, crash)
@@ -129,19 +129,19 @@ def test_a_crash_before_the_charge_costs_nothing_and_one_after_it_the_charge(
 
 
 def test_a_charge_of_something_else_releases_nothing(tmp_path: Path, monkeypatch) -> None:
-    charge, other = Books.charge, survey(40, z=2.0).event
+    charge, other = PrivacyRecords.charge, survey(40, z=2.0).event
 
-    def charge_other(books: Books, *given: object) -> object:
+    def charge_other(books: PrivacyRecords, *given: object) -> object:
         *before, _, randomness = given
         return charge(books, *before, other, randomness)
 
-    monkeypatch.setattr(Books, "charge", charge_other)
-    with open_books(tmp_path) as books, pytest.raises(LedgerError, match="the event charged is"):
+    monkeypatch.setattr(PrivacyRecords, "charge", charge_other)
+    with open_records(tmp_path) as books, pytest.raises(LedgerError, match="the event charged is"):
         ask(survey(40, z=1.0), USERS, books, SeededEntropy(0))
 
 
 def test_an_empty_cohort_is_charged_and_answered(tmp_path: Path) -> None:
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         answers = ask(survey(40, 1e-12, 1.0), USERS, books, OperatingSystemEntropy())
         assert books.ledger.head.count == 1
     assert np.all(np.isfinite(values(answers)))
@@ -154,7 +154,7 @@ def test_seeded_surveys_repeat_and_others_do_not(tmp_path: Path) -> None:
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with open_books(folder) as books:
+        with open_records(folder) as books:
             found.append(values(ask(survey(40, 0.5, 1.0), USERS, books, entropy)))
             assert [row.randomness for row in books.ledger.charges()] == [entropy.randomness]
     np.testing.assert_array_equal(found[0], found[1])
@@ -162,7 +162,7 @@ def test_seeded_surveys_repeat_and_others_do_not(tmp_path: Path) -> None:
 
 
 def test_rounds_of_a_run_are_charged_as_such(tmp_path: Path) -> None:
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         for month in range(3):
             assert ask(survey(40, z=1.0, round=month), USERS, books, SeededEntropy(0)).attempt == 0
         assert [row.round for row in books.ledger.charges()] == [0, 1, 2]
@@ -179,7 +179,7 @@ def test_rounds_of_a_run_are_charged_as_such(tmp_path: Path) -> None:
 def test_columns_that_do_not_fit_are_refused_before_anything_is_charged(
     tmp_path: Path, question: object, message: str
 ) -> None:
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         with pytest.raises(DataError, match=message):
             ask(survey(40, questions=(question,)), USERS, books, SeededEntropy(0))
         assert books.ledger.head.count == 0
@@ -187,7 +187,7 @@ def test_columns_that_do_not_fit_are_refused_before_anything_is_charged(
 
 def test_users_that_are_not_the_enrolled_ones_are_refused(tmp_path: Path) -> None:
     with (
-        open_books(tmp_path) as books,
+        open_records(tmp_path) as books,
         pytest.raises(InvalidValueError, match="the store holds 40 users; the sampling is of 41"),
     ):
         ask(survey(41), USERS, books, SeededEntropy(0))

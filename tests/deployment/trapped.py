@@ -65,7 +65,7 @@ def around(
 def set_at_server() -> None:
     """From a start to a checkpoint."""
     from fedpriv.accounting.database import Database
-    from fedpriv.privacy.round import Books
+    from fedpriv.privacy.round import PrivacyRecords
     from fedpriv.run import run
     from fedpriv.run.folder import RunFolder
     from fedpriv.server import deployment
@@ -81,8 +81,8 @@ def set_at_server() -> None:
 
     around(deployment, "state_to_start_from", "starting", seen=started)
     around(rounds, "sum_round", "opened")
-    around(Books, "record", "drawn")
-    around(Books, "charge", "summed")
+    around(PrivacyRecords, "record", "drawn")
+    around(PrivacyRecords, "charge", "summed")
     around(rounds, "close_round", "charged", "released", released)
     around(RunFolder, "append_metrics", after="measured")
     around(run, "save_checkpoint", after="saved")

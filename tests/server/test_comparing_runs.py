@@ -13,7 +13,7 @@ from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.data.registry import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
-from fedpriv.privacy.round import Books
+from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.compare import calibrated, run_cell
 from fedpriv.run.folder import RunFolder
 from fedpriv.studies import Cell, RunResult, Study
@@ -84,14 +84,14 @@ def test_a_run_that_was_cut_short_is_done_again_and_releases_the_same(
     cell = study.cells[0]
 
     noise_multiplier = calibrated(study)[cell.arm, cell.target]
-    charge = Books.charge
+    charge = PrivacyRecords.charge
 
-    def killed(books: Books, name: str, round_number: int, *others: object) -> object:
+    def killed(books: PrivacyRecords, name: str, round_number: int, *others: object) -> object:
         if round_number == 1:
             raise KeyboardInterrupt
         return charge(books, name, round_number, *others)
 
-    monkeypatch.setattr(Books, "charge", killed)
+    monkeypatch.setattr(PrivacyRecords, "charge", killed)
     with pytest.raises(KeyboardInterrupt):
         run(study, cell, tmp_path, noise_multiplier)
     monkeypatch.undo()

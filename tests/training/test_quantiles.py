@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from federation import LAYOUT, PARAMETERS, make_plan, open_books
+from federation import LAYOUT, PARAMETERS, make_plan, open_records
 from torch import nn
 
 from fedpriv.data.population import UserStore
@@ -56,7 +56,7 @@ def test_quantiles_of_all_groups_are_found_and_every_round_is_charged(
 ) -> None:
     plan = plan_of(noise_multiplier=noise_multiplier)
     state = initial_state(plan, PARAMETERS)
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         asked = find_quantiles(plan, state, quantile, FakeTransport(sent), books, SeededEntropy(5))
         *_, (_, known) = asked
         events = books.ledger.events()
@@ -72,7 +72,7 @@ def test_quantiles_of_all_groups_are_found_and_every_round_is_charged(
 def test_the_budget_ends_the_search_before_it_is_passed(tmp_path: Path) -> None:
     plan = plan_of()
     state = initial_state(plan, PARAMETERS)
-    with open_books(tmp_path, limit=2.0) as books:
+    with open_records(tmp_path, limit=2.0) as books:
         asked = find_quantiles(plan, state, 0.5, FakeTransport(sent), books, SeededEntropy(5))
         with pytest.raises(BudgetExceededError, match="would pass the budget"):
             list(asked)
@@ -84,7 +84,7 @@ def test_a_quantile_is_between_0_and_1(quantile: float, tmp_path: Path) -> None:
     plan = plan_of()
     state = initial_state(plan, PARAMETERS)
     with (
-        open_books(tmp_path) as books,
+        open_records(tmp_path) as books,
         pytest.raises(InvalidValueError, match="quantile is"),
     ):
         next(find_quantiles(plan, state, quantile, FakeTransport(sent), books, SeededEntropy(5)))
@@ -150,7 +150,7 @@ def test_norms_are_of_the_model_with_its_running_statistics_and_nothing_moves(
     )
     state = initial_state(plan, task.parameters(), STATISTICS)
     transport = InProcessTransport(task, users, torch.device("cpu"), 10**7)
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         reports = list(find_quantiles(plan, state, 0.5, transport, books, SeededEntropy(5)))
         assert len(books.ledger.events()) == 4
     norms = slow_norms(users, STATISTICS)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from federation import CONSTANT, LAYOUT, PARAMETERS, make_plan, open_books
+from federation import CONSTANT, LAYOUT, PARAMETERS, make_plan, open_records
 
 from fedpriv.accounting.events import Randomness
 from fedpriv.accounting.ledger import Charge, ProposedCharge
@@ -40,7 +40,7 @@ def test_without_noise_the_average_is_over_the_fixed_denominator(tmp_path) -> No
     state = initial_state(plan, PARAMETERS)
     request = open_round(plan, state, 0, SEEDED)
     total = sum_round(request, CONSTANT.collect(request))
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         after = close_round(plan, state, total, charge_for(plan, books), SEEDED).state
     # 20 enrolled users, q = 0.5: the denominator is 10, whoever came. Steps are 2^-18.
     sent = [Fraction(float(np.float32(user / 100.0))) for user in request.users.tolist()]
@@ -82,7 +82,7 @@ def test_no_key_is_for_two_draws(tmp_path) -> None:
     groups = per_layer(LAYOUT, parts, equal_split(parts, 1.0))
     zero = CohortSum(np.zeros(LAYOUT.dimension, np.int64), 0)
     asked = Asked()
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         for run, number, attempt in product(("run", "other"), (0, 1), (0, 1)):
             plan = make_plan(run=run, groups=groups, noise_shares=(0.5, 0.5))
             state = replace(initial_state(plan, PARAMETERS), round=number)
@@ -116,7 +116,7 @@ def test_a_charge_is_good_for_one_release(tmp_path) -> None:
     plan = make_plan()
     state = initial_state(plan, PARAMETERS)
     zero = CohortSum(np.zeros(LAYOUT.dimension, np.int64), 0)
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         charge = charge_for(plan, books)
         close_round(plan, state, zero, charge, SEEDED)
         with pytest.raises(LedgerError, match="two releases on one charge"):
@@ -127,7 +127,7 @@ def test_a_charge_of_something_else_releases_nothing(tmp_path) -> None:
     plan = make_plan()
     state = initial_state(plan, PARAMETERS)
     zero = CohortSum(np.zeros(LAYOUT.dimension, np.int64), 0)
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         weaker = charge_for(make_plan(noise_multiplier=2.0), books)
         with pytest.raises(LedgerError, match="event charged"):
             close_round(plan, state, zero, weaker, SEEDED)
