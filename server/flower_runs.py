@@ -121,12 +121,12 @@ def run_enrolled(
     def headers(node: str) -> Headers:
         return {WELCOME: welcome_header(welcome_of(node))}
 
-    def hosted(experiment: Experiment, books: PrivacyRecords) -> Transport:
+    def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
         present = EnrolledNodes(grid, enrolment, section.least_nodes, stopping)
         return GridTransport(
             grid,
             Nodes(enrolment.hosting, present, headers),
-            prices(experiment.plan, books),
+            prices(experiment.plan, records),
             section.deadline_seconds,
             stopping,
             fixed=section.fixed_length,
@@ -238,9 +238,9 @@ class GridSimulation:
         present = simulated_workers(grid, name, self.users, self.workers, loaded, stopping)
         headers = loaded | {WELCOME: self._welcome}
 
-        def hosted(experiment: Experiment, books: PrivacyRecords) -> Transport:
+        def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
             nodes = Nodes(hosting, lambda: present, lambda _worker: headers)
-            price_of = prices(experiment.plan, books)
+            price_of = prices(experiment.plan, records)
             asking = GridTransport(grid, nodes, price_of, DEFAULT_TTL, stopping)
             return EveryWorker(asking, hosting)
 

@@ -17,9 +17,7 @@ from pathlib import Path
 
 import torch
 
-from fedpriv.accounting.budget import PrivacyBudget
-from fedpriv.accounting.ledger import Ledger
-from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.config import EngineSection
 from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import schedule
@@ -27,6 +25,9 @@ from fedpriv.engine.low_rank import train_layers_chunk
 from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
+from fedpriv.ledger.budget import PrivacyBudget
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping_torch import integer_sum
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import OperatingSystemEntropy
@@ -85,12 +86,12 @@ def run(folder: Path, engine: InProcessTransport, rounds: int) -> None:
     """Train for some rounds, with all that is written to disk."""
     task = engine.task
     plan = plan_of(task, engine.users.population, rounds)
-    budget = PrivacyBudget.priced_by("tight", 100.0, 1e-6)
+    budget = PrivacyBudget(100.0, 1e-6, ACCOUNTANTS["tight"].upper_epsilon)
     files = folder / "ledger", folder / "participation"
-    with PrivacyRecords.open(*files, plan.population, budget) as books:
+    with PrivacyRecords.open(*files, plan.population, budget) as records:
         state, entropy = initial_state(plan, task.parameters()), OperatingSystemEntropy()
         cadence = Cadence(evaluate=rounds, checkpoint=1)
-        given = RunFolder(folder), plan, state, engine, books, entropy, unmeasured, cadence
+        given = RunFolder(folder), plan, state, engine, records, entropy, unmeasured, cadence
         for _ in conduct(*given, time.monotonic):
             pass
 

@@ -7,10 +7,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.accounting.events import RoundEvent
 from fedpriv.analytics.questions import Answer, FloatMatrix, Question, Records, readable
 from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, InvalidValueError, known_names
+from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import FloatVector, Layout
 from fedpriv.privacy.mechanism import PoissonGaussianMechanism

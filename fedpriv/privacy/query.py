@@ -11,8 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from fedpriv.accounting.events import SumQueryEvent
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import SumQueryEvent
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, IntegerVector
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup
 from fedpriv.privacy.noise import LARGEST_STDDEV, Entropy, rounded_gaussian
@@ -180,8 +180,8 @@ class GaussianQuery:
             raise InvalidValueError(
                 f"{len(self.noise_stddevs)} noise_stddevs are given for {len(groups)} groups"
             )
-        for denominator in (self.denominator, self.weighted_denominator or 1.0):
-            if not (denominator > 0.0 and math.isfinite(denominator)):
+        for denominator in (self.denominator, self.weighted_denominator):
+            if denominator is not None and not 0.0 < denominator < math.inf:
                 raise InvalidValueError(
                     f"denominator is {denominator}; it must be positive and finite"
                 )

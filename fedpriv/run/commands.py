@@ -158,19 +158,19 @@ def suggest_norms(
     participation = RunFolder(charged.parent).participation_of(charged)
     population = experiment.plan.population
     known: tuple[NormQuantile, ...] = ()
-    with PrivacyRecords.open(charged, participation, population, experiment.budget) as books:
+    with PrivacyRecords.open(charged, participation, population, experiment.budget) as records:
         asked = find_quantiles(
             plan,
             experiment.initial_state,
             quantile,
             transport,
-            books,
+            records,
             experiment.entropy,
         )
         for report, found in asked:
             known = found
             console.print(f"round {report.round + 1} of {rounds}: charge {report.charge_hash[:12]}")
-        loss = epsilon_of(books.ledger.spent(), config.privacy.delta, config.privacy.accountant)
+        loss = epsilon_of(records.ledger.spent(), config.privacy.delta, config.privacy.accountant)
     console.print(_norms_table(known, plan.clipping_norms, quantile))
     console.print(
         f"The ledger {charged} now stands at ε = {format_epsilon(loss.epsilon)} at "

@@ -29,8 +29,7 @@ from fedpriv.data.registry import load_population
 from fedpriv.engine.workers import computing_with
 from fedpriv.errors import FedprivError, InvalidValueError, WorkerError
 from fedpriv.privacy.round import PrivacyRecords, Transport
-from fedpriv.report.studies import print_study
-from fedpriv.report.study_files import results_csv, results_json, runs_csv
+from fedpriv.report.studies import print_study, results_csv, results_json, runs_csv
 from fedpriv.run.diagnostics import Row, watched
 from fedpriv.run.evaluation import Evaluator
 from fedpriv.run.folder import RunFolder
@@ -352,13 +351,13 @@ def _conducted(
     rounds: list[RoundRow] = []
     with PrivacyRecords.open(
         folder.ledger, participation, plan.population, experiment.budget
-    ) as books:
+    ) as records:
         rows = conduct(
             folder,
             plan,
             experiment.initial_state,
             transport,
-            books,
+            records,
             experiment.entropy,
             Evaluator(experiment.task, experiment.held_out, experiment.device),
             Cadence(config.output.evaluate_every, config.rounds),

@@ -79,9 +79,7 @@ def released(asked: Survey, users: UserStore, seed: int) -> dict[str, Answer]:
     """What a seeded round releases."""
     entropy = SeededEntropy(seed)
     cohort = asked.mechanism.sampling.draw(entropy.key("sampling"))
-    noised, _ = asked.mechanism.query.noised_average(
-        total(asked, users, cohort), entropy, "noise"
-    )
+    noised, _ = asked.mechanism.query.noised_average(total(asked, users, cohort), entropy, "noise")
     return {answer.question: answer for answer in asked.answers(noised)}
 
 

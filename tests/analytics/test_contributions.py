@@ -21,7 +21,7 @@ from fedpriv.analytics import (
     Survey,
     Variance,
 )
-from fedpriv.analytics.questions import Records, records_of_column
+from fedpriv.analytics.questions import Records
 from fedpriv.analytics.survey import collect, usable
 from fedpriv.data import UserStore
 from fedpriv.errors import InvalidValueError
@@ -121,7 +121,7 @@ def test_the_sum_is_that_of_what_the_audited_function_makes_of_each_user(
     for person in people:
         alone = store([person])
         sent = {
-            q.name: usable(q.contributions(records_of_column(alone, str(q.of), q.scalar)))[0]
+            q.name: usable(q.contributions(Records.of_column(alone, str(q.of), q.scalar)))[0]
             for q in QUESTIONS
         }
         slow += clipping.contribution(sent)

@@ -13,10 +13,10 @@ from scipy.stats import binomtest
 from torch import nn
 
 from fedpriv.accounting.accountants import delta
-from fedpriv.accounting.events import RoundEvent
 from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
+from fedpriv.ledger.events import RoundEvent
 from fedpriv.models import cross_entropy
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
@@ -122,10 +122,10 @@ def observed(
         for number in range(RUNS):
             where = folder / f"{there}-{number}"
             where.mkdir()
-            with open_records(where) as books:
+            with open_records(where) as records:
                 entropy = SeededEntropy(2 * number + there)
-                (report,) = train(plan, begun, transport, books, entropy)
-                events = books.ledger.events()
+                (report,) = train(plan, begun, transport, records, entropy)
+                events = records.ledger.events()
             moved = {n: p - begun.parameters[n] for n, p in report.state.parameters.items()}
             seen[there].append(float(plan.layout.flatten(moved) @ direction))
     return Observed(np.array(seen[True]), np.array(seen[False]), tuple(events))

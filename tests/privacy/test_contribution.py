@@ -559,7 +559,9 @@ def test_the_noise_of_every_group_has_its_scale_and_no_other() -> None:
     for attempt in range(2000):
         one = Clipping(Layout(("unclipped",), ((1,),)), groups[2:], None)
         alone = GaussianQuery(one, stddevs[2:])
-        found.append(alone.noised_average(np.zeros(1, np.int64), SeededEntropy(5), f"noise/{attempt}")[0])
+        found.append(
+            alone.noised_average(np.zeros(1, np.int64), SeededEntropy(5), f"noise/{attempt}")[0]
+        )
     released, _ = query.noised_average(zero, SeededEntropy(5), "noise")
     parts = (released[:20_000], released[20_000:40_000], np.concatenate(found))
     # σ_g = z·S_g/√ω_g, times α; written out by hand.

@@ -72,9 +72,7 @@ def norms(groups: tuple[VectorGroup, ...]) -> tuple[float, ...]:
     return tuple(group.clipping_norm for group in groups)
 
 
-def query(
-    groups: tuple[VectorGroup, ...], z: float = 1.7, shares: str = "equal"
-) -> GaussianQuery:
+def query(groups: tuple[VectorGroup, ...], z: float = 1.7, shares: str = "equal") -> GaussianQuery:
     of = proportional_shares(groups) if shares == "equal" else dimension_shares(LAYOUT, groups)
     return GaussianQuery(Clipping(LAYOUT, groups), noise_stddevs(norms(groups), z, of))
 
@@ -134,9 +132,7 @@ def test_a_bad_component_in_one_group_zeroes_all_groups() -> None:
 
 def test_joint_clipping_by_hand() -> None:
     layout = Layout(("x", "y"), ((1,), (1,)))
-    sum_query = GaussianQuery(
-        Clipping(layout, joint(layout, 1.0, {"x": 10.0, "y": 0.1})), (0.0,)
-    )
+    sum_query = GaussianQuery(Clipping(layout, joint(layout, 1.0, {"x": 10.0, "y": 0.1})), (0.0,))
     # u = (30/10, 0.4/0.1) = (3, 4) has norm 5, so it is scaled by 1/5; steps are 2^-24.
     contribution = sum_query.clipping.contribution({"x": np.array([30.0]), "y": np.array([0.4])})
     np.testing.assert_allclose(contribution, [0.6 * 2**24, 0.8 * 2**24], rtol=2.0**-22)
@@ -191,7 +187,9 @@ def test_any_allocation_keeps_the_effective_noise_multiplier(
         assert Fraction(z) ** 2 <= 1 / moved <= Fraction(z * (1 + 1e-9)) ** 2
         if all(d <= 2**15 * g.clipping_norm for g, d in zip(groups, stddevs, strict=True)):
             sum_query = GaussianQuery(Clipping(layout, groups), stddevs)
-            mechanism = PoissonGaussianMechanism(PoissonSampling(10, 0.5), replace(sum_query, denominator=5.0))
+            mechanism = PoissonGaussianMechanism(
+                PoissonSampling(10, 0.5), replace(sum_query, denominator=5.0)
+            )
             assert z <= mechanism.event.noise_multiplier <= z * (1 + 1e-9)
 
 
@@ -290,19 +288,18 @@ def test_a_release_is_what_it_is_for_each_component_by_itself(
 ) -> None:
     groups = GROUPS[strategy]
     names = (groups[0].name,) if weighted else ()
-    sum_query = GaussianQuery(
+    average_query = GaussianQuery(
         Clipping(LAYOUT, groups, weighted=names),
         noise_stddevs(norms(groups), 1.3, proportional_shares(groups)),
-    )
-    average_query = replace(
-        sum_query, denominator=4.0, weighted_denominator=2.5 if weighted else None
+        4.0,
+        2.5 if weighted else None,
     )
     total = np.linspace(-3e9, 5e9, LAYOUT.dimension).astype(np.int64)
     before = total.copy()
     average, _ = average_query.noised_average(total, SeededEntropy(3), "noise/0")
     np.testing.assert_array_equal(total, before)
     slices = LAYOUT.slices
-    for group, stddev in zip(groups, sum_query.noise_stddevs, strict=True):
+    for group, stddev in zip(groups, average_query.noise_stddevs, strict=True):
         divisor = 2.5 if group.name in names else 4.0
         key = SeededEntropy(3).key(f"noise/0/{group.name}")
         step = float(steps_of(group.clipping_norm)[0])
@@ -312,7 +309,9 @@ def test_a_release_is_what_it_is_for_each_component_by_itself(
                 (a + next(drawn)) * (scale * step) / divisor for a in total[slices[tensor]].tolist()
             ]
             assert average[slices[tensor]].tolist() == expected
-            assert set(average_query.component_stddevs[slices[tensor]]) == {stddev * scale / divisor}
+            assert set(average_query.component_stddevs[slices[tensor]]) == {
+                stddev * scale / divisor
+            }
             assert average_query.tensor_stddevs[tensor] == stddev * scale / divisor
             assert set(average_query.denominators[slices[tensor]]) == {divisor}
 
@@ -321,7 +320,9 @@ def test_two_sums_that_differ_by_one_step_differ_by_one_step_when_noised() -> No
     # No digit of a release is the sum's alone, or the noise's alone.
     sum_query = query(GROUPS["flat"])
     total = np.arange(LAYOUT.dimension) * 12_345_678
-    one, other = (sum_query.noised_average(total + more, SeededEntropy(2), "noise")[0] for more in (0, 1))
+    one, other = (
+        sum_query.noised_average(total + more, SeededEntropy(2), "noise")[0] for more in (0, 1)
+    )
     np.testing.assert_array_equal((other - one) / sum_query.clipping.steps, np.ones(one.size))
 
 
@@ -420,6 +421,16 @@ def test_an_empty_cohort_still_releases_noise() -> None:
 def test_bad_denominators_are_refused(denominator: float) -> None:
     with pytest.raises(InvalidValueError, match="denominator is"):
         replace(query(GROUPS["flat"]), denominator=denominator)
+    weighted = Clipping(LAYOUT, GROUPS["flat"], weighted=("update",))
+    with pytest.raises(InvalidValueError, match="denominator is"):
+        GaussianQuery(weighted, (1.0,), 4.0, denominator)
+
+
+@pytest.mark.parametrize("floor", [0.0, -0.5, 1.5, math.nan])
+def test_bad_floors_are_refused(floor: float) -> None:
+    weighted = Clipping(LAYOUT, GROUPS["flat"], weighted=("update",))
+    with pytest.raises(InvalidValueError, match="floor is"):
+        GaussianQuery(weighted, (1.0,), 4.0, 2.0, floor)
 
 
 def test_weighted_groups_need_a_denominator_of_their_own() -> None:

@@ -8,11 +8,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedpriv.accounting.accountants import epsilon
-from fedpriv.accounting.events import poisson_gaussian
-from fedpriv.accounting.ledger import Ledger
-from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.data.registry import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.compare import calibrated, run_cell
 from fedpriv.run.folder import RunFolder
@@ -86,10 +86,10 @@ def test_a_run_that_was_cut_short_is_done_again_and_releases_the_same(
     noise_multiplier = calibrated(study)[cell.arm, cell.target]
     charge = PrivacyRecords.charge
 
-    def killed(books: PrivacyRecords, name: str, round_number: int, *others: object) -> object:
+    def killed(records: PrivacyRecords, name: str, round_number: int, *others: object) -> object:
         if round_number == 1:
             raise KeyboardInterrupt
-        return charge(books, name, round_number, *others)
+        return charge(records, name, round_number, *others)
 
     monkeypatch.setattr(PrivacyRecords, "charge", killed)
     with pytest.raises(KeyboardInterrupt):

@@ -41,7 +41,8 @@ def moved(floor: float, one: CohortSum, other: CohortSum) -> float:
     """How far two releases are apart that have the same noise, in units of what is charged."""
     asked, entropy = query(floor), SeededEntropy(1)
     (first, (event,)), (second, _) = (
-        asked.noised_average(cohort.total, entropy, "noise", cohort.weight) for cohort in (one, other)
+        asked.noised_average(cohort.total, entropy, "noise", cohort.weight)
+        for cohort in (one, other)
     )
     return float(np.linalg.norm(first - second)) * floor / event.clipping_norm
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting.ledger import Head, Ledger
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.ledger import Head, Ledger, ProposedCharge
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Beginning
@@ -179,9 +179,9 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     experiment, _ = enrolled_experiment(beginning, section)
     beginning.write_plan(experiment)
     plan, record = experiment.plan, run.participation_of(run.ledger)
-    with PrivacyRecords.open(run.ledger, record, plan.population, experiment.budget) as books:
+    with PrivacyRecords.open(run.ledger, record, plan.population, experiment.budget) as records:
         event = plan.mechanism.event
-        books.ledger.charge(
+        records.ledger.charge(
             ProposedCharge(plan.run, 0, 0, experiment.entropy.randomness, event, "0" * 64)
         )
     before = content(run), head_of(run)

@@ -40,7 +40,10 @@ def test_signal_and_noise_are_those_of_the_layers(
     # tensor by tensor, each in units of its scale.
     clipping = request.clipping
     total = clipping.layout.unflatten(sum(partial.total for partial in partials) * clipping.steps)
-    stddevs = {e.group: e.noise_stddev for e in experiment.plan.mechanism_at(state.clipping_norms).event.queries}
+    stddevs = {
+        e.group: e.noise_stddev
+        for e in experiment.plan.mechanism_at(state.clipping_norms).event.queries
+    }
     for layer in ("1", "3"):
         signal, noise = 0.0, 0.0
         for group in request.clipping.groups:

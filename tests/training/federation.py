@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpriv.accounting.budget import PrivacyBudget
-from fedpriv.accounting.events import RoundEvent
-from fedpriv.accounting.ledger import Ledger
-from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.ledger.budget import PrivacyBudget
+from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, PrivacyRecords, RoundRequest
 from fedpriv.privacy.sampling import PoissonSampling
@@ -43,7 +43,9 @@ def rounds_spent(events: Sequence[RoundEvent], delta: float) -> float:
 
 
 @contextmanager
-def open_records(folder: Path, limit: float = 1e9, population: str = "people") -> Iterator[PrivacyRecords]:
+def open_records(
+    folder: Path, limit: float = 1e9, population: str = "people"
+) -> Iterator[PrivacyRecords]:
     with (
         Ledger.open_or_create(folder / "ledger.sqlite", population) as ledger,
         ParticipationRecord.open_or_create(folder / "participation.sqlite") as record,
