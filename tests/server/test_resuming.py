@@ -26,15 +26,15 @@ BOUND = "a run can only be resumed with the plan it began with"
 KILLED = """
 import os, signal
 from fedpriv.cli import main
-from fedpriv.privacy.round import PrivacyRecords
+from fedpriv.ledger import Ledger
 
-charge = PrivacyRecords.charge
+charge = Ledger.charge
 
 def charged(*given):
     charge(*given)
     os.kill(os.getpid(), signal.SIGKILL)
 
-PrivacyRecords.charge = charged
+Ledger.charge = charged
 main()
 """
 OTHER_PLANS = (

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from federation import CONSTANT, PARAMETERS, make_plan, open_records
 
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
@@ -51,13 +52,13 @@ def test_at_a_charge_every_earlier_round_that_is_to_have_a_checkpoint_has_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     saved_when_charged = []
-    charge = PrivacyRecords.charge
+    charge = Ledger.charge
 
-    def spy(records: PrivacyRecords, name: str, round_number: int, *others: object) -> object:
+    def spy(*given: object) -> object:
         saved_when_charged.append(newest(tmp_path))
-        return charge(records, name, round_number, *others)
+        return charge(*given)
 
-    monkeypatch.setattr(PrivacyRecords, "charge", spy)
+    monkeypatch.setattr(Ledger, "charge", spy)
     with open_records(tmp_path) as records:
         assert len(list(conducted(tmp_path, records, every))) == 5
         head = records.ledger.head
