@@ -376,7 +376,7 @@ def build(
         averaging=Averaging(averaging.cap, averaging.total_weight, averaging.floor),
         statistics=statistics,
     )
-    check_metrics(task, metrics, plan.mechanism.average.sum_query.clipping, few)
+    check_metrics(task, metrics, plan.mechanism.clipping, few)
     if config.privacy.noise_multiplier is None:
         plan = within(plan, budget, spent)
     privacy = config.privacy.model_copy(update={"noise_multiplier": plan.noise_multiplier})
