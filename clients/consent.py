@@ -7,8 +7,8 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from fedpriv.accounting.pricing import delta_below
 from fedpriv.config import NonNegative, Positive, Section, checked, read_toml
-from fedpriv.report.spending import delta_below
 from fedpriv.wire import RoundOffer, Welcome
 
 _ROUNDING = 1e-9

@@ -87,7 +87,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a ledger as JSON lines, for anyone to check; never who took part."""
-    from fedpriv.accounting.ledger import Ledger
+    from fedpriv.ledger.ledger import Ledger
 
     with Ledger.open(ledger) as opened:
         if out is None:
@@ -475,9 +475,9 @@ def calibrate(
 
     With all three given: how large a share of every round one more sum query may have.
     """
-    from fedpriv.accounting.sampling import NeighbouringRelation, SamplingPolicy
+    from fedpriv.accounting.calibration import Sampled, plan_within
+    from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy
     from fedpriv.report import machine_readable, tables
-    from fedpriv.report.planning import Sampled, plan_within
 
     if relation is None:
         fixed = policy is Policy.FIXED_SIZE
@@ -500,9 +500,8 @@ def curves(
     suffix: Annotated[FigureFormat, typer.Option("--format")] = FigureFormat.PNG,
 ) -> None:
     """Draw ε by rounds, δ by ε and the errors of a test for one user; with CSV."""
+    from fedpriv.accounting.pricing import curves_of, default_delta, read_ledgers
     from fedpriv.report.curve_files import write_curves
-    from fedpriv.report.curves import curves_of
-    from fedpriv.report.spending import default_delta, read_ledgers
 
     ledgers = read_ledgers([ledger])
     found = curves_of(ledgers[0], default_delta(ledgers) if delta is None else delta)

@@ -18,10 +18,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fedpriv.accounting import ACCOUNTANTS, PrivacyBudget, calibrate_noise_multiplier
+from fedpriv.accounting import ACCOUNTANTS, calibrate_noise_multiplier
 from fedpriv.analytics import Answers, Histogram, Mean, Quantiles, Survey, ask
 from fedpriv.data import UserStore
 from fedpriv.errors import DataError, FedprivError
+from fedpriv.ledger import PrivacyBudget
 from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling
 from fedpriv.privacy.round import Books
 from fedpriv.report.tables import format_epsilon

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import torch
 
-from fedpriv.accounting.accountants import ACCOUNTANTS
-from fedpriv.accounting.budget import PrivacyBudget
+from fedpriv.accounting.registry import ACCOUNTANTS
 from fedpriv.config import EngineSection
 from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import schedule
 from fedpriv.engine.low_rank import train_layers_chunk
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
+from fedpriv.ledger.budget import PrivacyBudget
 from fedpriv.privacy.clipping_torch import OuterProducts, integer_sum
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import OperatingSystemEntropy

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.accounting.calibration import (
     calibrate_noise_multiplier,
     largest_rounds,
     largest_sampling_probability,
 )
-from fedpriv.accounting.events import NeighbouringRelation, poisson_gaussian
-from fedpriv.accounting.policies import every_user_gaussian, fixed_size_gaussian
-from fedpriv.accounting.shares import largest_share
+from fedpriv.accounting.policies import every_user_gaussian, fixed_size_gaussian, poisson_gaussian
+from fedpriv.accounting.calibration import largest_share
+from fedpriv.ledger.events import NeighbouringRelation
 from tests.commandline import printed, refused, table
 
 BUDGET = ["calibrate", "--epsilon", "2", "--delta", "1e-5"]

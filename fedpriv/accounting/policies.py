@@ -5,7 +5,8 @@ round, whatever the relation and the number of rounds. That replacing a user mov
 clipping norms, and that a user may be in several rounds of an event, is the accountants' to know.
 """
 
-from fedpriv.accounting.events import (
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import (
     NeighbouringRelation,
     RoundEvent,
     SamplingEvent,
@@ -13,7 +14,6 @@ from fedpriv.accounting.events import (
     Schedule,
     SumQueryEvent,
 )
-from fedpriv.errors import InvalidValueError
 
 
 def poisson_gaussian(

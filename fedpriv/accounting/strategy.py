@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.accounting.events import RoundEvent, SamplingPolicy
+from fedpriv.ledger.events import RoundEvent, SamplingPolicy
 
 Vector = npt.NDArray[np.float64]
 

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedpriv.accounting.accountant import Bound
+from fedpriv.accounting.pricing import Curves, DeltaCurve, EpsilonCurve, TradeOff
 from fedpriv.errors import InvalidValueError
-from fedpriv.report.curves import Curves, DeltaCurve, EpsilonCurve, TradeOff
 from fedpriv.report.figures import new_axes, save_figure
 from fedpriv.report.tables import format_epsilon
 
@@ -35,7 +35,7 @@ def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
     """Write each curve as a figure and as CSV, and return the files.
 
     * epsilon_by_rounds.csv: `accountant`, `bound` (what kind of number ε is), `delta`, `rounds`,
-      `epsilon_low` (certified lower end, 0 if there is none), `epsilon` (inf if none is proven).
+      `epsilon_low` (lower end, 0 if there is none), `epsilon` (inf if none is proven).
     * delta_by_epsilon.csv: `accountant`, `bound`, `epsilon`, `delta` (upper end of an interval).
     * trade_off.csv: `type_one`, `type_two` (at least this), `type_two_gaussian` (G_μ),
       `type_two_perfect` (no information).

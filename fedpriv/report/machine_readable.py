@@ -5,15 +5,15 @@ import math
 from collections.abc import Mapping
 from typing import TextIO
 
-from fedpriv.report.planning import Plan
-from fedpriv.report.spending import LedgerContent, Price, Spending
+from fedpriv.accounting.calibration import Plan
+from fedpriv.accounting.pricing import LedgerContent, Price, Spending
 
 
 def write_spending(spending: Spending, stream: TextIO) -> None:
     """Write one JSON object: what was priced, and a row for each part and accountant.
 
     In a row, `ledger` is null for all ledgers and `run` is null for all runs. A δ that was found
-    stands in `delta` of its row, an ε in `epsilon`, with the certified lower end `epsilon_low`.
+    stands in `delta` of its row, an ε in `epsilon`, with the lower end `epsilon_low`.
     `refusals` says why an accountant has no row. An infinite ε is the string "Infinity", which no
     program takes for a small number.
     """

@@ -8,19 +8,19 @@ from rich.console import Console
 from rich.table import Table
 
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
-from fedpriv.accounting.events import Randomness, SamplingEvent, SumQueryEvent
-from fedpriv.accounting.ledger import Head, Ledger
-from fedpriv.accounting.ledger_lines import ExportedLedger, is_export
-from fedpriv.accounting.participation import ParticipationRecord
-from fedpriv.errors import InvalidValueError
-from fedpriv.report.planning import Plan
-from fedpriv.report.spending import (
+from fedpriv.accounting.calibration import Plan
+from fedpriv.accounting.pricing import (
     Arithmetic,
     Spending,
     read_ledger,
     weakest_arithmetic,
     weakest_randomness,
 )
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import Randomness, SamplingEvent, SumQueryEvent
+from fedpriv.ledger.export import ExportedLedger, is_export
+from fedpriv.ledger.ledger import Head, Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 
 
 def randomness_of(ledger: Ledger) -> Randomness:

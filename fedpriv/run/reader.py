@@ -10,10 +10,11 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedpriv.accounting.ledger import ChargedRow, Ledger
-from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.config import load_config
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
+from fedpriv.ledger.ledger import ChargedRow, Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.report.page.content import Page
 from fedpriv.report.page.record import (
     Figures,
@@ -25,7 +26,6 @@ from fedpriv.report.page.record import (
 from fedpriv.report.page.run_page import page_of_run
 from fedpriv.report.page.study_page import page_of_study
 from fedpriv.report.page.writing import render, write_page
-from fedpriv.report.spending import LedgerContent
 from fedpriv.run.folder import RunFolder
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone

@@ -29,12 +29,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.numpy import save
 
-from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.events import RoundEvent
-from fedpriv.accounting.ledger import Head, Ledger
+from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.build import Enrolled, Experiment, build, simulated
 from fedpriv.config import Config, FederationSection, load_config
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.ledger import Head, Ledger
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import Books, Transport
 from fedpriv.report.figures import accuracy_figure, epsilon_figure, metric_figure, save_figure

@@ -6,17 +6,18 @@ import tracemalloc
 
 import mpmath
 import numpy as np
+import poisson_rounds as pld
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting import pld
 from fedpriv.accounting.contour.interval import (
     ContourUnsuitableError,
     delta_interval,
     epsilon_interval,
 )
-from fedpriv.accounting.events import compose, poisson_gaussian
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.accounting.strategy import compose
 from fedpriv.accounting.tight import delta_interval as tight_delta
 from fedpriv.accounting.tight import epsilon_interval as tight_interval
 from fedpriv.errors import InvalidValueError, UnsupportedEventError

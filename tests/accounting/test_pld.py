@@ -9,15 +9,11 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from poisson_rounds import delta_interval, epsilon_interval
 
-from fedpriv.accounting.pld import (
-    delta_interval,
-    delta_interval_of,
-    epsilon_interval,
-    epsilon_interval_of,
-)
-from fedpriv.accounting.poisson_pair import PoissonPair
-from fedpriv.accounting.replace_pair import ReplacePair
+from fedpriv.accounting.pld import delta_interval as delta_interval_of
+from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
+from fedpriv.accounting.pld.sampling import PoissonPair, ReplacePair
 
 Rounds = dict[tuple[float, float], int]
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pair_conformance import PairConformance
 from scipy.stats import norm
 
-from fedpriv.accounting.pld import delta_interval_of, epsilon_interval_of
-from fedpriv.accounting.poisson_pair import PoissonPair
-from fedpriv.accounting.replace_pair import ReplaceLaw, ReplacePair
+from fedpriv.accounting.pld import delta_interval as delta_interval_of
+from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
+from fedpriv.accounting.pld.sampling import PoissonPair, ReplaceLaw, ReplacePair
 from fedpriv.accounting.rounds import Direction
 
 

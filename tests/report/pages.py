@@ -8,11 +8,10 @@ from xml.etree.ElementTree import Element
 import html5lib
 from plotly.offline import get_plotlyjs
 
-from fedpriv.accounting.charge import ProposedCharge
-from fedpriv.accounting.events import Randomness, RoundEvent
-from fedpriv.accounting.ledger import Ledger
+from fedpriv.accounting.pricing import read_ledger
+from fedpriv.ledger.events import Randomness, RoundEvent
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.report.page.record import RoundRecord, RunRecord, SimulationOnlyRound, Verification
-from fedpriv.report.spending import read_ledger
 
 
 def parsed(page: str) -> Element:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting.events import poisson_gaussian
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.report.page.record import SimulationOnlyRound
 from fedpriv.report.page.run_page import page_of_run
 from fedpriv.report.page.writing import render, write_page

@@ -9,24 +9,24 @@ from pathlib import Path
 import pytest
 from scipy.stats import norm
 
-from fedpriv.accounting.accountants import ACCOUNTANTS
-from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.events import (
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.accounting.pricing import read_ledger
+from fedpriv.accounting.registry import ACCOUNTANTS
+from fedpriv.accounting.registry import epsilon as epsilon_of
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
     RoundEvent,
     SamplingEvent,
     SamplingPolicy,
     SumQueryEvent,
-    poisson_gaussian,
 )
-from fedpriv.errors import InvalidValueError
 from fedpriv.report.page.charts import chart
 from fedpriv.report.page.record import SimulationOnlyRound
 from fedpriv.report.page.run_page import page_of_run
 from fedpriv.report.page.writing import render
 from fedpriv.report.series import Axis, Series
-from fedpriv.report.spending import read_ledger
 from tests.report.pages import figures, made_up, parsed, released, section, words
 
 EVERYBODY = SamplingEvent(

@@ -2,7 +2,7 @@
 
 from fedpriv import __version__
 from fedpriv.accounting.accountant import PrivacyLoss
-from fedpriv.report.curves import Cost
+from fedpriv.accounting.pricing import Cost
 from fedpriv.report.page.content import Column, Section, Table
 from fedpriv.report.page.privacy_charts import accountants_table, epsilon_chart, trade_off_chart
 from fedpriv.report.page.record import RunRecord

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from fedpriv.accounting.accountant import Bound
-from fedpriv.report.curves import Cost, TradeOff
+from fedpriv.accounting.pricing import Cost, TradeOff
 from fedpriv.report.page.charts import Chart, chart
 from fedpriv.report.series import Axis, Series
 from fedpriv.report.tables import format_epsilon
@@ -16,7 +16,7 @@ _FALSE_ALARMS = 0.05
 def epsilon_chart(cost: Cost, name: str = "epsilon") -> Chart:
     """ε by the number of charges, by every accountant that can price the ledger.
 
-    A certified interval is drawn with its lower end, where there is one.
+    An interval is drawn with its lower end, where there is one.
     """
     series = []
     for curve in cost.by_rounds:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedpriv.accounting.ledger import Head
-from fedpriv.report.spending import LedgerContent
+from fedpriv.accounting.pricing import LedgerContent
+from fedpriv.ledger.ledger import Head
 
 Figures = Mapping[str, float | None]
 

@@ -3,10 +3,10 @@
 import math
 
 from fedpriv.accounting.accountant import PrivacyLoss
-from fedpriv.accounting.accountants import accountant_named
-from fedpriv.accounting.budget import merge_equal
+from fedpriv.accounting.pricing import Cost, cost_of
+from fedpriv.accounting.registry import accountant_named
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
-from fedpriv.report.curves import Cost, cost_of
+from fedpriv.ledger.budget import merge_equal
 from fedpriv.report.page.common import (
     FOOTER,
     assumptions_section,

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fedpriv.accounting.budget import merge_equal
-from fedpriv.accounting.events import SamplingPolicy
 from fedpriv.errors import DataError
+from fedpriv.ledger.budget import merge_equal
+from fedpriv.ledger.events import SamplingPolicy
 from fedpriv.report.page.charts import Chart
 from fedpriv.report.page.common import (
     FOOTER,

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
-from fedpriv.accounting.events import NeighbouringRelation, Randomness, SamplingPolicy
-from fedpriv.report.spending import (
+from fedpriv.accounting.pricing import (
     Arithmetic,
     LedgerContent,
     weakest_arithmetic,
     weakest_randomness,
 )
+from fedpriv.ledger.events import NeighbouringRelation, Randomness, SamplingPolicy
 from fedpriv.report.tables import format_epsilon
 
 _RELATIONS = {

@@ -1,0 +1,211 @@
+"""The Gaussian mechanism without sampling, exactly (Balle & Wang 2018, Theorem 8).
+
+With μ = 1/z, a = ε/μ − μ/2 and b = ε/μ + μ/2 the mechanism is (ε, δ)-DP if and only if
+
+    δ ≥ Φ(−a) − e^ε·Φ(−b) = φ(a)·(R(a) − R(b)),    R(x) = Φ(−x)/φ(x),
+
+because e^ε·φ(b) = φ(a). Mills' ratio R is a scaled complementary error function, so nothing
+underflows. Rounds compose to one mechanism, and sampling only helps: ignoring it is a bound.
+"""
+
+import math
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import erfcx, ndtr, ndtri_exp
+
+from fedpriv.accounting.rounds import Vector
+from fedpriv.errors import InvalidValueError
+
+_ULP = 2.0**-52
+_MARGIN = 1e-12
+"""Added to log δ; more than its error from floating point where |a| < 40."""
+_WIDTH = 2e-11
+"""Twice the error of ε relative to 1 + ε, and of δ relative to δ."""
+_LEAST_NOISE, _MOST_NOISE = 1e-150, 1e302
+"""Below the one, ε is above the largest float; above the other, z is taken for it."""
+_LARGEST_LOG_DELTA = -1e-9
+"""A δ closer to 1 is taken for this one: there δ hardly moves with ε."""
+_LARGEST_A = 1e3
+_NEWTON_STEPS = 100
+_LOG_SQRT_TAU = math.log(2 * math.pi) / 2
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(12)
+_SERIES = (-2027025.0, 135135.0, -10395.0, 945.0, -105.0, 15.0, -3.0, 1.0, 0.0)
+
+
+def log_delta(epsilon: float, noise_multiplier: float) -> float:
+    """Natural logarithm of `delta`, finite where δ itself is below the smallest float.
+
+    Args:
+        epsilon: ε ≥ 0, finite.
+        noise_multiplier: z ≥ 0; z = ∞ is the mechanism that releases nothing.
+
+    Returns:
+        log δ rounded up by about 1e-12, at most 0; −∞ only for z = ∞. Values below −5e5 are
+        reported as about −5e5.
+    """
+    check_epsilon(epsilon)
+    _check_noise(noise_multiplier)
+    if noise_multiplier < _LEAST_NOISE:
+        return 0.0
+    if math.isinf(noise_multiplier):
+        return -math.inf
+    z = min(noise_multiplier, _MOST_NOISE)
+    mu = 1.0 / z
+    scaled = min(epsilon * z, 1e300)
+    # A smaller a is a larger δ: this covers the rounding of a itself.
+    a = scaled - mu / 2 - 4 * _ULP * (scaled + mu / 2)
+    value, _ = _log_delta(np.array([min(max(a, -mu / 2), _LARGEST_A)]), np.array([mu]))
+    return min(0.0, float(value[0]) * (1 - 4 * _ULP) + _MARGIN)
+
+
+def delta(epsilon: float, noise_multiplier: float) -> float:
+    """Least δ for which the Gaussian mechanism is (ε, δ)-DP: exact, so a bound that is attained.
+
+    Args:
+        epsilon: ε ≥ 0, finite.
+        noise_multiplier: z ≥ 0, standard deviation of the noise over the sensitivity.
+
+    Returns:
+        δ in [0, 1], never below the truth and for z in [0.05, 1e6] and δ ≥ 1e-300 at most
+        1e-11 of itself above; 1 for z = 0 and 0 only for z = ∞.
+    """
+    log = log_delta(epsilon, noise_multiplier)
+    return 0.0 if math.isinf(log) else max(math.exp(log), math.ulp(0.0))
+
+
+def epsilon(delta: float, noise_multiplier: float) -> float:
+    """Least ε ≥ 0 for which the Gaussian mechanism is (ε, δ)-DP: exact, so attained.
+
+    Args:
+        delta: δ in (0, 1).
+        noise_multiplier: z ≥ 0, standard deviation of the noise over the sensitivity.
+
+    Returns:
+        ε, never below the truth and at most 1e-11·(1 + ε) above for δ ≤ 0.5; ∞ only for z = 0
+        and where ε is above the largest float.
+    """
+    check_delta(delta)
+    _check_noise(noise_multiplier)
+    if math.isinf(noise_multiplier):
+        return 0.0
+    return float(epsilons(np.array([math.log(delta)]), np.array([noise_multiplier]))[0])
+
+
+def epsilons(log_delta: Vector, noise_multiplier: Vector) -> Vector:
+    """`epsilon` of many pairs (log δ, z) at once.
+
+    log δ is a concave function of a, a convolution of log-concave functions, so every step of
+    Newton's method ends on the safe side of the root: each iterate is a bound.
+
+    Args:
+        log_delta: [n] natural logarithms of δ, negative and finite.
+        noise_multiplier: [n] z ≥ 0.
+
+    Returns:
+        [n] ε ≥ 0, never below the truth; ∞ for z = 0 and where ε is above the largest float.
+    """
+    mu = 1.0 / np.clip(noise_multiplier, _LEAST_NOISE, _MOST_NOISE)
+    least = -mu / 2
+    goal = np.minimum(log_delta, _LARGEST_LOG_DELTA) * (1 + 4 * _ULP) - _MARGIN
+    a = np.maximum(-ndtri_exp(goal), least)
+    for _ in range(_NEWTON_STEPS):
+        value, slope = _log_delta(a, mu)
+        following = np.maximum(a + (value - goal) / slope, least)
+        settled = np.abs(following - a) <= 1e-14 * (1 + np.abs(a))
+        a = following
+        if settled.all():
+            break
+    rounding = 4 * _ULP * mu * (np.abs(a) + mu / 2)
+    found = np.where(a > least, np.maximum(mu * (a + mu / 2), 0.0) + rounding, 0.0)
+    return np.where(noise_multiplier < _LEAST_NOISE, np.inf, found)
+
+
+def epsilon_interval(delta: float, noise_multiplier: float) -> tuple[float, float]:
+    """`epsilon`, and a number that is surely below it, for z known to 2⁻⁵⁰ of itself."""
+    if noise_multiplier == 0.0:
+        return math.inf, math.inf
+    up = epsilon(delta, noise_multiplier * (1 - 4 * _ULP))
+    return max(0.0, up - _WIDTH * (1 + up)), up
+
+
+def delta_interval(epsilon: float, noise_multiplier: float) -> tuple[float, float]:
+    """`delta`, and a number that is surely below it, for z known to 2⁻⁵⁰ of itself."""
+    if noise_multiplier == 0.0:
+        return 0.0, 1.0
+    low = delta(epsilon * (1 + _WIDTH), noise_multiplier * (1 + _WIDTH)) * (1 - _WIDTH)
+    return low, delta(epsilon, noise_multiplier * (1 - 4 * _ULP))
+
+
+def noise_multiplier(epsilon: float, delta: float) -> float:
+    """Least z for which the Gaussian mechanism is (ε, δ)-DP (Balle & Wang 2018, Algorithm 1).
+
+    Args:
+        epsilon: ε ≥ 0, finite.
+        delta: δ in (0, 1).
+
+    Returns:
+        z > 0, never below the truth and at most 1e-9 of itself above for δ ≤ 0.999; ∞ where it
+        is above 1e300.
+    """
+    check_epsilon(epsilon)
+    check_delta(delta)
+    goal = math.log(delta) * (1 + 4 * _ULP) - 2 * _MARGIN
+
+    def excess(log_mu: float) -> float:
+        return log_delta(epsilon, math.exp(-log_mu)) - goal
+
+    # δ is at most the total variation 2Φ(μ/2) − 1 ≤ μ/√(2π), so μ is at least this.
+    low = max(math.log(delta) + _LOG_SQRT_TAU - 1.0, -math.log(_MOST_NOISE))
+    if excess(low) >= 0.0:
+        return math.inf
+    high = 1.0
+    while excess(high) < 0.0:
+        high += 1.0
+    log_mu = float(brentq(excess, low, high, xtol=1e-13, rtol=4 * _ULP))
+    return math.exp(-log_mu) * (1 + 1e-12)
+
+
+def check_delta(delta: float) -> None:
+    """Raise InvalidValueError unless δ is in (0, 1)."""
+    if not 0.0 < delta < 1.0:
+        raise InvalidValueError(f"delta is {delta}; it must be in (0, 1)")
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Raise InvalidValueError unless ε is finite and not negative."""
+    if not (epsilon >= 0.0 and math.isfinite(epsilon)):
+        raise InvalidValueError(f"epsilon is {epsilon}; it must be finite and not negative")
+
+
+def _check_noise(noise_multiplier: float) -> None:
+    if not noise_multiplier >= 0.0:
+        raise InvalidValueError(f"noise_multiplier is {noise_multiplier}; it must not be negative")
+
+
+def _log_delta(a: Vector, mu: Vector) -> tuple[Vector, Vector]:
+    """log δ and −d(log δ)/da for a ≥ −μ/2, μ > 0; shapes [n]."""
+    b = a + mu
+    density = np.exp(-np.square(a) / 2 - _LOG_SQRT_TAU)
+    near = mu <= 1
+    left = (a < 0) & ~near
+    gap = np.where(near, _mills_gap(a, mu), _mills(np.maximum(a, 0)) - _mills(b))
+    mass = np.where(left, ndtr(-a) - density * _mills(b), 1.0)
+    value = np.where(left, np.log(mass), np.log(gap) - np.square(a) / 2 - _LOG_SQRT_TAU)
+    slope = mu * _mills(b) * np.where(left, density / mass, 1 / gap)
+    return value, slope
+
+
+def _mills(x: Vector) -> Vector:
+    """Mills' ratio R(x) = Φ(−x)/φ(x) for x > −1."""
+    return math.sqrt(math.pi / 2) * erfcx(x / math.sqrt(2))
+
+
+def _mills_gap(a: Vector, mu: Vector) -> Vector:
+    """R(a) − R(a + μ) for μ ≤ 1 without cancellation, the integral of −R'(x) = 1 − x·R(x)."""
+    width = np.minimum(mu, 1.0)[:, None] / 2
+    x = np.maximum(a, -1.0)[:, None] + width * (1 + _NODES)
+    # From x = 30 on the difference loses digits and its asymptotic series has them all.
+    series = np.polyval(_SERIES, 1 / np.square(np.maximum(x, 30.0)))
+    fall = np.where(x < 30.0, 1 - x * _mills(x), series)
+    return (width * fall) @ _WEIGHTS
