@@ -139,15 +139,12 @@ def report(
     if figures is not None:
         if out or show:
             raise InvalidValueError("--figures writes no page; leave out --out and --open")
-        from fedpriv.report.study_figures import write_study_figures
+        from fedpriv.report.studies import write_study_figures
         from fedpriv.studies import read_study
 
         for file in write_study_figures(read_study(folder), figures):
             print(file)  # noqa: T201
         return
-    from fedpriv.report.page.installed import require_report
-
-    require_report()
     from fedpriv.run.reader import write_report
 
     print(write_report(folder, out, show=show))  # noqa: T201
@@ -444,11 +441,12 @@ def epsilon(
     as_json: AsJson = False,
 ) -> None:
     """Print the ε that the releases of ledgers cost, for each run and in all."""
-    from fedpriv.report import machine_readable, spending, tables
+    from fedpriv.accounting import pricing
+    from fedpriv.report import tables
 
-    spent = spending.price(ledgers, delta, target, accountant)
+    spent = pricing.price(ledgers, delta, target, accountant)
     if as_json:
-        machine_readable.write_spending(spent, sys.stdout)
+        tables.write_spending(spent, sys.stdout)
     else:
         tables.print_spending(spent)
 
@@ -477,7 +475,7 @@ def calibrate(
     """
     from fedpriv.accounting.calibration import Sampled, plan_within
     from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy
-    from fedpriv.report import machine_readable, tables
+    from fedpriv.report import tables
 
     if relation is None:
         fixed = policy is Policy.FIXED_SIZE
@@ -487,7 +485,7 @@ def calibrate(
         epsilon, delta, accountant, rounds, sampling_probability, noise_multiplier, sampled
     )
     if as_json:
-        machine_readable.write_plan(found, sys.stdout)
+        tables.write_plan(found, sys.stdout)
     else:
         tables.print_plan(found)
 
@@ -501,7 +499,7 @@ def curves(
 ) -> None:
     """Draw ε by rounds, δ by ε and the errors of a test for one user; with CSV."""
     from fedpriv.accounting.pricing import curves_of, default_delta, read_ledgers
-    from fedpriv.report.curve_files import write_curves
+    from fedpriv.report.guarantee import write_curves
 
     ledgers = read_ledgers([ledger])
     found = curves_of(ledgers[0], default_delta(ledgers) if delta is None else delta)

@@ -46,6 +46,8 @@ def test_simulate_writes_the_run_folder(run_folder: Path) -> None:
         "accuracy.svg",
         "epsilon.png",
         "epsilon.svg",
+        "loss.png",
+        "loss.svg",
     }
     assert (run_folder / "ledger.participation.sqlite").stat().st_mode & 0o777 == 0o600
 

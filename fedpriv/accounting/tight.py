@@ -80,7 +80,7 @@ def _grouped(
     composed: Callable[[Pairs, float], Ends],
 ) -> Ends:
     """What holds for all groupings together; lower ends leave room for the rounding of `folded`."""
-    rounds = folded(rounds)
+    given, rounds = rounds, folded(rounds)
     low, up = 0.0, math.inf
     for most in _GROUPS:
         above, below = grouped(rounds, most)
@@ -94,4 +94,4 @@ def _grouped(
             break
     if math.isinf(up):
         low, up = composed({PoissonPair(q, z): n for (q, z), n in rounds.items()}, at)
-    return low * (1 - 2.0**-40), up
+    return low if rounds == given else low * (1 - 2.0**-40), up

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.registry import epsilon
 from fedpriv.accounting.policies import (
     every_user_gaussian,
     poisson_gaussian,
     poisson_replace_gaussian,
 )
+from fedpriv.accounting.registry import epsilon
 from fedpriv.clients.audit import Examined, charged_already, confirm, examine, price_with
 from fedpriv.clients.journal import Diary
 from fedpriv.errors import AuditError, InvalidValueError
@@ -358,7 +358,7 @@ def test_extreme_prices_give_a_number(both, q, z, delta):
 def test_importing_loads_neither_torch_nor_grpc(name):
     check = (
         f"import sys, fedpriv.clients.{name}; "
-        "print(*({'torch', 'grpc', 'flwr', 'matplotlib'} & set(sys.modules)))"
+        "print(*({'torch', 'grpc', 'flwr', 'altair'} & set(sys.modules)))"
     )
     root = Path(__file__).parents[2]
     done = subprocess.run(

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from fedpriv.accounting import gaussian
-from fedpriv.accounting.gdp import clt_mu
+from fedpriv.accounting.classical import clt_mu
 from fedpriv.accounting.rdp import composed_rdp, epsilon_from_rdp_2016
 from simulations.papers import abadi, abadi_curve, bu, ermis_cemgil
 from simulations.papers.claims import Argument, Claim

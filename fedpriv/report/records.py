@@ -1,13 +1,17 @@
-"""What a report of a run is made from: what its folder and its ledger hold."""
+"""What a report of a run is made from: what its folder and its ledger hold, and versions."""
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from fedpriv import __version__
 from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.ledger.ledger import Head
 
 Figures = Mapping[str, float | None]
+"""Numbers by name; None where nobody contributed."""
 
 
 @dataclass(frozen=True)
@@ -100,3 +104,14 @@ class RunRecord:
     verification: Verification
     rounds: tuple[RoundRecord, ...]
     simulation_only: tuple[SimulationOnlyRound, ...] = ()
+
+
+def versions() -> dict[str, str]:
+    """Versions of fedpriv, Python and the numerical libraries, by name; none is imported."""
+    found = {"fedpriv": __version__, "Python": platform.python_version()}
+    for name in ("numpy", "scipy", "torch"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
