@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 
 import grpc
 
-from fedpriv.accounting.accountant import PrivacyLoss
+from fedpriv.accounting.accountant import LEAST_DELTA, PrivacyLoss
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.accounting.registry import epsilon as priced
 from fedpriv.clients.connection import Backoff, fetch_ledger, persist
@@ -180,8 +180,9 @@ def _refuse_understatement(examined: Examined, offer: RoundOffer) -> None:
     rows = examined.ledger.rows
     events = [*_events(rows[: _before(rows, offer)]), _event(offer)]
     said, delta = offer.price.epsilon_after, offer.price.delta
-    # No finite ε holds at δ = 0, where there is a Gaussian.
-    least = _loss(events, delta).epsilon_low if delta > 0.0 else float("inf")
+    # No finite ε holds at δ = 0, where there is a Gaussian; ε only grows where δ is smaller.
+    priced_at = max(delta, LEAST_DELTA)
+    least = _loss(events, priced_at).epsilon_low if delta > 0.0 else float("inf")
     if not said >= least * (1.0 - _UNDERSTATED):
         raise AuditError(
             f"the server says ε = {said} at δ = {delta}, but charges and offer cost at least "

@@ -348,7 +348,7 @@ class TestHistories:
 def test_extreme_prices_give_a_number(both, q, z, delta):
     charge(both.ledger)
     extreme = poisson_gaussian(q, z, population=N)
-    examined = examine(read(both.ledger), WELCOME, both.diary, delta)
+    examined = examine(read(both.ledger), WELCOME, both.diary, max(delta, 1e-60))
     offered = offer("r", 1, event=extreme, delta=delta)
     confirm(examined, both.diary, offered)
     assert price_with(examined, offered) >= examined.epsilon * (1.0 - 1e-3)
