@@ -34,7 +34,7 @@ _HEIGHTS = (0.2, 0.5, 1.2, 2.4, 4.8)
 _SIZES = (24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 3072)
 _INTERVALS = 96
 """Where peaks of a density are looked for in a window."""
-_WORK, _WORK_PER_PAIR, _MOST_WORK = 2e7, 1e6, 1.5e8
+_WORK, _WORK_PER_PAIR, _MOST_WORK = 2e7, 1e6, 8e7
 """Multiplications that a contour may cost; beyond, a convolution is faster."""
 _PART = 128
 """Pairs that are treated together."""
