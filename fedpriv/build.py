@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.accounting.accountant import Bound
-from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.calibration import smallest_noise
 from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.accounting.registry import accountant_named
 from fedpriv.config import (
     ClippingSection,
     Config,

@@ -29,7 +29,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.numpy import save
 
-from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
+from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.build import Enrolled, Experiment, build, simulated
 from fedpriv.config import Config, FederationSection, load_config
 from fedpriv.errors import InvalidValueError
@@ -39,7 +40,6 @@ from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.report.records import versions
 from fedpriv.report.run_page import write_run_figures
-from fedpriv.report.spending import weakest_arithmetic, weakest_randomness
 from fedpriv.report.tables import format_epsilon
 from fedpriv.run.callbacks import OnRound, ReleasedRound
 from fedpriv.run.diagnostics import watched
