@@ -26,6 +26,14 @@ _MARKERS = 20  # on a line, at most
 _DODGE = 0.008  # of the axis, between error bars at the same x
 _BREAK = 40  # characters of an axis title that fit on a phone
 _SIZE = (600, 300)  # of the plot in a file, in pixels at 96 per inch
+# Of the legend. That of the plot depends on the height of the legend, and is known too late.
+_WIDTH = f"isFinite(containerSize()[0]) ? containerSize()[0] - 100 : {_SIZE[0]}"
+# 1, 2 and 5 of each decade; all where there is less than one.
+_LOG_LABEL = (
+    "domain('SCALE')[1] < 10 * domain('SCALE')[0] || "
+    "indexof('125', slice(format(datum.value, '.0e'), 0, 1)) >= 0 ? "
+    "format(datum.value, '.4~g') : ''"
+)
 _CONFIG = alt.Config(
     font="sans-serif",
     view=alt.ViewConfig(stroke=None),
@@ -150,7 +158,7 @@ def figure(chart: Chart) -> alt.LayerChart:
     width, height = _SIZE
     return alt.LayerChart(
         data=_data(chart),
-        layer=_layers(chart, zoomable=False),
+        layer=_layers(chart, clip=False),
         config=_CONFIG,
         title=title,
         width=width,
@@ -190,7 +198,7 @@ def embedded(chart: Chart) -> str:
         zoom="wheel![event.shiftKey]",
     )
     faded = alt.when(chosen).then(alt.value(1.0)).otherwise(alt.value(0.1))
-    layers = [layer.encode(opacity=faded) for layer in _layers(chart, zoomable=True)]
+    layers = [layer.encode(opacity=faded) for layer in _layers(chart, clip=True)]
     drawn = alt.LayerChart(
         data=_data(chart),
         layer=[*layers, _targets(chart).add_params(chosen, moved)],
@@ -210,61 +218,64 @@ def library() -> str:
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
-def _layers(chart: Chart, *, zoomable: bool) -> list[alt.Chart]:
+def _layers(chart: Chart, *, clip: bool) -> list[alt.Chart]:
     """Bands, error bars, lines and markers, each of the series that have them."""
-    base, shape, dash = _encoded(chart)
-
-    def of(holds: Callable[[Series], object]) -> list[alt.Chart]:
-        names = [each.name for each in chart.series if holds(each)]
-        those = alt.FieldOneOfPredicate(field="series", oneOf=names)
-        return [base.transform_filter(those)] if names else []
-
+    base, shape = _encoded(chart)
     spread = {"y": alt.Y("low:Q"), "y2": alt.Y2("high:Q")}
-    return [
-        *(
-            part.mark_area(fillOpacity=0.2, clip=zoomable).encode(**spread)
-            for part in of(lambda each: each.low and not each.bars)
+    marks: list[tuple[Callable[[Series], object], alt.Chart]] = [
+        (
+            lambda each: each.low and not each.bars,
+            base.mark_area(fillOpacity=0.2, clip=clip).encode(**spread),
         ),
-        *(
-            part.mark_rule(strokeWidth=1.5, clip=zoomable).encode(**spread)
-            for part in of(lambda each: each.low and each.bars)
+        (
+            lambda each: each.low and each.bars,
+            base.mark_rule(strokeWidth=1.5, clip=clip).encode(**spread),
         ),
-        *(
-            part.mark_line(strokeWidth=2, clip=zoomable).encode(strokeDash=dash)
-            for part in of(lambda each: each.joined)
+        (
+            lambda each: each.joined and not each.dashed,
+            base.mark_line(strokeWidth=2, clip=clip),
         ),
-        *(
-            part.transform_filter("datum.marked")
-            .mark_point(filled=True, size=45, opacity=1, clip=zoomable)
-            .encode(shape=shape)
-            for part in of(lambda each: each.marked)
+        (
+            lambda each: each.joined and each.dashed,
+            base.mark_line(strokeWidth=2, strokeDash=[6, 4], clip=clip),
+        ),
+        (
+            lambda each: each.marked,
+            base.transform_filter("datum.marked")
+            .mark_point(filled=True, size=45, opacity=1, clip=clip)
+            .encode(shape=shape),
         ),
     ]
+    layers = []
+    for holds, mark in marks:
+        names = [each.name for each in chart.series if holds(each)]
+        if names:  # of an empty layer Vega complains
+            those = alt.FieldOneOfPredicate(field="series", oneOf=names)
+            layers.append(mark.transform_filter(those))
+    return layers
 
 
-def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape, alt.StrokeDash]:
-    """The data with places and colours, and what tells series apart besides; one legend for all."""
+def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
+    """Places and colours of the data, and their markers; one legend explains both."""
     names = [each.name for each in chart.series]
-    longest = max(map(len, names))
+    longest = max(map(len, names), default=0)
     legend = alt.Legend(
         title=None,
         orient="bottom",
-        columns=alt.ExprRef(f"max(1, floor(width / {7 * longest + 40}))"),
+        columns=alt.ExprRef(f"max(1, floor(({_WIDTH}) / {40 + 7 * longest}))"),
         labelLimit=alt.ExprRef("max(100, width - 30)"),
     )
-    colours, shapes, dashes = [], [], []
+    colours, shapes = [], []
     for number, each in enumerate(chart.series):
         colours.append(COLOURS[(number if each.colour is None else each.colour) % len(COLOURS)])
         shapes.append(_SHAPES[number % len(_SHAPES)] if each.marked else "stroke")
-        dashes.append([6, 4] if each.dashed else [1, 0])
     base = alt.Chart().encode(
-        x=alt.X("place:Q", title=_title(chart.x), scale=_scale(chart.x), axis=_axis(chart.x)),
-        y=alt.Y("y:Q", title=_title(chart.y), scale=_scale(chart.y), axis=_axis(chart.y)),
+        x=alt.X("place:Q", title=_title(chart.x), scale=_scale(chart.x), axis=_axis(chart.x, "x")),
+        y=alt.Y("y:Q", title=_title(chart.y), scale=_scale(chart.y), axis=_axis(chart.y, "y")),
         color=alt.Color("series:N", legend=legend, scale=alt.Scale(domain=names, range=colours)),
     )
     shape = alt.Shape("series:N", legend=legend, scale=alt.Scale(domain=names, range=shapes))
-    dash = alt.StrokeDash("series:N", legend=None, scale=alt.Scale(domain=names, range=dashes))
-    return base, shape, dash
+    return base, shape
 
 
 def _targets(chart: Chart) -> alt.Chart:
@@ -276,7 +287,7 @@ def _targets(chart: Chart) -> alt.Chart:
     ]
     if any(each.low for each in chart.series):
         tips += [alt.Tooltip(f"{end}:Q", format=".4~g") for end in ("low", "high")]
-    base, _, _ = _encoded(chart)
+    base, _ = _encoded(chart)
     targets: alt.Chart = base.mark_point(size=200, filled=True, opacity=0, clip=True)
     return targets.encode(tooltip=tips)
 
@@ -321,15 +332,18 @@ def _title(axis: Axis) -> str | list[str]:
 
 def _scale(axis: Axis) -> alt.Scale:
     scale = alt.Scale(type="log" if axis.log else "linear", padding=6, nice=False)
-    scale.zero = axis.from_zero and not axis.log
+    if not axis.log:
+        scale.zero = axis.from_zero
     if axis.ends is not None:
         scale.domain, scale.padding = list(axis.ends), 0
     return scale
 
 
-def _axis(axis: Axis) -> alt.Axis:
+def _axis(axis: Axis, scale: str) -> alt.Axis:
     if not axis.ticks:
-        return alt.Axis(format=".4~g") if axis.log else alt.Axis()
+        if axis.log:
+            return alt.Axis(labelExpr=_LOG_LABEL.replace("SCALE", scale), labelOverlap="greedy")
+        return alt.Axis(tickCount=8, tickMinStep=1 if axis.unit == "count" else 0)
     values, texts = zip(*axis.ticks, strict=True)
     label = f"{json.dumps(texts)}[indexof({json.dumps(values)}, datum.value)]"
     return alt.Axis(values=list(values), labelExpr=label, grid=True)

@@ -320,7 +320,7 @@ def _clipped_charts(record: RunRecord) -> list[Chart]:
         return []
     shares = _dashed([[(each.number, each.simulation_only_clipped) for each in seen]])
     ratios = _dashed([[(each.number, each.simulation_only_signal_to_noise) for each in seen]])
-    return [
+    charts = [
         Chart(
             "clipped",
             "Users that were clipped, by vector group",
@@ -341,6 +341,7 @@ def _clipped_charts(record: RunRecord) -> list[Chart]:
             simulation_only=True,
         ),
     ]
+    return [chart for chart in charts if chart.series]
 
 
 def _lines(runs: Iterable[Iterable[tuple[int, Figures]]]) -> list[Series]:
