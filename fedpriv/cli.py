@@ -87,7 +87,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a ledger as JSON lines, for anyone to check; never who took part."""
-    from fedpriv.accounting.ledger import Ledger
+    from fedpriv.ledger.ledger import Ledger
 
     with Ledger.open(ledger) as opened:
         if out is None:
@@ -472,7 +472,7 @@ def calibrate(
 
     With all three given: how large a share of every round one more sum query may have.
     """
-    from fedpriv.accounting.sampling import NeighbouringRelation, SamplingPolicy
+    from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy
     from fedpriv.report import tables
     from fedpriv.report.planning import Sampled, plan_within
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.ledger import Ledger
+from fedpriv.ledger.ledger import Ledger
 from tests.commandline import fedpriv, refused
 
 ROOT = Path(__file__).parents[1]

@@ -11,21 +11,28 @@ ROOT = Path(__file__).parents[1]
 # What each package may import of the project, besides itself and fedpriv.errors.
 ALLOWED = {
     "fedpriv.errors": set(),
-    "fedpriv.accounting": set(),
-    "fedpriv.privacy": {"fedpriv.accounting"},
+    "fedpriv.ledger": set(),
+    "fedpriv.accounting": {"fedpriv.ledger"},
+    "fedpriv.privacy": {"fedpriv.accounting", "fedpriv.ledger"},
     "fedpriv.importing": set(),
     "fedpriv.data": {"fedpriv.importing"},
-    "fedpriv.training": {"fedpriv.accounting", "fedpriv.privacy"},
+    "fedpriv.training": {"fedpriv.accounting", "fedpriv.ledger", "fedpriv.privacy"},
     "fedpriv.engine": {"fedpriv.privacy", "fedpriv.data.population", "fedpriv.importing"},
     "fedpriv.logs": set(),
     "fedpriv.config": set(),
     "fedpriv.models": {"fedpriv.engine.task", "fedpriv.importing"},
     "fedpriv.studies": {"fedpriv.config"},
-    "fedpriv.analytics": {"fedpriv.accounting", "fedpriv.privacy", "fedpriv.data"},
-    "fedpriv.report": {"fedpriv.accounting", "fedpriv.studies"},
+    "fedpriv.analytics": {
+        "fedpriv.accounting",
+        "fedpriv.ledger",
+        "fedpriv.privacy",
+        "fedpriv.data",
+    },
+    "fedpriv.report": {"fedpriv.accounting", "fedpriv.ledger", "fedpriv.studies"},
     "fedpriv.wire": {"fedpriv.privacy", "fedpriv.data.population"},
     "fedpriv.build": {
         "fedpriv.accounting",
+        "fedpriv.ledger",
         "fedpriv.config",
         "fedpriv.data",
         "fedpriv.engine",
@@ -36,6 +43,7 @@ ALLOWED = {
     },
     "fedpriv.run": {
         "fedpriv.accounting",
+        "fedpriv.ledger",
         "fedpriv.build",
         "fedpriv.config",
         "fedpriv.data",
@@ -55,6 +63,7 @@ ALLOWED = {
 ENDS = {"fedpriv.clients", "fedpriv.server"}
 REACH_ENDS = {"fedpriv.cli", "simulations"}
 FOREIGN = {
+    "fedpriv.ledger": {"numpy", "sqlite3"},
     "fedpriv.accounting": {"numpy", "scipy", "sqlite3"},
     "fedpriv.privacy": {"numpy", "scipy", "cryptography", "mpmath", "torch", "threadpoolctl"},
     "fedpriv.training": {"numpy", "safetensors", "scipy"},
@@ -120,7 +129,7 @@ def test_imports_follow_the_layout(name: str, path: Path) -> None:
     [
         ("fedpriv", "torch flwr numpy scipy"),
         ("fedpriv.accounting.accountants", "torch flwr sklearn altair pydantic"),
-        ("fedpriv.accounting.ledger", "torch flwr sklearn altair pydantic"),
+        ("fedpriv.ledger.ledger", "torch flwr sklearn altair pydantic"),
         ("fedpriv.privacy.mechanism", "torch flwr sklearn altair"),
         ("fedpriv.training.rounds", "torch flwr sklearn altair"),
         ("fedpriv.analytics", "torch flwr sklearn altair pydantic"),

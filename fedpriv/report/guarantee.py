@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
-from fedpriv.accounting.events import NeighbouringRelation, Randomness, SamplingPolicy
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import NeighbouringRelation, Randomness, SamplingPolicy
 from fedpriv.report.charts import Axis, Chart, Series, save
 from fedpriv.report.curves import Cost, Curves, DeltaCurve, EpsilonCurve, TradeOff
 from fedpriv.report.page import Section, Term

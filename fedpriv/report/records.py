@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fedpriv import __version__
-from fedpriv.accounting.ledger import Head
+from fedpriv.ledger.ledger import Head
 from fedpriv.report.spending import LedgerContent
 
 Figures = Mapping[str, float | None]

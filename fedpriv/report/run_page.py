@@ -9,8 +9,8 @@ from urllib.parse import quote
 from fedpriv import __version__
 from fedpriv.accounting.accountant import PrivacyLoss
 from fedpriv.accounting.accountants import accountant_named
-from fedpriv.accounting.budget import merge_equal
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from fedpriv.ledger.budget import merge_equal
 from fedpriv.report.charts import ROUNDS, Axis, Chart, Series, save
 from fedpriv.report.curves import Cost, cost_of
 from fedpriv.report.guarantee import assumptions, privacy_sections, users_of, warnings

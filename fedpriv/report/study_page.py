@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fedpriv.accounting.budget import merge_equal
-from fedpriv.accounting.events import SamplingPolicy
 from fedpriv.errors import DataError
+from fedpriv.ledger.budget import merge_equal
+from fedpriv.ledger.events import SamplingPolicy
 from fedpriv.report.charts import ROUNDS, Axis, Chart
 from fedpriv.report.guarantee import assumptions, privacy_sections, users_of
 from fedpriv.report.page import Card, Page, Section

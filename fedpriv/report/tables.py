@@ -14,11 +14,11 @@ from rich.console import Console, JustifyMethod
 from rich.text import Text
 
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
-from fedpriv.accounting.events import SamplingEvent, SumQueryEvent
-from fedpriv.accounting.ledger import Head, Ledger
-from fedpriv.accounting.ledger_lines import ExportedLedger, is_export
-from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import SamplingEvent, SumQueryEvent
+from fedpriv.ledger.export import ExportedLedger, is_export
+from fedpriv.ledger.ledger import Head, Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.report.planning import Plan
 from fedpriv.report.spending import (
     Arithmetic,

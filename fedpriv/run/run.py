@@ -30,11 +30,11 @@ from rich.table import Table
 from safetensors.numpy import save
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.events import RoundEvent
-from fedpriv.accounting.ledger import Head, Ledger
 from fedpriv.build import Enrolled, Experiment, build, simulated
 from fedpriv.config import Config, FederationSection, load_config
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.ledger import Head, Ledger
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import Books, Transport
 from fedpriv.report.records import versions

@@ -8,9 +8,8 @@ from xml.etree.ElementTree import Element
 
 import html5lib
 
-from fedpriv.accounting.charge import ProposedCharge
-from fedpriv.accounting.events import Randomness, RoundEvent
-from fedpriv.accounting.ledger import Ledger
+from fedpriv.ledger.events import Randomness, RoundEvent
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.report.charts import library
 from fedpriv.report.records import RoundRecord, RunRecord, SimulationOnlyRound, Verification
 from fedpriv.report.spending import read_ledger

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting.events import poisson_gaussian
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.report.page import render, write_page
 from fedpriv.report.records import SimulationOnlyRound
 from fedpriv.report.run_page import page_of_run

@@ -11,16 +11,16 @@ from scipy.stats import norm
 
 from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.events import (
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
     RoundEvent,
     SamplingEvent,
     SamplingPolicy,
     SumQueryEvent,
-    poisson_gaussian,
 )
-from fedpriv.errors import InvalidValueError
 from fedpriv.report.charts import Axis, Chart, Series, embedded
 from fedpriv.report.page import render
 from fedpriv.report.records import SimulationOnlyRound
