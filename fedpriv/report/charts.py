@@ -7,7 +7,7 @@ gives the Vega-Lite specification that a page draws with `library`.
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -143,29 +143,27 @@ def spans_decades(values: Sequence[float]) -> bool:
     return min(values) > 0.0 and max(values) > 10.0 * min(values)
 
 
-def figure(chart: Chart) -> alt.LayerChart:
-    """The chart as an Altair figure of fixed size with its title and caption, for documents."""
-    marked = f"{chart.title} (simulation only)" if chart.simulation_only else chart.title
-    title = alt.TitleParams(
-        textwrap.wrap(marked, 80),
-        subtitle=textwrap.wrap(chart.caption, 115),
-        anchor="start",
-        frame="bounds",
-        fontSize=14,
-        subtitleFontSize=11,
-        offset=14,
-    )
+def figure(*charts: Chart) -> alt.HConcatChart:
+    """Charts side by side as an Altair figure for documents, with their titles and captions."""
     width, height = _SIZE
-    return alt.LayerChart(
-        data=_data(chart),
-        layer=_layers(chart, clip=False),
-        config=_CONFIG,
-        title=title,
-        width=width,
-        height=height,
-        background="white",
-        padding=12,
-    )
+    parts = []
+    for chart in charts:
+        marked = f"{chart.title} (simulation only)" if chart.simulation_only else chart.title
+        title = alt.TitleParams(
+            textwrap.wrap(marked, 80),
+            subtitle=textwrap.wrap(chart.caption, 115),
+            anchor="start",
+            frame="bounds",
+            fontSize=14,
+            subtitleFontSize=11,
+            offset=14,
+        )
+        layers = _layers(chart, clip=False)
+        rows = alt.InlineData(values=_rows(chart))
+        parts.append(
+            alt.LayerChart(data=rows, layer=layers, title=title, width=width, height=height)
+        )
+    return alt.HConcatChart(hconcat=parts, config=_CONFIG, background="white", padding=12)
 
 
 def save(chart: Chart, folder: Path, formats: Iterable[str] = ("png", "svg")) -> list[Path]:
@@ -198,10 +196,18 @@ def embedded(chart: Chart) -> str:
         zoom="wheel![event.shiftKey]",
     )
     faded = alt.when(chosen).then(alt.value(1.0)).otherwise(alt.value(0.1))
+    tips = [alt.Tooltip("series:N")]
+    for name, axis in (("x", chart.x), ("y", chart.y)):
+        tips.append(alt.Tooltip(f"{name}:Q", title=f"{axis.name} ({axis.unit})", format=".4~g"))
+    if any(each.low for each in chart.series):
+        tips += [alt.Tooltip(f"{end}:Q", format=".4~g") for end in ("low", "high")]
+    base, _ = _encoded(chart)
+    # Around each point, as it is too small to be hit.
+    targets = base.mark_point(size=200, filled=True, opacity=0, clip=True).encode(tooltip=tips)
     layers = [layer.encode(opacity=faded) for layer in _layers(chart, clip=True)]
     drawn = alt.LayerChart(
-        data=_data(chart),
-        layer=[*layers, _targets(chart).add_params(chosen, moved)],
+        data=alt.InlineData(values=_rows(chart)),
+        layer=[*layers, targets.add_params(chosen, moved)],
         config=_CONFIG,
         width="container",
         height=_SIZE[1],
@@ -219,40 +225,20 @@ def library() -> str:
 
 
 def _layers(chart: Chart, *, clip: bool) -> list[alt.Chart]:
-    """Bands, error bars, lines and markers, each of the series that have them."""
+    """Bands, error bars, lines and markers, each where a series has them."""
     base, shape = _encoded(chart)
     spread = {"y": alt.Y("low:Q"), "y2": alt.Y2("high:Q")}
-    marks: list[tuple[Callable[[Series], object], alt.Chart]] = [
-        (
-            lambda each: each.low and not each.bars,
-            base.mark_area(fillOpacity=0.2, clip=clip).encode(**spread),
-        ),
-        (
-            lambda each: each.low and each.bars,
-            base.mark_rule(strokeWidth=1.5, clip=clip).encode(**spread),
-        ),
-        (
-            lambda each: each.joined and not each.dashed,
-            base.mark_line(strokeWidth=2, clip=clip),
-        ),
-        (
-            lambda each: each.joined and each.dashed,
-            base.mark_line(strokeWidth=2, strokeDash=[6, 4], clip=clip),
-        ),
-        (
-            lambda each: each.marked,
-            base.transform_filter("datum.marked")
-            .mark_point(filled=True, size=45, opacity=1, clip=clip)
-            .encode(shape=shape),
-        ),
-    ]
-    layers = []
-    for holds, mark in marks:
-        names = [each.name for each in chart.series if holds(each)]
-        if names:  # of an empty layer Vega complains
-            those = alt.FieldOneOfPredicate(field="series", oneOf=names)
-            layers.append(mark.transform_filter(those))
-    return layers
+    dash = alt.when("datum.dashed").then(alt.value([6, 4])).otherwise(alt.value([1, 0]))
+    points = base.mark_point(filled=True, size=45, opacity=1, clip=clip)
+    marks = {
+        "band": base.mark_area(fillOpacity=0.2, clip=clip).encode(**spread),
+        "bar": base.mark_rule(strokeWidth=1.5, clip=clip).encode(**spread),
+        "joined": base.mark_line(strokeWidth=2, clip=clip).encode(strokeDash=dash),
+        "marked": points.encode(shape=shape),
+    }
+    # Of a layer without data Vega would complain.
+    found = {flag for row in _rows(chart) for flag in row}
+    return [marks[each].transform_filter(f"datum.{each}") for each in marks if each in found]
 
 
 def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
@@ -278,22 +264,11 @@ def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
     return base, shape
 
 
-def _targets(chart: Chart) -> alt.Chart:
-    """Invisible marks around all points, which are easy to hit and say what is there."""
-    tips = [
-        alt.Tooltip("series:N"),
-        alt.Tooltip("x:Q", title=f"{chart.x.name} ({chart.x.unit})", format=".4~g"),
-        alt.Tooltip("y:Q", title=f"{chart.y.name} ({chart.y.unit})", format=".4~g"),
-    ]
-    if any(each.low for each in chart.series):
-        tips += [alt.Tooltip(f"{end}:Q", format=".4~g") for end in ("low", "high")]
-    base, _ = _encoded(chart)
-    targets: alt.Chart = base.mark_point(size=200, filled=True, opacity=0, clip=True)
-    return targets.encode(tooltip=tips)
+def _rows(chart: Chart) -> list[dict[str, object]]:
+    """A row for each point, with the names of the marks that show it.
 
-
-def _data(chart: Chart) -> alt.InlineData:
-    """A row for each point; `place` is its x, or a little aside from other series' error bars."""
+    `place` is its x, or a little aside from the error bars of other series.
+    """
     places = [x for each in chart.series for x in each.x]
     low, high = min(places, default=0.0), max(places, default=0.0)
     rows = []
@@ -302,20 +277,21 @@ def _data(chart: Chart) -> alt.InlineData:
         every = math.ceil(len(each.x) / _MARKERS)
         for index, (x, y) in enumerate(zip(each.x, each.y, strict=True)):
             place = x * (high / low) ** aside if chart.x.log else x + (high - low) * aside
-            row = {
+            row: dict[str, object] = {
                 "series": each.name,
                 "x": _shown(x, chart.x),
                 "place": _shown(place, chart.x),
                 "y": _shown(y, chart.y),
-                "marked": index % every == 0,
+                "joined": each.joined,
+                "dashed": each.dashed,
+                "marked": each.marked and index % every == 0,
             }
             if each.low:
-                row |= {
-                    "low": _shown(each.low[index], chart.y),
-                    "high": _shown(each.high[index], chart.y),
-                }
-            rows.append(row)
-    return alt.InlineData(values=rows)
+                row["bar" if each.bars else "band"] = True
+                row["low"] = _shown(each.low[index], chart.y)
+                row["high"] = _shown(each.high[index], chart.y)
+            rows.append({name: value for name, value in row.items() if value is not False})
+    return rows
 
 
 def _shown(value: float | None, axis: Axis) -> float | None:

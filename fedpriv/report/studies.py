@@ -41,45 +41,47 @@ class Measure:
     """What arms are compared by.
 
     Attributes:
-        name: in a sentence.
+        name: attribute of rounds and arms that holds it.
         axis: what a chart names it.
-        column: what a table names it.
-        difference_unit: unit of a difference.
+        unit: of a difference.
         better: where a chart shows what is better.
-        of: its value after a round, None if it was not measured.
-        end: its mean over seeds at the end.
-        difference: its mean paired difference from the baseline at the end; None without one.
+        scale: what values are multiplied by to be in these units.
     """
 
     name: str
     axis: Axis
-    column: str
-    difference_unit: str
+    unit: str
     better: str
-    of: Callable[[RoundRecord], float | None]
-    end: Callable[[ArmSummary], Interval | None]
-    difference: Callable[[ArmSummary], Interval | None]
+    scale: float
+
+    def of(self, each: RoundRecord) -> float | None:
+        """Its value after a round, None if it was not measured."""
+        value: float | None = getattr(each, self.name)
+        return None if value is None else self.scale * value
+
+    def end(self, arm: ArmSummary) -> Interval | None:
+        """Its mean over seeds at the end."""
+        return self._scaled(getattr(arm, self.name))
+
+    def difference(self, arm: ArmSummary) -> Interval | None:
+        """Its mean paired difference from the baseline at the end; None without one."""
+        return self._scaled(getattr(arm, f"{self.name}_difference"))
+
+    def _scaled(self, found: Interval | None) -> Interval | None:
+        if found is None or found.half_width is None:
+            return found and replace(found, mean=self.scale * found.mean)
+        return replace(
+            found, mean=self.scale * found.mean, half_width=self.scale * found.half_width
+        )
 
 
-_ACCURACY = Measure(
-    "accuracy",
-    Axis("accuracy on held-out rows", "%"),
-    "accuracy (%)",
-    "points",
-    "higher",
-    lambda each: None if each.accuracy is None else 100.0 * each.accuracy,
-    lambda arm: _percent(arm.accuracy),
-    lambda arm: _percent(arm.accuracy_difference),
-)
+_ACCURACY = Measure("accuracy", Axis("accuracy on held-out rows", "%"), "points", "higher", 100.0)
 _LOSS = Measure(
     "loss",
     Axis("mean loss of held-out rows", "unit of the loss"),
-    "loss",
     "unit of the loss",
     "lower",
-    lambda each: each.loss,
-    lambda arm: arm.loss,
-    lambda arm: arm.loss_difference,
+    1.0,
 )
 
 
@@ -158,7 +160,7 @@ def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
         "told apart from it. Each bar is for one arm: of twenty arms that are all alike, one is "
         "expected not to cross.",
         _targets_axis(targets),
-        Axis(f"{measure.name} minus baseline's", measure.difference_unit),
+        Axis(f"{measure.name} minus baseline's", measure.unit),
         series,
     )
 
@@ -222,7 +224,7 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     levels = read.study.accuracies
     columns = (
         Column("arm", number=False),
-        Column(measure.column),
+        Column("accuracy (%)" if measure is _ACCURACY else "loss"),
         Column("difference"),
         *(Column(f"rounds to {100 * level:g}%") for level in levels),
         Column("noise z"),
@@ -315,13 +317,6 @@ def results_csv(read: ReadStudy) -> str:
 def runs_csv(read: ReadStudy) -> str:
     """The finished runs as a table."""
     return _csv(_flat(_run_row(run)) for run in read.runs)
-
-
-def _percent(interval: Interval | None) -> Interval | None:
-    if interval is None:
-        return None
-    half = interval.half_width
-    return Interval(100.0 * interval.mean, None if half is None else 100.0 * half, interval.count)
 
 
 def _names(arms: Sequence[ArmSummary]) -> list[str]:
