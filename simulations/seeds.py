@@ -50,7 +50,7 @@ def charts(runs: list[list[Row]], title: str) -> tuple[Chart, Chart]:
     rounds = [int(str(row["round"])) + 1 for row in measured[0]]
     accuracy = np.array([[float(str(r["test_accuracy"])) for r in rows] for rows in measured]) * 100
     mean = Series(
-        f"mean of {len(runs)} seeds, from the least to the largest",
+        f"mean of {len(runs)} seeds, between the least and the largest",
         rounds,
         accuracy.mean(0).tolist(),
         accuracy.min(0).tolist(),

@@ -27,7 +27,7 @@ _DODGE = 0.008  # of the axis, between error bars at the same x
 _BREAK = 40  # characters of an axis title that fit on a phone
 _SIZE = (600, 300)  # of the plot in a file, in pixels at 96 per inch
 # Of the legend. That of the plot depends on the height of the legend, and is known too late.
-_WIDTH = f"isFinite(containerSize()[0]) ? containerSize()[0] - 100 : {_SIZE[0]}"
+_WIDTH = f"(isFinite(containerSize()[0]) ? containerSize()[0] - 70 : {_SIZE[0]})"
 # 1, 2 and 5 of each decade; all where there is less than one.
 _LOG_LABEL = (
     "domain('SCALE')[1] < 10 * domain('SCALE')[0] || "
@@ -163,7 +163,8 @@ def figure(*charts: Chart) -> alt.HConcatChart:
         parts.append(
             alt.LayerChart(data=rows, layer=layers, title=title, width=width, height=height)
         )
-    return alt.HConcatChart(hconcat=parts, config=_CONFIG, background="white", padding=12)
+    beside = alt.HConcatChart(hconcat=parts, config=_CONFIG, background="white", padding=12)
+    return beside.resolve_scale(color="independent", shape="independent")
 
 
 def save(chart: Chart, folder: Path, formats: Iterable[str] = ("png", "svg")) -> list[Path]:
@@ -248,8 +249,8 @@ def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
     legend = alt.Legend(
         title=None,
         orient="bottom",
-        columns=alt.ExprRef(f"max(1, floor(({_WIDTH}) / {40 + 7 * longest}))"),
-        labelLimit=alt.ExprRef("max(100, width - 30)"),
+        columns=alt.ExprRef(f"max(1, floor({_WIDTH} / {40 + 7 * longest}))"),
+        labelLimit=alt.ExprRef(f"max(100, {_WIDTH})"),
     )
     colours, shapes = [], []
     for number, each in enumerate(chart.series):
