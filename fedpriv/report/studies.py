@@ -224,28 +224,27 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     levels = read.study.accuracies
     columns = (
         Column("arm", number=False),
-        Column("accuracy (%)" if measure is _ACCURACY else "loss"),
+        Column("accuracy\n(%)" if measure is _ACCURACY else "loss"),
         Column("difference"),
-        *(Column(f"rounds to {100 * level:g}%") for level in levels),
-        Column("noise z"),
-        Column("ε spent"),
-        Column("seeds"),
+        *(Column(f"rounds\nto {100 * level:g}%") for level in levels),
+        Column("noise\nz"),
+        Column("ε\nspent"),
     )
     rows = [
         (
-            arm.arm,
+            _named(arm, read.study),
             _text(measure.end(arm)),
             "baseline" if arm.arm == read.study.baseline else _text(measure.difference(arm), "+"),
             *(_rounds(arm, level) for level in levels),
             f"{arm.noise_multiplier:.4g}",
             format_epsilon(arm.epsilon),
-            str(len(arm.seeds)),
         )
         for arm in arms
     ]
+    seeds, baseline = len(read.study.seeds), read.study.baseline
     caption = (
-        f"At ε = {target.epsilon:g}, δ = {target.delta:g}: means over seeds ± Student's 95% "
-        f"interval, differences from {read.study.baseline} paired by seed"
+        f"At ε = {target.epsilon:g}, δ = {target.delta:g}: means over {seeds} seeds ± Student's "
+        f"95% interval, differences from {baseline} paired by seed"
     )
     return Table(caption, columns, rows)
 
@@ -256,8 +255,8 @@ def clipping_table(read: ReadStudy, target: Target) -> Table:
         Column("arm", number=False),
         Column("users clipped (%)", number=False),
         Column("layer", number=False),
-        Column("mean update norm (L2)"),
-        Column("signal to noise"),
+        Column("mean update\nnorm (L2)"),
+        Column("signal\nto noise"),
         Column("users/s"),
     )
     rows = []
@@ -407,9 +406,17 @@ def _text(found: Interval | None, sign: str = "") -> str:
 
 
 def _rounds(arm: ArmSummary, level: float) -> str:
+    """When an arm reached an accuracy, and how many of its seeds did, if some did not."""
     found = arm.rounds_to[level]
     median = "never" if found.median is None else f"{found.median:g}"
-    return median if found.reached in {0, len(arm.seeds)} else f"{median} ({found.reached} seeds)"
+    some = found.reached not in {0, len(arm.seeds)}
+    return f"{median}\n({found.reached} of {len(arm.seeds)})" if some else median
+
+
+def _named(arm: ArmSummary, study: Study) -> str:
+    """The name of an arm, and how many of its seeds are finished, if some are not."""
+    finished = len(arm.seeds)
+    return arm.arm if finished == len(study.seeds) else f"{arm.arm} ({finished} seeds)"
 
 
 def _arm_row(arm: ArmSummary) -> dict[str, object]:
