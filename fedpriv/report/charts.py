@@ -163,8 +163,10 @@ def figure(*charts: Chart) -> alt.HConcatChart:
         parts.append(
             alt.LayerChart(data=rows, layer=layers, title=title, width=width, height=height)
         )
-    beside = alt.HConcatChart(hconcat=parts, config=_CONFIG, background="white", padding=12)
-    return beside.resolve_scale(color="independent", shape="independent")
+    apart = alt.Resolve(scale=alt.ScaleResolveMap(color="independent", shape="independent"))
+    return alt.HConcatChart(
+        hconcat=parts, resolve=apart, config=_CONFIG, background="white", padding=12
+    )
 
 
 def save(chart: Chart, folder: Path, formats: Iterable[str] = ("png", "svg")) -> list[Path]:
