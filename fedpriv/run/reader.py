@@ -4,28 +4,27 @@
 """
 
 import webbrowser
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedpriv.accounting.ledger import ChargedRow, Ledger
-from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.config import load_config
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
-from fedpriv.report.page.content import Page
-from fedpriv.report.page.record import (
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.report.page import Page, render, write_page
+from fedpriv.report.records import (
     Figures,
     RoundRecord,
     RunRecord,
     SimulationOnlyRound,
     Verification,
 )
-from fedpriv.report.page.run_page import page_of_run
-from fedpriv.report.page.study_page import page_of_study
-from fedpriv.report.page.writing import render, write_page
+from fedpriv.report.run_page import page_of_run
 from fedpriv.report.spending import LedgerContent
+from fedpriv.report.study_page import page_of_study
 from fedpriv.run.folder import RunFolder
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
@@ -102,9 +101,21 @@ def read_run(folder: Path) -> RunRecord:
         accountant=config.privacy.accountant,
         ledger=content,
         verification=Verification(head, cohorts, len(rows)),
-        rounds=tuple(_round(n, row, charged[row.charge]) for n, row in enumerate(rows, start=1)),
+        rounds=tuple(
+            _round(n, row, [query.group for query in charged[row.charge].event.queries])
+            for n, row in enumerate(rows, start=1)
+        ),
         simulation_only=_simulation_only(run, rows),
     )
+
+
+def released_rounds(run: RunFolder) -> list[RoundRecord]:
+    """What the metrics say of each round, without clipping norms, whose groups a ledger names.
+
+    Raises:
+        DataError: the metrics cannot be read.
+    """
+    return [_round(n, row, ()) for n, row in enumerate(_released_rows(run), start=1)]
 
 
 def _verified(ledger: Ledger, participation: Path) -> bool:
@@ -147,9 +158,8 @@ def _simulation_only(run: RunFolder, rows: list[_Row]) -> tuple[SimulationOnlyRo
     return tuple(found[number] for number in sorted(found))
 
 
-def _round(number: int, row: _Row, charge: ChargedRow) -> RoundRecord:
-    # Groups of the update come first among the queries of a round.
-    groups = [query.group for query in charge.event.queries]
+def _round(number: int, row: _Row, groups: Sequence[str]) -> RoundRecord:
+    """A round; groups of the update come first among those of its queries."""
     return RoundRecord(
         number=number,
         epsilon=row.epsilon,

@@ -61,7 +61,7 @@ def test_the_wheel_holds_one_name(built: Path) -> None:
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"fedpriv"}
     assert modules(names) == expected()
-    templates = {path.name for path in (ROOT / "fedpriv/report/page/templates").iterdir()}
+    templates = {path.name for path in (ROOT / "fedpriv/report/templates").iterdir()}
     assert {Path(name).name for name in names if "/templates/" in name} == templates
 
 
