@@ -53,14 +53,7 @@ class Patience:
 
 
 class GrpcTransport(Transport):
-    """Asks nodes that are connected, from the thread of the training loop.
-
-    Args:
-        listener: the running server.
-        enrolment: where users are.
-        price_of: what a round costs.
-        patience: how long to wait.
-    """
+    """Asks nodes that are connected, from the thread of the training loop."""
 
     def __init__(
         self,
@@ -215,13 +208,7 @@ class Deployment:
         return GrpcTransport(listener, self.enrolment, price_of, patience)
 
     def follow(self, listener: Listener, rows: Rounds, first: int) -> Outcome:
-        """Run the rounds and publish each; then tell nodes that the run is over, or the server.
-
-        Args:
-            listener: the running server.
-            rows: the rounds.
-            first: number of the first.
-        """
+        """Run the rounds and publish each; then tell nodes that the run is over, or the server."""
         service, rounds = listener.service, self.experiment.plan.rounds
 
         def publish(status: Status) -> None:
@@ -270,9 +257,9 @@ def serve(
         file: the experiment, TOML, with a section `federation`.
         assignments: "a.b=value" overrides.
         out: folder of the run; by default a new one under runs/.
-        resume: go on with the run in `out`, or start it if there is none.
+        resume: go on with the run in `out`, or start it there.
         insecure: plain text, on loopback only.
-        leave: end when the run is over; otherwise go on serving ledger and status until stopped.
+        leave: end with the run; otherwise go on serving ledger and status until stopped.
 
     Raises:
         FedprivError: something is wrong with the input, or the run cannot go on; the message says

@@ -52,16 +52,8 @@ def run_on_nodes(
 ) -> None:
     """Run or resume an experiment on the enrolled SuperNodes of a grid, and print how it went.
 
-    Of the section the keys are read that say where users are and how long nodes are waited for;
-    how they connect is Flower's.
-
-    Args:
-        beginning: how it begins or goes on.
-        section: where users are.
-        grid: of the run.
-        stopping: when it is set, the round that is collected is abandoned.
-        console: where to print.
-        follow: as for `carry_out`.
+    Of the section, the keys count that say where users are and how long nodes are waited for; how
+    they connect is Flower's. When `stopping` is set, the round that is collected is abandoned.
 
     Raises:
         FedprivError: something is wrong with the input, or the run cannot go on.
@@ -81,10 +73,7 @@ def run_on_nodes(
 
     def hosted(experiment: Experiment, books: Books) -> Transport:
         present = EnrolledNodes(grid, enrolment, section.least_nodes, stopping)
-        nodes, price_of = (
-            Nodes(enrolment.hosting, present, headers),
-            prices(experiment.plan, books),
-        )
+        nodes, price_of = Nodes(enrolment.hosting, present, headers), prices(experiment.plan, books)
         seconds, fixed = section.deadline_seconds, section.fixed_length
         return GridTransport(grid, nodes, price_of, seconds, stopping, fixed=fixed)
 
@@ -135,13 +124,9 @@ class GridSimulation:
         console: Console,
         follow: Follow | None = None,
     ) -> None:
-        """Run it to its end, with all that `fedpriv simulate` writes and prints.
+        """Run it to its end on the workers of a grid, and write and print as `fedpriv simulate`.
 
-        Args:
-            grid: where the workers are.
-            stopping: when it is set, the round that is collected is abandoned.
-            console: where to print.
-            follow: as for `carry_out`.
+        When `stopping` is set, the round that is collected is abandoned.
 
         Raises:
             WorkerError: a worker does not do its part.
