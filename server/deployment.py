@@ -25,7 +25,7 @@ from threadpoolctl import threadpool_limits
 from fedpriv.build import Experiment
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, StoppedError
-from fedpriv.privacy.round import Books, PartialSum, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.evaluation import Evaluator
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import (
@@ -260,7 +260,7 @@ class Deployment:
         experiment: what is run.
         section: how nodes connect and how long they are waited for.
         enrolment: where users are.
-        books: ledger, participation record and budget.
+        records: ledger, participation record and budget.
         folder: where the run is written.
         ledger: path of the ledger.
     """
@@ -268,7 +268,7 @@ class Deployment:
     experiment: Experiment
     section: FederationSection
     enrolment: Enrolment
-    books: Books
+    records: PrivacyRecords
     folder: RunFolder
     ledger: Path
 
@@ -293,7 +293,7 @@ class Deployment:
                     self.section.fixed_length,
                     self.section.least_nodes,
                 )
-                price_of = prices(plan, self.books)
+                price_of = prices(plan, self.records)
                 transport = GrpcTransport(server, self.enrolment, price_of, patience)
                 yield Deployed(server, transport)
 
@@ -316,10 +316,10 @@ class Deployment:
         welcome_of = welcomes(self.experiment.config, self.enrolment)
         for node in self.enrolment.nodes:
             encode_welcome(welcome_of(node))  # what cannot be said is refused before anybody asks
-        dimension = plan.mechanism.average.sum_query.clipping.layout.dimension
+        dimension = plan.mechanism.clipping.layout.dimension
         memory = section.transfer_mebibytes * 2**20
         transfers = Transfers.within(memory, dimension, section.transfer_seconds)
-        status = status_at_start(plan, self.books, self.enrolment, round_number)
+        status = status_at_start(plan, self.records, self.enrolment, round_number)
         rates = RateLimit(section.calls_per_minute)
 
         def make() -> tuple[Service, Guard]:
@@ -349,7 +349,7 @@ class Deployment:
             experiment.plan,
             state,
             server.transport,
-            self.books,
+            self.records,
             experiment.entropy,
             Evaluator(experiment.task, experiment.held_out, experiment.device),
             Cadence(output.evaluate_every, output.checkpoint_every),
@@ -432,17 +432,17 @@ def serve(
     folder, ledger = beginning.folder, beginning.ledger
     participation = folder.participation_of(ledger)
     population, budget = experiment.plan.population, experiment.budget
-    with folder.held(), Books.open(ledger, participation, population, budget) as books:
-        deployment = Deployment(experiment, section, enrolment, books, folder, ledger)
+    with folder.held(), PrivacyRecords.open(ledger, participation, population, budget) as records:
+        deployment = Deployment(experiment, section, enrolment, records, folder, ledger)
         _run(deployment, door, console, leave=leave)
     draw(folder, experiment)
 
 
 def _run(deployment: Deployment, door: Door, console: Console, *, leave: bool) -> None:
     """Run all rounds and print the result; then, unless told to leave, serve until stopped."""
-    experiment, books, folder = deployment.experiment, deployment.books, deployment.folder
+    experiment, records, folder = deployment.experiment, deployment.records, deployment.folder
     plan, enrolment = experiment.plan, deployment.enrolment
-    state = state_to_start_from(folder, plan, books, experiment.initial_state)
+    state = state_to_start_from(folder, plan, records, experiment.initial_state)
     with (
         # Updates are added up in threads that are many already; more only wait for each other.
         threadpool_limits(1, "blas"),
@@ -457,7 +457,7 @@ def _run(deployment: Deployment, door: Door, console: Console, *, leave: bool) -
             highlight=False,
         )
         outcome = deployment.run(server, state)
-        print_result(experiment, folder, deployment.ledger, outcome, books, console)
+        print_result(experiment, folder, deployment.ledger, outcome, records, console)
         if outcome.stop is not Stop.ASKED and not leave:
             console.print("serving ledger and status until stopped")
             asked.wait()

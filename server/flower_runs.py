@@ -39,7 +39,7 @@ from fedpriv.config import Count, FederationSection, Section
 from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, WorkerError
 from fedpriv.logs import LogFormat, configure
-from fedpriv.privacy.round import Books, PartialSum, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.run import Beginning, Follow, Outcome, RoundRow, carry_out, released_text
 from fedpriv.server.enrolment import Hosting, enrolled_experiment
 from fedpriv.server.flower_grid import (
@@ -121,12 +121,12 @@ def run_enrolled(
     def headers(node: str) -> Headers:
         return {WELCOME: welcome_header(welcome_of(node))}
 
-    def hosted(experiment: Experiment, books: Books) -> Transport:
+    def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
         present = EnrolledNodes(grid, enrolment, section.least_nodes, stopping)
         return GridTransport(
             grid,
             Nodes(enrolment.hosting, present, headers),
-            prices(experiment.plan, books),
+            prices(experiment.plan, records),
             section.deadline_seconds,
             stopping,
             fixed=section.fixed_length,
@@ -238,9 +238,9 @@ class GridSimulation:
         present = simulated_workers(grid, name, self.users, self.workers, loaded, stopping)
         headers = loaded | {WELCOME: self._welcome}
 
-        def hosted(experiment: Experiment, books: Books) -> Transport:
+        def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
             nodes = Nodes(hosting, lambda: present, lambda _worker: headers)
-            price_of = prices(experiment.plan, books)
+            price_of = prices(experiment.plan, records)
             asking = GridTransport(grid, nodes, price_of, DEFAULT_TTL, stopping)
             return EveryWorker(asking, hosting)
 

@@ -115,8 +115,10 @@ class Isolation:
         while (lanes := trainer.lanes_for(users, rung)) < verdict.most:
             if lanes not in verdict.counts:
                 crowd = _Crowd.of(trainer, request, rung, min(_COMPARED, len(verdict.digests)))
-                found = crowd.in_turns(start, lanes)
-                verdict.counts[lanes] = _agree(found, verdict.digests)
+                verdict.counts[lanes] = all(
+                    _agree(crowd.in_turns(start, lanes, places), verdict.digests)
+                    for places in (0, 1, lanes // 3 + 1)
+                )
             if verdict.counts[lanes]:
                 return lanes
             users += 1
@@ -157,8 +159,8 @@ class Isolation:
         crowd = _Crowd.of(self._trainer, request, rung, users)
         digests = crowd.digests(start, np.arange(users), lanes)
         expected = tuple(digests[user] for user in range(users))
-        for number in (1, 2):
-            turned = np.roll(np.arange(users), number * (users // 3 + 1))
+        for number, places in ((0, 1), (1, users // 3 + 1), (2, 2 * (users // 3 + 1))):
+            turned = np.roll(np.arange(users), places)
             broken = np.where(np.arange(users) % 3 == number, turned + users, turned)
             try:
                 found = crowd.digests(start, broken, lanes)
@@ -229,11 +231,11 @@ class _Crowd:
         found = zip(users.tolist(), _digests(updates, len(users)), strict=True)
         return {user: digest for user, digest in found if user < self.users}
 
-    def in_turns(self, start: Start, lanes: int) -> dict[int, bytes]:
-        """What some get, as many as tell, if they train in fewer lanes at a time."""
+    def in_turns(self, start: Start, lanes: int, places: int) -> dict[int, bytes]:
+        """What some get, as many as tell, in fewer lanes at a time, so many places further on."""
         most, found = self.trainer.most_users(lanes, self.rung), dict[int, bytes]()
         for first in range(0, min(self.users, _TURNS * most), most):
-            turn = np.arange(first, first + most) % self.users
+            turn = np.roll(np.arange(first, first + most) % self.users, places)
             found |= self.digests(start, turn, lanes)
         return found
 

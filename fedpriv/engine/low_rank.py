@@ -25,15 +25,10 @@ from torch.autograd.function import once_differentiable
 
 from fedpriv.engine.batches import Batches
 from fedpriv.engine.layers import Layers
+from fedpriv.engine.matmul import OuterProducts, product, shared_product
 from fedpriv.engine.sgd import Descent
 from fedpriv.engine.task import Activations, Task, lowered
-from fedpriv.privacy.clipping_torch import (
-    OuterProducts,
-    TorchTensors,
-    Updates,
-    product,
-    shared_product,
-)
+from fedpriv.privacy.clipping_torch import TorchTensors, Updates
 from fedpriv.privacy.round import LocalTraining
 
 

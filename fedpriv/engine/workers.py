@@ -27,10 +27,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedpriv.engine.matmul import blas_threads
 from fedpriv.engine.task import Start
 from fedpriv.engine.trainer import Chunk, ChunkSum, Trainer
 from fedpriv.errors import WorkerError
-from fedpriv.privacy.clipping_torch import blas_threads
 from fedpriv.privacy.round import RoundRequest
 
 Message = tuple[bytes | int | None, Chunk]

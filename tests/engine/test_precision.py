@@ -15,6 +15,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine import layers as engine_layers
 from fedpriv.engine.batches import Batches
 from fedpriv.engine.low_rank import train_layers_chunk
+from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.qualification import layers_of
 from fedpriv.engine.sgd import train_chunk
@@ -23,7 +24,7 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.models import build_model, cross_entropy
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.clipping_torch import OuterProducts, Updates, whole
+from fedpriv.privacy.clipping_torch import Updates, whole
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining, RoundRequest
