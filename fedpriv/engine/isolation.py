@@ -120,9 +120,9 @@ class Isolation:
         while (lanes := trainer.footprint.lanes_for(users, rung)) < verdict.most:
             if lanes not in verdict.counts:
                 some = min(_COMPARED, len(verdict.digests))
-                crowd = _RandomUsers.of(trainer, request, start, rung, some)
+                few = _RandomUsers.of(trainer, request, start, rung, some)
                 verdict.counts[lanes] = all(
-                    _agree(crowd.in_turns(lanes, places), verdict.digests)
+                    _agree(few.in_turns(lanes, places), verdict.digests)
                     for places in (0, 1, lanes // 3 + 1)
                 )
             if verdict.counts[lanes]:
@@ -220,7 +220,6 @@ class _RandomUsers:
         users = self.users
         digests = self.digests(np.arange(users), lanes)
         expected = tuple(digests[user] for user in range(users))
-        # Libraries round alike at places that differ by an even number where they do not at others.
         for number, places in ((0, 1), (1, users // 3 + 1), (2, 2 * (users // 3 + 1))):
             turned = np.roll(np.arange(users), places)
             broken = np.where(np.arange(users) % 3 == number, turned + users, turned)
