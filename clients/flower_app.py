@@ -46,7 +46,6 @@ from fedpriv.wire.flower import (
     TROUBLE,
     WELCOME,
     Simulated,
-    check_installed,
     content_of,
     digest_of_shard,
     header_in,
@@ -193,7 +192,6 @@ app = ClientApp()
 def say_hello(message: Message, context: Context) -> Message:
     """Say who the node is and which users it holds, or in one sentence why it cannot."""
     try:
-        check_installed()
         hello = introduce(message.content, context.node_config)
         headers = {HELLO: encode_hello(hello).SerializeToString()}
     except FedprivError as error:

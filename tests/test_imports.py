@@ -140,7 +140,7 @@ def test_imports_follow_the_layout(name: str, path: Path) -> None:
         ("fedpriv.server.metrics", "torch flwr prometheus_client"),
         ("fedpriv.server.deployment", "flwr ray"),
         ("fedpriv.run.run", "flwr ray grpc"),
-        ("fedpriv.server.authority", "torch flwr sklearn altair grpc"),
+        ("fedpriv.server.certificates", "torch flwr sklearn altair grpc"),
     ],
 )
 def test_importing_loads_nothing_heavy(name: str, forbidden: str) -> None:

@@ -4,20 +4,18 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.build import Enrolled
 from fedpriv.errors import InvalidValueError
 from fedpriv.run.run import Beginning
-from fedpriv.server.enrolment import enrolled_experiment
 
 FEDERATION = Path(__file__).parents[2] / "simulations" / "federation.toml"
 
 
 def test_the_population_of_nodes_is_called_by_its_id(tmp_path: Path) -> None:
-    population, enrolment = "5f" * 16, tmp_path / "enrolment.toml"
-    enrolment.write_text(f'population = "{population}"\n[nodes.a]\nusers = ["ann", "bob"]\n')
-    assignments = [f"federation.enrolment={enrolment}"]
-    beginning = Beginning.of(FEDERATION, assignments, tmp_path / "run", resume=False)
+    population = "5f" * 16
+    beginning = Beginning.of(FEDERATION, [], tmp_path / "run", resume=False)
     assert beginning.config.federation is not None
-    experiment, _ = enrolled_experiment(beginning, beginning.config.federation)
+    experiment = beginning.on_nodes(beginning.config.federation, Enrolled(population, 2))
     assert experiment.plan.population == population
     assert experiment.plan.sampling.population == 2
 
@@ -27,7 +25,7 @@ def test_nodes_are_not_asked_for_figures_that_are_not_private(tmp_path: Path) ->
     beginning = Beginning.of(FEDERATION, assignments, tmp_path / "run", resume=False)
     assert beginning.config.federation is not None
     with pytest.raises(InvalidValueError, match="on nodes it must be false"):
-        enrolled_experiment(beginning, beginning.config.federation)
+        beginning.on_nodes(beginning.config.federation, Enrolled("5f" * 16, 2))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -38,5 +36,5 @@ def test_nodes_are_not_asked_for_work_without_bound(tmp_path: Path) -> None:
     beginning = Beginning.of(experiment, [], tmp_path / "run", resume=False)
     assert beginning.config.federation is not None
     with pytest.raises(InvalidValueError, match=r"local\.max_examples is absent; on nodes it"):
-        enrolled_experiment(beginning, beginning.config.federation)
+        beginning.on_nodes(beginning.config.federation, Enrolled("5f" * 16, 2))
     assert list(tmp_path.iterdir()) == [experiment]
