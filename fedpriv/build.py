@@ -31,11 +31,12 @@ from fedpriv.config import (
 )
 from fedpriv.data.population import Population, UserStore
 from fedpriv.data.registry import load_population
+from fedpriv.engine.losses import find_loss
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
 from fedpriv.engine.task import Task, check_task, running_norms
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import InvalidValueError, known_names
-from fedpriv.models import build_model, find_loss
+from fedpriv.models import build_model
 from fedpriv.privacy.layout import (
     Layout,
     VectorGroup,

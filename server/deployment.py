@@ -32,7 +32,6 @@ from fedpriv.run.run import (
     Beginning,
     Cadence,
     Outcome,
-    RoundRow,
     Rounds,
     announced,
     conduct,
@@ -51,7 +50,7 @@ from fedpriv.server.listener import Files, Listening, listening
 from fedpriv.server.metrics import Monitor
 from fedpriv.server.service import Service, Transfers
 from fedpriv.server.status import LedgerLines, prices, status_at_start, welcomes
-from fedpriv.training.rounds import ServerState, Stop
+from fedpriv.training.rounds import RoundResult, ServerState, Stop
 from fedpriv.wire import Price, RunState, encode_welcome
 
 _log = logging.getLogger(__name__)
@@ -374,7 +373,7 @@ class Deployment:
                 _log.info("the run ended: %s", outcome.stop)
                 return outcome
 
-    def _publish(self, server: Listening, row: RoundRow) -> None:
+    def _publish(self, server: Listening, row: RoundResult) -> None:
         _log.info(released_text(row, self.experiment.plan.rounds))
         status = replace(
             server.service.status,

@@ -40,7 +40,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, WorkerError
 from fedpriv.logs import LogFormat, configure
 from fedpriv.privacy.round import Books, PartialSum, RoundRequest, Transport
-from fedpriv.run.run import Beginning, Follow, Outcome, RoundRow, carry_out, released_text
+from fedpriv.run.run import Beginning, Follow, Outcome, carry_out, released_text
 from fedpriv.server.enrolment import Hosting, enrolled_experiment
 from fedpriv.server.flower_grid import (
     EnrolledNodes,
@@ -52,6 +52,7 @@ from fedpriv.server.flower_grid import (
     welcome_header,
 )
 from fedpriv.server.status import prices, task_of, welcomes
+from fedpriv.training.rounds import RoundResult
 from fedpriv.wire import Welcome
 from fedpriv.wire.flower import SIMULATED, WELCOME, Simulated, check_installed
 
@@ -493,7 +494,9 @@ def main(grid: Grid, context: Context) -> None:
         stopping.set()
 
 
-def _say(rows: Generator[RoundRow, None, Outcome], experiment: Experiment, first: int) -> Outcome:
+def _say(
+    rows: Generator[RoundResult, None, Outcome], experiment: Experiment, first: int
+) -> Outcome:
     """Log a line for each release."""
     _log.info("round %d of %d is next", first, experiment.plan.rounds)
     while True:

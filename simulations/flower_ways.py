@@ -19,8 +19,9 @@ from rich.console import Console
 
 from fedpriv.build import Experiment, simulated
 from fedpriv.clients.flower_app import app as client_app
-from fedpriv.run.run import Beginning, Follow, Outcome, RoundRow, carry_out
+from fedpriv.run.run import Beginning, Follow, Outcome, carry_out
 from fedpriv.server.flower_runs import on_ray, simulate_on_ray
+from fedpriv.training.rounds import RoundResult
 from simulations.flower_usual import WORK, federate
 from simulations.flower_usual import app as usual_app
 
@@ -92,7 +93,7 @@ def _noting(ends: list[float]) -> Follow:
     """Takes down when each round of ours ends."""
 
     def follow(
-        rows: Generator[RoundRow, None, Outcome], _experiment: Experiment, _first: int
+        rows: Generator[RoundResult, None, Outcome], _experiment: Experiment, _first: int
     ) -> Outcome:
         while True:
             try:

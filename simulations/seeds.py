@@ -30,7 +30,7 @@ def run_seed(file: Path, seed: int, assignments: list[str]) -> list[Row]:
 def summary(runs: list[list[Row]]) -> dict[str, object]:
     """What the README quotes: final accuracies, their mean and spread, and the ε of each run."""
     last = [rows[-1] for rows in runs]
-    accuracy = [float(str(row["test_accuracy"])) for row in last]
+    accuracy = [float(str(row["accuracy"])) for row in last]
     return {
         "accuracy": accuracy,
         "mean": float(np.mean(accuracy)),
@@ -48,9 +48,9 @@ def draw(runs: list[list[Row]], title: str) -> Figure:
     """Accuracy by round, each seed and their mean, beside ε by round."""
     figure = Figure(figsize=(9.0, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    measured = [[row for row in rows if row["test_accuracy"] is not None] for rows in runs]
+    measured = [[row for row in rows if row["accuracy"] is not None] for rows in runs]
     rounds = [int(str(row["round"])) + 1 for row in measured[0]]
-    accuracy = np.array([[float(str(r["test_accuracy"])) for r in rows] for rows in measured]) * 100
+    accuracy = np.array([[float(str(r["accuracy"])) for r in rows] for rows in measured]) * 100
     for values in accuracy:
         left.plot(rounds, values, color="tab:blue", alpha=0.25, linewidth=1.0)
     left.plot(rounds, accuracy.mean(0), color="tab:blue", label=f"mean of {len(runs)} seeds")

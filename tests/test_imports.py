@@ -22,7 +22,7 @@ ALLOWED = {
     "fedpriv.models": {"fedpriv.engine.task", "fedpriv.importing"},
     "fedpriv.studies": {"fedpriv.config"},
     "fedpriv.analytics": {"fedpriv.accounting", "fedpriv.privacy", "fedpriv.data"},
-    "fedpriv.report": {"fedpriv.accounting", "fedpriv.studies"},
+    "fedpriv.report": {"fedpriv.accounting", "fedpriv.studies", "fedpriv.training.rounds"},
     "fedpriv.wire": {"fedpriv.privacy", "fedpriv.data.population"},
     "fedpriv.build": {
         "fedpriv.accounting",

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fedpriv.report.page.record import RoundRecord
 from fedpriv.report.series import Axis
 from fedpriv.studies import ArmSummary, Interval
+from fedpriv.training.rounds import RoundResult
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Measure:
     axis: Axis
     difference_unit: str
     better: str
-    of: Callable[[RoundRecord], float | None]
+    of: Callable[[RoundResult], float | None]
     end: Callable[[ArmSummary], Interval | None]
     difference: Callable[[ArmSummary], Interval | None]
 

@@ -34,7 +34,7 @@ from fedpriv.report.study_files import results_csv, results_json, runs_csv
 from fedpriv.run.diagnostics import Row, watched
 from fedpriv.run.evaluation import Evaluator
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.run import Beginning, Cadence, Outcome, RoundRow, announced, conduct
+from fedpriv.run.run import Beginning, Cadence, Outcome, announced, conduct
 from fedpriv.studies import Arm, Cell, RunResult, Study, Target, read_study
 from fedpriv.studies.results import (
     ALL_RESULTS,
@@ -49,6 +49,7 @@ from fedpriv.studies.results import (
 )
 from fedpriv.studies.study import load_study, study_toml
 from fedpriv.training.checkpoint import write_atomically
+from fedpriv.training.rounds import RoundResult
 
 Noise = dict[tuple[Arm, Target], float]
 """Noise multiplier of every arm at every target."""
@@ -345,11 +346,11 @@ def _set_aside(cut_short: Path) -> None:
 
 def _conducted(
     experiment: Experiment, folder: RunFolder, transport: Transport
-) -> tuple[list[RoundRow], Outcome]:
+) -> tuple[list[RoundResult], Outcome]:
     """All rounds of a run that is never resumed, so that its only checkpoint is the last."""
     plan, config = experiment.plan, experiment.config
     participation = folder.participation_of(folder.ledger)
-    rounds: list[RoundRow] = []
+    rounds: list[RoundResult] = []
     with Books.open(folder.ledger, participation, plan.population, experiment.budget) as books:
         rows = conduct(
             folder,
@@ -376,7 +377,7 @@ def _result(
     cell: Cell,
     experiment: Experiment,
     outcome: Outcome,
-    rounds: Sequence[RoundRow],
+    rounds: Sequence[RoundResult],
     seen: Sequence[Row],
 ) -> RunResult:
     plan = experiment.plan
@@ -396,9 +397,9 @@ def _result(
         accuracy=outcome.evaluation.accuracy,
         loss=outcome.evaluation.loss,
         evaluations=tuple(
-            (row.round + 1, row.test_accuracy) for row in rounds if row.test_accuracy is not None
+            (row.round + 1, row.accuracy) for row in rounds if row.accuracy is not None
         ),
-        clipping_norms=dict(zip(names, rounds[-1].clipping_norms, strict=True)),
+        clipping_norms=rounds[-1].clipping_norms,
         noise_stddevs={query.group: query.noise_stddev for query in queries[: len(names)]},
         simulation_only_users_per_second=plan.sampling.expected_cohort_size / seconds,
         simulation_only_clipped=_averaged(seen, "simulation_only_clipped"),

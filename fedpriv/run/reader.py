@@ -4,20 +4,18 @@
 """
 
 import webbrowser
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedpriv.accounting.ledger import ChargedRow, Ledger
+from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.config import load_config
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
 from fedpriv.report.page.content import Page
 from fedpriv.report.page.record import (
     Figures,
-    RoundRecord,
     RunRecord,
     SimulationOnlyRound,
     Verification,
@@ -29,21 +27,7 @@ from fedpriv.report.spending import LedgerContent
 from fedpriv.run.folder import RunFolder
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
-
-
-@dataclass(frozen=True)
-class _Row:
-    """What is read of a line of the metrics; see `RoundRow`."""
-
-    round: int
-    attempt: int
-    epsilon: float
-    charge: str
-    test_loss: float | None = None
-    test_accuracy: float | None = None
-    clipping_norms: tuple[float, ...] = ()
-    metrics: Mapping[str, object] = field(default_factory=dict)
-    metrics_noise_stddev: Mapping[str, float] = field(default_factory=dict)
+from fedpriv.training.rounds import RoundResult
 
 
 @dataclass(frozen=True)
@@ -58,7 +42,7 @@ class _Seen:
     simulation_only_signal_to_noise: Figures = field(default_factory=dict)
 
 
-_ROWS = TypeAdapter(list[_Row])
+_ROWS = TypeAdapter(list[RoundResult])
 _SEEN = TypeAdapter(list[_Seen])
 
 
@@ -102,7 +86,7 @@ def read_run(folder: Path) -> RunRecord:
         accountant=config.privacy.accountant,
         ledger=content,
         verification=Verification(head, cohorts, len(rows)),
-        rounds=tuple(_round(n, row, charged[row.charge]) for n, row in enumerate(rows, start=1)),
+        rounds=tuple(rows),
         simulation_only=_simulation_only(run, rows),
     )
 
@@ -119,7 +103,7 @@ def _verified(ledger: Ledger, participation: Path) -> bool:
     return True
 
 
-def _released_rows(run: RunFolder) -> list[_Row]:
+def _released_rows(run: RunFolder) -> list[RoundResult]:
     """Rows of the last attempt at each round, in order."""
     try:
         rows = _ROWS.validate_python(list(run.read_metrics()))
@@ -129,7 +113,7 @@ def _released_rows(run: RunFolder) -> list[_Row]:
     return [last[number] for number in sorted(last)]
 
 
-def _simulation_only(run: RunFolder, rows: list[_Row]) -> tuple[SimulationOnlyRound, ...]:
+def _simulation_only(run: RunFolder, rows: list[RoundResult]) -> tuple[SimulationOnlyRound, ...]:
     """True figures of the attempts that were released."""
     try:
         seen = _SEEN.validate_python(list(run.read_simulation_only()))
@@ -137,7 +121,7 @@ def _simulation_only(run: RunFolder, rows: list[_Row]) -> tuple[SimulationOnlyRo
         raise DataError(
             f"{run.simulation_only} cannot be read as figures of rounds: {_reason(error)}"
         ) from error
-    numbers = {(row.round, row.attempt): n for n, row in enumerate(rows, start=1)}
+    numbers = {(row.round, row.attempt): row.number for row in rows}
     found = {}
     for each in seen:
         figures = asdict(each)
@@ -145,24 +129,6 @@ def _simulation_only(run: RunFolder, rows: list[_Row]) -> tuple[SimulationOnlyRo
         if number is not None:
             found[number] = SimulationOnlyRound(number, **figures)
     return tuple(found[number] for number in sorted(found))
-
-
-def _round(number: int, row: _Row, charge: ChargedRow) -> RoundRecord:
-    # Groups of the update come first among the queries of a round.
-    groups = [query.group for query in charge.event.queries]
-    return RoundRecord(
-        number=number,
-        epsilon=row.epsilon,
-        accuracy=row.test_accuracy,
-        loss=row.test_loss,
-        clipping_norms=dict(zip(groups, row.clipping_norms, strict=False)),
-        metrics={
-            name: float(value)
-            for name, value in row.metrics.items()
-            if isinstance(value, int | float)
-        },
-        metrics_noise_stddev=row.metrics_noise_stddev,
-    )
 
 
 def _reason(error: ValidationError | UnicodeDecodeError) -> str:

@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -40,7 +40,7 @@ from fedpriv.privacy.round import Books, Transport
 from fedpriv.report.figures import accuracy_figure, epsilon_figure, metric_figure, save_figure
 from fedpriv.report.tables import arithmetic_of, format_epsilon, randomness_of
 from fedpriv.report.versions import versions
-from fedpriv.run.callbacks import OnRound, ReleasedRound
+from fedpriv.run.callbacks import OnRound
 from fedpriv.run.diagnostics import watched
 from fedpriv.run.evaluation import Evaluation, Evaluator, held_out_rows
 from fedpriv.run.folder import RunFolder
@@ -53,7 +53,7 @@ from fedpriv.training.checkpoint import (
 )
 from fedpriv.training.optimizers import Parameters
 from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import RoundReport, ServerState, Stop, train
+from fedpriv.training.rounds import RoundResult, ServerState, Stop, train
 
 Evaluate = Callable[[Parameters], Evaluation]
 
@@ -69,50 +69,6 @@ class Cadence:
 
     evaluate: int
     checkpoint: int
-
-
-@dataclass(frozen=True)
-class RoundRow:
-    """One line of the metrics: what one release was and cost.
-
-    Attributes:
-        round: number of the round, from 0.
-        attempt: number of the attempt.
-        epsilon: ε of all charges of the ledger so far, at `delta`.
-        delta: δ of the budget.
-        test_loss: mean loss on held-out rows, if the round was evaluated.
-        test_accuracy: accuracy on held-out rows, if there is one.
-        simulation_only_seconds: wall time of the round. It depends on who took part and is not
-            covered by the guarantee, so it exists in simulations only and is None elsewhere.
-        charge: hash of the round's row in the ledger.
-        clipping_norms: of the groups of the update in this round, in the plan's order.
-        unclipped: noised fraction of users that were not clipped, for each of these groups; empty
-            unless clipping is adaptive.
-        metrics: private averages by name, at the model before the round; a vector is a list.
-        metrics_noise_stddev: standard deviation of the noise in each component of a metric.
-    """
-
-    round: int
-    attempt: int
-    epsilon: float
-    delta: float
-    test_loss: float | None
-    test_accuracy: float | None
-    simulation_only_seconds: float | None
-    charge: str
-    clipping_norms: tuple[float, ...]
-    unclipped: tuple[float, ...]
-    metrics: Mapping[str, object]
-    metrics_noise_stddev: Mapping[str, float]
-
-    @property
-    def private_metrics(self) -> tuple[str, ...]:
-        """The metrics that are one number, each with its noise, in words."""
-        return tuple(
-            f"{name} {value:.3g} ± {self.metrics_noise_stddev[name]:.2g}"
-            for name, value in self.metrics.items()
-            if isinstance(value, float)
-        )
 
 
 @dataclass(frozen=True)
@@ -154,7 +110,7 @@ def conduct(
     evaluate: Evaluate,
     cadence: Cadence,
     clock: Callable[[], float] | None = None,
-) -> Generator[RoundRow, None, Outcome]:
+) -> Generator[RoundResult, None, Outcome]:
     """Run a plan to its end or to the end of its budget, writing everything into a folder.
 
     A line of metrics is written after each release, and then the checkpoint, before the next round
@@ -181,16 +137,18 @@ def conduct(
     while True:
         began = clock() if clock else 0.0
         try:
-            report = next(rounds)
+            state, result = next(rounds)
         except StopIteration as end:
             stop: Stop = end.value
             break
         seconds = clock() - began if clock else None
-        state = report.state
         due = state.round % cadence.evaluate == 0 or state.round == plan.rounds
-        row = _row(report, books, evaluate(state.model) if due else None, seconds)
+        row = replace(result, simulation_only_seconds=seconds)
+        if due:
+            measured = evaluate(state.model)
+            row = replace(row, loss=measured.loss, accuracy=measured.accuracy)
         folder.append_metrics(asdict(row))
-        private_metrics = row.private_metrics
+        private_metrics = row.metrics_text
         if state.round % cadence.checkpoint == 0:
             _save(folder, plan, state, books.ledger.head)
         yield row
@@ -198,25 +156,6 @@ def conduct(
     tensors = {name: np.ascontiguousarray(p) for name, p in state.model.items()}
     write_atomically(folder.model, save(tensors))
     return Outcome(stop, state, evaluate(state.model), private_metrics)
-
-
-def _row(
-    report: RoundReport, books: Books, evaluation: Evaluation | None, seconds: float | None
-) -> RoundRow:
-    return RoundRow(
-        round=report.round,
-        attempt=report.attempt,
-        epsilon=books.budget.epsilon_of(books.ledger.spent()),
-        delta=books.budget.delta,
-        test_loss=evaluation.loss if evaluation else None,
-        test_accuracy=evaluation.accuracy if evaluation else None,
-        simulation_only_seconds=seconds,
-        charge=report.charge_hash,
-        clipping_norms=report.clipping_norms,
-        unclipped=report.unclipped,
-        metrics={metric.name: metric.value.tolist() for metric in report.metrics},
-        metrics_noise_stddev={metric.name: metric.noise_stddev for metric in report.metrics},
-    )
 
 
 def _save(folder: RunFolder, plan: TrainingPlan, state: ServerState, head: Head) -> None:
@@ -406,7 +345,7 @@ def warn(experiment: Experiment, console: Console) -> None:
 
 
 _log = logging.getLogger(__name__)
-Rounds = Generator[RoundRow, None, Outcome]
+Rounds = Generator[RoundResult, None, Outcome]
 
 
 @contextmanager
@@ -425,21 +364,21 @@ def announced(
         first: the round that comes first.
     """
     if not experiment.config.output.tensorboard:
-        yield _announcing(rounds, experiment.plan, experiment.on_round)
+        yield _announcing(rounds, experiment.on_round)
         return
     with _event_files(folder.tensorboard, first) as write:
         both = {"tensorboard": write, **experiment.on_round}
-        yield _announcing(rounds, experiment.plan, both)
+        yield _announcing(rounds, both)
 
 
-def _announcing(rounds: Rounds, plan: TrainingPlan, callbacks: Mapping[str, OnRound]) -> Rounds:
+def _announcing(rounds: Rounds, callbacks: Mapping[str, OnRound]) -> Rounds:
     while True:
         try:
             row = next(rounds)
         except StopIteration as end:
             outcome: Outcome = end.value
             return outcome
-        released = released_round(row, plan)
+        released = replace(row, simulation_only_seconds=None)
         for name, callback in callbacks.items():
             try:
                 callback(released)
@@ -454,25 +393,6 @@ def _announcing(rounds: Rounds, plan: TrainingPlan, callbacks: Mapping[str, OnRo
         yield row
 
 
-def released_round(row: RoundRow, plan: TrainingPlan) -> ReleasedRound:
-    """What of a round may be told: all of its row but how long it took."""
-    names = [group.name for group in plan.groups]
-    return ReleasedRound(
-        run=plan.run,
-        rounds=plan.rounds,
-        round=row.round,
-        attempt=row.attempt,
-        epsilon=row.epsilon,
-        delta=row.delta,
-        test_loss=row.test_loss,
-        test_accuracy=row.test_accuracy,
-        clipping_norms=dict(zip(names, row.clipping_norms, strict=True)),
-        unclipped=dict(zip(names, row.unclipped, strict=False)),
-        metrics=row.metrics,
-        metrics_noise_stddev=row.metrics_noise_stddev,
-    )
-
-
 @contextmanager
 def _event_files(folder: Path, first: int) -> Iterator[OnRound]:
     """A callback that writes TensorBoard's event files; complete when the block is left."""
@@ -481,7 +401,7 @@ def _event_files(folder: Path, first: int) -> Iterator[OnRound]:
     # Events of rounds that a run repeats after a crash are hidden by those that are written now.
     with SummaryWriter(str(folder), purge_step=first + 1) as writer:
 
-        def write(released: ReleasedRound) -> None:
+        def write(released: RoundResult) -> None:
             for name, value in released.scalars.items():
                 writer.add_scalar(name, value, released.round + 1)
 
@@ -528,10 +448,10 @@ def print_result(
     console.print(table)
 
 
-def released_text(row: RoundRow, rounds: int) -> str:
+def released_text(row: RoundResult, rounds: int) -> str:
     """One line on a release, for a log."""
-    accuracy = "" if row.test_accuracy is None else f", accuracy {row.test_accuracy:.1%}"
-    private = "".join(f", {text}" for text in row.private_metrics)
+    accuracy = "" if row.accuracy is None else f", accuracy {row.accuracy:.1%}"
+    private = "".join(f", {text}" for text in row.metrics_text)
     spent = f"ε {format_epsilon(row.epsilon)} at δ {row.delta:g}"
     return f"round {row.round + 1} of {rounds} released{accuracy}{private}, {spent}"
 
@@ -562,9 +482,9 @@ def draw(folder: RunFolder, experiment: Experiment) -> None:
         figure = epsilon_figure(rounds, spent, delta, experiment.budget.epsilon, name)
         save_figure(figure, folder.path, "epsilon")
     measured = [
-        (number, float(str(row["test_accuracy"])))
+        (number, float(str(row["accuracy"])))
         for number, row in zip(rounds, ordered, strict=True)
-        if row["test_accuracy"] is not None
+        if row["accuracy"] is not None
     ]
     if measured:
         numbers, accuracy = zip(*measured, strict=True)
@@ -613,7 +533,7 @@ def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resu
     carry_out(beginning, experiment, lambda _experiment, _books: reached, Console())
 
 
-Follow = Callable[[Generator[RoundRow, None, Outcome], Experiment, int], Outcome]
+Follow = Callable[[Generator[RoundResult, None, Outcome], Experiment, int], Outcome]
 """Drives the rounds of an experiment from one on, and tells somebody of each."""
 
 
@@ -666,7 +586,7 @@ def carry_out(
 
 
 def _show(
-    rows: Generator[RoundRow, None, Outcome],
+    rows: Generator[RoundResult, None, Outcome],
     experiment: Experiment,
     first: int,
     *,
@@ -692,11 +612,11 @@ def _show(
             except StopIteration as end:
                 outcome: Outcome = end.value
                 return outcome
-            if row.test_accuracy is not None:
-                accuracy = f"accuracy {row.test_accuracy:.1%}  "
+            if row.accuracy is not None:
+                accuracy = f"accuracy {row.accuracy:.1%}  "
             # From the expected cohort, since the realised one is private.
             speed = expected / (row.simulation_only_seconds or math.inf)
-            private = "".join(f"{text}  " for text in row.private_metrics)
+            private = "".join(f"{text}  " for text in row.metrics_text)
             spent = f"ε {format_epsilon(row.epsilon)}"
             figures = f"{accuracy}{private}{spent}  {speed:,.0f} users/s"
             progress.update(task, completed=row.round + 1, figures=figures)

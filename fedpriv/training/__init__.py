@@ -4,7 +4,7 @@ from fedpriv.training.fake import FakeTransport
 from fedpriv.training.optimizers import FedAdaptive, FedAvg, FedAvgM, SecondMoment, ServerOptimizer
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import (
-    RoundReport,
+    RoundResult,
     ServerState,
     Stop,
     close_round,
@@ -19,7 +19,7 @@ __all__ = [
     "FedAdaptive",
     "FedAvg",
     "FedAvgM",
-    "RoundReport",
+    "RoundResult",
     "SecondMoment",
     "ServerOptimizer",
     "ServerState",

@@ -15,9 +15,9 @@ from torch import nn
 from fedpriv.accounting.accountants import delta
 from fedpriv.accounting.events import RoundEvent
 from fedpriv.data.population import UserStore
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.models import cross_entropy
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport
@@ -124,9 +124,9 @@ def observed(
             where.mkdir()
             with open_books(where) as books:
                 entropy = SeededEntropy(2 * number + there)
-                (report,) = train(plan, begun, transport, books, entropy)
+                ((after, _),) = train(plan, begun, transport, books, entropy)
                 events = books.ledger.events()
-            moved = {n: p - begun.parameters[n] for n, p in report.state.parameters.items()}
+            moved = {n: p - begun.parameters[n] for n, p in after.parameters.items()}
             seen[there].append(float(plan.layout.flatten(moved) @ direction))
     return Observed(np.array(seen[True]), np.array(seen[False]), tuple(events))
 

@@ -12,11 +12,12 @@ from torch.nn import functional
 
 from fedpriv.engine import layers as module
 from fedpriv.engine.batches import Batches, by_rung, schedule
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.low_rank import train_layers_chunk
 from fedpriv.engine.qualification import layers_of
 from fedpriv.engine.sgd import train_chunk
 from fedpriv.engine.task import Task
-from fedpriv.models import cnn, cross_entropy, mlp, softmax_regression
+from fedpriv.models import cnn, mlp, softmax_regression
 from fedpriv.privacy.clipping_torch import OuterProducts, TorchTensors, Updates, whole
 from fedpriv.privacy.round import LocalTraining
 

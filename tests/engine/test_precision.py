@@ -14,6 +14,7 @@ from torch import nn
 from fedpriv.data.population import UserStore
 from fedpriv.engine import layers as engine_layers
 from fedpriv.engine.batches import Batches
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.low_rank import train_layers_chunk
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.qualification import layers_of
@@ -21,7 +22,7 @@ from fedpriv.engine.sgd import train_chunk
 from fedpriv.engine.task import Activations, Task, activations_named
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
-from fedpriv.models import build_model, cross_entropy
+from fedpriv.models import build_model
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import OuterProducts, Updates, whole
 from fedpriv.privacy.layout import Layout, flat

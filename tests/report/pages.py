@@ -11,8 +11,9 @@ from plotly.offline import get_plotlyjs
 from fedpriv.accounting.charge import ProposedCharge
 from fedpriv.accounting.events import Randomness, RoundEvent
 from fedpriv.accounting.ledger import Ledger
-from fedpriv.report.page.record import RoundRecord, RunRecord, SimulationOnlyRound, Verification
+from fedpriv.report.page.record import RunRecord, SimulationOnlyRound, Verification
 from fedpriv.report.spending import read_ledger
+from fedpriv.training.rounds import RoundResult
 
 
 def parsed(page: str) -> Element:
@@ -53,7 +54,7 @@ def section(document: Element, name: str) -> Element:
 def made_up(
     path: Path,
     events: Sequence[RoundEvent],
-    rounds: Sequence[RoundRecord] = (),
+    rounds: Sequence[RoundResult] = (),
     *,
     name: str = "run",
     population: str = "people",
@@ -82,7 +83,7 @@ def made_up(
     )
 
 
-def released(number: int, **changes: object) -> RoundRecord:
+def released(number: int, **changes: object) -> RoundResult:
     """A round with one group, clipped to 0.5."""
     usual: Mapping[str, object] = {
         "epsilon": 0.1 * number,
@@ -92,4 +93,12 @@ def released(number: int, **changes: object) -> RoundRecord:
         "metrics": {},
         "metrics_noise_stddev": {},
     }
-    return RoundRecord(number, **{**usual, **changes})
+    return RoundResult(
+        **{**usual, **changes},
+        run="run",
+        rounds=9,
+        round=number - 1,
+        attempt=0,
+        charge="",
+        delta=1e-5,
+    )

@@ -113,9 +113,9 @@ def _serve(folder: Path, users: Users, pipe: Connection) -> None:
             pipe.send(made.server.address.port)
             while pipe.recv():
                 transport = made.transport(patience)
-                report = run_round(plan, state, transport, books, OperatingSystemEntropy())
-                step = flat_of(report.state.parameters) - flat_of(state.parameters)
-                state = report.state
+                after, _ = run_round(plan, state, transport, books, OperatingSystemEntropy())
+                step = flat_of(after.parameters) - flat_of(state.parameters)
+                state = after
                 pipe.send(step * sampling.expected_cohort_size)
 
 

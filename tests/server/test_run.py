@@ -12,12 +12,12 @@ from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run import run
 from fedpriv.run.evaluation import Evaluation
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.run import Cadence, RoundRow, conduct
+from fedpriv.run.run import Cadence, conduct
 from fedpriv.training.checkpoint import checkpoints, load_checkpoint
-from fedpriv.training.rounds import initial_state
+from fedpriv.training.rounds import RoundResult, initial_state
 
 
-def conducted(folder: Path, books: Books, every: int = 1) -> Iterator[RoundRow]:
+def conducted(folder: Path, books: Books, every: int = 1) -> Iterator[RoundResult]:
     plan = make_plan(sampling=PoissonSampling(20, 1.0))
     return conduct(
         RunFolder(folder),

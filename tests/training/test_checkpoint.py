@@ -45,15 +45,15 @@ def same(one: ServerState, other: ServerState) -> bool:
 def test_a_state_comes_back_exactly(tmp_path, optimizer) -> None:
     plan = make_plan(optimizer=optimizer)
     with open_books(tmp_path) as books:
-        for report in train(
+        for state, _ in train(
             plan, initial_state(plan, PARAMETERS), CONSTANT, books, SeededEntropy(0)
         ):
             head = books.ledger.head
-            path = save_checkpoint(tmp_path / "c", Checkpoint(report.state, plan.digest, head))
+            path = save_checkpoint(tmp_path / "c", Checkpoint(state, plan.digest, head))
             loaded = load_checkpoint(path)
             assert loaded.ledger_head == head
             assert loaded.plan_digest == plan.digest
-            assert same(resume(path, plan, books.ledger), report.state)
+            assert same(resume(path, plan, books.ledger), state)
     assert [path.name for path in checkpoints(tmp_path / "c")] == [
         "round-000003.safetensors",
         "round-000004.safetensors",
@@ -73,10 +73,10 @@ def test_another_plan_is_refused(tmp_path) -> None:
 def test_another_or_shorter_ledger_is_refused(tmp_path) -> None:
     plan = make_plan()
     with open_books(tmp_path) as books:
-        first = next(
+        first, _ = next(
             train(plan, initial_state(plan, PARAMETERS), CONSTANT, books, SeededEntropy(0))
         )
-        path = save_checkpoint(tmp_path, Checkpoint(first.state, plan.digest, books.ledger.head))
+        path = save_checkpoint(tmp_path, Checkpoint(first, plan.digest, books.ledger.head))
     other = tmp_path / "other"
     other.mkdir()
     with open_books(other) as books, pytest.raises(CheckpointError, match="seen 1 charges"):

@@ -12,10 +12,10 @@ from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training import rounds
 from fedpriv.training.fake import FakeTransport
-from fedpriv.training.rounds import RoundReport, Stop, initial_state, train
+from fedpriv.training.rounds import RoundResult, ServerState, Stop, initial_state, train
 
 
-def run_to_the_end(generator) -> tuple[list[RoundReport], Stop]:
+def run_to_the_end(generator) -> tuple[list[tuple[ServerState, RoundResult]], Stop]:
     reports = []
     while True:
         try:
@@ -33,8 +33,8 @@ def test_all_rounds_are_run_and_charged_once(tmp_path) -> None:
         rows = list(books.ledger.charges())
         books.ledger.verify(books.participation)
     assert stop is Stop.ROUNDS
-    assert [r.round for r in reports] == [row.round for row in rows] == [0, 1, 2, 3, 4]
-    assert [r.charge_hash for r in reports] == [row.hash for row in rows]
+    assert [r.round for _, r in reports] == [row.round for row in rows] == [0, 1, 2, 3, 4]
+    assert [r.charge for _, r in reports] == [row.hash for row in rows]
     assert {row.event for row in rows} == {plan.mechanism.event}
 
 
@@ -68,7 +68,7 @@ def test_empty_cohorts_release_and_are_charged(tmp_path) -> None:
         state = initial_state(plan, PARAMETERS)
         reports, _ = run_to_the_end(train(plan, state, CONSTANT, books, OperatingSystemEntropy()))
         assert books.ledger.head.count == 5
-    models = [report.state.parameters["w"] for report in reports]
+    models = [state.parameters["w"] for state, _ in reports]
     assert all(not np.array_equal(a, b) for a, b in itertools.pairwise(models))
 
 
@@ -76,11 +76,11 @@ def test_a_repeated_round_is_a_new_attempt_with_fresh_noise_and_its_own_charge(t
     plan = make_plan(rounds=1)
     with open_books(tmp_path) as books:
         state = initial_state(plan, PARAMETERS)
-        first = next(train(plan, state, CONSTANT, books, SeededEntropy(0)))
-        second = next(train(plan, state, CONSTANT, books, SeededEntropy(0)))
+        one, first = next(train(plan, state, CONSTANT, books, SeededEntropy(0)))
+        other, second = next(train(plan, state, CONSTANT, books, SeededEntropy(0)))
         assert (first.attempt, second.attempt) == (0, 1)
         assert books.ledger.head.count == 2
-    assert not np.array_equal(first.state.parameters["w"], second.state.parameters["w"])
+    assert not np.array_equal(one.parameters["w"], other.parameters["w"])
 
 
 def test_an_attempt_that_was_given_up_uncharged_keeps_its_number(tmp_path) -> None:
@@ -95,8 +95,8 @@ def test_an_attempt_that_was_given_up_uncharged_keeps_its_number(tmp_path) -> No
         state = initial_state(plan, PARAMETERS)
         with pytest.raises(OSError, match="no more"):
             next(train(plan, state, GivesUp(CONSTANT.update_of), books, SeededEntropy(0)))
-        report = next(train(plan, state, CONSTANT, books, SeededEntropy(0)))
-        assert report.attempt == 1
+        _, result = next(train(plan, state, CONSTANT, books, SeededEntropy(0)))
+        assert result.attempt == 1
         assert books.ledger.head.count == 1
 
 
@@ -128,7 +128,7 @@ def test_seeded_runs_repeat_and_others_do_not(tmp_path, seed: int) -> None:
         with open_books(folder) as books:
             state = initial_state(plan, PARAMETERS)
             reports, _ = run_to_the_end(train(plan, state, CONSTANT, books, entropy))
-            ends.append(reports[-1].state.parameters["w"])
+            ends.append(reports[-1][0].parameters["w"])
             assert {row.randomness for row in books.ledger.charges()} == {entropy.randomness}
     np.testing.assert_array_equal(ends[0], ends[1])
     assert not np.array_equal(ends[0], ends[2])

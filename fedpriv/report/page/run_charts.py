@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from fedpriv.report.page.charts import Chart, chart
-from fedpriv.report.page.record import RoundRecord, RunRecord
+from fedpriv.report.page.record import RunRecord
 from fedpriv.report.series import ROUNDS, Axis, Series
+from fedpriv.training.rounds import RoundResult
 
 
 def accuracy_charts(record: RunRecord) -> list[Chart]:
@@ -37,7 +38,7 @@ def accuracy_charts(record: RunRecord) -> list[Chart]:
                 [_line("loss", measured, [each.loss for each in measured])],
             )
         )
-    names = dict.fromkeys(name for each in record.rounds for name in each.metrics)
+    names = dict.fromkeys(name for each in record.rounds for name in each.scalar_metrics)
     charts += [_metric_chart(record, number, name) for number, name in enumerate(names)]
     return charts
 
@@ -68,8 +69,8 @@ def front_chart(record: RunRecord) -> Chart | None:
 
 
 def _metric_chart(record: RunRecord, number: int, name: str) -> Chart:
-    rounds = [each for each in record.rounds if name in each.metrics]
-    values = [each.metrics[name] for each in rounds]
+    rounds = [each for each in record.rounds if name in each.scalar_metrics]
+    values = [each.scalar_metrics[name] for each in rounds]
     noise = [2.0 * each.metrics_noise_stddev.get(name, 0.0) for each in rounds]
     line = Series(
         "released, ± 2 std. dev. of its noise",
@@ -88,5 +89,5 @@ def _metric_chart(record: RunRecord, number: int, name: str) -> Chart:
     )
 
 
-def _line(name: str, rounds: Sequence[RoundRecord], values: Sequence[float | None]) -> Series:
+def _line(name: str, rounds: Sequence[RoundResult], values: Sequence[float | None]) -> Series:
     return Series(name, [each.number for each in rounds], values)
