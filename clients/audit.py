@@ -17,19 +17,15 @@ import grpc
 
 from fedpriv.accounting.accountant import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as priced
-from fedpriv.accounting.budget import merge_equal
-from fedpriv.accounting.events import (
-    NeighbouringRelation,
-    RoundEvent,
-    SamplingPolicy,
-    poisson_gaussian,
-)
-from fedpriv.accounting.ledger import ChargedRow, Head
-from fedpriv.accounting.ledger_lines import ExportedLedger
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.clients.connection import Backoff, fetch_ledger, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Diary, TakenPart
 from fedpriv.errors import AuditError, LedgerError, UnsupportedEventError, WireError
+from fedpriv.ledger.budget import merge_equal
+from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
+from fedpriv.ledger.export import ExportedLedger
+from fedpriv.ledger.ledger import ChargedRow, Head
 from fedpriv.wire import RoundOffer, Welcome
 
 _ROUNDING = 1e-9

@@ -7,10 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
-from fedpriv.accounting.database import Database
-from fedpriv.accounting.ledger import Head
-from fedpriv.accounting.ledger_schema import FileFormat
 from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.ledger.database import Database, FileFormat
+from fedpriv.ledger.ledger import Head
 from fedpriv.wire import RoundOffer
 
 _SCHEMA = """

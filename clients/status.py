@@ -11,8 +11,7 @@ from rich.table import Table
 from fedpriv.clients.connection import Identity, open_channel, status
 from fedpriv.errors import WireError
 from fedpriv.logs import one_line
-from fedpriv.report.machine_readable import number
-from fedpriv.report.tables import format_epsilon
+from fedpriv.report.tables import format_epsilon, number
 from fedpriv.wire import Status
 
 _PATIENCE_SECONDS = 10.0

@@ -17,9 +17,8 @@ import torch
 
 from fedpriv.accounting.accountant import Bound
 from fedpriv.accounting.accountants import accountant_named
-from fedpriv.accounting.budget import PrivacyBudget
 from fedpriv.accounting.calibration import smallest_noise
-from fedpriv.accounting.events import RoundEvent, poisson_gaussian
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.config import (
     ClippingSection,
     Config,
@@ -36,6 +35,8 @@ from fedpriv.engine.metrics import check_metrics, metric, own_metrics
 from fedpriv.engine.task import Task, check_task, running_norms
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.ledger.budget import PrivacyBudget
+from fedpriv.ledger.events import RoundEvent
 from fedpriv.models import build_model
 from fedpriv.privacy.layout import (
     Layout,
@@ -71,7 +72,7 @@ def privacy_budget(config: Config) -> PrivacyBudget:
     limit = privacy.epsilon
     if limit is None or privacy.unsafe_no_privacy:
         limit = float("inf")
-    return PrivacyBudget.priced_by(privacy.accountant, limit, privacy.delta)
+    return PrivacyBudget(limit, privacy.delta, accountant_named(privacy.accountant).upper_epsilon)
 
 
 def noise_multiplier(config: Config, budget: PrivacyBudget, spent: Sequence[RoundEvent]) -> float:

@@ -87,7 +87,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a ledger as JSON lines, for anyone to check; never who took part."""
-    from fedpriv.accounting.ledger import Ledger
+    from fedpriv.ledger.ledger import Ledger
 
     with Ledger.open(ledger) as opened:
         if out is None:
@@ -139,15 +139,12 @@ def report(
     if figures is not None:
         if out or show:
             raise InvalidValueError("--figures writes no page; leave out --out and --open")
-        from fedpriv.report.study_figures import write_study_figures
+        from fedpriv.report.studies import write_study_figures
         from fedpriv.studies import read_study
 
         for file in write_study_figures(read_study(folder), figures):
             print(file)  # noqa: T201
         return
-    from fedpriv.report.page.installed import require_report
-
-    require_report()
     from fedpriv.run.reader import write_report
 
     print(write_report(folder, out, show=show))  # noqa: T201
@@ -444,11 +441,11 @@ def epsilon(
     as_json: AsJson = False,
 ) -> None:
     """Print the ε that the releases of ledgers cost, for each run and in all."""
-    from fedpriv.report import machine_readable, spending, tables
+    from fedpriv.report import spending, tables
 
     spent = spending.price(ledgers, delta, target, accountant)
     if as_json:
-        machine_readable.write_spending(spent, sys.stdout)
+        tables.write_spending(spent, sys.stdout)
     else:
         tables.print_spending(spent)
 
@@ -475,8 +472,8 @@ def calibrate(
 
     With all three given: how large a share of every round one more sum query may have.
     """
-    from fedpriv.accounting.sampling import NeighbouringRelation, SamplingPolicy
-    from fedpriv.report import machine_readable, tables
+    from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy
+    from fedpriv.report import tables
     from fedpriv.report.planning import Sampled, plan_within
 
     if relation is None:
@@ -487,7 +484,7 @@ def calibrate(
         epsilon, delta, accountant, rounds, sampling_probability, noise_multiplier, sampled
     )
     if as_json:
-        machine_readable.write_plan(found, sys.stdout)
+        tables.write_plan(found, sys.stdout)
     else:
         tables.print_plan(found)
 
@@ -500,8 +497,8 @@ def curves(
     suffix: Annotated[FigureFormat, typer.Option("--format")] = FigureFormat.PNG,
 ) -> None:
     """Draw ε by rounds, δ by ε and the errors of a test for one user; with CSV."""
-    from fedpriv.report.curve_files import write_curves
     from fedpriv.report.curves import curves_of
+    from fedpriv.report.guarantee import write_curves
     from fedpriv.report.spending import default_delta, read_ledgers
 
     ledgers = read_ledgers([ledger])

@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from fedpriv.accounting.ledger import Head, Ledger
 from fedpriv.config import Config
 from fedpriv.engine.metrics import own_metrics
+from fedpriv.ledger.ledger import Head, Ledger
 from fedpriv.privacy.round import Books, RoundRequest
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.plan import TrainingPlan

@@ -18,14 +18,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fedpriv.accounting import (
-    PrivacyBudget,
-    calibrate_noise_multiplier,
-    epsilon,
-)
+from fedpriv.accounting import ACCOUNTANTS, calibrate_noise_multiplier
 from fedpriv.analytics import Answers, Histogram, Mean, Quantiles, Survey, ask
 from fedpriv.data import UserStore
 from fedpriv.errors import DataError, FedprivError
+from fedpriv.ledger import PrivacyBudget
 from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling
 from fedpriv.privacy.round import Books
 from fedpriv.report.tables import format_epsilon
@@ -140,9 +137,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     users = load(find_file(arguments.data))
     q, delta = arguments.sampling_probability, arguments.delta
     z = calibrate_noise_multiplier(arguments.epsilon, delta, 1, q)
-    budget = PrivacyBudget(
-        arguments.epsilon, delta, lambda events, d: epsilon(events, d, accountant="tight").epsilon
-    )
+    budget = PrivacyBudget(arguments.epsilon, delta, ACCOUNTANTS["tight"].upper_epsilon)
     name = f"census, Fulton County: {users.population} people"
     paths = folder / "ledger.sqlite", folder / "ledger.participation.sqlite"
     with Books.open(*paths, name, budget) as books:

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import torch
 
-from fedpriv.accounting.budget import PrivacyBudget
+from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.config import EngineSection
 from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import schedule
 from fedpriv.engine.low_rank import train_layers_chunk
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
+from fedpriv.ledger.budget import PrivacyBudget
 from fedpriv.privacy.clipping_torch import OuterProducts, integer_sum
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import OperatingSystemEntropy
@@ -82,7 +83,7 @@ def run(folder: Path, engine: InProcessTransport, rounds: int) -> None:
     """Train for some rounds, with all that is written to disk."""
     task = engine.task
     plan = plan_of(task, engine.users.population, rounds)
-    budget = PrivacyBudget.priced_by("tight", 100.0, 1e-6)
+    budget = PrivacyBudget(100.0, 1e-6, ACCOUNTANTS["tight"].upper_epsilon)
     files = folder / "ledger", folder / "participation"
     with Books.open(*files, plan.population, budget) as books:
         state, entropy = initial_state(plan, task.parameters()), OperatingSystemEntropy()

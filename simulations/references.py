@@ -7,7 +7,8 @@ Sampling probabilities from 1e-5 to 1, noise multipliers from 0.3 to 30, 1 to 1,
 from dataclasses import dataclass
 from itertools import product
 
-from fedpriv.accounting import RoundEvent, poisson_gaussian
+from fedpriv.accounting import poisson_gaussian
+from fedpriv.ledger import RoundEvent
 
 _PROBABILITIES = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0)
 _NOISES = (0.3, 0.7, 1.0, 4.0, 30.0)

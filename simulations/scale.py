@@ -25,12 +25,13 @@ from pathlib import Path
 
 import torch
 
-from fedpriv.accounting.budget import PrivacyBudget
+from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.config import EngineSection
 from fedpriv.data.population import UserStore
 from fedpriv.data.synthetic import synthetic_population
 from fedpriv.engine import InProcessTransport, Task
 from fedpriv.engine.losses import cross_entropy
+from fedpriv.ledger.budget import PrivacyBudget
 from fedpriv.models import mlp
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import OperatingSystemEntropy
@@ -136,7 +137,7 @@ def rounds_of(
     )
     folder.mkdir()
     ledger, participation = folder / "ledger.sqlite", folder / "participation.sqlite"
-    budget = PrivacyBudget.priced_by("tight", epsilon=100.0, delta=1e-9)
+    budget = PrivacyBudget(100.0, 1e-9, ACCOUNTANTS["tight"].upper_epsilon)
 
     def timed(reports: Iterator[object]) -> Iterator[float]:
         while True:

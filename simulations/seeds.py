@@ -10,9 +10,10 @@ import json
 import tempfile
 from pathlib import Path
 
+import altair as alt
 import numpy as np
-from matplotlib.figure import Figure
 
+from fedpriv.report.charts import ROUNDS, Axis, Chart, Series, figure
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import run_simulation
 
@@ -44,30 +45,39 @@ def summary(runs: list[list[Row]]) -> dict[str, object]:
     }
 
 
-def draw(runs: list[list[Row]], title: str) -> Figure:
-    """Accuracy by round, each seed and their mean, beside ε by round."""
-    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+def charts(runs: list[list[Row]], title: str) -> tuple[Chart, Chart]:
+    """Accuracy by round, each seed and their mean, and ε by round."""
     measured = [[row for row in rows if row["accuracy"] is not None] for rows in runs]
     rounds = [int(str(row["round"])) + 1 for row in measured[0]]
     accuracy = np.array([[float(str(r["accuracy"])) for r in rows] for rows in measured]) * 100
-    for values in accuracy:
-        left.plot(rounds, values, color="tab:blue", alpha=0.25, linewidth=1.0)
-    left.plot(rounds, accuracy.mean(0), color="tab:blue", label=f"mean of {len(runs)} seeds")
-    left.set(xlabel="rounds", ylabel="accuracy on held-out rows (%)", ylim=(0, 100), title=title)
-    left.legend(loc="lower right")
-    epsilon = [float(str(row["epsilon"])) for row in runs[0]]
-    right.plot(range(1, len(epsilon) + 1), epsilon, color="tab:red")
-    right.set(
-        xlabel="rounds",
-        ylabel=f"user-level ε spent, at δ = {float(str(runs[0][0]['delta'])):g}",
-        title="what it cost, from the ledger",
+    mean = Series(
+        f"mean of {len(runs)} seeds, from the least to the largest",
+        rounds,
+        accuracy.mean(0).tolist(),
+        accuracy.min(0).tolist(),
+        accuracy.max(0).tolist(),
     )
-    right.set_ylim(bottom=0.0)
-    for axes in (left, right):
-        axes.grid(visible=True, alpha=0.3)
-        axes.margins(x=0.01)
-    return figure
+    epsilon = [float(str(row["epsilon"])) for row in runs[0]]
+    numbers = list(range(1, len(epsilon) + 1))
+    delta = float(str(runs[0][0]["delta"]))
+    return (
+        Chart(
+            "accuracy",
+            title,
+            "",
+            ROUNDS,
+            Axis("accuracy on held-out rows", "%", ends=(0.0, 100.0)),
+            [mean],
+        ),
+        Chart(
+            "epsilon",
+            "what it cost, from the ledger",
+            "",
+            ROUNDS,
+            Axis(f"user-level ε spent, at δ = {delta:g}", "no unit", from_zero=True),
+            [Series("ε", numbers, epsilon, colour=1)],
+        ),
+    )
 
 
 def main() -> None:
@@ -87,7 +97,8 @@ def main() -> None:
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     if arguments.figure:
         arguments.figure.parent.mkdir(parents=True, exist_ok=True)
-        draw(runs, arguments.file.stem).savefig(arguments.figure, dpi=120)
+        beside = alt.hconcat(*map(figure, charts(runs, arguments.file.stem)))
+        beside.save(arguments.figure, scale_factor=2)
 
 
 if __name__ == "__main__":

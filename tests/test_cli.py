@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.ledger import Ledger
+from fedpriv.ledger.ledger import Ledger
 from tests.commandline import fedpriv, refused
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +46,8 @@ def test_simulate_writes_the_run_folder(run_folder: Path) -> None:
         "accuracy.svg",
         "epsilon.png",
         "epsilon.svg",
+        "loss.png",
+        "loss.svg",
     }
     assert (run_folder / "ledger.participation.sqlite").stat().st_mode & 0o777 == 0o600
 

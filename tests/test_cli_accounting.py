@@ -15,17 +15,16 @@ from fedpriv.accounting.accountant import Bound
 from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.accounting.accountants import delta as delta_of
 from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.charge import ProposedCharge
-from fedpriv.accounting.events import (
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
     RoundEvent,
     SamplingEvent,
     SamplingPolicy,
     SumQueryEvent,
-    poisson_gaussian,
 )
-from fedpriv.accounting.ledger import Ledger
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from tests.commandline import fedpriv, printed, refused, table
 
 ONE = poisson_gaussian(0.1, 2.0, population=300)

@@ -10,9 +10,9 @@ from fedpriv.accounting.calibration import (
     largest_rounds,
     largest_sampling_probability,
 )
-from fedpriv.accounting.events import NeighbouringRelation, poisson_gaussian
-from fedpriv.accounting.policies import every_user_gaussian, fixed_size_gaussian
+from fedpriv.accounting.policies import every_user_gaussian, fixed_size_gaussian, poisson_gaussian
 from fedpriv.accounting.shares import largest_share
+from fedpriv.ledger.events import NeighbouringRelation
 from tests.commandline import printed, refused, table
 
 BUDGET = ["calibrate", "--epsilon", "2", "--delta", "1e-5"]

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from fedpriv.accounting.accountants import epsilon
-from fedpriv.accounting.ledger import Ledger
+from fedpriv.ledger.ledger import Ledger
 from tests.commandline import printed, refused, table
 
 EXPERIMENT = """

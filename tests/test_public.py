@@ -15,6 +15,7 @@ PACKAGES = [
     "fedpriv.analytics",
     "fedpriv.data",
     "fedpriv.engine",
+    "fedpriv.ledger",
     "fedpriv.training",
     "fedpriv.privacy",
 ]

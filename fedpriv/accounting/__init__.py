@@ -8,7 +8,6 @@
 
 from fedpriv.accounting.accountant import Accountant, Bound, PrivacyLoss
 from fedpriv.accounting.accountants import ACCOUNTANTS, delta, epsilon
-from fedpriv.accounting.budget import PrivacyBudget
 from fedpriv.accounting.calibration import (
     calibrate_noise_multiplier,
     largest_number,
@@ -17,21 +16,10 @@ from fedpriv.accounting.calibration import (
     largest_sampling_probability,
     smallest_noise,
 )
-from fedpriv.accounting.events import (
-    NeighbouringRelation,
-    Randomness,
-    RoundEvent,
-    SamplingEvent,
-    SamplingPolicy,
-    Schedule,
-    SumQueryEvent,
-    poisson_gaussian,
-)
-from fedpriv.accounting.ledger import Charge, ChargedRow, Head, Ledger, ProposedCharge
-from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.accounting.policies import (
     every_user_gaussian,
     fixed_size_gaussian,
+    poisson_gaussian,
     poisson_replace_gaussian,
     random_allocation_gaussian,
     separated_gaussian,
@@ -43,21 +31,7 @@ __all__ = [
     "ACCOUNTANTS",
     "Accountant",
     "Bound",
-    "Charge",
-    "ChargedRow",
-    "Head",
-    "Ledger",
-    "NeighbouringRelation",
-    "ParticipationRecord",
-    "PrivacyBudget",
     "PrivacyLoss",
-    "ProposedCharge",
-    "Randomness",
-    "RoundEvent",
-    "SamplingEvent",
-    "SamplingPolicy",
-    "Schedule",
-    "SumQueryEvent",
     "calibrate_noise_multiplier",
     "delta",
     "epsilon",

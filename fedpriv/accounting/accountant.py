@@ -5,16 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fedpriv.accounting.events import (
-    NeighbouringRelation,
-    Pair,
-    RoundEvent,
-    SamplingPolicy,
-    compose,
-    names_of,
-)
-from fedpriv.accounting.loss import Rounds
+from fedpriv.accounting.rounds import Rounds
+from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from fedpriv.ledger.events import NeighbouringRelation, Pair, RoundEvent, SamplingPolicy, names_of
 
 GAUSSIAN: tuple[Pair, ...] = (
     (SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE),
@@ -108,6 +102,10 @@ class Accountant(ABC):
             InvalidValueError: δ is out of range.
             UnsupportedEventError: there is no analysis of one of the events, or of all together.
         """
+
+    def upper_epsilon(self, events: Iterable[RoundEvent], delta: float) -> float:
+        """ε that the events cost at δ, as `PrivacyBudget` asks for it."""
+        return self.epsilon(events, delta).epsilon
 
     @abstractmethod
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:

@@ -22,9 +22,7 @@ from fedpriv.accounting.accountant import (
 )
 from fedpriv.accounting.classical import CLASSICAL
 from fedpriv.accounting.event_pairs import ANALYSES, bounds_of
-from fedpriv.accounting.events import NeighbouringRelation, Pair, RoundEvent, SamplingPolicy
 from fedpriv.accounting.fixed_size import composed_fixed_size_rdp
-from fedpriv.accounting.loss import Rounds, Vector
 from fedpriv.accounting.pair import Pairs
 from fedpriv.accounting.poisson_pair import PoissonPair
 from fedpriv.accounting.rdp import (
@@ -33,7 +31,9 @@ from fedpriv.accounting.rdp import (
     delta_from_rdp,
     epsilon_from_rdp,
 )
+from fedpriv.accounting.rounds import Rounds, Vector
 from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.ledger.events import NeighbouringRelation, Pair, RoundEvent, SamplingPolicy
 
 Interval = Callable[[Pairs, float], tuple[float, float]]
 
@@ -163,7 +163,7 @@ ACCOUNTANTS: Mapping[str, Accountant] = MappingProxyType(
 def epsilon(events: Iterable[RoundEvent], delta: float, accountant: str = "tight") -> PrivacyLoss:
     """What the events cost together at δ.
 
-    >>> from fedpriv.accounting.events import poisson_gaussian
+    >>> from fedpriv.accounting.policies import poisson_gaussian
     >>> loss = epsilon([poisson_gaussian(q=0.01, noise_multiplier=4.0, count=10_000)], delta=1e-5)
     >>> round(loss.low, 6), round(loss.up, 6)
     (0.946867, 0.946867)

@@ -27,11 +27,11 @@ from fedpriv.accounting import atoms
 from fedpriv.accounting.atoms import LossAtoms
 from fedpriv.accounting.discrete import DiscreteLaw
 from fedpriv.accounting.lattice import Lattice
-from fedpriv.accounting.loss import Direction
 from fedpriv.accounting.pair import LEAST_NOISE, MOST_NOISE, Pairs, Sketch
 from fedpriv.accounting.poisson_pair import PoissonPair
 from fedpriv.accounting.ratio import RatioSum, Shape, add, merge, one_round, spread
 from fedpriv.accounting.ratio_edges import Step, coarse, steps_to
+from fedpriv.accounting.rounds import Direction
 
 _TAILS = (1e-40, 1e-120, 1e-290)
 """Probabilities of losses that are cut off; points are dense down to their square roots."""
@@ -92,6 +92,15 @@ class AllocationPair:
     def noiseless(self) -> bool:
         """Whether z is 0."""
         return self.z == 0.0
+
+    @property
+    def setting(self) -> tuple[float, float]:
+        """1 and z."""
+        return 1.0, self.z
+
+    def at(self, q: float, z: float) -> "AllocationPair":  # noqa: ARG002
+        """The pair of the same kind with other noise."""
+        return replace(self, z=z)
 
     def sketch(self, tail: float, direction: Direction) -> Sketch:
         """The loss, roughly, without losses that are rarer than `tail`."""

@@ -14,12 +14,14 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr, ndtri_exp
 
-from fedpriv.accounting.loss import Rounds, Vector
+from fedpriv.accounting.rounds import Vector
 from fedpriv.errors import InvalidValueError
 
 _ULP = 2.0**-52
 _MARGIN = 1e-12
 """Added to log δ; more than its error from floating point where |a| < 40."""
+_WIDTH = 2e-11
+"""Twice the error of ε relative to 1 + ε, and of δ relative to δ."""
 _LEAST_NOISE, _MOST_NOISE = 1e-150, 1e302
 """Below the one, ε is above the largest float; above the other, z is taken for it."""
 _LARGEST_LOG_DELTA = -1e-9
@@ -29,31 +31,6 @@ _NEWTON_STEPS = 100
 _LOG_SQRT_TAU = math.log(2 * math.pi) / 2
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(12)
 _SERIES = (-2027025.0, 135135.0, -10395.0, 945.0, -105.0, 15.0, -3.0, 1.0, 0.0)
-
-
-def unsampled_noise_multiplier(rounds: Rounds) -> float:
-    """The z of the one Gaussian mechanism that the rounds are if nobody is left out of a cohort.
-
-    Gaussian mechanisms compose exactly: 1/z² = Σ count/zᵢ² (Dong, Roth & Su 2019, Section 3).
-    With q = 1 its curve is exact; with any q it is an upper bound, because the output on a sampled
-    cohort is a mixture of an output that the user shaped and one that is free of the user.
-
-    Args:
-        rounds: number of rounds by (q, z).
-
-    Returns:
-        z ≥ 0; ∞ for no round and 0 if a round has no noise.
-
-    Raises:
-        InvalidValueError: a q, z or count is out of range.
-    """
-    check_rounds(rounds)
-    if not rounds:
-        return math.inf
-    least = min(z for _, z in rounds)
-    if least == 0.0:
-        return 0.0
-    return least / math.sqrt(math.fsum(n * (least / z) ** 2 for (_, z), n in rounds.items()))
 
 
 def log_delta(epsilon: float, noise_multiplier: float) -> float:
@@ -153,6 +130,22 @@ def epsilons(log_delta: Vector, noise_multiplier: Vector) -> Vector:
     return np.where(noise_multiplier < _LEAST_NOISE, np.inf, found)
 
 
+def epsilon_interval(delta: float, noise_multiplier: float) -> tuple[float, float]:
+    """`epsilon`, and a number that is surely below it, for z known to 2⁻⁵⁰ of itself."""
+    if noise_multiplier == 0.0:
+        return math.inf, math.inf
+    up = epsilon(delta, noise_multiplier * (1 - 4 * _ULP))
+    return max(0.0, up - _WIDTH * (1 + up)), up
+
+
+def delta_interval(epsilon: float, noise_multiplier: float) -> tuple[float, float]:
+    """`delta`, and a number that is surely below it, for z known to 2⁻⁵⁰ of itself."""
+    if noise_multiplier == 0.0:
+        return 0.0, 1.0
+    low = delta(epsilon * (1 + _WIDTH), noise_multiplier * (1 + _WIDTH)) * (1 - _WIDTH)
+    return low, delta(epsilon, noise_multiplier * (1 - 4 * _ULP))
+
+
 def noise_multiplier(epsilon: float, delta: float) -> float:
     """Least z for which the Gaussian mechanism is (ε, δ)-DP (Balle & Wang 2018, Algorithm 1).
 
@@ -183,17 +176,6 @@ def noise_multiplier(epsilon: float, delta: float) -> float:
         high += 1.0
     log_mu = float(brentq(excess, low, high, xtol=1e-13, rtol=4 * _ULP))
     return math.exp(-log_mu) * (1 + 1e-12)
-
-
-def check_rounds(rounds: Rounds) -> None:
-    """Raise InvalidValueError unless every q is in (0, 1], z finite and ≥ 0 and count ≥ 1."""
-    for (q, z), count in rounds.items():
-        if not 0.0 < q <= 1.0:
-            raise InvalidValueError(f"sampling_probability is {q}; it must be in (0, 1]")
-        if not (z >= 0.0 and math.isfinite(z)):
-            raise InvalidValueError(f"noise_multiplier is {z}; it must be finite and not negative")
-        if count < 1:
-            raise InvalidValueError(f"count is {count}; it must be at least 1")
 
 
 def check_delta(delta: float) -> None:

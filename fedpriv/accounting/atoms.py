@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.accounting.lattice import Cells, Lattice, LatticePoints, LossLaw, lattice_points
-from fedpriv.accounting.loss import Direction, Vector
+from fedpriv.accounting.rounds import Direction, Vector
 
 ROUNDING = 1e-12
 """Relative error allowed to the mass of a cell, ten times what the tests find."""

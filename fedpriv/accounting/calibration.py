@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable, Iterable
 
 from fedpriv.accounting.accountants import accountant_named
-from fedpriv.accounting.events import RoundEvent, poisson_gaussian
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.accounting.search import Price, last_within, real, whole
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import RoundEvent
 
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e5
 _MOST_ROUNDS = 1 << 30
@@ -30,7 +31,7 @@ def smallest_noise(
     * A noise multiplier smaller by a thousandth is priced above it, unless the result is 0.05, the
       smallest that is returned.
 
-    >>> from fedpriv.accounting.events import NeighbouringRelation
+    >>> from fedpriv.ledger.events import NeighbouringRelation
     >>> from fedpriv.accounting.policies import every_user_gaussian
     >>> relation = NeighbouringRelation.REPLACE_ONE
     >>> round(smallest_noise(1.0, 1e-5, lambda z: [every_user_gaussian(z, relation)]), 2)

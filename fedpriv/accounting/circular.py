@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.fft import irfft, rfft
 
-from fedpriv.accounting.loss import Vector
+from fedpriv.accounting.rounds import Vector
 
 _SMALLEST = -100.0
 """Logarithm below which a value of a transform is taken to be 0."""

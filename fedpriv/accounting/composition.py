@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from fedpriv.accounting.analytic import check_delta, check_rounds, epsilons
-from fedpriv.accounting.loss import Rounds, Vector
+from fedpriv.accounting.analytic import check_delta, epsilons
+from fedpriv.accounting.rounds import Rounds, Vector, check_rounds
 
 _ROUNDING = 1e-12
 _LARGEST_EXPONENT = 700.0

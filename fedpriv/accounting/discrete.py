@@ -7,8 +7,8 @@ import numpy as np
 from scipy.special import logsumexp
 
 from fedpriv.accounting.lattice import Cells
-from fedpriv.accounting.loss import Direction, Vector
 from fedpriv.accounting.pair import Sketch
+from fedpriv.accounting.rounds import Direction, Vector
 
 _NODES = 256
 

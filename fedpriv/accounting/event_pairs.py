@@ -6,19 +6,13 @@ from functools import reduce
 from types import MappingProxyType
 
 from fedpriv.accounting.allocation import allocation_pairs
-from fedpriv.accounting.events import (
-    NeighbouringRelation,
-    Pair,
-    RoundEvent,
-    SamplingPolicy,
-    Schedule,
-    compose,
-)
 from fedpriv.accounting.fixed_size_pair import FixedSizePair
 from fedpriv.accounting.pair import GaussianPair, Pairs
 from fedpriv.accounting.poisson_pair import PoissonPair
 from fedpriv.accounting.replace_pair import ReplacePair
 from fedpriv.accounting.shuffled_pair import LargestBatchPair
+from fedpriv.accounting.strategy import compose
+from fedpriv.ledger.events import NeighbouringRelation, Pair, RoundEvent, SamplingPolicy, Schedule
 
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
 

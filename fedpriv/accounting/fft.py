@@ -15,7 +15,7 @@ from scipy.linalg.blas import dtbsv
 
 from fedpriv.accounting.atoms import ROUNDING, LossAtoms
 from fedpriv.accounting.circular import circular_sum
-from fedpriv.accounting.loss import Vector
+from fedpriv.accounting.rounds import Vector
 
 _NOISE = 1e-4
 """Share of δ that rounding may take before a wider floating-point type is used."""

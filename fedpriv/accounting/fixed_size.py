@@ -23,7 +23,7 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import gammaln, logsumexp
 
-from fedpriv.accounting.loss import Rounds, Vector
+from fedpriv.accounting.rounds import Rounds, Vector
 
 _SLACK = 1e-10
 """Relative error allowed to an RDP, more than the tests find; added, for the safe side."""

@@ -23,9 +23,10 @@ import numpy as np
 from scipy.special import erf, logsumexp
 
 from fedpriv.accounting.lattice import Cells
-from fedpriv.accounting.loss import Direction, Vector, privacy_loss, sample_range
+from fedpriv.accounting.loss import privacy_loss, sample_range
 from fedpriv.accounting.pair import GaussianPair, Sketch
 from fedpriv.accounting.poisson_pair import PoissonLaw
+from fedpriv.accounting.rounds import Direction, Vector
 
 _NODES = 128
 

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.special import ndtr, ndtri
 
 from fedpriv.accounting import analytic
-from fedpriv.accounting.loss import Rounds, Vector
+from fedpriv.accounting.rounds import Rounds, Vector, check_rounds, unsampled_noise_multiplier
 from fedpriv.errors import InvalidValueError
 
 _LARGEST_EXPONENT = 700.0
@@ -35,7 +35,7 @@ def clt_mu(rounds: Rounds) -> float:
     Raises:
         InvalidValueError: a q, z or count is out of range.
     """
-    analytic.check_rounds(rounds)
+    check_rounds(rounds)
     logs = [_log_square(q, z) + math.log(count) for (q, z), count in rounds.items()]
     if not logs or max(logs) == math.inf:
         return math.inf if logs else 0.0
@@ -60,9 +60,7 @@ def clt_epsilon(rounds: Rounds, delta: float) -> float:
     Raises:
         InvalidValueError: δ, a q, z or count is out of range.
     """
-    return epsilon(
-        delta, min(clt_mu(rounds), _inverse(analytic.unsampled_noise_multiplier(rounds)))
-    )
+    return epsilon(delta, min(clt_mu(rounds), _inverse(unsampled_noise_multiplier(rounds))))
 
 
 def delta(epsilon: float, mu: float) -> float:

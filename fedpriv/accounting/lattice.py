@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.accounting.loss import Direction, Vector
+from fedpriv.accounting.rounds import Direction, Vector
 
 _LARGEST_LOSS = 690.0
 _MOST_POINTS = 1 << 14

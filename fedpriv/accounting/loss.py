@@ -7,29 +7,15 @@ draws x from P; adding the user compares Q with P, draws x from Q and has the lo
 """
 
 import math
-from collections.abc import Mapping
-from enum import IntEnum
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri
 
-Vector = NDArray[np.float64]
-Rounds = Mapping[tuple[float, float], int]
-"""Number of rounds by (sampling probability q, noise multiplier z), as `events.compose` returns."""
+from fedpriv.accounting.rounds import Vector
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(6)
 _LEAST_TAIL = 1e-290
 _LARGEST_LOG_RATIO = 700.0
-
-
-class Direction(IntEnum):
-    """Which of the two neighbours the mechanism ran on; the value is the sign of the loss."""
-
-    REMOVE = 1
-    """On the population with the user; the other neighbour is without."""
-    ADD = -1
-    """On the population without the user; the other neighbour is with."""
 
 
 def least_loss(q: float) -> float:

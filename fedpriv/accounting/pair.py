@@ -9,14 +9,15 @@ is at most as bad. A pair that has a `LossLaw` gets both from `atoms.dominating`
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 
 from fedpriv.accounting import atoms
 from fedpriv.accounting.atoms import LossAtoms
 from fedpriv.accounting.lattice import Lattice, LossLaw
-from fedpriv.accounting.loss import Direction, Vector
+from fedpriv.accounting.rounds import Direction, Vector, folded
+from fedpriv.accounting.rounds import grouped as groups_of
 
 LEAST_NOISE, MOST_NOISE = 0.05, 1e6
 """Noise per sensitivity that is computed with."""
@@ -50,6 +51,13 @@ class LossPair(Protocol):
     @property
     def noiseless(self) -> bool:
         """Whether something is released without noise, so that no finite ε holds."""
+
+    @property
+    def setting(self) -> tuple[float, float]:
+        """q and z; with a larger q and a smaller z a pair is no better."""
+
+    def at(self, q: float, z: float) -> "LossPair":
+        """The pair of the same kind at another setting."""
 
     def sketch(self, tail: float, direction: Direction) -> Sketch:
         """The loss, roughly, without losses that are rarer than `tail`."""
@@ -94,6 +102,15 @@ class GaussianPair(ABC):
         """Whether z is 0."""
         return self.z == 0.0
 
+    @property
+    def setting(self) -> tuple[float, float]:
+        """q and z."""
+        return self.q, self.z
+
+    def at(self, q: float, z: float) -> Self:
+        """The pair of the same kind at another setting."""
+        return replace(self, q=q, z=z)
+
     def sketch(self, tail: float, direction: Direction) -> Sketch:
         """The loss, roughly, without losses that are rarer than `tail`."""
         return self.rough(*self._computed, tail, direction)
@@ -112,3 +129,17 @@ class GaussianPair(ABC):
     @property
     def _computed(self) -> tuple[float, float]:
         return max(self.q, LEAST_PROBABILITY), min(max(self.z, LEAST_NOISE), MOST_NOISE)
+
+
+def grouped(pairs: Pairs, most: int) -> tuple[Pairs, Pairs]:
+    """Pairs in at most so many groups of each kind: at least, and at most as bad; see `rounds`."""
+    kinds: dict[LossPair, dict[tuple[float, float], int]] = {}
+    for pair, count in pairs.items():
+        kinds.setdefault(pair.at(1.0, 1.0), {})[pair.setting] = count
+    above: dict[LossPair, int] = {}
+    below: dict[LossPair, int] = {}
+    for kind, each in kinds.items():
+        settings = folded(each) if isinstance(kind, GaussianPair) else each
+        for found, moved in zip((above, below), groups_of(settings, most), strict=True):
+            found.update((kind.at(q, z), count) for (q, z), count in moved.items())
+    return above, below

@@ -9,15 +9,20 @@ one is reported.
 import math
 from collections.abc import Callable
 
+from fedpriv.accounting import analytic
 from fedpriv.accounting.fft import Composition, compose_atoms
-from fedpriv.accounting.loss import Direction, Rounds
-from fedpriv.accounting.pair import Pairs
+from fedpriv.accounting.pair import GaussianPair, Pairs, grouped
 from fedpriv.accounting.poisson_pair import PoissonPair
 from fedpriv.accounting.reading import delta_above, delta_below, epsilon_above, epsilon_below
+from fedpriv.accounting.rounds import Direction, Rounds, unsampled_noise_multiplier
 from fedpriv.accounting.tilt import Aim, aim_at_delta, aim_at_epsilon, resolve
 
-Ends = Callable[[float], tuple[float, float]]
-"""From the precision of `tilt.resolve` to an interval."""
+Ends = Callable[[Pairs, Pairs, float], tuple[float, float]]
+"""From pairs that are at least, and at most as bad, and a precision, to an interval."""
+
+_REFINED, _GROUPS = 16, 32
+"""Numbers of different settings, each of which needs a transform: up to the first they are composed
+again where that helps, up to the second once, and more are grouped."""
 
 _LEAST_DELTA = 1e-200
 _WIDTH, _LEAST_WIDTH = 1e-3, 1e-6
@@ -91,22 +96,21 @@ def epsilon_interval_of(pairs: Pairs, delta: float) -> tuple[float, float]:
         return math.inf, math.inf
     if delta < _LEAST_DELTA:
         return 0.0, math.inf
-    return _refined(
-        lambda precision: _epsilon_ends(pairs, delta, precision),
-        lambda up: _WIDTH * up + _LEAST_WIDTH,
-    )
+    z = _closed_form(pairs)
+    if z is not None:
+        return analytic.epsilon_interval(delta, z)
 
+    def ends(worst: Pairs, best: Pairs, precision: float) -> tuple[float, float]:
+        low, up = 0.0, 0.0
+        for direction in Direction:
+            aim = aim_at_delta(worst, delta, direction)
+            below, above = _both(worst, best, aim, direction, precision)
+            if below is not None:
+                low = max(low, epsilon_below(below, delta))
+            up = max(up, epsilon_above(above, delta))
+        return low, up
 
-def _epsilon_ends(pairs: Pairs, delta: float, precision: float) -> tuple[float, float]:
-    """One try at `epsilon_interval_of`."""
-    low, up = 0.0, 0.0
-    for direction in Direction:
-        aim = aim_at_delta(pairs, delta, direction)
-        below, above = _both(pairs, aim, direction, precision)
-        if below is not None:
-            low = max(low, epsilon_below(below, delta))
-        up = max(up, epsilon_above(above, delta))
-    return low, up
+    return _refined(pairs, ends, lambda up: _WIDTH * up + _LEAST_WIDTH)
 
 
 def delta_interval_of(pairs: Pairs, epsilon: float) -> tuple[float, float]:
@@ -126,43 +130,59 @@ def delta_interval_of(pairs: Pairs, epsilon: float) -> tuple[float, float]:
         return 0.0, 0.0
     if any(pair.noiseless for pair in pairs):
         return 0.0, 1.0
-    low, up = _refined(
-        lambda precision: _delta_ends(pairs, epsilon, precision), lambda up: _DELTA_WIDTH * up
-    )
+    z = _closed_form(pairs)
+    if z is not None:
+        return analytic.delta_interval(epsilon, z)
+
+    def ends(worst: Pairs, best: Pairs, precision: float) -> tuple[float, float]:
+        low, up = 0.0, 0.0
+        for direction in Direction:
+            aim = aim_at_epsilon(worst, epsilon, direction)
+            below, above = _both(worst, best, aim, direction, precision)
+            if below is not None:
+                low = max(low, delta_below(below, epsilon))
+            up = max(up, delta_above(above, epsilon))
+        return low, up
+
+    low, up = _refined(pairs, ends, lambda up: _DELTA_WIDTH * up)
     return low, min(up, 1.0)
 
 
-def _delta_ends(pairs: Pairs, epsilon: float, precision: float) -> tuple[float, float]:
-    """One try at `delta_interval_of`."""
-    low, up = 0.0, 0.0
-    for direction in Direction:
-        aim = aim_at_epsilon(pairs, epsilon, direction)
-        below, above = _both(pairs, aim, direction, precision)
-        if below is not None:
-            low = max(low, delta_below(below, epsilon))
-        up = max(up, delta_above(above, epsilon))
-    return low, up
+def _closed_form(pairs: Pairs) -> float | None:
+    """The z of the one Gaussian mechanism that the pairs are, if all have q = 1."""
+    if all(isinstance(pair, GaussianPair) and pair.q == 1.0 for pair in pairs):
+        rounds: dict[tuple[float, float], int] = {}
+        for pair, count in pairs.items():
+            rounds[pair.setting] = rounds.get(pair.setting, 0) + count
+        return unsampled_noise_multiplier(rounds)
+    return None
 
 
-def _refined(ends: Ends, allowed: Callable[[float], float]) -> tuple[float, float]:
-    """What all tries together say, which get finer until the interval is as wide as allowed."""
+def _refined(pairs: Pairs, ends: Ends, allowed: Callable[[float], float]) -> tuple[float, float]:
+    """What all tries together say, which get finer until the interval is as wide as allowed.
+
+    Many pairs are tried once: a finer lattice would cost much, and not help where they are grouped.
+    """
+    worst, best = grouped(pairs, _GROUPS)
     low, up, precision = 0.0, math.inf, 1.0
-    for _ in range(_TRIES):
+    for _ in range(_TRIES if len(pairs) <= _REFINED else 1):
         width = up - low
-        below, above = ends(precision)
+        below, above = ends(worst, best, precision)
         low, up = max(low, below), min(up, above)
         if not allowed(up) < up - low < min(math.inf, _PROGRESS * width):
             break
         precision *= max(0.4 * allowed(up) / (up - low), _FINEST)
+    if not low <= up:
+        raise AssertionError(f"the ends contradict each other: {low} > {up}")
     return low, up
 
 
 def _both(
-    pairs: Pairs, aim: Aim, direction: Direction, precision: float
+    worst: Pairs, best: Pairs, aim: Aim, direction: Direction, precision: float
 ) -> tuple[Composition | None, Composition]:
-    """Compositions that are at most and at least as bad as the events; None costs nothing."""
-    window, lattice = resolve(pairs, aim, direction, precision)
-    above = [(pair.dominating(lattice, direction), n) for pair, n in pairs.items()]
-    below = [(pair.dominated(lattice, direction), n) for pair, n in pairs.items()]
+    """Compositions at most as bad as `best` (None costs nothing) and at least as bad as `worst`."""
+    window, lattice = resolve(worst, aim, direction, precision)
+    above = [(pair.dominating(lattice, direction), n) for pair, n in worst.items()]
+    below = [(pair.dominated(lattice, direction), n) for pair, n in best.items()]
     known = [(atoms, n) for atoms, n in below if atoms.mass.any()]
     return compose_atoms(known, window) if known else None, compose_atoms(above, window)

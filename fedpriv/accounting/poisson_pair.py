@@ -7,8 +7,6 @@ from scipy.special import logsumexp
 
 from fedpriv.accounting.lattice import Cells
 from fedpriv.accounting.loss import (
-    Direction,
-    Vector,
     cells,
     merged_loss,
     privacy_loss,
@@ -16,6 +14,7 @@ from fedpriv.accounting.loss import (
     sample_range,
 )
 from fedpriv.accounting.pair import LEAST_NOISE, MOST_NOISE, GaussianPair, Sketch
+from fedpriv.accounting.rounds import Direction, Vector
 
 __all__ = ["LEAST_NOISE", "MOST_NOISE", "NODES", "PoissonLaw", "PoissonPair"]
 

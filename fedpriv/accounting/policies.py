@@ -5,7 +5,8 @@ round, whatever the relation and the number of rounds. That replacing a user mov
 clipping norms, and that a user may be in several rounds of an event, is the accountants' to know.
 """
 
-from fedpriv.accounting.events import (
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import (
     NeighbouringRelation,
     RoundEvent,
     SamplingEvent,
@@ -13,7 +14,19 @@ from fedpriv.accounting.events import (
     Schedule,
     SumQueryEvent,
 )
-from fedpriv.errors import InvalidValueError
+
+
+def poisson_gaussian(
+    q: float, noise_multiplier: float, count: int = 1, population: int = 1
+) -> RoundEvent:
+    """Event of `count` rounds of the Poisson-subsampled Gaussian mechanism with one group.
+
+    >>> poisson_gaussian(q=0.01, noise_multiplier=4.0, count=10_000).noise_multiplier
+    4.0
+    """
+    relation = NeighbouringRelation.ADD_OR_REMOVE_ONE
+    sampling = SamplingEvent(SamplingPolicy.POISSON, q, population, relation)
+    return RoundEvent(sampling, (SumQueryEvent("update", 1.0, noise_multiplier),), count)
 
 
 def poisson_replace_gaussian(
@@ -22,7 +35,7 @@ def poisson_replace_gaussian(
     """Event of Poisson-sampled rounds, under replace-one, with one group.
 
     Each round releases the sum over its cohort, in which a user is with probability q, plus noise.
-    `events.poisson_gaussian` is the same under add-or-remove-one.
+    `poisson_gaussian` is the same under add-or-remove-one.
 
     >>> poisson_replace_gaussian(q=0.01, noise_multiplier=4.0).sampling.relation.sensitivity
     2.0

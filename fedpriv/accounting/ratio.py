@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedpriv.accounting.loss import Vector, cells
+from fedpriv.accounting.loss import cells
+from fedpriv.accounting.rounds import Vector
 
 _ULP = 2.0**-53
 _PAIRS_AT_ONCE = 1 << 17

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import ndtri
 
-from fedpriv.accounting.loss import Vector
 from fedpriv.accounting.ratio import RatioSum, add, merge, one_round
 from fedpriv.accounting.ratio_targets import Target, targets_of
+from fedpriv.accounting.rounds import Vector
 
 _LARGEST_LOG = 500.0
 """Values beyond e^±500 are rounded, so that no product of masses that matters underflows."""

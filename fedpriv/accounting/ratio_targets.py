@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedpriv.accounting.loss import Vector
 from fedpriv.accounting.ratio import RatioSum
+from fedpriv.accounting.rounds import Vector
 
 _TOLERANCE, _DEEP_TOLERANCE = 3e-4, 1e-2
 """Share of ε that all additions may cost: for usual δ, and for those below `_DEEP`."""

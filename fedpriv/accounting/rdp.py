@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import gammaln
 
-from fedpriv.accounting.loss import Rounds, Vector
+from fedpriv.accounting.rounds import Rounds, Vector
 
 DEFAULT_ORDERS: tuple[float, ...] = (
     *(1.0 + float(a) for a in np.geomspace(1e-4, 1.0, 41)[:-1]),

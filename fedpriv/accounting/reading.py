@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from fedpriv.accounting.fft import Composition
-from fedpriv.accounting.loss import Vector
+from fedpriv.accounting.rounds import Vector
 from fedpriv.accounting.tilt import conversion
 
 

@@ -26,8 +26,9 @@ import numpy as np
 from scipy.special import logsumexp
 
 from fedpriv.accounting.lattice import Cells
-from fedpriv.accounting.loss import Direction, Vector, cells, privacy_loss, sample_range
+from fedpriv.accounting.loss import cells, privacy_loss, sample_range
 from fedpriv.accounting.pair import GaussianPair, Sketch
+from fedpriv.accounting.rounds import Direction, Vector
 
 _NODES = 256
 

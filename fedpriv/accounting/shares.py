@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.calibration import check_target, smallest_noise
-from fedpriv.accounting.events import RoundEvent, SumQueryEvent
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import RoundEvent, SumQueryEvent
 
 _GROUP = "one more"
 
@@ -29,7 +29,7 @@ def smallest_noise_stddev(
     * With a query of (S, σ), the accountant prices the rounds at ε ≤ target_epsilon.
     * With a σ that is smaller by a thousandth, it prices them above, unless σ/S is 0.05.
 
-    >>> from fedpriv.accounting.events import poisson_gaussian
+    >>> from fedpriv.accounting.policies import poisson_gaussian
     >>> others = poisson_gaussian(q=0.01, noise_multiplier=1.0, count=1000)
     >>> round(smallest_noise_stddev(2.5, 1e-5, others, clipping_norm=0.5), 2)
     0.89

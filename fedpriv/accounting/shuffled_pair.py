@@ -23,8 +23,8 @@ from fedpriv.accounting import atoms
 from fedpriv.accounting.atoms import LossAtoms
 from fedpriv.accounting.discrete import DiscreteLaw
 from fedpriv.accounting.lattice import Lattice
-from fedpriv.accounting.loss import Direction, Vector
 from fedpriv.accounting.pair import LEAST_NOISE, MOST_NOISE, Sketch
+from fedpriv.accounting.rounds import Direction, Vector
 
 _CELLS = 1 << 13
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(6)
@@ -54,6 +54,15 @@ class LargestBatchPair:
     def noiseless(self) -> bool:
         """Whether z is 0."""
         return self.z == 0.0
+
+    @property
+    def setting(self) -> tuple[float, float]:
+        """1 and z."""
+        return 1.0, self.z
+
+    def at(self, q: float, z: float) -> "LargestBatchPair":  # noqa: ARG002
+        """The pair of the same kind with other noise."""
+        return replace(self, z=z)
 
     def sketch(self, tail: float, direction: Direction) -> Sketch:
         """The loss, roughly, without losses that are rarer than `tail`."""

@@ -12,12 +12,19 @@ which rounds a user may take part in.
 """
 
 import math
+from collections.abc import Iterable
+from dataclasses import astuple
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from fedpriv.ledger.events import RoundEvent, SamplingPolicy
+
 Vector = npt.NDArray[np.float64]
+
+_SAME = 2.0**-36
+"""Relative difference of noise multipliers that is rounding."""
 
 
 @lru_cache(maxsize=256)
@@ -87,3 +94,41 @@ def _any_rounds(c: Vector, _rounds: int, participations: int, separation: int) -
     apart = np.arange(1, 1 + min(participations - 1, (len(c) - 1) // separation))
     pairs = float((participations - apart) @ largest[apart * separation])
     return participations * float(meeting[0]) + 2.0 * pairs
+
+
+def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
+    """Count events by (sampling probability q, noise_stddev per *sensitivity*), in order of both.
+
+    Whatever the order of events, what is computed from the counts is the same to the last bit.
+
+    The second number is the effective noise multiplier z over the sensitivity in clipping norms:
+    1 where one user is added or removed, 2 where one is replaced, times that of the strategy where
+    there is one. Accountants of one policy depend on nothing else, but for the schedule of a pass.
+
+    Noise multipliers that differ by less than a part in 2³⁶ count as the smallest of them: where
+    clipping norms move, the last digits of σ/S do, though it is meant to stay.
+
+    >>> from fedpriv.accounting.policies import poisson_gaussian
+    >>> compose([poisson_gaussian(0.5, 2.0), poisson_gaussian(0.5, 2.0, count=3)])
+    {(0.5, 2.0): 4}
+    """
+    rounds: dict[tuple[float, float], int] = {}
+    for event in events:
+        sampling = event.sampling
+        sensitivity = sampling.relation.sensitivity
+        if sampling.policy is SamplingPolicy.SEPARATED and sampling.schedule is not None:
+            sensitivity *= strategy_sensitivity(event.strategy, *astuple(sampling.schedule))
+        key = sampling.sampling_probability, event.noise_multiplier / sensitivity
+        rounds[key] = rounds.get(key, 0) + event.count
+    return _merged(rounds)
+
+
+def _merged(rounds: dict[tuple[float, float], int]) -> dict[tuple[float, float], int]:
+    """The same rounds in order, with nearly equal ones counted as the worst of them."""
+    merged: dict[tuple[float, float], int] = {}
+    last = (0.0, 0.0)
+    for (q, z), count in sorted(rounds.items()):
+        if q != last[0] or z > last[1] * (1.0 + _SAME):
+            last = (q, z)
+        merged[last] = merged.get(last, 0) + count
+    return merged

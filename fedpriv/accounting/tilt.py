@@ -10,8 +10,8 @@ import numpy as np
 
 from fedpriv.accounting.fft import Window
 from fedpriv.accounting.lattice import Lattice
-from fedpriv.accounting.loss import Direction, Vector
 from fedpriv.accounting.pair import Pairs
+from fedpriv.accounting.rounds import Direction, Vector
 
 _TAIL = 1e-4
 """Share of δ that may come from losses that are taken to be infinite."""

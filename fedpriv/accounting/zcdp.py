@@ -11,8 +11,8 @@ import math
 
 from scipy.optimize import minimize_scalar
 
-from fedpriv.accounting.analytic import check_delta, unsampled_noise_multiplier
-from fedpriv.accounting.loss import Rounds
+from fedpriv.accounting.analytic import check_delta
+from fedpriv.accounting.rounds import Rounds, unsampled_noise_multiplier
 from fedpriv.errors import InvalidValueError
 
 _ROUNDING = 1e-14

@@ -12,8 +12,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.accounting.events import RoundEvent
-from fedpriv.accounting.ledger import Charge
 from fedpriv.analytics.questions import (
     Answer,
     FloatMatrix,
@@ -25,6 +23,8 @@ from fedpriv.analytics.questions import (
 )
 from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, InvalidValueError, LedgerError, known_names
+from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.ledger import Charge
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.layout import FloatVector, Layout
 from fedpriv.privacy.mechanism import PoissonGaussianMechanism

@@ -1,6 +1,6 @@
 """The privacy mechanism: layout, clipping, queries, noise and sampling.
 
-Small enough to audit: together with `fedpriv.accounting` it is all that the guarantee rests on.
+Small enough to audit: together with `fedpriv.ledger` it is all that the guarantee rests on.
 """
 
 from fedpriv.privacy.clipping import clip

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.accounting.events import RoundEvent
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy.clipping import Indicator, IntegerVector
 from fedpriv.privacy.layout import FloatVector, VectorGroup
 from fedpriv.privacy.noise import Entropy

@@ -46,8 +46,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from mpmath import libmp
 from numpy.typing import NDArray
 
-from fedpriv.accounting.events import Randomness
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import Randomness
 
 _KEY_BYTES = 32
 _AES_BLOCK_BYTES = 16

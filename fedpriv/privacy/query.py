@@ -17,8 +17,8 @@ from functools import cached_property
 
 import numpy as np
 
-from fedpriv.accounting.events import SumQueryEvent
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import SumQueryEvent
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, IntegerVector
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup
 from fedpriv.privacy.noise import LARGEST_STDDEV, Entropy, rounded_gaussian

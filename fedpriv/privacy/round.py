@@ -16,11 +16,11 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.accounting.budget import PrivacyBudget
-from fedpriv.accounting.events import Randomness, RoundEvent
-from fedpriv.accounting.ledger import Charge, Ledger, ProposedCharge
-from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.errors import BudgetExceededError, InvalidValueError
+from fedpriv.ledger.budget import PrivacyBudget
+from fedpriv.ledger.events import Randomness, RoundEvent
+from fedpriv.ledger.ledger import Charge, Ledger, ProposedCharge
+from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.mechanism import Metric
 

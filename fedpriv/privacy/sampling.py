@@ -7,7 +7,7 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.accounting.events import NeighbouringRelation, SamplingEvent, SamplingPolicy
+from fedpriv.ledger.events import NeighbouringRelation, SamplingEvent, SamplingPolicy
 from fedpriv.privacy.noise import keystream, words
 
 _MOST_PASSED = 128

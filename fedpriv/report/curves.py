@@ -9,9 +9,9 @@ from scipy.special import ndtr
 from fedpriv.accounting import gdp
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
 from fedpriv.accounting.accountants import ACCOUNTANTS, accountant_named
-from fedpriv.accounting.budget import merge_equal
-from fedpriv.accounting.loss import Vector
+from fedpriv.accounting.rounds import Vector
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from fedpriv.ledger.budget import merge_equal
 from fedpriv.report.spending import LedgerContent
 
 _POINTS = 30

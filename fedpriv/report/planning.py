@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 from fedpriv.accounting.accountant import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.calibration import largest_number, largest_probability, smallest_noise
-from fedpriv.accounting.events import (
+from fedpriv.accounting.shares import smallest_noise_stddev
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import (
     NeighbouringRelation,
     RoundEvent,
     SamplingEvent,
     SamplingPolicy,
     SumQueryEvent,
 )
-from fedpriv.accounting.shares import smallest_noise_stddev
-from fedpriv.errors import InvalidValueError
 
 _MOST_ROUNDS = 1 << 30
 _ONE_MORE = "one more"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from fedpriv.accounting.accountant import Accountant, PrivacyLoss
 from fedpriv.accounting.accountants import ACCOUNTANTS, accountant_named
-from fedpriv.accounting.budget import merge_equal
-from fedpriv.accounting.events import Randomness, RoundEvent
-from fedpriv.accounting.ledger import ChargedRow, Ledger
-from fedpriv.accounting.ledger_lines import ExportedLedger, is_export
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from fedpriv.ledger.budget import merge_equal
+from fedpriv.ledger.events import Randomness, RoundEvent
+from fedpriv.ledger.export import ExportedLedger, is_export
+from fedpriv.ledger.ledger import ChargedRow, Ledger
 
 
 class Arithmetic(StrEnum):

@@ -1,36 +1,83 @@
-"""What the command line prints of ledgers and of settings within a budget."""
+"""Tables and numbers in the terminal, and the same for other programs as JSON."""
 
+import json
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 from pathlib import Path
+from typing import TextIO
 
-from rich.console import Console
-from rich.table import Table
+import rich.table
+from rich import box
+from rich.console import Console, JustifyMethod
+from rich.text import Text
 
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
-from fedpriv.accounting.events import Randomness, SamplingEvent, SumQueryEvent
-from fedpriv.accounting.ledger import Head, Ledger
-from fedpriv.accounting.ledger_lines import ExportedLedger, is_export
-from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import SamplingEvent, SumQueryEvent
+from fedpriv.ledger.export import ExportedLedger, is_export
+from fedpriv.ledger.ledger import Head, Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.report.planning import Plan
 from fedpriv.report.spending import (
     Arithmetic,
+    LedgerContent,
+    Price,
     Spending,
     read_ledger,
-    weakest_arithmetic,
-    weakest_randomness,
 )
 
 
-def randomness_of(ledger: Ledger) -> Randomness:
-    """The weakest source of randomness of all charges."""
-    return weakest_randomness(ledger.charges())
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        name: its heading, with its unit if there is one.
+        number: whether it holds numbers.
+        long: whether its cells may be broken anywhere, as digests are.
+    """
+
+    name: str
+    number: bool = True
+    long: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What style sheets call it."""
+        return "long" if self.long else "number" if self.number else "text"
 
 
-def arithmetic_of(ledger: Ledger) -> Arithmetic:
-    """Exact if sums and noise of all charges are."""
-    return weakest_arithmetic(ledger.charges())
+@dataclass(frozen=True)
+class Table:
+    """A table of a page or of the terminal.
+
+    Attributes:
+        caption: what it shows.
+        columns: of each row.
+        rows: cells as text.
+        simulation_only: whether it shows what no guarantee covers.
+    """
+
+    caption: str
+    columns: tuple[Column, ...]
+    rows: Sequence[Sequence[str]]
+    simulation_only: bool = False
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table; cells are text, whatever brackets they contain."""
+    mark = "simulation only: " if table.simulation_only else ""
+    printed = rich.table.Table(title=Text(mark + table.caption), box=box.SIMPLE_HEAD)
+    for column in table.columns:
+        justify: JustifyMethod = "right" if column.number else "left"
+        printed.add_column(Text(column.name), justify=justify, overflow="fold")
+    for row in table.rows:
+        printed.add_row(
+            *(Text(cell, no_wrap=c.number) for c, cell in zip(table.columns, row, strict=True))
+        )
+    console.print(printed)
 
 
 def format_epsilon(epsilon: float) -> str:
@@ -40,6 +87,16 @@ def format_epsilon(epsilon: float) -> str:
     ('2.000', '0.000', '∞')
     """
     return "∞" if math.isinf(epsilon) else f"{math.ceil(epsilon * 1000) / 1000:.3f}"
+
+
+def format_epsilon_low(epsilon: float) -> str:
+    """A lower end of ε to three decimals, rounded down; empty if that is zero.
+
+    >>> format_epsilon_low(1.9999), format_epsilon_low(0.0009)
+    ('1.999', '')
+    """
+    down = math.floor(epsilon * 1000) / 1000
+    return f"{down:.3f}" if down > 0.0 else ""
 
 
 def format_delta(delta: float) -> str:
@@ -54,10 +111,19 @@ def format_delta(delta: float) -> str:
     return f"{rounded:.3f}" if delta >= 0.1 else f"{rounded:.2e}"
 
 
+def number(value: float) -> float | str:
+    """A number of JSON, or the string "Infinity", since JSON has no such number.
+
+    >>> number(0.5), number(float("inf"))
+    (0.5, 'Infinity')
+    """
+    return "Infinity" if math.isinf(value) else value
+
+
 def print_spending(spending: Spending) -> None:
     """Print what each run, each ledger and all ledgers cost, in the accountants' words."""
     several = len(spending.ledgers) > 1
-    table = Table(title=_title(spending))
+    table = rich.table.Table(title=_title(spending))
     if several:
         table.add_column("ledger")
     table.add_column("run")
@@ -100,7 +166,7 @@ def print_plan(plan: Plan) -> None:
     }
     loss = plan.loss
     title = f"within ε = {plan.target_epsilon:g} at δ = {loss.delta:g}"
-    table = Table(title=title, show_header=False)
+    table = rich.table.Table(title=title, show_header=False)
     for name, (words, extreme, value) in values.items():
         # In full, as a digit less would be another price.
         table.add_row(words, str(value), f"{extreme} that fits" if name == plan.found else "given")
@@ -120,7 +186,7 @@ def print_ledger(path: Path, last: int | None) -> None:
     """Print the charges of a ledger or an export of one, one line each."""
     content = read_ledger(path)
     rows = content.charges
-    table = Table(title=f"{content.population}: {len(rows)} charges")
+    table = rich.table.Table(title=f"{content.population}: {len(rows)} charges")
     for column in ("#", "run", "round", "attempt", "sampling", "q", "N"):
         table.add_column(column)
     table.add_column("group: S, σ; noise", overflow="fold")
@@ -140,28 +206,6 @@ def print_ledger(path: Path, last: int | None) -> None:
             row.randomness.partition(":")[0],
         )
     Console(markup=False, emoji=False).print(table)
-
-
-def _shown(name: str) -> str:
-    """A name of anybody's making, without what would command the terminal."""
-    return name if name.isprintable() else repr(name)
-
-
-def _query_text(query: SumQueryEvent) -> str:
-    """Group, clipping norm and noise, and over which numbers that noise is."""
-    text = f"{_shown(query.group)}: {query.clipping_norm:.4g}, {query.noise_stddev:.4g}"
-    if query.granularity is None:
-        return f"{text}; {Arithmetic.FLOATING_POINT}"
-    return f"{text}; {Arithmetic.EXACT}: B = {query.squared_bound}, σ/γ = {query.noise_steps:.4g}"
-
-
-def _sampling_text(sampling: SamplingEvent) -> str:
-    """Policy and neighbours, and which rounds users are in where an event has several."""
-    text = f"{sampling.policy}, {sampling.relation}"
-    schedule = sampling.schedule
-    if schedule is None:
-        return text
-    return f"{text}, {schedule.participations} of {schedule.rounds} rounds"
 
 
 def print_verification(path: Path, participation: Path | None, head: str | None) -> None:
@@ -184,6 +228,83 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
     )
 
 
+def write_spending(spending: Spending, stream: TextIO) -> None:
+    """Write one JSON object: what was priced, and a row for each part and accountant.
+
+    In a row, `ledger` is null for all ledgers and `run` is null for all runs. A δ that was found
+    stands in `delta` of its row, an ε in `epsilon`, with the certified lower end `epsilon_low`.
+    `refusals` says why an accountant has no row. An infinite ε is the string "Infinity", which no
+    program takes for a small number.
+    """
+    given = {"delta": spending.delta} if spending.epsilon is None else {"epsilon": spending.epsilon}
+    content = {
+        "ledgers": [_ledger(ledger) for ledger in spending.ledgers],
+        "runs": [
+            {"ledger": str(ledger.path), "run": run, "rounds": len(events)}
+            for ledger in spending.ledgers
+            for run, events in ledger.runs().items()
+        ],
+        **given,
+        "randomness": str(spending.randomness),
+        "arithmetic": str(spending.arithmetic),
+        "rows": [_row(price, spending) for price in spending.prices],
+        "refusals": list(spending.refusals),
+    }
+    _write(content, stream)
+
+
+def write_plan(plan: Plan, stream: TextIO) -> None:
+    """Write one JSON object: the settings, which of them was found, and what they cost."""
+    content = {
+        "found": plan.found,
+        "rounds": plan.rounds,
+        "sampling_probability": plan.sampling_probability,
+        "noise_multiplier": plan.noise_multiplier,
+        "share": plan.share,
+        "share_noise_multiplier": plan.share_noise_multiplier,
+        "policy": str(plan.sampled.policy),
+        "target_epsilon": plan.target_epsilon,
+        "epsilon_low": plan.loss.epsilon_low,
+        "epsilon": plan.loss.epsilon,
+        "delta": plan.loss.delta,
+        "accountant": plan.loss.accountant,
+        "bound": str(plan.loss.bound),
+        "relation": str(plan.loss.relation),
+        "assumptions": plan.loss.assumptions,
+    }
+    _write(content, stream)
+
+
+def _write(content: Mapping[str, object], stream: TextIO) -> None:
+    stream.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def _ledger(ledger: LedgerContent) -> dict[str, object]:
+    return {
+        "path": str(ledger.path),
+        "ledger_id": ledger.ledger_id,
+        "population": ledger.population,
+        "charges": len(ledger.charges),
+        "head": ledger.charges[-1].hash if ledger.charges else None,
+    }
+
+
+def _row(price: Price, spending: Spending) -> dict[str, object]:
+    low = {} if spending.delta is None else {"epsilon_low": number(price.loss.epsilon_low)}
+    return {
+        "ledger": price.part.ledger,
+        "run": price.part.run,
+        "rounds": price.part.rounds,
+        "accountant": price.loss.accountant,
+        **low,
+        "epsilon": number(price.epsilon),
+        "delta": price.delta,
+        "bound": str(price.loss.bound),
+        "relation": str(price.loss.relation),
+        "assumptions": price.loss.assumptions,
+    }
+
+
 def _verified(
     ledger: Ledger | ExportedLedger, participation: Path | None, head: Head | None
 ) -> Head:
@@ -204,10 +325,8 @@ def _title(spending: Spending) -> str:
 
 
 def _kind(loss: PrivacyLoss) -> str:
-    low = math.floor(loss.epsilon_low * 1000) / 1000 if math.isfinite(loss.epsilon) else 0.0
-    if low > 0.0:
-        return f"upper bound; the truth is at least {low:.3f}"
-    return loss.bound
+    low = format_epsilon_low(loss.epsilon_low) if math.isfinite(loss.epsilon) else ""
+    return f"upper bound; the truth is at least {low}" if low else loss.bound
 
 
 def _kind_of_delta(loss: PrivacyLoss) -> str:
@@ -219,3 +338,25 @@ def _parsed_head(head: str) -> Head:
     if not separator or not count.isdecimal():
         raise InvalidValueError(f"--head is {head!r}; it must be COUNT:HASH")
     return Head(int(count), digest)
+
+
+def _shown(name: str) -> str:
+    """A name without control characters, which could command the terminal."""
+    return name if name.isprintable() else repr(name)
+
+
+def _query_text(query: SumQueryEvent) -> str:
+    """Group, clipping norm and noise, and over which numbers that noise is."""
+    text = f"{_shown(query.group)}: {query.clipping_norm:.4g}, {query.noise_stddev:.4g}"
+    if query.granularity is None:
+        return f"{text}; {Arithmetic.FLOATING_POINT}"
+    return f"{text}; {Arithmetic.EXACT}: B = {query.squared_bound}, σ/γ = {query.noise_steps:.4g}"
+
+
+def _sampling_text(sampling: SamplingEvent) -> str:
+    """Policy and neighbours, and which rounds users are in where an event has several."""
+    text = f"{sampling.policy}, {sampling.relation}"
+    schedule = sampling.schedule
+    if schedule is None:
+        return text
+    return f"{text}, {schedule.participations} of {schedule.rounds} rounds"

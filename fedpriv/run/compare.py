@@ -29,8 +29,7 @@ from fedpriv.data.registry import load_population
 from fedpriv.engine.workers import computing_with
 from fedpriv.errors import FedprivError, InvalidValueError, WorkerError
 from fedpriv.privacy.round import Books, Transport
-from fedpriv.report.studies import print_study
-from fedpriv.report.study_files import results_csv, results_json, runs_csv
+from fedpriv.report.studies import print_study, results_csv, results_json, runs_csv
 from fedpriv.run.diagnostics import Row, watched
 from fedpriv.run.evaluation import Evaluator
 from fedpriv.run.folder import RunFolder

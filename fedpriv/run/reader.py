@@ -9,21 +9,20 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedpriv.accounting.ledger import Ledger
-from fedpriv.accounting.participation import ParticipationRecord
 from fedpriv.config import load_config
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
-from fedpriv.report.page.content import Page
-from fedpriv.report.page.record import (
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.report.page import Page, render, write_page
+from fedpriv.report.records import (
     Figures,
     RunRecord,
     SimulationOnlyRound,
     Verification,
 )
-from fedpriv.report.page.run_page import page_of_run
-from fedpriv.report.page.study_page import page_of_study
-from fedpriv.report.page.writing import render, write_page
+from fedpriv.report.run_page import page_of_run
 from fedpriv.report.spending import LedgerContent
+from fedpriv.report.study_page import page_of_study
 from fedpriv.run.folder import RunFolder
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
@@ -67,7 +66,7 @@ def read_run(folder: Path) -> RunRecord:
         charges = tuple(ledger.charges())
         content = LedgerContent(path, ledger.ledger_id, ledger.population_name, charges)
         head = ledger.head
-    rows = _released_rows(run)
+    rows = released_rounds(run)
     charged = {charge.hash: charge for charge in charges}
     for row in rows:
         found = charged.get(row.charge)
@@ -103,7 +102,7 @@ def _verified(ledger: Ledger, participation: Path) -> bool:
     return True
 
 
-def _released_rows(run: RunFolder) -> list[RoundResult]:
+def released_rounds(run: RunFolder) -> list[RoundResult]:
     """Rows of the last attempt at each round, in order."""
     try:
         rows = _ROWS.validate_python(list(run.read_metrics()))

@@ -30,20 +30,22 @@ from rich.table import Table
 from safetensors.numpy import save
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.events import RoundEvent
-from fedpriv.accounting.ledger import Head, Ledger
 from fedpriv.build import Enrolled, Experiment, build, simulated
 from fedpriv.config import Config, FederationSection, load_config
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.ledger import Head, Ledger
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import Books, Transport
-from fedpriv.report.figures import accuracy_figure, epsilon_figure, metric_figure, save_figure
-from fedpriv.report.tables import arithmetic_of, format_epsilon, randomness_of
-from fedpriv.report.versions import versions
+from fedpriv.report.records import versions
+from fedpriv.report.run_page import write_run_figures
+from fedpriv.report.spending import weakest_arithmetic, weakest_randomness
+from fedpriv.report.tables import format_epsilon
 from fedpriv.run.callbacks import OnRound
 from fedpriv.run.diagnostics import watched
 from fedpriv.run.evaluation import Evaluation, Evaluator, held_out_rows
 from fedpriv.run.folder import RunFolder
+from fedpriv.run.reader import released_rounds
 from fedpriv.training.checkpoint import (
     Checkpoint,
     checkpoints,
@@ -434,8 +436,8 @@ def print_result(
         table.add_row("of which this run alone", format_epsilon(alone.epsilon))
     if of_run:
         table.add_row("what it means", loss.assumptions)
-        table.add_row("randomness", str(randomness_of(books.ledger)))
-        table.add_row("sums and noise", str(arithmetic_of(books.ledger)))
+        table.add_row("randomness", str(weakest_randomness(books.ledger.charges())))
+        table.add_row("sums and noise", str(weakest_arithmetic(books.ledger.charges())))
     table.add_row("rounds", _rounds_text(outcome, len(of_run), plan.rounds))
     table.add_row(
         "mechanism",
@@ -473,40 +475,9 @@ def _rounds_text(outcome: Outcome, charged: int, planned: int) -> str:
 
 def draw(folder: RunFolder, experiment: Experiment) -> None:
     """Write the figures of all rounds, the last attempt at each, into the folder of the run."""
-    rows = {int(str(row["round"])): row for row in folder.read_metrics()}
-    ordered = [rows[number] for number in sorted(rows)]
-    rounds = [int(str(row["round"])) + 1 for row in ordered]
-    name, delta = experiment.plan.run, experiment.budget.delta
-    spent = [float(str(row["epsilon"])) for row in ordered]
-    if spent and max(spent) < float("inf"):
-        figure = epsilon_figure(rounds, spent, delta, experiment.budget.epsilon, name)
-        save_figure(figure, folder.path, "epsilon")
-    measured = [
-        (number, float(str(row["accuracy"])))
-        for number, row in zip(rounds, ordered, strict=True)
-        if row["accuracy"] is not None
-    ]
-    if measured:
-        numbers, accuracy = zip(*measured, strict=True)
-        save_figure(accuracy_figure(numbers, accuracy, name), folder.path, "accuracy")
-    for metric in experiment.plan.metrics:
-        if metric.shape == ():
-            values = [_number(row, "metrics", metric.name) for row in ordered]
-            noise = [_number(row, "metrics_noise_stddev", metric.name) for row in ordered]
-            figure = metric_figure(rounds, values, noise, metric.name, name)
-            save_figure(figure, folder.path, f"metric-{_file_name(metric.name)}")
-
-
-def _number(row: Mapping[str, object], column: str, name: str) -> float:
-    """One number of a column that holds a table; NaN where there is none."""
-    table = row.get(column)
-    value = table.get(name) if isinstance(table, dict) else None
-    return float(value) if isinstance(value, float | int) else math.nan
-
-
-def _file_name(metric: str) -> str:
-    """Name of a metric as part of a file name."""
-    return "".join(c if c.isalnum() or c in "-_" else "-" for c in metric)
+    budget = experiment.budget
+    rounds = released_rounds(folder)
+    write_run_figures(rounds, experiment.plan.run, budget.delta, budget.epsilon, folder.path)
 
 
 Hosted = Callable[[Experiment, Books], Transport]

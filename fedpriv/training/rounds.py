@@ -12,8 +12,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from fedpriv.accounting.ledger import Charge
 from fedpriv.errors import BudgetExceededError, LedgerError, StoppedError
+from fedpriv.ledger.ledger import Charge
 from fedpriv.privacy.layout import FloatVector
 from fedpriv.privacy.mechanism import TENSOR, PoissonGaussianMechanism, ReleasedMetric, released
 from fedpriv.privacy.noise import Entropy

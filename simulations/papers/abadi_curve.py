@@ -9,12 +9,11 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from fedpriv.accounting.rdp import composed_rdp, epsilon_from_rdp_2016
-from fedpriv.report.figures import new_axes, save_figure
+from fedpriv.report.charts import Axis, Chart, Series, save
 from simulations.papers.abadi import EXAMPLE, ORDERS, Setting, published_composition
 
 EPOCHS = (1, 5, 10, 20, 50, 100, 150, 200, 250, 300, 350, 400)
@@ -45,19 +44,22 @@ def curve_table() -> Table:
     return table
 
 
-def curve_figure() -> Figure:
+def curve_chart() -> Chart:
     """All three curves."""
     settings = [after(epochs) for epochs in EPOCHS]
-    figure, axes = new_axes(
-        "What 400 epochs cost (q = 0.01, σ = 4)", f"ε at δ = {EXAMPLE.delta:g}", "epochs"
-    )
     strong = [published_composition(setting) for setting in settings]
-    axes.plot(EPOCHS, strong, "--", label="strong composition, as published")
-    axes.plot(EPOCHS, [moments(s) for s in settings], "-.", label="moments accountant of the paper")
-    axes.plot(EPOCHS, [s.exact[1] for s in settings], label="exact: upper end of the interval")
-    axes.set_ylim(bottom=0.0)
-    axes.legend(loc="upper left")
-    return figure
+    return Chart(
+        "abadi_curve",
+        "What 400 epochs cost (q = 0.01, σ = 4)",
+        "Abadi et al. 2016, Figure 2, and the exact ε of the same mechanism beside it.",
+        Axis("epochs", "count", from_zero=True),
+        Axis(f"ε at δ = {EXAMPLE.delta:g}", "no unit", from_zero=True),
+        [
+            Series("strong composition, as published", EPOCHS, strong, dashed=True),
+            Series("moments accountant of the paper", EPOCHS, [moments(s) for s in settings]),
+            Series("exact: upper end of the interval", EPOCHS, [s.exact[1] for s in settings]),
+        ],
+    )
 
 
 def main() -> None:
@@ -67,7 +69,7 @@ def main() -> None:
     folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     Console().print(curve_table())
-    for path in save_figure(curve_figure(), folder, "abadi_curve", ("png",)):
+    for path in save(curve_chart(), folder, ["png"]):
         print(path)
 
 

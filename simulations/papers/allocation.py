@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from fedpriv.accounting import (
-    NeighbouringRelation,
     PrivacyLoss,
     epsilon,
     poisson_gaussian,
     random_allocation_gaussian,
     shuffled_gaussian,
 )
+from fedpriv.ledger import NeighbouringRelation
 
 NOTES = (
     "For k = 1 the intervals are of the pair of the pass itself, so the comparisons are proved.",

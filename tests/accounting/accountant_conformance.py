@@ -11,23 +11,23 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from fedpriv.accounting.accountants import ACCOUNTANTS, Accountant, Bound
-from fedpriv.accounting.events import (
-    NeighbouringRelation,
-    RoundEvent,
-    SamplingEvent,
-    SamplingPolicy,
-    SumQueryEvent,
-    poisson_gaussian,
-)
 from fedpriv.accounting.policies import (
     every_user_gaussian,
     fixed_size_gaussian,
+    poisson_gaussian,
     poisson_replace_gaussian,
     random_allocation_gaussian,
     separated_gaussian,
     shuffled_gaussian,
 )
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from fedpriv.ledger.events import (
+    NeighbouringRelation,
+    RoundEvent,
+    SamplingEvent,
+    SamplingPolicy,
+    SumQueryEvent,
+)
 
 ADD_OR_REMOVE = NeighbouringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighbouringRelation.REPLACE_ONE

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fedpriv.accounting.atoms import ROUNDING, LossAtoms
 from fedpriv.accounting.lattice import Lattice, lattice_points
-from fedpriv.accounting.loss import Direction
 from fedpriv.accounting.pair import GaussianPair
 from fedpriv.accounting.pld import delta_interval_of, epsilon_interval_of
+from fedpriv.accounting.rounds import Direction
 
 SHAPES = [(1e-6, 1.0), (0.01, 0.5), (0.3, 3.0), (1.0, 1.0)]
 # Steps from a hundredth of the loss's standard deviation to far beyond all losses.

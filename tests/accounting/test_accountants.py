@@ -12,9 +12,13 @@ from fedpriv.accounting.accountants import (
     delta,
     epsilon,
 )
-from fedpriv.accounting.events import SamplingPolicy, poisson_gaussian
-from fedpriv.accounting.policies import fixed_size_gaussian, poisson_replace_gaussian
+from fedpriv.accounting.policies import (
+    fixed_size_gaussian,
+    poisson_gaussian,
+    poisson_replace_gaussian,
+)
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import SamplingPolicy
 
 EVENTS = [poisson_gaussian(0.01, 1.0, 1000), poisson_gaussian(1.0, 40.0, 3)]
 

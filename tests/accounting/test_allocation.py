@@ -14,9 +14,9 @@ from scipy.stats import beta
 from fedpriv.accounting import analytic
 from fedpriv.accounting.allocation import AllocationPair, allocation_pairs
 from fedpriv.accounting.lattice import Lattice
-from fedpriv.accounting.loss import Direction, Vector
 from fedpriv.accounting.pld import delta_interval_of, epsilon_interval_of
 from fedpriv.accounting.poisson_pair import PoissonPair
+from fedpriv.accounting.rounds import Direction, Vector
 
 ALARM = 1e-9
 """Probability of a false alarm of one simulated test."""

@@ -11,7 +11,7 @@ from pair_conformance import delta_of, losses
 from fedpriv.accounting.atoms import dominated, dominating
 from fedpriv.accounting.discrete import DiscreteLaw
 from fedpriv.accounting.lattice import Lattice
-from fedpriv.accounting.loss import Direction
+from fedpriv.accounting.rounds import Direction
 
 outputs = st.lists(
     st.tuples(st.floats(-12.0, 0.0).map(math.exp), st.floats(-6.0, 6.0)), min_size=2, max_size=30

@@ -13,16 +13,17 @@ from fedpriv.accounting.calibration import (
     largest_sampling_probability,
     smallest_noise,
 )
-from fedpriv.accounting.events import NeighbouringRelation, RoundEvent, poisson_gaussian
 from fedpriv.accounting.policies import (
     every_user_gaussian,
     fixed_size_gaussian,
+    poisson_gaussian,
     poisson_replace_gaussian,
     random_allocation_gaussian,
     separated_gaussian,
     shuffled_gaussian,
 )
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from fedpriv.ledger.events import NeighbouringRelation, RoundEvent
 
 ADD_OR_REMOVE = NeighbouringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighbouringRelation.REPLACE_ONE

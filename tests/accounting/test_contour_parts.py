@@ -9,21 +9,24 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.answers import DeltaAt, EpsilonAt
-from fedpriv.accounting.characteristic import log_mgf_along
-from fedpriv.accounting.cumulant import losses, tilt
-from fedpriv.accounting.grid import grid
-from fedpriv.accounting.inversion import cumulant_bound, make_contours
-from fedpriv.accounting.loss import Direction
-from fedpriv.accounting.panel import RoundsArray, direct, merged, rounds_array, summary
-from fedpriv.accounting.saddle import EXACT, epsilon_at_delta, plan_at_delta, plan_at_epsilon
-from fedpriv.accounting.shifted import HEIGHTS, decay, ellipses
-from fedpriv.accounting.sums import sums
-from fedpriv.accounting.windows import outside_support, support, window
-from fedpriv.errors import InvalidValueError
+from fedpriv.accounting.contour import integral, interval
+from fedpriv.accounting.contour.integral import contour, cumulant_bound
+from fedpriv.accounting.contour.plan import Setting, decay, plan_at_delta, plan_at_epsilon
+from fedpriv.accounting.contour.privacy_loss import (
+    log_mgf_along,
+    losses,
+    support,
+    tilt,
+    window,
+)
+from fedpriv.accounting.rounds import Direction, arrays
 
 LOG_TAIL = -60.0
 DIRECTIONS = list(Direction)
+
+
+def setting_of(rounds, direction):
+    return Setting(*arrays(rounds), direction)
 
 
 def at_nodes(q, z, direction, nodes=256, log_tail=LOG_TAIL):
@@ -124,7 +127,7 @@ class TestWindows:
         low, high = support(everywhere, (c,))
         mass = tilt(everywhere, c).mass
         outside = mass[(everywhere.y < low) | (everywhere.y > high)].sum()
-        assert outside <= outside_support(everywhere)[0]
+        assert outside <= everywhere.beyond_cut[0]
 
 
 class TestShiftedPaths:
@@ -142,8 +145,7 @@ class TestShiftedPaths:
         tilted = tilt(losses(q, np.array([z]), ends, direction, 768), c)
         t = math.exp(log_t) / math.sqrt(float(tilted.variance[0]))
         index = np.array([5, 6, 10, 25, 100])
-        around = ellipses(q, np.array([z]), ends, HEIGHTS)
-        known = [log_error(around, tilted, t * u / 5, 768) < -30 for u in index]
+        known = [log_error(tilted, t * u / 5, 768) < -30 for u in index]
         assume(known[0])
         found = log_mgf_along(tilted, t / 5, 101)[0, index[known]].real - tilted.log_mgf[0]
         # Below e^−28 the sum that is compared with is rounding.
@@ -168,20 +170,34 @@ class TestShiftedPaths:
     )
     def test_quadrature_error_stays_below_its_bound(self, log_q, z, c, log_t, nodes, direction):
         fine = tilt(at_nodes(math.exp(log_q), z, direction, nodes=768), c)
-        ends = fine.losses.low, fine.losses.high
         t = math.exp(log_t) / math.sqrt(float(fine.variance[0]))
-        around = ellipses(fine.losses.q[:, 0], fine.losses.z[:, 0], ends, HEIGHTS)
-        assume(log_error(around, fine, t, 768) < -32)
+        assume(log_error(fine, t, 768) < -32)
         coarse = tilt(at_nodes(math.exp(log_q), z, direction, nodes=nodes), c)
         exact = np.exp(log_mgf_along(fine, t, 2)[0] - fine.log_mgf[0])
         found = np.exp(log_mgf_along(coarse, t, 2)[0] - fine.log_mgf[0])
-        bound = math.exp(min(log_error(around, fine, t, nodes), 300.0))
+        bound = math.exp(min(log_error(fine, t, nodes), 300.0))
         assert np.abs(found - exact).max() <= bound + 1e-11
 
 
-def log_error(around, tilted, t, nodes):
-    """Log of the bound on the quadrature error of one pair."""
-    return float(around.log_error(tilted.order, tilted.log_mgf, t, nodes)[0])
+def log_error(tilted, t, nodes):
+    """Log of the bound on the quadrature error of one pair, by the best ellipse."""
+    at = tilted.losses
+    setting = Setting(at.q[:, 0], at.z[:, 0], np.ones(1), at.direction)
+    c = tilted.order - 1 if at.direction is Direction.REMOVE else -tilted.order
+    found = integral._Quadrature(
+        setting,
+        at.low,
+        at.high,
+        np.ones(1),
+        np.array([nodes]),
+        *integral._peaks(setting, at.low, at.high, c),
+    )
+    errors = []
+    for height in integral._HEIGHTS:
+        semiaxis = np.minimum(height, integral.LARGEST_ANGLE * setting.z)
+        log_rho, error = dataclasses.replace(found, semiaxis=semiaxis).log_error(c, t)
+        errors.append(float((error - 2 * nodes * log_rho - tilted.log_mgf)[0]))
+    return min(errors)
 
 
 def absolute_bounds(contour, epsilon):
@@ -198,92 +214,71 @@ class TestContours:
         [(0.5, 4.0, 0.5), (0.1, 10.0, 0.04), (0.95, 2.0, 1.5), (0.3, 6.0, 0.2)],
     )
     def test_each_direction_of_one_round(self, q, z, epsilon, direction):
-        panel = direct(rounds_array({(q, z): 1}))
-        plan = plan_at_epsilon(panel, epsilon, direction)
-        contours = make_contours(panel, plan)
-        assert len(contours) == 2
+        setting = setting_of({(q, z): 1}, direction)
+        found = contour(setting, plan_at_epsilon(setting, epsilon))
         with mpmath.workdps(40):
             exact = _one_round(mpmath.mpf(q), mpmath.mpf(z), mpmath.mpf(epsilon), direction)
-        for contour in contours:
-            low, up = absolute_bounds(contour, epsilon)
-            assert low <= exact <= up + contour.sums.dropped
-            assert up - low <= 1e-5 * up
+        low, up = absolute_bounds(found, epsilon)
+        assert low <= exact <= up + found.dropped
+        assert up - low <= 1e-5 * up
 
     @pytest.mark.parametrize("direction", DIRECTIONS)
     def test_value_depends_neither_on_the_contour_nor_on_the_step(self, direction):
-        panel = direct(rounds_array({(0.01, 1.0): 2_000, (0.05, 2.0): 100}))
-        plan = plan_at_delta(panel, math.log(1e-7), direction)
-        lows, ups, steps = [], [], set()
+        setting = setting_of({(0.01, 1.0): 2_000, (0.05, 2.0): 100}, direction)
+        plan = plan_at_delta(setting, math.log(1e-7))
+        lows, ups = [], []
         for factor in (0.7, 0.8, 0.9, 1.0):
-            for care in (0.0, 5.0, 20.0):
+            for finer in (1.0, 1.2, 1.7):
                 other = dataclasses.replace(
-                    plan, c=factor * plan.c, log_delta=plan.log_delta - care
+                    plan, c=factor * plan.c, period=finer * plan.period / factor
                 )
-                for contour in make_contours(panel, other):
-                    low, up = absolute_bounds(contour, plan.epsilon)
-                    lows.append(low)
-                    ups.append(up)
-                    steps.add((contour.path.c, contour.path.period))
-        assert len(steps) == 24
+                low, up = absolute_bounds(contour(setting, other), plan.epsilon)
+                lows.append(low)
+                ups.append(up)
         assert max(lows) <= min(ups)
         assert max(ups) - min(lows) <= 1e-6 * max(ups)
 
     @pytest.mark.parametrize("direction", DIRECTIONS)
-    @pytest.mark.parametrize("log_delta", [-2.0, -12.0, -60.0])
-    @pytest.mark.parametrize("rounds", [{(0.01, 1.0): 2_000, (0.05, 2.0): 100}, {(1.0, 90.0): 1}])
-    def test_epsilon_alone_is_that_of_the_plan(self, rounds, log_delta, direction):
-        panel = direct(rounds_array(rounds))
-        alone = epsilon_at_delta(panel, log_delta, direction, EXACT)
-        planned = plan_at_delta(panel, log_delta, direction, EXACT).epsilon
-        assert alone == pytest.approx(planned, rel=1e-2, abs=1e-9)
-
-    @pytest.mark.parametrize("direction", DIRECTIONS)
     def test_careless_plans_widen_the_interval_and_keep_the_truth(self, direction):
-        panel = direct(rounds_array({(1.0, 20.0): 100}))
-        plan = plan_at_delta(panel, math.log(1e-5), direction)
+        setting = setting_of({(1.0, 20.0): 100}, direction)
+        plan = plan_at_delta(setting, math.log(1e-5))
         exact = _gaussian(0.5, plan.epsilon)
         widths = []
-        for careless in (0.0, 8.0, 14.0, 18.0, 20.0):
-            other = dataclasses.replace(plan, log_delta=plan.log_delta + careless, stop=1e-3)
-            contour = make_contours(panel, other)[0]
-            low, up = absolute_bounds(contour, plan.epsilon)
-            assert low <= exact <= up + contour.sums.dropped
+        for shorter in (1.0, 0.6, 0.5, 0.4):
+            other = dataclasses.replace(plan, stop=shorter * plan.stop)
+            found = contour(setting, other)
+            low, up = absolute_bounds(found, plan.epsilon)
+            assert low <= exact <= up + found.dropped
             widths.append((up - low) / up)
         assert widths == sorted(widths)
         assert widths[0] < 1e-8
-        assert widths[-1] > 1e-2
+        assert widths[-1] > 1e-3
 
     def test_bounds_hold_at_any_epsilon(self):
-        panel = direct(rounds_array({(1.0, 20.0): 100}))
-        contour = make_contours(panel, plan_at_delta(panel, math.log(1e-5), Direction.ADD))[0]
+        setting = setting_of({(1.0, 20.0): 100}, Direction.ADD)
+        found = contour(setting, plan_at_delta(setting, math.log(1e-5)))
         for epsilon in (0.0, 0.5, 1.5, 2.5, 3.5):
-            low, up = absolute_bounds(contour, epsilon)
-            assert low <= _gaussian(0.5, epsilon) <= up + contour.sums.dropped
+            low, up = absolute_bounds(found, epsilon)
+            assert low <= _gaussian(0.5, epsilon) <= up + found.dropped
 
     def test_what_the_windows_leave_out_counts_against_the_upper_end(self):
-        panel = direct(rounds_array({(1.0, 20.0): 100}))
-        contour = make_contours(panel, plan_at_delta(panel, math.log(1e-5), Direction.REMOVE))[0]
-        assert 0.0 < contour.sums.dropped < 1e-8 * 1e-5
-        more = dropping(contour, 4e-6)
-        (low, up), (same, higher) = (DeltaAt(2.0).interval(c) for c in (contour, more))
-        assert (same, higher) == (low, pytest.approx(up + 4e-6, rel=1e-9))
-        more = dropping(contour, 1e-8)
-        (low, up), (same, higher) = (EpsilonAt(math.log(1e-5)).interval(c) for c in (contour, more))
+        setting = setting_of({(1.0, 20.0): 100}, Direction.REMOVE)
+        found = contour(setting, plan_at_delta(setting, math.log(1e-5)))
+        assert 0.0 < found.dropped < 1e-8 * 1e-5
+        more = dataclasses.replace(found, dropped=1e-8)
+        (low, up), (same, higher) = (
+            interval._epsilon_ends(c, math.log(1e-5)) for c in (found, more)
+        )
         assert same == pytest.approx(low, rel=1e-9)
         assert _gaussian(0.5, higher) <= 1e-5 - 1e-8 < _gaussian(0.5, up) <= 1e-5
-        everything = dropping(contour, 1e-5)
-        assert EpsilonAt(math.log(1e-5)).interval(everything)[1] == math.inf
+        everything = dataclasses.replace(found, dropped=1e-5)
+        assert interval._epsilon_ends(everything, math.log(1e-5))[1] == math.inf
 
     def test_cumulant_bound_is_just_above_the_cumulant(self):
-        panel = direct(rounds_array({(0.02, 1.0): 500}))
-        plan = plan_at_delta(panel, math.log(1e-6), Direction.ADD)
+        setting = setting_of({(0.02, 1.0): 500}, Direction.ADD)
+        plan = plan_at_delta(setting, math.log(1e-6))
         exact = 500 * exact_log_mgf(0.02, 1.0, Direction.ADD, plan.c).real
-        assert exact <= cumulant_bound(panel, plan) <= exact * (1 + 1e-6)
-
-
-def dropping(contour, dropped):
-    """The contour with so much of δ outside the windows."""
-    return dataclasses.replace(contour, sums=dataclasses.replace(contour.sums, dropped=dropped))
+        assert exact <= cumulant_bound(setting, plan) <= exact * (1 + 1e-6)
 
 
 def _gaussian(mu, epsilon):
@@ -335,53 +330,3 @@ class TestPowers:
             one = tuple(end[i : i + 1] for end in ends)
             alone = losses(q[i : i + 1], z[i : i + 1], one, Direction.REMOVE, 96)
             assert all_[i] == pytest.approx(log_mgf_along(tilt(alone, 3.0), 0.3, 50)[0], rel=1e-12)
-
-
-class TestPanels:
-    @staticmethod
-    def rounds(n, seed=0):
-        rng = np.random.default_rng(seed)
-        q = np.exp(rng.uniform(math.log(0.005), math.log(0.02), n))
-        return RoundsArray(q, rng.uniform(0.9, 1.5, n), rng.integers(1, 4, n).astype(float))
-
-    def test_a_summary_is_small_and_near(self):
-        rounds = self.rounds(5_000)
-        panel, exact = summary(rounds), direct(rounds)
-        assert len(panel.q) <= 36
-        rough = panel.sum(tilted_cumulant(panel, 4.0))
-        assert rough == pytest.approx(exact.sum(tilted_cumulant(exact, 4.0)), rel=0.05)
-
-    def test_equal_pairs_are_merged(self):
-        rounds = self.rounds(50)
-        twice = RoundsArray(*(np.tile(x, 2) for x in (rounds.q, rounds.z, rounds.counts)))
-        once = merged(twice)
-        assert sorted(zip(once.q, once.z, once.counts, strict=True)) == sorted(
-            zip(rounds.q, rounds.z, 2 * rounds.counts, strict=True)
-        )
-        assert merged(rounds) is rounds
-
-    def test_sums_add_up(self):
-        rounds = self.rounds(700)
-        plan = plan_at_delta(summary(rounds), math.log(1e-6), Direction.REMOVE)
-        whole = make_contours(direct(rounds), plan)[0]
-        parts = [
-            RoundsArray(*(x[i::3] for x in (rounds.q, rounds.z, rounds.counts))) for i in (0, 1, 2)
-        ]
-        first, second, third = (
-            sums(direct(part), whole.path, grid(direct(part), (whole.path,))) for part in parts
-        )
-        added = first.plus(second).plus(third)
-        for field in dataclasses.fields(added):
-            found, expected = getattr(added, field.name), getattr(whole.sums, field.name)
-            tolerance = 0.2 if field.name == "error" else 1e-9
-            assert found == pytest.approx(expected, rel=tolerance, abs=1e-300)
-
-    def test_shapes_must_agree(self):
-        with pytest.raises(InvalidValueError, match="vectors of one length"):
-            RoundsArray(np.ones(3), np.ones(2), np.ones(3))
-
-
-def tilted_cumulant(panel, c):
-    """[p] K(c) of one round each."""
-    ends = window(panel.q, panel.z, LOG_TAIL, Direction.REMOVE)
-    return tilt(losses(panel.q, panel.z, ends, Direction.REMOVE, 96), c).log_mgf

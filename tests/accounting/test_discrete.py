@@ -8,7 +8,7 @@ import pytest
 from fedpriv.accounting.atoms import dominated, dominating
 from fedpriv.accounting.discrete import DiscreteLaw
 from fedpriv.accounting.lattice import Lattice
-from fedpriv.accounting.loss import Direction
+from fedpriv.accounting.rounds import Direction
 
 P = np.array([0.1, 0.5, 1e-9, 0.4 - 1e-9])
 Q = np.array([0.2, 0.5 - 1e-12, 1e-12, 0.3])

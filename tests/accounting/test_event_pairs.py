@@ -6,12 +6,12 @@ import pytest
 
 from fedpriv.accounting.allocation import allocation_pairs
 from fedpriv.accounting.event_pairs import ANALYSES, bounds_of
-from fedpriv.accounting.events import NeighbouringRelation, RoundEvent, poisson_gaussian
 from fedpriv.accounting.fixed_size_pair import FixedSizePair
 from fedpriv.accounting.poisson_pair import PoissonPair
 from fedpriv.accounting.policies import (
     every_user_gaussian,
     fixed_size_gaussian,
+    poisson_gaussian,
     poisson_replace_gaussian,
     random_allocation_gaussian,
     separated_gaussian,
@@ -19,6 +19,7 @@ from fedpriv.accounting.policies import (
 )
 from fedpriv.accounting.replace_pair import ReplacePair
 from fedpriv.accounting.shuffled_pair import LargestBatchPair
+from fedpriv.ledger.events import NeighbouringRelation, RoundEvent
 
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
 EXACT: list[tuple[RoundEvent, PoissonPair | ReplacePair]] = [
@@ -121,6 +122,6 @@ def test_kinds_add_up() -> None:
 
 
 def test_every_legal_event_has_an_analysis() -> None:
-    from fedpriv.accounting.sampling import _ANALYSED
+    from fedpriv.ledger.events import _ANALYSED
 
     assert set(ANALYSES) == set(_ANALYSED)

@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from fedpriv.accounting.accountants import ACCOUNTANTS, Bound, RDPAccountant
-from fedpriv.accounting.events import (
-    NeighbouringRelation,
-)
 from fedpriv.accounting.fixed_size import (
     _log_differences,
     _log_even_moments,
@@ -24,6 +21,7 @@ from fedpriv.accounting.fixed_size import (
 from fedpriv.accounting.pld import epsilon_interval
 from fedpriv.accounting.policies import every_user_gaussian, fixed_size_gaussian, shuffled_gaussian
 from fedpriv.accounting.rdp import DEFAULT_ORDERS, subsampled_gaussian_rdp
+from fedpriv.ledger.events import NeighbouringRelation
 
 REPLACE = NeighbouringRelation.REPLACE_ONE
 RDP = ACCOUNTANTS["rdp"]

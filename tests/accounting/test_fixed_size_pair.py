@@ -10,9 +10,9 @@ from scipy.stats import norm
 from test_poisson_pair import poisson_delta
 
 from fedpriv.accounting.fixed_size_pair import FixedSizeLaw, FixedSizePair
-from fedpriv.accounting.loss import Direction
 from fedpriv.accounting.pld import delta_interval_of, epsilon_interval_of
 from fedpriv.accounting.poisson_pair import PoissonPair
+from fedpriv.accounting.rounds import Direction
 
 # Where the user, the one that replaces it and somebody else lie, in units of the sensitivity.
 TRIPLES = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.5, -0.5, 0.0), (1.0, 0.3, 0.0), (0.2, -0.7, 0.1)]

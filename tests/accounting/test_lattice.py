@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.accounting.lattice import Lattice, _spaced, lattice_points
-from fedpriv.accounting.loss import Direction
 from fedpriv.accounting.poisson_pair import PoissonLaw
+from fedpriv.accounting.rounds import Direction
 
 
 @settings(max_examples=100, deadline=None)

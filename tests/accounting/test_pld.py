@@ -297,7 +297,7 @@ def test_a_round_without_noise_has_no_epsilon() -> None:
 
 
 def test_hardly_any_noise_has_a_lower_end_only() -> None:
-    low, up = epsilon_interval({(1.0, 0.01): 1}, 1e-5)
+    low, up = epsilon_interval({(0.9, 0.01): 1}, 1e-5)
     assert up == math.inf
     assert 200.0 < low <= 1 / (2 * 0.01**2)
     assert delta_interval({(1.0, 0.01): 1}, 1.0)[1] == 1.0

@@ -6,8 +6,9 @@ import pytest
 from pair_conformance import PairConformance, delta_of, losses
 
 from fedpriv.accounting.lattice import Lattice
-from fedpriv.accounting.loss import Direction, merged_loss, sample_at
+from fedpriv.accounting.loss import merged_loss, sample_at
 from fedpriv.accounting.poisson_pair import PoissonLaw, PoissonPair
+from fedpriv.accounting.rounds import Direction
 
 
 def poisson_delta(q: float, z: float, epsilon: float, direction: Direction) -> float:

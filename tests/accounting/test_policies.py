@@ -5,14 +5,6 @@ from collections.abc import Callable
 
 import pytest
 
-from fedpriv.accounting.events import (
-    NeighbouringRelation,
-    RoundEvent,
-    SamplingEvent,
-    SamplingPolicy,
-    Schedule,
-    SumQueryEvent,
-)
 from fedpriv.accounting.policies import (
     every_user_gaussian,
     fixed_size_gaussian,
@@ -22,6 +14,14 @@ from fedpriv.accounting.policies import (
     shuffled_gaussian,
 )
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import (
+    NeighbouringRelation,
+    RoundEvent,
+    SamplingEvent,
+    SamplingPolicy,
+    Schedule,
+    SumQueryEvent,
+)
 
 ADD_OR_REMOVE = NeighbouringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighbouringRelation.REPLACE_ONE

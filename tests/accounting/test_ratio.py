@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import ndtr
 
-from fedpriv.accounting.loss import Vector
 from fedpriv.accounting.ratio import Binned, RatioSum, Shape, add, merge, one_round, spread
 from fedpriv.accounting.ratio_edges import additions, coarse, steps_to
+from fedpriv.accounting.rounds import Vector
 
 Law = list[tuple[Fraction, Fraction]]
 few = settings(max_examples=40, deadline=None)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from pair_conformance import PairConformance
 from scipy.stats import norm
 
-from fedpriv.accounting.loss import Direction
 from fedpriv.accounting.pld import delta_interval_of, epsilon_interval_of
 from fedpriv.accounting.poisson_pair import PoissonPair
 from fedpriv.accounting.replace_pair import ReplaceLaw, ReplacePair
+from fedpriv.accounting.rounds import Direction
 
 
 def replace_delta(q: float, z: float, epsilon: float) -> float:

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.calibration import calibrate_noise_multiplier
-from fedpriv.accounting.events import (
-    NeighbouringRelation,
-    RoundEvent,
-    SumQueryEvent,
+from fedpriv.accounting.policies import (
+    every_user_gaussian,
+    fixed_size_gaussian,
     poisson_gaussian,
+    shuffled_gaussian,
 )
-from fedpriv.accounting.policies import every_user_gaussian, fixed_size_gaussian, shuffled_gaussian
 from fedpriv.accounting.shares import largest_clipping_norm, largest_share, smallest_noise_stddev
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SumQueryEvent
 
 ADD_OR_REMOVE = NeighbouringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighbouringRelation.REPLACE_ONE

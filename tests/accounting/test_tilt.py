@@ -6,8 +6,8 @@ import mpmath
 import numpy as np
 import pytest
 
-from fedpriv.accounting.loss import Direction
 from fedpriv.accounting.poisson_pair import PoissonPair
+from fedpriv.accounting.rounds import Direction
 from fedpriv.accounting.tilt import (
     aim_at_delta,
     aim_at_epsilon,

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from federation import open_books
 
-from fedpriv.accounting import NeighbouringRelation, SamplingPolicy, poisson_gaussian
+from fedpriv.accounting import poisson_gaussian
 from fedpriv.analytics import Answers, Histogram, Mean, Survey
 from fedpriv.analytics import survey as survey_module
 from fedpriv.analytics.survey import ask
 from fedpriv.errors import BudgetExceededError, DataError, InvalidValueError, LedgerError
+from fedpriv.ledger import NeighbouringRelation, SamplingPolicy
 from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling, SeededEntropy
 from fedpriv.privacy.mechanism import PoissonGaussianMechanism
 from fedpriv.privacy.round import Books

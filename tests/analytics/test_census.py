@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting import Ledger, epsilon
+from fedpriv.accounting import epsilon
+from fedpriv.ledger import Ledger
 from fedpriv.report.tables import format_epsilon
 
 ROOT = Path(__file__).parents[2]

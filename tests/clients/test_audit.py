@@ -17,20 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.accounting.accountants import epsilon
-from fedpriv.accounting.charge import ProposedCharge
-from fedpriv.accounting.events import (
-    NeighbouringRelation,
-    Randomness,
-    RoundEvent,
-    SumQueryEvent,
+from fedpriv.accounting.policies import (
+    every_user_gaussian,
     poisson_gaussian,
+    poisson_replace_gaussian,
 )
-from fedpriv.accounting.ledger import Ledger
-from fedpriv.accounting.ledger_lines import ExportedLedger
-from fedpriv.accounting.policies import every_user_gaussian, poisson_replace_gaussian
 from fedpriv.clients.audit import Examined, charged_already, confirm, examine, price_with
 from fedpriv.clients.journal import Diary
 from fedpriv.errors import AuditError, InvalidValueError
+from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, SumQueryEvent
+from fedpriv.ledger.export import ExportedLedger
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.wire import Price, RoundId, TaskDescription, Welcome
 from tests.wire.examples import small_offer
 
@@ -361,7 +358,7 @@ def test_extreme_prices_give_a_number(both, q, z, delta):
 def test_importing_loads_neither_torch_nor_grpc(name):
     check = (
         f"import sys, fedpriv.clients.{name}; "
-        "print(*({'torch', 'grpc', 'flwr', 'matplotlib'} & set(sys.modules)))"
+        "print(*({'torch', 'grpc', 'flwr', 'altair'} & set(sys.modules)))"
     )
     root = Path(__file__).parents[2]
     done = subprocess.run(

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.ledger import Head, Ledger
 from fedpriv.clients.journal import Diary, TakenPart
 from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.ledger.ledger import Head, Ledger
 from fedpriv.wire import Price, RoundId
 from tests.wire.examples import small_offer
 
@@ -131,7 +131,7 @@ import os, signal, sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from fedpriv.accounting.ledger import Head
+from fedpriv.ledger.ledger import Head
 from fedpriv.clients.journal import Diary
 from fedpriv.wire import RoundId
 from tests.wire.examples import small_offer

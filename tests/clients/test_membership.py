@@ -13,14 +13,14 @@ import grpc
 import numpy as np
 import pytest
 
-from fedpriv.accounting.charge import ProposedCharge
-from fedpriv.accounting.events import Randomness, poisson_gaussian
-from fedpriv.accounting.ledger import Ledger
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.clients import membership
 from fedpriv.clients.connection import Backoff
 from fedpriv.clients.membership import Joining, take_part
 from fedpriv.clients.messages import Source
 from fedpriv.errors import AuditError, InvalidValueError, ModelError, WireError
+from fedpriv.ledger.events import Randomness
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from fedpriv.wire import Receipt, RoundId, TaskDescription, Welcome, encode_round_id
 from fedpriv.wire import federation_pb2 as pb

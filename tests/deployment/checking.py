@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from fedpriv.accounting.ledger import ChargedRow, Ledger
-from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.ledger.ledger import ChargedRow, Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.training.checkpoint import checkpoints, load_checkpoint
 from simulations.loopback import Program
 from tests.deployment.digests import digest_of

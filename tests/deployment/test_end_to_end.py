@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fedpriv.accounting.ledger import Ledger
-from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import run_simulation
 from simulations import federation, loopback

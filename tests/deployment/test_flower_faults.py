@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpriv.accounting.ledger import Ledger
-from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.run.folder import RunFolder
 from fedpriv.training.checkpoint import checkpoints
 from tests.deployment.digits import assert_same_model, in_process, on_nodes

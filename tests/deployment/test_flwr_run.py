@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting.ledger import Ledger
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.run.folder import RunFolder
 from fedpriv.training.checkpoint import checkpoints, load_checkpoint
 from tests.deployment.digits import NOISELESS, assert_same_model, in_process

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting.ledger import Ledger
 from fedpriv.clients.journal import Diary, TakenPart
+from fedpriv.ledger.ledger import Ledger
 from tests.deployment.checking import stop_and_check
 from tests.deployment.sites import (
     LONG,

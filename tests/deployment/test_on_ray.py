@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 import pytest
 
-from fedpriv.accounting.ledger import Ledger
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.run.folder import RunFolder
 from simulations.loopback import Program
 from tests.deployment.digits import DIGITS, NOISELESS, assert_same_model, in_process

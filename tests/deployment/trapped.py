@@ -64,7 +64,7 @@ def around(
 
 def set_at_server() -> None:
     """From a start to a checkpoint."""
-    from fedpriv.accounting.database import Database
+    from fedpriv.ledger.database import Database
     from fedpriv.privacy.round import Books
     from fedpriv.run import run
     from fedpriv.run.folder import RunFolder

@@ -13,11 +13,11 @@ from scipy.stats import binomtest
 from torch import nn
 
 from fedpriv.accounting.accountants import delta
-from fedpriv.accounting.events import RoundEvent
 from fedpriv.data.population import UserStore
 from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
+from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport

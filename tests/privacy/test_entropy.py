@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedpriv.accounting.events import Randomness
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import Randomness
 from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy, keystream, words
 
 KEY = bytes(range(32))

@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedpriv.accounting.events import NeighbouringRelation, SamplingEvent, SamplingPolicy
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import NeighbouringRelation, SamplingEvent, SamplingPolicy
 from fedpriv.privacy import sampling
 from fedpriv.privacy.noise import SeededEntropy, keystream
 from fedpriv.privacy.sampling import PoissonSampling

@@ -2,32 +2,59 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from xml.etree.ElementTree import Element
 
 import html5lib
-from plotly.offline import get_plotlyjs
 
-from fedpriv.accounting.charge import ProposedCharge
-from fedpriv.accounting.events import Randomness, RoundEvent
-from fedpriv.accounting.ledger import Ledger
-from fedpriv.report.page.record import RunRecord, SimulationOnlyRound, Verification
+from fedpriv.ledger.events import Randomness, RoundEvent
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
+from fedpriv.report.charts import library
+from fedpriv.report.records import RunRecord, SimulationOnlyRound, Verification
 from fedpriv.report.spending import read_ledger
 from fedpriv.training.rounds import RoundResult
 
 
 def parsed(page: str) -> Element:
     """The document, in strict HTML 5; without the library, which takes the parser a minute."""
-    library = get_plotlyjs()
-    assert page.count(library) == 1
+    assert page.count(library()) == 1
     parser = html5lib.HTMLParser(strict=True, namespaceHTMLElements=False)
-    return parser.parse(page.replace(library, ""))
+    return parser.parse(page.replace(library(), ""))
 
 
-def figures(document: Element) -> dict[str, dict]:
-    """Traces and layout of all charts, by name."""
+@dataclass(frozen=True)
+class Drawn:
+    """What a chart of a page draws: titles of its axes, and columns of each series by name."""
+
+    x: str
+    y: str
+    series: dict[str, dict[str, list]]
+    colours: dict[str, str]
+
+
+def drawn(specification: str) -> Drawn:
+    """Read the Vega-Lite JSON of a chart."""
+    read = json.loads(specification)
+    (rows,) = read["datasets"].values()
+    encoding = read["layer"][-1]["encoding"]
+    scale = encoding["color"]["scale"]
+    titles = [encoding[axis]["title"] for axis in "xy"]
+    x, y = (title if isinstance(title, str) else " ".join(title) for title in titles)
+    series = {
+        name: {
+            column: [row.get(column) for row in rows if row["series"] == name]
+            for column in ("x", "y", "low", "high")
+        }
+        for name in scale["domain"]
+    }
+    return Drawn(x, y, series, dict(zip(scale["domain"], scale["range"], strict=True)))
+
+
+def figures(document: Element) -> dict[str, Drawn]:
+    """What all charts draw, by name."""
     data = [e for e in document.iter("script") if e.get("type") == "application/json"]
-    return {e.get("id").removeprefix("data-"): json.loads(e.text) for e in data}
+    return {e.get("id").removeprefix("data-"): drawn(e.text) for e in data}
 
 
 def words(element: Element) -> str:

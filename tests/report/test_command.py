@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.report.page import installed
 from fedpriv.run.reader import read_run
 from tests.commandline import printed, refused
 
@@ -78,10 +77,3 @@ def test_only_attempts_that_were_released_have_true_figures(copy: Path) -> None:
 def test_metrics_that_are_none_are_refused(copy: Path, line: str) -> None:
     (copy / "metrics.jsonl").write_text(f"{line}\n")
     assert "cannot be read as metrics" in refused("report", copy)
-
-
-def test_what_is_not_installed_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "find_spec", lambda name: None if name == "plotly" else name)
-    assert refused("report", copy) == (
-        "error: plotly cannot be imported; pip install 'fedpriv[report]' installs it"
-    )

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting.events import poisson_gaussian
-from fedpriv.report.page.record import SimulationOnlyRound
-from fedpriv.report.page.run_page import page_of_run
-from fedpriv.report.page.writing import render, write_page
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.report.page import render, write_page
+from fedpriv.report.records import SimulationOnlyRound
+from fedpriv.report.run_page import page_of_run
 from tests.report.browser import Tab, browsing
 from tests.report.pages import made_up, released
 
@@ -20,7 +20,7 @@ HOSTILE = "</script><script>window.broken=1</script><img src=x onerror='window.b
 CUT_OFF = """
 [...document.querySelectorAll(".plot")].map((plot) => {
   const around = plot.getBoundingClientRect();
-  const texts = plot.querySelectorAll(".xtitle, .ytitle, .xtick text, .ytick text, .traces");
+  const texts = plot.querySelectorAll("svg text");
   const outside = [...texts].filter((text) => {
     const at = text.getBoundingClientRect();
     return at.left < around.left - 1 || at.right > around.right + 1
@@ -84,13 +84,13 @@ def test_it_is_drawn_without_a_complaint(
 def test_names_are_shown_as_they_are(tab: Tab, hostile: Path) -> None:
     tab.open(hostile, DESKTOP)
     assert tab.evaluate("document.querySelector('h1').textContent") == HOSTILE
-    legend = "document.querySelector('[data-chart=data-clipped] .legendtext').textContent"
+    legend = "document.querySelector('[data-chart=clipped] .role-legend-label text').textContent"
     assert tab.evaluate(legend) == HOSTILE
 
 
 def test_dark_and_light(tab: Tab, report: Path) -> None:
     paper = "getComputedStyle(document.body).backgroundColor"
-    axis = "getComputedStyle(document.querySelector('.xtitle')).fill"
+    axis = "getComputedStyle(document.querySelector('.role-axis-title text')).fill"
     light, dark = (
         ("rgb(255, 255, 255)", "rgb(27, 31, 36)"),
         ("rgb(20, 23, 28)", "rgb(230, 233, 238)"),

@@ -11,23 +11,22 @@ from scipy.stats import norm
 
 from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.events import (
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
     RoundEvent,
     SamplingEvent,
     SamplingPolicy,
     SumQueryEvent,
-    poisson_gaussian,
 )
-from fedpriv.errors import InvalidValueError
-from fedpriv.report.page.charts import chart
-from fedpriv.report.page.record import SimulationOnlyRound
-from fedpriv.report.page.run_page import page_of_run
-from fedpriv.report.page.writing import render
-from fedpriv.report.series import Axis, Series
+from fedpriv.report.charts import Axis, Chart, Series, embedded
+from fedpriv.report.page import render
+from fedpriv.report.records import SimulationOnlyRound
+from fedpriv.report.run_page import page_of_run
 from fedpriv.report.spending import read_ledger
-from tests.report.pages import figures, made_up, parsed, released, section, words
+from tests.report.pages import drawn, figures, made_up, parsed, released, section, words
 
 EVERYBODY = SamplingEvent(
     SamplingPolicy.EVERY_USER, 1.0, 300, NeighbouringRelation.ADD_OR_REMOVE_ONE
@@ -88,14 +87,13 @@ def test_only_the_scripts_that_are_named_may_run(page: str) -> None:
 
 def test_every_chart_names_its_axes_and_units(page: str) -> None:
     document = parsed(page)
-    drawn = figures(document)
+    charts = figures(document)
     released_ones = {"accuracy", "loss", "front", "epsilon", "trade-off", "norms"}
-    assert set(drawn) == released_ones | {"layers", "clipped", "signal"}
-    for figure in drawn.values():
-        for axis in ("xaxis", "yaxis"):
-            assert re.fullmatch(r".*\w.*(<br>| )\(.+\)", figure["layout"][axis]["title"]["text"])
+    assert set(charts) == released_ones | {"layers", "clipped", "signal"}
+    for chart in charts.values():
+        assert all(re.fullmatch(r".*\w.* \(.+\)", title) for title in (chart.x, chart.y))
     plots = [e.get("data-chart") for e in document.iter("div") if e.get("class") == "plot"]
-    assert plots == [f"data-{name}" for name in drawn]
+    assert plots == list(charts)
     assert all(words(e) for e in document.iter("figcaption"))
 
 
@@ -113,16 +111,17 @@ def test_numbers_are_those_of_metrics_and_ledger(page: str, run_folder: Path) ->
     (shown,) = re.findall(r"user-level ε ([0-9.]+)", summary)
     epsilon = epsilon_of(events, 1e-3).epsilon
     assert epsilon <= float(shown) <= epsilon + 1.001e-3
-    drawn = figures(document)
-    accuracy = drawn["accuracy"]["data"][0]
+    charts = figures(document)
+    accuracy = charts["accuracy"].series["accuracy"]
     assert accuracy["x"] == [1, 2, 3, 4, 5, 6]
     assert accuracy["y"] == pytest.approx([100 * row["accuracy"] for row in rows])
-    assert drawn["front"]["data"][0]["x"] == pytest.approx([row["epsilon"] for row in rows])
-    by_name = {trace["name"]: trace for trace in drawn["epsilon"]["data"] if "name" in trace}
+    (front,) = charts["front"].series.values()
+    assert front["x"] == pytest.approx([row["epsilon"] for row in rows])
+    by_name = charts["epsilon"].series
     assert {name.partition(":")[0] for name in by_name} == set(ACCOUNTANTS)
-    for name, trace in by_name.items():
+    for name, line in by_name.items():
         last = epsilon_of(events, 1e-3, name.partition(":")[0]).epsilon
-        assert trace["y"][-1] == pytest.approx(last)
+        assert line["y"][-1] == pytest.approx(last)
 
 
 def test_the_ledger_is_told_of(page: str, run_folder: Path) -> None:
@@ -140,7 +139,9 @@ def test_a_seed_is_warned_of(page: str) -> None:
 
 
 def test_it_says_over_which_numbers_the_noise_was(page: str, tmp_path: Path) -> None:
-    assert "exactly the law of a rounded normal" in words(section(parsed(page), "assumptions"))
+    assert "follows exactly a rounded normal distribution" in words(
+        section(parsed(page), "assumptions")
+    )
     rounded = render(page_of_run(made_up(tmp_path / "a", [FULL])))
     assert "gaps can in principle be exploited" in words(section(parsed(rounded), "assumptions"))
 
@@ -172,9 +173,7 @@ def test_whatever_files_hold_is_text(tmp_path: Path) -> None:
     assert words(next(document.iter("h1"))) == HOSTILE
     assert HOSTILE in words(section(document, "ledger"))
     assert HOSTILE in words(section(document, "plan"))
-    names = {trace["name"] for trace in figures(document)["clipped"]["data"]}
-    # Plotly reads names as markup of its own, so they have none.
-    assert names == {HOSTILE.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}
+    assert set(figures(document)["clipped"].series) == {HOSTILE}
 
 
 def test_what_no_guarantee_covers_is_marked(tmp_path: Path) -> None:
@@ -198,16 +197,17 @@ def test_true_figures_of_a_simulation_are_those_that_were_recorded(
     lines = (run_folder / "simulation_only.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["round"] for row in rows] == list(range(6))
-    drawn = figures(parsed(page))
-    clipping_norm, true = drawn["norms"]["data"]
+    charts = figures(parsed(page))
+    clipping_norm, true = charts["norms"].series.values()
     assert clipping_norm["y"] == [0.5] * 6
     norms = [row["simulation_only_group_norms"]["update"] for row in rows]
     assert true["y"] == pytest.approx(norms)
-    assert true["line"]["color"] == clipping_norm["line"]["color"]
+    assert len(set(charts["norms"].colours.values())) == 1
     shares = [100 * row["simulation_only_clipped"]["update"] for row in rows]
-    assert drawn["clipped"]["data"][0]["y"] == pytest.approx(shares)
+    assert charts["clipped"].series["update"]["y"] == pytest.approx(shares)
     # With one group of one layer, and no scales, both are the norm of the whole update.
-    assert drawn["layers"]["data"][0]["y"] == pytest.approx(norms)
+    (layer,) = charts["layers"].series.values()
+    assert layer["y"] == pytest.approx(norms)
 
 
 def test_the_trade_off_says_no_more_than_is_true(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_the_trade_off_says_no_more_than_is_true(tmp_path: Path) -> None:
     ("relation", "said"),
     [
         (NeighbouringRelation.ADD_OR_REMOVE_ONE, "are there, or none"),
-        (NeighbouringRelation.REPLACE_ONE, "replaced by somebody else's"),
+        (NeighbouringRelation.REPLACE_ONE, "replaced by another user's"),
     ],
 )
 def test_the_assumptions_are_those_of_the_ledger(
@@ -245,7 +245,7 @@ def test_a_large_delta_is_warned_of(tmp_path: Path) -> None:
 def test_without_noise_there_is_no_guarantee(tmp_path: Path) -> None:
     record = made_up(tmp_path / "a", [poisson_gaussian(0.1, 0.0, population=300)], [released(1)])
     document = parsed(render(page_of_run(record)))
-    assert "guarantees nothing to anybody" in words(section(document, "summary"))
+    assert "guarantees nothing" in words(section(document, "summary"))
     assert "No curve is drawn" in words(section(document, "privacy"))
 
 
@@ -272,8 +272,16 @@ def test_a_shared_ledger_counts_whole(tmp_path: Path) -> None:
 
 def test_a_band_is_drawn_around_its_line() -> None:
     line = Series("mean", [1, 2], [3.0, 4.0], [2.0, 3.5], [4.0, 4.5])
-    made = chart("a", "title", "caption", (Axis("x", "s"), Axis("y", "m")), [line])
-    band, mean = json.loads(made.figure)["data"]
-    assert (band["x"], band["y"]) == ([1, 2, 2, 1], [4.0, 4.5, 3.5, 2.0])
-    assert (mean["x"], mean["y"]) == ([1, 2], [3.0, 4.0])
-    assert band["legendgroup"] == mean["legendgroup"]
+    made = embedded(Chart("a", "title", "caption", Axis("x", "s"), Axis("y", "m"), [line]))
+    assert drawn(made).series == {
+        "mean": {"x": [1, 2], "y": [3.0, 4.0], "low": [2.0, 3.5], "high": [4.0, 4.5]}
+    }
+    band = json.loads(made)["layer"][0]
+    assert band["mark"]["type"] == "area"
+    assert (band["encoding"]["y"]["field"], band["encoding"]["y2"]["field"]) == ("low", "high")
+
+
+def test_what_an_axis_has_no_place_for_is_left_out() -> None:
+    line = Series("a", [1, 2, 3, 4], [0.0, float("inf"), None, 2.0])
+    made = Chart("a", "title", "caption", Axis("x", "s"), Axis("y", "m", log=True), [line])
+    assert drawn(embedded(made)).series["a"]["y"] == [None, None, None, 2.0]

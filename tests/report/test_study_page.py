@@ -47,17 +47,15 @@ def test_the_answer_comes_first(page: str, study_folder: Path) -> None:
 
 
 def test_every_chart_names_its_axes_and_units(page: str) -> None:
-    drawn = figures(parsed(page))
+    charts = figures(parsed(page))
     named = {"accuracy-0", "accuracy-1", "differences", "front", "norms-flat", "layers-joint"}
-    assert named <= set(drawn)
-    for figure in drawn.values():
-        for axis in ("xaxis", "yaxis"):
-            assert re.fullmatch(r".*\w.*(<br>| )\(.+\)", figure["layout"][axis]["title"]["text"])
+    assert named <= set(charts)
+    for chart in charts.values():
+        assert all(re.fullmatch(r".*\w.* \(.+\)", title) for title in (chart.x, chart.y))
 
 
 def test_bands_are_students_over_seeds(page: str, study_folder: Path) -> None:
-    band, mean = figures(parsed(page))["accuracy-1"]["data"][:2]
-    assert mean["name"] == "flat"
+    mean = figures(parsed(page))["accuracy-1"].series["flat"]
     values = [
         [100 * metrics(study_folder, "flat", 8, seed)[number]["accuracy"] for seed in (0, 1)]
         for number in (0, 1)
@@ -65,42 +63,42 @@ def test_bands_are_students_over_seeds(page: str, study_folder: Path) -> None:
     assert mean["y"] == pytest.approx([sum(pair) / 2 for pair in values])
     # Of two values the standard error is half their distance.
     widths = [stats.t.ppf(0.975, 1) * abs(one - two) / 2 for one, two in values]
-    ends = list(zip(band["y"][:1:-1], band["y"][:2], strict=True))
+    ends = list(zip(mean["low"], mean["high"], strict=True))
     assert [(high - low) / 2 for low, high in ends] == pytest.approx(widths)
     assert [(high + low) / 2 for low, high in ends] == pytest.approx(mean["y"])
 
 
 def test_the_front_has_a_point_for_each_target(page: str, study_folder: Path) -> None:
-    for trace in figures(parsed(page))["front"]["data"]:
+    for name, line in figures(parsed(page))["front"].series.items():
         for number, target in enumerate((4, 8)):
-            last = [metrics(study_folder, trace["name"], target, seed)[-1] for seed in (0, 1)]
-            assert trace["x"][number] == pytest.approx(max(row["epsilon"] for row in last))
+            last = [metrics(study_folder, name, target, seed)[-1] for seed in (0, 1)]
+            assert line["x"][number] == pytest.approx(max(row["epsilon"] for row in last))
             mean = sum(100 * row["accuracy"] for row in last) / 2
-            assert trace["y"][number] == pytest.approx(mean)
-        assert len(trace["error_y"]["array"]) == 2
+            assert line["y"][number] == pytest.approx(mean)
+            assert line["low"][number] < mean < line["high"][number]
 
 
 def test_update_norms_are_of_all_seeds(page: str, study_folder: Path) -> None:
     """The mean over seeds, between the least and the largest."""
-    traces = figures(parsed(page))["layers-flat"]["data"]
+    lines = figures(parsed(page))["layers-flat"].series
     folder = study_folder / "runs" / "flat" / "epsilon-8"
     rows = [list(read_rows(folder / f"seed-{seed}" / SIMULATION_ONLY)) for seed in (0, 1)]
     layers = list(rows[0][0]["simulation_only_update_norms"])
-    for layer, band, line in zip(layers, traces[::2], traces[1::2], strict=True):
+    assert list(lines) == layers
+    for layer, line in lines.items():
         seeds = [[row["simulation_only_update_norms"][layer] for row in seed] for seed in rows]
-        assert line["name"] == layer
         assert line["y"] == pytest.approx([sum(pair) / 2 for pair in zip(*seeds, strict=True)])
-        assert band["y"][:2] == pytest.approx([max(pair) for pair in zip(*seeds, strict=True)])
-        assert band["y"][:1:-1] == pytest.approx([min(pair) for pair in zip(*seeds, strict=True)])
+        assert line["high"] == pytest.approx([max(pair) for pair in zip(*seeds, strict=True)])
+        assert line["low"] == pytest.approx([min(pair) for pair in zip(*seeds, strict=True)])
 
 
 def test_differences_are_those_of_the_summary(page: str, study_folder: Path) -> None:
-    flat, joint = figures(parsed(page))["differences"]["data"]
-    assert (flat["name"], flat["y"]) == ("flat, the baseline", [0.0, 0.0])
+    series = figures(parsed(page))["differences"].series
+    assert series["flat, the baseline"]["y"] == [0.0, 0.0]
+    joint = series["joint"]
     found = [arm.accuracy_difference for arm in read_study(study_folder).arms if arm.arm == "joint"]
-    assert joint["mode"] == "markers"
     assert joint["y"] == pytest.approx([100 * each.mean for each in found])
-    assert joint["error_y"]["array"] == pytest.approx([100 * each.half_width for each in found])
+    assert joint["high"] == pytest.approx([100 * each.high for each in found])
 
 
 def test_results_alone_can_be_drawn_and_make_no_page(study_folder: Path, tmp_path: Path) -> None:
@@ -185,7 +183,7 @@ def test_what_is_missing_is_said(study_folder: Path, tmp_path: Path) -> None:
     document = parsed(Path(printed("report", copy).strip()).read_text(encoding="utf-8"))
     assert "5 runs of the study are not finished" in words(section(document, "summary"))
     # With one target, accuracy is drawn against what was spent on the way.
-    flat, joint = [t for t in figures(document)["front"]["data"] if "name" in t]
-    assert (flat["name"], joint["name"]) == ("flat", "joint")
+    front = figures(document)["front"].series
+    assert list(front) == ["flat", "joint"]
     spent = [row["epsilon"] for row in metrics(copy, "joint", 8, 0)]
-    assert joint["x"] == pytest.approx(spent)
+    assert front["joint"]["x"] == pytest.approx(spent)

@@ -13,8 +13,8 @@ from unittest.mock import patch
 import numpy as np
 from federation import LAYOUT, PARAMETERS, make_plan, rounds_spent
 
-from fedpriv.accounting.budget import PrivacyBudget
-from fedpriv.accounting.ledger import Ledger
+from fedpriv.ledger.budget import PrivacyBudget
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.logs import LogFormat, configure
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import Books

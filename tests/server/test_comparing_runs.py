@@ -8,11 +8,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedpriv.accounting.accountants import epsilon
-from fedpriv.accounting.events import poisson_gaussian
-from fedpriv.accounting.ledger import Ledger
-from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.data.registry import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.round import Books
 from fedpriv.run.compare import calibrated, run_cell
 from fedpriv.run.folder import RunFolder

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting.ledger import Ledger
-from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import run_simulation
 from fedpriv.training.checkpoint import checkpoints, load_checkpoint

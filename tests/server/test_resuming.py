@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting.ledger import Head, Ledger
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.ledger import Head, Ledger
 from fedpriv.privacy.round import Books
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Beginning

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from federation import PARAMETERS, make_plan, open_books
 
-from fedpriv.accounting.ledger import Ledger
 from fedpriv.config import Config
 from fedpriv.errors import LedgerError
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.privacy.mechanism import AdaptiveClipping
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import Books

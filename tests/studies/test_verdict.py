@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedpriv.report.studies import print_study
-from fedpriv.report.study_files import results_csv, results_json, runs_csv
+from fedpriv.report.studies import print_study, results_csv, results_json, runs_csv
 from fedpriv.studies import Cell, ReadStudy
 from fedpriv.studies.results import verdict
 from fedpriv.studies.study import load_study
@@ -133,7 +132,7 @@ def test_what_is_printed_fits_eighty_columns_and_holds_the_figures(tmp_path: Pat
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert "0 seeds" not in text
-    for cell in ("base", "65.00 ± ", "+5.00 ± ", "never", "1,234", "25–75", "7.900", "1.5"):
+    for cell in ("base", "65.00 ± ", "+5.00 ± ", "never", "1,234", "1: 25, 3: 75", "7.900", "1.5"):
         assert cell in text
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpriv.accounting.budget import PrivacyBudget
-from fedpriv.accounting.events import RoundEvent
-from fedpriv.accounting.ledger import Ledger
-from fedpriv.accounting.participation import ParticipationRecord
+from fedpriv.ledger.budget import PrivacyBudget
+from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import Books, LocalTraining, RoundRequest
 from fedpriv.privacy.sampling import PoissonSampling

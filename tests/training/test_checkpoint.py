@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from federation import CONSTANT, PARAMETERS, make_plan, open_books
 
-from fedpriv.accounting.ledger import Head
 from fedpriv.errors import CheckpointError
+from fedpriv.ledger.ledger import Head
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.training.checkpoint import (
     Checkpoint,

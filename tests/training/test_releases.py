@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from federation import LAYOUT, PARAMETERS, make_plan, open_books
 
-from fedpriv.accounting.events import compose
+from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.layout import equal_split, flat, layers, per_layer
 from fedpriv.privacy.mechanism import AdaptiveClipping, Metric

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from federation import CONSTANT, LAYOUT, PARAMETERS, make_plan, open_books
 
-from fedpriv.accounting.events import Randomness
-from fedpriv.accounting.ledger import Charge, ProposedCharge
 from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.ledger.events import Randomness
+from fedpriv.ledger.ledger import Charge, ProposedCharge
 from fedpriv.privacy.layout import equal_split, flat, layers, per_layer
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.query import Averaging

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedpriv.accounting.ledger import Head
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.ledger import Head
 from fedpriv.privacy.mechanism import Metric
 from fedpriv.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from fedpriv.training.plan import METRIC, RunningStatistics

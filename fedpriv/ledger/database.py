@@ -1,0 +1,250 @@
+"""Durable SQLite files: created whole, extended in transactions, shared by threads and processes.
+
+A created file, its directory entry and every finished transaction are on the disk (fsync) before
+the call returns. Every failure is a LedgerError of one sentence.
+"""
+
+import os
+import secrets
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from fedpriv.errors import LedgerError
+
+_BUSY_SECONDS = 60.0
+
+Row = Mapping[str, object]
+"""Values by column name."""
+Rows = Mapping[str, Row]
+"""One row by table name."""
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """What makes a SQLite file one of ours.
+
+    Attributes:
+        kind: its name in messages.
+        application_id: the number that SQLite keeps in the header of every such file.
+        schema: the SQL that makes an empty file.
+        mode: permission bits of a new file, before the umask; a file that group or others can
+            read or write, where `mode` does not let them, is refused.
+        version: of the schema, also in the header; a file of another version is refused.
+    """
+
+    kind: str
+    application_id: int
+    schema: str
+    mode: int
+    version: int = 1
+
+
+class Database:
+    """One open file of a known format, shared by the threads of one process.
+
+    Guarantees:
+        * a transaction is applied as a whole and durable when it ends, or not at all;
+        * at most one transaction is open on a file, over all threads and processes;
+        * no thread sees rows of an unfinished transaction of another thread.
+
+    Args:
+        path: an existing file.
+        file_format: what the file must be.
+
+    Raises:
+        LedgerError: there is no such file, it has another format or version, or others than its
+            owner can use it and must not.
+    """
+
+    def __init__(self, path: Path, file_format: FileFormat) -> None:
+        self.path = path.absolute()
+        self._format = file_format
+        self._lock = threading.RLock()
+        with self._failing("opened"):
+            self._file = path.stat()
+        mode = self._file.st_mode & 0o777
+        if mode & 0o066 & ~file_format.mode:
+            raise LedgerError(
+                f"{file_format.kind} {path} can be read or written by others than its owner "
+                f"(mode {mode:04o}); it must have mode {file_format.mode:04o}"
+            )
+        with self._failing("opened"):
+            self._connection = sqlite3.connect(
+                f"{path.resolve().as_uri()}?mode=rw",
+                uri=True,
+                timeout=_BUSY_SECONDS,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+        try:
+            self._connection.row_factory = sqlite3.Row
+            self._refuse_other_kinds()
+            self._set_pragmas()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def create(cls, path: Path, file_format: FileFormat, rows: Rows) -> Self:
+        """Create a file with one row in each table of `rows`.
+
+        It appears whole or not at all.
+
+        Raises:
+            LedgerError: something is there already, or the file cannot be written.
+        """
+        if Path(f"{path}-wal").exists() and not path.exists():
+            # SQLite would replay it into the new file; it may also hold charges of a lost one.
+            raise LedgerError(
+                f"{path}-wal is left of another {file_format.kind}; restore that file beside it, "
+                "or move it away"
+            )
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, file_format.mode))
+            _fill(draft, file_format, rows)
+            _fsync(draft)
+            os.link(draft, path)  # refuses to replace a file, unlike a rename
+            _fsync(path.parent)
+        except FileExistsError as error:
+            raise LedgerError(
+                f"{path} exists already; a new {file_format.kind} needs a path of its own"
+            ) from error
+        except (OSError, sqlite3.Error, UnicodeError) as error:
+            raise LedgerError(f"{file_format.kind} {path} cannot be created: {error}") from error
+        finally:
+            draft.unlink(missing_ok=True)
+        return cls(path, file_format)
+
+    @classmethod
+    def open_or_create(cls, path: Path, file_format: FileFormat, rows: Rows) -> Self:
+        """Open the file, or create it if there is none; several processes may do so at once.
+
+        Raises:
+            LedgerError: what is there is of another format, or nothing can be created.
+        """
+        if not path.exists():
+            try:
+                return cls.create(path, file_format, rows)
+            except LedgerError:
+                if not path.exists():
+                    raise
+        return cls(path, file_format)
+
+    def read(self, sql: str, parameters: Sequence[object] = ()) -> list[sqlite3.Row]:
+        """All rows of one query, from one consistent state of the file."""
+        with self._lock, self._failing("read"):
+            return self._connection.execute(sql, parameters).fetchall()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Everything inside is written together, or not at all if anything raises.
+
+        Raises:
+            LedgerError: the file is in use for too long, was moved, or cannot be written.
+        """
+        with self._lock:
+            self._refuse_if_moved()
+            with self._failing("extended, so nothing was written"):
+                self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                with self._failing("extended, so nothing was written"):
+                    self._connection.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):  # SQLite may have rolled back already
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def insert(self, table: str, row: Row) -> None:
+        """Insert one row; for use within a transaction."""
+        self.write(_insertion(table, row), row)
+
+    def write(self, sql: str, parameters: Row) -> None:
+        """Execute one statement; for use within a transaction."""
+        with self._failing("extended, so nothing was written"):
+            self._connection.execute(sql, parameters)
+
+    def altered_schema(self) -> list[str]:
+        """Names of tables, indices and triggers that are not as the file's format makes them."""
+        query = "SELECT name, sql FROM sqlite_master"
+        with closing(sqlite3.connect(":memory:")) as pristine:
+            pristine.executescript(self._format.schema)
+            expected = set(pristine.execute(query).fetchall())
+        return sorted({name for name, _ in expected ^ {tuple(row) for row in self.read(query)}})
+
+    def close(self) -> None:
+        """Close the file; whatever is used afterwards raises LedgerError."""
+        with self._lock:
+            self._connection.close()
+
+    def _refuse_other_kinds(self) -> None:
+        with self._failing("opened"):
+            (application_id,) = self._connection.execute("PRAGMA application_id").fetchone()
+            (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        if application_id != self._format.application_id:
+            raise LedgerError(f"{self.path} is not a {self._format.kind}")
+        if version != self._format.version:
+            raise LedgerError(
+                f"{self._format.kind} {self.path} has schema version {version}; "
+                f"this fedpriv reads version {self._format.version}"
+            )
+
+    def _set_pragmas(self) -> None:
+        with self._failing("opened"):
+            (journal,) = self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
+            self._connection.execute("PRAGMA synchronous = FULL")
+            self._connection.execute("PRAGMA fullfsync = ON")
+            self._connection.execute("PRAGMA foreign_keys = ON")
+        if journal != "wal":
+            raise LedgerError(
+                f"{self._format.kind} {self.path} is on a file system without write-ahead logging"
+            )
+
+    def _refuse_if_moved(self) -> None:
+        # SQLite would go on writing to a file that no path leads to.
+        try:
+            in_place = os.path.samestat(self.path.stat(), self._file)
+        except OSError:
+            in_place = False
+        if not in_place:
+            raise LedgerError(
+                f"{self._format.kind} {self.path} was moved or replaced while it was open"
+            )
+
+    @contextmanager
+    def _failing(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError, OverflowError, UnicodeError) as error:
+            raise LedgerError(
+                f"{self._format.kind} {self.path} cannot be {done}: {error}"
+            ) from error
+
+
+def _fill(path: Path, file_format: FileFormat, rows: Rows) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.executescript(
+            f"PRAGMA application_id = {file_format.application_id};"
+            f"PRAGMA user_version = {file_format.version};"
+            f"PRAGMA journal_mode = WAL; {file_format.schema}"
+        )
+        for table, row in rows.items():
+            connection.execute(_insertion(table, row), row)
+
+
+def _insertion(table: str, row: Row) -> str:
+    return f"INSERT INTO {table} ({', '.join(row)}) VALUES ({', '.join(f':{n}' for n in row)})"
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,335 @@
+"""Charts: one declaration is the page's interactive figure and a document's PNG or SVG.
+
+A `Chart` is plain data. `figure` draws it with Altair, `save` writes it to files, and `embedded`
+gives the Vega-Lite specification that a page draws with `library`.
+"""
+
+import json
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import altair as alt
+import vl_convert
+
+from fedpriv.errors import InvalidValueError
+
+# Distinguishable with colour vision deficiency, on white and on black; marker shapes and dashes
+# tell lines apart where colour cannot, as in print.
+COLOURS = ("#3a86c8", "#d9622b", "#1a9a72", "#c973a6", "#c98a00", "#8a74c9", "#2aa3b8", "#8a8a8a")
+_SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-left")
+_INK = "currentColor"  # of the page's theme; black in a file
+_MARKERS = 20  # on a line, at most
+_DODGE = 0.008  # of the axis, between error bars at the same x
+_BREAK = 40  # characters of an axis title that fit on a phone
+_SIZE = (600, 300)  # of the plot in a file, in pixels at 96 per inch
+_CONFIG = alt.Config(
+    font="sans-serif",
+    view=alt.ViewConfig(stroke=None),
+    axis=alt.AxisConfig(
+        labelColor=_INK,
+        titleColor=_INK,
+        domainColor=_INK,
+        tickColor=_INK,
+        gridColor=_INK,
+        gridOpacity=0.12,
+        labelFontSize=12,
+        titleFontSize=12,
+        titleFontWeight="normal",
+    ),
+    legend=alt.LegendConfig(labelColor=_INK, labelFontSize=12, symbolSize=100, symbolStrokeWidth=2),
+    title=alt.TitleConfig(color=_INK, subtitleColor=_INK),
+)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a chart.
+
+    Attributes:
+        name: of the quantity.
+        unit: its unit; "no unit" for a pure number.
+        log: whether the scale is logarithmic.
+        ends: first and last value shown; None: as far as the data go.
+        from_zero: whether a linear scale without `ends` begins at zero.
+        ticks: values that are marked, with their text; none: round numbers.
+
+    Raises:
+        InvalidValueError: name or unit is empty.
+    """
+
+    name: str
+    unit: str
+    log: bool = False
+    ends: tuple[float, float] | None = None
+    from_zero: bool = False
+    ticks: tuple[tuple[float, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.unit:
+            raise InvalidValueError(
+                f"an axis has name {self.name!r} and unit {self.unit!r}; it must have both"
+            )
+
+
+ROUNDS = Axis("rounds released", "count")
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line or a set of points.
+
+    Attributes:
+        name: in the legend, different from that of any other series of the chart.
+        x: [n].
+        y: [n]; what is None or not finite, or not positive on a log scale, is left out.
+        low: [n] lower ends of a band or of error bars, None where there is none; empty: no band.
+        high: [n] upper ends.
+        dashed: whether the line is dashed.
+        joined: whether a line joins the points.
+        marked: whether points have markers.
+        bars: whether low and high are drawn as error bars and not as a band.
+        colour: index in `COLOURS`; None: the next.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+    dashed: bool = False
+    joined: bool = True
+    marked: bool = True
+    bars: bool = False
+    colour: int | None = None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What a chart shows.
+
+    Attributes:
+        name: identifies it in a page, and names its files.
+        title: what it shows.
+        caption: what it means, in a few sentences.
+        x: horizontal axis.
+        y: vertical axis.
+        series: in the order of the legend.
+        simulation_only: whether it shows what no guarantee covers.
+    """
+
+    name: str
+    title: str
+    caption: str
+    x: Axis
+    y: Axis
+    series: Sequence[Series]
+    simulation_only: bool = False
+
+
+def spans_decades(values: Sequence[float]) -> bool:
+    """Whether positive values span more than a factor of ten, so that they need a log scale."""
+    return min(values) > 0.0 and max(values) > 10.0 * min(values)
+
+
+def figure(chart: Chart) -> alt.LayerChart:
+    """The chart as an Altair figure of fixed size with its title and caption, for documents."""
+    marked = f"{chart.title} (simulation only)" if chart.simulation_only else chart.title
+    title = alt.TitleParams(
+        textwrap.wrap(marked, 80),
+        subtitle=textwrap.wrap(chart.caption, 115),
+        anchor="start",
+        frame="bounds",
+        fontSize=14,
+        subtitleFontSize=11,
+        offset=14,
+    )
+    width, height = _SIZE
+    return alt.LayerChart(
+        data=_data(chart),
+        layer=_layers(chart, zoomable=False),
+        config=_CONFIG,
+        title=title,
+        width=width,
+        height=height,
+        background="white",
+        padding=12,
+    )
+
+
+def save(chart: Chart, folder: Path, formats: Iterable[str] = ("png", "svg")) -> list[Path]:
+    """Write a chart in each format, "png" or "svg", and return the files.
+
+    The same chart gives the same bytes.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    drawn = figure(chart)
+    paths = [folder / f"{chart.name}.{suffix}" for suffix in formats]
+    for path in paths:
+        drawn.save(path, scale_factor=2)
+    return paths
+
+
+def embedded(chart: Chart) -> str:
+    """The chart as Vega-Lite JSON for a page: as wide as its place, with zoom and tooltips.
+
+    Dragging moves the axes, shift and the wheel zooms, a double click resets; a click in the
+    legend highlights a series.
+    """
+    chosen = alt.selection_point(name="chosen", fields=["series"], bind="legend")
+    # Without shift the wheel scrolls the page; pointer events would keep a phone from scrolling.
+    moved = alt.selection_interval(
+        name="moved",
+        bind="scales",
+        translate="[mousedown, window:mouseup] > window:mousemove!",
+        zoom="wheel![event.shiftKey]",
+    )
+    faded = alt.when(chosen).then(alt.value(1.0)).otherwise(alt.value(0.1))
+    layers = [layer.encode(opacity=faded) for layer in _layers(chart, zoomable=True)]
+    drawn = alt.LayerChart(
+        data=_data(chart),
+        layer=[*layers, _targets(chart).add_params(chosen, moved)],
+        config=_CONFIG,
+        width="container",
+        height=_SIZE[1],
+        autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
+        background="transparent",
+        description=f"{chart.title}. {chart.caption}",
+    )
+    return json.dumps(drawn.to_dict(), separators=(",", ":"), allow_nan=False)
+
+
+@cache
+def library() -> str:
+    """JavaScript that draws `embedded` charts: Vega, Vega-Lite and Vega-Embed."""
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+
+
+def _layers(chart: Chart, *, zoomable: bool) -> list[alt.Chart]:
+    """Bands, error bars, lines and markers, each of the series that have them."""
+    base, shape, dash = _encoded(chart)
+
+    def of(holds: Callable[[Series], object]) -> list[alt.Chart]:
+        names = [each.name for each in chart.series if holds(each)]
+        those = alt.FieldOneOfPredicate(field="series", oneOf=names)
+        return [base.transform_filter(those)] if names else []
+
+    spread = {"y": alt.Y("low:Q"), "y2": alt.Y2("high:Q")}
+    return [
+        *(
+            part.mark_area(fillOpacity=0.2, clip=zoomable).encode(**spread)
+            for part in of(lambda each: each.low and not each.bars)
+        ),
+        *(
+            part.mark_rule(strokeWidth=1.5, clip=zoomable).encode(**spread)
+            for part in of(lambda each: each.low and each.bars)
+        ),
+        *(
+            part.mark_line(strokeWidth=2, clip=zoomable).encode(strokeDash=dash)
+            for part in of(lambda each: each.joined)
+        ),
+        *(
+            part.transform_filter("datum.marked")
+            .mark_point(filled=True, size=45, opacity=1, clip=zoomable)
+            .encode(shape=shape)
+            for part in of(lambda each: each.marked)
+        ),
+    ]
+
+
+def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape, alt.StrokeDash]:
+    """The data with places and colours, and what tells series apart besides; one legend for all."""
+    names = [each.name for each in chart.series]
+    longest = max(map(len, names))
+    legend = alt.Legend(
+        title=None,
+        orient="bottom",
+        columns=alt.ExprRef(f"max(1, floor(width / {7 * longest + 40}))"),
+        labelLimit=alt.ExprRef("max(100, width - 30)"),
+    )
+    colours, shapes, dashes = [], [], []
+    for number, each in enumerate(chart.series):
+        colours.append(COLOURS[(number if each.colour is None else each.colour) % len(COLOURS)])
+        shapes.append(_SHAPES[number % len(_SHAPES)] if each.marked else "stroke")
+        dashes.append([6, 4] if each.dashed else [1, 0])
+    base = alt.Chart().encode(
+        x=alt.X("place:Q", title=_title(chart.x), scale=_scale(chart.x), axis=_axis(chart.x)),
+        y=alt.Y("y:Q", title=_title(chart.y), scale=_scale(chart.y), axis=_axis(chart.y)),
+        color=alt.Color("series:N", legend=legend, scale=alt.Scale(domain=names, range=colours)),
+    )
+    shape = alt.Shape("series:N", legend=legend, scale=alt.Scale(domain=names, range=shapes))
+    dash = alt.StrokeDash("series:N", legend=None, scale=alt.Scale(domain=names, range=dashes))
+    return base, shape, dash
+
+
+def _targets(chart: Chart) -> alt.Chart:
+    """Invisible marks around all points, which are easy to hit and say what is there."""
+    tips = [
+        alt.Tooltip("series:N"),
+        alt.Tooltip("x:Q", title=f"{chart.x.name} ({chart.x.unit})", format=".4~g"),
+        alt.Tooltip("y:Q", title=f"{chart.y.name} ({chart.y.unit})", format=".4~g"),
+    ]
+    if any(each.low for each in chart.series):
+        tips += [alt.Tooltip(f"{end}:Q", format=".4~g") for end in ("low", "high")]
+    base, _, _ = _encoded(chart)
+    targets: alt.Chart = base.mark_point(size=200, filled=True, opacity=0, clip=True)
+    return targets.encode(tooltip=tips)
+
+
+def _data(chart: Chart) -> alt.InlineData:
+    """A row for each point; `place` is its x, or a little aside from other series' error bars."""
+    places = [x for each in chart.series for x in each.x]
+    low, high = min(places, default=0.0), max(places, default=0.0)
+    rows = []
+    for number, each in enumerate(chart.series):
+        aside = _DODGE * (number - (len(chart.series) - 1) / 2) if each.bars and each.joined else 0
+        every = math.ceil(len(each.x) / _MARKERS)
+        for index, (x, y) in enumerate(zip(each.x, each.y, strict=True)):
+            place = x * (high / low) ** aside if chart.x.log else x + (high - low) * aside
+            row = {
+                "series": each.name,
+                "x": _shown(x, chart.x),
+                "place": _shown(place, chart.x),
+                "y": _shown(y, chart.y),
+                "marked": index % every == 0,
+            }
+            if each.low:
+                row |= {
+                    "low": _shown(each.low[index], chart.y),
+                    "high": _shown(each.high[index], chart.y),
+                }
+            rows.append(row)
+    return alt.InlineData(values=rows)
+
+
+def _shown(value: float | None, axis: Axis) -> float | None:
+    """A value that the axis has a place for, as JSON has it."""
+    if value is None or not math.isfinite(value) or (axis.log and value <= 0.0):
+        return None
+    return float(value)
+
+
+def _title(axis: Axis) -> str | list[str]:
+    parts = [axis.name, f"({axis.unit})"]
+    return " ".join(parts) if len(axis.name) + len(axis.unit) <= _BREAK else parts
+
+
+def _scale(axis: Axis) -> alt.Scale:
+    scale = alt.Scale(type="log" if axis.log else "linear", padding=6, nice=False)
+    scale.zero = axis.from_zero and not axis.log
+    if axis.ends is not None:
+        scale.domain, scale.padding = list(axis.ends), 0
+    return scale
+
+
+def _axis(axis: Axis) -> alt.Axis:
+    if not axis.ticks:
+        return alt.Axis(format=".4~g") if axis.log else alt.Axis()
+    values, texts = zip(*axis.ticks, strict=True)
+    label = f"{json.dumps(texts)}[indexof({json.dumps(values)}, datum.value)]"
+    return alt.Axis(values=list(values), labelExpr=label, grid=True)

@@ -1,0 +1,370 @@
+"""What the ε of a ledger says: in words, as charts, and as figures with their numbers in CSV."""
+
+import csv
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from decimal import ROUND_CEILING, Context
+from pathlib import Path
+
+import numpy as np
+
+from fedpriv.accounting.accountant import Bound, PrivacyLoss
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import NeighbouringRelation, Randomness, SamplingPolicy
+from fedpriv.report.charts import Axis, Chart, Series, save
+from fedpriv.report.curves import Cost, Curves, DeltaCurve, EpsilonCurve, TradeOff
+from fedpriv.report.page import Section, Term
+from fedpriv.report.spending import (
+    Arithmetic,
+    LedgerContent,
+    weakest_arithmetic,
+    weakest_randomness,
+)
+from fedpriv.report.tables import Column, Table, format_epsilon, format_epsilon_low
+
+_RELATIONS = {
+    NeighbouringRelation.ADD_OR_REMOVE_ONE: (
+        "Compares two populations that differ in one user: all of that user's data are there, or "
+        "none."
+    ),
+    NeighbouringRelation.REPLACE_ONE: (
+        "Compares two populations of the same size that differ in one user: all of that user's "
+        "data are replaced by another user's."
+    ),
+}
+_POLICIES = {
+    SamplingPolicy.POISSON: "each enrolled user joins the cohort of a round independently",
+    SamplingPolicy.EVERY_USER: "all enrolled users are in every cohort",
+    SamplingPolicy.FIXED_SIZE: "cohorts have a fixed size and are drawn afresh for each round",
+    SamplingPolicy.SHUFFLED: "users are shuffled into disjoint batches, pass by pass",
+    SamplingPolicy.RANDOM_ALLOCATION: "each user is in a random choice of the rounds of a pass",
+    SamplingPolicy.SEPARATED: "each user is in few rounds of a series, well apart",
+}
+_ARITHMETICS = {
+    Arithmetic.EXACT: (
+        "What users contribute is rounded to whole numbers of steps and added up exactly, and the "
+        "noise follows exactly a rounded normal distribution: the statement is about what the "
+        "program computes."
+    ),
+    Arithmetic.FLOATING_POINT: (
+        "Noise was added to floating-point numbers, whose gaps can in principle be exploited "
+        "(Mironov 2012)."
+    ),
+}
+_FALSE_ALARMS = 0.05
+
+
+def users_of(ledger: LedgerContent) -> int:
+    """N, the largest number of enrolled users that a charge names; 0 without charges."""
+    return max((row.event.sampling.population for row in ledger.charges), default=0)
+
+
+def warnings(delta: float, ledger: LedgerContent) -> list[str]:
+    """What a reader must know before believing the ε of a ledger."""
+    found = []
+    if weakest_randomness(ledger.charges) is Randomness.SEEDED:
+        found.append(
+            "This ledger has seeded randomness. Anyone who knows the seed can subtract the noise, "
+            "so the figures below describe an experiment and guarantee nothing."
+        )
+    users = users_of(ledger)
+    if users and delta >= 1.0 / users:
+        found.append(
+            f"δ is {delta:g}, which is not below 1/N = {1.0 / users:.3g}: publishing one random "
+            "user's data in full would satisfy it."
+        )
+    return found
+
+
+def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> Section:
+    """What ε rests on, for readers who did not write the paper.
+
+    Args:
+        loss: what the ledger costs.
+        ledger: with at least one charge.
+    """
+    terms = {
+        "ε": _epsilon(loss),
+        "Unit of privacy": "A user, with all of their data in all rounds.",
+        "Neighbouring relation": f"{loss.relation}. {_RELATIONS[loss.relation]}",
+        "Sampling": _sampling(ledger),
+        "δ": (
+            f"δ = {loss.delta:g}, which should be below 1/N = {1.0 / users_of(ledger):.3g}: the "
+            "probability by which the bound of ε may be exceeded. All pairs of ε and δ hold at "
+            "once, a smaller ε with a larger δ."
+        ),
+        "Accountant": _accountant(loss),
+        "What was released": (
+            "Everything that a round gives away: the noised average, hence the model after each "
+            "round, private metrics and clipping norms. Accuracy is measured on rows of no "
+            "enrolled user, about which the statement says nothing."
+        ),
+        "Randomness": (
+            "Seeded: reproducible, and no guarantee against anyone who may know the seed."
+            if weakest_randomness(ledger.charges) is Randomness.SEEDED
+            else "Cohorts and noise come from the operating system's cryptographic generator."
+        ),
+        "Arithmetic": _ARITHMETICS[weakest_arithmetic(ledger.charges)],
+    }
+    return Section("assumptions", "What ε says", terms=[Term(*each) for each in terms.items()])
+
+
+def privacy_sections(
+    loss: PrivacyLoss | None,
+    cost: Cost | str,
+    ledger: LedgerContent,
+    of: str = "",
+    number: int = 0,
+) -> list[Section]:
+    """ε of a ledger by every accountant, and its trade-off function.
+
+    Args:
+        loss: what the ledger costs; None if nothing was charged.
+        cost: its curves, or the sentence why it has none.
+        ledger: the ledger.
+        of: whose ledgers these are, if the page has several kinds.
+        number: of the kind.
+    """
+    end, counted = (f"-{number}", f" ({number + 1})") if number else ("", "")
+    notes = [f"Of {of}."] if of else []
+    if loss is None:
+        nothing = "Nothing was charged, so nothing was released: ε = 0."
+        return [Section(f"privacy{end}", "Privacy", [*notes, nothing])]
+    if isinstance(cost, str):
+        why = f"No curve is drawn: {cost}."
+        return [Section(f"privacy{end}", "Privacy", notes, warnings=[why])]
+    table = Table(
+        f"All {len(ledger.charges)} charges of the ledger at δ = {cost.delta:g}",
+        tuple(
+            Column(name, number=name.startswith("ε"))
+            for name in ("accountant", "what ε is", "ε, lower end", "ε")
+        ),
+        [
+            (
+                curve.accountant,
+                str(curve.bound),
+                format_epsilon_low(curve.epsilon_low[-1]) or "–",
+                format_epsilon(curve.epsilon[-1]),
+            )
+            for curve in cost.by_rounds
+        ],
+    )
+    epsilon = replace(epsilon_chart(cost), name=f"epsilon{end}")
+    trade_off = replace(trade_off_chart(cost), name=f"trade-off{end}")
+    linked = number == 0
+    return [
+        Section(
+            epsilon.name,
+            f"ε by round{counted}",
+            notes,
+            tables=[table],
+            charts=[epsilon],
+            linked=linked,
+        ),
+        Section(
+            trade_off.name,
+            f"What an attacker can tell{counted}",
+            notes,
+            charts=[trade_off],
+            linked=linked,
+        ),
+    ]
+
+
+def epsilon_chart(cost: Cost) -> Chart:
+    """ε by the number of charges, by every accountant that can price the ledger.
+
+    A certified interval is drawn with its lower end, where there is one.
+    """
+    series = []
+    for curve in cost.by_rounds:
+        proven = curve.bound is Bound.INTERVAL and min(curve.epsilon_low) > 0.0
+        series.append(
+            Series(
+                f"{curve.accountant}: {curve.bound}",
+                curve.rounds,
+                curve.epsilon,
+                curve.epsilon_low if proven else (),
+                curve.epsilon if proven else (),
+                dashed=curve.bound is Bound.ESTIMATE,
+            )
+        )
+    return Chart(
+        "epsilon",
+        "ε by round, by every accountant that can price the ledger",
+        "What the first charges of the ledger cost together, up to each number of them. All lines "
+        "price the same releases; they differ in how much the accountant can prove. The lowest "
+        "solid line is the one to report; a dashed line is an estimate, which can be below the "
+        "truth.",
+        Axis("charges of the ledger", "count"),
+        Axis(f"user-level ε at δ = {cost.delta:g}", "no unit", log=True),
+        series,
+    )
+
+
+def delta_chart(curves: Curves) -> Chart:
+    """δ by ε of the whole ledger, by every accountant, with the point that is reported."""
+    cost = curves.cost
+    reported = f"reported: ε = {format_epsilon(cost.epsilon)} at δ = {cost.delta:g}"
+    return Chart(
+        "delta",
+        "All pairs (ε, δ) of the ledger",
+        "All pairs of a bound or interval hold at once, a smaller ε with a larger δ; a dashed line "
+        "is an estimate, which can be below the truth.",
+        Axis("user-level ε", "no unit"),
+        Axis("user-level δ", "probability", log=True),
+        [
+            *(
+                Series(
+                    f"{curve.accountant}: {curve.bound}",
+                    curve.epsilon,
+                    curve.delta,
+                    dashed=curve.bound is Bound.ESTIMATE,
+                )
+                for curve in curves.by_epsilon
+            ),
+            Series(reported, [cost.epsilon], [cost.delta], joined=False, colour=7),
+        ],
+    )
+
+
+def trade_off_chart(cost: Cost) -> Chart:
+    """The trade-off function f(α), beside G_μ and guessing."""
+    off = cost.trade_off
+    x = off.type_one.tolist()
+    same = f"one Gaussian of the same ε: μ = {off.mu:.3g}"
+    return Chart(
+        "trade-off",
+        "Trade-off function f(α): how well anyone can tell whether a user took part",
+        _meaning_of(off),
+        Axis("α: type I errors, false alarms", "probability", ends=(0.0, 1.0)),
+        Axis("f(α): type II errors, misses", "probability", ends=(0.0, 1.0)),
+        [
+            Series(f"the ledger, by {off.accountant}", x, off.type_two.tolist()),
+            Series(same, x, off.gaussian.tolist(), dashed=True),
+            Series(
+                "perfect privacy: guessing",
+                [0.0, 1.0],
+                [1.0, 0.0],
+                dashed=True,
+                marked=False,
+                colour=7,
+            ),
+        ],
+    )
+
+
+def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
+    """Write each curve of a ledger as a figure and as CSV, and return the files.
+
+    * epsilon_by_rounds.csv: `accountant`, `bound` (what kind of number ε is), `delta`, `rounds`,
+      `epsilon_low` (certified lower end, 0 if there is none), `epsilon` (inf if none is proven).
+    * delta_by_epsilon.csv: `accountant`, `bound`, `epsilon`, `delta` (upper end of an interval).
+    * trade_off.csv: `type_one`, `type_two` (at least this), `type_two_gaussian` (G_μ),
+      `type_two_perfect` (no information).
+
+    Args:
+        curves: what to write.
+        folder: made if it does not exist; files of these names are replaced.
+        suffix: "png" or "svg".
+
+    Raises:
+        InvalidValueError: the folder cannot be written.
+    """
+    cost = curves.cost
+    written = (
+        ("epsilon_by_rounds", epsilon_chart(cost), _rows_by_rounds(cost.by_rounds)),
+        ("delta_by_epsilon", delta_chart(curves), _rows_by_epsilon(curves.by_epsilon)),
+        ("trade_off", trade_off_chart(cost), _rows_of_trade_off(cost.trade_off)),
+    )
+    files = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, chart, rows in written:
+            titled = replace(chart, name=name, title=f"{curves.population}: {chart.title}")
+            files += save(titled, folder, [suffix])
+            with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as stream:
+                csv.writer(stream).writerows(rows)
+            files.append(folder / f"{name}.csv")
+    except OSError as error:
+        raise InvalidValueError(f"{folder} cannot be written: {error.strerror}") from error
+    return files
+
+
+def _rows_by_rounds(curves: Iterable[EpsilonCurve]) -> list[Sequence[object]]:
+    rows: list[Sequence[object]] = [
+        ("accountant", "bound", "delta", "rounds", "epsilon_low", "epsilon")
+    ]
+    for curve in curves:
+        points = zip(curve.rounds, curve.epsilon_low, curve.epsilon, strict=True)
+        rows += [(curve.accountant, curve.bound, curve.delta, *point) for point in points]
+    return rows
+
+
+def _rows_by_epsilon(curves: Iterable[DeltaCurve]) -> list[Sequence[object]]:
+    rows: list[Sequence[object]] = [("accountant", "bound", "epsilon", "delta")]
+    for curve in curves:
+        points = zip(curve.epsilon, curve.delta, strict=True)
+        rows += [(curve.accountant, curve.bound, *point) for point in points]
+    return rows
+
+
+def _rows_of_trade_off(off: TradeOff) -> list[Sequence[object]]:
+    columns = [off.type_one, off.type_two, off.gaussian, 1 - off.type_one]
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [("type_one", "type_two", "type_two_gaussian", "type_two_perfect"), *rows]
+
+
+def _meaning_of(off: TradeOff) -> str:
+    """One point of a trade-off function, in words; the number is rounded down, as a bound is."""
+    misses = float(np.interp(_FALSE_ALARMS, off.type_one, off.type_two))
+    return (
+        "Suppose someone sees everything that was released, knows everything about everyone else, "
+        "and guesses whether one given user took part. If they suspect a user who did not with "
+        f"probability {_FALSE_ALARMS:.0%}, one who did goes unnoticed with probability at least "
+        f"{math.floor(misses * 1000) / 10:.1f}%, whatever they compute. The nearer to the line of "
+        "guessing, the more private; no test lies below the curve."
+    )
+
+
+def _epsilon(loss: PrivacyLoss) -> str:
+    if math.isinf(loss.epsilon):
+        return "No finite ε is proven: the releases guarantee nothing."
+    up = Context(prec=3, rounding=ROUND_CEILING)
+    factor = up.create_decimal_from_float(math.exp(min(loss.epsilon, 700.0)))
+    return (
+        f"ε = {format_epsilon(loss.epsilon)}: any outcome of the releases is at most e^ε = "
+        f"{factor:,} times as likely under one population as under the other, up to δ."
+    )
+
+
+def _sampling(ledger: LedgerContent) -> str:
+    events = [row.event.sampling for row in ledger.charges]
+    parts = []
+    for policy in dict.fromkeys(event.policy for event in events):
+        of_one = [event for event in events if event.policy is policy]
+        q = _range({event.sampling_probability for event in of_one})
+        chance = "" if policy is SamplingPolicy.EVERY_USER else f", with probability q = {q}"
+        enrolled = _range({event.population for event in of_one})
+        parts.append(f"{policy}: {_POLICIES[policy]}{chance}; N = {enrolled} users are enrolled")
+    return f"{'. '.join(parts)}. Who took part is assumed to stay secret."
+
+
+def _range(values: set[float] | set[int]) -> str:
+    """One number or the least and the largest; counts in full, others to six digits."""
+    ends = dict.fromkeys((min(values), max(values)))
+    return " to ".join(f"{end:,}" if isinstance(end, int) else f"{end:g}" for end in ends)
+
+
+def _accountant(loss: PrivacyLoss) -> str:
+    if loss.bound is Bound.ESTIMATE:
+        return f"{loss.accountant} gives an estimate, which can be below the truth: no guarantee."
+    low = format_epsilon_low(loss.epsilon_low) if math.isfinite(loss.epsilon) else ""
+    known = (
+        f"the true ε lies between {low} and {format_epsilon(loss.epsilon)}"
+        if low
+        else "the true ε is at most this"
+    )
+    article = "an" if loss.bound[0] in "aeiou" else "a"
+    return f"{loss.accountant} gives ε as {article} {loss.bound}: {known}."

@@ -1,0 +1,139 @@
+"""Pages: sections of text, tables and charts as one HTML file that opens without a network."""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from fedpriv.errors import InvalidValueError
+from fedpriv.report.charts import Chart, embedded, library
+from fedpriv.report.tables import Table
+
+_TEMPLATES = files("fedpriv.report") / "templates"
+
+
+@dataclass(frozen=True)
+class Card:
+    """One number that a reader looks for first.
+
+    Attributes:
+        name: what it is.
+        value: the number, as text.
+        note: what must be known with it.
+    """
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term and what it means here."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page; what is empty is left out.
+
+    Attributes:
+        name: identifies it in the page; letters and hyphens.
+        title: its heading.
+        paragraphs: of text.
+        answers: how many of the first paragraphs are the main result, in larger type.
+        warnings: what must be known before anything else is believed.
+        cards: the most important numbers.
+        tables: tables.
+        terms: terms with their meanings.
+        charts: charts.
+        listing: preformatted text.
+        linked: whether the table of contents names it.
+    """
+
+    name: str
+    title: str
+    paragraphs: Sequence[str] = ()
+    answers: int = 0
+    warnings: Sequence[str] = ()
+    cards: Sequence[Card] = ()
+    tables: Sequence[Table] = ()
+    terms: Sequence[Term] = ()
+    charts: Sequence[Chart] = ()
+    listing: str = ""
+    linked: bool = True
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page: heading, a line below it, sections in order, and the last line."""
+
+    title: str
+    lead: str
+    sections: Sequence[Section]
+    footer: str
+
+
+def render(page: Page) -> str:
+    """One HTML page with everything it needs inside.
+
+    Guarantees: text of the content stays text, whatever it holds; browsers run no script but the
+    two whose hashes the page names, and open no connection (Content Security Policy).
+    """
+    environment = Environment(
+        autoescape=True,
+        loader=PackageLoader("fedpriv.report"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters["as_data"] = _as_data
+    scripts = [library(), _TEMPLATES.joinpath("page.js").read_text(encoding="utf-8")]
+    return environment.get_template("page.html.j2").render(
+        page=page,
+        scripts=[Markup(script) for script in scripts],
+        policy=_policy(scripts),
+        style=Markup(_TEMPLATES.joinpath("page.css").read_text(encoding="utf-8")),
+    )
+
+
+def write_page(text: str, path: Path) -> None:
+    """Write a page, whole or not at all; an existing file is replaced.
+
+    Raises:
+        InvalidValueError: it cannot be written.
+    """
+    try:
+        with NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
+            file.write(text)
+        written = Path(file.name)
+        written.chmod(0o644)
+        written.replace(path)
+    except OSError as error:
+        raise InvalidValueError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """A policy under which only these scripts run, and nothing is fetched."""
+    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()) for each in scripts]
+    allowed = " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _as_data(chart: Chart) -> Markup:
+    """JSON that can stand in a page: nothing in it can end the element around it."""
+    text = embedded(chart)
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))

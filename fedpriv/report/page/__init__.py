@@ -1,1 +1,0 @@
-"""Reports: one HTML page of a run or a study, which opens without a network."""

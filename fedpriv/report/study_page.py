@@ -1,0 +1,249 @@
+"""The page of a study: how its arms compare at equal privacy."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fedpriv.errors import DataError
+from fedpriv.ledger.budget import merge_equal
+from fedpriv.ledger.events import SamplingPolicy
+from fedpriv.report.charts import ROUNDS, Axis, Chart
+from fedpriv.report.guarantee import assumptions, privacy_sections, users_of
+from fedpriv.report.page import Card, Page, Section
+from fedpriv.report.records import RunRecord
+from fedpriv.report.run_page import (
+    FOOTER,
+    cost_or_reason,
+    loss_of,
+    norms_charts,
+    software_section,
+)
+from fedpriv.report.studies import (
+    CAVEAT,
+    Measure,
+    clipping_table,
+    differences_chart,
+    front_chart,
+    line_of,
+    measure_of,
+    results_table,
+    varied_charts,
+)
+from fedpriv.report.tables import Column, Table
+from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Target
+from fedpriv.studies.results import STUDY, verdict
+
+# Policies under which a round costs the same among any number of users.
+_ANY_NUMBER = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER)
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """An arm at a target, and its finished runs in the order of the summary's seeds."""
+
+    summary: ArmSummary
+    records: tuple[RunRecord, ...]
+
+
+def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
+    """The page of a study.
+
+    Args:
+        read: the study and its results.
+        records: each finished run, its ledger verified.
+
+    Raises:
+        DataError: no run is finished, or a result says less ε than its ledger holds.
+    """
+    arms = _arms(read, records)
+    if not arms:
+        raise DataError(f"no run of the study in {read.folder} is finished; run it first")
+    targets = [target for target in read.study.targets if _at(arms, target)]
+    compared = differences_chart(read.study, read.arms)
+    varied = varied_charts(read.study, read.arms)
+    by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
+    front = front_chart(read.arms) if len(targets) > 1 else _spent_chart(arms, targets[0])
+    resolved = "With base and arms written out; it can be run again. Each run's resolved plan is "
+    sections = [
+        _summary(read, arms, targets),
+        *([Section("differences", "Against the baseline", charts=[compared])] if compared else []),
+        Section("accuracy", "How good the models are", charts=by_round),
+        Section("front", "Accuracy and privacy", charts=[front]),
+        *([Section("varied", "What was varied", charts=varied)] if varied else []),
+        *_privacy(arms),
+        _clipping(read, arms, targets),
+        Section("ledger", "Ledger verification", tables=[_ledgers_table(arms)]),
+        Section(
+            "plan",
+            "Resolved study",
+            [f"{resolved}in its folder."],
+            listing=(read.folder / STUDY).read_text(encoding="utf-8"),
+        ),
+        software_section(),
+    ]
+    return Page(read.study.name, f"A study on {_who(arms)}, by fedpriv", sections, FOOTER)
+
+
+def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
+    found = []
+    for summary in read.arms:
+        of_arm = [
+            (result, records[cell])
+            for cell, result in read.finished
+            if (cell.arm.name, cell.target) == (summary.arm, summary.target)
+        ]
+        for result, record in of_arm:
+            loss = loss_of(record)
+            if loss is None or loss.epsilon > result.epsilon * (1.0 + 1e-9):
+                raise DataError(
+                    f"the result of {record.folder} says ε = {result.epsilon:g}, and its ledger "
+                    f"holds {loss.epsilon if loss else 0.0:g}; run the study again"
+                )
+        found.append(_Arm(summary, tuple(record for _, record in of_arm)))
+    return found
+
+
+def _at(arms: Sequence[_Arm], target: Target) -> list[_Arm]:
+    return [arm for arm in arms if arm.summary.target == target]
+
+
+def _who(arms: Sequence[_Arm]) -> str:
+    names = {record.ledger.population for arm in arms for record in arm.records}
+    return min(names) if len(names) == 1 else f"{len(names)} populations"
+
+
+def _summary(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -> Section:
+    study = read.study
+    users = {users_of(record.ledger) for arm in arms for record in arm.records}
+    said = verdict(study, read.arms)
+    spent = ", ".join(f"{target.epsilon:g}" for target in targets)
+    names = dict.fromkeys(arm.summary.arm for arm in arms)
+    counts = " to ".join(f"{n:,}" for n in dict.fromkeys((min(users), max(users))))
+    return Section(
+        "summary",
+        "Summary",
+        [*said, CAVEAT],
+        answers=len(said),
+        warnings=[f"{read.missing} runs of the study are not finished."] if read.missing else [],
+        cards=[
+            Card("arms", str(len(names)), f"against {study.baseline}"),
+            Card("user-level ε of each run", spent, f"at δ = {targets[0].delta:g}"),
+            Card("seeds", str(len(study.seeds)), "the same in each arm"),
+            Card("users", counts, _who(arms)),
+        ],
+        tables=[results_table(read, target) for target in targets],
+    )
+
+
+def _by_round_chart(arms: Sequence[_Arm], target: Target, name: str) -> Chart:
+    """Mean accuracy by round with 95% intervals over seeds, for each arm at a target."""
+    measure = measure_of([arm.summary for arm in arms])
+    return Chart(
+        name,
+        f"{measure.name.capitalize()} by round at ε = {target.epsilon:g}",
+        "Mean over seeds, each arm with its own noise, calibrated to the same ε. Bands are "
+        "Student's 95% intervals: they speak of other seeds on the same users, and of one round at "
+        "a time. The rows belong to no enrolled user, and the guarantee does not cover them.",
+        ROUNDS,
+        measure.axis,
+        [line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms],
+    )
+
+
+def _spent_chart(arms: Sequence[_Arm], target: Target) -> Chart:
+    """Accuracy against the ε spent until then, for each arm at one target."""
+    measure = measure_of([arm.summary for arm in arms])
+    series = []
+    for arm in arms:
+        rounds, found = _over_seeds(arm, measure)
+        spent = {each.number: each.epsilon for each in arm.records[0].rounds}
+        series.append(line_of(arm.summary.arm, [spent[each] for each in rounds], found))
+    return Chart(
+        "front",
+        f"{measure.name.capitalize()} against ε spent until then",
+        "Each arm's models on their way to the end of the budget, mean over seeds with Student's "
+        "95% intervals. An arm that stopped early would have paid what is below its last point; "
+        "planned for fewer rounds, it would have needed less noise.",
+        Axis(f"user-level ε spent, δ = {target.delta:g}", "no unit"),
+        measure.axis,
+        series,
+    )
+
+
+def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]:
+    """Rounds that were measured under every seed, and what was found."""
+    values: dict[int, list[float]] = {}
+    for record in arm.records:
+        for each in record.rounds:
+            value = measure.of(each)
+            if value is not None:
+                values.setdefault(each.number, []).append(value)
+    rounds = [number for number in sorted(values) if len(values[number]) == len(arm.records)]
+    return rounds, [Interval.of(values[number]) for number in rounds]
+
+
+def _privacy(arms: Sequence[_Arm]) -> list[Section]:
+    """What ε says, and its curves for each kind of ledger that the arms have."""
+    kinds: dict[object, list[_Arm]] = {}
+    for arm in arms:
+        kinds.setdefault(_priced_alike(arm.records[0]), []).append(arm)
+    sections = []
+    for number, alike in enumerate(kinds.values()):
+        record = alike[0].records[0]
+        loss = loss_of(record)
+        if number == 0 and loss is not None:
+            sections.append(assumptions(loss, record.ledger))
+        names = ", ".join(
+            f"{arm.summary.arm} at ε = {arm.summary.target.epsilon:g}" for arm in alike
+        )
+        sections += privacy_sections(loss, cost_or_reason(record), record.ledger, names, number)
+    return sections
+
+
+def _priced_alike(record: RunRecord) -> object:
+    """Equal for ledgers that every accountant prices alike, however they split the noise."""
+    counts: Counter[object] = Counter()
+    for event in merge_equal(record.ledger.events):
+        sampling = event.sampling
+        if sampling.policy in _ANY_NUMBER:
+            sampling = replace(sampling, population=1)
+        counts[sampling, f"{event.noise_multiplier:.9g}", event.strategy] += event.count
+    return record.delta, frozenset(counts.items())
+
+
+def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -> Section:
+    last = targets[-1]
+    note = (
+        f"Charts show all seeds of each arm at ε = {last.epsilon:g}; there is a table for each ε."
+    )
+    charts = [
+        chart for arm in _at(arms, last) for chart in norms_charts(arm.records, arm.summary.arm)
+    ]
+    tables = [clipping_table(read, target) for target in targets]
+    return Section("norms", "Clipping", [note], tables=tables, charts=charts)
+
+
+def _ledgers_table(arms: Sequence[_Arm]) -> Table:
+    """The ledger of each run, as it was verified."""
+    columns = (
+        Column("arm", number=False),
+        Column("target ε"),
+        Column("seed"),
+        Column("charges"),
+        Column("cohorts checked", number=False),
+        Column("head of the chain", number=False, long=True),
+    )
+    rows = [
+        (
+            arm.summary.arm,
+            f"{arm.summary.target.epsilon:g}",
+            str(seed),
+            str(record.verification.head.count),
+            "yes" if record.verification.cohorts else "no record here",
+            record.verification.head.hash,
+        )
+        for arm in arms
+        for seed, record in zip(arm.summary.seeds, arm.records, strict=True)
+    ]
+    caption = "One ledger for each run: its chain is intact, and every release has its charge"
+    return Table(caption, columns, rows)

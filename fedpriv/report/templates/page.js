@@ -1,0 +1,26 @@
+"use strict";
+(() => {
+  const root = document.documentElement;
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  document.getElementById("theme").addEventListener("click", () => {
+    const isDark = (root.dataset.theme || (dark.matches ? "dark" : "light")) === "dark";
+    root.dataset.theme = isDark ? "light" : "dark";
+  });
+
+  const options = {
+    ast: true, // expressions are interpreted: the page allows no eval
+    renderer: "svg", // takes the colours of the page, on paper too
+    config: { font: getComputedStyle(document.body).fontFamily },
+    // By name, as others send a chart to a server.
+    actions: { export: true, source: false, compiled: false, editor: false },
+    tooltip: { disableDefaultStyle: true },
+  };
+  const draw = (plot) => {
+    const { chart } = plot.dataset;
+    const figure = JSON.parse(document.getElementById(`data-${chart}`).textContent);
+    return vegaEmbed(plot, figure, { ...options, downloadFileName: chart });
+  };
+  Promise.all([...document.querySelectorAll(".plot")].map(draw)).then(() => {
+    root.setAttribute("data-drawn", "");
+  });
+})();

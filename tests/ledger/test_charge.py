@@ -1,0 +1,81 @@
+"""What may be proposed to a ledger, and that its receipt is good for one release."""
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.ledger.events import Randomness
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
+
+
+def propose(run="a", round_number=0, attempt=0):
+    return ProposedCharge(
+        run=run,
+        round=round_number,
+        attempt=attempt,
+        randomness=Randomness.SEEDED,
+        event=poisson_gaussian(0.1, 1.1),
+        cohort_commitment="0f" * 32,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run": ""}, "run is ''"),
+        ({"run": "a\nb"}, "must be printable"),
+        ({"round": -1}, "must be at least 0"),
+        ({"attempt": -1}, "must be at least 0"),
+        ({"event": poisson_gaussian(0.1, 1.0, count=2)}, "count 2"),
+        ({"cohort_commitment": "0F" * 32}, "64 lower-case hexadecimal"),
+        ({"cohort_commitment": "0f" * 31}, "64 lower-case hexadecimal"),
+    ],
+)
+def test_illegal_proposals_name_the_value(changes, message):
+    with pytest.raises(InvalidValueError, match=message):
+        replace(propose(), **changes)
+
+
+class TestReceipt:
+    @pytest.fixture
+    def receipt(self, tmp_path):
+        with Ledger.create(tmp_path / "ledger", "users") as ledger:
+            return ledger.charge(propose("a", 3, 1))
+
+    def test_names_what_was_charged(self, receipt):
+        assert (receipt.run, receipt.round, receipt.attempt) == ("a", 3, 1)
+        assert receipt.event == propose().event
+        assert receipt.redeem() == propose().event
+
+    def test_second_release_is_refused_with_the_guarantee_it_would_break(self, receipt):
+        receipt.redeem()
+        with pytest.raises(LedgerError, match="two releases on one charge could be averaged"):
+            receipt.redeem()
+
+    @pytest.mark.parametrize("duplicate", [copy.copy, lambda receipt: replace(receipt, run="b")])
+    def test_copies_share_the_one_release(self, receipt, duplicate):
+        other = duplicate(receipt)
+        other.redeem()
+        with pytest.raises(LedgerError, match="redeemed before"):
+            receipt.redeem()
+
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+    def test_cannot_be_taken_elsewhere(self, receipt, duplicate):
+        with pytest.raises(TypeError, match="lock"):
+            duplicate(receipt)
+
+    def test_of_many_threads_one_releases(self, receipt):
+        def redeem(_):
+            try:
+                return receipt.redeem()
+            except LedgerError:
+                return None
+
+        with ThreadPoolExecutor(8) as pool:
+            redeemed = [event for event in pool.map(redeem, range(64)) if event]
+        assert redeemed == [propose().event]

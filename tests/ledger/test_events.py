@@ -1,0 +1,290 @@
+"""Events: which are legal, what they mean for a sum, and how a ledger keeps them."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedpriv.accounting.accountants import ACCOUNTANTS, Accountant, PrivacyLoss
+from fedpriv.accounting.policies import (
+    every_user_gaussian,
+    fixed_size_gaussian,
+    poisson_gaussian,
+    poisson_replace_gaussian,
+    random_allocation_gaussian,
+    separated_gaussian,
+    shuffled_gaussian,
+)
+from fedpriv.accounting.strategy import compose
+from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from fedpriv.ledger.events import (
+    NeighbouringRelation,
+    Randomness,
+    RoundEvent,
+    SamplingEvent,
+    SamplingPolicy,
+    Schedule,
+    SumQueryEvent,
+)
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
+
+POISSON, EVERY_USER = SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER
+FIXED_SIZE, SHUFFLED = SamplingPolicy.FIXED_SIZE, SamplingPolicy.SHUFFLED
+ALLOCATED, SEPARATED = SamplingPolicy.RANDOM_ALLOCATION, SamplingPolicy.SEPARATED
+ADD_OR_REMOVE = NeighbouringRelation.ADD_OR_REMOVE_ONE
+REPLACE = NeighbouringRelation.REPLACE_ONE
+ONE_OF_EACH = (
+    poisson_gaussian(0.25, 2.0),
+    poisson_replace_gaussian(0.25, 2.0),
+    every_user_gaussian(2.0, ADD_OR_REMOVE),
+    every_user_gaussian(2.0, REPLACE),
+    fixed_size_gaussian(1, 3, 2.0),
+    shuffled_gaussian(2.0, ADD_OR_REMOVE),
+    shuffled_gaussian(2.0, REPLACE),
+    random_allocation_gaussian(8, 2, 2.0),
+    separated_gaussian((1.0,), 9, 4, 2, 2.0, ADD_OR_REMOVE),
+    separated_gaussian((1.0,), 9, 4, 2, 2.0, REPLACE),
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "relation"), [(FIXED_SIZE, ADD_OR_REMOVE), (ALLOCATED, REPLACE)]
+)
+def test_a_pair_without_analysis_cannot_be_constructed(
+    policy: SamplingPolicy, relation: NeighbouringRelation
+) -> None:
+    sentence = f"{policy} sampling with {relation} neighbours has no analysis; legal is: poisson wi"
+    with pytest.raises(InvalidValueError, match=sentence):
+        SamplingEvent(policy, 1.0, 10, relation, Schedule(1))
+
+
+def test_every_pair_that_can_be_constructed_has_an_accountant() -> None:
+    pairs = {(event.sampling.policy, event.sampling.relation) for event in ONE_OF_EACH}
+    assert pairs == set(product(SamplingPolicy, NeighbouringRelation)) - {
+        (FIXED_SIZE, ADD_OR_REMOVE),
+        (ALLOCATED, REPLACE),
+    }
+    for event in ONE_OF_EACH:
+        assert 0.0 < ACCOUNTANTS["tight"].epsilon([event], 1e-5).epsilon < math.inf
+
+
+@pytest.mark.parametrize("policy", [EVERY_USER, SHUFFLED, SEPARATED])
+@pytest.mark.parametrize("q", [0.5, math.nextafter(1.0, 0.0)])
+def test_who_always_takes_part_is_not_sampled(policy: SamplingPolicy, q: float) -> None:
+    with pytest.raises(InvalidValueError, match=rf"is {q}; with {policy} sampling it must be 1"):
+        SamplingEvent(policy, q, 10, ADD_OR_REMOVE)
+
+
+@given(population=st.integers(1, 2**63 - 1), data=st.data())
+def test_a_fixed_size_is_read_back_from_probability_and_population(
+    population: int, data: st.DataObject
+) -> None:
+    size = data.draw(st.integers(1, min(population, 2**40)))
+    sampling = fixed_size_gaussian(size, population, 1.0).sampling
+    assert sampling.sampling_probability == size / population
+    if population < 2**50:
+        assert round(sampling.sampling_probability * population) == size
+        between = (size - 0.5) / population
+        with pytest.raises(InvalidValueError, match=r"fixed-size sampling it must be m/N"):
+            SamplingEvent(FIXED_SIZE, between, population, REPLACE)
+
+
+@pytest.mark.parametrize("q", [0.01 * (1 + 2**-52), 0.015, 1e-9])
+def test_a_probability_that_is_no_cohort_size_is_refused(q: float) -> None:
+    with pytest.raises(InvalidValueError, match=rf"is {q}; .* a population N of 100$"):
+        SamplingEvent(FIXED_SIZE, q, 100, REPLACE)
+
+
+@pytest.mark.parametrize(("size", "population"), [(0, 10), (11, 10), (-1, 10), (1, 0)])
+def test_a_cohort_fits_into_its_population(size: int, population: int) -> None:
+    sentence = rf"cohort_size is {size}; it must be from 1 to the population of {population}"
+    with pytest.raises(InvalidValueError, match=sentence):
+        fixed_size_gaussian(size, population, 1.0)
+
+
+def test_rounds_are_composed_by_their_noise_per_sensitivity() -> None:
+    assert (ADD_OR_REMOVE.sensitivity, REPLACE.sensitivity) == (1.0, 2.0)
+    *others, separated, replaced = ONE_OF_EACH
+    assert compose(others) == {
+        (0.25, 2.0): 2,
+        (0.25, 1.0): 1,
+        (1.0, 2.0): 2,
+        (1.0, 1.0): 2,
+        (1 / 3, 1.0): 1,
+    }
+    # A user in four rounds moves the series by √4 clipping norms.
+    ((q, z),) = compose([separated])
+    assert (q, z) == (1.0, pytest.approx(1.0))
+    ((q, z),) = compose([replaced])
+    assert (q, z) == (1.0, pytest.approx(0.5))
+    # The noise multiplier itself says nothing of neighbours.
+    assert {event.noise_multiplier for event in ONE_OF_EACH} == {2.0}
+
+
+def test_one_sampling_event_holds_all_groups_of_a_round() -> None:
+    sampling = SamplingEvent(EVERY_USER, 1.0, 10, REPLACE)
+    queries = (SumQueryEvent("a", 1.0, 2.0), SumQueryEvent("b", 3.0, 6.0))
+    ((q, z),) = compose([RoundEvent(sampling, queries, 7)])
+    assert q == 1.0
+    assert z == pytest.approx(2.0 / math.sqrt(2) / 2)
+
+
+def test_a_round_that_releases_anything_without_noise_has_no_noise() -> None:
+    queries = (SumQueryEvent("a", 1.0, 2.0), SumQueryEvent("b", 1.0, 0.0))
+    assert replace(poisson_gaussian(0.5, 1.0), queries=queries).noise_multiplier == 0.0
+
+
+def test_a_ledger_keeps_every_policy_and_relation(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    with Ledger.create(path, "users") as ledger:
+        for number, event in enumerate(ONE_OF_EACH):
+            randomness = Randomness.OPERATING_SYSTEM
+            ledger.charge(ProposedCharge("run", number, 0, randomness, event, "00" * 32))
+    with Ledger.open(path) as ledger:
+        assert tuple(row.event for row in ledger.charges()) == ONE_OF_EACH
+
+
+def exact(event: RoundEvent) -> RoundEvent:
+    """The same event, but that every sum query has a granularity."""
+    queries = tuple(replace(query, granularity=2.0**-24) for query in event.queries)
+    return replace(event, queries=queries)
+
+
+class TestGranularity:
+    @given(st.floats(5e-324, 1e308), st.floats(0.0, 1e308), st.integers(-1074, 1023))
+    def test_is_believed_just_where_its_steps_are_exact_and_no_longer_than_the_bound(
+        self, norm: float, stddev: float, exponent: int
+    ) -> None:
+        step = math.ldexp(1.0, exponent)
+        if step > norm or math.isinf(max(norm, stddev) / step):
+            with pytest.raises(InvalidValueError, match="granularity of group 'u' is "):
+                SumQueryEvent("u", norm, stddev, step)
+        else:
+            query = SumQueryEvent("u", norm, stddev, step)
+            bound = query.squared_bound
+            assert isinstance(bound, int)
+            assert 1 <= bound <= (Fraction(norm) / Fraction(step)) ** 2 < bound + 1
+            assert query.noise_steps == stddev / step
+
+    @pytest.mark.parametrize(
+        ("norm", "step", "bound"),
+        [(1.0, 2.0**-24, 2**48), (1.0, 1.0, 1), (3.5, 2.0, 3), (0.1, 2.0**-28, 720575940379279),
+         (1000.0, 2.0**3, 15625), (5e-324, 5e-324, 1)],
+    )  # fmt: skip
+    def test_bounds_the_squares_of_whole_vectors(
+        self, norm: float, step: float, bound: int
+    ) -> None:
+        assert SumQueryEvent("u", norm, 0.0, step).squared_bound == bound
+
+    def test_of_none_there_are_no_steps(self) -> None:
+        query = SumQueryEvent("u", 1.0, 2.0)
+        assert (query.granularity, query.squared_bound, query.noise_steps) == (None, None, None)
+
+    @pytest.mark.parametrize(
+        "step", [0.0, -0.0, -0.5, 3.0, 0.1, math.nan, math.inf, -math.inf, 1.0 + 2**-52, 2.0]
+    )
+    def test_is_a_power_of_two_up_to_the_clipping_norm(self, step: float) -> None:
+        sentence = f"granularity of group 'u' is {step}; it must be a power of two up to the clippi"
+        with pytest.raises(InvalidValueError, match=sentence):
+            SumQueryEvent("u", 1.5, 2.0, step)
+
+    @pytest.mark.parametrize(("norm", "stddev"), [(1.0, 0.0), (1e-300, 1.0)])
+    def test_is_no_smaller_than_numbers_can_tell(self, norm: float, stddev: float) -> None:
+        sentence = f"{norm} and noise_stddev {stddev} must be finite in its steps"
+        with pytest.raises(InvalidValueError, match=sentence):
+            SumQueryEvent("u", norm, stddev, 5e-324)
+
+    @pytest.mark.parametrize("name", ACCOUNTANTS)
+    def test_changes_no_price(self, name: str) -> None:
+        def price(accountant: Accountant, event: RoundEvent) -> PrivacyLoss | str:
+            try:
+                return accountant.epsilon([event], 1e-5)
+            except UnsupportedEventError as error:
+                return str(error)
+
+        for event in ONE_OF_EACH:
+            assert exact(event).noise_multiplier == event.noise_multiplier
+            assert compose([exact(event)]) == compose([event])
+            accountant = ACCOUNTANTS[name]
+            assert price(accountant, exact(event)) == price(accountant, event)
+
+
+SERIES = separated_gaussian((1.0, 0.5), 9, 4, 2, 2.0, ADD_OR_REMOVE)
+
+
+class TestSchedules:
+    @pytest.mark.parametrize("rounds", [0, -1, 2.0, "3"])
+    def test_have_rounds(self, rounds):
+        with pytest.raises(InvalidValueError, match=f"has {rounds} rounds; it must have a whole"):
+            Schedule(rounds)
+
+    @pytest.mark.parametrize("name", ["participations", "separation"])
+    @pytest.mark.parametrize("value", [0, -1, 8, 1.0])
+    def test_have_numbers_up_to_their_rounds(self, name, value):
+        sentence = f"{name} of the schedule is {value}; it must be a whole number from 1 to its 7"
+        with pytest.raises(InvalidValueError, match=sentence):
+            Schedule(7, **{name: value})
+
+    @pytest.mark.parametrize("event", ONE_OF_EACH[:5])
+    def test_are_of_several_rounds(self, event):
+        with pytest.raises(InvalidValueError, match="is of one round and must have none"):
+            replace(event.sampling, schedule=Schedule(7))
+
+    @pytest.mark.parametrize("event", [ONE_OF_EACH[7], SERIES])
+    def test_are_needed_where_accountants_use_them(self, event):
+        sentence = f"the schedule is None; {event.sampling.policy} sampling must have one"
+        with pytest.raises(InvalidValueError, match=sentence):
+            replace(event.sampling, schedule=None)
+
+    def test_of_a_shuffled_pass_put_a_user_into_one_batch(self):
+        sampling = shuffled_gaussian(2.0, REPLACE, batches=7).sampling
+        assert sampling.schedule == Schedule(7)
+        with pytest.raises(
+            InvalidValueError, match="participations of the schedule is 2; with shu"
+        ):
+            replace(sampling, schedule=Schedule(7, 2))
+
+    @pytest.mark.parametrize("event", [ONE_OF_EACH[5], ONE_OF_EACH[7]])
+    def test_say_nothing_of_distances_where_these_are_random(self, event):
+        with pytest.raises(InvalidValueError, match="separation of the schedule is 3; with "):
+            replace(event.sampling, schedule=Schedule(8, 1, 3))
+
+    @given(st.integers(1, 10**6), st.data())
+    def test_of_a_random_allocation_have_its_probability(self, n, data):
+        k = data.draw(st.integers(1, n))
+        sampling = random_allocation_gaussian(n, k, 1.0).sampling
+        assert sampling.sampling_probability == k / n
+        between = math.nextafter(k / n, 0.0)
+        with pytest.raises(InvalidValueError, match=f"sampling it must be k/n, {k / n}"):
+            replace(sampling, sampling_probability=between)
+
+
+class TestStrategies:
+    @pytest.mark.parametrize("event", ONE_OF_EACH[:8])
+    def test_are_of_separated_series(self, event):
+        with pytest.raises(InvalidValueError, match="fresh noise in every round, the strategy"):
+            replace(event, strategy=(1.0, 0.5))
+
+    @pytest.mark.parametrize("strategy", [(), (0.5,) * 10])
+    def test_are_no_longer_than_the_series(self, strategy):
+        sentence = f"has {len(strategy)} coefficients; it must have from 1 to the 9 of"
+        with pytest.raises(InvalidValueError, match=sentence):
+            replace(SERIES, strategy=strategy)
+
+    @pytest.mark.parametrize(
+        "strategy", [(0.0, 1.0), (-1.0,), (math.nan,), (1.0, math.inf), (1.0, math.nan)]
+    )
+    def test_begin_with_a_positive_coefficient_and_are_finite(self, strategy):
+        with pytest.raises(InvalidValueError, match="its first coefficient must be positive and a"):
+            replace(SERIES, strategy=strategy)
+
+    def test_scale_the_noise_by_their_sensitivity(self):
+        """(1, ½) four times, two rounds apart: the columns do not meet, so √4·√(1 + ¼)."""
+        ((q, z),) = compose([SERIES])
+        assert (q, z) == (1.0, pytest.approx(2.0 / math.sqrt(4 * 1.25)))
+        assert SERIES.noise_multiplier == 2.0
