@@ -384,7 +384,7 @@ def simulate(
     if engine is Engine.IN_PROCESS:
         if workers is not None:
             raise InvalidValueError(f"--workers is {workers}; only --engine flower has workers")
-        from fedpriv.run.run import run_simulation
+        from fedpriv.run.simulate import run_simulation
 
         run_simulation(*given, resume=resume)
         return

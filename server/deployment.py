@@ -26,21 +26,20 @@ from fedpriv.build import Experiment
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, StoppedError
 from fedpriv.privacy.round import Books, PartialSum, RoundRequest, Transport
+from fedpriv.report.run_page import write_run_figures
 from fedpriv.run.evaluation import Evaluator
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import (
-    Beginning,
     Cadence,
     Outcome,
     Rounds,
-    announced,
     conduct,
-    draw,
     print_result,
     released_text,
     state_to_start_from,
     warn,
 )
+from fedpriv.run.setup import RunSetup
 from fedpriv.server.addresses import Address
 from fedpriv.server.authentication import Guard, Identify, RateLimit, certified, declared
 from fedpriv.server.certificates import load_ca
@@ -352,11 +351,11 @@ class Deployment:
             experiment.entropy,
             Evaluator(experiment.task, experiment.held_out, experiment.device),
             Cadence(output.evaluate_every, output.checkpoint_every),
+            callbacks=experiment.on_round,
         )
         over, end = RunState.STOPPED, End.SHUTTING_DOWN
         try:
-            with announced(rows, experiment, self.folder, state.round) as told:
-                outcome = self._followed(server.listening, told)
+            outcome = self._followed(server.listening, rows)
             if outcome.stop is not Stop.ASKED:
                 over, end = RunState.FINISHED, End.RUN_OVER
             return outcome
@@ -420,24 +419,28 @@ def serve(
             what.
     """
     console = Console()
-    beginning = Beginning.of(file, assignments, out, resume=resume)
-    section = beginning.config.federation
+    setup = RunSetup.of(file, assignments, out, resume=resume)
+    section = setup.config.federation
     if section is None:
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")
     door = door_of(section, insecure=insecure)
-    experiment, enrolment = enrolled_experiment(beginning, section)
+    experiment, enrolment = enrolled_experiment(setup, section)
     warn(experiment, console)
-    beginning.write_plan(experiment)
-    folder, ledger = beginning.folder, beginning.ledger
+    setup.write_plan(experiment)
+    folder, ledger = setup.folder, setup.ledger
     participation = folder.participation_of(ledger)
     population, budget = experiment.plan.population, experiment.budget
     with folder.held(), Books.open(ledger, participation, population, budget) as books:
         deployment = Deployment(experiment, section, enrolment, books, folder, ledger)
-        _run(deployment, door, console, leave=leave)
-    draw(folder, experiment)
+        _run(deployment, setup, door, console, leave=leave)
+    write_run_figures(
+        folder.results(), experiment.plan.run, budget.delta, budget.epsilon, folder.path
+    )
 
 
-def _run(deployment: Deployment, door: Door, console: Console, *, leave: bool) -> None:
+def _run(
+    deployment: Deployment, setup: RunSetup, door: Door, console: Console, *, leave: bool
+) -> None:
     """Run all rounds and print the result; then, unless told to leave, serve until stopped."""
     experiment, books, folder = deployment.experiment, deployment.books, deployment.folder
     plan, enrolment = experiment.plan, deployment.enrolment
@@ -456,7 +459,7 @@ def _run(deployment: Deployment, door: Door, console: Console, *, leave: bool) -
             highlight=False,
         )
         outcome = deployment.run(server, state)
-        print_result(experiment, folder, deployment.ledger, outcome, books, console)
+        print_result(setup, experiment, outcome, books, console)
         if outcome.stop is not Stop.ASKED and not leave:
             console.print("serving ledger and status until stopped")
             asked.wait()

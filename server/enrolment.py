@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fedpriv.build import Enrolled, Experiment
 from fedpriv.config import FederationSection, read_toml
 from fedpriv.errors import FedprivError, InvalidValueError, known_names
-from fedpriv.run.run import Beginning
+from fedpriv.run.setup import RunSetup
 from fedpriv.server.certificates import (
     MALFORMED,
     check_node_name,
@@ -355,7 +355,7 @@ def _value(table: object, key: str, legal: Sequence[str], where: str) -> object:
 
 
 def enrolled_experiment(
-    beginning: Beginning, section: FederationSection
+    beginning: RunSetup, section: FederationSection
 ) -> tuple[Experiment, Enrolment]:
     """The experiment on users that nodes host, and where they are.
 

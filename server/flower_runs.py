@@ -40,7 +40,8 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, WorkerError
 from fedpriv.logs import LogFormat, configure
 from fedpriv.privacy.round import Books, PartialSum, RoundRequest, Transport
-from fedpriv.run.run import Beginning, Follow, Outcome, carry_out, released_text
+from fedpriv.run.run import Follow, Outcome, carry_out, released_text
+from fedpriv.run.setup import RunSetup
 from fedpriv.server.enrolment import Hosting, enrolled_experiment
 from fedpriv.server.flower_grid import (
     EnrolledNodes,
@@ -88,7 +89,7 @@ def require_flower() -> None:
 
 
 def run_enrolled(
-    beginning: Beginning,
+    beginning: RunSetup,
     section: FederationSection,
     grid: Grid,
     stopping: threading.Event,
@@ -184,7 +185,7 @@ class GridSimulation:
         InvalidValueError: there are no workers, or more than users.
     """
 
-    beginning: Beginning
+    beginning: RunSetup
     experiment: Experiment
     users: UserStore
     workers: int
@@ -201,13 +202,13 @@ class GridSimulation:
         cls, file: Path, assignments: list[str], out: Path | None, workers: int, *, resume: bool
     ) -> Self:
         """Read an experiment; args and errors as for `run_simulation`, and those of the class."""
-        return cls.at(Beginning.of(file, assignments, out, resume=resume), workers)
+        return cls.at(RunSetup.of(file, assignments, out, resume=resume), workers)
 
     @classmethod
-    def at(cls, beginning: Beginning, workers: int) -> Self:
+    def at(cls, beginning: RunSetup, workers: int) -> Self:
         """Load the users of an experiment, and refuse what cannot be run or resumed.
 
-        Errors as for `simulated` and `Beginning.refuse_other_plan`, and those of the class.
+        Errors as for `simulated` and `RunSetup.refuse_other_plan`, and those of the class.
         """
         beginning.refuse_true_figures("on workers")
         experiment, here = simulated(beginning.config, beginning.run, beginning.spent)
@@ -453,7 +454,7 @@ class RunConfig(Section):
             where = ".".join(map(str, first["loc"]))
             raise InvalidValueError(f"run config: {where or 'a value'}: {first['msg']}") from error
 
-    def beginning(self) -> Beginning:
+    def beginning(self) -> RunSetup:
         """Read the experiment, and the folder of the run if it is to go on.
 
         Raises:
@@ -463,11 +464,11 @@ class RunConfig(Section):
         out = Path(self.out) if self.out else None
         if "\n" not in self.experiment:
             file = _BUNDLE / self.experiment
-            return Beginning.of(file, assignments, out, resume=self.resume)
+            return RunSetup.of(file, assignments, out, resume=self.resume)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "experiment.toml"
             file.write_text(self.experiment, encoding="utf-8")
-            return Beginning.of(file, assignments, out, resume=self.resume)
+            return RunSetup.of(file, assignments, out, resume=self.resume)
 
 
 @app.main()

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from fedpriv.build import Experiment, simulated
 from fedpriv.clients.flower_app import app as client_app
-from fedpriv.run.run import Beginning, Follow, Outcome, carry_out
+from fedpriv.run.run import Follow, Outcome, carry_out
+from fedpriv.run.setup import RunSetup
 from fedpriv.server.flower_runs import on_ray, simulate_on_ray
 from fedpriv.training.rounds import RoundResult
 from simulations.flower_usual import WORK, federate
@@ -51,7 +52,7 @@ def in_process(users: int, _workers: int, rounds: int) -> Times:
     """`fedpriv simulate` in one process."""
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        beginning = Beginning.of(WORK, _set(users, rounds), Path(folder) / "run", resume=False)
+        beginning = RunSetup.of(WORK, _set(users, rounds), Path(folder) / "run", resume=False)
         experiment, transport = simulated(beginning.config, beginning.run)
         console = Console(quiet=True)
         carry_out(beginning, experiment, lambda *_: transport, console, _noting(ends))

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedpriv.report.charts import ROUNDS, Axis, Chart, Series, figure
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.run import run_simulation
+from fedpriv.run.simulate import run_simulation
 
 Row = dict[str, object]
 

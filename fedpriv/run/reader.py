@@ -23,7 +23,7 @@ from fedpriv.report.records import (
 from fedpriv.report.run_page import page_of_run
 from fedpriv.report.spending import LedgerContent
 from fedpriv.report.study_page import page_of_study
-from fedpriv.run.folder import RunFolder
+from fedpriv.run.folder import RunFolder, reason
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
 from fedpriv.training.rounds import RoundResult
@@ -41,7 +41,6 @@ class _Seen:
     simulation_only_signal_to_noise: Figures = field(default_factory=dict)
 
 
-_ROWS = TypeAdapter(list[RoundResult])
 _SEEN = TypeAdapter(list[_Seen])
 
 
@@ -66,7 +65,7 @@ def read_run(folder: Path) -> RunRecord:
         charges = tuple(ledger.charges())
         content = LedgerContent(path, ledger.ledger_id, ledger.population_name, charges)
         head = ledger.head
-    rows = released_rounds(run)
+    rows = run.results()
     charged = {charge.hash: charge for charge in charges}
     for row in rows:
         found = charged.get(row.charge)
@@ -102,23 +101,13 @@ def _verified(ledger: Ledger, participation: Path) -> bool:
     return True
 
 
-def released_rounds(run: RunFolder) -> list[RoundResult]:
-    """Rows of the last attempt at each round, in order."""
-    try:
-        rows = _ROWS.validate_python(list(run.read_metrics()))
-    except (ValidationError, UnicodeDecodeError) as error:
-        raise DataError(f"{run.metrics} cannot be read as metrics: {_reason(error)}") from error
-    last = {row.round: row for row in rows}
-    return [last[number] for number in sorted(last)]
-
-
 def _simulation_only(run: RunFolder, rows: list[RoundResult]) -> tuple[SimulationOnlyRound, ...]:
     """True figures of the attempts that were released."""
     try:
         seen = _SEEN.validate_python(list(run.read_simulation_only()))
     except (ValidationError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{run.simulation_only} cannot be read as figures of rounds: {_reason(error)}"
+            f"{run.simulation_only} cannot be read as figures of rounds: {reason(error)}"
         ) from error
     numbers = {(row.round, row.attempt): row.number for row in rows}
     found = {}
@@ -128,13 +117,6 @@ def _simulation_only(run: RunFolder, rows: list[RoundResult]) -> tuple[Simulatio
         if number is not None:
             found[number] = SimulationOnlyRound(number, **figures)
     return tuple(found[number] for number in sorted(found))
-
-
-def _reason(error: ValidationError | UnicodeDecodeError) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return str(error)
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def write_report(folder: Path, out: Path | None, *, show: bool) -> Path:

@@ -1,7 +1,14 @@
 """One round as pure functions, the plan that governs it, and the loop around it."""
 
 from fedpriv.training.fake import FakeTransport
-from fedpriv.training.optimizers import FedAdaptive, FedAvg, FedAvgM, SecondMoment, ServerOptimizer
+from fedpriv.training.optimizers import (
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedYogi,
+    ServerOptimizer,
+)
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import (
     RoundResult,
@@ -16,11 +23,12 @@ from fedpriv.training.rounds import (
 
 __all__ = [
     "FakeTransport",
-    "FedAdaptive",
+    "FedAdagrad",
+    "FedAdam",
     "FedAvg",
     "FedAvgM",
+    "FedYogi",
     "RoundResult",
-    "SecondMoment",
     "ServerOptimizer",
     "ServerState",
     "Stop",

@@ -6,7 +6,7 @@ round's event. `close_round` cannot be called without the receipt of that charge
 The training loop: sample, collect, charge, release, report.
 """
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -270,6 +270,10 @@ class RoundResult:
             f"{name} {value:.3g} ± {self.metrics_noise_stddev[name]:.2g}"
             for name, value in self.scalar_metrics.items()
         )
+
+
+OnRound = Callable[[RoundResult], object]
+"""Is called after each round; what it returns is not read."""
 
 
 def train(

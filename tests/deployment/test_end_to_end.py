@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.run import run_simulation
+from fedpriv.run.simulate import run_simulation
 from simulations import federation, loopback
 
 NOISELESS = [

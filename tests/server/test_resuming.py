@@ -12,7 +12,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Head, Ledger
 from fedpriv.privacy.round import Books
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.run import Beginning
+from fedpriv.run.setup import RunSetup
 from fedpriv.server import authority
 from fedpriv.server.enrolment import enrolled_experiment
 from fedpriv.server.flower_runs import GridSimulation
@@ -174,7 +174,7 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     node = f'[nodes.a]\nusers = ["ann", "bob"]\ncertificate = "{"ab" * 32}"\n'
     enrolment.write_text(f'population = "{"5f" * 16}"\n{node}')
     file, at = SIMULATIONS / "federation.toml", f"federation.enrolment={enrolment}"
-    beginning = Beginning.of(file, [at], run.path, resume=True)
+    beginning = RunSetup.of(file, [at], run.path, resume=True)
     section = beginning.config.federation
     assert section is not None
     experiment, _ = enrolled_experiment(beginning, section)
@@ -190,7 +190,7 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     for changed in ("local.learning_rate=0.4", "rounds=4", "clipping.norm=0.6"):
         assert BOUND in refused(*given, "--set", changed)
         assert (content(run), head_of(run)) == before
-    going_on = Beginning.of(file, [at], run.path, resume=True)
+    going_on = RunSetup.of(file, [at], run.path, resume=True)
     again, _ = enrolled_experiment(going_on, section)
     going_on.write_plan(again)
     assert again.plan.digest == plan.digest

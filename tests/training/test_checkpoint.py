@@ -18,10 +18,10 @@ from fedpriv.training.checkpoint import (
     save_checkpoint,
     write_atomically,
 )
-from fedpriv.training.optimizers import FedAdaptive, FedAvg, FedAvgM, SecondMoment
+from fedpriv.training.optimizers import FedAvg, FedAvgM, FedYogi
 from fedpriv.training.rounds import ServerState, initial_state, train
 
-OPTIMIZERS = [FedAvg(), FedAvgM(), FedAdaptive(SecondMoment.YOGI)]
+OPTIMIZERS = [FedAvg(), FedAvgM(), FedYogi()]
 
 
 def same(one: ServerState, other: ServerState) -> bool:
