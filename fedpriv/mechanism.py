@@ -243,7 +243,7 @@ class Mechanism:
     >>> mechanism = Mechanism.poisson(q=0.1, clipping=Flat(0.5))
     >>> calibrated = mechanism.calibrate(epsilon=2.0, delta=1e-5, rounds=100)
     >>> round(calibrated.noise_multiplier, 1)
-    2.5
+    2.2
 
     Attributes:
         sampling: how cohorts are drawn.

@@ -11,9 +11,8 @@ import pytest
 import tomli_w
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fedpriv.build import simulated
-from fedpriv.config import parse_config
 from fedpriv.errors import InvalidValueError
+from fedpriv.run.simulate import run_simulation
 from fedpriv.training.rounds import RoundResult
 from tests.commandline import fedpriv, printed, refused
 from tests.studies.studying import BASE
@@ -139,8 +138,11 @@ def test_bad_callbacks_are_refused_before_the_run(tmp_path: Path, path: str, wor
     assert not (tmp_path / "run").exists()
 
 
-def test_without_tensorboard_event_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_event_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fedpriv.run.callbacks.find_spec", lambda _name: None)
-    config = parse_config(RELEASING | {"output": {"tensorboard": True}}, "test")
+    file = experiment(tmp_path, output={"tensorboard": True})
     with pytest.raises(InvalidValueError, match=r"pip install 'fedpriv\[tensorboard\]'"):
-        simulated(config, "run")
+        run_simulation(file, [], tmp_path / "run", resume=False)
+    assert not (tmp_path / "run").exists()
