@@ -47,7 +47,6 @@ from fedpriv.wire.flower import (
     TROUBLE,
     WELCOME,
     Simulated,
-    check_installed,
     content_of,
     digest_of_shard,
     header_in,
@@ -199,7 +198,6 @@ _LONGEST_TROUBLE = 400  # characters
 def say_hello(message: Message, context: Context) -> Message:
     """Say who the node is and which users it holds, or in one sentence why it cannot."""
     try:
-        check_installed()
         hello = introduce(message.content, context.node_config)
         headers = {HELLO: encode_hello(hello).SerializeToString()}
     except FedprivError as error:

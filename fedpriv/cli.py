@@ -11,7 +11,7 @@ The command line: the one module of the library that reaches clients/ and server
 
 import math
 import sys
-from datetime import timedelta
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -150,10 +150,6 @@ def report(
     print(write_report(folder, out, show=show))  # noqa: T201
 
 
-_certs = typer.Typer(
-    help="Make a small authority, and certificates for server and nodes.", no_args_is_help=True
-)
-
 Server = Annotated[str, typer.Option(help="HOST:PORT of the server", show_default=False)]
 Certificates = Annotated[
     Path | None, typer.Option(help="folder with ca.pem, node.pem and node.key", show_default=False)
@@ -184,42 +180,14 @@ Insecure = Annotated[
     bool, typer.Option("--insecure", help="plain text without certificates; on loopback only")
 ]
 LogForm = Annotated[LogFormat, typer.Option("--log-format", help="of the log, on stderr")]
-Node = Annotated[str, typer.Argument(help="name of the node", show_default=False)]
-Hosts = Annotated[
-    list[str],
-    typer.Argument(
-        help="DNS names and IP addresses of the server", metavar="HOST", show_default=False
-    ),
-]
-AuthorityFolder = Annotated[Path, typer.Option(help="folder of the authority")]
 
 
 def register_federation(app: typer.Typer) -> None:
     """Add the commands to those of the command line."""
-    for command in (serve, join, status):
+    for command in (join, status):
         app.command()(command)
-    app.add_typer(_certs, name="certs")
-
-
-def serve(
-    file: ExperimentFile,
-    assignments: Assignments = None,
-    out: RunFolder = None,
-    resume: Resume = False,
-    insecure: Insecure = False,
-    leave: Annotated[
-        bool, typer.Option("--exit", help="end with the run; else ledger and status stay up")
-    ] = False,
-    log_format: LogForm = LogFormat.TEXT,
-) -> None:
-    """Train across the users of nodes that connect; print accuracy beside the ledger's (ε, δ)."""
-    check_resume(out, resume=resume)
-    from fedpriv.logs import configure
-
-    configure(log_format)
-    from fedpriv.server.deployment import serve as run
-
-    run(file, assignments or [], out, resume=resume, insecure=insecure, leave=leave)
+    (server,) = entry_points(group="fedpriv.commands", name="server")
+    server.load()(app)
 
 
 def join(
@@ -308,48 +276,6 @@ def _check_identity(certificates: Path | None, node: str | None, *, insecure: bo
         )
 
 
-@_certs.command()
-def init(hosts: Hosts, folder: AuthorityFolder = Path("certs")) -> None:
-    """Make an authority, and the server's certificate for these hosts."""
-    from fedpriv.server.authority import init as make
-
-    make(folder, hosts)
-    _say(
-        f"{folder / 'authority'}: keep it where nodes are enrolled; ca.key can make any node",
-        f"{folder / 'server'}: belongs on the server",
-    )
-
-
-@_certs.command()
-def issue(
-    node: Node,
-    folder: AuthorityFolder = Path("certs"),
-    days: Annotated[int, typer.Option(min=1, max=3650, help="how long it is valid")] = 365,
-) -> None:
-    """Make a node a key and a certificate, and print what to enrol."""
-    from fedpriv.server.authority import issue as make
-
-    made = make(folder, node, lifetime=timedelta(days=days))
-    _say(
-        f"{made.folder}: move it to the node, for --certificates; it is valid for {days} days",
-        f'the server\'s enrolment, at node {node!r}: certificate = "{made.fingerprint}"',
-    )
-
-
-@_certs.command()
-def renew(hosts: Hosts, folder: AuthorityFolder = Path("certs")) -> None:
-    """Make the server a new key and certificate for these hosts, in place of the old."""
-    from fedpriv.server.authority import issue_server
-
-    issue_server(folder, hosts)
-    _say(f"{folder / 'server'}: belongs on the server, which reads it when it starts")
-
-
-def _say(*sentences: str) -> None:
-    for sentence in sentences:
-        print(sentence)  # noqa: T201
-
-
 app = typer.Typer(
     help="Federated learning with user-level differential privacy that can be checked.",
     no_args_is_help=True,
@@ -388,14 +314,8 @@ def simulate(
 
         run_simulation(*given, resume=resume)
         return
-    from fedpriv.server.flower_runs import require_flower, switch_off_reports
-
-    require_flower()
-    switch_off_reports()
-    from fedpriv.clients.flower_app import app as client_app
-    from fedpriv.server.flower_runs import simulate_on_ray
-
-    simulate_on_ray(client_app, *given, workers=workers or 2, resume=resume)
+    (simulate_on_ray,) = entry_points(group="fedpriv.engines", name="ray")
+    simulate_on_ray.load()(*given, workers or 2, resume=resume)
 
 
 @app.command()

@@ -1,4 +1,11 @@
-"""The server of a federation."""
+"""The server of a deployment: enrolled nodes, the rounds that it asks of them, and two transports.
+
+Read `deployment` first: `fedpriv serve` as a whole. Below it, `enrolment` and `certificates` say
+which users and nodes there are, `authentication` who is calling, `collection` and `service` what
+happens during a round, `listener` and `endpoint` how gRPC carries it, `metrics` what an operator
+sees. `flower_runs`, `flower_grid` and `ray_engine` run the same rounds on Flower's runtime.
+`commands` is what the command line offers of all this.
+"""
 
 if __name__ != "fedpriv.server":
     raise ImportError("import fedpriv.server, the one name of this package")

@@ -1,15 +1,15 @@
-"""How often a node may call: a token bucket for each.
+"""Who is calling: an interceptor that lets no call reach a handler before its node is known.
 
-Who calls: an interceptor that lets no call reach a handler before its node is known.
+It also bounds how often a node may call, and how many calls it may have open.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from time import monotonic
-from typing import Protocol, TypeAlias, cast
+from typing import TypeAlias
 from urllib.parse import unquote
 
 import grpc
@@ -19,15 +19,74 @@ from fedpriv.server.certificates import check_node_name
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
 from fedpriv.server.metrics import Monitor, Refusal
 
+NODE: ContextVar[str] = ContextVar("NODE")
+"""The node that the handler of a call speaks with."""
+NODE_KEY = "fedpriv-node"
+"""Metadata with which a node without a certificate gives its name, percent-encoded."""
+_OPEN_CALLS = 16  # of one node; it needs two or three, and some that are lost without a word
+
+Context: TypeAlias = grpc.aio.ServicerContext
+Method = Callable[[object, Context], Awaitable[object]]
+"""A handler's implementation: takes the request, or an iterator of them, and the call's context."""
+Identify = Callable[[Context], str]
+"""Names the node behind a call, or raises UnknownPeerError."""
+
+
+class RefusedCallError(Exception):
+    """Ends a call with a status and one sentence, which the caller is told."""
+
+    def __init__(self, code: grpc.StatusCode, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+class UnknownPeerError(RefusedCallError):
+    """The caller may not call, or may no longer."""
+
+    def __init__(
+        self, sentence: str, code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED
+    ) -> None:
+        super().__init__(code, sentence)
+
+
+def by_certificate(certificates: EnrolledCertificates) -> Identify:
+    """The node at which the certificate of the TLS connection is enrolled, as of now."""
+
+    def identify(context: Context) -> str:
+        shown = context.auth_context().get("x509_pem_cert")
+        if not shown:
+            raise UnknownPeerError("the connection shows no certificate")
+        try:
+            return certificates.node_of(shown[0], datetime.now(UTC))
+        except CertificateError as error:
+            raise UnknownPeerError(f"the certificate is refused: {error}") from error
+        except InvalidValueError as error:
+            # Only the operator can mend the file, and only the operator should know its path.
+            sentence = "the server cannot read its enrolment now"
+            raise UnknownPeerError(sentence, grpc.StatusCode.UNAVAILABLE) from error
+
+    return identify
+
+
+def by_declaration(context: Context) -> str:
+    """The node that the caller claims to be: for plain text on one machine."""
+    names = [value for key, value in context.invocation_metadata() or () if key == NODE_KEY]
+    try:
+        if len(names) != 1:
+            raise InvalidValueError(f"the call has {len(names)} metadata {NODE_KEY}; one is needed")
+        return check_node_name(unquote(str(names[0]), errors="strict"))
+    except ValueError as error:
+        raise UnknownPeerError(str(error)) from error
+
 
 class RateLimit:
-    """Lets each node call `per_minute` times at once, and as often again in every minute.
+    """A token bucket per node: `per_minute` calls at once, and as many again in every minute.
 
-    Nodes are those of an enrolment, so there are never more buckets than these.
+    Nodes are those of an enrolment, so the number of buckets is bounded.
 
     Args:
         per_minute: calls, at least 1.
-        clock: seconds, never going back.
+        clock: seconds, monotonic.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = monotonic) -> None:
@@ -44,94 +103,103 @@ class RateLimit:
         return admitted
 
 
-NODE: ContextVar[str] = ContextVar("NODE")
-"""The node that the handler of a call speaks with."""
-_OPEN_CALLS = 16  # of one node; it needs two or three, and some that are lost without a word
-NODE_KEY = "fedpriv-node"
-"""Where a node without a certificate says its name, percent-encoded."""
+class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Checks the caller of every method of every service, then sets `NODE` and hands over.
 
-Context: TypeAlias = grpc.aio.ServicerContext
-Behaviour = Callable[[object, Context], Awaitable[object]]
-
-
-class RefusedCallError(Exception):
-    """Ends a call with a status and one sentence, which the caller is told.
-
-    Attributes:
-        code: what the call ends with.
+    Guarantees:
+        * No handler is entered by a caller whose certificate is expired, not enrolled or struck
+          off, whose node is not enrolled, who calls too often, or has too many calls open.
+        * However many calls a node leaves open, their number and their memory are bounded.
     """
 
-    def __init__(self, code: grpc.StatusCode, sentence: str) -> None:
-        super().__init__(sentence)
-        self.code = code
-
-
-class UnknownPeerError(RefusedCallError):
-    """The caller is not, or no longer, who may call."""
-
     def __init__(
-        self, sentence: str, code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED
+        self, identify: Identify, enrolment: Enrolment, rates: RateLimit, monitor: Monitor
     ) -> None:
-        super().__init__(code, sentence)
+        self._identify, self._enrolled = identify, frozenset(enrolment.nodes)
+        self._rates, self._monitor = rates, monitor
+        self._open: Counter[str] = Counter()
+        self._ended = monotonic()
 
+    def idle_seconds(self) -> float:
+        """Seconds since the last call ended; 0 while one is open."""
+        return 0.0 if self._open else monotonic() - self._ended
 
-class Identify(Protocol):
-    """Names the node behind a call, or raises UnknownPeerError."""
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        """The handler of a method, behind the check."""
+        handler = await continuation(handler_call_details)
+        if handler is None or (handler.request_streaming and handler.response_streaming):
+            return None  # no method streams both ways
+        name = str(handler_call_details.method).rpartition("/")[2]
+        if handler.unary_stream:
+            wrap, method = grpc.unary_stream_rpc_method_handler, _begun(handler.unary_stream)
+        elif handler.stream_unary:
+            wrap, method = grpc.stream_unary_rpc_method_handler, handler.stream_unary
+        else:
+            wrap, method = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+        checked = self._checked(method, name)
+        return wrap(checked, handler.request_deserializer, handler.response_serializer)
 
-    def __call__(self, context: Context) -> str:
-        """Name of the node."""
+    def _checked(self, method: Method, name: str) -> Method:
+        refusing = _refusing(method)
 
+        async def checked(request: object, context: Context) -> object:
+            node = self._admitted(context)
+            NODE.set(node)
+            began = monotonic()
+            self._open[node] += 1
+            try:
+                return await refusing(request, context)
+            finally:
+                self._ended = monotonic()
+                self._open[node] -= 1
+                if not self._open[node]:
+                    del self._open[node]
+                self._monitor.handled(name, self._ended - began)
 
-def certified(certificates: EnrolledCertificates) -> Identify:
-    """The node at which the certificate of the TLS connection is enrolled, as of now."""
+        return _refusing(checked)
 
-    def identify(context: Context) -> str:
-        held = cast(Mapping[str, list[bytes]], context.auth_context()).get("x509_pem_cert")
-        if not held:
-            raise UnknownPeerError("the connection shows no certificate")
+    def _admitted(self, context: Context) -> str:
         try:
-            return certificates.node_of(held[0], datetime.now(UTC))
-        except CertificateError as error:
-            raise UnknownPeerError(f"the certificate is refused: {error}") from error
-        except InvalidValueError as error:
-            # Only the operator can mend the file, and only the operator should know its path.
-            sentence = "the server cannot read its enrolment now"
-            raise UnknownPeerError(sentence, grpc.StatusCode.UNAVAILABLE) from error
-
-    return identify
-
-
-def declared(context: Context) -> str:
-    """The node that the caller says it is: for plain text on one machine, where nobody can tell."""
-    names = [value for key, value in context.invocation_metadata() or () if key == NODE_KEY]
-    try:
-        if len(names) != 1:
-            raise InvalidValueError(f"the call has {len(names)} metadata {NODE_KEY}; one is needed")
-        return check_node_name(unquote(str(names[0]), errors="strict"))
-    except ValueError as error:
-        raise UnknownPeerError(str(error)) from error
+            node = self._identify(context)
+        except UnknownPeerError:
+            self._monitor.refused(Refusal.IDENTITY)
+            raise
+        if node not in self._enrolled:
+            self._monitor.refused(Refusal.ENROLMENT)
+            raise RefusedCallError(grpc.StatusCode.PERMISSION_DENIED, "the node is not enrolled")
+        busy = f"the node has {_OPEN_CALLS} calls open" if self._open[node] >= _OPEN_CALLS else None
+        if not self._rates.admits(node):
+            busy = "the node calls too often"
+        if busy:
+            self._monitor.refused(Refusal.RATE)
+            raise RefusedCallError(grpc.StatusCode.RESOURCE_EXHAUSTED, busy)
+        return node
 
 
-def _begun(behaviour: Behaviour) -> Behaviour:
-    """The handler, after headers were sent.
+def _begun(method: Method) -> Method:
+    """The method, after headers were sent.
 
-    Sent with the first message, a node that does not read it could not be sent a status any more.
+    Sent with the first message instead, a node that does not read it could not be sent a status.
     """
 
     async def begun(request: object, context: Context) -> object:
         await context.send_initial_metadata(())
-        return await behaviour(request, context)
+        return await method(request, context)
 
     return begun
 
 
-def _refusing(behaviour: Behaviour) -> Behaviour:
-    """The handler; what it refuses ends the call with a status."""
+def _refusing(method: Method) -> Method:
+    """The method; a RefusedCallError of its ends the call with a status."""
 
     async def refusing(request: object, context: Context) -> object:
         try:
             try:
-                return await behaviour(request, context)
+                return await method(request, context)
             except RefusedCallError as error:
                 refused = error.code, str(error)
             await _abort(context, *refused)
@@ -147,93 +215,6 @@ async def _abort(context: Context, code: grpc.StatusCode, sentence: str) -> None
     try:
         await context.abort(code, sentence)
     except grpc.aio.AbortError as error:
-        # gRPC keeps it, and raises it again. With a traceback it would keep the call too, and its
-        # stream, of which a connection may have few, till Python's collector comes by.
+        # gRPC keeps it and raises it again. With a traceback it would keep the call too, and its
+        # stream, of which a connection may have few, until Python's collector runs.
         error.with_traceback(None)
-
-
-class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Checks the caller of every method of every service, then sets `NODE` and hands over.
-
-    Guarantees:
-        * No handler is entered by a caller whose certificate is expired, not enrolled or struck
-          off, whose node is not enrolled, who calls too often, or has too many calls open.
-        * Whatever calls a node leaves open, their number is bounded, and so is their memory.
-    """
-
-    def __init__(
-        self, identify: Identify, enrolment: Enrolment, rates: RateLimit, monitor: Monitor
-    ) -> None:
-        self._identify, self._enrolled = identify, frozenset(enrolment.nodes)
-        self._rates, self._monitor = rates, monitor
-        self._open: Counter[str] = Counter()
-        self._ended = monotonic()
-
-    def quiet_for(self) -> float:
-        """Seconds since the last call ended; 0 while there is one."""
-        return 0.0 if self._open else monotonic() - self._ended
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        """The handler of a method, behind the check."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = str(handler_call_details.method).rpartition("/")[2]
-        given = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
-        if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(
-                self._guarded(_begun(handler.unary_stream), method), **given
-            )
-        if handler.stream_unary:
-            return grpc.stream_unary_rpc_method_handler(
-                self._guarded(handler.stream_unary, method), **given
-            )
-        if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(
-                self._guarded(handler.unary_unary, method), **given
-            )
-        return None  # streams both ways: no method is
-
-    def _guarded(self, behaviour: Behaviour, method: str) -> Behaviour:
-        refusing = _refusing(behaviour)
-
-        async def guarded(request: object, context: Context) -> object:
-            node = self._admitted(context)
-            NODE.set(node)
-            began = monotonic()
-            self._open[node] += 1
-            try:
-                return await refusing(request, context)
-            finally:
-                self._ended = monotonic()
-                self._open[node] -= 1
-                if not self._open[node]:
-                    del self._open[node]
-                self._monitor.handled(method, self._ended - began)
-
-        return _refusing(guarded)
-
-    def _admitted(self, context: Context) -> str:
-        try:
-            node = self._identify(context)
-        except UnknownPeerError:
-            self._monitor.refused(Refusal.IDENTITY)
-            raise
-        if node not in self._enrolled:
-            self._monitor.refused(Refusal.ENROLMENT)
-            raise RefusedCallError(grpc.StatusCode.PERMISSION_DENIED, "the node is not enrolled")
-        if not self._rates.admits(node):
-            self._monitor.refused(Refusal.RATE)
-            raise RefusedCallError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the node calls too often")
-        if self._open[node] >= _OPEN_CALLS:
-            self._monitor.refused(Refusal.RATE)
-            sentence = f"the node has {_OPEN_CALLS} calls open"
-            raise RefusedCallError(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)
-        return node

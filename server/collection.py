@@ -1,9 +1,4 @@
-"""What one attempt at a round asks of the nodes, and which of their answers can count.
-
-Which nodes are connected, and what each is to be told next.
-
-One attempt at a round while its answers come in: who is asked, who answered, and until when.
-"""
+"""One attempt at a round: which nodes are asked, until when, and whose answer counts."""
 
 import asyncio
 import queue
@@ -15,7 +10,7 @@ from functools import cached_property
 from time import monotonic
 from typing import Self
 
-from fedpriv.privacy.layout import Layout, Tensors
+from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.server.enrolment import Enrolment, Hosting, Positions
 from fedpriv.wire import (
@@ -31,10 +26,13 @@ from fedpriv.wire import (
     pieces,
 )
 
+_KEPT_BYTES = 2**26  # of a model; serialising a larger one again costs less than holding it twice
+_NOT_AWAITED = "no answer of this node is awaited"
+
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """What is asked, and of whom.
+class RoundTerms:
+    """Which attempt at a round nodes are asked to answer, and what an answer may hold.
 
     Attributes:
         id: which attempt at which round.
@@ -48,7 +46,7 @@ class Asked:
 
     @classmethod
     def of(cls, request: RoundRequest, hosting: Hosting) -> Self:
-        """What a request asks of the nodes that host its users, under a new nonce."""
+        """The terms of a request to the nodes that host its users, under a new nonce."""
         return cls(
             RoundId(request.run, request.round, request.attempt, secrets.randbits(64)),
             layout_of_sums(request.clipping),
@@ -60,23 +58,11 @@ class Asked:
         if answer.id != self.id:
             return "the answer is to another round or attempt than the one that is collected"
         if node not in self.drawn:
-            return "no answer of this node is waited for"
+            return _NOT_AWAITED
         content = answer.content
         if isinstance(content, SummedUpdates) and content.users > self.drawn[node].size:
             return "the sum holds more users than were drawn at the node"
         return None
-
-
-def partial_sum_of(node: str, content: SummedUpdates, tensors: Tensors) -> PartialSum:
-    """What a node sent.
-
-    Args:
-        node: who sent it.
-        content: the header.
-        tensors: those that it declares.
-    """
-    (total,) = tensors.values()
-    return content.partial_sum(node, total)
 
 
 class End(StrEnum):
@@ -96,12 +82,12 @@ class Connection:
         self._end: End | None = None
 
     def offer(self, offer: RoundOffer) -> None:
-        """Tell the node of a round, in place of one that it was not told of yet."""
+        """Tell the node of a round, in place of one that it has not been told of yet."""
         self._offer = offer
         self._told.set()
 
     def end(self, why: End) -> None:
-        """End the connection, once what waits is told no more; the first reason stays."""
+        """End the connection; what waits is dropped, and the first reason stays."""
         self._end = self._end or why
         self._told.set()
 
@@ -119,31 +105,29 @@ class Connection:
         return offer
 
 
-class Roster:
-    """Who is connected; at most one connection per node. Used on the server's event loop alone.
+class Connections:
+    """Which nodes are connected; at most one connection per node. For the event loop alone.
 
     Args:
         changed: called whenever a node came or went.
-        clock: seconds, never going back.
+        clock: seconds, monotonic.
     """
 
     def __init__(self, changed: Callable[[], None], clock: Callable[[], float] = monotonic) -> None:
         self._changed, self._clock = changed, clock
         self._began = clock()
-        self._connections: dict[str, Connection] = {}
+        self._open: dict[str, Connection] = {}
         self._left: dict[str, float] = {}
         self._over: End | None = None
 
-    @property
-    def connected(self) -> int:
-        """How many nodes are connected."""
-        return len(self._connections)
+    def __len__(self) -> int:
+        return len(self._open)
 
     def connect(self, node: str) -> Connection:
         """A new connection of a node, which ends an older one."""
-        if node in self._connections:
-            self._connections[node].end(End.NEWER)
-        connection = self._connections[node] = Connection()
+        if node in self._open:
+            self._open[node].end(End.NEWER)
+        connection = self._open[node] = Connection()
         if self._over is not None:
             connection.end(self._over)
         self._changed()
@@ -151,37 +135,34 @@ class Roster:
 
     def disconnect(self, node: str, connection: Connection) -> None:
         """A connection is over; nothing happens if a newer one took its place."""
-        if self._connections.get(node) is connection:
-            del self._connections[node]
+        if self._open.get(node) is connection:
+            del self._open[node]
             self._left[node] = self._clock()
             self._changed()
 
-    def connection_of(self, node: str) -> Connection | None:
-        """The connection of a node; None if it has none."""
-        return self._connections.get(node)
+    def of(self, node: str) -> Connection | None:
+        """The connection of a node, if it has one."""
+        return self._open.get(node)
 
     def away_since(self, node: str) -> float | None:
-        """When the node went, or when the server began if it never came; None if it is there."""
-        return None if node in self._connections else self._left.get(node, self._began)
+        """When the node left, or the server started if it never came; None if it is connected."""
+        return None if node in self._open else self._left.get(node, self._began)
 
     def end_all(self, why: End) -> None:
         """End all connections, and every one that is still to come."""
         self._over = why
-        for connection in self._connections.values():
+        for connection in self._open.values():
             connection.end(why)
 
 
-_KEPT_BYTES = 2**26  # of a model; to serialise a larger one costs less than to hold it twice
-
-
-class Collecting:
+class Collection:
     """Answers of a cohort's nodes, each counted once, until the deadline.
 
-    Used on the server's event loop, but for `results` and `taken`, which another thread reads.
+    For the event loop, except `results` and `taken`, which another thread uses.
 
     Guarantees:
         * A node's answer counts once, whatever it sends again and in whatever order; a node
-          whose users were not drawn, or another round or attempt, is refused.
+          whose users were not drawn, and another round or attempt, is refused.
         * Nothing counts after the end.
 
     Args:
@@ -194,16 +175,16 @@ class Collecting:
     def __init__(
         self, request: RoundRequest, price: Price, enrolment: Enrolment, seconds: float
     ) -> None:
-        self.asked = Asked.of(request, enrolment.hosting)
+        self.terms = RoundTerms.of(request, enrolment.hosting)
         self.deadline = monotonic() + seconds
         self.changed = asyncio.Event()
         self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()
         self._taken = asyncio.Semaphore(0)
         self._loop = asyncio.get_running_loop()
         self._model = model_of(request)
-        nonce = self.asked.id.nonce
-        self._offer = RoundOffer.of(request, seconds, price, manifest_of(self._model), nonce)
-        self._waiting = dict(self.asked.drawn)
+        manifest, nonce = manifest_of(self._model), self.terms.id.nonce
+        self._offer = RoundOffer.of(request, seconds, price, manifest, nonce)
+        self._waiting = dict(self.terms.drawn)
         self._over = False
 
     @property
@@ -219,7 +200,7 @@ class Collecting:
         return replace(self._offer, seconds=left, users=self._waiting[node].copy())
 
     def model_chunks(self) -> Iterable[bytes]:
-        """The model as serialised chunks; calls share them, unless the model is large."""
+        """The model as serialised chunks, which calls share unless the model is large."""
         return self._kept if self._offer.model.size <= _KEPT_BYTES else self._serialised()
 
     @cached_property
@@ -231,16 +212,14 @@ class Collecting:
 
     def refusal(self, node: str, answer: Answer) -> str | None:
         """Why an answer cannot count, in one sentence; None if it can."""
-        if reason := self.asked.misfit(node, answer):
+        if reason := self.terms.misfit(node, answer):
             return reason
-        if node not in self._waiting or self._over:
-            return "no answer of this node is waited for"
-        return None
+        return _NOT_AWAITED if node not in self._waiting or self._over else None
 
     async def settle(self, node: str, partial: PartialSum | None) -> bool:
         """Count what a node sent, or that it sends nothing; False if it came too late.
 
-        Returns once the sum was taken, so that memory is held for no more answers than have turns.
+        Returns once the sum was taken, so that no more sums are in memory than may be transferred.
         """
         if node not in self._waiting or self._over:
             return False
@@ -253,35 +232,33 @@ class Collecting:
         return True
 
     def taken(self) -> None:
-        """Another thread has added what it read last from `results`."""
+        """The other thread has added what it last read from `results`."""
         self._loop.call_soon_threadsafe(self._taken.release)
 
-    def seconds_left(self, roster: Roster, absent: float, *, fixed: bool) -> float:
+    def seconds_left(self, connections: Connections, absent: float, *, fixed: bool) -> float:
         """How long to wait if nothing changes; 0 if the round can end.
 
         Args:
-            roster: who is connected.
-            absent: how long a node is waited for that is not.
+            connections: which nodes are connected.
+            absent: seconds to wait for a node that is not.
             fixed: wait for the deadline whatever happens.
         """
-        now, end = monotonic(), self.deadline
-        if not self._waiting and not fixed:
-            return 0.0
-        away = [roster.away_since(node) for node in self._waiting]
+        end = self.deadline
         if not fixed:
+            away = [connections.away_since(node) for node in self._waiting]
             gone = [since for since in away if since is not None]
             if len(gone) == len(away):
-                end = min(end, max(gone) + absent)
-        return max(0.0, end - now)
+                end = min(end, max(gone) + absent) if gone else 0.0
+        return max(0.0, end - monotonic())
 
     def finish(self) -> None:
-        """Count nothing more; again changes nothing."""
+        """Count nothing more; may be called again."""
         if not self._over:
             self._over = True
             self.results.put(None)
 
     def abandon(self) -> None:
-        """Finish, and let go of what nobody will take any more."""
+        """Finish, and drop what no thread will take any more."""
         self.finish()
         while not self.results.empty():
             if self.results.get() is not None:

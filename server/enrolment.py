@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 from cryptography import x509
 from numpy.typing import NDArray
 
-from fedpriv.build import Enrolled, Experiment
-from fedpriv.config import FederationSection, read_toml
+from fedpriv.config import read_toml
 from fedpriv.errors import FedprivError, InvalidValueError, known_names
-from fedpriv.run.setup import RunSetup
 from fedpriv.server.certificates import (
     MALFORMED,
     check_node_name,
@@ -27,7 +24,8 @@ from fedpriv.server.certificates import (
     parsed_fingerprint,
 )
 
-Positions = npt.NDArray[np.int64]
+Positions = NDArray[np.int64]
+"""Users, as ascending positions in the population."""
 _ID = re.compile("[0-9a-f]{32}")
 _SETTLED_NANOSECONDS = 2_000_000_000
 
@@ -38,27 +36,23 @@ class Hosting:
 
     Attributes:
         nodes: names.
-        numbers: [N] for each position of the population the number of its node in `nodes`.
-        alone: nodes with one user, whom no log may name.
+        numbers: [N] for each position of the population, the number of its node in `nodes`.
+        alone: nodes with one user, which no log may name.
     """
 
     nodes: Sequence[str]
-    numbers: npt.NDArray[np.int64]
+    numbers: Positions
     alone: frozenset[str]
 
     def drawn(self, users: Positions) -> dict[str, Positions]:
-        """Drawn users by node: positions, ascending; only nodes that have some.
-
-        Args:
-            users: positions of the drawn, ascending.
-        """
+        """The drawn users by node; only nodes that have some."""
         numbers = self.numbers[users]
         order = np.argsort(numbers, kind="stable")
         found, starts = np.unique(numbers[order], return_index=True)
         parts = np.split(users[order], starts[1:])
         return {self.nodes[n]: part for n, part in zip(found.tolist(), parts, strict=False)}
 
-    def called(self, node: str) -> str:
+    def log_name(self, node: str) -> str:
         """How a log names a node, without naming a user."""
         return "a node of one user" if node in self.alone else node
 
@@ -68,23 +62,22 @@ class Enrolment:
     """The users of a population, each at one node.
 
     Guarantees:
-        * Position i in the population is that of `user_ids[i]`, the ids sorted by code points: the
-          order of nodes and users in the file changes no position.
+        * `user_ids[i]` is at position i, the ids sorted by code points: the order of the file
+          changes no position.
         * Each user has one position and one node. An id that occurs twice is refused, at one node
-          or at two: the updates of one user at two nodes would each be clipped, so that the user
-          would count twice and the privacy statement would be void.
+          or at two: the updates of one user at two nodes would each be clipped, the user would
+          count twice, and the privacy statement would be void.
         * repr shows numbers, never an id.
 
     Attributes:
         population_id: name of the population in the ledger, 32 lower-case hexadecimal digits, drawn
-            at random when the users were enrolled. The ledger is public, so nothing of the users is
-            in it: against a digest of their ids, guesses of who is enrolled could be tested.
-        users: node → ids of its users; not empty, and no node is without users.
+            at random when the users were enrolled. The ledger is public, and against a digest of
+            the users' ids, guesses of who is enrolled could be tested.
+        users: node → ids of its users; not empty, and every node has users.
 
     Raises:
-        InvalidValueError: the population's id is of another form, there is no node, a node has no
-            legal name or no user, the id of a user is not one printable line of text, or it occurs
-            twice.
+        InvalidValueError: the population's id has another form, there is no node, a node has no
+            legal name or no user, or a user's id is not one printable line or occurs twice.
     """
 
     population_id: str
@@ -109,13 +102,7 @@ class Enrolment:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read an enrolment from TOML: the population's id, and each node's users and certificate.
-
-            population = "1e0c64f8a5b94f0d8f7a7d9c5b3e2a61"
-
-            [nodes.hospital-a]
-            users = ["7f3a", "c01d"]
-            certificate = "3a5b…"  # its SHA-256 fingerprint; read by `EnrolledCertificates`
+        """Read an enrolment from TOML; docs/identity.md has the format.
 
         Raises:
             InvalidValueError: the file cannot be read, is not TOML, has a key that is unknown,
@@ -128,7 +115,7 @@ class Enrolment:
             if not isinstance(population_id, str):
                 raise InvalidValueError(f"population is {population_id!r}; it must be a string")
             if not isinstance(nodes, dict):
-                raise InvalidValueError("nodes is no table; it must have one table per node")
+                raise InvalidValueError("nodes is not a table; it must have one table per node")
             users = {node: _users_in(node, entry) for node, entry in nodes.items()}
             _certificates_in(nodes)
             return cls(population_id, users)
@@ -150,8 +137,8 @@ class Enrolment:
         """Ids of all users, sorted by code points: `user_ids[i]` is at position i."""
         return tuple(sorted(user for ids in self.users.values() for user in ids))
 
-    def users_of(self, node: str) -> NDArray[np.int64]:
-        """Positions of a node's users in the population, ascending; read-only.
+    def users_of(self, node: str) -> Positions:
+        """Positions of a node's users in the population; read-only.
 
         Raises:
             InvalidValueError: the node is not enrolled; the message names no other node.
@@ -161,22 +148,16 @@ class Enrolment:
         return self._positions[node]
 
     @cached_property
-    def node_numbers(self) -> NDArray[np.int64]:
-        """[N] for each position the number of its node in `nodes`; read-only."""
+    def hosting(self) -> Hosting:
+        """Which node hosts which positions."""
         numbers = np.empty(self.population, np.int64)
         for number, node in enumerate(self.nodes):
             numbers[self._positions[node]] = number
-        numbers.flags.writeable = False
-        return numbers
-
-    @cached_property
-    def hosting(self) -> Hosting:
-        """Which node hosts which positions."""
         alone = frozenset(node for node, ids in self.users.items() if len(ids) == 1)
-        return Hosting(self.nodes, self.node_numbers, alone)
+        return Hosting(self.nodes, numbers, alone)
 
     @cached_property
-    def _positions(self) -> dict[str, NDArray[np.int64]]:
+    def _positions(self) -> dict[str, Positions]:
         position_of = {user: position for position, user in enumerate(self.user_ids)}
         positions = {}
         for node, ids in self.users.items():
@@ -186,22 +167,22 @@ class Enrolment:
 
 
 class CertificateError(FedprivError):
-    """A certificate is not one by which a node is known now."""
+    """A certificate does not identify a node now."""
 
 
 class EnrolledCertificates:
-    """Certificates by which nodes are known, read again whenever the enrolment file changes.
+    """The certificates that identify nodes, read again whenever the enrolment file changes.
 
     Guarantees:
         * A certificate that is struck off the file is refused from the next call on.
         * A file that cannot be read lets no certificate pass.
 
-    Attributes:
+    Args:
         path: the enrolment file.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self._path = path
         self._stamp: tuple[int, ...] | None = None
         self._content: bytes | None = None
         self._nodes: dict[str, str] = {}
@@ -214,33 +195,29 @@ class EnrolledCertificates:
                 twice.
         """
         try:
-            stamp = _stamp_of(self.path)
+            stamp = _stamp_of(self._path)
             if stamp is None or stamp != self._stamp:
                 self._stamp = None  # until all of it has been read
-                content = self.path.read_bytes()
+                content = self._path.read_bytes()
                 if content != self._content:
                     self._content = None
                     self._nodes = _certificates_in(tomllib.loads(content.decode()).get("nodes"))
                     self._content = content
                 self._stamp = stamp
         except OSError as error:
-            raise InvalidValueError(f"{self.path} cannot be read: {error.strerror}") from error
+            raise InvalidValueError(f"{self._path} cannot be read: {error.strerror}") from error
         except InvalidValueError as error:
-            raise InvalidValueError(f"{self.path}: {error}") from error
+            raise InvalidValueError(f"{self._path}: {error}") from error
         except ValueError as error:  # of TOML, or of UTF-8
-            raise InvalidValueError(f"{self.path} is not valid TOML: {error}") from error
+            raise InvalidValueError(f"{self._path} is not valid TOML: {error}") from error
         return self._nodes
 
     def node_of(self, certificate_pem: bytes, now: datetime) -> str:
         """Node at which a certificate is enrolled; TLS has proven that the peer has its key.
 
-        Args:
-            certificate_pem: the peer's certificate.
-            now: time to judge by, with a time zone.
-
         Raises:
-            CertificateError: it cannot be parsed, is not enrolled, or is not valid at this time.
-            InvalidValueError: as of `nodes`.
+            CertificateError: it cannot be parsed, is not enrolled, or is not valid at `now`.
+            InvalidValueError: as for `nodes`.
         """
         try:
             certificate = x509.load_pem_x509_certificate(certificate_pem)
@@ -269,7 +246,7 @@ def _stamp_of(path: Path) -> tuple[int, ...] | None:
 def _certificates_in(nodes: object) -> dict[str, str]:
     """Fingerprint → node of the tables of nodes that have one."""
     if not isinstance(nodes, dict):
-        raise InvalidValueError("nodes is no table; it must have one table per node")
+        raise InvalidValueError("nodes is not a table; it must have one table per node")
     found: dict[str, str] = {}
     for node, entry in nodes.items():
         if not isinstance(entry, dict) or "certificate" not in entry:
@@ -352,20 +329,3 @@ def _value(table: object, key: str, legal: Sequence[str], where: str) -> object:
             f'for all runs: put population = "{secrets.token_hex(16)}" in front of all tables'
         )
     raise InvalidValueError(f"key {where}{key} is absent")
-
-
-def enrolled_experiment(
-    beginning: RunSetup, section: FederationSection
-) -> tuple[Experiment, Enrolment]:
-    """The experiment on users that nodes host, and where they are.
-
-    Args:
-        beginning: of the run.
-        section: names the enrolment file.
-
-    Raises:
-        FedprivError: something does not fit; the message says what.
-    """
-    enrolment = Enrolment.load(Path(section.enrolment))
-    users = Enrolled(enrolment.population_id, enrolment.population)
-    return beginning.on_nodes(section, users), enrolment

@@ -1,14 +1,8 @@
-"""Replies to messages on a Flower grid, as they come.
-
-The transport over a Flower grid: one message for each node and round.
-
-Who is who on a Flower grid: nodes say which users they hold, and are believed if it fits.
-"""
+"""The transport over a Flower grid: one message for each node and round, and who the nodes are."""
 
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -22,7 +16,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import StoppedError, WireError, WorkerError
 from fedpriv.logs import one_line
 from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
-from fedpriv.server.collection import Asked, partial_sum_of
+from fedpriv.server.collection import RoundTerms
 from fedpriv.server.enrolment import Enrolment, Hosting
 from fedpriv.wire import (
     SERVER_RECEIVES_BYTES,
@@ -30,12 +24,10 @@ from fedpriv.wire import (
     Hello,
     Price,
     RoundOffer,
-    Welcome,
     decode_answer,
     decode_hello,
     digest_of,
     encode_offer,
-    encode_welcome,
     manifest_of,
     model_of,
     parse,
@@ -58,7 +50,14 @@ _log = logging.getLogger(__name__)
 _FIRST_POLL_SECONDS = 0.005
 _POLL_GROWTH = 1.2  # so that a reply is noticed within a fifth of the time that it took
 _LONGEST_POLL_SECONDS = 0.5
-_SLICE_SECONDS = 0.2  # after which a stop is noticed
+_STOP_CHECK_SECONDS = 0.2
+_NODES_CHECK_SECONDS = 2.0
+_HELLO_BYTES = 8192
+_INTRODUCTION_SECONDS = 60.0
+_START_SECONDS = 600.0  # a worker imports torch and loads all users' data
+
+Headers = Mapping[str, bytes]
+"""What a node is told beside an offer, by name."""
 
 
 class Replies:
@@ -110,7 +109,7 @@ class Replies:
             if left <= 0.0:
                 return
             try:
-                node, reply = self._queue.get(timeout=min(left, _SLICE_SECONDS))
+                node, reply = self._queue.get(timeout=min(left, _STOP_CHECK_SECONDS))
             except queue.Empty:
                 continue
             self._outstanding -= 1
@@ -132,31 +131,21 @@ class Replies:
             pause = min(_POLL_GROWTH * pause, _LONGEST_POLL_SECONDS)
 
 
-Headers = Mapping[str, bytes]
-
-
-def welcome_header(welcome: Welcome) -> bytes:
-    """What to tell a node with an offer, by the name `WELCOME`.
-
-    Raises:
-        WireError: it passes a limit.
-    """
-    return bytes(encode_welcome(welcome).SerializeToString())
-
-
 @dataclass(frozen=True)
 class Nodes:
-    """Who can be asked.
+    """The nodes of a grid.
 
     Attributes:
         hosting: which node hosts which users.
         present: nodes that are there now, name → id on the grid; called at the start of a round.
         headers: what to tell a node beside the offer.
+        required: whether all that are asked must answer.
     """
 
     hosting: Hosting
     present: Callable[[], Mapping[str, int]]
     headers: Callable[[str], Headers]
+    required: bool = False
 
 
 class GridTransport(Transport):
@@ -165,7 +154,10 @@ class GridTransport(Transport):
     Guarantees, beside those of every transport:
 
     * a reply counts for the node that was asked, once, if it answers this attempt at this round;
-    * of a reply that is an error only the code is logged, and nothing of a node of one user.
+    * of a reply that is an error only the code is logged, and nothing of a node of one user;
+    * where nodes are required, a round without all their answers raises, so that it is not charged:
+      a worker of a simulation that does not answer lacks the code, or has died, and to go on
+      without its users would be another experiment.
 
     Args:
         grid: carries the messages; node ids are used as it gives them.
@@ -193,29 +185,35 @@ class GridTransport(Transport):
         """Yield the contribution or sum of each node that answers in time.
 
         Raises:
+            WorkerError: a required node has not answered.
             StoppedError: it was asked to stop.
         """
-        asked, present = Asked.of(request, self._nodes.hosting), self._nodes.present()
+        terms, present = RoundTerms.of(request, self._nodes.hosting), self._nodes.present()
         model = model_of(request)
         price = self._price_of(request)
-        manifest, nonce = manifest_of(model), asked.id.nonce
-        offer = RoundOffer.of(request, self._seconds, price, manifest, nonce)
-        tensors = packed(model)
+        offer = RoundOffer.of(request, self._seconds, price, manifest_of(model), terms.id.nonce)
+        tensors, answered = packed(model), 0
         deadline = monotonic() + self._seconds
         with Replies(self._grid, self._stopping) as replies:
-            for node, users in asked.drawn.items():
+            for node, users in terms.drawn.items():
                 left = deadline - monotonic()
                 if node in present and left > 0.0:
                     of_node = replace(offer, seconds=left, users=users.copy())
                     replies.send(node, self._message(node, present[node], of_node, tensors))
             for node, reply in replies.until(deadline):
-                partial = self._counted(asked, node, present[node], reply)
+                partial = self._counted(terms, node, present[node], reply)
                 if partial is not None:
+                    answered += 1
                     yield partial
         if self._fixed:
             self._stopping.wait(max(0.0, deadline - monotonic()))
         if self._stopping.is_set():
             raise StoppedError("the server was asked to stop; nothing was charged for this round")
+        if self._nodes.required and answered < len(terms.drawn):
+            raise WorkerError(
+                f"{answered} of {len(terms.drawn)} workers answered in round {request.round}; all "
+                "must"
+            )
 
     def _message(self, node: str, node_id: int, offer: RoundOffer, tensors: Array) -> Message:
         headers = {OFFER: encode_offer(offer).SerializeToString(), **self._nodes.headers(node)}
@@ -223,43 +221,38 @@ class GridTransport(Transport):
         return Message(content, node_id, MessageType.TRAIN, ttl=offer.seconds)
 
     def _counted(
-        self, asked: Asked, node: str, node_id: int, reply: Message | None
+        self, terms: RoundTerms, node: str, node_id: int, reply: Message | None
     ) -> PartialSum | None:
-        """What a reply adds to the sum; None if it is none that counts."""
-        called = self._nodes.hosting.called(node)
+        """What a reply adds to the sum; None if it does not count."""
+        name = self._nodes.hosting.log_name(node)
         if reply is None:
             return None
         if reply.has_error():
-            _log.warning("%s counts as zero: error %d of Flower", called, reply.error.code)
+            _log.warning("%s counts as zero: error %d of Flower", name, reply.error.code)
             return None
         try:
-            return self._partial(asked, node, node_id, reply)
+            return self._partial(terms, node, node_id, reply)
         except WireError as error:
-            _log.warning("an answer of %s is refused: %s", called, one_line(str(error)))
+            _log.warning("an answer of %s is refused: %s", name, one_line(str(error)))
             return None
 
-    def _partial(self, asked: Asked, node: str, node_id: int, reply: Message) -> PartialSum | None:
+    def _partial(
+        self, terms: RoundTerms, node: str, node_id: int, reply: Message
+    ) -> PartialSum | None:
         if reply.metadata.src_node_id != node_id:
             raise WireError("it comes from another node than the one that was asked")
         header = header_in(reply.content, ANSWER, SERVER_RECEIVES_BYTES)
         if header is None:
             raise WireError("it holds no answer")
-        answer = decode_answer(parse(pb.Answer, header, SERVER_RECEIVES_BYTES), asked.expected)
-        if reason := asked.misfit(node, answer):
+        answer = decode_answer(parse(pb.Answer, header, SERVER_RECEIVES_BYTES), terms.expected)
+        if reason := terms.misfit(node, answer):
             raise WireError(reason)
         if isinstance(answer.content, Decline):
             reason = one_line(answer.content.reason)
-            _log.info("%s declines: %s", self._nodes.hosting.called(node), reason)
+            _log.info("%s declines: %s", self._nodes.hosting.log_name(node), reason)
             return None
-        tensors = tensors_in(reply.content, answer.content.tensors)
-        return partial_sum_of(node, answer.content, tensors)
-
-
-_HELLO_BYTES = 8192
-_POLL_SECONDS = 0.1
-_REST_SECONDS = 2.0
-_INTRODUCTION_SECONDS = 60.0
-_START_SECONDS = 600.0  # a worker imports torch and loads all users' data
+        (total,) = tensors_in(reply.content, answer.content.tensors).values()
+        return answer.content.partial_sum(node, total)
 
 
 def shards(population: int, workers: int) -> Hosting:
@@ -293,7 +286,14 @@ def simulated_workers(
         WorkerError: there are more or fewer workers, or one cannot load the same users' data.
         StoppedError: it was asked to stop.
     """
-    ids = _await_workers(grid, workers, stopping)
+    end = monotonic() + _INTRODUCTION_SECONDS
+    while len(ids := list(grid.get_node_ids())) < workers and monotonic() < end:
+        if stopping.wait(_STOP_CHECK_SECONDS):
+            raise StoppedError("the simulation was asked to stop")
+    if len(ids) != workers:
+        raise WorkerError(
+            f"there are {len(ids)} workers (SuperNodes); the run is configured for {workers}"
+        )
     shares = (shard_of(users.population, k, workers) for k in range(workers))
     expected = {
         f"worker-{k}": digest_of_shard(population, users, share) for k, share in enumerate(shares)
@@ -317,7 +317,7 @@ class EnrolledNodes:
 
     Guarantees:
         * a node is known by the name that it says, if it holds exactly the users enrolled there;
-        * of several with one name the one counts that came last.
+        * of several with one name, the one that came last counts.
 
     Args:
         grid: of the run.
@@ -340,11 +340,11 @@ class EnrolledNodes:
             StoppedError: it was asked to stop.
         """
         while len(present := self._present()) < self._least:
-            _log.info("waiting for %d nodes; there are %d", self._least, len(present))
-            if self._stopping.wait(_REST_SECONDS):
+            _log.info("waiting for %d nodes; %d are there", self._least, len(present))
+            if self._stopping.wait(_NODES_CHECK_SECONDS):
                 break
         if self._stopping.is_set():
-            raise StoppedError("the server was asked to stop; nobody was asked")
+            raise StoppedError("the server was asked to stop; no node was asked")
         return present
 
     def _present(self) -> dict[str, int]:
@@ -367,19 +367,6 @@ class EnrolledNodes:
         return hello.node
 
 
-def _await_workers(grid: Grid, workers: int, stopping: threading.Event) -> list[int]:
-    end = monotonic() + _INTRODUCTION_SECONDS
-    while len(ids := list(grid.get_node_ids())) < workers and monotonic() < end:
-        if stopping.is_set():
-            raise StoppedError("the simulation was asked to stop")
-        time.sleep(_POLL_SECONDS)
-    if len(ids) != workers:
-        raise WorkerError(
-            f"there are {len(ids)} workers (SuperNodes); the run is configured for {workers}"
-        )
-    return ids
-
-
 def _introduced(
     grid: Grid, ids: Iterable[int], headers: Headers, seconds: float, stopping: threading.Event
 ) -> Iterator[tuple[int, Hello | str]]:
@@ -397,7 +384,7 @@ def _said(reply: Message | None) -> Hello | str:
     if reply is None:
         return "its reply cannot be received"
     if reply.has_error():
-        return f"error {reply.error.code} of Flower; the code of fedpriv must be installed there"
+        return f"error {reply.error.code} of Flower; fedpriv must be installed there"
     try:
         trouble = header_in(reply.content, TROUBLE, _HELLO_BYTES)
         if trouble is not None:

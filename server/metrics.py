@@ -1,10 +1,10 @@
 """What an operator may watch: a few numbers for Prometheus, none of them about users."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
-from threading import Lock, Thread
+from threading import Lock
 from typing import TYPE_CHECKING
-from wsgiref.simple_server import WSGIServer
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.wire import RunState
@@ -12,104 +12,91 @@ from fedpriv.wire import RunState
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-
 _SMOOTHING = 0.1  # weight of the newest call in a method's mean
 _OPERATOR_ONLY = "They grow with the size of cohorts, which is secret: for the operator only."
 
 
 class Refusal(StrEnum):
-    """Why the server turned somebody away."""
+    """Why the server turned a caller away."""
 
     IDENTITY = "identity"
     ENROLMENT = "enrolment"
     RATE = "rate"
-    ANSWER = "answer"
 
 
 class Monitor:
-    """Numbers about a server, which Prometheus reads when there is a port for it.
+    """Numbers about a server, which Prometheus reads where they are served.
 
     Guarantees:
         * No number says who was drawn, and none counts offers, answers or calls: in a round their
-          number is the size of the cohort. So calls have a mean duration, and no histogram, which
-          would count them; and of refused answers only whether there were any.
-        * Bytes that were sent and received grow with the size of a cohort nevertheless. Therefore
-          the port is of this machine only, unless told otherwise: whoever reads it is trusted as
-          the operator is.
-        * Its methods may be called from any thread, and cost nothing to speak of.
+          number is the size of the cohort. So calls have a mean duration and no histogram, which
+          would count them; and of refused answers it is only shown whether there were any.
+        * Bytes sent and received grow with the size of a cohort nevertheless. Therefore they are
+          served on loopback unless configured otherwise: a reader is trusted as the operator is.
+        * Its methods may be called from any thread, and are cheap.
 
-    What was not told yet is not shown: an ε that is unknown is not 0.
+    What has not been set is not shown: an unknown ε is not 0.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._gauges: dict[str, float] = {"fedpriv_answer_refused": 0.0}
         self._bytes = {"received": 0, "sent": 0}
-        self._refusals = {reason: 0 for reason in Refusal if reason is not Refusal.ANSWER}
+        self._refusals = dict.fromkeys(Refusal, 0)
         self._seconds: dict[str, float] = {}
         self._state: RunState | None = None
-        self._served: tuple[WSGIServer, Thread] | None = None
 
     def connected(self, nodes: int) -> None:
-        """So many nodes are connected."""
-        self._set("fedpriv_nodes_connected", nodes)
+        """Set the number of connected nodes."""
+        with self._lock:
+            self._gauges["fedpriv_nodes_connected"] = nodes
 
-    def round(self, number: int) -> None:
-        """This is the next round, from 0."""
-        self._set("fedpriv_round", number)
-
-    def epsilon(self, value: float) -> None:
-        """So much ε was spent."""
-        self._set("fedpriv_epsilon", value)
-
-    def state(self, state: RunState) -> None:
-        """The server does this."""
+    def progress(self, state: RunState, next_round: int, epsilon: float) -> None:
+        """Set what the server does, the number of the next round, from 0, and the ε spent."""
         with self._lock:
             self._state = state
+            self._gauges |= {"fedpriv_round": next_round, "fedpriv_epsilon": epsilon}
 
     def received(self, count: int) -> None:
-        """So many bytes more came from nodes."""
+        """Count bytes that came from nodes."""
         with self._lock:
             self._bytes["received"] += count
 
     def sent(self, count: int) -> None:
-        """So many bytes more went to nodes."""
+        """Count bytes that went to nodes."""
         with self._lock:
             self._bytes["sent"] += count
 
     def refused(self, reason: Refusal) -> None:
-        """A call, or an answer, was turned away."""
-        if reason is Refusal.ANSWER:
-            self._set("fedpriv_answer_refused", 1)
-            return
+        """Count a call that was turned away."""
         with self._lock:
             self._refusals[reason] += 1
 
+    def answer_refused(self) -> None:
+        """Note that a node's answer was refused, not how many were."""
+        with self._lock:
+            self._gauges["fedpriv_answer_refused"] = 1.0
+
     def handled(self, method: str, seconds: float) -> None:
-        """A call of a method of the service lasted so long."""
+        """Take the duration of a call into the mean of its method."""
         with self._lock:
             before = self._seconds.get(method, seconds)
             self._seconds[method] = before + _SMOOTHING * (seconds - before)
 
-    def start(self, port: int | None, host: str = "127.0.0.1") -> int | None:
-        """Serve the numbers over HTTP, in a thread of its own.
+    @contextmanager
+    def served(self, host: str, port: int) -> Iterator[int]:
+        """Serve the numbers over HTTP, in a thread of its own, until the block is left.
 
         Args:
-            port: where; 0: any that is free; None: nowhere.
-            host: address to bind to; others than loopback show everybody there what grows with
-                the size of cohorts.
+            host: address to bind to; beyond loopback, all who reach it see what grows with cohorts.
+            port: 0: any that is free.
 
-        Returns:
-            The port in use, or None.
+        Yields:
+            The port in use.
 
         Raises:
-            InvalidValueError: it serves already, prometheus-client is not installed, or the port
-                cannot be bound.
+            InvalidValueError: prometheus-client is not installed, or the port cannot be bound.
         """
-        if port is None:
-            return None
-        if self._served is not None:
-            raise InvalidValueError("this monitor serves already; it must be stopped first")
         try:
             from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415
         except ImportError as error:
@@ -119,22 +106,17 @@ class Monitor:
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            self._served = start_http_server(port, host, registry)
+            server, thread = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
             raise InvalidValueError(
                 f"metrics cannot be served at port {port} of {host}: {error}"
             ) from error
-        return self._served[0].server_port
-
-    def stop(self) -> None:
-        """Serve no more; again changes nothing."""
-        if self._served is None:
-            return
-        server, thread = self._served
-        self._served = None
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
 
     def collect(self) -> "Iterator[Metric]":
         """The numbers as they are now, as a registry of prometheus-client asks for them."""
@@ -155,8 +137,8 @@ class Monitor:
         counted = CounterMetricFamily(
             "fedpriv_refused_calls", "Calls that reached no handler, by reason.", labels=["reason"]
         )
-        for reason, count in refusals.items():
-            counted.add_metric([reason], count)
+        for reason, number in refusals.items():
+            counted.add_metric([reason], number)
         yield counted
         means = GaugeMetricFamily(
             "fedpriv_call_seconds", "Mean duration, newer calls count more.", labels=["method"]
@@ -164,10 +146,6 @@ class Monitor:
         for method, mean in seconds.items():
             means.add_metric([method], mean)
         yield means
-
-    def _set(self, gauge: str, value: float) -> None:
-        with self._lock:
-            self._gauges[gauge] = value
 
 
 _HELP = {

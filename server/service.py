@@ -1,16 +1,11 @@
-"""Turns: how many transfers there are at once, whatever the number of nodes.
-
-Taking what nodes answer: the only place where their sums exist at the server.
-
-The service that nodes call: what happens on the server's event loop.
-"""
+"""The service that nodes call: what happens on the server's event loop."""
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import ParamSpec, Self, TypeVar, cast
+from typing import Protocol, Self
 
 import grpc
 
@@ -23,7 +18,7 @@ from fedpriv.server.authentication import (
     RefusedCallError,
     UnknownPeerError,
 )
-from fedpriv.server.collection import Collecting, Connection, End, Roster, partial_sum_of
+from fedpriv.server.collection import Collection, Connection, Connections, End
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.metrics import Monitor, Refusal
 from fedpriv.wire import (
@@ -46,21 +41,43 @@ from fedpriv.wire import (
 )
 from fedpriv.wire import federation_pb2 as pb
 
+_log = logging.getLogger(__name__)
+_LONGEST_REASON = 400  # characters
+_BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added
+_DOWNLOADS = 16  # at once; each holds a chunk or two
+_LEDGERS = 2
+_TOO_LONG = "it took too long, the node began another, or the round is over"
+_RECHECK_SECONDS = 5.0  # after which an idle connection of a node struck off has ended
 
-class Newest:
-    """Lets one task of each node go on, the newest. Used on the server's event loop alone."""
 
-    def __init__(self) -> None:
+class Parts(Protocol):
+    """The messages of an upload, as gRPC hands them over."""
+
+    def __aiter__(self) -> AsyncGenerator[pb.UploadPart, None]: ...
+
+
+class Transfers:
+    """Bounds how many transfers there are at once and how long each takes; one per node.
+
+    For the event loop alone.
+
+    Args:
+        places: how many at once, at least 1.
+        seconds: how long one may take, not counting its wait for a place.
+    """
+
+    def __init__(self, places: int, seconds: float) -> None:
+        self.places, self.seconds = asyncio.Semaphore(places), seconds
         self._limits: dict[str, asyncio.Timeout] = {}
 
     @asynccontextmanager
-    async def only(self, node: str, until: float | None = None) -> AsyncIterator[None]:
-        """End an older task of the node, and go on until a newer one comes.
+    async def newest(self, node: str, until: float | None = None) -> AsyncIterator[None]:
+        """End an older transfer of the node, and go on until a newer one comes.
 
         A node that lost its connection and came back must not wait for what is left of the old one.
 
         Args:
-            node: whose task it is.
+            node: whose transfer it is.
             until: when it ends at the latest, as `time.monotonic` says.
 
         Raises:
@@ -76,49 +93,24 @@ class Newest:
                 if self._limits.get(node) is limit:
                     del self._limits[node]
 
+    @asynccontextmanager
+    async def turn(self, node: str, until: float | None = None) -> AsyncIterator[None]:
+        """As `newest`, and wait for a place and hold it.
+
+        Raises:
+            TimeoutError: as for `newest`, or it took longer than `seconds`.
+        """
+        async with self.newest(node, until), self.places, asyncio.timeout(self.seconds):
+            yield
+
     def excuse(self, node: str) -> None:
-        """Let the task of a node, which is the caller, go on whatever happens."""
+        """Let the transfer of a node, which is the caller, go on whatever happens."""
         self._limits.pop(node).reschedule(None)
 
     def end_all(self) -> None:
-        """End all tasks but those that are excused."""
+        """End all transfers that are not excused, and those that wait for a place."""
         for limit in self._limits.values():
             _end(limit)
-
-
-class Turns:
-    """Bounds how many tasks do something at once, each for a bounded time, one per node.
-
-    Used on the server's event loop alone.
-
-    Args:
-        places: how many at once, at least 1.
-        seconds: the longest that one may hold its place.
-    """
-
-    def __init__(self, places: int, seconds: float) -> None:
-        self._places, self._seconds = asyncio.Semaphore(places), seconds
-        self._newest = Newest()
-
-    @asynccontextmanager
-    async def turn(self, node: str, until: float | None = None) -> AsyncIterator[None]:
-        """Wait for a place and hold it; a turn that the node has already ends.
-
-        Args and errors as for `Newest.only`, and:
-
-        Raises:
-            TimeoutError: it was held for too long.
-        """
-        async with (
-            self._newest.only(node, until),
-            self._places,
-            asyncio.timeout(self._seconds),
-        ):
-            yield
-
-    def end_all(self) -> None:
-        """End all turns, and all that are waited for."""
-        self._newest.end_all()
 
 
 def _end(limit: asyncio.Timeout) -> None:
@@ -126,20 +118,13 @@ def _end(limit: asyncio.Timeout) -> None:
         limit.reschedule(0.0)  # a time that has passed: at once
 
 
-_log = logging.getLogger(__name__)
-_LONGEST_REASON = 400  # characters
-_BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added
-P = ParamSpec("P")
-Result = TypeVar("Result")
-
-
 @dataclass(frozen=True)
-class Transfers:
+class TransferLimits:
     """Bounds of what is under way at once.
 
     Attributes:
         uploads: sums in memory at once.
-        seconds: the longest that one transfer may take.
+        seconds: how long one transfer may take.
     """
 
     uploads: int
@@ -147,167 +132,20 @@ class Transfers:
 
     @classmethod
     def within(cls, memory: int, dimension: int, seconds: float) -> Self:
-        """As many uploads as fit, at least one.
-
-        Args:
-            memory: bytes for sums in transfer.
-            dimension: D of a contribution.
-            seconds: the longest that one transfer may take.
-        """
+        """As many uploads of `dimension` components as fit into `memory` bytes, at least one."""
         one = _BYTES_PER_COMPONENT * dimension + CHUNK_BYTES
         return cls(max(1, memory // one), seconds)
 
 
-class Answers:
-    """Takes answers, at most so many at once.
-
-    Guarantees:
-        * A node's sum exists in memory from its first chunk until it is in the total, and at most
-          `Transfers.uploads` of them do; nothing of them is kept or logged.
-        * An answer that is malformed, or whose node is no longer known, counts as zero, and is
-          not waited for any more; one whose connection broke may be sent again.
-        * A node has one answer under way, the newest, and none after the end of its round.
-        * A node of several users is named in the log, a node of one user never is.
-
-    Args:
-        enrolment: where users are.
-        identify: names the node behind a call, as of now.
-        transfers: bounds.
-        monitor: is told of bytes and refusals.
-    """
-
-    def __init__(
-        self, enrolment: Enrolment, identify: Identify, transfers: Transfers, monitor: Monitor
-    ) -> None:
-        self._enrolment, self._identify, self._monitor = enrolment, identify, monitor
-        self._places, self._seconds = asyncio.Semaphore(transfers.uploads), transfers.seconds
-        self._newest = Newest()
-
-    def end_all(self) -> None:
-        """Let go of all that is under way and was not counted."""
-        self._newest.end_all()
-
-    async def take(
-        self,
-        node: str,
-        parts: AsyncIterator[pb.UploadPart],
-        collecting: Collecting,
-        context: Context,
-    ) -> Receipt:
-        """Read an answer and count it once.
-
-        Raises:
-            UnknownPeerError: the node's certificate was struck off, or expired, meanwhile.
-        """
-        try:
-            receipt = await self._taken(node, parts, collecting, context)
-        except TimeoutError:
-            receipt = refused("it took too long, the node sent another, or the round is over")
-        except WireError as error:
-            # A stream whose connection broke looks like one that ended; then this fails.
-            await context.send_initial_metadata(())
-            await collecting.settle(node, None)
-            receipt = refused(str(error))
-        except UnknownPeerError:
-            await collecting.settle(node, None)
-            self._monitor.refused(Refusal.IDENTITY)
-            raise
-        if not receipt.accepted:
-            self._monitor.refused(Refusal.ANSWER)
-            _log.warning(
-                "an answer of %s is refused: %s",
-                self._enrolment.hosting.called(node),
-                receipt.reason,
-            )
-        return receipt
-
-    async def _taken(
-        self,
-        node: str,
-        parts: AsyncIterator[pb.UploadPart],
-        collecting: Collecting,
-        context: Context,
-    ) -> Receipt:
-        async with self._newest.only(node, collecting.deadline):
-            header = await anext(aiter(parts), pb.UploadPart())
-            answer = decode_answer(header.answer, collecting.asked.expected)
-            if reason := collecting.refusal(node, answer):
-                return refused(reason)
-            content = answer.content
-            if isinstance(content, Decline):
-                _log.info(
-                    "%s declines: %s",
-                    self._enrolment.hosting.called(node),
-                    _one_line(content.reason),
-                )
-                return _receipt(counted=await collecting.settle(node, None))
-            async with self._places:
-                async with asyncio.timeout(self._seconds):
-                    partial = await self._received(node, content, parts)
-                self._newest.excuse(node)  # what is left to do takes no time of the node
-                self._identify(context)
-                return _receipt(counted=await collecting.settle(node, partial))
-
-    async def _received(
-        self,
-        node: str,
-        content: SummedUpdates,
-        parts: AsyncIterator[pb.UploadPart],
-    ) -> PartialSum:
-        """What the chunks of an answer hold."""
-        receiver = Receiver(content.tensors)
-        async for part in parts:
-            receiver.add(part.chunk)  # to wake a thread would cost as much
-        self._monitor.received(content.tensors.size)
-        return await _in_thread(_finished, node, content, receiver)
-
-
-async def _in_thread(function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-    """What a function returns; a caller that is cancelled waits too, as it holds memory till then.
-
-    Whatever it raises after that is nobody's.
-    """
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.gather(work, return_exceptions=True)
-        raise
-
-
-def _finished(node: str, content: SummedUpdates, receiver: Receiver) -> PartialSum:
-    return partial_sum_of(node, content, receiver.finish())
-
-
-def _one_line(text: str) -> str:
-    """Text of a node as a log may hold it."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
-
-
-def refused(reason: str) -> Receipt:
-    """The receipt of an answer that does not count."""
-    return Receipt(accepted=False, reason=reason[:_LONGEST_REASON])
-
-
-def _receipt(*, counted: bool) -> Receipt:
-    return Receipt(accepted=True) if counted else refused("the round is over")
-
-
-_DOWNLOADS = 16  # at once; each holds a chunk or two
-_LEDGERS = 2
-_TOO_LONG = "it took too long, the node began another, or the round is over"
-_RECHECK_SECONDS = 5.0  # after which an idle connection of a node struck off has ended
-
-
 class Service:
-    """Handlers of the five methods; `NODE` says who calls.
+    """Handlers of the five methods; `NODE` says which node calls.
 
     Guarantees:
         * What a node sends cannot raise here, nor move anything but its own part of the sum.
         * A node whose certificate is struck off is offered nothing and counts for nothing from
           then on, whatever it has open.
         * A node that does not read what it is sent, or does not send, ends no later than
-          `Transfers.seconds` after its turn came, and with the round.
+          `limits.seconds` after its turn came, and with the round.
 
     Args:
         enrolment: which users there are, and where.
@@ -315,7 +153,7 @@ class Service:
         ledger: lines of the public ledger as they are now; called in a thread of its own.
         identify: names the node behind a call, as of now.
         status: at first.
-        transfers: bounds.
+        limits: of transfers.
         monitor: is told what happens.
     """
 
@@ -326,52 +164,50 @@ class Service:
         ledger: Callable[[], bytes],
         identify: Identify,
         status: Status,
-        transfers: Transfers,
+        limits: TransferLimits,
         monitor: Monitor,
     ) -> None:
         self._enrolment, self._welcome_of, self._ledger = enrolment, welcome_of, ledger
         self._identify, self._monitor, self.status = identify, monitor, status
-        self.collecting: Collecting | None = None
-        self.roster = Roster(self._changed)
+        self.collection: Collection | None = None
+        self.connections = Connections(self._changed)
         self.arrivals = asyncio.Event()
-        self._answers = Answers(enrolment, identify, transfers, monitor)
-        self._seconds = transfers.seconds
-        self._downloads = Turns(_DOWNLOADS, transfers.seconds)
-        self._ledgers = Turns(_LEDGERS, transfers.seconds)
+        self._seconds = limits.seconds
+        self._uploads = Transfers(limits.uploads, limits.seconds)
+        self._downloads = Transfers(_DOWNLOADS, limits.seconds)
+        self._ledgers = Transfers(_LEDGERS, limits.seconds)
 
     def _changed(self) -> None:
-        self._monitor.connected(self.roster.connected)
+        self._monitor.connected(len(self.connections))
         self.arrivals.set()
-        if self.collecting is not None:
-            self.collecting.changed.set()
+        if self.collection is not None:
+            self.collection.changed.set()
 
     def publish(self, status: Status) -> None:
-        """Tell everybody who asks, from now on, where the run stands."""
+        """Tell all who ask, from now on, where the run stands."""
         self.status = status
-        self._monitor.round(status.round)
-        self._monitor.state(status.state)
-        self._monitor.epsilon(status.epsilon)
+        self._monitor.progress(status.state, status.round, status.epsilon)
 
     def forget_round(self) -> None:
-        """Let go of the round that was collected, and of all transfers that belong to it."""
-        self.collecting = None
+        """Drop the round that was collected, and all transfers that belong to it."""
+        self.collection = None
         self._downloads.end_all()
-        self._answers.end_all()
+        self._uploads.end_all()
 
     async def connect(self, request: pb.Hello, context: Context) -> None:
         """Welcome a node, then offer it rounds."""
         node = NODE.get()
         self._check_hello(node, request)
-        connection = self.roster.connect(node)
+        connection = self.connections.connect(node)
         _log.info("connected: %s", node)
         try:
             welcome = encode_welcome(self._welcome_of(node))
             await self._say(pb.FromServer(welcome=welcome), context)
-            if self.collecting is not None and (offer := self.collecting.offer_to(node)):
+            if self.collection is not None and (offer := self.collection.offer_to(node)):
                 connection.offer(offer)
             await self._tell(connection, context)
         finally:
-            self.roster.disconnect(node, connection)
+            self.connections.disconnect(node, connection)
             _log.info("disconnected: %s", node)
 
     def _check_hello(self, node: str, request: pb.Hello) -> None:
@@ -421,33 +257,101 @@ class Service:
             raise
 
     async def download(self, request: pb.RoundId, context: Context) -> None:
-        """Send the model of the round to a node that was asked."""
-        node, collecting = NODE.get(), self.collecting
+        """Send the model of the round to a node that is asked."""
+        node, collection = NODE.get(), self.collection
         try:
-            asked = decode_round_id(request)
+            round_id = decode_round_id(request)
         except WireError as error:
             raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
-        if collecting is None or asked != collecting.asked.id or node not in collecting.waiting:
+        if collection is None or round_id != collection.terms.id or node not in collection.waiting:
             sentence = "the node is not asked in this round, or the round is over"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
         try:
-            async with self._downloads.turn(node, collecting.deadline):
-                for chunk in collecting.model_chunks():
+            async with self._downloads.turn(node, collection.deadline):
+                for chunk in collection.model_chunks():
                     await context.write(chunk)
                     self._monitor.sent(len(chunk))
         except TimeoutError:
             raise RefusedCallError(grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG) from None
 
-    async def upload(self, parts: AsyncIterator[pb.UploadPart], context: Context) -> pb.Receipt:
+    async def upload(self, parts: Parts, context: Context) -> pb.Receipt:
         """Take a node's answer to the round that is collected."""
-        collecting = self.collecting
-        if collecting is None:
-            return encode_receipt(refused("no round is collected"))
-        # Neither read to its end nor closed, it would be kept until Python's collector comes by;
-        # and with it its stream, of which a connection may have few.
-        async with aclosing(cast(AsyncGenerator[pb.UploadPart, None], aiter(parts))) as received:
-            receipt = await self._answers.take(NODE.get(), received, collecting, context)
+        node, collection = NODE.get(), self.collection
+        if collection is None:
+            return encode_receipt(_refused("no round is collected"))
+        # Neither read to its end nor closed, it would be kept until Python's collector runs, and
+        # with it its stream, of which a connection may have few.
+        async with aclosing(aiter(parts)) as received:
+            receipt = await self._receipt_of(node, received, collection, context)
+        if not receipt.accepted:
+            self._monitor.answer_refused()
+            name = self._enrolment.hosting.log_name(node)
+            _log.warning("an answer of %s is refused: %s", name, receipt.reason)
         return encode_receipt(receipt)
+
+    async def _receipt_of(
+        self,
+        node: str,
+        parts: AsyncIterator[pb.UploadPart],
+        collection: Collection,
+        context: Context,
+    ) -> Receipt:
+        """Take an answer, or say why it does not count.
+
+        A malformed answer settles the node: it counts as zero at once. A transfer that took too
+        long does not; the node may send again until the deadline.
+        """
+        try:
+            return await self._taken(node, parts, collection, context)
+        except TimeoutError:
+            return _refused("it took too long, the node sent another, or the round is over")
+        except WireError as error:
+            # A stream whose connection broke looks like one that ended; then this fails.
+            await context.send_initial_metadata(())
+            await collection.settle(node, None)
+            return _refused(str(error))
+        except UnknownPeerError:
+            await collection.settle(node, None)
+            self._monitor.refused(Refusal.IDENTITY)
+            raise
+
+    async def _taken(
+        self,
+        node: str,
+        parts: AsyncIterator[pb.UploadPart],
+        collection: Collection,
+        context: Context,
+    ) -> Receipt:
+        async with self._uploads.newest(node, collection.deadline):
+            header = await anext(parts, pb.UploadPart())
+            answer = decode_answer(header.answer, collection.terms.expected)
+            if reason := collection.refusal(node, answer):
+                return _refused(reason)
+            if isinstance(answer.content, Decline):
+                name = self._enrolment.hosting.log_name(node)
+                _log.info("%s declines: %s", name, _one_line(answer.content.reason))
+                return _settled(counted=await collection.settle(node, None))
+            async with self._uploads.places:
+                async with asyncio.timeout(self._seconds):
+                    partial = await self._received(node, answer.content, parts)
+                self._uploads.excuse(node)  # what is left to do takes no time of the node
+                self._identify(context)
+                return _settled(counted=await collection.settle(node, partial))
+
+    async def _received(
+        self, node: str, content: SummedUpdates, parts: AsyncIterator[pb.UploadPart]
+    ) -> PartialSum:
+        """The sum that the chunks of an answer hold."""
+        receiver = Receiver(content.tensors)
+        async for part in parts:
+            receiver.add(part.chunk)  # waking a thread would cost as much
+        self._monitor.received(content.tensors.size)
+        work = asyncio.ensure_future(asyncio.to_thread(_finished, node, content, receiver))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.gather(work, return_exceptions=True)  # it holds memory until it ends
+            raise
 
     async def fetch_ledger(self, request: pb.LedgerRequest, context: Context) -> None:
         """Send the public ledger."""
@@ -464,4 +368,22 @@ class Service:
     async def get_status(self, request: pb.StatusRequest, context: Context) -> pb.Status:
         """Say where the run stands."""
         del request, context
-        return encode_status(replace(self.status, nodes_connected=self.roster.connected))
+        return encode_status(replace(self.status, nodes_connected=len(self.connections)))
+
+
+def _finished(node: str, content: SummedUpdates, receiver: Receiver) -> PartialSum:
+    (total,) = receiver.finish().values()
+    return content.partial_sum(node, total)
+
+
+def _one_line(text: str) -> str:
+    """Text of a node as a log may hold it."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def _refused(reason: str) -> Receipt:
+    return Receipt(accepted=False, reason=reason[:_LONGEST_REASON])
+
+
+def _settled(*, counted: bool) -> Receipt:
+    return Receipt(accepted=True) if counted else _refused("the round is over")

@@ -35,7 +35,7 @@ from typing import TypeVar
 import numpy as np
 
 from fedpriv.errors import InvalidValueError, WorkerError
-from fedpriv.server.service import Transfers
+from fedpriv.server.service import TransferLimits
 from simulations.load_nodes import BareNodes, connected
 from simulations.load_server import Done, Round, serve, serve_bare
 from simulations.load_site import Site
@@ -97,8 +97,8 @@ def measure(load: Load) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         site = Site(Path(folder) / "certs", load.nodes, load.parameters)
         site.issue()
-        transfers = Transfers.within(_UPDATES_BYTES, load.parameters, _LONGEST_TRANSFER)
-        with _process(serve, site, transfers) as server, _process(serve_bare, site) as bare:
+        limits = TransferLimits.within(_UPDATES_BYTES, load.parameters, _LONGEST_TRANSFER)
+        with _process(serve, site, limits) as server, _process(serve_bare, site) as bare:
             return asyncio.run(_rounds(load, site, server, bare))
 
 

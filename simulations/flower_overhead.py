@@ -27,7 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fedpriv.errors import WorkerError
-from fedpriv.server.flower_runs import switch_off_reports
+from fedpriv.server.ray_engine import switch_off_telemetry
 
 ROOT = Path(__file__).parents[1]
 IN_PROCESS, FEDPRIV, FLOWER = "in process", "fedpriv", "flower"
@@ -77,7 +77,7 @@ def measured(way: str, users: int, workers: int, rounds: int) -> Measured:
     Raises:
         WorkerError: the process has failed.
     """
-    switch_off_reports()
+    switch_off_telemetry()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "times.json"
         numbers = map(str, (users, workers, rounds))

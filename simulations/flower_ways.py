@@ -18,11 +18,9 @@ from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
 from fedpriv.build import Experiment, simulated
-from fedpriv.clients.flower_app import app as client_app
-from fedpriv.run.run import Follow, Outcome, carry_out
+from fedpriv.run.run import Follow, Outcome, RoundResult, carry_out
 from fedpriv.run.setup import RunSetup
-from fedpriv.server.flower_runs import on_ray, simulate_on_ray
-from fedpriv.training.rounds import RoundResult
+from fedpriv.server.ray_engine import run_on_ray, simulate_on_ray
 from simulations.flower_usual import WORK, federate
 from simulations.flower_usual import app as usual_app
 
@@ -64,7 +62,7 @@ def spread(users: int, workers: int, rounds: int) -> Times:
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         given = WORK, _set(users, rounds), Path(folder) / "run", workers
-        simulate_on_ray(client_app, *given, resume=False, follow=_noting(ends))
+        simulate_on_ray(*given, resume=False, follow=_noting(ends))
     return Times.of(ends)
 
 
@@ -79,7 +77,7 @@ def usual(users: int, workers: int, rounds: int) -> Times:
         federate(grid, users, some, 1, lambda: None)  # so that all processes import and load
         federate(grid, users, users, rounds - 1, lambda: ends.append(time.time()))
 
-    on_ray(server_app, usual_app, users, workers)
+    run_on_ray(server_app, usual_app, users, workers)
     return Times.of(ends)
 
 

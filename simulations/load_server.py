@@ -13,14 +13,14 @@ import grpc
 import numpy as np
 
 from fedpriv.privacy.round import add_up
-from fedpriv.server.addresses import Address
-from fedpriv.server.authentication import Guard, RateLimit, certified
+from fedpriv.server.authentication import Authentication, RateLimit, by_certificate
 from fedpriv.server.collection import End
 from fedpriv.server.deployment import GrpcTransport, Patience
+from fedpriv.server.endpoint import Address
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
-from fedpriv.server.listener import Listening, listening
+from fedpriv.server.listener import Listener, listening
 from fedpriv.server.metrics import Monitor
-from fedpriv.server.service import Service, Transfers
+from fedpriv.server.service import Service, TransferLimits
 from fedpriv.wire import CHUNK_BYTES, Price, RunState, Status, TaskDescription, Welcome
 from simulations.load_site import Site
 
@@ -60,7 +60,7 @@ class Done:
     peak: int
 
 
-def serve(pipe: Connection, site: Site, transfers: Transfers) -> None:
+def serve(pipe: Connection, site: Site, limits: TransferLimits) -> None:
     """The server of `fedpriv serve`, with its transport, but rounds as the pipe asks for them.
 
     Sends its port, then a `Done` for each `Round`; ends when the pipe is closed.
@@ -68,10 +68,10 @@ def serve(pipe: Connection, site: Site, transfers: Transfers) -> None:
     Args:
         pipe: to the benchmark.
         site: whom it serves.
-        transfers: bounds of the service.
+        limits: of transfers.
     """
     enrolment = Enrolment.load(site.enrolment)
-    identify = certified(EnrolledCertificates(site.enrolment))
+    identify = by_certificate(EnrolledCertificates(site.enrolment))
     status = Status("load", 0, 1, 0.0, 1.0, 1e-6, site.nodes, 0, site.nodes, RunState.WAITING)
     price = Price(0.5, site.nodes, 1.0, 1.0, 1e-6)
     monitor = Monitor()
@@ -79,27 +79,28 @@ def serve(pipe: Connection, site: Site, transfers: Transfers) -> None:
     def welcome_of(node: str) -> Welcome:
         return Welcome("load", site.nodes, enrolment.users_of(node).copy(), _TASK)
 
-    def make() -> tuple[Service, Guard]:
-        guard = Guard(identify, enrolment, RateLimit(_CALLS_PER_MINUTE), monitor)
-        service = Service(enrolment, welcome_of, bytes, identify, status, transfers, monitor)
-        return service, guard
+    def make() -> tuple[Service, Authentication]:
+        rates = RateLimit(_CALLS_PER_MINUTE)
+        authentication = Authentication(identify, enrolment, rates, monitor)
+        service = Service(enrolment, welcome_of, bytes, identify, status, limits, monitor)
+        return service, authentication
 
-    with listening(make, Address("127.0.0.1", 0), site.files.credentials()) as server:
+    with listening(make, Address("127.0.0.1", 0), site.credentials) as server:
         transport = GrpcTransport(server, enrolment, lambda _: price, _PATIENCE)
         pipe.send(server.address.port)
         with suppress(EOFError):
             while True:
                 pipe.send(_collected(pipe.recv(), site, server, transport))
-        server.call(lambda: server.service.roster.end_all(End.RUN_OVER))
+        server.call(lambda: server.service.connections.end_all(End.RUN_OVER))
 
 
-def _collected(asked: Round, site: Site, server: Listening, transport: GrpcTransport) -> Done:
+def _collected(asked: Round, site: Site, server: Listener, transport: GrpcTransport) -> Done:
     request = site.request(asked.number, asked.cohort)
     began = time.perf_counter()
     added = add_up(transport.collect(request), request.clipping, len(asked.cohort))
     seconds = time.perf_counter() - began
     np.save(asked.total, added.total)
-    return Done(seconds, server.service.roster.connected, peak_bytes())
+    return Done(seconds, len(server.service.connections), peak_bytes())
 
 
 def serve_bare(pipe: Connection, site: Site) -> None:
@@ -134,7 +135,7 @@ async def _serve_bare(pipe: Connection, site: Site) -> None:
         "Upload": grpc.stream_unary_rpc_method_handler(upload),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(BARE, methods),))
-    port = server.add_secure_port("127.0.0.1:0", site.files.credentials())
+    port = server.add_secure_port("127.0.0.1:0", site.credentials)
     await server.start()
     pipe.send(port)
     with suppress(EOFError):

@@ -4,6 +4,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 import tomli_w
@@ -11,8 +12,8 @@ import tomli_w
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
-from fedpriv.server import authority
-from fedpriv.server.listener import Files
+from fedpriv.server import certificates
+from fedpriv.server.endpoint import tls_credentials
 
 _KINDS = 4  # different contributions; nodes share them, so that one process can hold those of all
 _NORM = 1.0  # far below that of what is clipped
@@ -35,10 +36,10 @@ class Site:
 
     def issue(self) -> None:
         """Make all certificates, and enrol them with a user each."""
-        authority.init(self.folder, ["localhost"])
+        certificates.init(self.folder, ["localhost"])
         nodes = {}
         for number in range(self.nodes):
-            issued = authority.issue(self.folder, name_of(number))
+            issued = certificates.issue(self.folder, name_of(number))
             nodes[name_of(number)] = {
                 "users": [user_of(number)],
                 "certificate": issued.fingerprint,
@@ -52,10 +53,9 @@ class Site:
         return 4 * self.parameters
 
     @property
-    def files(self) -> Files:
+    def credentials(self) -> grpc.ServerCredentials:
         """What a server of the site shows, and whom it trusts."""
-        folder = self.folder / "server"
-        return Files(folder / "ca.pem", folder / "server.pem", folder / "server.key")
+        return tls_credentials(self.folder / "server")
 
     def node_folder(self, number: int) -> Path:
         """What a node shows, and whom it trusts."""

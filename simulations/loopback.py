@@ -16,7 +16,7 @@ import tomli_w
 from fedpriv.data.population import UserStore
 from fedpriv.data.registry import load_population
 from fedpriv.errors import FedprivError
-from fedpriv.server import authority
+from fedpriv.server import certificates
 
 COMMAND = (sys.executable, "-c", "from fedpriv.cli import main; main()")
 _LONGEST_START_SECONDS = 120.0
@@ -33,7 +33,7 @@ def lay_out(folder: Path, users: UserStore, sizes: Sequence[int]) -> None:
         users: all users.
         sizes: how many of them each node has; together all.
     """
-    authority.init(folder / "certs", ["localhost", "127.0.0.1"])
+    certificates.init(folder / "certs", ["localhost", "127.0.0.1"])
     digits = len(str(users.population - 1))
     # Of one length, ids have the order of code points that numbers have.
     ids = [str(user).zfill(digits) for user in range(users.population)]
@@ -41,7 +41,7 @@ def lay_out(folder: Path, users: UserStore, sizes: Sequence[int]) -> None:
     nodes = {}
     for number, part in enumerate(parts, start=1):
         node = f"node-{number}"
-        issued = authority.issue(folder / "certs", node)
+        issued = certificates.issue(folder / "certs", node)
         own = users.subset(part)
         ids_here = [ids[user] for user in part]
         nodes[node] = {"users": ids_here, "certificate": issued.fingerprint}

@@ -1,7 +1,10 @@
 """Settings of the whole suite."""
 
+import logging
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -16,3 +19,15 @@ torch.set_num_threads(1)
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, derandomize=False, max_examples=1_000)
 settings.load_profile("same")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """What a test configures of logging ends with the test."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in set(root.handlers) - set(handlers):
+        root.removeHandler(handler)
+    logging.captureWarnings(capture=False)

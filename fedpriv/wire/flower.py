@@ -7,9 +7,7 @@ bytes, as `fedpriv.wire.pieces` gives them. Both sides must run the same version
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Self
 
 import numpy as np
@@ -18,7 +16,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedpriv import __version__
 from fedpriv.data.population import UserStore
-from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.errors import WireError
 from fedpriv.privacy.layout import Tensors
 from fedpriv.wire import Manifest, Receiver, chunks, pieces
 from fedpriv.wire.tensors import MAX_NAME, at_most, refusing
@@ -69,23 +67,6 @@ class Simulated:
         """
         with refusing("a population"):
             return cls(**json.loads(header))
-
-
-def check_installed() -> None:
-    """Refuse to run from a bundle beside an installed fedpriv of another version.
-
-    Workers and commands would find the one or the other.
-
-    Raises:
-        InvalidValueError: the versions differ.
-    """
-    with suppress(PackageNotFoundError):
-        installed = version("fedpriv")
-        if installed != __version__:
-            raise InvalidValueError(
-                f"the bundle is fedpriv {__version__}, installed is {installed}; both must be the "
-                "same"
-            )
 
 
 def shard_of(population: int, worker: int, workers: int) -> range:

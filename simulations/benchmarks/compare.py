@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, WorkerError
-from fedpriv.server.flower_runs import switch_off_reports
+from fedpriv.server.ray_engine import switch_off_telemetry
 from simulations.benchmarks.arena import Player, Setting, playing
 from simulations.benchmarks.contestants import CEILING, PRODUCTS_FLOPS, Done, Turn
 from simulations.benchmarks.machine import machine, versions
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     given = parser.parse_args()
-    switch_off_reports()
+    switch_off_telemetry()
     try:
         rows = _measure(given, Console())
     except FedprivError as error:

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
-from fedpriv.server.authority import init, issue
+from fedpriv.server.certificates import init, issue
 from fedpriv.wire import (
     Price,
     Receipt,

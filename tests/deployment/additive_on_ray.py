@@ -14,10 +14,9 @@ from fedpriv.server.flower_grid import (
     Nodes,
     shards,
     simulated_workers,
-    welcome_header,
 )
-from fedpriv.server.flower_runs import EveryWorker, on_ray
-from fedpriv.wire import TaskDescription, Welcome, flower
+from fedpriv.server.ray_engine import run_on_ray
+from fedpriv.wire import TaskDescription, Welcome, encode_welcome, flower
 from tests.isolation import (
     LOCALS,
     MODELS,
@@ -51,7 +50,7 @@ def main(grid: Grid, _context: Context) -> None:
         sys.stdout.write(f"{kind}\n")
 
 
-def on_workers(grid: Grid, plan: Plan) -> EveryWorker:
+def on_workers(grid: Grid, plan: Plan) -> GridTransport:
     """A transport over two workers of a grid, who load one user of each kind."""
     people = [astuple(User(kind, 7 + 3 * n, n)) for n, kind in enumerate(USERS)]
     options = {"users": people, "words": plan.model == "transformer"}
@@ -62,11 +61,11 @@ def on_workers(grid: Grid, plan: Plan) -> EveryWorker:
     present = simulated_workers(grid, "people", store, 2, loaded, stopping)
     task = TaskDescription("tests.isolation:model", {"kind": plan.model}, 0, "cross-entropy")
     welcome = Welcome("people", len(USERS), np.empty(0, np.int64), task)
-    headers = loaded | {flower.WELCOME: welcome_header(welcome)}
+    headers = loaded | {flower.WELCOME: encode_welcome(welcome).SerializeToString()}
     hosting = shards(len(USERS), 2)
-    asked = Nodes(hosting, lambda: present, lambda _: headers)
-    return EveryWorker(GridTransport(grid, asked, lambda _: PRICE, SECONDS, stopping), hosting)
+    nodes = Nodes(hosting, lambda: present, lambda _: headers, required=True)
+    return GridTransport(grid, nodes, lambda _: PRICE, SECONDS, stopping)
 
 
 if __name__ == "__main__":
-    on_ray(server_app, client_app, 2, 2)
+    run_on_ray(server_app, client_app, 2, 2)

@@ -44,7 +44,7 @@ def test_a_cluster_without_the_code_is_refused_before_anything_is_charged(tmp_pa
         done = simulate(tmp_path, environment)
     assert done.returncode == 2
     # Nothing else, such as pages of Flower's.
-    assert re.fullmatch("error: .*; the code of fedpriv must be installed there\n", done.stderr)
+    assert re.fullmatch("error: .*; fedpriv must be installed there\n", done.stderr)
     assert not (tmp_path / "there").exists()
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.build import Enrolled
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Head, Ledger
 from fedpriv.privacy.round import Books
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.setup import RunSetup
-from fedpriv.server import authority
-from fedpriv.server.enrolment import enrolled_experiment
+from fedpriv.server import certificates
+from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.flower_runs import GridSimulation
 from fedpriv.training.rounds import mechanism_of
 from tests.commandline import fedpriv, refused
@@ -164,9 +165,10 @@ def test_a_run_whose_plan_is_damaged_is_not_resumed(
 
 def test_workers_are_not_started_for_another_plan(run: RunFolder) -> None:
     assignments = list(SETTINGS[1::2])
-    GridSimulation.of(DIGITS, assignments, run.path, 2, resume=True)
+    GridSimulation.of(RunSetup.of(DIGITS, assignments, run.path, resume=True), 2)
+    changed = RunSetup.of(DIGITS, [*assignments, "rounds=4"], run.path, resume=True)
     with pytest.raises(InvalidValueError, match=BOUND):
-        GridSimulation.of(DIGITS, [*assignments, "rounds=4"], run.path, 2, resume=True)
+        GridSimulation.of(changed, 2)
 
 
 def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
@@ -177,20 +179,22 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     beginning = RunSetup.of(file, [at], run.path, resume=True)
     section = beginning.config.federation
     assert section is not None
-    experiment, _ = enrolled_experiment(beginning, section)
+    enrolled = Enrolment.load(enrolment)
+    users = Enrolled(enrolled.population_id, enrolled.population)
+    experiment = beginning.on_nodes(section, users)
     beginning.write_plan(experiment)
     plan, record = experiment.plan, run.participation_of(run.ledger)
     with Books.open(run.ledger, record, plan.population, experiment.budget) as books:
         event = mechanism_of(plan, experiment.initial_state).event
         books.charge(plan.run, 0, 0, "0" * 64, event, experiment.entropy.randomness)
     before = content(run), head_of(run)
-    authority.init(tmp_path / "certs", ["localhost"])
-    certificates = f"federation.certificates={tmp_path / 'certs' / 'server'}"
-    given = ("serve", file, "--set", at, "--set", certificates, "--out", run.path, "--resume")
+    certificates.init(tmp_path / "certs", ["localhost"])
+    shown = f"federation.certificates={tmp_path / 'certs' / 'server'}"
+    given = ("serve", file, "--set", at, "--set", shown, "--out", run.path, "--resume")
     for changed in ("local.learning_rate=0.4", "rounds=4", "clipping.norm=0.6"):
         assert BOUND in refused(*given, "--set", changed)
         assert (content(run), head_of(run)) == before
     going_on = RunSetup.of(file, [at], run.path, resume=True)
-    again, _ = enrolled_experiment(going_on, section)
+    again = going_on.on_nodes(section, users)
     going_on.write_plan(again)
     assert again.plan.digest == plan.digest

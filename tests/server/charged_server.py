@@ -20,7 +20,7 @@ from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import Books
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.service import Transfers
+from fedpriv.server.service import TransferLimits
 from fedpriv.training.rounds import initial_state, run_round
 from tests.server.loopback import PATIENCE, POPULATION_ID, RemoteSite, site
 
@@ -100,7 +100,7 @@ def _serve(folder: Path, users: Users, pipe: Connection) -> None:
     os.dup2(errors.fileno(), 2)
     configure(LogFormat.TEXT)
     patience = replace(PATIENCE, deadline=120.0, absent=0.0)
-    with site(folder, users, Transfers(2, 20.0)) as made:
+    with site(folder, users, TransferLimits(2, 20.0)) as made:
         enrolment = made.enrolment
         sampling = PoissonSampling(enrolment.population, 1.0)
         plan = make_plan(

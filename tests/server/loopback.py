@@ -16,22 +16,22 @@ from cryptography import x509
 from fedpriv import wire
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum, RoundRequest
-from fedpriv.server import authority
-from fedpriv.server.addresses import Address
-from fedpriv.server.authentication import Guard, Identify, RateLimit, certified
+from fedpriv.server import certificates
+from fedpriv.server.authentication import Authentication, Identify, RateLimit, by_certificate
 from fedpriv.server.certificates import fingerprint_of
 from fedpriv.server.deployment import GrpcTransport, Patience
+from fedpriv.server.endpoint import Address, tls_credentials
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
-from fedpriv.server.listener import Files, Listening, listening
+from fedpriv.server.listener import Listener, listening
 from fedpriv.server.metrics import Monitor
-from fedpriv.server.service import Service, Transfers
+from fedpriv.server.service import Service, TransferLimits
 from fedpriv.wire import RunState, Status, TaskDescription, Welcome
 from fedpriv.wire import federation_pb2 as pb
 from tests.wire.stub import FederationStub
 
 PRICE = wire.Price(0.5, 1000, 1.0, 2.0, 1e-6)
 PATIENCE = Patience(deadline=20.0, absent=0.2, fixed=False, nodes=0)
-TRANSFERS = Transfers(uploads=4, seconds=30.0)
+TRANSFERS = TransferLimits(uploads=4, seconds=30.0)
 NO_LIMIT = RateLimit(10**9)
 TASK = TaskDescription("softmax", {}, 0, "cross-entropy")
 POPULATION_ID = "5f" * 16
@@ -44,7 +44,7 @@ class Site:
 
     certs: Path
     enrolment: Enrolment
-    server: Listening
+    server: Listener
 
     @property
     def target(self) -> str:
@@ -110,19 +110,19 @@ def write_enrolment(certs: Path, nodes: Mapping[str, object]) -> Path:
 def site(
     folder: Path,
     users: Mapping[str, Sequence[str]],
-    transfers: Transfers = TRANSFERS,
+    transfers: TransferLimits = TRANSFERS,
     calls_per_minute: int = 100_000,
 ) -> Iterator[Site]:
     """A server for these users, whose nodes have certificates."""
     certs = folder / "certs"
-    authority.init(certs, ["localhost", "127.0.0.1"])
+    certificates.init(certs, ["localhost", "127.0.0.1"])
     for node in users:
-        authority.issue(certs, node)
-    identify = certified(EnrolledCertificates(enrol(certs, users)))
-    server = certs / "server"
-    files = Files(server / "ca.pem", server / "server.pem", server / "server.key")
+        certificates.issue(certs, node)
+    identify = by_certificate(EnrolledCertificates(enrol(certs, users)))
     rates = RateLimit(calls_per_minute)
-    with serving(certs, users, identify, files.credentials(), transfers, rates) as made:
+    with serving(
+        certs, users, identify, tls_credentials(certs / "server"), transfers, rates
+    ) as made:
         yield made
 
 
@@ -132,7 +132,7 @@ def serving(
     users: Mapping[str, Sequence[str]],
     identify: Identify,
     credentials: grpc.ServerCredentials | None,
-    transfers: Transfers = TRANSFERS,
+    transfers: TransferLimits = TRANSFERS,
     rates: RateLimit = NO_LIMIT,
 ) -> Iterator[Site]:
     """A server that knows its callers so."""
@@ -144,12 +144,12 @@ def serving(
     def welcome_of(node: str) -> Welcome:
         return Welcome(POPULATION_ID, enrolment.population, enrolment.users_of(node).copy(), TASK)
 
-    def make() -> tuple[Service, Guard]:
-        guard = Guard(identify, enrolment, rates, monitor)
+    def make() -> tuple[Service, Authentication]:
+        authentication = Authentication(identify, enrolment, rates, monitor)
         service = Service(
             enrolment, welcome_of, lambda: LEDGER, identify, status, transfers, monitor
         )
-        return service, guard
+        return service, authentication
 
     with listening(make, Address("127.0.0.1", 0), credentials) as server:
         yield Site(certs, enrolment, server)

@@ -16,10 +16,9 @@ from fedpriv import wire
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
-from fedpriv.server import service as module
 from fedpriv.server import service as service_module
-from fedpriv.server.collection import Collecting
-from fedpriv.server.service import Transfers
+from fedpriv.server.collection import Collection
+from fedpriv.server.service import TransferLimits
 from fedpriv.wire import Decline
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.hostile_nodes import (
@@ -48,7 +47,7 @@ LAYOUT = Layout.of(PARAMETERS)
 MANY = [f"n{number:02}" for number in range(20)]
 # Positions are ranks: of "five" 0, of "four" 1, of the silo 22 and 23.
 USERS = {"five": ["0"], "four": ["4"], "silo": ["s0", "s1"]} | {name: [name] for name in MANY}
-SHORT = Transfers(uploads=1, seconds=1.0)
+SHORT = TransferLimits(uploads=1, seconds=1.0)
 LONG = replace(PATIENCE, absent=60.0, deadline=60.0)
 
 
@@ -82,7 +81,7 @@ def of_users(users: list[int]) -> np.ndarray:
 @contextmanager
 def collecting(
     made: Site, users: list[int], deadline: float = 60.0
-) -> Iterator[tuple[Future[np.ndarray], Collecting]]:
+) -> Iterator[tuple[Future[np.ndarray], Collection]]:
     """A round that is collected; its sum, and what the server knows of it unless it is over."""
 
     def total() -> np.ndarray:
@@ -93,8 +92,8 @@ def collecting(
     service = made.server.service
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(total)
-        until(lambda: service.collecting is not None or future.done())
-        yield future, service.collecting
+        until(lambda: service.collection is not None or future.done())
+        yield future, service.collection
 
 
 @pytest.fixture
@@ -106,7 +105,7 @@ def short(tmp_path: Path) -> Iterator[Site]:
 
 @pytest.fixture
 def patient(tmp_path: Path) -> Iterator[Site]:
-    with site(tmp_path, USERS, Transfers(uploads=2, seconds=60.0)) as made:
+    with site(tmp_path, USERS, TransferLimits(uploads=2, seconds=60.0)) as made:
         yield made
 
 
@@ -136,7 +135,8 @@ def stalling(
 
 def quiet(made: Site, calls: int) -> None:
     """Wait until no calls are open but those of nodes that are connected."""
-    until(lambda: sum(made.server.call(lambda: dict(made.server.guard._open)).values()) == calls)
+    open_calls = made.server.authentication._open
+    until(lambda: sum(made.server.call(lambda: dict(open_calls)).values()) == calls)
 
 
 @pytest.mark.parametrize("sent", [0, 1, 2], ids=["no header", "a header", "a chunk"])
@@ -150,7 +150,7 @@ def test_who_hangs_in_an_upload_holds_up_others_no_longer_than_a_transfer_may_ta
     ):
         parts = list(clipped(it.offer_to("four"), update_of(1)))
         with stalling(made["four"], parts, sent) as hangs:
-            until(lambda: short.server.guard._open["four"] == 2)
+            until(lambda: short.server.authentication._open["four"] == 2)
             receipt = wire.decode_receipt(made["five"].stub.Upload(honest_parts(it, "five", 0)))
             assert receipt.accepted
             np.testing.assert_array_equal(total.result(30.0), of_users([0]))
@@ -160,7 +160,7 @@ def test_who_hangs_in_an_upload_holds_up_others_no_longer_than_a_transfer_may_ta
         quiet(short, 2)
 
 
-def honest_parts(it: Collecting, node: str, user: int) -> Iterator[pb.UploadPart]:
+def honest_parts(it: Collection, node: str, user: int) -> Iterator[pb.UploadPart]:
     return clipped(it.offer_to(node), update_of(user))
 
 
@@ -260,7 +260,7 @@ def test_an_answer_whose_connection_broke_may_be_sent_again(patient: Site) -> No
                 connection.sendall(called(SERVICE + "Upload", header, last=False))
                 connection.sendall(frame(0, 0, 1, data[:9000]))
                 if number % 2:
-                    until(lambda: patient.server.guard._open["four"] == 2)
+                    until(lambda: patient.server.authentication._open["four"] == 2)
             quiet(patient, 1)
             assert it.waiting == ("four",)
         assert wire.decode_receipt(made["four"].stub.Upload(honest_parts(it, "four", 1))).accepted
@@ -282,11 +282,11 @@ def test_who_downloads_and_never_reads_holds_up_others_no_longer_than_a_transfer
     ):
         made["five"].answering = silent
         with collecting(short, [0, 1], deadline=15.0) as (total, it):
-            call = zero_window("Download", wire.encode_round_id(it.asked.id).SerializeToString())
+            call = zero_window("Download", wire.encode_round_id(it.terms.id).SerializeToString())
             port, certs = short.server.address.port, short.certs
             with encrypted(port, certs, "four") as connection:
                 connection.sendall(call)
-                until(lambda: short.server.guard._open["four"] == 2)
+                until(lambda: short.server.authentication._open["four"] == 2)
                 offer = it.offer_to("five")
                 model = made["five"].download(offer)
                 np.testing.assert_array_equal(model["w"], PARAMETERS["w"])
@@ -304,7 +304,7 @@ def test_who_connects_and_never_reads_is_replaced_by_its_next_connection(
     hello = wire.encode_hello(wire.Hello("four", wire.digest_of(["4"]))).SerializeToString()
     with encrypted(short.server.address.port, short.certs, "four") as connection:
         connection.sendall(zero_window("Connect", hello))
-        until(lambda: short.server.service.roster.connected == 1)
+        until(lambda: len(short.server.service.connections) == 1)
         with nodes(short, {"four": honest}), collecting(short, [1]) as (total, _):
             np.testing.assert_array_equal(total.result(30.0), of_users([1]))
     quiet(short, 0)
@@ -335,7 +335,7 @@ def test_no_more_sums_are_in_memory_than_there_are_places(
             with lock:
                 alive[0] -= 1
 
-    monkeypatch.setattr(module, "Receiver", Counted)
+    monkeypatch.setattr(service_module, "Receiver", Counted)
     users = list(range(2, 22))
     with (
         nodes(patient, dict.fromkeys(MANY, honest)) as made,

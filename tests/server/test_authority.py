@@ -14,8 +14,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.authority import YEAR, init, issue, issue_server
-from fedpriv.server.certificates import fingerprint_of, load_ca
+from fedpriv.server.certificates import YEAR, fingerprint_of, init, issue, issue_server, load_ca
 
 NOW = datetime.now(UTC)
 DAY = timedelta(days=1)
@@ -26,7 +25,7 @@ WATCHED = """
 import os, stat, sys
 from pathlib import Path
 
-from fedpriv.server.authority import init, issue, issue_server
+from fedpriv.server.certificates import init, issue, issue_server
 
 os.umask(0)
 

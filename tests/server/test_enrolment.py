@@ -141,7 +141,7 @@ def test_an_unknown_node_is_refused_without_naming_others(tmp_path: Path) -> Non
         ("", "key nodes is absent"),
         ("[nodes", "is not valid TOML"),
         ("[nodes]", "nodes: there is none"),
-        ("nodes = 3", "nodes is no table"),
+        ("nodes = 3", "nodes is not a table"),
         ("nodes = {a = 3}", "nodes.a is 3; it must be a table"),
         ("[nodes.a]", "key nodes.a.users is absent"),
         ("[nodes.a]\nuser = ['u']", "unknown key nodes.a.user; did you mean 'users'?"),

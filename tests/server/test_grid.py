@@ -28,17 +28,14 @@ from fedpriv.clients.flower_app import respond
 from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, StoppedError, WireError, WorkerError
 from fedpriv.privacy.round import RoundRequest, Transport, add_up
-from fedpriv.server.collection import Hosting
-from fedpriv.server.enrolment import Enrolment
+from fedpriv.server.enrolment import Enrolment, Hosting
 from fedpriv.server.flower_grid import (
     EnrolledNodes,
     GridTransport,
     Nodes,
     shards,
     simulated_workers,
-    welcome_header,
 )
-from fedpriv.server.flower_runs import EveryWorker
 from fedpriv.wire import Decline, SummedUpdates, Welcome, flower
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.crowd import PRICE, TASK, USERS, population, request_to
@@ -67,11 +64,14 @@ def simulated(grids: list[LocalGrid], workers: int = 3) -> tuple[LocalGrid, Tran
     loaded = {flower.SIMULATED: crowd()}
     present = introduced(grid, workers, loaded)
     empty = Welcome("crowd", USERS, np.empty(0, np.int64), TASK)
-    headers = loaded | {flower.WELCOME: welcome_header(empty)}
+    headers = loaded | {flower.WELCOME: header(empty)}
     hosting = shards(USERS, workers)
-    nodes = Nodes(hosting, lambda: present, lambda _: headers)
-    asking = GridTransport(grid, nodes, lambda _: PRICE, SECONDS, threading.Event())
-    return grid, EveryWorker(asking, hosting)
+    nodes = Nodes(hosting, lambda: present, lambda _: headers, required=True)
+    return grid, GridTransport(grid, nodes, lambda _: PRICE, SECONDS, threading.Event())
+
+
+def header(welcome: Welcome) -> bytes:
+    return wire.encode_welcome(welcome).SerializeToString()
 
 
 def introduced(grid: LocalGrid, workers: int, loaded: Mapping[str, bytes]) -> dict[str, int]:
@@ -124,7 +124,7 @@ def enrolled(
 
     def headers(node: str) -> dict[str, bytes]:
         users = ENROLMENT.users_of(node).copy()
-        return {flower.WELCOME: welcome_header(Welcome(POPULATION_ID, USERS, users, TASK))}
+        return {flower.WELCOME: header(Welcome(POPULATION_ID, USERS, users, TASK))}
 
     nodes = Nodes(ENROLMENT.hosting, EnrolledNodes(grid, ENROLMENT, 0, stopping), headers)
     try:
@@ -180,7 +180,7 @@ class TestEnrolledNodes(TransportConformance):
 def test_workers_and_nodes_give_what_one_process_gives(
     folder: Path, grids: list[LocalGrid]
 ) -> None:
-    welcome = welcome_header(Welcome("crowd", USERS, np.empty(0, np.int64), TASK))
+    welcome = header(Welcome("crowd", USERS, np.empty(0, np.int64), TASK))
     request = request_to(list(range(USERS)))
     settings = {"partition-id": 0, "num-partitions": 1}
     given = flower.content_of({flower.SIMULATED: crowd(), flower.WELCOME: welcome})

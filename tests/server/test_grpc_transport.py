@@ -178,7 +178,7 @@ def test_an_answer_counts_once_and_repetitions_are_refused(alone: Site) -> None:
         total = collected(alone.transport(), request_to([0, 4]))
         assert kept.pop().accepted
         (again,) = made["four"].receipts
-        assert again == wire.Receipt(accepted=False, reason="no answer of this node is waited for")
+        assert again == wire.Receipt(accepted=False, reason="no answer of this node is awaited")
         np.testing.assert_array_equal(total, of_users([0, 4]))
 
         def replays(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
@@ -388,9 +388,9 @@ def test_a_round_that_is_stopped_is_abandoned(alone: Site, least: int) -> None:
     ],
 )
 def test_when_it_is_over_connections_end(alone: Site, end: End, code: grpc.StatusCode) -> None:
-    roster = alone.server.service.roster
+    connections = alone.server.service.connections
     with nodes(alone, {"four": of_one}) as made:
-        alone.server.call(lambda: roster.end_all(end))
+        alone.server.call(lambda: connections.end_all(end))
         until(lambda: made["four"].ended)
         assert made["four"].ended == [code]
     with nodes(alone, {"four": of_one}) as made:
@@ -407,5 +407,5 @@ def test_the_ledger_and_the_status_are_for_every_node(federation: Site) -> None:
         assert assembler.finish().tobytes() == LEDGER
         status = wire.decode_status(made["five"].stub.GetStatus(pb.StatusRequest()))
         assert (status.nodes_enrolled, status.users_enrolled) == (4, 7)
-        assert status.nodes_connected == federation.server.service.roster.connected
+        assert status.nodes_connected == len(federation.server.service.connections)
     restore(federation)

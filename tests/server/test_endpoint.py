@@ -1,4 +1,4 @@
-"""The door that a configuration describes: what it needs, and what is refused at once."""
+"""The endpoint that a configuration describes: what it needs, and what is refused at once."""
 
 import shutil
 from pathlib import Path
@@ -7,10 +7,9 @@ import pytest
 
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError
-from fedpriv.server import authority
-from fedpriv.server.addresses import Address
-from fedpriv.server.authentication import declared
-from fedpriv.server.deployment import door_of
+from fedpriv.server import certificates
+from fedpriv.server.authentication import by_declaration
+from fedpriv.server.endpoint import Address, endpoint_of
 from tests.server.hostile_nodes import CALLS
 from tests.server.loopback import channel_to, enrol, serving, strike, write_enrolment
 
@@ -19,9 +18,9 @@ USERS = {"four": ["4"], "five": ["5"]}
 
 @pytest.fixture
 def certs(tmp_path: Path) -> Path:
-    authority.init(tmp_path / "certs", ["localhost"])
+    certificates.init(tmp_path / "certs", ["localhost"])
     for node in USERS:
-        authority.issue(tmp_path / "certs", node)
+        certificates.issue(tmp_path / "certs", node)
     enrol(tmp_path / "certs", USERS)
     return tmp_path / "certs"
 
@@ -34,11 +33,11 @@ def section(certs: Path | None = None, **settings: object) -> FederationSection:
 
 
 def told(section: FederationSection, node: Path) -> object:
-    """What a server behind that door tells a node of its status."""
-    door = door_of(section, insecure=False)
+    """What a server behind that endpoint tells a node of its status."""
+    endpoint = endpoint_of(section, insecure=False)
     certs = node.parents[1]
     with (
-        serving(certs, USERS, door.identify, door.credentials) as made,
+        serving(certs, USERS, endpoint.identify, endpoint.credentials) as made,
         channel_to(made.server.address.port, certs, node) as channel,
     ):
         return CALLS["GetStatus"](channel)
@@ -56,52 +55,52 @@ def test_with_certificates_an_enrolled_node_enters_and_one_struck_off_does_not(
 def test_an_enrolment_without_certificates_would_let_nobody_in(certs: Path) -> None:
     write_enrolment(certs, {"four": {"users": ["4"]}})
     with pytest.raises(InvalidValueError, match=r"enrolment\.toml enrols no certificate"):
-        door_of(section(certs), insecure=False)
+        endpoint_of(section(certs), insecure=False)
 
 
 def test_the_address_is_the_configured_one(certs: Path) -> None:
-    door = door_of(section(certs, address="[::1]:1234"), insecure=False)
-    assert door.address == Address("::1", 1234)
+    endpoint = endpoint_of(section(certs, address="[::1]:1234"), insecure=False)
+    assert endpoint.address == Address("::1", 1234)
     with pytest.raises(InvalidValueError, match=r"federation.address is 'nowhere'"):
-        door_of(section(certs, address="nowhere"), insecure=False)
+        endpoint_of(section(certs, address="nowhere"), insecure=False)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7443", "localhost:0", "[::1]:7443"])
 def test_plain_text_is_for_loopback(address: str) -> None:
-    door = door_of(section(address=address), insecure=True)
-    assert door.credentials is None
-    assert door.identify is declared
+    endpoint = endpoint_of(section(address=address), insecure=True)
+    assert endpoint.credentials is None
+    assert endpoint.identify is by_declaration
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:7443", "[::]:7443", "192.0.2.7:7443", "x.invalid:1"])
 def test_plain_text_is_for_loopback_only(certs: Path, address: str) -> None:
     with pytest.raises(InvalidValueError, match="without TLS it must be on loopback"):
-        door_of(section(certs, address=address), insecure=True)
+        endpoint_of(section(certs, address=address), insecure=True)
 
 
 def test_tls_needs_certificates() -> None:
     with pytest.raises(InvalidValueError, match=r"federation.certificates is absent"):
-        door_of(section(), insecure=False)
+        endpoint_of(section(), insecure=False)
 
 
 @pytest.mark.parametrize("file", ["ca.pem", "server.pem", "server.key"])
 def test_a_file_that_is_absent_is_named(certs: Path, file: str) -> None:
     (certs / "server" / file).unlink()
     with pytest.raises(InvalidValueError, match=file):
-        door_of(section(certs), insecure=False)
+        endpoint_of(section(certs), insecure=False)
 
 
 @pytest.mark.parametrize("file", ["server/ca.pem", "enrolment.toml"])
 def test_a_file_that_is_damaged_is_named(certs: Path, file: str) -> None:
     (certs / file).write_text("nonsense")
     with pytest.raises(InvalidValueError, match=file):
-        door_of(section(certs), insecure=False)
+        endpoint_of(section(certs), insecure=False)
 
 
 def test_the_certificate_of_a_server_is_no_authority(certs: Path) -> None:
     shutil.copy(certs / "server" / "server.pem", certs / "server" / "ca.pem")
-    with pytest.raises(InvalidValueError, match="no certificate of an authority"):
-        door_of(section(certs), insecure=False)
+    with pytest.raises(InvalidValueError, match="not an authority's certificate"):
+        endpoint_of(section(certs), insecure=False)
 
 
 @pytest.mark.parametrize("file", ["server.pem", "server.key"])
@@ -109,9 +108,9 @@ def test_a_certificate_or_key_that_is_damaged_is_refused_when_listening(
     certs: Path, file: str
 ) -> None:
     (certs / "server" / file).write_text("nonsense")
-    door = door_of(section(certs), insecure=False)
+    endpoint = endpoint_of(section(certs), insecure=False)
     with (
         pytest.raises(InvalidValueError, match="the server cannot listen on"),
-        serving(certs, USERS, door.identify, door.credentials),
+        serving(certs, USERS, endpoint.identify, endpoint.credentials),
     ):
         pass

@@ -15,7 +15,7 @@ from fedpriv import wire
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
-from fedpriv.server.collection import Collecting, Roster
+from fedpriv.server.collection import Collection, Connections
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.wire import Answer, Decline, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
@@ -35,8 +35,8 @@ def request_to(users: list[int]) -> RoundRequest:
     )
 
 
-def collecting(users: list[int], seconds: float = 60.0) -> Collecting:
-    return Collecting(request_to(users), PRICE, ENROLMENT, seconds)
+def collecting(users: list[int], seconds: float = 60.0) -> Collection:
+    return Collection(request_to(users), PRICE, ENROLMENT, seconds)
 
 
 def summed(users: int) -> SummedUpdates:
@@ -68,7 +68,7 @@ def test_each_node_of_a_drawn_user_is_asked_for_its_drawn_users_alone() -> None:
         assert asked["five"] is asked["nobody"] is None
         assert asked["silo"].users.tolist() == [1, 3]
         assert asked["four"].users.tolist() == [4]
-        assert asked["four"].id == it.asked.id == replace(RUN, nonce=it.asked.id.nonce)
+        assert asked["four"].id == it.terms.id == replace(RUN, nonce=it.terms.id.nonce)
         assert 0.0 < asked["four"].seconds <= 60.0
 
     played(scene)
@@ -99,9 +99,9 @@ def test_after_the_deadline_or_the_end_nobody_is_asked() -> None:
 RUN = wire.RoundId("run", 3, 1)
 
 
-def to(it: Collecting, answer: Answer) -> Answer:
+def to(it: Collection, answer: Answer) -> Answer:
     """The answer with the nonce of the attempt."""
-    return replace(answer, id=replace(answer.id, nonce=it.asked.id.nonce))
+    return replace(answer, id=replace(answer.id, nonce=it.terms.id.nonce))
 
 
 def test_attempts_of_one_number_are_told_apart() -> None:
@@ -109,7 +109,7 @@ def test_attempts_of_one_number_are_told_apart() -> None:
         first, second = collecting([4]), collecting([4])
         assert second.refusal("four", to(second, Answer(RUN, summed(1)))) is None
         assert "another round or attempt" in str(
-            second.refusal("four", Answer(first.asked.id, summed(1)))
+            second.refusal("four", Answer(first.terms.id, summed(1)))
         )
 
     played(scene)
@@ -126,8 +126,8 @@ def test_attempts_of_one_number_are_told_apart() -> None:
         ("silo", Answer(RUN, summed(0)), None),
         ("silo", Answer(RUN, summed(2)), None),
         ("silo", Answer(RUN, summed(3)), "more users than were drawn"),
-        ("five", Answer(RUN, summed(1)), "no answer of this node is waited for"),
-        ("nobody", Answer(RUN, summed(1)), "no answer of this node is waited for"),
+        ("five", Answer(RUN, summed(1)), "no answer of this node is awaited"),
+        ("nobody", Answer(RUN, summed(1)), "no answer of this node is awaited"),
         ("four", Answer(replace(RUN, attempt=0), summed(1)), "another round or attempt"),
         ("four", Answer(replace(RUN, attempt=2), Decline("no")), "another round or attempt"),
         ("four", Answer(replace(RUN, round=2), summed(1)), "another round or attempt"),
@@ -145,7 +145,7 @@ def test_what_cannot_count_is_refused_in_one_sentence(
     played(scene)
 
 
-def taken(it: Collecting) -> list[PartialSum]:
+def taken(it: Collection) -> list[PartialSum]:
     """What there is to take, each taken at once, as the training loop does it."""
     found = []
     while not it.results.empty():
@@ -165,7 +165,7 @@ def test_an_answer_counts_once_in_whatever_order() -> None:
         assert not await it.settle("four", None)
         assert (
             it.refusal("four", to(it, Answer(RUN, summed(1))))
-            == "no answer of this node is waited for"
+            == "no answer of this node is awaited"
         )
         assert await it.settle("five", None)
         assert not await it.settle("five", of("five"))
@@ -226,17 +226,17 @@ def test_to_abandon_lets_go_of_all_that_wait() -> None:
 
 
 class Clocked:
-    """A roster in which nodes came and went when a test says so."""
+    """Connections in which nodes came and went when a test says so."""
 
     def __init__(self) -> None:
         self.now = monotonic()
-        self.roster = Roster(lambda: None, lambda: self.now)
+        self.connections = Connections(lambda: None, lambda: self.now)
 
     def away(self, node: str, seconds: float) -> None:
         """A node that went so long ago."""
-        connection = self.roster.connect(node)
+        connection = self.connections.connect(node)
         self.now = monotonic() - seconds
-        self.roster.disconnect(node, connection)
+        self.connections.disconnect(node, connection)
 
 
 def test_how_long_is_waited() -> None:
@@ -244,10 +244,10 @@ def test_how_long_is_waited() -> None:
         it, nodes = collecting([0, 4], seconds=100.0), Clocked()
 
         def left(*, absent: float = 10.0, fixed: bool = False) -> float:
-            return it.seconds_left(nodes.roster, absent, fixed=fixed)
+            return it.seconds_left(nodes.connections, absent, fixed=fixed)
 
         # Somebody is there who has not answered: until the deadline.
-        nodes.roster.connect("silo")
+        nodes.connections.connect("silo")
         assert 95.0 < left() <= 100.0
         # Only nodes are missing that are gone: as long as the last of them is waited for.
         nodes.away("silo", 4.0)
@@ -256,7 +256,7 @@ def test_how_long_is_waited() -> None:
         assert left(absent=4.0) == left(absent=0.0) == 0.0
         assert 95.0 < left(absent=1000.0) <= 100.0
         # One came back.
-        nodes.roster.connect("four")
+        nodes.connections.connect("four")
         assert 95.0 < left() <= 100.0
         # A round of fixed length takes until its deadline.
         nodes.away("four", 50.0)
@@ -275,11 +275,11 @@ def test_how_long_is_waited() -> None:
 def test_nobody_is_waited_for_in_an_empty_round_or_after_the_deadline() -> None:
     async def scene() -> None:
         nodes = Clocked()
-        assert collecting([]).seconds_left(nodes.roster, 10.0, fixed=False) == 0.0
-        assert collecting([]).seconds_left(nodes.roster, 10.0, fixed=True) > 55.0
-        nodes.roster.connect("four")
+        assert collecting([]).seconds_left(nodes.connections, 10.0, fixed=False) == 0.0
+        assert collecting([]).seconds_left(nodes.connections, 10.0, fixed=True) > 55.0
+        nodes.connections.connect("four")
         for fixed in (False, True):
-            assert collecting([4], 1e-9).seconds_left(nodes.roster, 10.0, fixed=fixed) == 0.0
+            assert collecting([4], 1e-9).seconds_left(nodes.connections, 10.0, fixed=fixed) == 0.0
 
     played(scene)
 

@@ -1,4 +1,4 @@
-"""What the server says of itself: to a node that connects, in an offer, and to who asks."""
+"""What nodes are told: the task, their users, the price of a round, the status and the ledger."""
 
 import io
 import threading
@@ -33,7 +33,7 @@ def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], Welcome]:
 
 
 def prices(plan: TrainingPlan, books: Books) -> Callable[[RoundRequest], Price]:
-    """What a round costs; to be asked in the thread that the books were opened in."""
+    """What a round costs; to be called in the thread that opened the books."""
 
     def price_of(request: RoundRequest) -> Price:
         norms = tuple(g.clipping_norm for g in request.clipping.groups[: len(plan.groups)])
@@ -49,13 +49,11 @@ def prices(plan: TrainingPlan, books: Books) -> Callable[[RoundRequest], Price]:
     return price_of
 
 
-def status_at_start(
-    plan: TrainingPlan, books: Books, enrolment: Enrolment, round_number: int
-) -> Status:
-    """Where a run stands before its first round."""
+def status_at_start(plan: TrainingPlan, books: Books, enrolment: Enrolment) -> Status:
+    """Where a run stands before any round is collected."""
     return Status(
         run=plan.run,
-        round=round_number,
+        round=0,
         rounds=plan.rounds,
         epsilon=books.budget.epsilon_of(books.ledger.spent()),
         epsilon_limit=books.budget.epsilon,
@@ -68,11 +66,7 @@ def status_at_start(
 
 
 class LedgerLines:
-    """The public ledger as `fedpriv ledger export` writes it, read again when it has grown.
-
-    Args:
-        path: of the ledger.
-    """
+    """The public ledger as `fedpriv ledger export` writes it, read again when it has grown."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -82,7 +76,7 @@ class LedgerLines:
         """All lines; may be called in any thread.
 
         Raises:
-            LedgerError: the ledger cannot be opened or believed.
+            LedgerError: the ledger cannot be opened or verified.
         """
         with self._lock, Ledger.open(self._path) as ledger:
             head = ledger.head

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fedpriv.server.collection import Connection, End, Roster
+from fedpriv.server.collection import Connection, Connections, End
 from fedpriv.wire import RoundOffer
 from tests.wire.examples import small_offer
 
@@ -66,76 +66,76 @@ def test_after_its_end_a_connection_says_nothing_but_why_and_the_first_reason_st
 
 
 class Scene:
-    """A roster with a clock of its own, which counts how often it changed."""
+    """Connections with a clock of its own, which counts how often it changed."""
 
     def __init__(self) -> None:
         self.now, self.changes = 100.0, 0
-        self.roster = Roster(self._changed, lambda: self.now)
+        self.connections = Connections(self._changed, lambda: self.now)
 
     def _changed(self) -> None:
         self.changes += 1
 
 
 def test_a_newer_connection_of_a_node_ends_the_older_and_no_other(told: Told) -> None:
-    roster = Scene().roster
-    older, other = roster.connect("a"), roster.connect("b")
-    newer = roster.connect("a")
+    connections = Scene().connections
+    older, other = connections.connect("a"), connections.connect("b")
+    newer = connections.connect("a")
     assert told(older, LONG) is End.NEWER
     assert told(newer) is told(other) is None
-    assert roster.connection_of("a") is newer
-    assert roster.connected == 2
+    assert connections.of("a") is newer
+    assert len(connections) == 2
 
 
 def test_the_end_of_an_older_connection_changes_nothing() -> None:
     scene = Scene()
-    older, newer = scene.roster.connect("a"), scene.roster.connect("a")
+    older, newer = scene.connections.connect("a"), scene.connections.connect("a")
     before = scene.changes
-    scene.roster.disconnect("a", older)
-    assert (scene.changes, scene.roster.connected) == (before, 1)
-    assert scene.roster.connection_of("a") is newer
-    assert scene.roster.away_since("a") is None
-    scene.roster.disconnect("a", newer)
-    scene.roster.disconnect("a", newer)
-    assert (scene.changes, scene.roster.connected) == (before + 1, 0)
-    assert scene.roster.connection_of("a") is None
+    scene.connections.disconnect("a", older)
+    assert (scene.changes, len(scene.connections)) == (before, 1)
+    assert scene.connections.of("a") is newer
+    assert scene.connections.away_since("a") is None
+    scene.connections.disconnect("a", newer)
+    scene.connections.disconnect("a", newer)
+    assert (scene.changes, len(scene.connections)) == (before + 1, 0)
+    assert scene.connections.of("a") is None
 
 
 def test_away_since() -> None:
     """None while there; when it went last; when the server began if it never came."""
     scene = Scene()
     scene.now = 150.0
-    assert scene.roster.away_since("a") == 100.0
-    first = scene.roster.connect("a")
-    assert scene.roster.away_since("a") is None
+    assert scene.connections.away_since("a") == 100.0
+    first = scene.connections.connect("a")
+    assert scene.connections.away_since("a") is None
     scene.now = 200.0
-    scene.roster.disconnect("a", first)
+    scene.connections.disconnect("a", first)
     scene.now = 250.0
-    assert scene.roster.away_since("a") == 200.0
-    again = scene.roster.connect("a")
-    assert scene.roster.away_since("a") is None
+    assert scene.connections.away_since("a") == 200.0
+    again = scene.connections.connect("a")
+    assert scene.connections.away_since("a") is None
     scene.now = 300.0
-    scene.roster.disconnect("a", again)
-    assert scene.roster.away_since("a") == 300.0
-    assert scene.roster.away_since("b") == 100.0
+    scene.connections.disconnect("a", again)
+    assert scene.connections.away_since("a") == 300.0
+    assert scene.connections.away_since("b") == 100.0
 
 
 def test_it_says_whenever_a_node_came_or_went() -> None:
     scene = Scene()
-    connection = scene.roster.connect("a")
+    connection = scene.connections.connect("a")
     assert scene.changes == 1
-    scene.roster.connect("b")
+    scene.connections.connect("b")
     assert scene.changes == 2
-    scene.roster.disconnect("a", connection)
+    scene.connections.disconnect("a", connection)
     assert scene.changes == 3
-    scene.roster.connect("a")
+    scene.connections.connect("a")
     assert scene.changes == 4
 
 
 @pytest.mark.parametrize("why", [End.RUN_OVER, End.SHUTTING_DOWN])
 def test_end_all_ends_all_that_are_there_and_all_to_come(told: Told, why: End) -> None:
-    roster = Scene().roster
-    there = [roster.connect(node) for node in "abc"]
-    roster.end_all(why)
+    connections = Scene().connections
+    there = [connections.connect(node) for node in "abc"]
+    connections.end_all(why)
     assert [told(connection, LONG) for connection in there] == [why] * 3
-    assert told(roster.connect("d"), LONG) is why
-    assert told(roster.connect("a"), LONG) is why
+    assert told(connections.connect("d"), LONG) is why
+    assert told(connections.connect("a"), LONG) is why

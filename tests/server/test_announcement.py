@@ -14,8 +14,8 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.privacy.mechanism import AdaptiveClipping
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import Books
+from fedpriv.server.announcement import LedgerLines, prices, status_at_start, welcomes
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.status import LedgerLines, prices, status_at_start, welcomes
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import initial_state, open_round
 from fedpriv.wire import RunState, decode_welcome, encode_welcome
@@ -84,8 +84,8 @@ def test_the_status_at_the_start_says_what_was_spent_before(tmp_path: Path) -> N
     with open_books(tmp_path, limit=7.0) as books:
         charge(plan, books, 0)
         charge(plan, books, 1)
-        status = status_at_start(plan, books, ENROLMENT, 2)
-    assert (status.run, status.round, status.rounds) == ("run", 2, 5)
+        status = status_at_start(plan, books, ENROLMENT)
+    assert (status.run, status.round, status.rounds) == ("run", 0, 5)
     assert (status.epsilon, status.epsilon_limit, status.delta) == (2.0, 7.0, 1e-5)
     assert (status.nodes_enrolled, status.nodes_connected, status.users_enrolled) == (3, 0, 4)
     assert status.state is RunState.WAITING

@@ -12,10 +12,10 @@ import pytest
 from grpc_health.v1 import health, health_pb2
 
 from fedpriv import wire
-from fedpriv.server import authority
-from fedpriv.server.authentication import NODE, NODE_KEY, RateLimit, certified, declared
+from fedpriv.server import certificates
+from fedpriv.server.authentication import NODE, NODE_KEY, RateLimit, by_certificate, by_declaration
+from fedpriv.server.endpoint import tls_credentials
 from fedpriv.server.enrolment import EnrolledCertificates
-from fedpriv.server.listener import Files
 from fedpriv.server.service import Service
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.hostile_nodes import CALLS, HEALTH, Outcome, one
@@ -91,13 +91,13 @@ def admitted(made: Site, node: str, entered: list[tuple[str, str]]) -> None:
 
 
 def of_another_authority(made: Site, folder: Path) -> Path:
-    authority.init(folder / "other", ["localhost"])
-    return authority.issue(folder / "other", "four").folder
+    certificates.init(folder / "other", ["localhost"])
+    return certificates.issue(folder / "other", "four").folder
 
 
 def issued(made: Site, **validity: object) -> Path:
     """Another certificate of a node, in place of the one it had."""
-    authority.issue(made.certs, "four", **validity)
+    certificates.issue(made.certs, "four", **validity)
     enrol(made.certs, USERS)
     return made.certs / "nodes" / "four"
 
@@ -144,17 +144,17 @@ def test_without_a_valid_certificate_nothing_is_reached(
 
 
 def not_enrolled(made: Site) -> Path:
-    return authority.issue(made.certs, "stranger").folder
+    return certificates.issue(made.certs, "stranger").folder
 
 
 def added_while_it_runs(made: Site) -> Path:
-    bundle = authority.issue(made.certs, "stranger").folder
+    bundle = certificates.issue(made.certs, "stranger").folder
     enrol(made.certs, {**USERS, "stranger": ["7"]})
     return bundle
 
 
 def another_certificate(made: Site) -> Path:
-    return authority.issue(made.certs, "four").folder
+    return certificates.issue(made.certs, "four").folder
 
 
 def struck_off(made: Site) -> Path:
@@ -253,13 +253,11 @@ def test_what_is_no_method_reaches_nothing(
 @contextmanager
 def limited(folder: Path, rates: RateLimit) -> Iterator[Site]:
     certs = folder / "certs"
-    authority.init(certs, ["localhost"])
+    certificates.init(certs, ["localhost"])
     for node in USERS:
-        authority.issue(certs, node)
-    server = certs / "server"
-    files = Files(server / "ca.pem", server / "server.pem", server / "server.key")
-    identify = certified(EnrolledCertificates(enrol(certs, USERS)))
-    with serving(certs, USERS, identify, files.credentials(), rates=rates) as made:
+        certificates.issue(certs, node)
+    identify = by_certificate(EnrolledCertificates(enrol(certs, USERS)))
+    with serving(certs, USERS, identify, tls_credentials(certs / "server"), rates=rates) as made:
         yield made
 
 
@@ -289,7 +287,7 @@ def test_a_node_that_calls_too_often_waits_and_others_do_not(
 
 def test_a_node_has_so_many_calls_open_and_no_more(served: Site) -> None:
     """Whatever a node leaves open ends somewhere; here health is watched, which never ends."""
-    until(lambda: served.server.guard.quiet_for() > 0.0)
+    until(lambda: served.server.authentication.idle_seconds() > 0.0)
     with ExitStack() as stack:
         # One connection carries 8 calls at once.
         channels = [stack.enter_context(served.channel("four")) for _ in range(3)]
@@ -302,15 +300,15 @@ def test_a_node_has_so_many_calls_open_and_no_more(served: Site) -> None:
         assert caught.value.details() == "the node has 16 calls open"
         with served.channel("five") as other:
             assert one(other, HEALTH + "Check") == SERVING
-        assert served.server.guard.quiet_for() == 0.0
+        assert served.server.authentication.idle_seconds() == 0.0
         held.pop().cancel()
         until(lambda: one(channels[2], HEALTH + "Check") == SERVING)
-    until(lambda: served.server.guard.quiet_for() > 0.0)
+    until(lambda: served.server.authentication.idle_seconds() > 0.0)
 
 
 @pytest.fixture(scope="module")
 def in_plain_text(entered: list[tuple[str, str]]) -> Iterator[Site]:
-    with serving(Path(), USERS, declared, None) as made:
+    with serving(Path(), USERS, by_declaration, None) as made:
         yield made
 
 
@@ -396,8 +394,8 @@ def test_nodes_that_call_at_once_are_not_mixed_up(
 def test_a_hello_that_does_not_fit_the_certificate_connects_nobody(
     served: Site, hello: wire.Hello, code: grpc.StatusCode
 ) -> None:
-    before = served.server.service.roster.connected
+    before = len(served.server.service.connections)
     with served.channel("four") as channel, pytest.raises(grpc.RpcError) as caught:
         next(FederationStub(channel).Connect(wire.encode_hello(hello)))
     assert caught.value.code() is code
-    assert served.server.service.roster.connected == before
+    assert len(served.server.service.connections) == before

@@ -1,4 +1,4 @@
-"""Turns: so many at once, each for so long, one per node, and all of them end when told to."""
+"""Transfers: so many at once, each for so long, one per node, and all of them end when told to."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -6,7 +6,7 @@ from time import monotonic
 
 import pytest
 
-from fedpriv.server.service import Newest, Turns
+from fedpriv.server.service import Transfers
 
 LONG = 60.0
 
@@ -20,7 +20,7 @@ async def settled() -> None:
 class Scene:
     """Tasks that hold turns until they are told to let go."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: Transfers) -> None:
         self.turns, self.holding, self.most = turns, [], 0
         self.let_go = asyncio.Event()
 
@@ -54,7 +54,7 @@ async def ended(task: Awaitable[str]) -> None:
 @pytest.mark.parametrize("places", [1, 2, 5])
 def test_never_more_than_the_places_are_held_and_all_get_their_turn(places: int) -> None:
     async def scene() -> None:
-        it = Scene(Turns(places, LONG))
+        it = Scene(Transfers(places, LONG))
         tasks = [it.begin(str(number)) for number in range(20)]
         await settled()
         assert it.holding == [str(number) for number in range(places)]
@@ -67,7 +67,7 @@ def test_never_more_than_the_places_are_held_and_all_get_their_turn(places: int)
 
 def test_who_holds_its_turn_for_too_long_loses_it_and_the_next_one_goes_on() -> None:
     async def scene() -> None:
-        it = Scene(Turns(1, 0.1))
+        it = Scene(Transfers(1, 0.1))
         slow, next_one = it.begin("slow"), it.begin("next")
         await ended(slow)
         await settled()
@@ -80,7 +80,7 @@ def test_who_holds_its_turn_for_too_long_loses_it_and_the_next_one_goes_on() -> 
 
 def test_waiting_for_a_place_does_not_count() -> None:
     async def scene() -> None:
-        it = Scene(Turns(1, 0.2))
+        it = Scene(Transfers(1, 0.2))
         waits = [it.begin(str(number)) for number in range(3)]
         await ended(waits[0])
         await ended(waits[1])
@@ -92,7 +92,7 @@ def test_waiting_for_a_place_does_not_count() -> None:
 
 def test_a_newer_turn_of_a_node_ends_the_older_whether_it_holds_or_waits() -> None:
     async def scene() -> None:
-        it = Scene(Turns(1, LONG))
+        it = Scene(Transfers(1, LONG))
         holds, other = it.begin("a"), it.begin("b")
         await settled()
         newer, newest = it.begin("a"), it.begin("a")
@@ -108,7 +108,7 @@ def test_a_newer_turn_of_a_node_ends_the_older_whether_it_holds_or_waits() -> No
 
 def test_a_turn_ends_at_its_time_even_while_it_waits() -> None:
     async def scene() -> None:
-        it = Scene(Turns(1, LONG))
+        it = Scene(Transfers(1, LONG))
         holds = it.begin("a", monotonic() + 0.2)
         waits = it.begin("b", monotonic() + 0.1)
         await ended(waits)
@@ -122,7 +122,7 @@ def test_a_turn_ends_at_its_time_even_while_it_waits() -> None:
 
 def test_all_end_when_told_to_and_later_ones_go_on() -> None:
     async def scene() -> None:
-        it = Scene(Turns(2, LONG))
+        it = Scene(Transfers(2, LONG))
         tasks = [it.begin(str(number)) for number in range(5)]
         await settled()
         it.turns.end_all()
@@ -137,7 +137,7 @@ def test_all_end_when_told_to_and_later_ones_go_on() -> None:
 
 def test_a_task_that_is_cancelled_or_fails_gives_its_place_back() -> None:
     async def scene() -> None:
-        it = Scene(Turns(1, LONG))
+        it = Scene(Transfers(1, LONG))
         for _ in range(3):
             task = it.begin("a")
             await settled()
@@ -155,16 +155,16 @@ def test_a_task_that_is_cancelled_or_fails_gives_its_place_back() -> None:
 
 def test_who_is_excused_is_ended_by_nothing() -> None:
     async def scene() -> None:
-        newest, let_go = Newest(), asyncio.Event()
+        newest, let_go = Transfers(1, LONG), asyncio.Event()
 
         async def excused() -> str:
-            async with newest.only("a", monotonic() + 0.05):
+            async with newest.newest("a", monotonic() + 0.05):
                 newest.excuse("a")
                 await let_go.wait()
             return "done"
 
         async def newer() -> str:
-            async with newest.only("a"):
+            async with newest.newest("a"):
                 await asyncio.sleep(LONG)
             return "never"
 

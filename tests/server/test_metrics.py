@@ -3,7 +3,6 @@
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from urllib.request import urlopen
@@ -19,12 +18,14 @@ Labels = tuple[tuple[str, str], ...]
 
 
 @pytest.fixture
-def monitor() -> Iterator[Monitor]:
-    monitor = Monitor()
-    try:
-        yield monitor
-    finally:
-        monitor.stop()
+def monitor() -> Monitor:
+    return Monitor()
+
+
+@pytest.fixture
+def port(monitor: Monitor) -> Iterator[int]:
+    with monitor.served("127.0.0.1", 0) as port:
+        yield port
 
 
 def page(port: int, host: str = "127.0.0.1") -> str:
@@ -42,18 +43,9 @@ def shown(port: int) -> dict[str | tuple[str, str], float]:
     return found
 
 
-def started(monitor: Monitor) -> int:
-    port = monitor.start(0)
-    assert port is not None
-    return port
-
-
-def test_what_was_told_is_shown(monitor: Monitor) -> None:
-    port = started(monitor)
+def test_what_was_told_is_shown(monitor: Monitor, port: int) -> None:
     monitor.connected(3)
-    monitor.round(7)
-    monitor.epsilon(1.5)
-    monitor.state(RunState.COLLECTING)
+    monitor.progress(RunState.COLLECTING, 7, 1.5)
     monitor.received(100)
     monitor.received(20)
     monitor.sent(2**40)
@@ -75,98 +67,84 @@ def test_what_was_told_is_shown(monitor: Monitor) -> None:
     assert 2.0 < shown(port)["fedpriv_call_seconds", "Upload"] < 4.0
 
 
-def test_what_was_not_told_is_not_shown(monitor: Monitor) -> None:
-    names = {name if isinstance(name, str) else name[0] for name in shown(started(monitor))}
+def test_what_was_not_told_is_not_shown(port: int) -> None:
+    names = {name if isinstance(name, str) else name[0] for name in shown(port)}
     assert "fedpriv_received_bytes_total" in names
     unknown = {"fedpriv_epsilon", "fedpriv_round", "fedpriv_nodes_connected", "fedpriv_state"}
     assert not names & unknown
 
 
-def test_no_number_counts_calls_offers_or_answers(monitor: Monitor) -> None:
+def test_no_number_counts_calls_offers_or_answers(port: int) -> None:
     """Whether 2 or 50 nodes answer alike, and well or badly, the page is the same but for bytes."""
 
     def after(answers: int) -> dict[str | tuple[str, str], float]:
         one = Monitor()
-        try:
-            for _ in range(answers):
-                one.handled("Download", 0.5)
-                one.handled("Upload", 0.5)
-                one.refused(Refusal.ANSWER)
-                one.sent(8)
-                one.received(8)
-            return shown(started(one))
-        finally:
-            one.stop()
+        for _ in range(answers):
+            one.handled("Download", 0.5)
+            one.handled("Upload", 0.5)
+            one.answer_refused()
+            one.sent(8)
+            one.received(8)
+        with one.served("127.0.0.1", 0) as its_port:
+            return shown(its_port)
 
     few, many = after(2), after(50)
     differing = {name for name in many if few.get(name) != many[name]}
     assert differing == {"fedpriv_sent_bytes_total", "fedpriv_received_bytes_total"}
     assert many["fedpriv_answer_refused"] == 1
-    assert shown(started(monitor))["fedpriv_answer_refused"] == 0
+    assert shown(port)["fedpriv_answer_refused"] == 0
 
 
-def test_the_help_of_bytes_says_whom_they_are_for(monitor: Monitor) -> None:
-    lines = page(started(monitor)).splitlines()
+def test_the_help_of_bytes_says_whom_they_are_for(port: int) -> None:
+    lines = page(port).splitlines()
     helps = [line for line in lines if line.startswith("# HELP") and "_bytes" in line]
     assert len(helps) == 2
     assert all("for the operator only" in line for line in helps)
 
 
-def test_two_monitors_do_not_share_numbers(monitor: Monitor) -> None:
+def test_two_monitors_do_not_share_numbers(monitor: Monitor, port: int) -> None:
     other = Monitor()
-    try:
-        ports = started(monitor), started(other)
-        monitor.connected(5)
-        other.connected(1)
-        found = [shown(port)["fedpriv_nodes_connected"] for port in ports]
-    finally:
-        other.stop()
+    monitor.connected(5)
+    other.connected(1)
+    with other.served("127.0.0.1", 0) as second:
+        found = [shown(at)["fedpriv_nodes_connected"] for at in (port, second)]
     assert found == [5, 1]
 
 
-def test_it_binds_to_loopback_unless_told_otherwise(monitor: Monitor) -> None:
-    port = started(monitor)
-    # All of 127/8 is this machine; a server on all addresses would answer here too.
-    with pytest.raises(OSError, match="refused"):
+def test_it_binds_to_the_host_alone(monitor: Monitor) -> None:
+    with (
+        monitor.served("127.0.0.1", 0) as port,
+        # All of 127/8 is this machine; a server on all addresses would answer here too.
+        pytest.raises(OSError, match="refused"),
+    ):
         socket.create_connection(("127.0.0.2", port), timeout=10)
-    monitor.stop()
-    port = monitor.start(0, "0.0.0.0")
-    assert "fedpriv" in page(port, "127.0.0.2")
-
-
-def test_without_a_port_nothing_is_served() -> None:
-    before = threading.active_count()
-    monitor = Monitor()
-    assert monitor.start(None) is None
-    monitor.epsilon(1.0)
-    assert threading.active_count() == before
-    monitor.stop()
+    with monitor.served("0.0.0.0", 0) as port:
+        assert "fedpriv" in page(port, "127.0.0.2")
 
 
 def test_after_the_end_the_port_is_free(monitor: Monitor) -> None:
-    port = started(monitor)
-    with pytest.raises(InvalidValueError, match="serves already"):
-        monitor.start(0)
-    monitor.stop()
-    monitor.stop()
-    assert monitor.start(port) == port
-    assert "fedpriv" in page(port)
+    with monitor.served("127.0.0.1", 0) as port:
+        pass
+    with monitor.served("127.0.0.1", port) as again:
+        assert again == port
+        assert "fedpriv" in page(port)
 
 
-def test_a_port_that_cannot_be_bound_is_refused_in_one_sentence(monitor: Monitor) -> None:
-    port = started(monitor)
+def test_a_port_that_cannot_be_bound_is_refused_in_one_sentence(port: int) -> None:
     for wrong in (port, 65536):
-        with pytest.raises(InvalidValueError, match=f"at port {wrong} of 127.0.0.1"):
-            Monitor().start(wrong)
+        with (
+            pytest.raises(InvalidValueError, match=f"at port {wrong} of 127.0.0.1"),
+            Monitor().served("127.0.0.1", wrong),
+        ):
+            pass
 
 
-def test_all_that_threads_tell_is_counted(monitor: Monitor) -> None:
+def test_all_that_threads_tell_is_counted(monitor: Monitor, port: int) -> None:
     def tell(_: int) -> None:
         for _ in range(2000):
             monitor.sent(1)
             monitor.refused(Refusal.RATE)
 
-    port = started(monitor)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(tell, range(8)))
     numbers = shown(port)
@@ -174,7 +152,7 @@ def test_all_that_threads_tell_is_counted(monitor: Monitor) -> None:
     assert numbers["fedpriv_refused_calls_total", "rate"] == 16_000
 
 
-def test_without_the_library_only_a_port_is_refused() -> None:
+def test_without_the_library_only_serving_is_refused() -> None:
     code = """
 import sys
 
@@ -183,10 +161,9 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.server.metrics import Monitor
 
 monitor = Monitor()
-monitor.epsilon(1.0)
-monitor.start(None)
+monitor.connected(1)
 try:
-    monitor.start(0)
+    monitor.served("127.0.0.1", 0).__enter__()
 except InvalidValueError as error:
     print(error)
 """

@@ -1,0 +1,187 @@
+"""`fedpriv simulate --engine ray`: Flower's simulation on Ray, started and ended with the call.
+
+Flower and Ray report on their users. Flower reads the switches when it is imported, so it is
+imported after they are set, inside the functions of this module.
+"""
+
+import logging
+import math
+import os
+import secrets
+import socket
+import tempfile
+import threading
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedpriv.run.setup import RunSetup
+from fedpriv.errors import InvalidValueError, WorkerError
+
+if TYPE_CHECKING:
+    from flwr.app import ConfigRecordValues, Context
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+
+    from fedpriv.run.run import Follow
+
+_CONNECT_SECONDS = 10.0
+_NO_TELEMETRY = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what Ray will do, and warns of until then
+}
+
+
+def switch_off_telemetry() -> None:
+    """Switch off telemetry, update checks, run-time installation and usage statistics.
+
+    For this process and those that it starts; to be called before Flower is imported.
+    """
+    os.environ.update(_NO_TELEMETRY)
+
+
+def simulate_on_ray(
+    file: Path,
+    assignments: list[str],
+    out: Path | None,
+    workers: int,
+    *,
+    resume: bool,
+    follow: "Follow | None" = None,
+) -> None:
+    """As `fedpriv.run.run.run_simulation`, with the users spread among workers of Ray.
+
+    Guarantees: the input is checked before Ray is started; no process and no file except those of
+    the run is left on this machine.
+
+    Args:
+        file: the experiment, TOML.
+        assignments: "a.b=value" overrides.
+        out: folder of the run; by default a new one under runs/.
+        workers: how many.
+        resume: go on with the run in `out`, or start it if there is none.
+        follow: as for `carry_out`.
+
+    Raises:
+        InvalidValueError: Flower or Ray is not installed, or no cluster answers at RAY_ADDRESS.
+        WorkerError: a worker does not do its part, e.g. because fedpriv is not installed there.
+        FedprivError: something is wrong with the input; the message says what.
+    """
+    missing = [name for name in ("flwr", "ray") if find_spec(name) is None]
+    if missing:
+        raise InvalidValueError(
+            f"{' and '.join(missing)} cannot be imported; pip install 'fedpriv[flower]' installs it"
+        )
+    switch_off_telemetry()
+    import torch
+    from flwr.serverapp import ServerApp
+    from rich.console import Console
+
+XX
+
+    beginning = RunSetup.of(file, assignments, out, resume=resume)
+    simulation = GridSimulation.of(beginning, workers)
+    server_app, stopping = ServerApp(), threading.Event()
+
+    @server_app.main()
+    def main(grid: "Grid", _context: "Context") -> None:
+        simulation.run(grid, stopping, Console(), follow)
+
+    (client_app,) = entry_points(group="fedpriv.client_apps", name="flower")
+    gpus = torch.cuda.device_count() if simulation.experiment.device.type == "cuda" else 0
+    try:
+        run_on_ray(server_app, client_app.load(), workers, workers, gpus)
+    finally:
+        stopping.set()
+
+
+def run_on_ray(
+    server_app: "ServerApp", client_app: "ClientApp", nodes: int, processes: int, gpus: int = 0
+) -> None:
+    """Run an app in Flower's simulation, on a Ray that is started for it and ends with it.
+
+    Where the environment variable RAY_ADDRESS is set, it runs on that cluster instead, which stays
+    up.
+
+    Guarantees: only this process and its children can use the Ray that is started here, although
+    its ports are open to all.
+
+    Args:
+        server_app: what this process runs.
+        client_app: what nodes run; workers import it by its name.
+        nodes: how many there are.
+        processes: how many run nodes, each on a core; on a cluster, all cores do.
+        gpus: how many these share.
+
+    Raises:
+        InvalidValueError: no cluster answers at RAY_ADDRESS.
+        WorkerError: Ray does not start, or breaks.
+        Exception: whatever the ServerApp raises.
+    """
+    from flwr.simulation import run_simulation
+
+    if "RAY_ADDRESS" in os.environ:
+        _check_cluster(os.environ["RAY_ADDRESS"])
+    else:
+        # Ray's ports are open on all interfaces; without a token, any caller could run code here.
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # a process reads it once
+    # Its pages on what a worker raised may hold users' data; what matters is in our own sentence.
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    # Paths of sockets must be short, which those of other temporary folders need not be.
+    short = os.environ.get("RAY_TMPDIR", "/tmp")
+    with tempfile.TemporaryDirectory(
+        prefix="fedpriv-", dir=short, ignore_cleanup_errors=True
+    ) as folder:
+        os.environ["FLWR_HOME"] = folder  # it writes an id there, even with telemetry off
+        try:
+            backend = _backend(processes, gpus, folder)
+            run_simulation(server_app, client_app, nodes, backend_config=backend)
+        except RuntimeError as error:  # Flower's, when Ray does not start or breaks
+            cause: BaseException = error
+            while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
+                cause = cause.__cause__
+            sentence = " ".join(str(cause).split())
+            raise WorkerError(f"Ray cannot run the workers: {sentence}") from error
+
+
+def _backend(processes: int, gpus: int, folder: str) -> "dict[str, dict[str, ConfigRecordValues]]":
+    """What Flower is to ask of Ray: one core for each process, and shares of the GPUs."""
+    of_ray: dict[str, ConfigRecordValues] = {"log_to_driver": False}
+    if "RAY_ADDRESS" not in os.environ:
+        of_ray |= {"num_cpus": processes, "_temp_dir": folder}
+    share = gpu_share(gpus, processes)
+    return {"init_args": of_ray, "client_resources": {"num_cpus": 1, "num_gpus": share}}
+
+
+def gpu_share(gpus: int, workers: int) -> float:
+    """Share of one GPU for each worker, so that all of them are placed at once.
+
+    Ray places a worker on one GPU: shares of 2/3 on two GPUs would leave the third of three
+    workers waiting for ever.
+
+    >>> [gpu_share(gpus, 3) for gpus in (0, 2, 3, 4)]
+    [0.0, 0.5, 1.0, 1.0]
+
+    Args:
+        gpus: of the machine; 0 to train on its cores.
+        workers: at least one.
+    """
+    return 1.0 / math.ceil(workers / gpus) if gpus else 0.0
+
+
+def _check_cluster(address: str) -> None:
+    """Refuse a HOST:PORT that does not answer; Ray would try for many minutes."""
+    host, _, port = address.rpartition(":")
+    if "/" in host or not port.isdecimal():
+        return  # one of the other forms that Ray knows
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise InvalidValueError(
+            f"RAY_ADDRESS is {address!r}, where no cluster of Ray answers: {error}"
+        ) from error
