@@ -24,10 +24,6 @@ class Consent(Section):
         most_rounds_per_day: in which users of the node are trained, in the last 24 hours.
         total_epsilon: ε, at `delta`, of all charges of the ledger and the round that is offered.
         delta: δ in (0, 1).
-
-    Raises:
-        pydantic.ValidationError: a limit is out of range or of another type, a key is unknown, or
-            there is a total ε without a δ.
     """
 
     largest_clipping_norm: Positive | None = None
@@ -50,8 +46,8 @@ class Consent(Section):
         """Read limits from TOML: the attributes, as keys of the file.
 
         Raises:
-            InvalidValueError: the file cannot be read or is no TOML, a key is unknown or of the
-                wrong type, a limit is out of range, or there is a total ε without a δ.
+            InvalidValueError: the file cannot be read or is not valid TOML, a key is unknown or of
+                the wrong type, a limit is out of range, or there is a total ε without a δ.
         """
         return checked(cls, read_toml(path), str(path))
 
@@ -71,8 +67,8 @@ class Consent(Section):
             offer: what is offered.
             rounds_today: in how many rounds users of the node were trained in the last 24 hours.
             epsilon_after: ε at `delta` of all charges and this round, from the node's own
-                reading of the ledger; None: nobody read it, and what the server says counts, as
-                far as it says it at no larger δ.
+                reading of the ledger; None: it did not read it, and the server's word counts, if it
+                is given at no larger δ.
         """
         norm, largest = reach_of(offer), self.largest_clipping_norm
         if largest is not None and not norm <= largest * (1.0 + _ROUNDING):

@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedpriv.run.setup import RunSetup
 from fedpriv.errors import InvalidValueError, WorkerError
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def simulate_on_ray(
     resume: bool,
     follow: "Follow | None" = None,
 ) -> None:
-    """As `fedpriv.run.run.run_simulation`, with the users spread among workers of Ray.
+    """As `fedpriv.run.simulate.run_simulation`, with the users spread among workers of Ray.
 
     Guarantees: the input is checked before Ray is started; no process and no file except those of
     the run is left on this machine.
@@ -81,7 +80,8 @@ def simulate_on_ray(
     from flwr.serverapp import ServerApp
     from rich.console import Console
 
-XX
+    from fedpriv.run.setup import RunSetup
+    from fedpriv.server.flower_runs import GridSimulation
 
     beginning = RunSetup.of(file, assignments, out, resume=resume)
     simulation = GridSimulation.of(beginning, workers)

@@ -18,7 +18,7 @@ from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
 from fedpriv.build import Experiment, simulated
-from fedpriv.run.run import Follow, Outcome, RoundResult, carry_out
+from fedpriv.run.run import Follow, Outcome, carry_out
 from fedpriv.run.setup import RunSetup
 from fedpriv.server.ray_engine import run_on_ray, simulate_on_ray
 from simulations.flower_usual import WORK, federate
@@ -91,9 +91,7 @@ WAYS: dict[str, Callable[[int, int, int], Times]] = {
 def _noting(ends: list[float]) -> Follow:
     """Takes down when each round of ours ends."""
 
-    def follow(
-        rows: Generator[RoundResult, None, Outcome], _experiment: Experiment, _first: int
-    ) -> Outcome:
+    def follow(rows: Generator[None, Outcome], _experiment: Experiment, _first: int) -> Outcome:
         while True:
             try:
                 next(rows)

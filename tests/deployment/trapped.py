@@ -106,14 +106,14 @@ def set_at_node() -> None:
     """From an offer to the upload, in the main process; a lost connection is soon tried again."""
     from fedpriv.clients import connection, membership
     from fedpriv.clients.connection import Backoff
-    from fedpriv.clients.journal import Diary
+    from fedpriv.clients.journal import Journal
 
     membership.Joining = partial(membership.Joining, backoff=Backoff(0.1, 0.5))
     names = ("initial", "min", "max")
     sooner = {f"grpc.{name}_reconnect_backoff_ms": 200 for name in names}
     connection._OPTIONS = tuple({**dict(connection._OPTIONS), **sooner}.items())
 
-    around(Diary, "record", "offered", "noted")
+    around(Journal, "record", "offered", "noted")
     parts = connection._parts
 
     def sent(*args):
