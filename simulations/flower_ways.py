@@ -21,6 +21,7 @@ from fedpriv.build import Experiment, simulated
 from fedpriv.run.run import Follow, Outcome, carry_out
 from fedpriv.run.setup import RunSetup
 from fedpriv.server.ray_engine import run_on_ray, simulate_on_ray
+from fedpriv.training.rounds import RoundResult
 from simulations.flower_usual import WORK, federate
 from simulations.flower_usual import app as usual_app
 
@@ -91,7 +92,7 @@ WAYS: dict[str, Callable[[int, int, int], Times]] = {
 def _noting(ends: list[float]) -> Follow:
     """Takes down when each round of ours ends."""
 
-    def follow(rows: Generator[None, Outcome], _experiment: Experiment, _first: int) -> Outcome:
+    def follow(rows: Generator[RoundResult, None, Outcome], _experiment: Experiment, _first: int) -> Outcome:
         while True:
             try:
                 next(rows)
