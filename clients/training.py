@@ -277,11 +277,11 @@ class Trainer:
         if request.statistics:
             _check_tensors("running statistics", request.statistics, self._statistics)
         with _unlogged() if self.transport.users.population == 1 else nullcontext():
-            for users, partials in self.transport.by_chunk(request):
+            for users, partial in self.transport.by_chunk(request):
                 if self.transport.device.type == "cuda":
                     # A kernel that failed for one user has broken the process for all: this raises.
                     torch.cuda.synchronize(self.transport.device)
-                yield Ready(users, partials)
+                yield Ready(users, [partial])
 
     @cached_property
     def _parameters(self) -> Tensors:

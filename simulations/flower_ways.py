@@ -92,7 +92,9 @@ WAYS: dict[str, Callable[[int, int, int], Times]] = {
 def _noting(ends: list[float]) -> Follow:
     """Takes down when each round of ours ends."""
 
-    def follow(rows: Generator[RoundResult, None, Outcome], _experiment: Experiment, _first: int) -> Outcome:
+    def follow(
+        rows: Generator[RoundResult, None, Outcome], _experiment: Experiment, _first: int
+    ) -> Outcome:
         while True:
             try:
                 next(rows)

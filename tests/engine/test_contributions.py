@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedpriv.engine.metrics import metric
-from fedpriv.engine.task import Start
+from fedpriv.engine.task import RoundParameters
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.privacy.mechanism import TENSOR
 from fedpriv.privacy.query import Averaging
@@ -43,7 +43,7 @@ AVERAGINGS = {
 def sent(transport: InProcessTransport, request: RoundRequest, user: int) -> dict[str, np.ndarray]:
     """What one user learnt and measured, before it is clipped."""
     request = replace(request, users=np.array([user]))
-    start = Start.of(request, transport._trainer.constants, transport.device)
+    start = RoundParameters.of(request, transport._trainer.constants, transport.device)
     (chunk,) = transport._chunks(request, start)
     tensors = transport._trainer.sent(request, start, chunk)
     return {name: tensor[:1][0].numpy() for name, tensor in tensors.items()}
