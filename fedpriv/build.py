@@ -220,7 +220,7 @@ def resolve(
         averaging=mechanism.averaging,
         statistics=statistics,
     )
-    check_metrics(task, metrics, plan.mechanism.average.sum_query.clipping, few)
+    check_metrics(task, metrics, plan.mechanism.clipping, few)
     if mechanism.rounds == plan.rounds:
         plan = _within(plan, budget, spent)
     privacy = config.privacy.model_copy(update={"noise_multiplier": plan.noise_multiplier})

@@ -8,7 +8,7 @@ from pathlib import Path
 from fedpriv.config import Config
 from fedpriv.engine.metrics import own_metrics
 from fedpriv.ledger.ledger import Head, Ledger
-from fedpriv.privacy.round import Books, RoundRequest
+from fedpriv.privacy.round import PrivacyRecords, RoundRequest
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import Price, RunState, Status, TaskDescription, Welcome
@@ -32,7 +32,7 @@ def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], Welcome]:
     return welcome_of
 
 
-def prices(plan: TrainingPlan, books: Books) -> Callable[[RoundRequest], Price]:
+def prices(plan: TrainingPlan, books: PrivacyRecords) -> Callable[[RoundRequest], Price]:
     """What a round costs; to be called in the thread that opened the books."""
 
     def price_of(request: RoundRequest) -> Price:
@@ -49,7 +49,7 @@ def prices(plan: TrainingPlan, books: Books) -> Callable[[RoundRequest], Price]:
     return price_of
 
 
-def status_at_start(plan: TrainingPlan, books: Books, enrolment: Enrolment) -> Status:
+def status_at_start(plan: TrainingPlan, books: PrivacyRecords, enrolment: Enrolment) -> Status:
     """Where a run stands before any round is collected."""
     return Status(
         run=plan.run,

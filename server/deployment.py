@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 from fedpriv.build import Enrolled, Experiment
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, StoppedError
-from fedpriv.privacy.round import Books, PartialSum, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.run import Outcome, Rounds, carry_out, released_text
 from fedpriv.run.setup import RunSetup
 from fedpriv.server.announcement import LedgerLines, prices, status_at_start, welcomes
@@ -173,7 +173,7 @@ class Deployment:
     ledger: Path
 
     @contextmanager
-    def listening(self, books: Books) -> Iterator[Listener]:
+    def listening(self, books: PrivacyRecords) -> Iterator[Listener]:
         """Let nodes connect until the block is left.
 
         Raises:
@@ -183,7 +183,7 @@ class Deployment:
         welcome_of = welcomes(self.experiment.config, self.enrolment)
         for node in self.enrolment.nodes:
             encode_welcome(welcome_of(node))  # what cannot be sent is refused before nodes connect
-        dimension = plan.mechanism.average.sum_query.clipping.layout.dimension
+        dimension = plan.mechanism.clipping.layout.dimension
         memory = section.transfer_mebibytes * 2**20
         limits = TransferLimits.within(memory, dimension, section.transfer_seconds)
         status = status_at_start(plan, books, self.enrolment)
@@ -203,7 +203,7 @@ class Deployment:
             serving = listening(make_service, endpoint.address, endpoint.credentials)
             yield stack.enter_context(serving)
 
-    def transport(self, listener: Listener, books: Books) -> GrpcTransport:
+    def transport(self, listener: Listener, books: PrivacyRecords) -> GrpcTransport:
         """The transport to the nodes that connect."""
         section = self.section
         patience = Patience(
@@ -299,7 +299,7 @@ def _run(deployment: Deployment, beginning: RunSetup, *, leave: bool) -> None:
         # Updates are added up in many threads already; more would only wait for each other.
         stack.enter_context(threadpool_limits(1, "blas"))
 
-        def hosted(_experiment: Experiment, books: Books) -> Transport:
+        def hosted(_experiment: Experiment, books: PrivacyRecords) -> Transport:
             listener = stack.enter_context(deployment.listening(books))
             started.append(listener)
             transport = deployment.transport(listener, books)

@@ -24,7 +24,7 @@ from fedpriv.config import Count, FederationSection, Section
 from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError
 from fedpriv.logs import LogFormat, configure
-from fedpriv.privacy.round import Books, Transport
+from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.run.run import Follow, Outcome, Rounds, carry_out, released_text
 from fedpriv.run.setup import RunSetup
 from fedpriv.server.announcement import prices, task_of, welcomes
@@ -80,7 +80,7 @@ def run_on_nodes(
     def headers(node: str) -> Headers:
         return {WELCOME: encode_welcome(welcome_of(node)).SerializeToString()}
 
-    def hosted(experiment: Experiment, books: Books) -> Transport:
+    def hosted(experiment: Experiment, books: PrivacyRecords) -> Transport:
         present = EnrolledNodes(grid, enrolment, section.least_nodes, stopping)
         nodes, price_of = (
             Nodes(enrolment.hosting, present, headers),
@@ -159,7 +159,7 @@ class GridSimulation:
         welcome = Welcome(plan.population, plan.sampling.population, no_users, task_of(config))
         headers = loaded | {WELCOME: encode_welcome(welcome).SerializeToString()}
 
-        def hosted(experiment: Experiment, books: Books) -> Transport:
+        def hosted(experiment: Experiment, books: PrivacyRecords) -> Transport:
             hosting = shards(self.users.population, workers)
             nodes = Nodes(hosting, lambda: present, lambda _worker: headers, required=True)
             return GridTransport(grid, nodes, prices(experiment.plan, books), DEFAULT_TTL, stopping)

@@ -35,7 +35,7 @@ from fedpriv.ledger.budget import PrivacyBudget
 from fedpriv.models import mlp
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import OperatingSystemEntropy
-from fedpriv.privacy.round import Books, LocalTraining
+from fedpriv.privacy.round import LocalTraining, PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
 from fedpriv.training.plan import TrainingPlan
@@ -145,9 +145,9 @@ def rounds_of(
             next(reports)
             yield time.perf_counter() - began
 
-    with Books.open(ledger, participation, plan.population, budget) as books:
+    with PrivacyRecords.open(ledger, participation, plan.population, budget) as records:
         state = initial_state(plan, task.parameters())
-        yield timed(train(plan, state, transport, books, OperatingSystemEntropy()))
+        yield timed(train(plan, state, transport, records, OperatingSystemEntropy()))
 
 
 def measure(scale: Scale, folder: Path) -> Found:

@@ -21,9 +21,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from fedpriv.engine.matmul import product, shared_product, summed_outer
 from fedpriv.engine.task import Activations, lowered, outputs_of
 from fedpriv.errors import ModelError
-from fedpriv.privacy.clipping_torch import TorchTensors, product, shared_product, summed_outer
+from fedpriv.privacy.clipping_torch import TorchTensors
 
 _RUN = 16  # numbers in a row in memory; copying fewer costs as much
 _TOUCHES = 40  # multiplications in the time that it takes to change a weight in memory

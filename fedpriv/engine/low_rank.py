@@ -19,13 +19,9 @@ from torch.autograd.function import once_differentiable
 from fedpriv.engine.batches import Batches
 from fedpriv.engine.layers import Layers
 from fedpriv.engine.local_training import Descent, algorithm_of
+from fedpriv.engine.matmul import OuterProducts, product, shared_product
 from fedpriv.engine.task import Activations, RoundParameters, Task, lowered
-from fedpriv.privacy.clipping_torch import (
-    OuterProducts,
-    Updates,
-    product,
-    shared_product,
-)
+from fedpriv.privacy.clipping_torch import Updates
 from fedpriv.privacy.round import LocalTraining
 
 

@@ -27,10 +27,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedpriv.engine.matmul import blas_threads
 from fedpriv.engine.task import RoundParameters
 from fedpriv.engine.trainer import Chunk, ChunkSum, Trainer
 from fedpriv.errors import WorkerError
-from fedpriv.privacy.clipping_torch import blas_threads
 from fedpriv.privacy.round import RoundRequest
 
 _SLACK = 2**16  # bytes by which a later request may be longer than the first

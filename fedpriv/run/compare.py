@@ -34,7 +34,7 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.engine.workers import computing_with
 from fedpriv.errors import FedprivError, InvalidValueError, WorkerError, known_names
 from fedpriv.mechanism import Mechanism
-from fedpriv.privacy.round import Books, LocalTraining
+from fedpriv.privacy.round import LocalTraining, PrivacyRecords
 from fedpriv.report.studies import print_study, results_csv, results_json, runs_csv
 from fedpriv.run.callbacks import event_files
 from fedpriv.run.diagnostics import Row, watched
@@ -578,7 +578,9 @@ def _run_prepared(
     seen: list[Row] = []
     participation = run.participation_of(run.ledger)
     with (
-        Books.open(run.ledger, participation, plan.population, experiment.budget) as books,
+        PrivacyRecords.open(
+            run.ledger, participation, plan.population, experiment.budget
+        ) as records,
         ExitStack() as stack,
     ):
         callbacks = dict(experiment.on_round)
@@ -589,7 +591,7 @@ def _run_prepared(
             plan,
             experiment.initial_state,
             watched(transport, plan, seen.append),
-            books,
+            records,
             experiment.entropy,
             Evaluator(experiment.task, experiment.held_out, experiment.device),
             Cadence(config.output.evaluate_every, config.rounds),
@@ -630,7 +632,7 @@ def _result(
 ) -> RunResult:
     plan = experiment.plan
     names = [group.name for group in plan.groups]
-    queries = plan.mechanism.average.sum_query.events
+    queries = plan.mechanism.query.events
     seconds = statistics.median(row.simulation_only_seconds or math.inf for row in rounds)
     return RunResult(
         arm=cell.arm.name,

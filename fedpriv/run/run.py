@@ -21,7 +21,7 @@ from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.build import Experiment
 from fedpriv.ledger.ledger import Head
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.round import Books, Transport
+from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.report.run_page import write_run_figures
 from fedpriv.report.spending import weakest_arithmetic, weakest_randomness
 from fedpriv.report.tables import format_epsilon
@@ -74,14 +74,14 @@ class Outcome:
 
 
 Rounds = Generator[RoundResult, None, Outcome]
-Hosted = Callable[[Experiment, Books], Transport]
-"""Makes the transport to the users of an experiment, once its books are open."""
+Hosted = Callable[[Experiment, PrivacyRecords], Transport]
+"""Makes the transport to the users of an experiment, once its records are open."""
 Follow = Callable[[Rounds, Experiment, int], Outcome]
 """Drives the rounds of an experiment from one on, and shows each of them."""
 
 
 def state_to_start_from(
-    folder: RunFolder, plan: TrainingPlan, books: Books, initial: ServerState
+    folder: RunFolder, plan: TrainingPlan, records: PrivacyRecords, initial: ServerState
 ) -> ServerState:
     """State of the newest checkpoint, or the initial state if there is none.
 
@@ -89,7 +89,7 @@ def state_to_start_from(
         CheckpointError: the checkpoint does not fit the plan or the ledger.
     """
     found = checkpoints(folder.checkpoints)
-    return resume(found[-1], plan, books.ledger) if found else initial
+    return resume(found[-1], plan, records.ledger) if found else initial
 
 
 def conduct(
@@ -97,7 +97,7 @@ def conduct(
     plan: TrainingPlan,
     state: ServerState,
     transport: Transport,
-    books: Books,
+    records: PrivacyRecords,
     entropy: Entropy,
     evaluate: Evaluate,
     cadence: Cadence,
@@ -116,7 +116,7 @@ def conduct(
         plan: the plan.
         state: where to start, from `state_to_start_from`.
         transport: reaches the users.
-        books: ledger, participation record and budget.
+        records: ledger, participation record and budget.
         entropy: where cohorts and noise come from.
         evaluate: measures a released model on rows of no enrolled user.
         cadence: how often to evaluate and to write checkpoints.
@@ -127,7 +127,7 @@ def conduct(
         The result of each round.
     """
     private_metrics: tuple[str, ...] = ()
-    rounds = train(plan, state, transport, books, entropy)
+    rounds = train(plan, state, transport, records, entropy)
     while True:
         began = clock() if clock else 0.0
         try:
@@ -143,10 +143,10 @@ def conduct(
         folder.append_metrics(asdict(timed))
         private_metrics = result.metrics_text
         if state.round % cadence.checkpoint == 0:
-            _save(folder, plan, state, books.ledger.head)
+            _save(folder, plan, state, records.ledger.head)
         tell(callbacks or {}, result)
         yield timed
-    _save(folder, plan, state, books.ledger.head)
+    _save(folder, plan, state, records.ledger.head)
     tensors = {name: np.ascontiguousarray(p) for name, p in state.model.items()}
     write_atomically(folder.model, save(tensors))
     return Outcome(stop, state, evaluate(state.model), private_metrics)
@@ -186,10 +186,10 @@ def carry_out(
     participation = folder.participation_of(ledger)
     with (
         folder.held(),
-        Books.open(ledger, participation, plan.population, budget) as books,
+        PrivacyRecords.open(ledger, participation, plan.population, budget) as records,
         ExitStack() as stack,
     ):
-        state = state_to_start_from(folder, plan, books, experiment.initial_state)
+        state = state_to_start_from(folder, plan, records, experiment.initial_state)
         if setup.resuming:
             console.print(f"resuming {folder.path} at round {state.round}")
         callbacks = dict(experiment.on_round)
@@ -200,8 +200,8 @@ def carry_out(
             folder,
             plan,
             state,
-            hosted(experiment, books),
-            books,
+            hosted(experiment, records),
+            records,
             experiment.entropy,
             Evaluator(experiment.task, experiment.held_out, experiment.device),
             Cadence(output.evaluate_every, output.checkpoint_every),
@@ -210,7 +210,7 @@ def carry_out(
         )
         show = follow or partial(_progress, console=console)
         outcome = show(rounds, experiment, state.round)
-        print_result(setup, experiment, outcome, books, console)
+        print_result(setup, experiment, outcome, records, console)
     write_run_figures(folder.results(), plan.run, budget.delta, budget.epsilon, folder.path)
     return outcome
 
@@ -270,7 +270,11 @@ def warn(experiment: Experiment, console: Console) -> None:
 
 
 def print_result(
-    setup: RunSetup, experiment: Experiment, outcome: Outcome, books: Books, console: Console
+    setup: RunSetup,
+    experiment: Experiment,
+    outcome: Outcome,
+    records: PrivacyRecords,
+    console: Console,
 ) -> None:
     """Print accuracy beside the (ε, δ) of the ledger."""
     privacy, plan = experiment.config.privacy, experiment.plan
@@ -282,16 +286,16 @@ def print_result(
     table.add_row("loss on held-out rows", f"{outcome.evaluation.loss:.4f}")
     for text in outcome.private_metrics:
         table.add_row("private metric before the last round", text)
-    loss = epsilon_of(books.ledger.spent(), privacy.delta, privacy.accountant)
+    loss = epsilon_of(records.ledger.spent(), privacy.delta, privacy.accountant)
     table.add_row("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})")
-    of_run = books.ledger.events(plan.run)
-    if len(books.ledger.runs()) > 1:
+    of_run = records.ledger.events(plan.run)
+    if len(records.ledger.runs()) > 1:
         alone = epsilon_of(of_run, privacy.delta, privacy.accountant)
         table.add_row("of which this run alone", format_epsilon(alone.epsilon))
     if of_run:
         table.add_row("what it means", loss.assumptions)
-        table.add_row("randomness", str(weakest_randomness(books.ledger.charges())))
-        table.add_row("sums and noise", str(weakest_arithmetic(books.ledger.charges())))
+        table.add_row("randomness", str(weakest_randomness(records.ledger.charges())))
+        table.add_row("sums and noise", str(weakest_arithmetic(records.ledger.charges())))
     rounds = f"{outcome.state.round} of {plan.rounds}, {len(of_run)} charged"
     stopped = "" if outcome.stop is Stop.ROUNDS else f": stopped, {outcome.stop}"
     table.add_row("rounds", rounds + stopped)
@@ -300,7 +304,7 @@ def print_result(
         f"q = {plan.sampling.sampling_probability:g} of N = {plan.sampling.population} users, "
         f"z = {plan.noise_multiplier:.4g}, {_clipping_text(experiment)}",
     )
-    head = books.ledger.head
+    head = records.ledger.head
     table.add_row("ledger", f"{setup.ledger}\nhead {head.count}:{head.hash}")
     table.add_row("folder", str(setup.folder.path))
     console.print(table)

@@ -187,7 +187,7 @@ def _resolved_plan(experiment: Experiment) -> str:
     }
     facts |= {
         f"group {q.group}": f"clipping norm {q.clipping_norm:g}, noise stddev {q.noise_stddev:g}"
-        for q in plan.mechanism.query.sum_query.events
+        for q in plan.mechanism.query.events
     }
     head = "".join(f"# {name}: {value}\n" for name, value in facts.items())
     return head + tomli_w.dumps(experiment.config.model_dump(exclude_none=True))

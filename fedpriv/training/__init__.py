@@ -17,7 +17,6 @@ from fedpriv.training.rounds import (
     close_round,
     initial_state,
     open_round,
-    sum_round,
     train,
 )
 
@@ -36,6 +35,5 @@ __all__ = [
     "close_round",
     "initial_state",
     "open_round",
-    "sum_round",
     "train",
 ]

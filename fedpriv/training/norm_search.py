@@ -15,7 +15,7 @@ from scipy.optimize import isotonic_regression
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.mechanism import Metric
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.round import Books, Transport
+from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import RoundResult, ServerState, run_round
 
@@ -95,7 +95,7 @@ def find_quantiles(
     state: ServerState,
     quantile: float,
     transport: Transport,
-    books: Books,
+    records: PrivacyRecords,
     entropy: Entropy,
 ) -> Iterator[tuple[RoundResult, tuple[NormQuantile, ...]]]:
     """Look for a quantile of the norms of every vector group of a plan's update.
@@ -109,7 +109,7 @@ def find_quantiles(
         state: where training would begin.
         quantile: γ in (0, 1), the share of users that are not to be clipped.
         transport: reaches the users; its hosts know the metric `KIND`.
-        books: ledger, participation record and budget.
+        records: ledger, participation record and budget.
         entropy: where cohorts and noise come from.
 
     Yields:
@@ -131,7 +131,7 @@ def find_quantiles(
             statistics=None,
         )
         at = replace(state, round=number)
-        _, result = run_round(asking, at, transport, books, entropy)
+        _, result = run_round(asking, at, transport, records, entropy)
         known = tuple(
             each.narrowed(np.array(value), result.metrics_noise_stddev[name], quantile)
             for each, (name, value) in zip(known, result.metrics.items(), strict=True)

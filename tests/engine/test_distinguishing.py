@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from federation import open_books
+from federation import open_records
 from scipy.stats import binomtest
 from torch import nn
 
@@ -107,7 +107,7 @@ def observed(
         0,
         0,
         task.parameters(),
-        plan.mechanism.average.sum_query.clipping,
+        plan.mechanism.clipping,
         plan.local,
         np.arange(OTHERS + 1),
         bytes(32),
@@ -122,7 +122,7 @@ def observed(
         for number in range(RUNS):
             where = folder / f"{there}-{number}"
             where.mkdir()
-            with open_books(where) as books:
+            with open_records(where) as books:
                 entropy = SeededEntropy(2 * number + there)
                 ((after, _),) = train(plan, begun, transport, books, entropy)
                 events = books.ledger.events()

@@ -15,10 +15,11 @@ from fedpriv.engine.batches import Batches, by_rung, schedule
 from fedpriv.engine.local_training import train_chunk
 from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.low_rank import train_layers_chunk
+from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.separability import separable_layers
 from fedpriv.engine.task import RoundParameters, Task
 from fedpriv.models import cnn, mlp, softmax_regression
-from fedpriv.privacy.clipping_torch import OuterProducts, TorchTensors, Updates, whole
+from fedpriv.privacy.clipping_torch import TorchTensors, Updates, whole
 from fedpriv.privacy.round import LocalTraining
 
 KEY = bytes(range(32))

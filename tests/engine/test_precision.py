@@ -17,6 +17,7 @@ from fedpriv.engine.batches import Batches
 from fedpriv.engine.local_training import train_chunk
 from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.low_rank import train_layers_chunk
+from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.separability import separable_layers
 from fedpriv.engine.task import Activations, RoundParameters, Task, activations_named
@@ -24,7 +25,7 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.models import build_model
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.clipping_torch import OuterProducts, Updates, whole
+from fedpriv.privacy.clipping_torch import Updates, whole
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining, RoundRequest

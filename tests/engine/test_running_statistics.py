@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from federation import open_books
+from federation import open_records
 from torch import nn
 
 from fedpriv.data.population import UserStore
@@ -68,7 +68,7 @@ def test_released_statistics_find_those_of_the_population(
     plan = make_plan(task, noise_multiplier)
     state = initial_state(plan, task.parameters(), task.statistics())
     transport = InProcessTransport(task, users, torch.device("cpu"), 10**7)
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         *_, (state, _) = train(plan, state, transport, books, SeededEntropy(0))
     x = users.fields["x"].astype(np.float64)
     spread = x.std(0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import CONSTANT, PARAMETERS, make_plan, open_books
+from federation import CONSTANT, PARAMETERS, make_plan, open_records
 
 from fedpriv.errors import CheckpointError
 from fedpriv.ledger.ledger import Head
@@ -44,7 +44,7 @@ def same(one: ServerState, other: ServerState) -> bool:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
 def test_a_state_comes_back_exactly(tmp_path, optimizer) -> None:
     plan = make_plan(optimizer=optimizer)
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         for state, _ in train(
             plan, initial_state(plan, PARAMETERS), CONSTANT, books, SeededEntropy(0)
         ):
@@ -63,7 +63,7 @@ def test_a_state_comes_back_exactly(tmp_path, optimizer) -> None:
 
 def test_another_plan_is_refused(tmp_path) -> None:
     plan = make_plan()
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         state = initial_state(plan, PARAMETERS)
         path = save_checkpoint(tmp_path, Checkpoint(state, plan.digest, books.ledger.head))
         with pytest.raises(CheckpointError, match="belongs to plan"):
@@ -72,14 +72,14 @@ def test_another_plan_is_refused(tmp_path) -> None:
 
 def test_another_or_shorter_ledger_is_refused(tmp_path) -> None:
     plan = make_plan()
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         first, _ = next(
             train(plan, initial_state(plan, PARAMETERS), CONSTANT, books, SeededEntropy(0))
         )
         path = save_checkpoint(tmp_path, Checkpoint(first, plan.digest, books.ledger.head))
     other = tmp_path / "other"
     other.mkdir()
-    with open_books(other) as books, pytest.raises(CheckpointError, match="seen 1 charges"):
+    with open_records(other) as books, pytest.raises(CheckpointError, match="seen 1 charges"):
         resume(path, plan, books.ledger)
 
 
@@ -93,7 +93,7 @@ def test_damaged_files_are_refused(tmp_path, content: bytes) -> None:
 
 def test_every_cut_of_a_checkpoint_is_refused(tmp_path) -> None:
     plan = make_plan()
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         state = initial_state(plan, PARAMETERS)
         path = save_checkpoint(tmp_path, Checkpoint(state, plan.digest, books.ledger.head))
     whole = path.read_bytes()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from federation import CONSTANT, PARAMETERS, make_plan, open_books
+from federation import CONSTANT, PARAMETERS, make_plan, open_records
 
 from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import PartialSum, RoundRequest
@@ -26,7 +26,7 @@ def run_to_the_end(generator) -> tuple[list[tuple[ServerState, RoundResult]], St
 
 def test_all_rounds_are_run_and_charged_once(tmp_path) -> None:
     plan = make_plan()
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         reports, stop = run_to_the_end(
             train(plan, initial_state(plan, PARAMETERS), CONSTANT, books, OperatingSystemEntropy())
         )
@@ -40,7 +40,7 @@ def test_all_rounds_are_run_and_charged_once(tmp_path) -> None:
 
 def test_training_stops_before_the_budget_with_nothing_charged_beyond(tmp_path) -> None:
     plan = make_plan()
-    with open_books(tmp_path, limit=3.0) as books:
+    with open_records(tmp_path, limit=3.0) as books:
         reports, stop = run_to_the_end(
             train(plan, initial_state(plan, PARAMETERS), CONSTANT, books, SeededEntropy(0))
         )
@@ -56,7 +56,7 @@ def test_users_are_not_asked_for_a_round_that_the_budget_forbids(tmp_path) -> No
         return {name: np.zeros(p.shape) for name, p in request.parameters.items()}
 
     plan = make_plan(sampling=PoissonSampling(20, 1.0))
-    with open_books(tmp_path, limit=2.0) as books:
+    with open_records(tmp_path, limit=2.0) as books:
         state = initial_state(plan, PARAMETERS)
         run_to_the_end(train(plan, state, FakeTransport(update_of), books, SeededEntropy(0)))
     assert {round_number for round_number, _ in asked} == {0, 1}
@@ -64,7 +64,7 @@ def test_users_are_not_asked_for_a_round_that_the_budget_forbids(tmp_path) -> No
 
 def test_empty_cohorts_release_and_are_charged(tmp_path) -> None:
     plan = make_plan(sampling=PoissonSampling(1, 1e-12))
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         state = initial_state(plan, PARAMETERS)
         reports, _ = run_to_the_end(train(plan, state, CONSTANT, books, OperatingSystemEntropy()))
         assert books.ledger.head.count == 5
@@ -74,7 +74,7 @@ def test_empty_cohorts_release_and_are_charged(tmp_path) -> None:
 
 def test_a_repeated_round_is_a_new_attempt_with_fresh_noise_and_its_own_charge(tmp_path) -> None:
     plan = make_plan(rounds=1)
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         state = initial_state(plan, PARAMETERS)
         one, first = next(train(plan, state, CONSTANT, books, SeededEntropy(0)))
         other, second = next(train(plan, state, CONSTANT, books, SeededEntropy(0)))
@@ -91,7 +91,7 @@ def test_an_attempt_that_was_given_up_uncharged_keeps_its_number(tmp_path) -> No
             raise OSError("no more")
 
     plan = make_plan(rounds=1)
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         state = initial_state(plan, PARAMETERS)
         with pytest.raises(OSError, match="no more"):
             next(train(plan, state, GivesUp(CONSTANT.update_of), books, SeededEntropy(0)))
@@ -102,12 +102,12 @@ def test_an_attempt_that_was_given_up_uncharged_keeps_its_number(tmp_path) -> No
 
 def test_nothing_is_noised_before_the_charge_is_on_disk(tmp_path, monkeypatch) -> None:
     plan = make_plan()
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         charged_when_noised = []
         close = rounds.close_round
 
         def spy(*arguments: object) -> object:
-            with open_books(tmp_path) as another_process:
+            with open_records(tmp_path) as another_process:
                 charged_when_noised.append(another_process.ledger.head.count)
             return close(*arguments)
 
@@ -125,7 +125,7 @@ def test_seeded_runs_repeat_and_others_do_not(tmp_path, seed: int) -> None:
     for number, entropy in enumerate([*seeded, OperatingSystemEntropy()]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with open_books(folder) as books:
+        with open_records(folder) as books:
             state = initial_state(plan, PARAMETERS)
             reports, _ = run_to_the_end(train(plan, state, CONSTANT, books, entropy))
             ends.append(reports[-1][0].parameters["w"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import LAYOUT, PARAMETERS, make_plan, open_books
+from federation import LAYOUT, PARAMETERS, make_plan, open_records
 
 from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError
@@ -35,7 +35,7 @@ def sent(request: RoundRequest, user: int) -> dict[str, np.ndarray]:
 
 
 def run(plan: TrainingPlan, folder: Path, transport: FakeTransport | None = None) -> list:
-    with open_books(folder) as books:
+    with open_records(folder) as books:
         state = initial_state(plan, PARAMETERS)
         reports = train(plan, state, transport or FakeTransport(sent), books, SeededEntropy(3))
         return [list(reports), list(books.ledger.charges())]
@@ -121,7 +121,7 @@ def test_norms_converge_to_the_quantile_of_each_group(start: float, tmp_path: Pa
 
 def test_clipping_norms_are_in_the_checkpoint(tmp_path: Path) -> None:
     plan = plan_with(adaptive=AdaptiveClipping())
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as books:
         state = initial_state(plan, PARAMETERS)
         rounds = train(plan, state, FakeTransport(sent), books, SeededEntropy(3))
         first: ServerState = next(rounds)[0]
