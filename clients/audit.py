@@ -13,9 +13,9 @@ from datetime import UTC, datetime, timedelta
 
 import grpc
 
-from fedpriv.accounting.accountant import PrivacyLoss
-from fedpriv.accounting.accountants import epsilon as priced
+from fedpriv.accounting.accountant import LEAST_DELTA, PrivacyLoss
 from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.accounting.registry import epsilon as priced
 from fedpriv.clients.connection import Backoff, fetch_ledger, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, TakenPart
@@ -170,9 +170,10 @@ def _fits(event: RoundEvent, part: TakenPart) -> bool:
 def _refuse_understatement(examined: Examined, offer: RoundOffer) -> None:
     rows = examined.ledger.rows
     said, delta = offer.price.epsilon_after, offer.price.delta
-    least = float("inf")  # no finite ε holds at δ = 0, where there is a Gaussian
+    # No finite ε holds at δ = 0, where there is a Gaussian; ε only grows where δ is smaller.
+    least = float("inf")
     if delta > 0.0:
-        least = _loss_with(rows[: _before(rows, offer)], offer, delta).epsilon_low
+        least = _loss_with(rows[: _before(rows, offer)], offer, max(delta, LEAST_DELTA)).epsilon_low
     if not said >= least * (1.0 - _UNDERSTATED):
         raise AuditError(
             f"the server says ε = {said} at δ = {delta}, but charges and offer cost at least "

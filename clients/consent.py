@@ -7,8 +7,8 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from fedpriv.accounting.pricing import delta_below
 from fedpriv.config import NonNegative, Positive, Section, checked, read_toml
-from fedpriv.report.spending import delta_below
 from fedpriv.wire import RoundOffer, Welcome
 
 _ROUNDING = 1e-9
@@ -23,14 +23,14 @@ class Consent(Section):
         least_noise_multiplier: of a whole round.
         most_rounds_per_day: in which users of the node are trained, in the last 24 hours.
         total_epsilon: ε, at `delta`, of all charges of the ledger and the round that is offered.
-        delta: δ in (0, 1).
+        delta: δ in [1e-60, 1).
     """
 
     largest_clipping_norm: Positive | None = None
     least_noise_multiplier: NonNegative | None = None
     most_rounds_per_day: Annotated[int, Field(ge=0)] | None = None
     total_epsilon: Positive | None = None
-    delta: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    delta: Annotated[float, Field(ge=1e-60, lt=1.0)] | None = None
 
     @model_validator(mode="after")
     def _must_have_a_delta(self) -> Self:

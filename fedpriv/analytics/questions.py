@@ -158,6 +158,9 @@ class Question(ABC):
     Attributes:
         name: names the question, and its vector group in the ledger.
         of: the quantity: a column of the users' store, or a function of one user's fields.
+
+    Raises:
+        InvalidValueError: a field is out of range.
     """
 
     name: str
@@ -245,9 +248,6 @@ class Histogram(Question):
         clipping_norm: S > 0, in records.
 
     The answer has shape [K], in the order of the categories; noise can make a count negative.
-
-    Raises:
-        InvalidValueError: a field is out of range.
     """
 
     name: str
@@ -312,13 +312,17 @@ class Distribution(Question):
     A user with several records counts as equal parts of each; one without a finite record counts
     as above all thresholds.
 
+    The curve is the running sum A·h of the histogram h of the bins between thresholds. Noising h
+    and adding up would leave noise that grows as √m. Instead, users contribute their column of the
+    square root R of A (R·R = A, lower triangular Toeplitz), and the server multiplies the noised
+    sum by R once more. The noise of each share is then less than 1.07 + ln(m)/π times that of a
+    single count, 2.4 times for m = 64 (Fichtenberger, Henzinger and Upadhyay 2023,
+    arXiv:2202.11205).
+
     Attributes:
         thresholds: m finite numbers, each above the one before.
 
     The answer has shape [m] and is unbiased, hence at times outside [0, 1] or falling.
-
-    Raises:
-        InvalidValueError: a field is out of range.
     """
 
     name: str
@@ -394,9 +398,6 @@ class Quantiles(Question):
 
     The answer has shape [k]; its noise_stddev is a quarter of the interval that noise alone makes,
     0 where that falls on one threshold.
-
-    Raises:
-        InvalidValueError: a field is out of range.
     """
 
     name: str
@@ -483,19 +484,13 @@ def check_range(question: Question, low: float, high: float) -> None:
 
 @dataclass(frozen=True)
 class Mean(Question):
-    """The mean over all enrolled users of their values.
+    """The mean over all enrolled users of their values, each clipped to [low, high].
 
     What a user contributes is its value minus the middle of [low, high], which has the smallest
     bound that the range allows, half of it. A user without a value counts as one in the middle.
 
-    Attributes:
-        low: smaller values count as this.
-        high: larger values count as this.
-
-    The answer has shape () and is unbiased. The narrower the range, the smaller the noise.
-
-    Raises:
-        InvalidValueError: a field is out of range.
+    The denominator is the constant qN, never a noisy count of those who have a value: the answer,
+    of shape (), is unbiased, which a ratio is not. The narrower the range, the smaller the noise.
     """
 
     name: str
@@ -532,18 +527,11 @@ class Mean(Question):
 
 @dataclass(frozen=True)
 class Sum(Question):
-    """The sum over all enrolled users of their totals.
+    """The sum over all enrolled users of their totals, each clipped to [low, high].
 
     Of a column or function of zeros and ones with low = 0 and high = 1 it is a count of users.
 
-    Attributes:
-        low: a user's smaller total counts as this.
-        high: a user's larger total counts as this.
-
     The answer has shape () and is unbiased; a user without a value adds nothing.
-
-    Raises:
-        InvalidValueError: a field is out of range.
     """
 
     name: str
@@ -585,21 +573,14 @@ class Sum(Question):
 
 @dataclass(frozen=True)
 class Variance(Question):
-    """The variance over all enrolled users of their values: mean square minus squared mean.
+    """The variance over all users of their values, clipped to [low, high]: mean square − mean².
 
     What a user contributes is (t, t²), t being its value in units of half the range from the
     centre, of norm at most √2. A user without a value counts as one in the middle.
 
-    Attributes:
-        low: smaller values count as this.
-        high: larger values count as this.
-
     The answer has shape () and is unbiased, hence at times negative. It is not linear in the
     release: noise_stddev takes the released mean for the true one, and the interval the cohort's
     part of the error to first order.
-
-    Raises:
-        InvalidValueError: a field is out of range.
     """
 
     name: str

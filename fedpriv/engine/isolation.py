@@ -125,8 +125,11 @@ class Isolation:
         while (lanes := trainer.footprint.lanes_for(users, rung)) < verdict.most:
             if lanes not in verdict.counts:
                 some = min(_COMPARED, len(verdict.digests))
-                found = _RandomUsers.of(trainer, request, start, rung, some).in_turns(lanes)
-                verdict.counts[lanes] = _agree(found, verdict.digests)
+                compared = _RandomUsers.of(trainer, request, start, rung, some)
+                verdict.counts[lanes] = all(
+                    _agree(compared.in_turns(lanes, places), verdict.digests)
+                    for places in (0, 1, lanes // 3 + 1)
+                )
             if verdict.counts[lanes]:
                 return lanes
             users += 1
@@ -222,8 +225,8 @@ class _RandomUsers:
         users = self.users
         digests = self.digests(np.arange(users), lanes)
         expected = tuple(digests[user] for user in range(users))
-        for number in (1, 2):
-            turned = np.roll(np.arange(users), number * (users // 3 + 1))
+        for number, places in ((0, 1), (1, users // 3 + 1), (2, 2 * (users // 3 + 1))):
+            turned = np.roll(np.arange(users), places)
             broken = np.where(np.arange(users) % 3 == number, turned + users, turned)
             try:
                 found = self.digests(broken, lanes)
@@ -233,11 +236,12 @@ class _RandomUsers:
                 return ()
         return expected
 
-    def in_turns(self, lanes: int) -> dict[int, bytes]:
-        """What some get, as many as tell, if they train in fewer lanes at a time."""
+    def in_turns(self, lanes: int, places: int) -> dict[int, bytes]:
+        """What some get, as many as tell, in fewer lanes at a time, so many places further on."""
         most, found = self.trainer.footprint.most_users(lanes, self.rung), dict[int, bytes]()
         for first in range(0, min(self.users, _TURNS * most), most):
-            found |= self.digests(np.arange(first, first + most) % self.users, lanes)
+            turn = np.roll(np.arange(first, first + most) % self.users, places)
+            found |= self.digests(turn, lanes)
         return found
 
     def alone(self) -> dict[int, bytes]:

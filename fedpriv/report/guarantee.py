@@ -10,17 +10,21 @@ from pathlib import Path
 import numpy as np
 
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
-from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import NeighbouringRelation, Randomness, SamplingPolicy
-from fedpriv.report.charts import Axis, Chart, Series, save
-from fedpriv.report.curves import Cost, Curves, DeltaCurve, EpsilonCurve, TradeOff
-from fedpriv.report.page import Section, Term
-from fedpriv.report.spending import (
+from fedpriv.accounting.pricing import (
     Arithmetic,
+    Cost,
+    Curves,
+    DeltaCurve,
+    EpsilonCurve,
     LedgerContent,
+    TradeOff,
     weakest_arithmetic,
     weakest_randomness,
 )
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import NeighbouringRelation, Randomness, SamplingPolicy
+from fedpriv.report.charts import Axis, Chart, Series, save
+from fedpriv.report.page import Section, Term
 from fedpriv.report.tables import Column, Table, format_epsilon, format_epsilon_low
 
 _RELATIONS = {
@@ -175,7 +179,7 @@ def privacy_sections(
 def epsilon_chart(cost: Cost) -> Chart:
     """ε by the number of charges, by every accountant that can price the ledger.
 
-    A certified interval is drawn with its lower end, where there is one.
+    An interval is drawn with its lower end, where there is one.
     """
     series = []
     for curve in cost.by_rounds:
@@ -259,7 +263,7 @@ def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
     """Write each curve of a ledger as a figure and as CSV, and return the files.
 
     * epsilon_by_rounds.csv: `accountant`, `bound` (what kind of number ε is), `delta`, `rounds`,
-      `epsilon_low` (certified lower end, 0 if there is none), `epsilon` (inf if none is proven).
+      `epsilon_low` (lower end, 0 if there is none), `epsilon` (inf if none is proven).
     * delta_by_epsilon.csv: `accountant`, `bound`, `epsilon`, `delta` (upper end of an interval).
     * trade_off.csv: `type_one`, `type_two` (at least this), `type_two_gaussian` (G_μ),
       `type_two_perfect` (no information).

@@ -8,11 +8,11 @@ from urllib.parse import quote
 
 from fedpriv import __version__
 from fedpriv.accounting.accountant import PrivacyLoss
-from fedpriv.accounting.accountants import accountant_named
+from fedpriv.accounting.pricing import Cost, cost_of
+from fedpriv.accounting.registry import accountant_named
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.budget import merge_equal
 from fedpriv.report.charts import ROUNDS, Axis, Chart, Series, save
-from fedpriv.report.curves import Cost, cost_of
 from fedpriv.report.guarantee import assumptions, privacy_sections, users_of, warnings
 from fedpriv.report.page import Card, Page, Section, Term
 from fedpriv.report.records import Figures, RunRecord, versions

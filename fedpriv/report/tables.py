@@ -14,19 +14,19 @@ from rich.console import Console, JustifyMethod
 from rich.text import Text
 
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
-from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import SamplingEvent, SumQueryEvent
-from fedpriv.ledger.export import ExportedLedger, is_export
-from fedpriv.ledger.ledger import Head, Ledger
-from fedpriv.ledger.participation import ParticipationRecord
-from fedpriv.report.planning import Plan
-from fedpriv.report.spending import (
+from fedpriv.accounting.calibration import Plan
+from fedpriv.accounting.pricing import (
     Arithmetic,
     LedgerContent,
     Price,
     Spending,
     read_ledger,
 )
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import SamplingEvent, SumQueryEvent
+from fedpriv.ledger.export import ExportedLedger, is_export
+from fedpriv.ledger.ledger import Head, Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
     """Write one JSON object: what was priced, and a row for each part and accountant.
 
     In a row, `ledger` is null for all ledgers and `run` is null for all runs. A δ that was found
-    stands in `delta` of its row, an ε in `epsilon`, with the certified lower end `epsilon_low`.
+    stands in `delta` of its row, an ε in `epsilon`, with the lower end `epsilon_low`.
     `refusals` says why an accountant has no row. An infinite ε is the string "Infinity", which no
     program takes for a small number.
     """

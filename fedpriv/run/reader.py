@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.config import load_config
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
 from fedpriv.ledger.ledger import Ledger
@@ -21,7 +22,6 @@ from fedpriv.report.records import (
     Verification,
 )
 from fedpriv.report.run_page import page_of_run
-from fedpriv.report.spending import LedgerContent
 from fedpriv.report.study_page import page_of_study
 from fedpriv.run.folder import RunFolder, reason
 from fedpriv.studies import read_study

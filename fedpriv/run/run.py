@@ -17,13 +17,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.numpy import save
 
-from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
+from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.build import Experiment
 from fedpriv.ledger.ledger import Head
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.report.run_page import write_run_figures
-from fedpriv.report.spending import weakest_arithmetic, weakest_randomness
 from fedpriv.report.tables import format_epsilon
 from fedpriv.run.callbacks import event_files, require_tensorboard, tell
 from fedpriv.run.evaluation import Evaluation, Evaluator

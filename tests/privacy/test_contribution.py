@@ -578,7 +578,7 @@ def test_the_noise_of_every_group_has_its_scale_and_no_other() -> None:
 
 def test_a_query_charges_every_group_of_a_contribution() -> None:
     stddevs = noise_stddevs(sensitivities(CLIPPING), 2.0, proportional_shares(GROUPS))
-    events = GaussianQuery(CLIPPING, stddevs).events
+    events = GaussianQuery(CLIPPING, stddevs, weighted_denominator=1.0).events
     assert [event.group for event in events] == ["left", "right", "metrics/counts", "unclipped"]
     total = math.fsum((event.clipping_norm / event.noise_stddev) ** 2 for event in events)
     assert total**-0.5 == pytest.approx(2.0)
