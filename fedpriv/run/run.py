@@ -147,7 +147,7 @@ def conduct(
         tell(callbacks or {}, result)
         yield timed
     _save(folder, plan, state, records.ledger.head)
-    tensors = {name: np.ascontiguousarray(p) for name, p in state.model.items()}
+    tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
     write_atomically(folder.model, save(tensors))
     return Outcome(stop, state, evaluate(state.model), private_metrics)
 
