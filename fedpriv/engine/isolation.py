@@ -74,14 +74,9 @@ class Isolation:
     def chunks(
         self, request: RoundRequest, start: RoundParameters, rung: Rung, users: Integers, parts: int
     ) -> Iterator[Chunk]:
-        """Cut users of a rung into chunks.
+        """Cut users of a rung, positions in the store, into a multiple of `parts` if possible.
 
-        Args:
-            request: of the round.
-            start: what users start from in some round; random users do so from the first.
-            rung: of all these users.
-            users: positions in the store.
-            parts: into a multiple of so many, if there are so many users.
+        Random users start from the first `start` that is ever given.
 
         Raises:
             ModelError: the model cannot be trained in this shape, or what a user gets depends on
@@ -125,9 +120,9 @@ class Isolation:
         while (lanes := trainer.footprint.lanes_for(users, rung)) < verdict.most:
             if lanes not in verdict.counts:
                 some = min(_COMPARED, len(verdict.digests))
-                compared = _RandomUsers.of(trainer, request, start, rung, some)
+                crowd = _RandomUsers.of(trainer, request, start, rung, some)
                 verdict.counts[lanes] = all(
-                    _agree(compared.in_turns(lanes, places), verdict.digests)
+                    _agree(crowd.in_turns(lanes, places), verdict.digests)
                     for places in (0, 1, lanes // 3 + 1)
                 )
             if verdict.counts[lanes]:
@@ -225,6 +220,7 @@ class _RandomUsers:
         users = self.users
         digests = self.digests(np.arange(users), lanes)
         expected = tuple(digests[user] for user in range(users))
+        # Libraries round alike at places that differ by an even number where they do not at others.
         for number, places in ((0, 1), (1, users // 3 + 1), (2, 2 * (users // 3 + 1))):
             turned = np.roll(np.arange(users), places)
             broken = np.where(np.arange(users) % 3 == number, turned + users, turned)

@@ -51,15 +51,11 @@ class Window:
 
 
 def patches(images: torch.Tensor, window: Window) -> torch.Tensor:
-    """What the window sees at each position.
-
-    Args:
-        images: [N, height, width, channels]; fastest if contiguous.
-        window: the window.
+    """What the window sees at each position of images [N, height, width, channels].
 
     Returns:
         [N, rows, columns, kernel height · kernel width · channels], contiguous, and no view of the
-        images.
+        images, which are best contiguous.
     """
     count, height, width, channels = images.shape
     (up, left), (rows, columns) = window.padding, window.positions(height, width)
@@ -79,12 +75,7 @@ def patches(images: torch.Tensor, window: Window) -> torch.Tensor:
 
 
 def added(parts: torch.Tensor, window: Window, size: tuple[int, int]) -> torch.Tensor:
-    """Images, each the sum of the patches at its positions: the adjoint of `patches`.
-
-    Args:
-        parts: [N, rows, columns, kernel height · kernel width · channels].
-        window: the window.
-        size: height and width of the images.
+    """Images of a size, each the sum of the patches at its positions: the adjoint of `patches`.
 
     Returns:
         [N, height, width, channels], of the type of the parts; added up in float32.
@@ -305,11 +296,7 @@ class BatchedAffine(BatchedLayer):
 
 
 def batched_layer(layer: nn.Module, *, alike: bool = False) -> BatchedLayer:
-    """The layer with parameters of each user.
-
-    Args:
-        layer: the layer.
-        alike: whether it sees the same for all examples.
+    """The layer with parameters of each user; alike: it sees the same for all examples.
 
     Raises:
         ModelError: layers of this kind are not known.
@@ -352,12 +339,7 @@ class Layers:
     entrance: str | None = None
 
     def low_rank(self, steps: int, batch: int) -> dict[str, nn.Linear]:
-        """Linear layers for which low-rank corrections cost less than weights for each user.
-
-        Args:
-            steps: of each user.
-            batch: examples in each step.
-        """
+        """Linear layers for which low-rank corrections cost less than weights for each user."""
         found = {}
         for name, rows in self.rows.items():
             layer = self.trained[name]
@@ -374,11 +356,7 @@ class Layers:
         return tuple(self._names[id(parameter)] for parameter in own)
 
     def batched(self, low_rank: Iterable[str] = ()) -> "BatchedModel":
-        """A copy of the model for many users, the same one each time: for one thread.
-
-        Args:
-            low_rank: names of layers that get low-rank corrections.
-        """
+        """A copy for many users, the same each time, with slots for layers that get corrections."""
         names = frozenset(low_rank)
         if names not in self._copies:
             self._copies[names] = BatchedModel(self, names)
@@ -394,16 +372,10 @@ class Layers:
 
 
 class BatchedModel:
-    """A copy of a model that the examples of many users go through side by side.
+    """A copy of a model through which the examples of many users go side by side.
 
-    All other tensors than those of trained layers are shared with the model.
-
-    Args:
-        layers: of the model.
-        low_rank: names of linear layers that get corrections in place of weights for each user.
-
-    Attributes:
-        model: the copy.
+    All tensors but those of trained layers are shared with the model. Linear layers named in
+    `low_rank` get corrections in place of weights for each user.
     """
 
     def __init__(self, layers: Layers, low_rank: Iterable[str]) -> None:
@@ -442,14 +414,9 @@ class BatchedModel:
         activations: Activations,
         device: torch.device,
     ) -> torch.Tensor:
-        """Outputs for all examples.
+        """Outputs for examples [C·B, …] by each user's own parameters, [C, *shape].
 
-        Args:
-            own: parameters of each user, [C, *shape].
-            constants: frozen parameters and buffers.
-            x: [C·B, …] examples; on the device "meta" if they enter by a layer that has them.
-            activations: of the model.
-            device: where it computes.
+        Examples are on the device "meta" if they enter by a layer that has them.
         """
         # Costs less than putting tensors into modules, as `functional_call` does.
         for layer, names in self._batched:

@@ -177,12 +177,7 @@ def train_chunk(
 ) -> TorchTensors:
     """Train the users of a chunk side by side by `torch.func`, whatever the model is made of.
 
-    Args:
-        task: model and loss; training draws no random numbers.
-        start: the model at the start of the round.
-        batches: of the users.
-        local: how they train.
-        activations: of the model.
+    Training draws no random numbers.
 
     Returns:
         Updates (trained minus initial parameters), each tensor [L, *shape].

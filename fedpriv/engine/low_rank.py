@@ -179,16 +179,7 @@ def train_layers_chunk(
     local: LocalTraining,
     activations: Activations = "float32",
 ) -> Updates:
-    """Train the users of a chunk in layers; arguments and result as of `train_chunk`.
-
-    Args:
-        layers: of the task.
-        task: model and loss.
-        start: the model at the start of the round.
-        batches: of the users.
-        local: how they train.
-        activations: of the model.
-    """
+    """Train the users of a chunk in layers of the task; the result is as of `train_chunk`."""
     users, steps, width = batches.shape
     algorithm, parameters = algorithm_of(local), start.parameters
     low_rank: dict[str, LowRankLinear] = {}

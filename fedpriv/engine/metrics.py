@@ -121,8 +121,8 @@ def _is_own(name: str) -> bool:
 
 
 def _make_loss(name: str, bound: float) -> Metric:
-    _check_positive(name, "bound", bound)
-    return Metric(name, centre=bound / 2.0, radius=bound / 2.0)
+    radius = _positive(name, "bound", bound) / 2.0
+    return Metric(name, centre=radius, radius=radius)
 
 
 def _make_accuracy(name: str) -> Metric:
@@ -130,13 +130,18 @@ def _make_accuracy(name: str) -> Metric:
 
 
 def _make_examples(name: str, cap: float) -> Metric:
-    _check_positive(name, "cap", cap)
-    return Metric(name, centre=cap / 2.0, radius=cap / 2.0, options=(float(cap),))
+    radius = _positive(name, "cap", cap) / 2.0
+    return Metric(name, centre=radius, radius=radius, options=(float(cap),))
 
 
 def _make_label_counts(name: str, classes: float, bound: float) -> Metric:
-    _check_positive(name, "bound", bound)
-    return Metric(name, (_count(name, "classes", classes),), radius=bound)
+    radius = _positive(name, "bound", bound)
+    return Metric(name, (_count(name, "classes", classes),), radius=radius)
+
+
+def _make_batch_norm(name: str, channels: float, bound: float) -> Metric:
+    radius = _positive(name, "bound", bound)
+    return Metric(name, (2 * _count(name, "channels", channels),), radius=radius)
 
 
 def _make_update_norms(name: str, thresholds: Sequence[float]) -> Metric:
@@ -144,19 +149,12 @@ def _make_update_norms(name: str, thresholds: Sequence[float]) -> Metric:
         raise InvalidValueError(
             f"thresholds of metric {name!r} are {thresholds!r}; there must be at least one"
         )
-    for threshold in thresholds:
-        _check_positive(name, "a threshold", threshold)
-    radius = math.sqrt(len(thresholds)) / 2.0 * _UPWARD
-    return Metric(name, (len(thresholds),), 0.5, radius, tuple(map(float, thresholds)))
-
-
-def _make_batch_norm(name: str, channels: float, bound: float) -> Metric:
-    _check_positive(name, "bound", bound)
-    return Metric(name, (2 * _count(name, "channels", channels),), radius=bound)
+    options = tuple(float(_positive(name, "a threshold", each)) for each in thresholds)
+    return Metric(name, (len(options),), 0.5, math.sqrt(len(options)) / 2.0 * _UPWARD, options)
 
 
 def _make_own(name: str, radius: float, centre: float = 0.0, shape: Sequence[float] = ()) -> Metric:
-    _check_positive(name, "radius", radius)
+    radius = _positive(name, "radius", radius)
     if not isinstance(shape, Sequence) or not isinstance(centre, int | float):
         raise InvalidValueError(
             f"metric {name!r} has centre {centre!r} and shape {shape!r}; they must be a number and "
@@ -166,11 +164,12 @@ def _make_own(name: str, radius: float, centre: float = 0.0, shape: Sequence[flo
     return Metric(name, axes, centre, radius)
 
 
-def _check_positive(name: str, what: str, value: object) -> None:
+def _positive(name: str, what: str, value: float) -> float:
     if not (isinstance(value, int | float) and 0.0 < value < math.inf):
         raise InvalidValueError(
             f"{what} of metric {name!r} is {value!r}; it must be a positive number"
         )
+    return value
 
 
 def _count(name: str, what: str, value: float) -> int:
@@ -340,12 +339,7 @@ def user_metrics(
 ) -> TorchTensors:
     """What users report beside their updates: name of tensor → value − centre, float32 [L, *shape].
 
-    Args:
-        measuring: the model at the start of the round.
-        examples: of the chunk.
-        metrics: those asked for.
-        updates: of the users, before they are clipped.
-        groups: vector groups of the round.
+    Updates are those before clipping, groups the vector groups of the round.
     """
     kinds = {m: _kind_of(m.name, measuring.task.metrics) for m in metrics}
     values = _measured(measuring, examples, {m: k for m, k in kinds.items() if k.of_examples})
@@ -519,13 +513,9 @@ class ChunkDiagnostics:
 def diagnose_chunk(
     tensors: Updates, request: RoundRequest, losses: torch.Tensor, users: int
 ) -> ChunkDiagnostics:
-    """Diagnostics of a chunk.
+    """Diagnostics of the first C lanes, which are users, from what all send before clipping.
 
-    Args:
-        tensors: what its lanes send, before clipping.
-        request: of the round.
-        losses: [L] mean loss of each lane's examples.
-        users: C, how many of the lanes are users; the first ones.
+    Losses are the mean losses of the lanes' examples, [L].
     """
     groups = sent(request.clipping)
     norms = {name: norm[:users] for name, norm in group_norms(tensors, groups).items()}

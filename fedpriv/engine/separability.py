@@ -24,13 +24,8 @@ def separable_layers(task: Task, x: torch.Tensor, y: torch.Tensor) -> Layers | N
     """The layers of a task, if they keep users apart in all that it trains.
 
     Examples of several users are to go through the model side by side, so it must work on each by
-    itself: tried with random ones, what a user gets must be what it would get alone, and must be
-    the same to the last bit whatever the examples beside its own are.
-
-    Args:
-        task: the task.
-        x: [1, …] one input that the model accepts.
-        y: [1, …] one target.
+    itself: tried with random ones like one input [1, …] and target, what a user gets must be what
+    it would get alone, and the same to the last bit whatever the examples beside its own are.
 
     Returns:
         None if a trained layer is of no known kind or is trained in part, if the model does

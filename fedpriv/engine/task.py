@@ -343,16 +343,9 @@ def outputs_of(
     activations: Activations,
     device: torch.device,
 ) -> torch.Tensor:
-    """Outputs of a model in training, float32 also where activations are not.
+    """Outputs, float32, of a model in training, with tensors put in by name.
 
     The backward pass computes in the types of this one, outside of autocast.
-
-    Args:
-        model: the model.
-        tensors: what to put in place of parameters and buffers of these names.
-        x: inputs.
-        activations: of the forward pass.
-        device: where the model computes.
     """
     # Users' weights are lowered anew in each step, so there is nothing to cache.
     lower = activations == "bfloat16"
@@ -375,9 +368,6 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
 
     An autocast around it would round to fewer bits, and flushed subnormal numbers would be zero;
     without gradients nothing would be learnt.
-
-    Args:
-        device: where users train.
     """
     flushed = bool(torch.full((), _SMALLEST) / 2 == 0)
     torch.set_flush_denormal(False)
@@ -414,10 +404,7 @@ def refuse_flushing_threads() -> None:
 def seeded(local_key: bytes, user: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators, which draw dropout masks, and restore them afterwards.
 
-    Args:
-        local_key: 32 bytes of this round.
-        user: the user's position in the population.
-        device: where the user trains.
+    The seed follows from the round's key and the user's position in the population.
     """
     own = hashlib.sha256(local_key + user.to_bytes(8, "little")).digest()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -426,15 +413,9 @@ def seeded(local_key: bytes, user: int, device: torch.device) -> Iterator[None]:
 
 
 def draws(task: Task, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether training draws from torch's generators, which all threads share.
+    """Whether training on one input [1, …] and target draws from torch's generators.
 
-    Args:
-        task: the task.
-        x: [1, …] one input.
-        y: [1, …] one target.
-
-    Returns:
-        True also if it cannot be known, since the task cannot be evaluated on the example.
+    True also if it cannot be known, since the task cannot be evaluated on the example.
     """
     device = next(iter(task.model.parameters())).device
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -148,10 +148,6 @@ class Footprint:
         torch goes through all lanes of a tensor in one loop of vector instructions, of which each
         does up to `_UNROLLED` numbers; what is left over at the end is done one by one, and some
         functions then give other bits. So nothing is left over, or it is in blank lanes.
-
-        Args:
-            users: how many there are, at least 1.
-            rung: of the users.
         """
         apart, least = self.filled(rung), min(self._numbers(rung), default=1)
         spare = -(-(_UNROLLED - 1) // least) if apart > 1 else 0
@@ -281,11 +277,6 @@ class Trainer:
         If training fails, half of the users train in the same shape, with blanks beside them, and
         then the other half; one for whom it fails alone counts as zero. So it is also where there
         is too little memory.
-
-        Args:
-            request: of the round.
-            start: what users start from.
-            chunk: the users.
         """
         try:
             return self._sum(request, start, chunk)

@@ -59,13 +59,8 @@ def computing_with(threads: int) -> Iterator[None]:
 class TrainerProcess:
     """A process that does what a trainer does, on the memory of task and data that this one has.
 
-    It ends with this process, or when nothing refers to it any more.
-
-    Args:
-        trainer: what it does.
-        request: such as it will get.
-        dimension: D of totals.
-        threads: with how many it computes.
+    It ends with this process, or when nothing refers to it any more. It has memory for requests
+    about as long as the one given, and for totals of a dimension D.
     """
 
     def __init__(self, trainer: Trainer, request: bytes, dimension: int, threads: int) -> None:
@@ -90,11 +85,7 @@ class TrainerProcess:
         return len(request) <= len(self._given) and dimension == len(self._total)
 
     def ask(self, request: bytes, chunk: Chunk) -> None:
-        """Let it find a sum; nothing else may be asked before the answer.
-
-        Args:
-            request: of the round, from `packed`.
-            chunk: the users.
+        """Let it find a chunk's sum; nothing else may be asked before the answer.
 
         Raises:
             WorkerError: the process has ended.
@@ -139,16 +130,10 @@ class TrainerProcess:
 def in_processes(
     processes: Sequence[TrainerProcess], request: bytes, chunks: Iterable[Chunk]
 ) -> Iterator[ChunkSum]:
-    """Let processes find the sums of chunks.
+    """Let processes find the sums of chunks, in their order; `request` is from `packed`.
 
-    Args:
-        processes: at least one, none of them asked for anything. Some are still at work if this
-            does not come to its end: then none may be asked again.
-        request: of the round, from `packed`.
-        chunks: one begins only once few enough sums wait to be taken.
-
-    Yields:
-        Sums in the order of the chunks.
+    No process may be busy. Some stay at work if this does not come to its end: then none may be
+    asked again. A chunk begins only once few enough sums wait to be taken.
 
     Raises:
         WorkerError: a process has ended.

@@ -19,7 +19,7 @@ from fedpriv.privacy.sampling import PoissonSampling
 
 PREFIX = "metrics/"
 """Begins the names of tensors and vector groups of metrics."""
-TENSOR = "unclipped"
+UNCLIPPED = "unclipped"
 """Name of the indicator's tensor and vector group."""
 MOST_USERS = 2**37
 """A user adds less than 2^25 steps to a component, and the noise less than 2^45: below 2^63."""
@@ -220,7 +220,7 @@ class AdaptiveClipping:
 
 def indicator_of(groups: tuple[VectorGroup, ...]) -> Indicator:
     """The indicator that tells of all these groups whether they were clipped."""
-    return Indicator(TENSOR, tuple(group.name for group in groups))
+    return Indicator(UNCLIPPED, tuple(group.name for group in groups))
 
 
 def indicator_group(indicator: Indicator) -> VectorGroup:

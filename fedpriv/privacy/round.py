@@ -253,13 +253,7 @@ class PrivacyRecords:
 
 @dataclass(frozen=True)
 class RoundAttempt:
-    """One attempt at one round of one run: what its keys are named after.
-
-    Attributes:
-        run: name of the run.
-        round: number of the round, from 0.
-        attempt: number of the attempt at this round, from 0.
-    """
+    """One attempt at one round of one run, numbered from 0: what keys are named after."""
 
     run: str
     round: int

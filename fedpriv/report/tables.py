@@ -34,7 +34,7 @@ class Column:
     """A column of a table.
 
     Attributes:
-        name: its heading, with its unit if there is one.
+        name: its heading, with its unit if there is one; in lines for the terminal.
         number: whether it holds numbers.
         long: whether its cells may be broken anywhere, as digests are.
     """
@@ -69,14 +69,18 @@ class Table:
 def print_table(table: Table, console: Console) -> None:
     """Print a table; cells are text, whatever brackets they contain."""
     mark = "simulation only: " if table.simulation_only else ""
-    printed = rich.table.Table(title=Text(mark + table.caption), box=box.SIMPLE_HEAD)
+    title = Text(mark + table.caption)
+    printed = rich.table.Table(
+        title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
     for column in table.columns:
         justify: JustifyMethod = "right" if column.number else "left"
-        printed.add_column(Text(column.name), justify=justify, overflow="fold")
-    for row in table.rows:
-        printed.add_row(
-            *(Text(cell, no_wrap=c.number) for c, cell in zip(table.columns, row, strict=True))
+        # Numbers stay whole, however narrow the terminal; names are broken instead.
+        printed.add_column(
+            Text(column.name), justify=justify, no_wrap=column.number, overflow="fold"
         )
+    for row in table.rows:
+        printed.add_row(*map(Text, row))
     console.print(printed)
 
 

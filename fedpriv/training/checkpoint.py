@@ -106,8 +106,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
     if metadata.pop("digest", None) != _digest(metadata, tensors):
         raise CheckpointError(
-            f"{path} is damaged: it is not what was written; delete it to resume from the one "
-            "before"
+            f"{path} is damaged; delete it to resume from the checkpoint before it"
         )
     parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
     for key, tensor in tensors.items():

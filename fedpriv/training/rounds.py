@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import BudgetExceededError, StoppedError
-from fedpriv.privacy.mechanism import TENSOR, released
+from fedpriv.privacy.mechanism import UNCLIPPED, released
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import (
     PartialSum,
@@ -272,7 +272,7 @@ def close_round(
     norms = state.clipping_norms
     unclipped: tuple[float, ...] = ()
     if plan.adaptive is not None:
-        unclipped = tuple(float(half) + 0.5 for half in tensors[TENSOR])
+        unclipped = tuple(float(half) + 0.5 for half in tensors[UNCLIPPED])
         norms = tuple(map(plan.adaptive.step, norms, unclipped))
     metrics = released(plan.metrics, release.average, query)
     statistics = state.statistics

@@ -9,7 +9,7 @@ import torch
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import RoundParameters
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.privacy.mechanism import TENSOR
+from fedpriv.privacy.mechanism import UNCLIPPED
 from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining, RoundRequest, add_up
 from tests.engine.everyone import alone, make_task, request_to_all, total_of, users_of
@@ -65,7 +65,7 @@ def test_each_user_adds_its_contribution(strategy: str, averaging: str) -> None:
         weight = min(size, clipping.weight_cap)
         expected = clipping.contribution(sent(transport, request, user), weight)
         np.testing.assert_array_equal(contribution, expected)
-        clipped |= {*clipping.layout.unflatten(contribution * clipping.steps)[TENSOR].tolist()}
+        clipped |= {*clipping.layout.unflatten(contribution * clipping.steps)[UNCLIPPED].tolist()}
         total += expected
     assert clipped == {-0.5, 0.5}
     np.testing.assert_array_equal(total_of(transport, request), total)

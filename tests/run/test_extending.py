@@ -35,6 +35,7 @@ class Sign(Algorithm):
     def direction(
         self, gradient: torch.Tensor, place: object, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        del place, memory
         return gradient.sign(), None
 
 
@@ -77,6 +78,7 @@ class Damped(ServerOptimizer):
     learning_rate: float = 1.0
 
     def init(self, parameters: Parameters) -> OptimizerState:
+        del parameters
         return OptimizerState({"rounds": np.zeros(())}, {})
 
     def update(
@@ -162,8 +164,8 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     assert [(each.round, each.attempt) for each in run.rounds] == [(0, 0), (1, 0), (2, 0)]
     with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
         assert ledger.head.count == 3
+    other = {**more, "server": fedpriv.FedAvg()}
     with pytest.raises(InvalidValueError, match="plan it began with"):
-        other = {**more, "server": fedpriv.FedAvg()}
         fedpriv.simulate(*given, **other, resume=True)
 
 
