@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.server.certificates import check_node_name
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
 from fedpriv.server.metrics import Monitor, Refusal
@@ -23,6 +23,7 @@ NODE: ContextVar[str] = ContextVar("NODE")
 """The node that the handler of a call speaks with."""
 NODE_KEY = "fedpriv-node"
 """Metadata with which a node without a certificate gives its name, percent-encoded."""
+_TOO_LONG = "it took too long, the node began another, or the round is over"
 _OPEN_CALLS = 16  # of one node; it needs two or three, and some that are lost without a word
 
 Context: TypeAlias = grpc.aio.ServicerContext
@@ -194,7 +195,7 @@ def _begun(method: Method) -> Method:
 
 
 def _refusing(method: Method) -> Method:
-    """The method; a RefusedCallError of its ends the call with a status."""
+    """The method; what it refuses, cannot parse or waits too long for ends its call."""
 
     async def refusing(request: object, context: Context) -> object:
         try:
@@ -202,6 +203,10 @@ def _refusing(method: Method) -> Method:
                 return await method(request, context)
             except RefusedCallError as error:
                 refused = error.code, str(error)
+            except WireError as error:
+                refused = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+            except TimeoutError:
+                refused = grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG
             await _abort(context, *refused)
             return None
         except grpc.aio.InternalError as error:

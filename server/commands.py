@@ -67,9 +67,8 @@ def init(hosts: Hosts, folder: AuthorityFolder = Path("certs")) -> None:
     from fedpriv.server import certificates
 
     certificates.init(folder, hosts)
-    typer.echo(
-        f"{folder / 'authority'}: keep it where nodes are enrolled; ca.key can make any node"
-    )
+    path = folder / "authority"
+    typer.echo(f"{path}: keep it where nodes are enrolled; ca.key can make any node")
     typer.echo(f"{folder / 'server'}: belongs on the server")
 
 
@@ -83,7 +82,8 @@ def issue(
     from fedpriv.server import certificates
 
     issued = certificates.issue(folder, node, lifetime=timedelta(days=days))
-    typer.echo(f"{issued.folder}: move it to the node, for --certificates; valid for {days} days")
+    folder = issued.folder
+    typer.echo(f"{folder}: move it to the node, for --certificates; it is valid for {days} days")
     typer.echo(f'the server\'s enrolment, at node {node!r}: certificate = "{issued.fingerprint}"')
 
 

@@ -54,14 +54,7 @@ class Patience:
 
 
 class GrpcTransport(Transport):
-    """Asks nodes that are connected, from the thread of the training loop.
-
-    Args:
-        listener: the running server.
-        enrolment: where users are.
-        price_of: what a round costs.
-        patience: how long to wait.
-    """
+    """Asks nodes that are connected, from the thread of the training loop."""
 
     def __init__(
         self,
@@ -173,7 +166,7 @@ class Deployment:
     ledger: Path
 
     @contextmanager
-    def listening(self, books: PrivacyRecords) -> Iterator[Listener]:
+    def listening(self, records: PrivacyRecords) -> Iterator[Listener]:
         """Let nodes connect until the block is left.
 
         Raises:
@@ -186,7 +179,7 @@ class Deployment:
         dimension = plan.mechanism.clipping.layout.dimension
         memory = section.transfer_mebibytes * 2**20
         limits = TransferLimits.within(memory, dimension, section.transfer_seconds)
-        status = status_at_start(plan, books, self.enrolment)
+        status = status_at_start(plan, records, self.enrolment)
         monitor, rates = Monitor(), RateLimit(section.calls_per_minute)
 
         def make_service() -> tuple[Service, Authentication]:
@@ -203,7 +196,7 @@ class Deployment:
             serving = listening(make_service, endpoint.address, endpoint.credentials)
             yield stack.enter_context(serving)
 
-    def transport(self, listener: Listener, books: PrivacyRecords) -> GrpcTransport:
+    def transport(self, listener: Listener, records: PrivacyRecords) -> GrpcTransport:
         """The transport to the nodes that connect."""
         section = self.section
         patience = Patience(
@@ -212,17 +205,11 @@ class Deployment:
             section.fixed_length,
             section.least_nodes,
         )
-        price_of = prices(self.experiment.plan, books)
+        price_of = prices(self.experiment.plan, records)
         return GrpcTransport(listener, self.enrolment, price_of, patience)
 
     def follow(self, listener: Listener, rows: Rounds, first: int) -> Outcome:
-        """Run the rounds and publish each; then tell nodes that the run is over, or the server.
-
-        Args:
-            listener: the running server.
-            rows: the rounds.
-            first: number of the first.
-        """
+        """Run the rounds and publish each; then tell nodes that the run is over, or the server."""
         service, rounds = listener.service, self.experiment.plan.rounds
 
         def publish(status: Status) -> None:
@@ -271,9 +258,9 @@ def serve(
         file: the experiment, TOML, with a section `federation`.
         assignments: "a.b=value" overrides.
         out: folder of the run; by default a new one under runs/.
-        resume: go on with the run in `out`, or start it if there is none.
+        resume: go on with the run in `out`, or start it there.
         insecure: plain text, on loopback only.
-        leave: end when the run is over; otherwise go on serving ledger and status until stopped.
+        leave: end with the run; otherwise go on serving ledger and status until stopped.
 
     Raises:
         FedprivError: something is wrong with the input, or the run cannot go on; the message says
@@ -299,10 +286,10 @@ def _run(deployment: Deployment, beginning: RunSetup, *, leave: bool) -> None:
         # Updates are added up in many threads already; more would only wait for each other.
         stack.enter_context(threadpool_limits(1, "blas"))
 
-        def hosted(_experiment: Experiment, books: PrivacyRecords) -> Transport:
-            listener = stack.enter_context(deployment.listening(books))
+        def hosted(_experiment: Experiment, records: PrivacyRecords) -> Transport:
+            listener = stack.enter_context(deployment.listening(records))
             started.append(listener)
-            transport = deployment.transport(listener, books)
+            transport = deployment.transport(listener, records)
             stack.enter_context(_stop_signals(asked, transport.stop))
             return transport
 

@@ -177,12 +177,12 @@ class EnrolledCertificates:
         * A certificate that is struck off the file is refused from the next call on.
         * A file that cannot be read lets no certificate pass.
 
-    Args:
+    Attributes:
         path: the enrolment file.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._stamp: tuple[int, ...] | None = None
         self._content: bytes | None = None
         self._nodes: dict[str, str] = {}
@@ -191,25 +191,24 @@ class EnrolledCertificates:
         """Fingerprint → node, as the file is now.
 
         Raises:
-            InvalidValueError: the file cannot be read, or a fingerprint is malformed or enrolled
-                twice.
+            InvalidValueError: it cannot be read, or a fingerprint is malformed or enrolled twice.
         """
         try:
-            stamp = _stamp_of(self._path)
+            stamp = _stamp_of(self.path)
             if stamp is None or stamp != self._stamp:
                 self._stamp = None  # until all of it has been read
-                content = self._path.read_bytes()
+                content = self.path.read_bytes()
                 if content != self._content:
                     self._content = None
                     self._nodes = _certificates_in(tomllib.loads(content.decode()).get("nodes"))
                     self._content = content
                 self._stamp = stamp
         except OSError as error:
-            raise InvalidValueError(f"{self._path} cannot be read: {error.strerror}") from error
+            raise InvalidValueError(f"{self.path} cannot be read: {error.strerror}") from error
         except InvalidValueError as error:
-            raise InvalidValueError(f"{self._path}: {error}") from error
+            raise InvalidValueError(f"{self.path}: {error}") from error
         except ValueError as error:  # of TOML, or of UTF-8
-            raise InvalidValueError(f"{self._path} is not valid TOML: {error}") from error
+            raise InvalidValueError(f"{self.path} is not valid TOML: {error}") from error
         return self._nodes
 
     def node_of(self, certificate_pem: bytes, now: datetime) -> str:

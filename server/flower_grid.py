@@ -160,8 +160,8 @@ class GridTransport(Transport):
       without its users would be another experiment.
 
     Args:
-        grid: carries the messages; node ids are used as it gives them.
-        nodes: who can be asked.
+        grid: carries the messages.
+        nodes: which can be asked.
         price_of: what a round costs.
         seconds: from the offer to the deadline.
         stopping: when it is set, the round is abandoned, and every later one.
@@ -279,7 +279,7 @@ def simulated_workers(
         population: its name.
         users: all of its users, of whom each worker has a share.
         workers: how many there must be.
-        headers: say whom the workers are to load.
+        headers: say which users the workers are to load.
         stopping: ends the waiting when it is set.
 
     Raises:

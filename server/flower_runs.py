@@ -53,16 +53,8 @@ def run_on_nodes(
 ) -> None:
     """Run or resume an experiment on the enrolled SuperNodes of a grid, and print how it went.
 
-    Of the section the keys are read that say where users are and how long nodes are waited for;
-    how they connect is Flower's.
-
-    Args:
-        beginning: how it begins or goes on.
-        section: where users are.
-        grid: of the run.
-        stopping: when it is set, the round that is collected is abandoned.
-        console: where to print.
-        follow: as for `carry_out`.
+    Of the section, the keys count that say where users are and how long nodes are waited for; how
+    they connect is Flower's. When `stopping` is set, the round that is collected is abandoned.
 
     Raises:
         FedprivError: something is wrong with the input, or the run cannot go on.
@@ -80,11 +72,11 @@ def run_on_nodes(
     def headers(node: str) -> Headers:
         return {WELCOME: encode_welcome(welcome_of(node)).SerializeToString()}
 
-    def hosted(experiment: Experiment, books: PrivacyRecords) -> Transport:
+    def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
         present = EnrolledNodes(grid, enrolment, section.least_nodes, stopping)
         nodes, price_of = (
             Nodes(enrolment.hosting, present, headers),
-            prices(experiment.plan, books),
+            prices(experiment.plan, records),
         )
         seconds, fixed = section.deadline_seconds, section.fixed_length
         return GridTransport(grid, nodes, price_of, seconds, stopping, fixed=fixed)
@@ -136,13 +128,9 @@ class GridSimulation:
         console: Console,
         follow: Follow | None = None,
     ) -> None:
-        """Run it to its end, with all that `fedpriv simulate` writes and prints.
+        """Run it to its end on the workers of a grid, and write and print as `fedpriv simulate`.
 
-        Args:
-            grid: where the workers are.
-            stopping: when it is set, the round that is collected is abandoned.
-            console: where to print.
-            follow: as for `carry_out`.
+        When `stopping` is set, the round that is collected is abandoned.
 
         Raises:
             WorkerError: a worker does not do its part.
@@ -159,10 +147,12 @@ class GridSimulation:
         welcome = Welcome(plan.population, plan.sampling.population, no_users, task_of(config))
         headers = loaded | {WELCOME: encode_welcome(welcome).SerializeToString()}
 
-        def hosted(experiment: Experiment, books: PrivacyRecords) -> Transport:
+        def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
             hosting = shards(self.users.population, workers)
             nodes = Nodes(hosting, lambda: present, lambda _worker: headers, required=True)
-            return GridTransport(grid, nodes, prices(experiment.plan, books), DEFAULT_TTL, stopping)
+            return GridTransport(
+                grid, nodes, prices(experiment.plan, records), DEFAULT_TTL, stopping
+            )
 
         carry_out(self.beginning, self.experiment, hosted, console, follow)
 

@@ -13,8 +13,8 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from fedpriv.errors import InvalidValueError, WireError
-from fedpriv.server.authentication import Authentication, Context, RefusedCallError
+from fedpriv.errors import InvalidValueError
+from fedpriv.server.authentication import Authentication, Context
 from fedpriv.server.collection import End
 from fedpriv.server.endpoint import Address
 from fedpriv.server.service import Service
@@ -76,11 +76,7 @@ def _reading(
     """The method, behind a parser; gRPC's own would log a traceback for each malformed request."""
 
     async def read(data: bytes, context: Context) -> object:
-        try:
-            request = parse(kind, data, _SMALL)
-        except WireError as error:
-            raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
-        return await method(request, context)
+        return await method(parse(kind, data, _SMALL), context)
 
     return read
 

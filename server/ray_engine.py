@@ -57,14 +57,6 @@ def simulate_on_ray(
     Guarantees: the input is checked before Ray is started; no process and no file except those of
     the run is left on this machine.
 
-    Args:
-        file: the experiment, TOML.
-        assignments: "a.b=value" overrides.
-        out: folder of the run; by default a new one under runs/.
-        workers: how many.
-        resume: go on with the run in `out`, or start it if there is none.
-        follow: as for `carry_out`.
-
     Raises:
         InvalidValueError: Flower or Ray is not installed, or no cluster answers at RAY_ADDRESS.
         WorkerError: a worker does not do its part, e.g. because fedpriv is not installed there.

@@ -46,7 +46,6 @@ _LONGEST_REASON = 400  # characters
 _BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added
 _DOWNLOADS = 16  # at once; each holds a chunk or two
 _LEDGERS = 2
-_TOO_LONG = "it took too long, the node began another, or the round is over"
 _RECHECK_SECONDS = 5.0  # after which an idle connection of a node struck off has ended
 
 
@@ -76,12 +75,8 @@ class Transfers:
 
         A node that lost its connection and came back must not wait for what is left of the old one.
 
-        Args:
-            node: whose transfer it is.
-            until: when it ends at the latest, as `time.monotonic` says.
-
         Raises:
-            TimeoutError: a newer one came, the time is up, or `end_all` was called.
+            TimeoutError: a newer one came, `time.monotonic` is at `until`, or `end_all` was called.
         """
         async with asyncio.timeout_at(until) as limit:
             if node in self._limits:
@@ -140,8 +135,11 @@ class TransferLimits:
 class Service:
     """Handlers of the five methods; `NODE` says which node calls.
 
+    A WireError or TimeoutError of a handler ends its call, see `Authentication`.
+
     Guarantees:
-        * What a node sends cannot raise here, nor move anything but its own part of the sum.
+        * What a node sends ends at most its own call, and moves nothing but its own part of the
+          sum.
         * A node whose certificate is struck off is offered nothing and counts for nothing from
           then on, whatever it has open.
         * A node that does not read what it is sent, or does not send, ends no later than
@@ -211,10 +209,7 @@ class Service:
             _log.info("disconnected: %s", node)
 
     def _check_hello(self, node: str, request: pb.Hello) -> None:
-        try:
-            hello = decode_hello(request)
-        except WireError as error:
-            raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+        hello = decode_hello(request)
         if hello.node != node:
             sentence = "the node that says hello is not the one of the certificate"
             raise RefusedCallError(grpc.StatusCode.PERMISSION_DENIED, sentence)
@@ -241,12 +236,9 @@ class Service:
                     await self._say(pb.FromServer(offer=encode_offer(offer)), context)
 
     async def _say(self, message: pb.FromServer, context: Context) -> None:
-        """Send a message, or end the call if the node does not read it."""
-        try:
-            async with asyncio.timeout(self._seconds):
-                await context.write(message)
-        except TimeoutError:
-            raise RefusedCallError(grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG) from None
+        """Send a message; raises TimeoutError if the node does not read it."""
+        async with asyncio.timeout(self._seconds):
+            await context.write(message)
 
     def _still_known(self, context: Context) -> None:
         """End the call if its node may no longer take part."""
@@ -259,20 +251,14 @@ class Service:
     async def download(self, request: pb.RoundId, context: Context) -> None:
         """Send the model of the round to a node that is asked."""
         node, collection = NODE.get(), self.collection
-        try:
-            round_id = decode_round_id(request)
-        except WireError as error:
-            raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+        round_id = decode_round_id(request)
         if collection is None or round_id != collection.terms.id or node not in collection.waiting:
             sentence = "the node is not asked in this round, or the round is over"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
-        try:
-            async with self._downloads.turn(node, collection.deadline):
-                for chunk in collection.model_chunks():
-                    await context.write(chunk)
-                    self._monitor.sent(len(chunk))
-        except TimeoutError:
-            raise RefusedCallError(grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG) from None
+        async with self._downloads.turn(node, collection.deadline):
+            for chunk in collection.model_chunks():
+                await context.write(chunk)
+                self._monitor.sent(len(chunk))
 
     async def upload(self, parts: Parts, context: Context) -> pb.Receipt:
         """Take a node's answer to the round that is collected."""
@@ -356,14 +342,11 @@ class Service:
     async def fetch_ledger(self, request: pb.LedgerRequest, context: Context) -> None:
         """Send the public ledger."""
         del request
-        try:
-            async with self._ledgers.turn(NODE.get()):
-                lines = await asyncio.to_thread(self._ledger)
-                await context.write(pb.LedgerPart(size=len(lines)))
-                for chunk in chunks([lines]):
-                    await context.write(pb.LedgerPart(chunk=chunk))
-        except TimeoutError:
-            raise RefusedCallError(grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG) from None
+        async with self._ledgers.turn(NODE.get()):
+            lines = await asyncio.to_thread(self._ledger)
+            await context.write(pb.LedgerPart(size=len(lines)))
+            for chunk in chunks([lines]):
+                await context.write(pb.LedgerPart(chunk=chunk))
 
     async def get_status(self, request: pb.StatusRequest, context: Context) -> pb.Status:
         """Say where the run stands."""

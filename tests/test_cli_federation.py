@@ -101,7 +101,7 @@ def test_the_servers_certificate_is_renewed_in_any_folder(tmp_path: Path) -> Non
     printed("certs", "init", "localhost", *folder)
     printed("certs", "issue", "n", *folder)
     before = (tmp_path / "mine" / "server" / "server.pem").read_bytes()
-    said = printed("certs", "renew", "fl.example.org", *folder)
+    said = printed("certs", "server", "fl.example.org", *folder)
     after = (tmp_path / "mine" / "server" / "server.pem").read_bytes()
     assert f"{tmp_path / 'mine' / 'server'}: belongs on the server" in said
     names = x509.load_pem_x509_certificate(after).extensions.get_extension_for_class(
@@ -121,7 +121,7 @@ def test_the_servers_certificate_is_renewed_in_any_folder(tmp_path: Path) -> Non
         (["issue", "n", "--days", "0"], "--days"),
         (["issue", "n", "--days", "4000"], "--days"),
         (["issue", "../n"], "the name of a node is '../n'"),
-        (["renew", "localhost"], "certs holds no authority"),
+        (["server", "localhost"], "certs holds no authority"),
     ],
     ids=" ".join,
 )
@@ -195,7 +195,7 @@ def test_a_status_that_is_none_is_refused() -> None:
     nonsense = encode_status(STATUS)
     nonsense.epsilon = float("nan")
     with serving(Standing(nonsense)) as server:
-        assert "a status is not legal: ε is nan" in refused("status", *plain(server))
+        assert "a status is not legal: epsilon is nan" in refused("status", *plain(server))
 
 
 def test_a_server_that_is_not_there_is_one_sentence() -> None:
@@ -264,6 +264,8 @@ def test_a_plan_in_which_one_user_can_take_all_the_time_of_a_node_is_not_served(
     bounded = [line for line in text.splitlines() if line.startswith("max_examples")]
     experiment = tmp_path / "endless.toml"
     experiment.write_text(text.replace(*bounded, ""), encoding="utf-8")
+    enrolment = tmp_path / "enrolment.toml"
+    enrolment.write_text(f'population = "{"5f" * 16}"\n[nodes.a]\nusers = ["ann"]\n')
     # In a process of its own, as serving configures logging.
     code = "from fedpriv.cli import main; main()"
     command = [sys.executable, "-c", code, "serve", experiment, "--insecure"]
@@ -271,7 +273,7 @@ def test_a_plan_in_which_one_user_can_take_all_the_time_of_a_node_is_not_served(
     assert (done.returncode, done.stdout) == (2, "")
     *_, line = done.stderr.splitlines()
     assert line.startswith("error: local.max_examples is absent; on nodes it must be given")
-    assert list(tmp_path.iterdir()) == [experiment]
+    assert sorted(tmp_path.iterdir()) == [experiment, enrolment]
 
 
 # What a command calls is replaced by what prints its arguments, in a process of its own, as
@@ -371,4 +373,4 @@ def test_every_command_says_what_it_is_for() -> None:
     text = fedpriv("--help").stdout
     assert all(f" {command} " in text for command in ("serve", "join", "status", "certs"))
     text = fedpriv("certs", "--help").stdout
-    assert all(f" {command} " in text for command in ("init", "issue", "renew"))
+    assert all(f" {command} " in text for command in ("init", "issue", "server"))

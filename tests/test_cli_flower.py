@@ -51,7 +51,7 @@ def test_why_ray_cannot_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         except RuntimeError as crash:
             raise RuntimeError("an error was encountered") from crash
 
-    monkeypatch.setattr("fedpriv.server.flower_runs.run_simulation", crashes)
+    monkeypatch.setattr("flwr.simulation.run_simulation", crashes)
     for name in ("FLWR_HOME", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # which it sets
         monkeypatch.setenv(name, "")
     said = refused("simulate", DIGITS, "--engine", "flower", cwd=tmp_path)

@@ -162,7 +162,7 @@ def test_a_floored_average_follows_the_cohort_and_doubles_the_noise(
         assert query.clipping_norm == pytest.approx(2.0 / np.sqrt(2.0))
     assert 1.0 <= plan.mechanism.event.noise_multiplier <= 1.0 + 1e-9
     plain = plan_with(averaging=averaging)
-    before, after = plain.mechanism.average.noise_stddevs, plan.mechanism.average.noise_stddevs
+    before, after = plain.mechanism.query.component_stddevs, plan.mechanism.query.component_stddevs
     np.testing.assert_allclose(after, before * 2.0 / 0.5, rtol=1e-6)
     silent = plan_with(
         rounds=1,
