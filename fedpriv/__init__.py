@@ -1,4 +1,95 @@
-"""Federated learning with user-level differential privacy that can be checked."""
+"""Federated learning with user-level differential privacy that can be checked.
+
+    people = fedpriv.Population.from_arrays(x, y, user_ids, held_out=(xt, yt))
+    mechanism = fedpriv.Mechanism.poisson(q=0.1, clipping=fedpriv.Flat(0.5))
+    mechanism = mechanism.calibrate(epsilon=2, delta=1e-5, rounds=100)
+    task = fedpriv.Task(model, loss="cross-entropy")
+    run = fedpriv.simulate(people, task, mechanism, local=fedpriv.SGD(0.5, epochs=1))
+    run.epsilon, run.accuracy, run.rounds, run.model, run.to_pandas(), run.report()
+
+`simulate` and `compare` say how to run; the other names are the values that they take. Names are
+loaded when they are first used: importing fedpriv loads neither torch nor numpy.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedpriv.accounting.registry import epsilon
+    from fedpriv.data.population import Population
+    from fedpriv.engine.task import Task
+    from fedpriv.mechanism import Flat, Grouped, Joint, Mechanism, Part, PerLayer, Poisson
+    from fedpriv.privacy.mechanism import AdaptiveClipping
+    from fedpriv.privacy.query import Averaging
+    from fedpriv.privacy.round import LocalTraining as SGD  # noqa: N814 - a method's name
+    from fedpriv.run.compare import Comparison, compare
+    from fedpriv.run.simulate import Run, simulate
+    from fedpriv.training.optimizers import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
+    from fedpriv.training.rounds import RoundResult
 
 __version__ = "0.1.0"
-__all__ = ["__version__"]
+
+_HOMES = {
+    "AdaptiveClipping": "privacy.mechanism",
+    "Averaging": "privacy.query",
+    "Comparison": "run.compare",
+    "FedAdagrad": "training.optimizers",
+    "FedAdam": "training.optimizers",
+    "FedAvg": "training.optimizers",
+    "FedAvgM": "training.optimizers",
+    "FedYogi": "training.optimizers",
+    "Flat": "mechanism",
+    "Grouped": "mechanism",
+    "Joint": "mechanism",
+    "Mechanism": "mechanism",
+    "Part": "mechanism",
+    "PerLayer": "mechanism",
+    "Poisson": "mechanism",
+    "Population": "data.population",
+    "RoundResult": "training.rounds",
+    "Run": "run.simulate",
+    "SGD": "privacy.round:LocalTraining",
+    "Task": "engine.task",
+    "compare": "run.compare",
+    "epsilon": "accounting.registry",
+    "simulate": "run.simulate",
+}
+__all__ = [
+    "SGD",
+    "AdaptiveClipping",
+    "Averaging",
+    "Comparison",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "FedYogi",
+    "Flat",
+    "Grouped",
+    "Joint",
+    "Mechanism",
+    "Part",
+    "PerLayer",
+    "Poisson",
+    "Population",
+    "RoundResult",
+    "Run",
+    "Task",
+    "__version__",
+    "compare",
+    "epsilon",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedpriv' has no attribute {name!r}")
+    module, _, renamed = _HOMES[name].partition(":")
+    value: object = getattr(import_module(f"fedpriv.{module}"), renamed or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,15 +1,9 @@
-"""Options that several commands of the command line share.
+"""The command line. Each command imports what it runs, so that help and errors come at once.
 
-Commands that look into a privacy ledger, check it and copy it.
-
-Commands of studies: one experiment under several settings at equal privacy, and reports.
-
-Commands of a deployment: the server, its nodes, their certificates, and where a run stands.
-
-The command line: the one module of the library that reaches clients/ and server/, lazily.
+Commands of other packages, such as those of the server and of nodes, are found by the entry points
+`fedpriv.commands`: functions that are given the `typer.Typer` to add their commands to.
 """
 
-import math
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from fedpriv.errors import FedprivError, InvalidValueError
-from fedpriv.logs import Engine, FigureFormat, LogFormat, Policy, Relation, one_line
+from fedpriv.logs import Engine, FigureFormat, Policy, Relation, one_line
 
 ExperimentFile = Annotated[Path, typer.Argument(help="the experiment, TOML", show_default=False)]
 Assignments = Annotated[
@@ -43,6 +37,17 @@ def check_resume(out: Path | None, *, resume: bool) -> None:
     if resume and out is None:
         raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
 
+
+app = typer.Typer(
+    help="Federated learning with user-level differential privacy that can be checked.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+# Typer publishes the class of all errors of its parser only as a base of this one.
+_UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
+_INTERRUPTED = 130
 
 ledger_app = typer.Typer(help="Look into, check and copy a privacy ledger.", no_args_is_help=True)
 
@@ -100,12 +105,7 @@ def export(
             raise InvalidValueError(f"{out} cannot be written: {error.strerror}") from error
 
 
-def register_studies(app: typer.Typer) -> None:
-    """Add the commands to those of the command line."""
-    for command in (compare, report):
-        app.command()(command)
-
-
+@app.command()
 def compare(
     file: Annotated[Path, typer.Argument(help="the study, TOML", show_default=False)],
     out: Annotated[
@@ -124,6 +124,7 @@ def compare(
     run_study(file, out, workers)
 
 
+@app.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="folder of a run or a study", show_default=False)],
     out: Annotated[
@@ -150,144 +151,6 @@ def report(
     print(write_report(folder, out, show=show))  # noqa: T201
 
 
-Server = Annotated[str, typer.Option(help="HOST:PORT of the server", show_default=False)]
-Certificates = Annotated[
-    Path | None, typer.Option(help="folder with ca.pem, node.pem and node.key", show_default=False)
-]
-NodeName = Annotated[
-    str | None, typer.Option(help="name of the node, with --insecure", show_default=False)
-]
-Users = Annotated[
-    str,
-    typer.Option(
-        help="users' data: a folder, a file or package.module:function",
-        metavar="SOURCE",
-        show_default=False,
-    ),
-]
-ConsentFile = Annotated[
-    Path | None, typer.Option(help="what the node agrees to, TOML", show_default="everything")
-]
-StateFolder = Annotated[
-    Path | None,
-    typer.Option(help="folder of what the node remembers", show_default="in the home folder"),
-]
-Trust = Annotated[
-    list[str] | None,
-    typer.Option(help="package.module:function that the server may name; may be repeated"),
-]
-Insecure = Annotated[
-    bool, typer.Option("--insecure", help="plain text without certificates; on loopback only")
-]
-LogForm = Annotated[LogFormat, typer.Option("--log-format", help="of the log, on stderr")]
-
-
-def register_federation(app: typer.Typer) -> None:
-    """Add the commands to those of the command line."""
-    for command in (join, status):
-        app.command()(command)
-    (server,) = entry_points(group="fedpriv.commands", name="server")
-    server.load()(app)
-
-
-def join(
-    server: Server,
-    users: Users,
-    certificates: Certificates = None,
-    insecure: Insecure = False,
-    node: NodeName = None,
-    consent: ConsentFile = None,
-    verify_ledger: Annotated[
-        bool, typer.Option("--verify-ledger", help="check the ledger and its ε before each round")
-    ] = False,
-    state: StateFolder = None,
-    trust: Trust = None,
-    device: Annotated[str, typer.Option(help="where to train")] = "auto",
-    memory: Annotated[
-        int | None, typer.Option(min=1, help="MiB that training may take", show_default="no limit")
-    ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="longest training of a round", show_default="its deadline")
-    ] = None,
-    activations: Annotated[
-        str, typer.Option(help="of the model while it trains: float32 or bfloat16")
-    ] = "float32",
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="users train side by side, on a CPU", show_default="one for each thread"
-        ),
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="leave when the run is over")] = False,
-    log_format: LogForm = LogFormat.TEXT,
-) -> None:
-    """Take part with the users whose data are here; their data do not leave this machine."""
-    _check_identity(certificates, node, insecure=insecure)
-    if seconds is not None and not 0.0 < seconds < math.inf:
-        raise InvalidValueError(f"--seconds is {seconds}; it must be positive and finite")
-    from fedpriv.logs import configure
-
-    configure(log_format)
-    from fedpriv.clients.membership import Joining
-    from fedpriv.clients.membership import join as run
-
-    run(
-        Joining(
-            server=server,
-            users=users,
-            certificates=certificates,
-            node=node,
-            consent=consent,
-            verify_ledger=verify_ledger,
-            state=state,
-            trusted=tuple(trust or ()),
-            device=device,
-            memory_mebibytes=memory,
-            seconds=seconds,
-            activations=activations,
-            processes=processes,
-            once=once,
-        )
-    )
-
-
-def status(
-    server: Server,
-    certificates: Certificates = None,
-    insecure: Insecure = False,
-    node: NodeName = None,
-    as_json: AsJson = False,
-) -> None:
-    """Ask a server where its run stands: round, ε spent and left, nodes that are connected."""
-    _check_identity(certificates, node, insecure=insecure)
-    from fedpriv.clients.connection import identity_of
-    from fedpriv.clients.status import show_status
-
-    show_status(server, identity_of(certificates, node), as_json=as_json)
-
-
-def _check_identity(certificates: Path | None, node: str | None, *, insecure: bool) -> None:
-    certified = certificates is not None and node is None and not insecure
-    named = certificates is None and node is not None and insecure
-    if not (certified or named):
-        raise InvalidValueError(
-            "a node is known by --certificates DIR, or by --insecure with --node NAME; exactly one "
-            "of the two must be given"
-        )
-
-
-app = typer.Typer(
-    help="Federated learning with user-level differential privacy that can be checked.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
-
-# Typer publishes the class of all errors of its parser only as a base of this one.
-_UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
-_INTERRUPTED = 130
-
-
 Delta = Annotated[
     float | None, typer.Option(help="δ", show_default="largest power of ten below 1/N")
 ]
@@ -310,7 +173,7 @@ def simulate(
     if engine is Engine.IN_PROCESS:
         if workers is not None:
             raise InvalidValueError(f"--workers is {workers}; only --engine flower has workers")
-        from fedpriv.run.run import run_simulation
+        from fedpriv.run.simulate import run_simulation
 
         run_simulation(*given, resume=resume)
         return
@@ -428,8 +291,8 @@ def curves(
 
 
 app.add_typer(ledger_app, name="ledger")
-register_federation(app)
-register_studies(app)
+for _entry in sorted(entry_points(group="fedpriv.commands")):
+    _entry.load()(app)
 
 
 def main() -> None:

@@ -1,19 +1,26 @@
-"""Tables of settings: read from TOML, and checked key by key.
+"""The configuration of an experiment: TOML, checked key by key.
 
-The tables of an experiment's configuration and what each key may be.
-
-Configuration of an experiment: TOML, checked key by key.
+The sections say only what may be written; `fedpriv.build` makes the values that a run needs.
 """
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.mechanism import CLIPPINGS, check_private
+from fedpriv.training.optimizers import SERVER_OPTIMIZERS
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -22,7 +29,7 @@ def read_toml(path: Path) -> dict[str, object]:
     """Read a file of TOML.
 
     Raises:
-        InvalidValueError: it cannot be read, or is no TOML.
+        InvalidValueError: it cannot be read, or is not valid TOML.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -100,6 +107,18 @@ Count = Annotated[int, Field(ge=1)]
 Options = dict[str, object]
 
 
+def _one_of(known: Collection[str]) -> AfterValidator:
+    """One of these names, or the import path of a class."""
+
+    def check(value: str) -> str:
+        if value not in known and ":" not in value:
+            hint = f"{known_names(value, known)}, or package.module:Class"
+            raise PydanticCustomError("unknown_name", "{hint}", {"hint": hint})
+        return value
+
+    return AfterValidator(check)
+
+
 class Section(BaseModel):
     """A table of settings: unknown keys and values of the wrong type are refused."""
 
@@ -135,9 +154,9 @@ class LocalSection(Section):
 
 
 class ServerSection(Section):
-    """How the server steps along the released average."""
+    """How the server steps along the released average; `options` are the optimiser's fields."""
 
-    optimizer: Literal["fedavg", "fedavgm", "fedadam", "fedadagrad", "fedyogi"] = "fedavg"
+    optimizer: Annotated[str, _one_of(SERVER_OPTIMIZERS)] = "fedavg"
     options: dict[str, float] = {}
 
 
@@ -158,25 +177,17 @@ class PrivacySection(Section):
 
     @model_validator(mode="after")
     def _must_be_private(self) -> Self:
-        if self.noise_multiplier == 0.0 and not self.unsafe_no_privacy:
-            raise ValueError(
-                "noise_multiplier is 0, which gives no privacy; "
-                "set unsafe_no_privacy = true if that is meant"
-            )
-        if self.unsafe_no_privacy and self.noise_multiplier is None:
-            raise ValueError("unsafe_no_privacy is true; noise_multiplier must then be given")
-        if self.epsilon is None and not self.unsafe_no_privacy:
-            raise ValueError("epsilon is absent; it must be a positive privacy budget")
+        check_private(self.noise_multiplier, self.epsilon, unsafe_no_privacy=self.unsafe_no_privacy)
         return self
 
 
 class ClippedSection(Section):
-    """One key, `strategy`, chooses between the three ways to clip.
+    """One key, `strategy`, chooses how to clip.
 
     `parts` and `split` are read by per-layer clipping, `scales` by joint clipping.
     """
 
-    strategy: Literal["flat", "per-layer", "joint"] = "flat"
+    strategy: Annotated[str, _one_of(CLIPPINGS)] = "flat"
     parts: Literal["layer", "tensor"] = "layer"
     split: Literal["equal", "dimension"] | dict[str, float] = "equal"
     scales: Literal["dimension"] | dict[str, float] = "dimension"
@@ -213,7 +224,7 @@ class ClippingSection(ClippedSection):
     @model_validator(mode="after")
     def _must_say_once(self) -> Self:
         if not self.groups:
-            if self.norm is None:
+            if self.norm is None and self.strategy in CLIPPINGS:
                 raise ValueError("norm is absent; it must be a positive clipping norm")
             return self
         fields = type(self).model_fields
@@ -309,7 +320,7 @@ class OutputSection(Section):
 
 
 class CallbacksSection(Section):
-    """Functions by import path that are given each released round; see `ReleasedRound`."""
+    """Functions by import path that are given each released round; see `RoundResult`."""
 
     on_round: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
@@ -348,8 +359,8 @@ class Config(Section):
         name: short name of the experiment.
         rounds: number of rounds.
         run: name of the run in the ledger; made up from `name` if absent.
-        seed: makes cohorts, noise and local training reproducible; the guarantee is then void for
-            whoever knows the seed, and every report says so. Absent: the operating system's.
+        seed: makes cohorts, noise and local training reproducible; the guarantee then does not hold
+            against those who know it, and every report says so. Absent: the operating system's.
         federation: where real nodes take part; read by `fedpriv serve` alone.
     """
 
@@ -381,8 +392,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             text if it is not.
 
     Raises:
-        InvalidValueError: the file is absent or no TOML, a key is unknown, absent or of the wrong
-            type, or a value is out of range.
+        InvalidValueError: the file is absent or not valid TOML, a key is unknown, absent or of the
+            wrong type, or a value is out of range.
     """
     table = spelled_out(read_toml(path))
     for override in overrides:
@@ -419,7 +430,7 @@ def assign(table: dict[str, object], override: str) -> None:
         override: "a.b=value"; the value is TOML, or text if it is not.
 
     Raises:
-        InvalidValueError: it is no assignment, or a key on its way holds no table.
+        InvalidValueError: it is not an assignment, or a key on its way does not hold a table.
     """
     path, separator, text = override.partition("=")
     keys = [key.strip() for key in path.split(".")]

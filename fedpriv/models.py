@@ -1,49 +1,14 @@
-"""Losses by name, one number per example, and any other by import path.
-
-Models that predict the next character of a text at each of its places.
-
-Models by name, small ones of the field's papers, and any other by import path.
-"""
+"""Models by name, small ones from the field's papers, and any other by import path."""
 
 import math
 from collections.abc import Callable, Mapping
-from typing import cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.engine.task import Loss
 from fedpriv.errors import ModelError, known_names
 from fedpriv.importing import call_imported, check_options, import_function, raised_with
-
-
-def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of class scores [B, K, …] against classes [B, …]."""
-    return functional.cross_entropy(outputs, targets, reduction="none")
-
-
-def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Squared error of outputs against targets of the same shape [B, …]."""
-    return functional.mse_loss(outputs, targets, reduction="none")
-
-
-LOSSES: Mapping[str, Loss] = {"cross-entropy": cross_entropy, "squared-error": squared_error}
-
-
-def find_loss(name: str) -> Loss:
-    """Loss of a name, or "package.module:function".
-
-    Raises:
-        ModelError: there is no such loss.
-    """
-    if name in LOSSES:
-        return LOSSES[name]
-    if ":" not in name:
-        raise ModelError(
-            f"unknown loss {name!r}; {known_names(name, LOSSES)}, or package.module:function"
-        )
-    return cast(Loss, import_function(f"loss {name!r}", name, ModelError))
 
 
 class CharacterMLP(nn.Module):

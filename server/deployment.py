@@ -18,7 +18,8 @@ from fedpriv.build import Enrolled, Experiment
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, StoppedError
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
-from fedpriv.run.run import Beginning, Outcome, Rounds, carry_out, released_text
+from fedpriv.run.run import Outcome, Rounds, carry_out, released_text
+from fedpriv.run.setup import RunSetup
 from fedpriv.server.announcement import LedgerLines, prices, status_at_start, welcomes
 from fedpriv.server.authentication import Authentication, RateLimit
 from fedpriv.server.collection import Collection, End
@@ -265,7 +266,7 @@ def serve(
         FedprivError: something is wrong with the input, or the run cannot go on; the message says
             what.
     """
-    beginning = Beginning.of(file, assignments, out, resume=resume)
+    beginning = RunSetup.of(file, assignments, out, resume=resume)
     section = beginning.config.federation
     if section is None:
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")
@@ -277,7 +278,7 @@ def serve(
     _run(deployment, beginning, leave=leave)
 
 
-def _run(deployment: Deployment, beginning: Beginning, *, leave: bool) -> None:
+def _run(deployment: Deployment, beginning: RunSetup, *, leave: bool) -> None:
     """Run all rounds and print the result; then, unless told to leave, serve until stopped."""
     console, enrolment = Console(), deployment.enrolment
     asked, started = threading.Event(), []

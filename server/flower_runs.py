@@ -25,7 +25,8 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError
 from fedpriv.logs import LogFormat, configure
 from fedpriv.privacy.round import PrivacyRecords, Transport
-from fedpriv.run.run import Beginning, Follow, Outcome, Rounds, carry_out, released_text
+from fedpriv.run.run import Follow, Outcome, Rounds, carry_out, released_text
+from fedpriv.run.setup import RunSetup
 from fedpriv.server.announcement import prices, task_of, welcomes
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.flower_grid import (
@@ -43,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 def run_on_nodes(
-    beginning: Beginning,
+    beginning: RunSetup,
     section: FederationSection,
     grid: Grid,
     stopping: threading.Event,
@@ -97,7 +98,7 @@ class GridSimulation:
         InvalidValueError: there are no workers, or more than users.
     """
 
-    beginning: Beginning
+    beginning: RunSetup
     experiment: Experiment
     users: UserStore
     workers: int
@@ -110,10 +111,10 @@ class GridSimulation:
             )
 
     @classmethod
-    def of(cls, beginning: Beginning, workers: int) -> Self:
+    def of(cls, beginning: RunSetup, workers: int) -> Self:
         """Load the users of an experiment, and refuse what cannot be run or resumed.
 
-        Errors as for `simulated` and `Beginning.refuse_other_plan`, and those of the class.
+        Errors as for `simulated` and `RunSetup.refuse_other_plan`, and those of the class.
         """
         beginning.refuse_true_figures("on workers")
         experiment, here = simulated(beginning.config, beginning.run, beginning.spent)
@@ -197,7 +198,7 @@ class RunConfig(Section):
             where = ".".join(map(str, first["loc"]))
             raise InvalidValueError(f"run config: {where or 'a value'}: {first['msg']}") from error
 
-    def beginning(self) -> Beginning:
+    def beginning(self) -> RunSetup:
         """Read the experiment, and the folder of the run if it is to go on.
 
         Raises:
@@ -209,11 +210,11 @@ class RunConfig(Section):
             # Flower puts the folder of the app in front of the import path.
             found = (Path(folder) / self.experiment for folder in sys.path)
             file = next((path for path in found if path.is_file()), Path(self.experiment))
-            return Beginning.of(file, assignments, out, resume=self.resume)
+            return RunSetup.of(file, assignments, out, resume=self.resume)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "experiment.toml"
             file.write_text(self.experiment, encoding="utf-8")
-            return Beginning.of(file, assignments, out, resume=self.resume)
+            return RunSetup.of(file, assignments, out, resume=self.resume)
 
 
 app = ServerApp()

@@ -52,7 +52,7 @@ def simulate_on_ray(
     resume: bool,
     follow: "Follow | None" = None,
 ) -> None:
-    """As `fedpriv.run.run.run_simulation`, with the users spread among workers of Ray.
+    """As `fedpriv.run.simulate.run_simulation`, with the users spread among workers of Ray.
 
     Guarantees: the input is checked before Ray is started; no process and no file except those of
     the run is left on this machine.
@@ -72,10 +72,10 @@ def simulate_on_ray(
     from flwr.serverapp import ServerApp
     from rich.console import Console
 
-    from fedpriv.run.run import Beginning
+    from fedpriv.run.setup import RunSetup
     from fedpriv.server.flower_runs import GridSimulation
 
-    beginning = Beginning.of(file, assignments, out, resume=resume)
+    beginning = RunSetup.of(file, assignments, out, resume=resume)
     simulation = GridSimulation.of(beginning, workers)
     server_app, stopping = ServerApp(), threading.Event()
 

@@ -18,8 +18,10 @@ from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
 from fedpriv.build import Experiment, simulated
-from fedpriv.run.run import Beginning, Follow, Outcome, RoundRow, carry_out
+from fedpriv.run.run import Follow, Outcome, carry_out
+from fedpriv.run.setup import RunSetup
 from fedpriv.server.ray_engine import run_on_ray, simulate_on_ray
+from fedpriv.training.rounds import RoundResult
 from simulations.flower_usual import WORK, federate
 from simulations.flower_usual import app as usual_app
 
@@ -49,7 +51,7 @@ def in_process(users: int, _workers: int, rounds: int) -> Times:
     """`fedpriv simulate` in one process."""
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        beginning = Beginning.of(WORK, _set(users, rounds), Path(folder) / "run", resume=False)
+        beginning = RunSetup.of(WORK, _set(users, rounds), Path(folder) / "run", resume=False)
         experiment, transport = simulated(beginning.config, beginning.run)
         console = Console(quiet=True)
         carry_out(beginning, experiment, lambda *_: transport, console, _noting(ends))
@@ -91,7 +93,7 @@ def _noting(ends: list[float]) -> Follow:
     """Takes down when each round of ours ends."""
 
     def follow(
-        rows: Generator[RoundRow, None, Outcome], _experiment: Experiment, _first: int
+        rows: Generator[RoundResult, None, Outcome], _experiment: Experiment, _first: int
     ) -> Outcome:
         while True:
             try:

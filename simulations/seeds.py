@@ -14,7 +14,7 @@ import numpy as np
 
 from fedpriv.report.charts import ROUNDS, Axis, Chart, Series, figure
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.run import run_simulation
+from fedpriv.run.simulate import run_simulation
 
 Row = dict[str, object]
 
@@ -30,7 +30,7 @@ def run_seed(file: Path, seed: int, assignments: list[str]) -> list[Row]:
 def summary(runs: list[list[Row]]) -> dict[str, object]:
     """What the README quotes: final accuracies, their mean and spread, and the ε of each run."""
     last = [rows[-1] for rows in runs]
-    accuracy = [float(str(row["test_accuracy"])) for row in last]
+    accuracy = [float(str(row["accuracy"])) for row in last]
     return {
         "accuracy": accuracy,
         "mean": float(np.mean(accuracy)),
@@ -46,9 +46,9 @@ def summary(runs: list[list[Row]]) -> dict[str, object]:
 
 def charts(runs: list[list[Row]], title: str) -> tuple[Chart, Chart]:
     """Accuracy by round, each seed and their mean, and ε by round."""
-    measured = [[row for row in rows if row["test_accuracy"] is not None] for rows in runs]
+    measured = [[row for row in rows if row["accuracy"] is not None] for rows in runs]
     rounds = [int(str(row["round"])) + 1 for row in measured[0]]
-    accuracy = np.array([[float(str(r["test_accuracy"])) for r in rows] for rows in measured]) * 100
+    accuracy = np.array([[float(str(r["accuracy"])) for r in rows] for rows in measured]) * 100
     mean = Series(
         f"mean of {len(runs)} seeds, between the least and the largest",
         rounds,

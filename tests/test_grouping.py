@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from fedpriv.build import Grouping, grouping_of
+from fedpriv.build import mechanism_of
 from fedpriv.config import parse_config
 from fedpriv.errors import InvalidValueError
+from fedpriv.mechanism import Grouping
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.query import noise_stddevs
 
@@ -29,7 +30,8 @@ def grouping(clipping: dict[str, object], noise: dict[str, object] | None = None
         "noise": noise or {},
     }
     config = parse_config(table, "test.toml")
-    return grouping_of(config.clipping, config.noise, LAYOUT)
+    mechanism = mechanism_of(config)
+    return mechanism.clipping.grouping(LAYOUT, mechanism.allocation)
 
 
 def test_mixed_groups_reduce_to_one_noise_multiplier() -> None:

@@ -29,7 +29,7 @@ MODULES = [
 @pytest.mark.parametrize("name", PACKAGES)
 def test_public_names_exist_once_and_are_documented(name: str) -> None:
     package = importlib.import_module(name)
-    assert list(package.__all__) == sorted(set(package.__all__))
+    assert len(package.__all__) == len(set(package.__all__))
     for public in package.__all__:
         value = getattr(package, public)
         if inspect.isclass(value) or inspect.isfunction(value):
@@ -59,3 +59,19 @@ def test_examples_in_docstrings_hold(name: str) -> None:
 def test_there_are_examples() -> None:
     attempted = sum(doctest.testmod(importlib.import_module(n)).attempted for n in MODULES)
     assert attempted >= 10
+
+
+FACE = """
+    AdaptiveClipping Averaging Comparison FedAdagrad FedAdam FedAvg FedAvgM FedYogi Flat Grouped
+    Joint Mechanism Part PerLayer Poisson Population RoundResult Run SGD Task __version__ compare
+    epsilon simulate
+"""
+
+
+def test_the_face_is_these_names_and_each_is_found() -> None:
+    assert set(fedpriv.__all__) == set(FACE.split())
+    assert set(fedpriv.__all__) <= set(dir(fedpriv))
+    for name in fedpriv.__all__:
+        assert getattr(fedpriv, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'simulat'"):
+        fedpriv.simulat  # noqa: B018

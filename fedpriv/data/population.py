@@ -34,13 +34,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, Self, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, Self, TypeAlias
 
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from fedpriv.errors import DataError, InvalidValueError
+
+if TYPE_CHECKING:
+    from fedpriv.data.arrays import Column
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:
@@ -820,3 +823,43 @@ class Population:
                 f"test fields have {sorted(counts)} rows; all need the same number, at least one"
             )
         object.__setattr__(self, "test", dict(self.test))
+
+    @classmethod
+    def from_arrays(
+        cls,
+        x: "Column",
+        y: "Column",
+        user_ids: "Column",
+        *,
+        held_out: "tuple[Column, Column]",
+        name: str = "people",
+    ) -> "Population":
+        """A population from rows in any order, each with the id of its user.
+
+        >>> x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
+        >>> ids = ["ann", "bob", "ann", "eve"]
+        >>> people = Population.from_arrays(x, y, ids, held_out=(x, y))
+        >>> people.name
+        'people: 3 users'
+
+        Args:
+            x: [rows, ...] inputs; an array, a tensor or nested lists.
+            y: [rows, ...] targets.
+            user_ids: [rows] ids, all strings or all integers.
+            held_out: inputs and targets of rows that belong to no user, to measure the model on.
+            name: public, as it goes into the ledger; the number of users is appended.
+
+        Raises:
+            DataError: ids are neither strings nor integers, numbers of rows differ, or the held-out
+                rows are of another dtype or shape than the users'.
+        """
+        from fedpriv.data.arrays import from_arrays, to_array  # noqa: PLC0415 - it needs the store
+
+        users = from_arrays({"x": x, "y": y}, user_ids)
+        if not isinstance(held_out, tuple) or len(held_out) != 2:
+            raise DataError("held_out must be a pair: inputs and targets")
+        test = {
+            field: to_array(f"held-out {field!r}", column)
+            for field, column in zip(("x", "y"), held_out, strict=True)
+        }
+        return cls(f"{name}: {users.population} users", users, test)

@@ -8,7 +8,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from fedpriv.engine.losses import Loss, find_loss
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.round import RoundRequest
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MetricFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Activations = Literal["float32", "bfloat16"]
 """Under "bfloat16" layers multiply numbers of 8 significant bits, as under `torch.autocast`, while
@@ -32,17 +32,21 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 _OF_A_THREAD = 2**15  # numbers below which torch uses fewer threads
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Task:
     """A model and how it is judged.
+
+    >>> task = Task(nn.Linear(4, 3), loss="cross-entropy")
+    >>> sorted(task.parameters())
+    ['bias', 'weight']
 
     Attributes:
         model: any module that maps inputs [B, …] to outputs [B, …] without mixing examples or
             changing its own buffers. Its forward finds parameters through `self`, since users train
             on copies of it. Batch normalisation is replaced, in a copy, by `RunningNorm`.
         loss: maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]
-            that are averaged over all but the first axis; e.g. `cross_entropy` with
-            `reduction="none"`.
+            that are averaged over all but the first axis. A name stands for one: "cross-entropy",
+            "squared-error" or "package.module:function".
         inputs: name of the field that the model reads.
         targets: name of the field that the loss reads.
         metrics: own metrics by name, e.g. from `own_metrics`: a function maps outputs and
@@ -51,17 +55,30 @@ class Task:
             these and for built-in metrics.
 
     Raises:
-        ModelError: a layer depends on other examples or keeps state across them.
+        ModelError: a layer depends on other examples or keeps state across them, or no loss has
+            that name.
     """
 
     model: nn.Module
     loss: Loss
-    inputs: str = "x"
-    targets: str = "y"
-    metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
+    inputs: str
+    targets: str
+    metrics: Mapping[str, MetricFunction]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "model", without_batch_norm(self.model))
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | str = "cross-entropy",
+        inputs: str = "x",
+        targets: str = "y",
+        metrics: Mapping[str, MetricFunction] | None = None,
+    ) -> None:
+        loss = find_loss(loss) if isinstance(loss, str) else loss
+        object.__setattr__(self, "model", without_batch_norm(model))
+        object.__setattr__(self, "loss", loss)
+        object.__setattr__(self, "inputs", inputs)
+        object.__setattr__(self, "targets", targets)
+        object.__setattr__(self, "metrics", dict(metrics or {}))
 
     def evaluated(self) -> "Task":
         """The task with a copy of the model in evaluation mode: without dropout."""

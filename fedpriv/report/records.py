@@ -9,32 +9,10 @@ from pathlib import Path
 from fedpriv import __version__
 from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.ledger.ledger import Head
+from fedpriv.training.rounds import RoundResult
 
 Figures = Mapping[str, float | None]
 """Numbers by name; None where nobody contributed."""
-
-
-@dataclass(frozen=True)
-class RoundRecord:
-    """One release of a run; all but accuracy and loss are covered by the guarantee.
-
-    Attributes:
-        number: rounds released so far, this one included.
-        epsilon: ε of all charges of the ledger until then.
-        accuracy: on held-out rows, in [0, 1]; None if it was not measured.
-        loss: mean loss on held-out rows; None if it was not measured.
-        clipping_norms: S_g of each vector group of the update.
-        metrics: private metrics of one number, by name.
-        metrics_noise_stddev: standard deviation of the noise in each of them.
-    """
-
-    number: int
-    epsilon: float
-    accuracy: float | None
-    loss: float | None
-    clipping_norms: Mapping[str, float]
-    metrics: Mapping[str, float]
-    metrics_noise_stddev: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -102,7 +80,7 @@ class RunRecord:
     accountant: str
     ledger: LedgerContent
     verification: Verification
-    rounds: tuple[RoundRecord, ...]
+    rounds: tuple[RoundResult, ...]
     simulation_only: tuple[SimulationOnlyRound, ...] = ()
 
 

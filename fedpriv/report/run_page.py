@@ -15,8 +15,9 @@ from fedpriv.ledger.budget import merge_equal
 from fedpriv.report.charts import ROUNDS, Axis, Chart, Series, save
 from fedpriv.report.guarantee import assumptions, privacy_sections, users_of, warnings
 from fedpriv.report.page import Card, Page, Section, Term
-from fedpriv.report.records import Figures, RoundRecord, RunRecord, versions
+from fedpriv.report.records import Figures, RunRecord, versions
 from fedpriv.report.tables import format_epsilon
+from fedpriv.training.rounds import RoundResult
 
 FOOTER = (
     f"Written by fedpriv {__version__}. Everything on this page was released by the run and is "
@@ -63,7 +64,7 @@ def page_of_run(record: RunRecord) -> Page:
 
 
 def write_run_figures(
-    rounds: Sequence[RoundRecord], name: str, delta: float, budget: float, folder: Path
+    rounds: Sequence[RoundResult], name: str, delta: float, budget: float, folder: Path
 ) -> None:
     """Write accuracy, loss, ε and private metrics by round as PNG and SVG.
 
@@ -176,7 +177,7 @@ def _ledger_section(record: RunRecord) -> Section:
     return Section("ledger", "Ledger verification", terms=[Term(*each) for each in terms.items()])
 
 
-def round_charts(rounds: Sequence[RoundRecord]) -> list[Chart]:
+def round_charts(rounds: Sequence[RoundResult]) -> list[Chart]:
     """Accuracy and loss by round where they were measured, and private metrics with their noise."""
     charts = []
     measured = [each for each in rounds if each.accuracy is not None]
@@ -194,7 +195,7 @@ def round_charts(rounds: Sequence[RoundRecord]) -> list[Chart]:
         axis = Axis("mean loss of held-out rows", "unit of the loss")
         line = Series("loss", *_by_round(measured, [each.loss for each in measured]))
         charts.append(Chart("loss", "Loss by round", caption, ROUNDS, axis, [line]))
-    names = dict.fromkeys(name for each in rounds for name in each.metrics)
+    names = dict.fromkeys(name for each in rounds for name in each.scalar_metrics)
     return [*charts, *(_metric_chart(rounds, name) for name in names)]
 
 
@@ -216,9 +217,9 @@ def front_chart(record: RunRecord) -> Chart | None:
     )
 
 
-def _metric_chart(rounds: Sequence[RoundRecord], name: str) -> Chart:
-    found = [each for each in rounds if name in each.metrics]
-    values = [each.metrics[name] for each in found]
+def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
+    found = [each for each in rounds if name in each.scalar_metrics]
+    values = [each.scalar_metrics[name] for each in found]
     noise = [2.0 * each.metrics_noise_stddev.get(name, 0.0) for each in found]
     line = Series(
         "released, ± 2 std. dev. of its noise",
@@ -237,7 +238,7 @@ def _metric_chart(rounds: Sequence[RoundRecord], name: str) -> Chart:
     )
 
 
-def _spent_chart(rounds: Sequence[RoundRecord], delta: float, budget: float) -> Chart:
+def _spent_chart(rounds: Sequence[RoundResult], delta: float, budget: float) -> Chart:
     series = [Series("spent", *_by_round(rounds, [each.epsilon for each in rounds]))]
     if math.isfinite(budget):
         ends = [rounds[0].number, rounds[-1].number]
@@ -363,7 +364,7 @@ def _lines(runs: Iterable[Iterable[tuple[int, Figures]]]) -> list[Series]:
 
 
 def _by_round(
-    rounds: Sequence[RoundRecord], values: Sequence[float | None]
+    rounds: Sequence[RoundResult], values: Sequence[float | None]
 ) -> tuple[list[float], Sequence[float | None]]:
     return [each.number for each in rounds], values
 

@@ -12,11 +12,11 @@ from rich.console import Console
 
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.report.charts import Axis, Chart, Series, save, spans_decades
-from fedpriv.report.records import RoundRecord
 from fedpriv.report.tables import Column, Table, format_epsilon, number, print_table
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, RunResult, Study, Target
 from fedpriv.studies.results import verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes
+from fedpriv.training.rounds import RoundResult
 
 CAVEAT = (
     "Intervals are Student's 95% over seeds on the same users; differences are paired by seed. ε "
@@ -54,7 +54,7 @@ class Measure:
     better: str
     scale: float
 
-    def of(self, each: RoundRecord) -> float | None:
+    def of(self, each: RoundResult) -> float | None:
         """Its value after a round, None if it was not measured."""
         value: float | None = getattr(each, self.name)
         return None if value is None else self.scale * value

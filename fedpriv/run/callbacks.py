@@ -1,77 +1,48 @@
-"""What is told of each round to whoever wants to follow a run: released figures only."""
+"""Telling of each released round: callbacks, and TensorBoard's event files."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.importing import import_function
+from fedpriv.training.rounds import OnRound, RoundResult
+
+_log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ReleasedRound:
-    """What one round released; safe to show, and safe to send to a service.
+def tell(callbacks: Mapping[str, OnRound], result: RoundResult) -> None:
+    """Call each callback; one that raises is logged, and called again after the next round.
 
-    It holds nothing that depends on users but through the noise, not even how long the round took.
-
-    Attributes:
-        run: name of the run.
-        rounds: T, how many are planned.
-        round: number of the round, from 0.
-        attempt: number of the attempt; a round that was run again after a crash is told again.
-        epsilon: ε of all charges of the ledger so far, at `delta`.
-        delta: δ of the budget.
-        test_loss: mean loss on held-out rows, if the round was evaluated.
-        test_accuracy: accuracy on held-out rows, if there is one.
-        clipping_norms: S of each vector group of the update in this round.
-        unclipped: noised fraction of users that were not clipped, by vector group; empty unless
-            clipping is adaptive.
-        metrics: private averages by name; a vector is a list.
-        metrics_noise_stddev: standard deviation of the noise in each component of a metric.
+    A service that is down must not cost a run what it has spent.
     """
-
-    run: str
-    rounds: int
-    round: int
-    attempt: int
-    epsilon: float
-    delta: float
-    test_loss: float | None
-    test_accuracy: float | None
-    clipping_norms: Mapping[str, float]
-    unclipped: Mapping[str, float]
-    metrics: Mapping[str, object]
-    metrics_noise_stddev: Mapping[str, float]
-
-    @property
-    def scalars(self) -> dict[str, float]:
-        """All that is one number, by name, as trackers of experiments take it."""
-        tables: tuple[tuple[str, Mapping[str, object]], ...] = (
-            ("test", {"loss": self.test_loss, "accuracy": self.test_accuracy}),
-            ("privacy", {"epsilon": self.epsilon}),
-            ("clipping_norm", self.clipping_norms),
-            ("unclipped", self.unclipped),
-            ("metric", self.metrics),
-        )
-        return {
-            f"{table}/{name}": float(value)
-            for table, values in tables
-            for name, value in values.items()
-            if isinstance(value, int | float)
-        }
+    for name, callback in callbacks.items():
+        try:
+            callback(result)
+        except Exception as error:
+            _log.warning(
+                "callback %s raised %s in round %d: %s",
+                name,
+                type(error).__name__,
+                result.round,
+                error,
+            )
 
 
-OnRound = Callable[[ReleasedRound], object]
-"""Is called after each round; what it returns is not read."""
+@contextmanager
+def event_files(folder: Path, first: int) -> Iterator[OnRound]:
+    """A callback that writes TensorBoard's event files; complete when the block is left."""
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, and slow
 
+    # Events of rounds that a run repeats after a crash are hidden by those that are written now.
+    with SummaryWriter(str(folder), purge_step=first + 1) as writer:
 
-def find_callbacks(paths: Iterable[str]) -> dict[str, OnRound]:
-    """Import callables of the form "package.module:name".
+        def write(result: RoundResult) -> None:
+            for name, value in result.scalars.items():
+                writer.add_scalar(name, value, result.number)
 
-    Raises:
-        InvalidValueError: one is not of that form, cannot be imported or cannot be called.
-    """
-    return {path: import_function(f"callback {path!r}", path, InvalidValueError) for path in paths}
+        yield write
 
 
 def require_tensorboard() -> None:

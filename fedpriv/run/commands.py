@@ -167,9 +167,9 @@ def suggest_norms(
             records,
             experiment.entropy,
         )
-        for report, found in asked:
+        for result, found in asked:
             known = found
-            console.print(f"round {report.round + 1} of {rounds}: charge {report.charge_hash[:12]}")
+            console.print(f"round {result.number} of {rounds}: charge {result.charge[:12]}")
         loss = epsilon_of(records.ledger.spent(), config.privacy.delta, config.privacy.accountant)
     console.print(_norms_table(known, plan.clipping_norms, quantile))
     console.print(

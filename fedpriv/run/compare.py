@@ -1,7 +1,8 @@
-"""`fedpriv compare`: all runs of a study, side by side, and what they say."""
+"""Studies: several settings at equal privacy over seeds, from Python values or from a file."""
 
 import fcntl
 import itertools
+import json
 import math
 import multiprocessing
 import os
@@ -10,31 +11,40 @@ import statistics
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor
 from concurrent.futures import wait as wait_for
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import tomli_w
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedpriv.build import Experiment, on_population
+from fedpriv.build import Experiment, on_population, settings_of
 from fedpriv.data.population import Population
 from fedpriv.data.registry import load_population
+from fedpriv.engine.task import Task
+from fedpriv.engine.transport import InProcessTransport
 from fedpriv.engine.workers import computing_with
-from fedpriv.errors import FedprivError, InvalidValueError, WorkerError
-from fedpriv.privacy.round import PrivacyRecords, Transport
+from fedpriv.errors import FedprivError, InvalidValueError, WorkerError, known_names
+from fedpriv.mechanism import Mechanism
+from fedpriv.privacy.round import LocalTraining, PrivacyRecords
 from fedpriv.report.studies import print_study, results_csv, results_json, runs_csv
+from fedpriv.run.callbacks import event_files
 from fedpriv.run.diagnostics import Row, watched
 from fedpriv.run.evaluation import Evaluator
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.run import Beginning, Cadence, Outcome, RoundRow, announced, conduct
-from fedpriv.studies import Arm, Cell, RunResult, Study, Target, read_study
+from fedpriv.run.reader import write_report
+from fedpriv.run.run import Cadence, Outcome, Rounds, conduct
+from fedpriv.run.setup import RunSetup
+from fedpriv.run.simulate import experiment_of, frame
+from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
 from fedpriv.studies.results import (
     ALL_RESULTS,
     RESULT,
@@ -44,10 +54,18 @@ from fedpriv.studies.results import (
     finished_result,
     holds_results_alone,
     means,
+    verdict,
     write_rows,
 )
-from fedpriv.studies.study import load_study, study_toml
+from fedpriv.studies.study import check_study, load_study, study_toml
 from fedpriv.training.checkpoint import write_atomically
+from fedpriv.training.optimizers import FedAvg, ServerOptimizer
+from fedpriv.training.rounds import RoundResult
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_FEDAVG = FedAvg()
 
 Noise = dict[tuple[Arm, Target], float]
 """Noise multiplier of every arm at every target."""
@@ -73,31 +91,241 @@ def run_study(file: Path, out: Path | None, workers: int | None) -> None:
     """
     study = load_study(file)
     folder = out or Path("studies") / study.name
+    console = Console()
+
+    results = _finished(study, folder)
+    missing = len(results) < len(study.cells)
+    noise = calibrated(study) if missing else {}
+    with _held(study, folder):
+        if missing:
+            _run_missing(study, folder, noise, results, workers or _cores(), console)
+    print_study(read_study(folder), console)
+    console.print(f"folder {folder}", highlight=False)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A study that was run; everything in it is also in its folder.
+
+    Attributes:
+        read: the study and its finished runs.
+    """
+
+    read: ReadStudy
+
+    @property
+    def folder(self) -> Path:
+        """Where it is written."""
+        return self.read.folder
+
+    @property
+    def arms(self) -> tuple[ArmSummary, ...]:
+        """What the runs say of each arm: means over seeds with their intervals."""
+        return self.read.arms
+
+    @property
+    def verdict(self) -> str:
+        """Which arm is best, and which differ from the baseline, in sentences."""
+        return " ".join(verdict(self.read.study, self.arms))
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """One row for each run.
+
+        Raises:
+            InvalidValueError: pandas is not installed.
+        """
+        return frame(asdict(each) for each in self.read.runs)
+
+    def report(self, out: Path | str | None = None) -> Path:
+        """Verify all ledgers, write the report as one HTML file, and return its path.
+
+        Args:
+            out: the file; by default report.html in the folder of the study.
+        """
+        return write_report(self.folder, Path(out) if out else None, show=False)
+
+
+def compare(
+    population: Population,
+    task: Task | Callable[[int], Task],
+    mechanism: Mechanism,
+    arms: Mapping[str, Mapping[str, object]],
+    *,
+    local: LocalTraining,
+    server: ServerOptimizer = _FEDAVG,
+    seeds: int | Sequence[int] = 5,
+    baseline: str | None = None,
+    accuracies: Sequence[float] = (),
+    out: Path | str | None = None,
+    name: str = "study",
+    evaluate_every: int = 1,
+    device: str = "auto",
+    quiet: bool = False,
+) -> Comparison:
+    """Run several settings at equal privacy, on the same users and seeds, and compare them.
+
+    Runs that are finished in the folder are not run again: after an interrupt, the same call goes
+    on with the others. Cohorts and noise of a seed are the same in every arm, so differences are
+    paired.
+
+    >>> import tempfile, numpy as np, torch, fedpriv
+    >>> x, y = np.eye(4, dtype=np.float32).repeat(50, 0), np.arange(4).repeat(50)
+    >>> people = fedpriv.Population.from_arrays(x, y, np.arange(200), held_out=(x, y))
+    >>> mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(1.0))
+    >>> mechanism = mechanism.calibrate(epsilon=8.0, delta=1e-3, rounds=2)
+    >>> task = fedpriv.Task(torch.nn.Linear(4, 4))
+    >>> arms = {"average": {}, "adam": {"server": fedpriv.FedAdam(0.1)}}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     study = fedpriv.compare(
+    ...         people, task, mechanism, arms, local=fedpriv.SGD(1.0, epochs=1), seeds=2,
+    ...         out=f"{folder}/study", quiet=True,
+    ...     )
+    ...     [(arm.arm, len(arm.seeds)) for arm in study.arms]
+    [('average', 2), ('adam', 2)]
+
+    Args:
+        population: users and held-out rows.
+        task: model and loss, or a function that makes them of a seed.
+        mechanism: calibrated; arms with mechanisms of their own have the same (ε, δ).
+        arms: by name, the arguments among task, mechanism, local and server that an arm replaces.
+        local: how each user trains.
+        server: how the server steps.
+        seeds: the seeds, or how many from 0.
+        baseline: the arm to compare with; by default the first.
+        accuracies: levels of which is told when an arm reached them.
+        out: folder of the study; by default studies/NAME.
+        name: of the study.
+        evaluate_every: rounds between evaluations on the held-out rows.
+        device: where to train.
+        quiet: print nothing.
+
+    Raises:
+        FedprivError: arms do not fit together or differ in privacy; the message says what.
+    """
+    given = {"task": task, "mechanism": mechanism, "local": local, "server": server}
+    chosen = {arm: given | _known_arguments(arm, more, given) for arm, more in arms.items()}
+    numbers = range(seeds) if isinstance(seeds, int) else seeds
+    output = {"evaluate_every": evaluate_every}
+
+    def parts(arm: str, seed: int) -> tuple[Task, Mechanism, LocalTraining, ServerOptimizer]:
+        values = chosen[arm]
+        of_seed = values["task"]
+        made = (
+            of_seed if isinstance(of_seed, Task) else cast("Callable[[int], Task]", of_seed)(seed)
+        )
+        rest = (values["mechanism"], values["local"], values["server"])
+        return made, *cast("tuple[Mechanism, LocalTraining, ServerOptimizer]", rest)
+
+    tables = {}
+    targets = {}
+    for arm in chosen:
+        _, of_arm, *_ = parts(arm, numbers[0])
+        if of_arm.rounds is None or of_arm.epsilon is None or of_arm.delta is None:
+            raise InvalidValueError(f"the mechanism of arm {arm!r} is not calibrated; it must be")
+        targets[arm] = Target(float(of_arm.epsilon), float(of_arm.delta))
+        config = settings_of(
+            "arm",
+            population,
+            *parts(arm, numbers[0]),
+            rounds=of_arm.rounds,
+            output=output,
+            engine={"device": device},
+            privacy={"noise_multiplier": None},
+        )
+        tables[arm] = config.model_dump(exclude_none=True, exclude={"name"})
+    if len(set(targets.values())) > 1:
+        raise InvalidValueError(f"arms are calibrated to {targets}; all must be to the same (ε, δ)")
+    study = _study(name, tables, targets.popitem()[1], tuple(numbers), baseline, tuple(accuracies))
+    folder, console = Path(out or Path("studies") / name), Console(quiet=quiet)
+    results = _finished(study, folder)
+
+    def prepared(cell: Cell) -> Experiment:
+        config = study.config_of(cell)
+        made = parts(cell.arm.name, cell.seed)
+        try:
+            return experiment_of(config, str(config.run), population, *made)
+        except FedprivError as error:
+            raise type(error)(f"arm {cell.arm.name!r}: {error}") from error
+
+    for cell in study.cells[: len(study.arms)]:
+        prepared(cell)  # no run starts before all arms could be built
+    with _held(study, folder), _displayed(study, folder, results, console) as show:
+        for cell in study.cells:
+            if cell not in results:
+                experiment = prepared(cell)
+                transport = experiment.in_process(population.users)
+                results[cell] = _run_prepared(study, cell, folder, experiment, transport)
+                show()
+    read = read_study(folder)
+    print_study(read, console)
+    return Comparison(read)
+
+
+def _study(
+    name: str,
+    tables: Mapping[str, Mapping[str, object]],
+    target: Target,
+    seeds: tuple[int, ...],
+    baseline: str | None,
+    accuracies: tuple[float, ...],
+) -> Study:
+    """The study whose arms have these settings, written as changes of those of the first."""
+    first, base = next(iter(tables.items()))
+    arms = tuple(Arm(arm, tuple(_changes(base, table))) for arm, table in tables.items())
+    study = Study(name, base, arms, (target,), seeds, baseline or first, accuracies)
+    check_study(study, name)
+    return study
+
+
+def _changes(base: Mapping[str, object], table: Mapping[str, object]) -> Iterator[str]:
+    for section in dict.fromkeys([*base, *table]):
+        before, after = base.get(section), table.get(section, {})
+        if before == after:
+            continue
+        if (
+            isinstance(before, Mapping)
+            and isinstance(after, Mapping)
+            and before.keys() == after.keys()
+        ):
+            changed = {f"{section}.{k}": v for k, v in after.items() if v != before[k]}
+        else:
+            changed = {section: after}
+        yield from (f"{key}={_inline(value)}" for key, value in changed.items())
+
+
+def _inline(value: object) -> str:
+    """A value in one line of TOML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_inline(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return json.dumps(value)
+
+
+def _known_arguments(
+    arm: str, more: Mapping[str, object], given: Mapping[str, object]
+) -> dict[str, object]:
+    for argument in more:
+        if argument not in given:
+            raise InvalidValueError(
+                f"arm {arm!r} sets {argument!r}; {known_names(argument, given)}"
+            )
+    return dict(more)
+
+
+def _finished(study: Study, folder: Path) -> dict[Cell, RunResult]:
+    """Results of the runs that are finished.
+
+    Raises:
+        InvalidValueError: the folder holds results without their runs.
+        DataError: a result is of other settings.
+    """
     if holds_results_alone(folder):
         raise InvalidValueError(
             f"{folder} holds the results of a study without its runs; choose another folder"
         )
-    console = Console()
-    finished = {cell: finished_result(folder, study, cell) for cell in study.cells}
-    results = {cell: result for cell, result in finished.items() if result is not None}
-    missing = len(results) < len(study.cells)
-    noise = calibrated(study) if missing else {}
-    with _held(folder):
-        write_atomically(folder / STUDY, study_toml(study).encode())
-        try:
-            if missing:
-                _run_missing(study, folder, noise, results, workers or _cores(), console)
-        finally:
-            read = read_study(folder)
-            for name, text in (
-                ("results.json", results_json(read)),
-                ("results.csv", results_csv(read)),
-                ("runs.csv", runs_csv(read)),
-                (ALL_RESULTS, all_results(read.runs)),
-            ):
-                write_atomically(folder / name, text.encode())
-    print_study(read, console)
-    console.print(f"folder {folder}", highlight=False)
+    found = {cell: finished_result(folder, study, cell) for cell in study.cells}
+    return {cell: result for cell, result in found.items() if result is not None}
 
 
 def calibrated(study: Study) -> Noise:
@@ -124,8 +352,10 @@ def calibrated(study: Study) -> Noise:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Make the folder, and keep other processes from it until the block is left.
+def _held(study: Study, folder: Path) -> Iterator[None]:
+    """Make the folder of a study, and keep other processes from it until the block is left.
+
+    What the finished runs say is written in the end, however the block is left.
 
     Raises:
         InvalidValueError: another process is at it, or it cannot be made.
@@ -142,7 +372,18 @@ def _held(folder: Path) -> Iterator[None]:
             raise InvalidValueError(
                 f"{folder} holds a study that another process is at; stop that one first"
             ) from error
-        yield
+        write_atomically(folder / STUDY, study_toml(study).encode())
+        try:
+            yield
+        finally:
+            read = read_study(folder)
+            for name, text in (
+                ("results.json", results_json(read)),
+                ("results.csv", results_csv(read)),
+                ("runs.csv", runs_csv(read)),
+                (ALL_RESULTS, all_results(read.runs)),
+            ):
+                write_atomically(folder / name, text.encode())
     finally:
         os.close(descriptor)
 
@@ -302,10 +543,7 @@ def _loaded(name: str, options: str) -> Population:
 def run_cell(
     study: Study, cell: Cell, folder: Path, noise_multiplier: float, population: Population
 ) -> RunResult:
-    """Run a cell of a study from its beginning, into its folder.
-
-    What an interrupted run left there is moved aside. That gives nothing back that was spent: with
-    the same seed the run draws the same cohorts and noise and releases the same once more.
+    """Run a cell of a study from its start, into its folder; see `_run_prepared`.
 
     Args:
         study: the study.
@@ -314,25 +552,67 @@ def run_cell(
         noise_multiplier: z, from `calibrated`.
         population: the users that the settings of the cell name.
 
-    Returns:
-        The result, durable in the folder: its file is the last to be written.
-
     Raises:
         FedprivError: the settings do not fit together; the message says what.
     """
     config = study.config_of(cell)
     privacy = config.privacy.model_copy(update={"noise_multiplier": noise_multiplier})
     config = config.model_copy(update={"privacy": privacy})
-    experiment, transport = on_population(config, str(config.run), population)
-    run = RunFolder(folder / cell.path)
+    return _run_prepared(study, cell, folder, *on_population(config, str(config.run), population))
+
+
+def _run_prepared(
+    study: Study, cell: Cell, folder: Path, experiment: Experiment, transport: InProcessTransport
+) -> RunResult:
+    """Run an experiment as a cell of a study.
+
+    What an interrupted run left there is moved aside. That gives nothing back that was spent: with
+    the same seed the run draws the same cohorts and noise and releases the same once more.
+
+    Returns:
+        The result, durable in the folder: its file is the last to be written.
+    """
+    run, plan, config = RunFolder(folder / cell.path), experiment.plan, experiment.config
     _set_aside(run.path)
-    Beginning(config, experiment.plan.run, run, run.ledger, resuming=False).write_plan(experiment)
+    RunSetup(config, plan.run, run, run.ledger, resuming=False).write_plan(experiment)
     seen: list[Row] = []
-    rounds, outcome = _conducted(experiment, run, watched(transport, experiment.plan, seen.append))
-    result = _result(study, cell, experiment, outcome, rounds, seen)
+    participation = run.participation_of(run.ledger)
+    with (
+        PrivacyRecords.open(
+            run.ledger, participation, plan.population, experiment.budget
+        ) as records,
+        ExitStack() as stack,
+    ):
+        callbacks = dict(experiment.on_round)
+        if config.output.tensorboard:
+            callbacks["tensorboard"] = stack.enter_context(event_files(run.tensorboard, 0))
+        rounds = conduct(
+            run,
+            plan,
+            experiment.initial_state,
+            watched(transport, plan, seen.append),
+            records,
+            experiment.entropy,
+            Evaluator(experiment.task, experiment.held_out, experiment.device),
+            Cadence(config.output.evaluate_every, config.rounds),
+            time.monotonic,
+            callbacks,
+        )
+        results, outcome = _drained(rounds)
+    result = _result(study, cell, experiment, outcome, results, seen)
     write_rows(run.path / SIMULATION_ONLY, seen)
     write_atomically(run.path / RESULT, result.to_json().encode())
     return result
+
+
+def _drained(rounds: Rounds) -> tuple[list[RoundResult], Outcome]:
+    results = []
+    while True:
+        try:
+            results.append(next(rounds))
+        except StopIteration as end:
+            outcome: Outcome = end.value
+            return results, outcome
 
 
 def _set_aside(cut_short: Path) -> None:
@@ -342,42 +622,12 @@ def _set_aside(cut_short: Path) -> None:
         cut_short.rename(next(name for name in names if not name.exists()))
 
 
-def _conducted(
-    experiment: Experiment, folder: RunFolder, transport: Transport
-) -> tuple[list[RoundRow], Outcome]:
-    """All rounds of a run that is never resumed, so that its only checkpoint is the last."""
-    plan, config = experiment.plan, experiment.config
-    participation = folder.participation_of(folder.ledger)
-    rounds: list[RoundRow] = []
-    with PrivacyRecords.open(
-        folder.ledger, participation, plan.population, experiment.budget
-    ) as records:
-        rows = conduct(
-            folder,
-            plan,
-            experiment.initial_state,
-            transport,
-            records,
-            experiment.entropy,
-            Evaluator(experiment.task, experiment.held_out, experiment.device),
-            Cadence(config.output.evaluate_every, config.rounds),
-            time.monotonic,
-        )
-        with announced(rows, experiment, folder, 0) as told:
-            while True:
-                try:
-                    rounds.append(next(told))
-                except StopIteration as end:
-                    outcome: Outcome = end.value
-                    return rounds, outcome
-
-
 def _result(
     study: Study,
     cell: Cell,
     experiment: Experiment,
     outcome: Outcome,
-    rounds: Sequence[RoundRow],
+    rounds: Sequence[RoundResult],
     seen: Sequence[Row],
 ) -> RunResult:
     plan = experiment.plan
@@ -397,9 +647,9 @@ def _result(
         accuracy=outcome.evaluation.accuracy,
         loss=outcome.evaluation.loss,
         evaluations=tuple(
-            (row.round + 1, row.test_accuracy) for row in rounds if row.test_accuracy is not None
+            (row.round + 1, row.accuracy) for row in rounds if row.accuracy is not None
         ),
-        clipping_norms=dict(zip(names, rounds[-1].clipping_norms, strict=True)),
+        clipping_norms=rounds[-1].clipping_norms,
         noise_stddevs={query.group: query.noise_stddev for query in queries[: len(names)]},
         simulation_only_users_per_second=plan.sampling.expected_cohort_size / seconds,
         simulation_only_clipped=_averaged(seen, "simulation_only_clipped"),

@@ -8,9 +8,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedpriv.errors import InvalidValueError
+from pydantic import TypeAdapter, ValidationError
+
+from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.studies.results import SIMULATION_ONLY, finite
 from fedpriv.training.checkpoint import naming
+from fedpriv.training.rounds import RoundResult
+
+_RESULTS = TypeAdapter(list[RoundResult])
+
+
+def reason(error: ValidationError | UnicodeDecodeError) -> str:
+    """What is wrong with a line, in few words."""
+    if isinstance(error, UnicodeDecodeError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 @dataclass(frozen=True)
@@ -119,6 +132,19 @@ class RunFolder:
     def read_metrics(self) -> Iterator[dict[str, object]]:
         """Rows of all releases; lines that a crash cut short are left out."""
         return self._read(self.metrics)
+
+    def results(self) -> list[RoundResult]:
+        """Results of all rounds, of the last attempt at each, in order.
+
+        Raises:
+            DataError: a line cannot be read.
+        """
+        try:
+            rows = _RESULTS.validate_python(list(self.read_metrics()))
+        except (ValidationError, UnicodeDecodeError) as error:
+            raise DataError(f"{self.metrics} cannot be read as metrics: {reason(error)}") from error
+        last = {row.round: row for row in rows}
+        return [last[number] for number in sorted(last)]
 
     def read_simulation_only(self) -> Iterator[dict[str, object]]:
         """Rows of all rounds that were collected, released or not; likewise."""

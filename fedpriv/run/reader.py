@@ -4,7 +4,6 @@
 """
 
 import webbrowser
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -18,31 +17,16 @@ from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.report.page import Page, render, write_page
 from fedpriv.report.records import (
     Figures,
-    RoundRecord,
     RunRecord,
     SimulationOnlyRound,
     Verification,
 )
 from fedpriv.report.run_page import page_of_run
 from fedpriv.report.study_page import page_of_study
-from fedpriv.run.folder import RunFolder
+from fedpriv.run.folder import RunFolder, reason
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
-
-
-@dataclass(frozen=True)
-class _Row:
-    """What is read of a line of the metrics; see `RoundRow`."""
-
-    round: int
-    attempt: int
-    epsilon: float
-    charge: str
-    test_loss: float | None = None
-    test_accuracy: float | None = None
-    clipping_norms: tuple[float, ...] = ()
-    metrics: Mapping[str, object] = field(default_factory=dict)
-    metrics_noise_stddev: Mapping[str, float] = field(default_factory=dict)
+from fedpriv.training.rounds import RoundResult
 
 
 @dataclass(frozen=True)
@@ -57,7 +41,6 @@ class _Seen:
     simulation_only_signal_to_noise: Figures = field(default_factory=dict)
 
 
-_ROWS = TypeAdapter(list[_Row])
 _SEEN = TypeAdapter(list[_Seen])
 
 
@@ -82,7 +65,7 @@ def read_run(folder: Path) -> RunRecord:
         charges = tuple(ledger.charges())
         content = LedgerContent(path, ledger.ledger_id, ledger.population_name, charges)
         head = ledger.head
-    rows = _released_rows(run)
+    rows = run.results()
     charged = {charge.hash: charge for charge in charges}
     for row in rows:
         found = charged.get(row.charge)
@@ -101,21 +84,9 @@ def read_run(folder: Path) -> RunRecord:
         accountant=config.privacy.accountant,
         ledger=content,
         verification=Verification(head, cohorts, len(rows)),
-        rounds=tuple(
-            _round(n, row, [query.group for query in charged[row.charge].event.queries])
-            for n, row in enumerate(rows, start=1)
-        ),
+        rounds=tuple(rows),
         simulation_only=_simulation_only(run, rows),
     )
-
-
-def released_rounds(run: RunFolder) -> list[RoundRecord]:
-    """What the metrics say of each round, without clipping norms, whose groups a ledger names.
-
-    Raises:
-        DataError: the metrics cannot be read.
-    """
-    return [_round(n, row, ()) for n, row in enumerate(_released_rows(run), start=1)]
 
 
 def _verified(ledger: Ledger, participation: Path) -> bool:
@@ -130,25 +101,15 @@ def _verified(ledger: Ledger, participation: Path) -> bool:
     return True
 
 
-def _released_rows(run: RunFolder) -> list[_Row]:
-    """Rows of the last attempt at each round, in order."""
-    try:
-        rows = _ROWS.validate_python(list(run.read_metrics()))
-    except (ValidationError, UnicodeDecodeError) as error:
-        raise DataError(f"{run.metrics} cannot be read as metrics: {_reason(error)}") from error
-    last = {row.round: row for row in rows}
-    return [last[number] for number in sorted(last)]
-
-
-def _simulation_only(run: RunFolder, rows: list[_Row]) -> tuple[SimulationOnlyRound, ...]:
+def _simulation_only(run: RunFolder, rows: list[RoundResult]) -> tuple[SimulationOnlyRound, ...]:
     """True figures of the attempts that were released."""
     try:
         seen = _SEEN.validate_python(list(run.read_simulation_only()))
     except (ValidationError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{run.simulation_only} cannot be read as figures of rounds: {_reason(error)}"
+            f"{run.simulation_only} cannot be read as figures of rounds: {reason(error)}"
         ) from error
-    numbers = {(row.round, row.attempt): n for n, row in enumerate(rows, start=1)}
+    numbers = {(row.round, row.attempt): row.number for row in rows}
     found = {}
     for each in seen:
         figures = asdict(each)
@@ -156,30 +117,6 @@ def _simulation_only(run: RunFolder, rows: list[_Row]) -> tuple[SimulationOnlyRo
         if number is not None:
             found[number] = SimulationOnlyRound(number, **figures)
     return tuple(found[number] for number in sorted(found))
-
-
-def _round(number: int, row: _Row, groups: Sequence[str]) -> RoundRecord:
-    """A round; groups of the update come first among those of its queries."""
-    return RoundRecord(
-        number=number,
-        epsilon=row.epsilon,
-        accuracy=row.test_accuracy,
-        loss=row.test_loss,
-        clipping_norms=dict(zip(groups, row.clipping_norms, strict=False)),
-        metrics={
-            name: float(value)
-            for name, value in row.metrics.items()
-            if isinstance(value, int | float)
-        },
-        metrics_noise_stddev=row.metrics_noise_stddev,
-    )
-
-
-def _reason(error: ValidationError | UnicodeDecodeError) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return str(error)
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def write_report(folder: Path, out: Path | None, *, show: bool) -> Path:

@@ -1,29 +1,17 @@
-"""A run at the server: rounds, evaluation, metrics and checkpoints, in one folder.
+"""A run: rounds, evaluation, metrics, callbacks and checkpoints, in one folder.
 
-How a run begins or goes on: its name, its folder, and what it is to be told of.
-
-Telling of each round: callbacks of the configuration, and TensorBoard's event files.
-
-What is printed when a run has ended.
-
-The figures of a run folder.
-
-`fedpriv simulate`: a whole run on simulated users, from a configuration to its figures.
+`conduct` is the loop, the same in a simulation and in a deployment; `carry_out` is a whole run
+around it, with all that it writes and prints.
 """
 
-import logging
 import math
-import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Self
 
 import numpy as np
-import tomli_w
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -31,21 +19,16 @@ from safetensors.numpy import save
 
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
 from fedpriv.accounting.registry import epsilon as epsilon_of
-from fedpriv.build import Enrolled, Experiment, build, simulated
-from fedpriv.config import Config, FederationSection, load_config
-from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import RoundEvent
-from fedpriv.ledger.ledger import Head, Ledger
+from fedpriv.build import Experiment
+from fedpriv.ledger.ledger import Head
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PrivacyRecords, Transport
-from fedpriv.report.records import versions
 from fedpriv.report.run_page import write_run_figures
 from fedpriv.report.tables import format_epsilon
-from fedpriv.run.callbacks import OnRound, ReleasedRound
-from fedpriv.run.diagnostics import watched
-from fedpriv.run.evaluation import Evaluation, Evaluator, held_out_rows
+from fedpriv.run.callbacks import event_files, require_tensorboard, tell
+from fedpriv.run.evaluation import Evaluation, Evaluator
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.reader import released_rounds
+from fedpriv.run.setup import RunSetup
 from fedpriv.training.checkpoint import (
     Checkpoint,
     checkpoints,
@@ -55,7 +38,7 @@ from fedpriv.training.checkpoint import (
 )
 from fedpriv.training.optimizers import Parameters
 from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import RoundReport, ServerState, Stop, train
+from fedpriv.training.rounds import OnRound, RoundResult, ServerState, Stop, train
 
 Evaluate = Callable[[Parameters], Evaluation]
 
@@ -74,50 +57,6 @@ class Cadence:
 
 
 @dataclass(frozen=True)
-class RoundRow:
-    """One line of the metrics: what one release was and cost.
-
-    Attributes:
-        round: number of the round, from 0.
-        attempt: number of the attempt.
-        epsilon: ε of all charges of the ledger so far, at `delta`.
-        delta: δ of the budget.
-        test_loss: mean loss on held-out rows, if the round was evaluated.
-        test_accuracy: accuracy on held-out rows, if there is one.
-        simulation_only_seconds: wall time of the round. It depends on who took part and is not
-            covered by the guarantee, so it exists in simulations only and is None elsewhere.
-        charge: hash of the round's row in the ledger.
-        clipping_norms: of the groups of the update in this round, in the plan's order.
-        unclipped: noised fraction of users that were not clipped, for each of these groups; empty
-            unless clipping is adaptive.
-        metrics: private averages by name, at the model before the round; a vector is a list.
-        metrics_noise_stddev: standard deviation of the noise in each component of a metric.
-    """
-
-    round: int
-    attempt: int
-    epsilon: float
-    delta: float
-    test_loss: float | None
-    test_accuracy: float | None
-    simulation_only_seconds: float | None
-    charge: str
-    clipping_norms: tuple[float, ...]
-    unclipped: tuple[float, ...]
-    metrics: Mapping[str, object]
-    metrics_noise_stddev: Mapping[str, float]
-
-    @property
-    def private_metrics(self) -> tuple[str, ...]:
-        """The metrics that are one number, each with its noise, in words."""
-        return tuple(
-            f"{name} {value:.3g} ± {self.metrics_noise_stddev[name]:.2g}"
-            for name, value in self.metrics.items()
-            if isinstance(value, float)
-        )
-
-
-@dataclass(frozen=True)
 class Outcome:
     """How a run ended.
 
@@ -132,6 +71,13 @@ class Outcome:
     state: ServerState
     evaluation: Evaluation
     private_metrics: tuple[str, ...]
+
+
+Rounds = Generator[RoundResult, None, Outcome]
+Hosted = Callable[[Experiment, PrivacyRecords], Transport]
+"""Makes the transport to the users of an experiment, once its records are open."""
+Follow = Callable[[Rounds, Experiment, int], Outcome]
+"""Drives the rounds of an experiment from one on, and shows each of them."""
 
 
 def state_to_start_from(
@@ -156,13 +102,14 @@ def conduct(
     evaluate: Evaluate,
     cadence: Cadence,
     clock: Callable[[], float] | None = None,
-) -> Generator[RoundRow, None, Outcome]:
+    callbacks: Mapping[str, OnRound] | None = None,
+) -> Rounds:
     """Run a plan to its end or to the end of its budget, writing everything into a folder.
 
-    A line of metrics is written after each release, and then the checkpoint, before the next round
-    begins. So if every round has a checkpoint, a crash leaves at most one round that was charged
-    and is in no checkpoint. A run that is resumed repeats the rounds since its last checkpoint as
-    new attempts, with new charges.
+    A line of metrics is written after each release, and then the checkpoint, before callbacks are
+    called and the next round begins. So if every round has a checkpoint, a crash leaves at most one
+    round that was charged and is in no checkpoint. A run that is resumed repeats the rounds since
+    its last checkpoint as new attempts, with new charges.
 
     Args:
         folder: where to write; exists.
@@ -174,226 +121,136 @@ def conduct(
         evaluate: measures a released model on rows of no enrolled user.
         cadence: how often to evaluate and to write checkpoints.
         clock: seconds, to time the rounds of a simulation; None in a deployment.
+        callbacks: by name; they are not told how long a round took.
 
     Yields:
-        A row for each round.
+        The result of each round.
     """
     private_metrics: tuple[str, ...] = ()
     rounds = train(plan, state, transport, records, entropy)
     while True:
         began = clock() if clock else 0.0
         try:
-            report = next(rounds)
+            state, result = next(rounds)
         except StopIteration as end:
             stop: Stop = end.value
             break
         seconds = clock() - began if clock else None
-        state = report.state
-        due = state.round % cadence.evaluate == 0 or state.round == plan.rounds
-        row = _row(report, records, evaluate(state.model) if due else None, seconds)
-        folder.append_metrics(asdict(row))
-        private_metrics = row.private_metrics
+        if state.round % cadence.evaluate == 0 or state.round == plan.rounds:
+            measured = evaluate(state.model)
+            result = replace(result, loss=measured.loss, accuracy=measured.accuracy)
+        timed = replace(result, simulation_only_seconds=seconds)
+        folder.append_metrics(asdict(timed))
+        private_metrics = result.metrics_text
         if state.round % cadence.checkpoint == 0:
             _save(folder, plan, state, records.ledger.head)
-        yield row
+        tell(callbacks or {}, result)
+        yield timed
     _save(folder, plan, state, records.ledger.head)
-    tensors = {name: np.ascontiguousarray(p) for name, p in state.model.items()}
+    tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
     write_atomically(folder.model, save(tensors))
     return Outcome(stop, state, evaluate(state.model), private_metrics)
-
-
-def _row(
-    report: RoundReport,
-    records: PrivacyRecords,
-    evaluation: Evaluation | None,
-    seconds: float | None,
-) -> RoundRow:
-    return RoundRow(
-        round=report.round,
-        attempt=report.attempt,
-        epsilon=records.budget.epsilon_of(records.ledger.spent()),
-        delta=records.budget.delta,
-        test_loss=evaluation.loss if evaluation else None,
-        test_accuracy=evaluation.accuracy if evaluation else None,
-        simulation_only_seconds=seconds,
-        charge=report.charge_hash,
-        clipping_norms=report.clipping_norms,
-        unclipped=report.unclipped,
-        metrics={metric.name: metric.value.tolist() for metric in report.metrics},
-        metrics_noise_stddev={metric.name: metric.noise_stddev for metric in report.metrics},
-    )
 
 
 def _save(folder: RunFolder, plan: TrainingPlan, state: ServerState, head: Head) -> None:
     save_checkpoint(folder.checkpoints, Checkpoint(state, plan.digest, head))
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """What is known of a run before its plan is.
+def carry_out(
+    setup: RunSetup,
+    experiment: Experiment,
+    hosted: Hosted,
+    console: Console,
+    follow: Follow | None = None,
+    clock: Callable[[], float] | None = time.monotonic,
+) -> Outcome:
+    """Run an experiment to its end, with all that it writes and prints.
 
-    Attributes:
-        config: the configuration; of a run that goes on, with the noise that it began with.
-        run: its name in the ledger.
-        folder: where it is written.
-        ledger: what it charges.
-        resuming: whether it goes on.
+    Args:
+        setup: how it starts or goes on.
+        experiment: what is run.
+        hosted: makes the transport to the users.
+        console: where to print.
+        follow: shows each round; None: a progress bar.
+        clock: seconds, to time the rounds of a simulation; None in a deployment.
+
+    Raises:
+        FedprivError: the run cannot go on; the message says why.
     """
-
-    config: Config
-    run: str
-    folder: RunFolder
-    ledger: Path
-    resuming: bool
-
-    @classmethod
-    def of(cls, file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Self:
-        """Read an experiment, and the folder of the run if it is to go on.
-
-        Args:
-            file: the experiment, TOML.
-            assignments: "a.b=value" overrides.
-            out: folder of the run; by default a new one under runs/.
-            resume: go on with the run in `out`, or start it if there is none.
-
-        Raises:
-            InvalidValueError: a file cannot be read or used.
-        """
-        config = load_config(file, assignments)
-        run = _run_name(config)
-        folder = RunFolder(out or Path("runs") / run)
-        ledger = Path(config.privacy.ledger) if config.privacy.ledger else folder.ledger
-        resuming = resume and folder.plan.exists()
-        if resuming:
-            run, config = _as_begun(folder, config)
-        return cls(config, run, folder, ledger, resuming)
-
-    @property
-    def spent(self) -> list[RoundEvent]:
-        """What noise is to be calibrated to; a run that goes on was calibrated when it began."""
-        return [] if self.resuming else spent_in(self.ledger)
-
-    def on_nodes(self, section: FederationSection, users: Enrolled) -> Experiment:
-        """The experiment on users that nodes host.
-
-        Args:
-            section: says where the server's held-out rows are.
-            users: those who are enrolled.
-
-        Raises:
-            FedprivError: something does not fit; the message says what.
-        """
-        self.refuse_true_figures("on nodes")
-        self._refuse_unbounded_work()
-        held_out = held_out_rows(self.config, section)
-        return build(self.config, self.run, users, held_out, self.spent)
-
-    def refuse_true_figures(self, where: str) -> None:
-        """Refuse to record what only a simulation in one process can know.
-
-        Args:
-            where: the run is to be.
-
-        Raises:
-            InvalidValueError: the configuration asks for it.
-        """
-        if self.config.output.simulation_only:
-            raise InvalidValueError(
-                f"output.simulation_only is true; {where} it must be false, since only a "
-                "simulation in one process has figures that are not private"
-            )
-
-    def _refuse_unbounded_work(self) -> None:
-        """Refuse a plan in which one user can take all the time that a node has."""
-        if self.config.local.max_examples is None:
-            raise InvalidValueError(
-                "local.max_examples is absent; on nodes it must be given, since a user with very "
-                "many examples would take the time of all others of its node"
-            )
-
-    def write_plan(self, experiment: Experiment) -> None:
-        """Make the folder with the resolved plan; of a run that goes on, refuse another one.
-
-        Raises:
-            InvalidValueError: the folder holds a run already, or cannot be made; or as for
-                `refuse_other_plan`.
-        """
-        if self.resuming:
-            self.refuse_other_plan(experiment.plan)
-            return
-        self.folder.create()
-        # The plan last: a folder that has it holds a run, and then has the digest too.
-        write_atomically(self.folder.plan_digest, f"{experiment.plan.digest}\n".encode())
-        write_atomically(self.folder.plan, _resolved_plan(experiment).encode())
-
-    def refuse_other_plan(self, plan: TrainingPlan) -> None:
-        """Refuse to go on with another plan than the run began with, however far it has come.
-
-        Raises:
-            InvalidValueError: the run goes on and its plan is another, or not known any more.
-        """
-        if not self.resuming:
-            return
-        path = self.folder.plan_digest
-        begun = path.read_text("ascii", "replace").strip() if path.exists() else "unknown"
-        if begun != plan.digest:
-            raise InvalidValueError(
-                f"by {path} the run began with plan {begun[:12]!r}, this is {plan.digest[:12]!r}; "
-                "a run can only be resumed with the plan it began with"
-            )
-
-
-def _run_name(config: Config) -> str:
-    """Name that is new for each run, except of a seeded one, which can be repeated."""
-    if config.run:
-        return config.run
-    suffix = os.urandom(4).hex() if config.seed is None else f"seed{config.seed}"
-    return f"{config.name}-{suffix}"
-
-
-def spent_in(ledger: Path) -> list[RoundEvent]:
-    """What a ledger holds; nothing if there is none yet."""
-    if not ledger.exists():
-        return []
-    with Ledger.open(ledger) as opened:
-        return opened.spent()
-
-
-def _as_begun(folder: RunFolder, config: Config) -> tuple[str, Config]:
-    """Name of the run that a folder holds, and the configuration with the noise it began with.
-
-    Calibrated again it would be another, as the ledger has grown since.
-    """
-    begun = load_config(folder.plan)
-    noise_multiplier = begun.privacy.noise_multiplier
-    if begun.run is None or noise_multiplier is None:
-        raise InvalidValueError(
-            f"{folder.plan} is damaged: a plan that was begun has run and privacy.noise_multiplier"
+    folder, ledger, plan = setup.folder, setup.ledger, experiment.plan
+    output, budget = experiment.config.output, experiment.budget
+    if output.tensorboard:
+        require_tensorboard()
+    warn(experiment, console)
+    setup.write_plan(experiment)
+    participation = folder.participation_of(ledger)
+    with (
+        folder.held(),
+        PrivacyRecords.open(ledger, participation, plan.population, budget) as records,
+        ExitStack() as stack,
+    ):
+        state = state_to_start_from(folder, plan, records, experiment.initial_state)
+        if setup.resuming:
+            console.print(f"resuming {folder.path} at round {state.round}")
+        callbacks = dict(experiment.on_round)
+        if output.tensorboard:
+            events = stack.enter_context(event_files(folder.tensorboard, state.round))
+            callbacks = {"tensorboard": events, **callbacks}
+        rounds = conduct(
+            folder,
+            plan,
+            state,
+            hosted(experiment, records),
+            records,
+            experiment.entropy,
+            Evaluator(experiment.task, experiment.held_out, experiment.device),
+            Cadence(output.evaluate_every, output.checkpoint_every),
+            clock,
+            callbacks,
         )
-    if config.privacy.noise_multiplier is not None:
-        return begun.run, config
-    privacy = config.privacy.model_copy(update={"noise_multiplier": noise_multiplier})
-    return begun.run, config.model_copy(update={"privacy": privacy})
+        show = follow or partial(_progress, console=console)
+        outcome = show(rounds, experiment, state.round)
+        print_result(setup, experiment, outcome, records, console)
+    write_run_figures(folder.results(), plan.run, budget.delta, budget.epsilon, folder.path)
+    return outcome
 
 
-def _resolved_plan(experiment: Experiment) -> str:
-    """Configuration as it was run, with a head of facts; it can be run again."""
-    plan = experiment.plan
-    facts = {
-        "population": plan.population,
-        "enrolled users": plan.sampling.population,
-        "expected cohort": f"{plan.sampling.expected_cohort_size:g}",
-        "parameters": plan.layout.dimension,
-        "software": ", ".join(f"{name} {number}" for name, number in versions().items()),
-    }
-    facts |= {
-        f"group {group.name}": f"clipping norm {group.clipping_norm:g}, noise stddev {stddev:g}"
-        for group, stddev in zip(
-            plan.mechanism.clipping.groups, plan.mechanism.query.noise_stddevs, strict=True
-        )
-    }
-    head = "".join(f"# {name}: {value}\n" for name, value in facts.items())
-    return head + tomli_w.dumps(experiment.config.model_dump(exclude_none=True))
+def _progress(rounds: Rounds, experiment: Experiment, first: int, *, console: Console) -> Outcome:
+    """Drive a run under a progress bar, in a terminal or a notebook."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
+    )
+    plan, accuracy = experiment.plan, ""
+    with Progress(*columns, console=console) as progress:
+        line = progress.add_task(plan.run, total=plan.rounds, completed=first, figures="")
+        while True:
+            try:
+                result = next(rounds)
+            except StopIteration as end:
+                outcome: Outcome = end.value
+                return outcome
+            if result.accuracy is not None:
+                accuracy = f"accuracy {result.accuracy:.1%}  "
+            # From the expected cohort, since the realised one is private.
+            speed = plan.sampling.expected_cohort_size / (
+                result.simulation_only_seconds or math.inf
+            )
+            private = "".join(f"{text}  " for text in result.metrics_text)
+            spent = f"ε {format_epsilon(result.epsilon)}"
+            figures = f"{accuracy}{private}{spent}  {speed:,.0f} users/s"
+            progress.update(line, completed=result.number, figures=figures)
+
+
+def released_text(result: RoundResult, rounds: int) -> str:
+    """One line on a release, for a log."""
+    accuracy = "" if result.accuracy is None else f", accuracy {result.accuracy:.1%}"
+    private = "".join(f", {text}" for text in result.metrics_text)
+    spent = f"ε {format_epsilon(result.epsilon)} at δ {result.delta:g}"
+    return f"round {result.number} of {rounds} released{accuracy}{private}, {spent}"
 
 
 def warn(experiment: Experiment, console: Console) -> None:
@@ -412,100 +269,16 @@ def warn(experiment: Experiment, console: Console) -> None:
         console.print(f"warning: unsafe_no_privacy is set; {consequence}", style="red")
 
 
-_log = logging.getLogger(__name__)
-Rounds = Generator[RoundRow, None, Outcome]
-
-
-@contextmanager
-def announced(
-    rounds: Rounds, experiment: Experiment, folder: RunFolder, first: int
-) -> Iterator[Rounds]:
-    """The same rounds, each of which is told of before it is passed on.
-
-    A callback that raises is logged and called again after the next round: a service that is down
-    must not cost a run what it has spent.
-
-    Args:
-        rounds: from `conduct`.
-        experiment: what is run.
-        folder: of the run, where event files are written.
-        first: the round that comes first.
-    """
-    if not experiment.config.output.tensorboard:
-        yield _announcing(rounds, experiment.plan, experiment.on_round)
-        return
-    with _event_files(folder.tensorboard, first) as write:
-        both = {"tensorboard": write, **experiment.on_round}
-        yield _announcing(rounds, experiment.plan, both)
-
-
-def _announcing(rounds: Rounds, plan: TrainingPlan, callbacks: Mapping[str, OnRound]) -> Rounds:
-    while True:
-        try:
-            row = next(rounds)
-        except StopIteration as end:
-            outcome: Outcome = end.value
-            return outcome
-        released = released_round(row, plan)
-        for name, callback in callbacks.items():
-            try:
-                callback(released)
-            except Exception as error:
-                _log.warning(
-                    "callback %s raised %s in round %d: %s",
-                    name,
-                    type(error).__name__,
-                    row.round,
-                    error,
-                )
-        yield row
-
-
-def released_round(row: RoundRow, plan: TrainingPlan) -> ReleasedRound:
-    """What of a round may be told: all of its row but how long it took."""
-    names = [group.name for group in plan.groups]
-    return ReleasedRound(
-        run=plan.run,
-        rounds=plan.rounds,
-        round=row.round,
-        attempt=row.attempt,
-        epsilon=row.epsilon,
-        delta=row.delta,
-        test_loss=row.test_loss,
-        test_accuracy=row.test_accuracy,
-        clipping_norms=dict(zip(names, row.clipping_norms, strict=True)),
-        unclipped=dict(zip(names, row.unclipped, strict=False)),
-        metrics=row.metrics,
-        metrics_noise_stddev=row.metrics_noise_stddev,
-    )
-
-
-@contextmanager
-def _event_files(folder: Path, first: int) -> Iterator[OnRound]:
-    """A callback that writes TensorBoard's event files; complete when the block is left."""
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, and slow
-
-    # Events of rounds that a run repeats after a crash are hidden by those that are written now.
-    with SummaryWriter(str(folder), purge_step=first + 1) as writer:
-
-        def write(released: ReleasedRound) -> None:
-            for name, value in released.scalars.items():
-                writer.add_scalar(name, value, released.round + 1)
-
-        yield write
-
-
 def print_result(
+    setup: RunSetup,
     experiment: Experiment,
-    folder: RunFolder,
-    ledger: Path,
     outcome: Outcome,
     records: PrivacyRecords,
     console: Console,
 ) -> None:
     """Print accuracy beside the (ε, δ) of the ledger."""
     privacy, plan = experiment.config.privacy, experiment.plan
-    table = Table(title=f"{plan.run}", show_header=False)
+    table = Table(title=plan.run, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     if outcome.evaluation.accuracy is not None:
@@ -523,24 +296,18 @@ def print_result(
         table.add_row("what it means", loss.assumptions)
         table.add_row("randomness", str(weakest_randomness(records.ledger.charges())))
         table.add_row("sums and noise", str(weakest_arithmetic(records.ledger.charges())))
-    table.add_row("rounds", _rounds_text(outcome, len(of_run), plan.rounds))
+    rounds = f"{outcome.state.round} of {plan.rounds}, {len(of_run)} charged"
+    stopped = "" if outcome.stop is Stop.ROUNDS else f": stopped, {outcome.stop}"
+    table.add_row("rounds", rounds + stopped)
     table.add_row(
         "mechanism",
         f"q = {plan.sampling.sampling_probability:g} of N = {plan.sampling.population} users, "
         f"z = {plan.noise_multiplier:.4g}, {_clipping_text(experiment)}",
     )
     head = records.ledger.head
-    table.add_row("ledger", f"{ledger}\nhead {head.count}:{head.hash}")
-    table.add_row("folder", str(folder.path))
+    table.add_row("ledger", f"{setup.ledger}\nhead {head.count}:{head.hash}")
+    table.add_row("folder", str(setup.folder.path))
     console.print(table)
-
-
-def released_text(row: RoundRow, rounds: int) -> str:
-    """One line on a release, for a log."""
-    accuracy = "" if row.test_accuracy is None else f", accuracy {row.test_accuracy:.1%}"
-    private = "".join(f", {text}" for text in row.private_metrics)
-    spent = f"ε {format_epsilon(row.epsilon)} at δ {row.delta:g}"
-    return f"round {row.round + 1} of {rounds} released{accuracy}{private}, {spent}"
 
 
 def _clipping_text(experiment: Experiment) -> str:
@@ -551,128 +318,3 @@ def _clipping_text(experiment: Experiment) -> str:
         else f"{clipping.strategy} clipping"
     )
     return f"{what} that adapts" if plan.adaptive else what
-
-
-def _rounds_text(outcome: Outcome, charged: int, planned: int) -> str:
-    text = f"{outcome.state.round} of {planned}, {charged} charged"
-    return text if outcome.stop is Stop.ROUNDS else f"{text}: stopped, {outcome.stop}"
-
-
-def draw(folder: RunFolder, experiment: Experiment) -> None:
-    """Write the figures of all rounds, the last attempt at each, into the folder of the run."""
-    budget = experiment.budget
-    rounds = released_rounds(folder)
-    write_run_figures(rounds, experiment.plan.run, budget.delta, budget.epsilon, folder.path)
-
-
-Hosted = Callable[[Experiment, PrivacyRecords], Transport]
-"""Makes the transport to the users of an experiment, once its records are open."""
-
-
-def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> None:
-    """Run or resume an experiment in this process and print how it went.
-
-    Args:
-        file: the experiment, TOML.
-        assignments: "a.b=value" overrides.
-        out: folder of the run; by default a new one under runs/.
-        resume: go on with the run in `out`, or start it if there is none.
-
-    Raises:
-        FedprivError: something is wrong with the input; the message says what.
-    """
-    beginning = Beginning.of(file, assignments, out, resume=resume)
-    experiment, transport = simulated(beginning.config, beginning.run, beginning.spent)
-    reached: Transport = transport
-    if experiment.config.output.simulation_only:
-        reached = watched(transport, experiment.plan, beginning.folder.append_simulation_only)
-    carry_out(beginning, experiment, lambda _experiment, _books: reached, Console())
-
-
-Follow = Callable[[Generator[RoundRow, None, Outcome], Experiment, int], Outcome]
-"""Drives the rounds of an experiment from one on, and tells somebody of each."""
-
-
-def carry_out(
-    beginning: Beginning,
-    experiment: Experiment,
-    hosted: Hosted,
-    console: Console,
-    follow: Follow | None = None,
-    clock: Callable[[], float] | None = time.monotonic,
-) -> None:
-    """Run an experiment to its end, with all that it writes and prints.
-
-    Args:
-        beginning: how it begins or goes on.
-        experiment: what is run.
-        hosted: makes the transport to the users.
-        console: where to print.
-        follow: is told of each round; None: a progress bar.
-        clock: seconds, to time the rounds of a simulation; None in a deployment.
-
-    Raises:
-        FedprivError: the run cannot go on; the message says why.
-    """
-    folder, ledger = beginning.folder, beginning.ledger
-    warn(experiment, console)
-    beginning.write_plan(experiment)
-    participation = folder.participation_of(ledger)
-    population, budget = experiment.plan.population, experiment.budget
-    with folder.held(), PrivacyRecords.open(ledger, participation, population, budget) as records:
-        state = state_to_start_from(folder, experiment.plan, records, experiment.initial_state)
-        if beginning.resuming:
-            console.print(f"resuming {folder.path} at round {state.round}")
-        output = experiment.config.output
-        rows = conduct(
-            folder,
-            experiment.plan,
-            state,
-            hosted(experiment, records),
-            records,
-            experiment.entropy,
-            Evaluator(experiment.task, experiment.held_out, experiment.device),
-            Cadence(output.evaluate_every, output.checkpoint_every),
-            clock,
-        )
-        with announced(rows, experiment, folder, state.round) as told:
-            outcome = (follow or partial(_show, console=console))(told, experiment, state.round)
-        print_result(experiment, folder, ledger, outcome, records, console)
-    draw(folder, experiment)
-
-
-def _show(
-    rows: Generator[RoundRow, None, Outcome],
-    experiment: Experiment,
-    first: int,
-    *,
-    console: Console,
-) -> Outcome:
-    """Drive the run under a progress bar."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TimeRemainingColumn(),
-    )
-    expected = experiment.plan.sampling.expected_cohort_size
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(
-            experiment.plan.run, total=experiment.plan.rounds, completed=first, figures=""
-        )
-        accuracy = ""
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration as end:
-                outcome: Outcome = end.value
-                return outcome
-            if row.test_accuracy is not None:
-                accuracy = f"accuracy {row.test_accuracy:.1%}  "
-            # From the expected cohort, since the realised one is private.
-            speed = expected / (row.simulation_only_seconds or math.inf)
-            private = "".join(f"{text}  " for text in row.private_metrics)
-            spent = f"ε {format_epsilon(row.epsilon)}"
-            figures = f"{accuracy}{private}{spent}  {speed:,.0f} users/s"
-            progress.update(task, completed=row.round + 1, figures=figures)

@@ -425,7 +425,7 @@ def load_study(path: Path) -> Study:
         baseline=section.baseline or arms[0].name,
         accuracies=section.accuracies,
     )
-    _check(study, str(path))
+    check_study(study, str(path))
     return study
 
 
@@ -445,7 +445,8 @@ def study_toml(study: Study) -> str:
     )
 
 
-def _check(study: Study, source: str) -> None:
+def check_study(study: Study, source: str) -> None:
+    """Refuse a study whose arms, seeds or targets do not fit together; `source` is named."""
     _unique([arm.name for arm in study.arms], f"{source}: arms")
     _unique(study.seeds, f"{source}: seeds")
     _unique([target.epsilon for target in study.targets], f"{source}: target.epsilon")

@@ -1,10 +1,17 @@
 """One round as pure functions, the plan that governs it, and the loop around it."""
 
 from fedpriv.training.fake import FakeTransport
-from fedpriv.training.optimizers import FedAdaptive, FedAvg, FedAvgM, SecondMoment, ServerOptimizer
+from fedpriv.training.optimizers import (
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedYogi,
+    ServerOptimizer,
+)
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import (
-    RoundReport,
+    RoundResult,
     ServerState,
     Stop,
     close_round,
@@ -15,11 +22,12 @@ from fedpriv.training.rounds import (
 
 __all__ = [
     "FakeTransport",
-    "FedAdaptive",
+    "FedAdagrad",
+    "FedAdam",
     "FedAvg",
     "FedAvgM",
-    "RoundReport",
-    "SecondMoment",
+    "FedYogi",
+    "RoundResult",
     "ServerOptimizer",
     "ServerState",
     "Stop",

@@ -54,7 +54,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         ("second", state.optimizer.second),
         ("statistics", state.statistics),
     ):
-        tensors |= {f"{part}/{name}": np.ascontiguousarray(v) for name, v in values.items()}
+        tensors |= {f"{part}/{name}": np.asarray(v, order="C") for name, v in values.items()}
     metadata = {
         "format": _FORMAT,
         "round": str(state.round),

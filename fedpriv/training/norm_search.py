@@ -17,7 +17,7 @@ from fedpriv.privacy.mechanism import Metric
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import RoundReport, ServerState, run_round
+from fedpriv.training.rounds import RoundResult, ServerState, run_round
 
 KIND = "update-norms"
 """The metric that users' hosts compute: whether a group's norm is within each threshold."""
@@ -97,7 +97,7 @@ def find_quantiles(
     transport: Transport,
     records: PrivacyRecords,
     entropy: Entropy,
-) -> Iterator[tuple[RoundReport, tuple[NormQuantile, ...]]]:
+) -> Iterator[tuple[RoundResult, tuple[NormQuantile, ...]]]:
     """Look for a quantile of the norms of every vector group of a plan's update.
 
     Every round is charged at the plan's noise multiplier before it is released. The model stays as
@@ -113,7 +113,7 @@ def find_quantiles(
         entropy: where cohorts and noise come from.
 
     Yields:
-        The report of each round and what is known after it.
+        The result of each round and what is known after it.
 
     Raises:
         InvalidValueError: the quantile is out of range.
@@ -131,9 +131,9 @@ def find_quantiles(
             statistics=None,
         )
         at = replace(state, round=number)
-        report = run_round(asking, at, transport, records, entropy)
+        _, result = run_round(asking, at, transport, records, entropy)
         known = tuple(
-            each.narrowed(metric.value, metric.noise_stddev, quantile)
-            for each, metric in zip(known, report.metrics, strict=True)
+            each.narrowed(np.array(value), result.metrics_noise_stddev[name], quantile)
+            for each, (name, value) in zip(known, result.metrics.items(), strict=True)
         )
-        yield report, known
+        yield result, known

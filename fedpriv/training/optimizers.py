@@ -6,9 +6,8 @@ released quantities only.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -86,44 +85,27 @@ class FedAvgM(ServerOptimizer):
         return _stepped(parameters, velocity, self.learning_rate), OptimizerState(velocity, {})
 
 
-class SecondMoment(StrEnum):
-    """How an adaptive optimiser follows the squared average."""
-
-    ADAGRAD = "fedadagrad"
-    """v ← v + Δ²"""
-    ADAM = "fedadam"
-    """v ← β₂·v + (1 − β₂)·Δ²"""
-    YOGI = "fedyogi"
-    """v ← v − (1 − β₂)·Δ²·sign(v − Δ²)"""
-
-
 @dataclass(frozen=True)
-class FedAdaptive(ServerOptimizer):
-    """m ← β₁·m + (1 − β₁)·Δ;  v by its rule;  x ← x + η·m / (√v + τ).
+class FedAdam(ServerOptimizer):
+    """m ← β₁·m + (1 − β₁)·Δ;  v ← β₂·v + (1 − β₂)·Δ²;  x ← x + η·m / (√v + τ).
 
-    No bias correction, and v starts at τ², as in Reddi et al. 2021.
+    No bias correction, and v starts at τ², as in Reddi et al. 2021; so in the two below.
 
     Attributes:
-        rule: FedAdagrad, FedAdam or FedYogi.
         learning_rate: η ≥ 0.
         beta1: decay of m in [0, 1).
-        beta2: decay of v in [0, 1); FedAdagrad has no use for it.
+        beta2: decay of v in [0, 1).
         tau: degree of adaptivity τ > 0.
     """
 
-    rule: SecondMoment
     learning_rate: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.99
     tau: float = 1e-3
 
     def __post_init__(self) -> None:
-        _check("learning_rate", self.learning_rate)
-        _check("beta1", self.beta1, below=1.0)
+        _check_adaptive(self)
         _check("beta2", self.beta2, below=1.0)
-        _check("tau", self.tau)
-        if self.tau == 0.0:
-            raise InvalidValueError("tau is 0; it must be positive")
 
     def init(self, parameters: Parameters) -> OptimizerState:
         """No velocity, m = 0, and v = τ²."""
@@ -133,24 +115,97 @@ class FedAdaptive(ServerOptimizer):
         self, average: Average, state: OptimizerState, parameters: Parameters
     ) -> tuple[Parameters, OptimizerState]:
         """One adaptive step."""
-        follow = _RULES[self.rule]
-        first = {
-            name: self.beta1 * m + (1.0 - self.beta1) * average[name]
-            for name, m in state.first.items()
-        }
         second = {
-            name: follow(v, average[name] ** 2, self.beta2) for name, v in state.second.items()
+            name: self.beta2 * v + (1.0 - self.beta2) * average[name] ** 2
+            for name, v in state.second.items()
         }
-        direction = {name: first[name] / (np.sqrt(second[name]) + self.tau) for name in first}
-        return _stepped(parameters, direction, self.learning_rate), OptimizerState(first, second)
+        return _adaptive_step(self, average, state, second, parameters)
 
+
+@dataclass(frozen=True)
+class FedAdagrad(ServerOptimizer):
+    """FedAdam with v ← v + Δ²."""
+
+    learning_rate: float = 0.1
+    beta1: float = 0.9
+    tau: float = 1e-3
+
+    def __post_init__(self) -> None:
+        _check_adaptive(self)
+
+    def init(self, parameters: Parameters) -> OptimizerState:
+        """No velocity, m = 0, and v = τ²."""
+        return OptimizerState(_filled(parameters, 0.0), _filled(parameters, self.tau**2))
+
+    def update(
+        self, average: Average, state: OptimizerState, parameters: Parameters
+    ) -> tuple[Parameters, OptimizerState]:
+        """One adaptive step."""
+        second = {name: v + average[name] ** 2 for name, v in state.second.items()}
+        return _adaptive_step(self, average, state, second, parameters)
+
+
+@dataclass(frozen=True)
+class FedYogi(ServerOptimizer):
+    """FedAdam with v ← v − (1 − β₂)·Δ²·sign(v − Δ²)."""
+
+    learning_rate: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+
+    def __post_init__(self) -> None:
+        _check_adaptive(self)
+        _check("beta2", self.beta2, below=1.0)
+
+    def init(self, parameters: Parameters) -> OptimizerState:
+        """No velocity, m = 0, and v = τ²."""
+        return OptimizerState(_filled(parameters, 0.0), _filled(parameters, self.tau**2))
+
+    def update(
+        self, average: Average, state: OptimizerState, parameters: Parameters
+    ) -> tuple[Parameters, OptimizerState]:
+        """One adaptive step."""
+        squares = {name: average[name] ** 2 for name in state.second}
+        second = {
+            name: v - (1.0 - self.beta2) * squares[name] * np.sign(v - squares[name])
+            for name, v in state.second.items()
+        }
+        return _adaptive_step(self, average, state, second, parameters)
+
+
+SERVER_OPTIMIZERS: Mapping[str, type[ServerOptimizer]] = {
+    "fedavg": FedAvg,
+    "fedavgm": FedAvgM,
+    "fedadam": FedAdam,
+    "fedadagrad": FedAdagrad,
+    "fedyogi": FedYogi,
+}
+"""The values of server.optimizer in a configuration."""
 
 Array = npt.NDArray[np.float64]
-_RULES: Mapping[SecondMoment, Callable[[Array, Array, float], Array]] = {
-    SecondMoment.ADAGRAD: lambda v, square, _: v + square,
-    SecondMoment.ADAM: lambda v, square, beta: beta * v + (1.0 - beta) * square,
-    SecondMoment.YOGI: lambda v, square, beta: v - (1.0 - beta) * square * np.sign(v - square),
-}
+
+
+def _adaptive_step(
+    optimizer: FedAdam | FedAdagrad | FedYogi,
+    average: Average,
+    state: OptimizerState,
+    second: Moments,
+    parameters: Parameters,
+) -> tuple[Parameters, OptimizerState]:
+    beta, tau = optimizer.beta1, optimizer.tau
+    first = {name: beta * m + (1.0 - beta) * average[name] for name, m in state.first.items()}
+    direction = {name: first[name] / (np.sqrt(second[name]) + tau) for name in first}
+    after = OptimizerState(first, second)
+    return _stepped(parameters, direction, optimizer.learning_rate), after
+
+
+def _check_adaptive(optimizer: FedAdam | FedAdagrad | FedYogi) -> None:
+    _check("learning_rate", optimizer.learning_rate)
+    _check("beta1", optimizer.beta1, below=1.0)
+    _check("tau", optimizer.tau)
+    if optimizer.tau == 0.0:
+        raise InvalidValueError("tau is 0; it must be positive")
 
 
 def _filled(parameters: Parameters, value: float) -> Moments:

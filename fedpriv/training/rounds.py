@@ -1,6 +1,6 @@
 """Training as a sequence of private rounds: ask, release, step the server, report."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import BudgetExceededError, StoppedError
-from fedpriv.privacy.mechanism import UNCLIPPED, ReleasedMetric, released
+from fedpriv.privacy.mechanism import UNCLIPPED, released
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import (
     PartialSum,
@@ -57,27 +57,89 @@ class Stop(StrEnum):
 
 
 @dataclass(frozen=True)
-class RoundReport:
-    """What a round released; safe to show.
+class RoundResult:
+    """What one round released and what it cost: a line of the metrics; callbacks are given it.
+
+    All of it may be published but for `simulation_only_seconds`. Nothing else depends on users but
+    through the noise.
 
     Attributes:
+        run: name of the run.
+        rounds: T, how many are planned.
         round: number of the round, from 0.
         attempt: which attempt at the round succeeded, from 0.
-        state: the server's state after the round.
-        charge_hash: hash of the round's row in the ledger.
-        clipping_norms: S_g of each group of the update in this round.
-        metrics: private averages of the users' metrics at the model before the round.
-        unclipped: for each group of the update, the noised fraction of users that were not clipped;
-            empty unless clipping is adaptive.
+        charge: hash of the round's row in the ledger.
+        epsilon: ε of all charges of the ledger so far, at `delta`.
+        delta: δ of the budget.
+        clipping_norms: S of each vector group of the update in this round.
+        unclipped: by vector group, the noised fraction of users that were not clipped; empty unless
+            clipping is adaptive.
+        metrics: private averages by name, at the model before the round; a vector is a list.
+        metrics_noise_stddev: standard deviation of the noise in each component of a metric.
+        loss: mean loss of the new model on held-out rows, if it was evaluated.
+        accuracy: its accuracy on held-out rows, if there is one.
+        simulation_only_seconds: wall time of the round in a simulation; None elsewhere. It depends
+            on who took part, and no guarantee covers it.
     """
 
+    run: str
+    rounds: int
     round: int
     attempt: int
-    state: ServerState
-    charge_hash: str
-    clipping_norms: tuple[float, ...]
-    metrics: tuple[ReleasedMetric, ...]
-    unclipped: tuple[float, ...]
+    charge: str
+    epsilon: float
+    delta: float
+    clipping_norms: Mapping[str, float]
+    unclipped: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, object] = field(default_factory=dict)
+    metrics_noise_stddev: Mapping[str, float] = field(default_factory=dict)
+    loss: float | None = None
+    accuracy: float | None = None
+    simulation_only_seconds: float | None = None
+
+    @property
+    def number(self) -> int:
+        """Rounds released so far, this one included."""
+        return self.round + 1
+
+    @property
+    def scalar_metrics(self) -> dict[str, float]:
+        """The metrics that are one number."""
+        return {n: float(v) for n, v in self.metrics.items() if isinstance(v, int | float)}
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """Every released number by name, as experiment trackers take it; no vectors.
+
+        >>> result = RoundResult("run", 9, 0, 0, "5f", 0.25, 1e-5, {"update": 0.5}, accuracy=0.9)
+        >>> result.scalars
+        {'test/accuracy': 0.9, 'privacy/epsilon': 0.25, 'clipping_norm/update': 0.5}
+        """
+        tables: tuple[tuple[str, Mapping[str, float | None]], ...] = (
+            ("test", {"loss": self.loss, "accuracy": self.accuracy}),
+            ("privacy", {"epsilon": self.epsilon}),
+            ("clipping_norm", self.clipping_norms),
+            ("unclipped", self.unclipped),
+            ("metric", self.scalar_metrics),
+        )
+        return {
+            f"{table}/{name}": float(value)
+            for table, values in tables
+            for name, value in values.items()
+            if value is not None
+        }
+
+    @property
+    def metrics_text(self) -> tuple[str, ...]:
+        """The metrics that are one number, each with its noise, for people to read."""
+        return tuple(
+            f"{name} {value:.3g} ± {self.metrics_noise_stddev[name]:.2g}"
+            for name, value in self.scalar_metrics.items()
+        )
+
+
+OnRound = Callable[[RoundResult], object]
+"""Is called after each round; what it returns is not read."""
 
 
 def initial_state(
@@ -109,8 +171,8 @@ def train(
     transport: Transport,
     records: PrivacyRecords,
     entropy: Entropy,
-) -> Generator[RoundReport, None, Stop]:
-    """Run rounds from `state` to the end of the plan, yielding a report after each.
+) -> Generator[tuple[ServerState, RoundResult], None, Stop]:
+    """Run rounds from `state` to the end of the plan, yielding state and result after each.
 
     Each round has the guarantees of `private_round`. Training stops *before* the budget would be
     passed, or when the transport was asked to stop, with nothing charged for the round that did
@@ -128,13 +190,12 @@ def train(
     """
     while state.round < plan.rounds:
         try:
-            report = run_round(plan, state, transport, records, entropy)
+            state, result = run_round(plan, state, transport, records, entropy)
         except BudgetExceededError:
             return Stop.BUDGET
         except StoppedError:
             return Stop.ASKED
-        state = report.state
-        yield report
+        yield state, result
     return Stop.ROUNDS
 
 
@@ -144,8 +205,8 @@ def run_round(
     transport: Transport,
     records: PrivacyRecords,
     entropy: Entropy,
-) -> RoundReport:
-    """One round of `train`.
+) -> tuple[ServerState, RoundResult]:
+    """One round of `train`: the state after it, and its result.
 
     Raises:
         BudgetExceededError: the budget would be passed; nothing was charged or released.
@@ -156,7 +217,8 @@ def run_round(
 
     mechanism = plan.mechanism_at(state.clipping_norms)
     release = private_round(mechanism, plan.run, state.round, collect, records, entropy)
-    return close_round(plan, state, release)
+    epsilon = records.budget.epsilon_of(records.ledger.spent())
+    return close_round(plan, state, release, epsilon, records.budget.delta)
 
 
 def open_round(
@@ -189,7 +251,9 @@ def _request(
     )
 
 
-def close_round(plan: TrainingPlan, state: ServerState, release: Release) -> RoundReport:
+def close_round(
+    plan: TrainingPlan, state: ServerState, release: Release, epsilon: float, delta: float
+) -> tuple[ServerState, RoundResult]:
     """Step the server by what a round released, and only then move clipping norms.
 
     All of this is post-processing.
@@ -198,6 +262,8 @@ def close_round(plan: TrainingPlan, state: ServerState, release: Release) -> Rou
         plan: the plan of the run.
         state: the state with which the round was opened.
         release: of the mechanism of that round.
+        epsilon: ε of all charges so far.
+        delta: at this δ.
     """
     query = plan.mechanism_at(state.clipping_norms).query
     tensors = query.clipping.layout.unflatten(release.average)
@@ -213,12 +279,18 @@ def close_round(plan: TrainingPlan, state: ServerState, release: Release) -> Rou
     if plan.statistics is not None:
         (deviation,) = [metric.value for metric in metrics if metric.name == METRIC]
         statistics = plan.statistics.moved(statistics, deviation)
-    return RoundReport(
+    names = [group.name for group in plan.groups]
+    result = RoundResult(
+        run=plan.run,
+        rounds=plan.rounds,
         round=state.round,
         attempt=release.attempt,
-        state=ServerState(state.round + 1, parameters, optimizer, norms, statistics),
-        charge_hash=release.charge_hash,
-        clipping_norms=state.clipping_norms,
-        metrics=metrics,
-        unclipped=unclipped,
+        charge=release.charge_hash,
+        epsilon=epsilon,
+        delta=delta,
+        clipping_norms=dict(zip(names, state.clipping_norms, strict=True)),
+        unclipped=dict(zip(names, unclipped, strict=False)),
+        metrics={metric.name: metric.value.tolist() for metric in metrics},
+        metrics_noise_stddev={metric.name: metric.noise_stddev for metric in metrics},
     )
+    return ServerState(state.round + 1, parameters, optimizer, norms, statistics), result

@@ -12,10 +12,10 @@ from transport_conformance import TransportConformance
 from fedpriv.clients.training import Trainer
 from fedpriv.data.population import UserStore
 from fedpriv.data.synthetic import synthetic_population
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
-from fedpriv.models import cross_entropy
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport

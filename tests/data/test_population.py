@@ -36,3 +36,18 @@ def test_name_must_be_one_printable_line(name):
 def test_test_rows_must_fit_the_users(change, message):
     with pytest.raises(DataError, match=message):
         Population("one user", USERS, TEST | change)
+
+
+def test_rows_are_grouped_by_the_ids_of_their_users():
+    x, y = np.arange(8, dtype=np.float32).reshape(4, 2), np.arange(4)
+    people = Population.from_arrays(x, y, ["b", "a", "b", "c"], held_out=(x[:1], y[:1]), name="us")
+    assert people.name == "us: 3 users"
+    assert list(people.users.user_ids) == ["b", "a", "c"]
+    np.testing.assert_array_equal(people.users.fields["y"], [0, 2, 1, 3])
+    assert people.test["x"].shape == (1, 2)
+
+
+@pytest.mark.parametrize("held_out", [None, (TEST["x"],), (TEST["x"], [[1], [2, 3]])])
+def test_held_out_rows_must_be_a_pair_of_arrays(held_out):
+    with pytest.raises(DataError, match="held"):
+        Population.from_arrays(TEST["x"], TEST["y"], [0, 1], held_out=held_out)

@@ -111,7 +111,7 @@ def test_two_workers_give_what_one_process_gives_and_leave_nothing(tmp_path: Pat
     plans = [tomllib.loads((tmp_path / run / "plan.toml").read_text()) for run in ("here", "there")]
     assert plans[0] == plans[1]
     losses = [
-        [row["test_loss"] for row in RunFolder(tmp_path / run).read_metrics()]
+        [row["loss"] for row in RunFolder(tmp_path / run).read_metrics()]
         for run in ("here", "there")
     ]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.separability import separable_layers
 from fedpriv.engine.task import Task, check_task
-from fedpriv.models import CharacterMLP, build_model, cross_entropy
+from fedpriv.models import CharacterMLP, build_model
 
 SIZES = {"alphabet": 7, "width": 4}
 SMALL = {

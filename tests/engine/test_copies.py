@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.task import Task, check_task
 from fedpriv.errors import ModelError
-from fedpriv.models import MODELS, build_model, cross_entropy
+from fedpriv.models import MODELS, build_model
 
 ROWS = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
 BLANK = np.zeros((1, 6), np.float32)

@@ -14,10 +14,10 @@ from torch import nn
 
 from fedpriv.accounting.registry import delta
 from fedpriv.data.population import UserStore
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.ledger.events import RoundEvent
-from fedpriv.models import cross_entropy
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport
@@ -122,11 +122,11 @@ def observed(
         for number in range(RUNS):
             where = folder / f"{there}-{number}"
             where.mkdir()
-            with open_records(where) as records:
+            with open_records(where) as books:
                 entropy = SeededEntropy(2 * number + there)
-                (report,) = train(plan, begun, transport, records, entropy)
-                events = records.ledger.events()
-            moved = {n: p - begun.parameters[n] for n, p in report.state.parameters.items()}
+                ((after, _),) = train(plan, begun, transport, books, entropy)
+                events = books.ledger.events()
+            moved = {n: p - begun.parameters[n] for n, p in after.parameters.items()}
             seen[there].append(float(plan.layout.flatten(moved) @ direction))
     return Observed(np.array(seen[True]), np.array(seen[False]), tuple(events))
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from fedpriv.engine import matmul
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.models import cnn, cross_entropy, mlp
+from fedpriv.models import cnn, mlp
 from fedpriv.privacy.round import LocalTraining
 from tests.engine.everyone import request_under, users_of
 

@@ -13,11 +13,12 @@ from torch.nn import functional
 from fedpriv.engine import layers as module
 from fedpriv.engine.batches import Batches, by_rung, schedule
 from fedpriv.engine.local_training import train_chunk
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.low_rank import train_layers_chunk
 from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.separability import separable_layers
 from fedpriv.engine.task import RoundParameters, Task
-from fedpriv.models import cnn, cross_entropy, mlp, softmax_regression
+from fedpriv.models import cnn, mlp, softmax_regression
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates, whole
 from fedpriv.privacy.round import LocalTraining
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.separability import separable_layers
 from fedpriv.engine.task import Task, check_task
 from fedpriv.errors import ModelError
-from fedpriv.models import cross_entropy, mlp
+from fedpriv.models import mlp
 
 WORDS = 7
 SIX, SENTENCE = torch.zeros(1, 6), torch.zeros(1, 4, dtype=torch.int64)

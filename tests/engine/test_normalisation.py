@@ -9,6 +9,7 @@ from torch import nn
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import Examples, by_rung, schedule
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.metrics import Measuring, check_metrics, metric, user_metrics
 from fedpriv.engine.task import (
     RoundParameters,
@@ -20,7 +21,6 @@ from fedpriv.engine.task import (
 )
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
-from fedpriv.models import cross_entropy
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.mechanism import Metric

@@ -15,6 +15,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine import layers as engine_layers
 from fedpriv.engine.batches import Batches
 from fedpriv.engine.local_training import train_chunk
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.low_rank import train_layers_chunk
 from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.metrics import metric
@@ -22,7 +23,7 @@ from fedpriv.engine.separability import separable_layers
 from fedpriv.engine.task import Activations, RoundParameters, Task, activations_named
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
-from fedpriv.models import build_model, cross_entropy
+from fedpriv.models import build_model
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import Updates, whole
 from fedpriv.privacy.layout import Layout, flat

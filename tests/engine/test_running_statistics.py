@@ -10,10 +10,10 @@ from federation import open_records
 from torch import nn
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import Task, running_norms
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.models import cross_entropy
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalTraining
@@ -68,9 +68,8 @@ def test_released_statistics_find_those_of_the_population(
     plan = make_plan(task, noise_multiplier)
     state = initial_state(plan, task.parameters(), task.statistics())
     transport = InProcessTransport(task, users, torch.device("cpu"), 10**7)
-    with open_records(tmp_path) as records:
-        for report in train(plan, state, transport, records, SeededEntropy(0)):
-            state = report.state
+    with open_records(tmp_path) as books:
+        *_, (state, _) = train(plan, state, transport, books, SeededEntropy(0))
     x = users.fields["x"].astype(np.float64)
     spread = x.std(0)
     found = state.statistics

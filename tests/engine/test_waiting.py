@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.task import RoundParameters, Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.models import cross_entropy
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import clip_rows
 from fedpriv.privacy.layout import Layout, flat

@@ -21,12 +21,13 @@ from torch import nn
 from fedpriv.data.population import UserStore
 from fedpriv.engine import transport as module
 from fedpriv.engine import workers
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.trainer import ChunkSum, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import WorkerError
-from fedpriv.models import cross_entropy, mlp
+from fedpriv.models import mlp
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.mechanism import indicator_group, indicator_of

@@ -12,7 +12,8 @@ from fedpriv.accounting.pricing import read_ledger
 from fedpriv.ledger.events import Randomness, RoundEvent
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.report.charts import library
-from fedpriv.report.records import RoundRecord, RunRecord, SimulationOnlyRound, Verification
+from fedpriv.report.records import RunRecord, SimulationOnlyRound, Verification
+from fedpriv.training.rounds import RoundResult
 
 
 def parsed(page: str) -> Element:
@@ -80,7 +81,7 @@ def section(document: Element, name: str) -> Element:
 def made_up(
     path: Path,
     events: Sequence[RoundEvent],
-    rounds: Sequence[RoundRecord] = (),
+    rounds: Sequence[RoundResult] = (),
     *,
     name: str = "run",
     population: str = "people",
@@ -109,7 +110,7 @@ def made_up(
     )
 
 
-def released(number: int, **changes: object) -> RoundRecord:
+def released(number: int, **changes: object) -> RoundResult:
     """A round with one group, clipped to 0.5."""
     usual: Mapping[str, object] = {
         "epsilon": 0.1 * number,
@@ -119,4 +120,12 @@ def released(number: int, **changes: object) -> RoundRecord:
         "metrics": {},
         "metrics_noise_stddev": {},
     }
-    return RoundRecord(number, **{**usual, **changes})
+    return RoundResult(
+        **{**usual, **changes},
+        run="run",
+        rounds=9,
+        round=number - 1,
+        attempt=0,
+        charge="",
+        delta=1e-5,
+    )

@@ -107,14 +107,14 @@ def test_numbers_are_those_of_metrics_and_ledger(page: str, run_folder: Path) ->
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     events = read_ledger(run_folder / "ledger.sqlite").events
     summary = words(section(document, "summary"))
-    assert f"{rows[-1]['test_accuracy']:.2%}" in summary
+    assert f"{rows[-1]['accuracy']:.2%}" in summary
     (shown,) = re.findall(r"user-level ε ([0-9.]+)", summary)
     epsilon = epsilon_of(events, 1e-3).epsilon
     assert epsilon <= float(shown) <= epsilon + 1.001e-3
     charts = figures(document)
     accuracy = charts["accuracy"].series["accuracy"]
     assert accuracy["x"] == [1, 2, 3, 4, 5, 6]
-    assert accuracy["y"] == pytest.approx([100 * row["test_accuracy"] for row in rows])
+    assert accuracy["y"] == pytest.approx([100 * row["accuracy"] for row in rows])
     (front,) = charts["front"].series.values()
     assert front["x"] == pytest.approx([row["epsilon"] for row in rows])
     by_name = charts["epsilon"].series

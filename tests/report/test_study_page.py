@@ -57,7 +57,7 @@ def test_every_chart_names_its_axes_and_units(page: str) -> None:
 def test_bands_are_students_over_seeds(page: str, study_folder: Path) -> None:
     mean = figures(parsed(page))["accuracy-1"].series["flat"]
     values = [
-        [100 * metrics(study_folder, "flat", 8, seed)[number]["test_accuracy"] for seed in (0, 1)]
+        [100 * metrics(study_folder, "flat", 8, seed)[number]["accuracy"] for seed in (0, 1)]
         for number in (0, 1)
     ]
     assert mean["y"] == pytest.approx([sum(pair) / 2 for pair in values])
@@ -73,7 +73,7 @@ def test_the_front_has_a_point_for_each_target(page: str, study_folder: Path) ->
         for number, target in enumerate((4, 8)):
             last = [metrics(study_folder, name, target, seed)[-1] for seed in (0, 1)]
             assert line["x"][number] == pytest.approx(max(row["epsilon"] for row in last))
-            mean = sum(100 * row["test_accuracy"] for row in last) / 2
+            mean = sum(100 * row["accuracy"] for row in last) / 2
             assert line["y"][number] == pytest.approx(mean)
             assert line["low"][number] < mean < line["high"][number]
 

@@ -109,13 +109,13 @@ def _serve(folder: Path, users: Users, pipe: Connection) -> None:
         state = initial_state(plan, PARAMETERS)
         ledger, record = folder / "ledger.sqlite", folder / "participation.sqlite"
         budget = PrivacyBudget(1e9, 1e-5, rounds_spent)
-        with PrivacyRecords.open(ledger, record, POPULATION_ID, budget) as records:
+        with PrivacyRecords.open(ledger, record, POPULATION_ID, budget) as books:
             pipe.send(made.server.address.port)
             while pipe.recv():
                 transport = made.transport(patience)
-                report = run_round(plan, state, transport, records, OperatingSystemEntropy())
-                step = flat_of(report.state.parameters) - flat_of(state.parameters)
-                state = report.state
+                after, _ = run_round(plan, state, transport, books, OperatingSystemEntropy())
+                step = flat_of(after.parameters) - flat_of(state.parameters)
+                state = after
                 pipe.send(step * sampling.expected_cohort_size)
 
 

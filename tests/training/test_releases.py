@@ -19,7 +19,7 @@ from fedpriv.training.checkpoint import Checkpoint, load_checkpoint, resume, sav
 from fedpriv.training.fake import FakeTransport
 from fedpriv.training.optimizers import FedAvg
 from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import RoundReport, initial_state, train
+from fedpriv.training.rounds import ServerState, initial_state, train
 
 METRIC = Metric("position", centre=0.5, radius=0.5)
 USERS = 400
@@ -35,10 +35,10 @@ def sent(request: RoundRequest, user: int) -> dict[str, np.ndarray]:
 
 
 def run(plan: TrainingPlan, folder: Path, transport: FakeTransport | None = None) -> list:
-    with open_records(folder) as records:
+    with open_records(folder) as books:
         state = initial_state(plan, PARAMETERS)
-        reports = train(plan, state, transport or FakeTransport(sent), records, SeededEntropy(3))
-        return [list(reports), list(records.ledger.charges())]
+        reports = train(plan, state, transport or FakeTransport(sent), books, SeededEntropy(3))
+        return [list(reports), list(books.ledger.charges())]
 
 
 def plan_with(**changes: object) -> TrainingPlan:
@@ -62,7 +62,7 @@ def test_all_that_is_released_is_one_event_at_the_noise_multiplier_of_the_plan(
     )
     reports, rows = run(plan, tmp_path)
     assert len(rows) == len(reports) == 3
-    for row, report in zip(rows, reports, strict=True):
+    for row, (_, result) in zip(rows, reports, strict=True):
         assert [query.group for query in row.event.queries] == [
             "w",
             "b",
@@ -70,7 +70,9 @@ def test_all_that_is_released_is_one_event_at_the_noise_multiplier_of_the_plan(
             "unclipped",
         ]
         norms = tuple(query.clipping_norm for query in row.event.queries[:2])
-        assert norms == report.clipping_norms  # clip and noise use the norm of this round
+        assert norms == tuple(
+            result.clipping_norms.values()
+        )  # clip and noise use the norm of this round
         assert 1.3 <= row.event.noise_multiplier <= 1.3 * (1 + 1e-9)
     assert len({row.event for row in rows}) == 3
     assert sum(compose(row.event for row in rows).values()) == 3
@@ -95,12 +97,12 @@ def test_without_noise_metrics_and_counts_are_those_of_the_cohort(tmp_path: Path
         noise_multiplier=0.0,
         sampling=PoissonSampling(USERS, 1.0),
     )
-    (report, *_), _ = run(plan, tmp_path)
-    (metric,) = report.metrics
-    assert float(metric.value) == pytest.approx(float(np.mean(np.arange(USERS) / USERS)))
-    assert metric.noise_stddev == 0.0
-    expected = (np.array(report.clipping_norms) >= LENGTHS).mean(axis=0)
-    assert report.unclipped == pytest.approx(tuple(expected))
+    ((_, result), *_), _ = run(plan, tmp_path)
+    (value,) = result.metrics.values()
+    assert value == pytest.approx(float(np.mean(np.arange(USERS) / USERS)))
+    assert list(result.metrics_noise_stddev.values()) == [0.0]
+    expected = (np.array([*result.clipping_norms.values()]) >= LENGTHS).mean(axis=0)
+    assert result.unclipped == pytest.approx(dict(zip("wb", expected, strict=True)))
 
 
 @pytest.mark.parametrize("start", [1e-3, 1e3])
@@ -112,22 +114,22 @@ def test_norms_converge_to_the_quantile_of_each_group(start: float, tmp_path: Pa
         noise_multiplier=0.5,
     )
     reports, rows = run(plan, tmp_path)
-    found = np.median([report.clipping_norms for report in reports[-20:]], axis=0)
+    found = np.median([[*r.clipping_norms.values()] for _, r in reports[-20:]], axis=0)
     assert found == pytest.approx(np.quantile(LENGTHS, 0.7, axis=0), rel=0.15)
     assert all(0.5 <= row.event.noise_multiplier <= 0.5 * (1 + 1e-9) for row in rows)
 
 
 def test_clipping_norms_are_in_the_checkpoint(tmp_path: Path) -> None:
     plan = plan_with(adaptive=AdaptiveClipping())
-    with open_records(tmp_path) as records:
+    with open_records(tmp_path) as books:
         state = initial_state(plan, PARAMETERS)
-        rounds = train(plan, state, FakeTransport(sent), records, SeededEntropy(3))
-        first: RoundReport = next(rounds)
-        kept = Checkpoint(first.state, plan.digest, records.ledger.head)
+        rounds = train(plan, state, FakeTransport(sent), books, SeededEntropy(3))
+        first: ServerState = next(rounds)[0]
+        kept = Checkpoint(first, plan.digest, books.ledger.head)
         path = save_checkpoint(tmp_path, kept)
-        assert load_checkpoint(path).state.clipping_norms == first.state.clipping_norms
-        assert resume(path, plan, records.ledger).clipping_norms == first.state.clipping_norms
-    assert first.state.clipping_norms != plan.clipping_norms
+        assert load_checkpoint(path).state.clipping_norms == first.clipping_norms
+        assert resume(path, plan, books.ledger).clipping_norms == first.clipping_norms
+    assert first.clipping_norms != plan.clipping_norms
 
 
 def weight_of(user: int) -> int:
@@ -145,9 +147,9 @@ def test_a_weighted_average_is_over_q_times_all_weights(tmp_path: Path) -> None:
         averaging=Averaging(4, float(weights.sum())),
         sampling=PoissonSampling(USERS, 1.0),
     )
-    (report,), _ = run(plan, tmp_path, FakeTransport(sent, weight_of))
+    ((state, _),), _ = run(plan, tmp_path, FakeTransport(sent, weight_of))
     expected = weights @ LENGTHS / weights.sum()
-    np.testing.assert_allclose(report.state.parameters["w"], 1.0 + expected[0] / 2.0, rtol=1e-5)
+    np.testing.assert_allclose(state.parameters["w"], 1.0 + expected[0] / 2.0, rtol=1e-5)
 
 
 @pytest.mark.parametrize("averaging", [Averaging(), Averaging(4, 250.0)], ids=repr)
@@ -173,10 +175,10 @@ def test_a_floored_average_follows_the_cohort_and_doubles_the_noise(
     def same(request: RoundRequest, user: int) -> dict[str, np.ndarray]:
         return {"w": np.full((2, 2), 0.25), "b": np.zeros(3)}
 
-    (report,), _ = run(
+    ((state, _),), _ = run(
         silent, tmp_path, FakeTransport(same, weight_of if averaging.cap else lambda _: 1)
     )
-    np.testing.assert_allclose(report.state.parameters["w"], 1.25, rtol=1e-6)
+    np.testing.assert_allclose(state.parameters["w"], 1.25, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

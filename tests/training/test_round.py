@@ -24,7 +24,7 @@ def test_without_noise_the_average_is_over_the_fixed_denominator(tmp_path) -> No
     state = initial_state(plan, PARAMETERS)
     request = open_round(plan, state, 0, SEEDED)
     with open_records(tmp_path) as records:
-        after = run_round(plan, state, CONSTANT, records, SEEDED).state
+        after, _ = run_round(plan, state, CONSTANT, records, SEEDED)
     # 20 enrolled users, q = 0.5: the denominator is 10, whoever came. Steps are 2^-18.
     sent = [Fraction(float(np.float32(user / 100.0))) for user in request.users.tolist()]
     steps = sum(math.floor(value * 2**18) for value in sent)

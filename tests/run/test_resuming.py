@@ -13,7 +13,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Head, Ledger, ProposedCharge
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.run import Beginning
+from fedpriv.run.setup import RunSetup
 from fedpriv.server import certificates
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.flower_runs import GridSimulation
@@ -164,8 +164,8 @@ def test_a_run_whose_plan_is_damaged_is_not_resumed(
 
 def test_workers_are_not_started_for_another_plan(run: RunFolder) -> None:
     assignments = list(SETTINGS[1::2])
-    GridSimulation.of(Beginning.of(DIGITS, assignments, run.path, resume=True), 2)
-    changed = Beginning.of(DIGITS, [*assignments, "rounds=4"], run.path, resume=True)
+    GridSimulation.of(RunSetup.of(DIGITS, assignments, run.path, resume=True), 2)
+    changed = RunSetup.of(DIGITS, [*assignments, "rounds=4"], run.path, resume=True)
     with pytest.raises(InvalidValueError, match=BOUND):
         GridSimulation.of(changed, 2)
 
@@ -175,7 +175,7 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     node = f'[nodes.a]\nusers = ["ann", "bob"]\ncertificate = "{"ab" * 32}"\n'
     enrolment.write_text(f'population = "{"5f" * 16}"\n{node}')
     file, at = SIMULATIONS / "federation.toml", f"federation.enrolment={enrolment}"
-    beginning = Beginning.of(file, [at], run.path, resume=True)
+    beginning = RunSetup.of(file, [at], run.path, resume=True)
     section = beginning.config.federation
     assert section is not None
     enrolled = Enrolment.load(enrolment)
@@ -195,7 +195,7 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     for changed in ("local.learning_rate=0.4", "rounds=4", "clipping.norm=0.6"):
         assert BOUND in refused(*given, "--set", changed)
         assert (content(run), head_of(run)) == before
-    going_on = Beginning.of(file, [at], run.path, resume=True)
+    going_on = RunSetup.of(file, [at], run.path, resume=True)
     again = going_on.on_nodes(section, users)
     going_on.write_plan(again)
     assert again.plan.digest == plan.digest

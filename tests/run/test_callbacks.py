@@ -11,10 +11,9 @@ import pytest
 import tomli_w
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fedpriv.build import simulated
-from fedpriv.config import parse_config
 from fedpriv.errors import InvalidValueError
-from fedpriv.run.callbacks import ReleasedRound
+from fedpriv.run.simulate import run_simulation
+from fedpriv.training.rounds import RoundResult
 from tests.commandline import fedpriv, printed, refused
 from tests.studies.studying import BASE
 
@@ -57,13 +56,13 @@ def test_the_example_of_the_guide_is_told_what_metrics_say(
     assert [step for step, _ in sent] == [1, 2, 3]
     for row, (_, metrics) in zip(rows(tmp_path / "run"), sent, strict=True):
         assert metrics == {
-            "test/loss": row["test_loss"],
-            "test/accuracy": row["test_accuracy"],
+            "test/loss": row["loss"],
+            "test/accuracy": row["accuracy"],
             "privacy/epsilon": row["epsilon"],
-            "clipping_norm/1.weight": row["clipping_norms"][0],
-            "clipping_norm/1.bias": row["clipping_norms"][1],
-            "unclipped/1.weight": row["unclipped"][0],
-            "unclipped/1.bias": row["unclipped"][1],
+            "clipping_norm/1.weight": row["clipping_norms"]["1.weight"],
+            "clipping_norm/1.bias": row["clipping_norms"]["1.bias"],
+            "unclipped/1.weight": row["unclipped"]["1.weight"],
+            "unclipped/1.bias": row["unclipped"]["1.bias"],
             "metric/accuracy": row["metrics"]["accuracy"],
         }
 
@@ -80,7 +79,7 @@ def test_event_files_hold_what_metrics_say_and_a_resumed_run_adds_to_them(tmp_pa
     events.Reload()
     written = rows(tmp_path / "run")
     assert [row["round"] for row in written] == [0, 1, 2]
-    for tag, column in (("test/accuracy", "test_accuracy"), ("privacy/epsilon", "epsilon")):
+    for tag, column in (("test/accuracy", "accuracy"), ("privacy/epsilon", "epsilon")):
         scalars = events.Scalars(tag)
         assert [scalar.step for scalar in scalars] == [1, 2, 3]
         assert [scalar.value for scalar in scalars] == pytest.approx([r[column] for r in written])
@@ -106,19 +105,21 @@ def test_a_callback_that_raises_is_named_and_the_run_goes_on(
 
 def test_nothing_that_is_not_released_has_a_place() -> None:
     # A new field must be a release, or public, as the plan is.
-    assert [field.name for field in dataclasses.fields(ReleasedRound)] == [
+    assert [field.name for field in dataclasses.fields(RoundResult)] == [
         "run",
         "rounds",
         "round",
         "attempt",
+        "charge",
         "epsilon",
         "delta",
-        "test_loss",
-        "test_accuracy",
         "clipping_norms",
         "unclipped",
         "metrics",
         "metrics_noise_stddev",
+        "loss",
+        "accuracy",
+        "simulation_only_seconds",  # None for callbacks
     ]
 
 
@@ -137,8 +138,11 @@ def test_bad_callbacks_are_refused_before_the_run(tmp_path: Path, path: str, wor
     assert not (tmp_path / "run").exists()
 
 
-def test_without_tensorboard_event_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_event_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fedpriv.run.callbacks.find_spec", lambda _name: None)
-    config = parse_config(RELEASING | {"output": {"tensorboard": True}}, "test")
+    file = experiment(tmp_path, output={"tensorboard": True})
     with pytest.raises(InvalidValueError, match=r"pip install 'fedpriv\[tensorboard\]'"):
-        simulated(config, "run")
+        run_simulation(file, [], tmp_path / "run", resume=False)
+    assert not (tmp_path / "run").exists()

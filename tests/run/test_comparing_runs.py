@@ -46,11 +46,11 @@ def test_a_result_is_what_ledger_model_and_metrics_say(tmp_path: Path) -> None:
     for event in spent:
         assert event.noise_multiplier == pytest.approx(result.noise_multiplier, rel=1e-12)
     rows = list(folder.read_metrics())
-    assert result.evaluations == tuple((r["round"] + 1, r["test_accuracy"]) for r in rows)
+    assert result.evaluations == tuple((r["round"] + 1, r["accuracy"]) for r in rows)
     assert (result.rounds, result.accuracy, result.loss) == (
         2,
-        rows[-1]["test_accuracy"],
-        rows[-1]["test_loss"],
+        rows[-1]["accuracy"],
+        rows[-1]["loss"],
     )
     test = load_population("synthetic", study.config_of(cell).data.options).test
     model = load_file(folder.model)
@@ -100,7 +100,7 @@ def test_a_run_that_was_cut_short_is_done_again_and_releases_the_same(
     result = run(study, cell, tmp_path, noise_multiplier)
     assert result.rounds == 2
     rows = list(folder.read_metrics())
-    same = ("round", "attempt", "epsilon", "test_loss", "test_accuracy")
+    same = ("round", "attempt", "epsilon", "loss", "accuracy")
     assert [rows[0][name] for name in same] == [half[name] for name in same]
     with Ledger.open(folder.ledger) as ledger:
         assert len(list(ledger.charges())) == 2

@@ -6,26 +6,27 @@ import pytest
 
 from fedpriv.build import Enrolled
 from fedpriv.errors import InvalidValueError
-from fedpriv.run.run import Beginning
+from fedpriv.run.setup import RunSetup
 
 FEDERATION = Path(__file__).parents[2] / "simulations" / "federation.toml"
 
 
 def test_the_population_of_nodes_is_called_by_its_id(tmp_path: Path) -> None:
     population = "5f" * 16
-    beginning = Beginning.of(FEDERATION, [], tmp_path / "run", resume=False)
-    assert beginning.config.federation is not None
-    experiment = beginning.on_nodes(beginning.config.federation, Enrolled(population, 2))
+    setup = RunSetup.of(FEDERATION, [], tmp_path / "run", resume=False)
+    assert setup.config.federation is not None
+    users = Enrolled(population, 2)
+    experiment = setup.on_nodes(setup.config.federation, users)
     assert experiment.plan.population == population
     assert experiment.plan.sampling.population == 2
 
 
 def test_nodes_are_not_asked_for_figures_that_are_not_private(tmp_path: Path) -> None:
     assignments = ["output.simulation_only=true"]
-    beginning = Beginning.of(FEDERATION, assignments, tmp_path / "run", resume=False)
-    assert beginning.config.federation is not None
+    setup = RunSetup.of(FEDERATION, assignments, tmp_path / "run", resume=False)
+    assert setup.config.federation is not None
     with pytest.raises(InvalidValueError, match="on nodes it must be false"):
-        beginning.on_nodes(beginning.config.federation, Enrolled("5f" * 16, 2))
+        setup.on_nodes(setup.config.federation, Enrolled("people", 2))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -33,8 +34,8 @@ def test_nodes_are_not_asked_for_work_without_bound(tmp_path: Path) -> None:
     experiment = tmp_path / "endless.toml"
     kept = [line for line in FEDERATION.read_text().splitlines() if "max_examples" not in line]
     experiment.write_text("\n".join(kept))
-    beginning = Beginning.of(experiment, [], tmp_path / "run", resume=False)
-    assert beginning.config.federation is not None
+    setup = RunSetup.of(experiment, [], tmp_path / "run", resume=False)
+    assert setup.config.federation is not None
     with pytest.raises(InvalidValueError, match=r"local\.max_examples is absent; on nodes it"):
-        beginning.on_nodes(beginning.config.federation, Enrolled("5f" * 16, 2))
+        setup.on_nodes(setup.config.federation, Enrolled("people", 2))
     assert list(tmp_path.iterdir()) == [experiment]

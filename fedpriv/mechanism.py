@@ -1,0 +1,371 @@
+"""The privacy mechanism of a run, as its user states it: sampling, clipping, noise, budget.
+
+Values only: nothing here draws, clips or spends. A mechanism without a noise multiplier cannot run;
+`Mechanism.calibrate` returns one that has the least noise for a privacy budget. To add a way to
+sample or to clip, derive one class from `SamplingPolicy` or
+`ClippingPolicy`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Literal, Self
+
+from fedpriv.accounting.calibration import smallest_noise
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import RoundEvent
+from fedpriv.privacy import layout as vector_groups
+from fedpriv.privacy.layout import Layout, VectorGroup
+from fedpriv.privacy.mechanism import AdaptiveClipping
+from fedpriv.privacy.query import Averaging, dimension_shares, given_shares, proportional_shares
+from fedpriv.privacy.sampling import PoissonSampling
+
+Allocation = Literal["proportional", "dimension"] | Mapping[str, float]
+"""How vector groups share the noise: by clipping norm, by dimension, or by given weights."""
+
+
+class SamplingPolicy(ABC):
+    """How the cohort of a round is drawn, whatever the population."""
+
+    @abstractmethod
+    def of(self, users: int) -> PoissonSampling:
+        """The policy for N enrolled users: what draws cohorts and names the sampling event."""
+
+    @abstractmethod
+    def events(self, noise_multiplier: float, rounds: int) -> RoundEvent:
+        """What so many rounds are charged as, for calibration."""
+
+
+@dataclass(frozen=True)
+class Poisson(SamplingPolicy):
+    """Each user joins each round independently with probability q in (0, 1]."""
+
+    probability: float
+
+    def of(self, users: int) -> PoissonSampling:
+        """Poisson sampling of N users."""
+        return PoissonSampling(users, self.probability)
+
+    def events(self, noise_multiplier: float, rounds: int) -> RoundEvent:
+        """Poisson-subsampled Gaussian rounds."""
+        return poisson_gaussian(self.probability, noise_multiplier, rounds)
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """A partition of an update into vector groups, and the share ω of the noise budget of each."""
+
+    groups: tuple[VectorGroup, ...]
+    shares: tuple[float, ...]
+
+    @classmethod
+    def of(cls, groups: tuple[VectorGroup, ...], layout: Layout, allocation: Allocation) -> Self:
+        """Groups of a layout with the shares that an allocation gives them.
+
+        Raises:
+            InvalidValueError: given weights do not name the groups.
+        """
+        if allocation == "dimension":
+            return cls(groups, dimension_shares(layout, groups))
+        if isinstance(allocation, str):
+            return cls(groups, proportional_shares(groups))
+        return cls(groups, given_shares(groups, allocation))
+
+
+class ClippingPolicy(ABC):
+    """How each user's update is clipped (McMahan et al. 2018, section 3)."""
+
+    @abstractmethod
+    def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
+        """Vector groups of an update and their shares.
+
+        Raises:
+            InvalidValueError: norms, scales or weights do not name the parts there are.
+        """
+
+
+@dataclass(frozen=True)
+class Flat(ClippingPolicy):
+    """The whole update to one norm S.
+
+    >>> Flat(0.5).grouping(Layout(("w", "b"), ((2, 3), (3,))), "proportional").shares
+    (1.0,)
+    """
+
+    norm: float
+
+    def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
+        """One group."""
+        return Grouping.of(vector_groups.flat(layout, self.norm), layout, allocation)
+
+
+@dataclass(frozen=True)
+class PerLayer(ClippingPolicy):
+    """Each layer, or each tensor, to its own norm S_g.
+
+    Attributes:
+        norm: S with Σ S_g² = S²; not read where `split` names every norm.
+        parts: what has a norm of its own.
+        split: "equal" norms, norms ∝ √"dimension", or S_g by name.
+    """
+
+    norm: float
+    parts: Literal["layer", "tensor"] = "layer"
+    split: Literal["equal", "dimension"] | Mapping[str, float] = "equal"
+
+    def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
+        """A group for each part."""
+        parts: Mapping[str, tuple[str, ...]] = {name: (name,) for name in layout.names}
+        if self.parts == "layer":
+            parts = vector_groups.layers(layout)
+        match self.split:
+            case "equal":
+                norms: Mapping[str, float] = vector_groups.equal_split(parts, self.norm)
+            case "dimension":
+                norms = vector_groups.split_by_dimension(layout, parts, self.norm)
+            case given:
+                norms = given
+        return Grouping.of(vector_groups.per_layer(layout, parts, norms), layout, allocation)
+
+
+@dataclass(frozen=True)
+class Joint(ClippingPolicy):
+    """The whole update to one norm S, each tensor measured in units of its scale α.
+
+    Attributes:
+        norm: S, the bound on the norm of the scaled update.
+        scales: α ∝ "dimension"^(−1/4), or α by tensor.
+    """
+
+    norm: float
+    scales: Literal["dimension"] | Mapping[str, float] = "dimension"
+
+    def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
+        """One group."""
+        scales = self.scales
+        if scales == "dimension":
+            scales = vector_groups.scales_by_dimension(layout)
+        return Grouping.of(vector_groups.joint(layout, self.norm, scales), layout, allocation)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors that are clipped in their own way.
+
+    Attributes:
+        tensors: globs over parameter names, such as "conv*" or "*.bias".
+        clipping: of these tensors.
+        share: weight of the noise budget that they get; all parts have one, or none has.
+    """
+
+    tensors: Sequence[str]
+    clipping: ClippingPolicy
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Grouped(ClippingPolicy):
+    """Parts of the model, each clipped in its own way; a tensor is in the first part that fits.
+
+    >>> parts = {"conv": Part(["conv*"], Joint(0.3)), "rest": Part(["*"], Flat(0.5))}
+    >>> layout = Layout(("conv.weight", "fc.weight", "fc.bias"), ((4, 4), (2, 4), (2,)))
+    >>> [group.name for group in Grouped(parts).grouping(layout, "proportional").groups]
+    ['conv', 'rest']
+    """
+
+    parts: Mapping[str, Part]
+
+    def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
+        """The groups of all parts, named after their part."""
+        given = [part.share for part in self.parts.values()]
+        weights = [share for share in given if share is not None]
+        if weights and len(weights) < len(given):
+            raise InvalidValueError("some parts have a share; all must have one, or none")
+        if weights and not isinstance(allocation, str):
+            raise InvalidValueError(
+                "noise.allocation is a table and clipping.groups have shares; only one of them can "
+                "say"
+            )
+        inner = allocation if isinstance(allocation, str) else "proportional"
+        layouts = self._layouts(layout)
+        found = {n: p.clipping.grouping(layouts[n], inner) for n, p in self.parts.items()}
+        groups = tuple(
+            replace(group, name=name if group.name == "update" else f"{name}/{group.name}")
+            for name, each in found.items()
+            for group in each.groups
+        )
+        if not weights:
+            return Grouping.of(groups, layout, allocation)
+        shares = tuple(
+            weight / sum(weights) * share
+            for weight, each in zip(weights, found.values(), strict=True)
+            for share in each.shares
+        )
+        return Grouping(groups, shares)
+
+    def _layouts(self, layout: Layout) -> dict[str, Layout]:
+        """The tensors of each part."""
+        names: dict[str, list[str]] = {name: [] for name in self.parts}
+        for tensor in layout.names:
+            for name, part in self.parts.items():
+                if any(fnmatchcase(tensor, pattern) for pattern in part.tensors):
+                    names[name].append(tensor)
+                    break
+            else:
+                raise InvalidValueError(
+                    f"tensor {tensor!r} fits no pattern of clipping.groups; every tensor must be "
+                    'in one, and a last group with the pattern "*" takes the rest'
+                )
+        for name, tensors in names.items():
+            if not tensors:
+                raise InvalidValueError(
+                    f"group {name!r} has no tensor that fits {list(self.parts[name].tensors)} and "
+                    f"no group before it; the tensors are {list(layout.names)}"
+                )
+        shapes = dict(zip(layout.names, layout.shapes, strict=True))
+        return {n: Layout(tuple(ts), tuple(shapes[t] for t in ts)) for n, ts in names.items()}
+
+
+CLIPPINGS: Mapping[str, type[ClippingPolicy]] = {
+    "flat": Flat,
+    "per-layer": PerLayer,
+    "joint": Joint,
+}
+"""The values of clipping.strategy in a configuration."""
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """What every round of a run does to protect users, and what all rounds may cost.
+
+    >>> mechanism = Mechanism.poisson(q=0.1, clipping=Flat(0.5))
+    >>> calibrated = mechanism.calibrate(epsilon=2.0, delta=1e-5, rounds=100)
+    >>> round(calibrated.noise_multiplier, 1)
+    2.2
+
+    Attributes:
+        sampling: how cohorts are drawn.
+        clipping: how each user's update is clipped.
+        noise_multiplier: z ≥ 0, the noise over the sensitivity of a whole round; None: to be
+            calibrated.
+        epsilon: the budget ε that training stops before; None with `unsafe_no_privacy` only.
+        delta: δ of the budget, and of every ε that is shown.
+        rounds: T that the noise was calibrated for.
+        allocation: how vector groups share the noise.
+        adaptive: how clipping norms follow a quantile of the updates' norms; None: they stay.
+        averaging: how much each user counts, and what sums are divided by.
+        metrics: private averages to release beside the update: name → numbers, as for
+            `fedpriv.engine.metrics.metric`.
+        metrics_share: share of the round's privacy that all metrics get together.
+        accountant: prices the budget; it must give upper bounds.
+        unsafe_no_privacy: allow a run without noise or without a budget.
+
+    Raises:
+        InvalidValueError: there is no noise, or no budget, and `unsafe_no_privacy` is not set.
+    """
+
+    sampling: SamplingPolicy
+    clipping: ClippingPolicy
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+    delta: float | None = None
+    rounds: int | None = None
+    allocation: Allocation = "proportional"
+    adaptive: AdaptiveClipping | None = None
+    averaging: Averaging = Averaging()  # noqa: RUF009 - frozen, so sharing it is safe
+    metrics: Mapping[str, Mapping[str, float | Sequence[float]]] = field(default_factory=dict)
+    metrics_share: float = 0.05
+    accountant: str = "tight"
+    unsafe_no_privacy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.noise_multiplier is not None:
+            check_private(
+                self.noise_multiplier, self.epsilon, unsafe_no_privacy=self.unsafe_no_privacy
+            )
+
+    @classmethod
+    def poisson(
+        cls,
+        q: float,
+        clipping: ClippingPolicy,
+        *,
+        allocation: Allocation = "proportional",
+        adaptive: AdaptiveClipping | None = None,
+        averaging: Averaging | None = None,
+        metrics: Mapping[str, Mapping[str, float | Sequence[float]]] | Iterable[str] = (),
+        metrics_share: float = 0.05,
+        accountant: str = "tight",
+    ) -> Self:
+        """The Gaussian mechanism under Poisson sampling, without noise or budget so far.
+
+        Args:
+            q: probability in (0, 1] with which each user joins a round.
+            clipping: `Flat`, `PerLayer`, `Joint`, `Grouped` or another policy.
+            allocation: as for the class, and so are the others.
+            adaptive: clipping norms that move.
+            averaging: weights of users.
+            metrics: by name, or names alone where they need no numbers.
+            metrics_share: of all metrics.
+            accountant: for calibration and budget.
+        """
+        asked = metrics if isinstance(metrics, Mapping) else {name: {} for name in metrics}
+        return cls(
+            Poisson(q),
+            clipping,
+            allocation=allocation,
+            adaptive=adaptive,
+            averaging=averaging or Averaging(),
+            metrics=asked,
+            metrics_share=metrics_share,
+            accountant=accountant,
+        )
+
+    def calibrate(
+        self, *, epsilon: float, delta: float, rounds: int, spent: Iterable[RoundEvent] = ()
+    ) -> Self:
+        """The mechanism with the least noise for which all rounds cost at most (ε, δ).
+
+        Args:
+            epsilon: ε > 0.
+            delta: δ in (0, 1).
+            rounds: T ≥ 1.
+            spent: what the ledger that will be charged holds already; it counts, too.
+
+        Raises:
+            InvalidValueError: an argument is out of range, or no noise is enough.
+        """
+        if rounds < 1:
+            raise InvalidValueError(f"rounds is {rounds}; it must be at least 1")
+        before = list(spent)
+        z = smallest_noise(
+            epsilon, delta, lambda z: [*before, self.sampling.events(z, rounds)], self.accountant
+        )
+        return replace(self, noise_multiplier=z, epsilon=epsilon, delta=delta, rounds=rounds)
+
+    def with_noise(self, noise_multiplier: float, *, epsilon: float, delta: float) -> Self:
+        """The mechanism with given noise; training stops before (ε, δ) would be passed."""
+        return replace(
+            self, noise_multiplier=noise_multiplier, epsilon=epsilon, delta=delta, rounds=None
+        )
+
+
+def check_private(
+    noise_multiplier: float | None, epsilon: float | None, *, unsafe_no_privacy: bool
+) -> None:
+    """Refuse settings under which no ε would hold, unless that is meant.
+
+    Raises:
+        InvalidValueError: there is no noise or no budget.
+    """
+    if noise_multiplier == 0.0 and not unsafe_no_privacy:
+        raise InvalidValueError(
+            "noise_multiplier is 0, which gives no privacy; set unsafe_no_privacy = true if that "
+            "is meant"
+        )
+    if unsafe_no_privacy and noise_multiplier is None:
+        raise InvalidValueError("unsafe_no_privacy is true; noise_multiplier must then be given")
+    if epsilon is None and not unsafe_no_privacy:
+        raise InvalidValueError("epsilon is absent; it must be a positive privacy budget")

@@ -1,0 +1,280 @@
+"""A run on simulated users, from Python values or from a configuration."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from fedpriv.build import (
+    Enrolled,
+    Experiment,
+    description_of,
+    path_of,
+    resolve,
+    settings_of,
+    simulated,
+)
+from fedpriv.config import Config
+from fedpriv.data.population import Population
+from fedpriv.engine.task import Task
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.errors import InvalidValueError
+from fedpriv.mechanism import Mechanism
+from fedpriv.privacy.round import LocalTraining, Transport
+from fedpriv.run.diagnostics import watched
+from fedpriv.run.folder import RunFolder
+from fedpriv.run.reader import write_report
+from fedpriv.run.run import Follow, Outcome, carry_out
+from fedpriv.run.setup import RunSetup
+from fedpriv.training.optimizers import FedAvg, ServerOptimizer
+from fedpriv.training.rounds import OnRound, RoundResult, Stop
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_FEDAVG = FedAvg()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended; everything in it is also in its folder.
+
+    Attributes:
+        folder: where the run is written: plan, ledger, metrics, checkpoints, model.
+        experiment: what was run.
+        outcome: how it ended.
+    """
+
+    folder: Path
+    experiment: Experiment
+    outcome: Outcome
+
+    @cached_property
+    def rounds(self) -> tuple[RoundResult, ...]:
+        """The result of each round, those before a resumption included."""
+        return tuple(RunFolder(self.folder).results())
+
+    @property
+    def epsilon(self) -> float:
+        """ε of all charges of the ledger after the last round, at the δ of the budget."""
+        return self.rounds[-1].epsilon if self.rounds else 0.0
+
+    @property
+    def accuracy(self) -> float | None:
+        """Accuracy of the last model on held-out rows; None if targets are not classes."""
+        return self.outcome.evaluation.accuracy
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the last model on held-out rows."""
+        return self.outcome.evaluation.loss
+
+    @property
+    def stop(self) -> Stop:
+        """Why the run ended."""
+        return self.outcome.stop
+
+    @property
+    def model(self) -> nn.Module:
+        """A copy of the task's model with the released parameters and running statistics."""
+        model = copy.deepcopy(self.experiment.task.model)
+        tensors = {n: torch.tensor(t) for n, t in self.outcome.state.model.items()}
+        model.load_state_dict(tensors, strict=False)
+        return model
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """One row a round, one column for every released number.
+
+        Raises:
+            InvalidValueError: pandas is not installed.
+        """
+        return frame({"round": each.number, **each.scalars} for each in self.rounds)
+
+    def report(self, out: Path | str | None = None) -> Path:
+        """Verify the ledger, write the report of the run as one HTML file, and return its path.
+
+        Args:
+            out: the file; by default report.html in the folder of the run.
+        """
+        return write_report(self.folder, Path(out) if out else None, show=False)
+
+
+def simulate(
+    population: Population,
+    task: Task,
+    mechanism: Mechanism,
+    *,
+    local: LocalTraining,
+    server: ServerOptimizer = _FEDAVG,
+    rounds: int | None = None,
+    out: Path | str | None = None,
+    resume: bool = False,
+    name: str = "run",
+    seed: int | None = None,
+    ledger: Path | str | None = None,
+    evaluate_every: int = 1,
+    checkpoint_every: int = 1,
+    on_round: Sequence[OnRound] = (),
+    simulation_only: bool = False,
+    device: str = "auto",
+    quiet: bool = False,
+) -> Run:
+    """Train a model across simulated users, under user-level differential privacy.
+
+    Progress is shown in a terminal and in a notebook alike. An interrupt leaves a run that goes on
+    with `resume=True` and the same arguments; what was released before stays charged.
+
+    >>> import tempfile, numpy as np, torch, fedpriv
+    >>> x, y = np.eye(4, dtype=np.float32).repeat(50, 0), np.arange(4).repeat(50)
+    >>> people = fedpriv.Population.from_arrays(x, y, np.arange(200), held_out=(x, y))
+    >>> mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(1.0))
+    >>> mechanism = mechanism.calibrate(epsilon=8.0, delta=1e-3, rounds=2)
+    >>> task = fedpriv.Task(torch.nn.Linear(4, 4), loss="cross-entropy")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = fedpriv.simulate(
+    ...         people, task, mechanism, local=fedpriv.SGD(1.0, epochs=1),
+    ...         server=fedpriv.FedAvg(), out=f"{folder}/run", quiet=True,
+    ...     )
+    ...     len(run.rounds), run.epsilon <= 8.0
+    (2, True)
+
+    Args:
+        population: users and held-out rows.
+        task: model and loss.
+        mechanism: with noise, from `Mechanism.calibrate` or `Mechanism.with_noise`.
+        local: how each user trains.
+        server: how the server steps along the released average.
+        rounds: T; by default what the mechanism was calibrated for.
+        out: folder of the run; by default a new one under runs/.
+        resume: go on with the run in `out`, or start it if there is none.
+        name: begins the name of the run in the ledger.
+        seed: makes the run repeatable; the guarantee then does not hold against those who know it.
+        ledger: a ledger that several runs on the same users charge together; by default one in the
+            folder of the run.
+        evaluate_every: rounds between evaluations on the held-out rows.
+        checkpoint_every: rounds between checkpoints.
+        on_round: called with each `RoundResult`.
+        simulation_only: also record true figures of each round, which no guarantee covers.
+        device: where to train, such as "cpu" or "cuda"; "auto" chooses.
+        quiet: print nothing.
+
+    Raises:
+        FedprivError: something does not fit, or the run cannot go on; the message says what.
+    """
+    _check_noise(mechanism)
+    planned = rounds if rounds is not None else mechanism.rounds
+    if planned is None:
+        raise InvalidValueError("rounds is absent; the mechanism was not calibrated for a number")
+    if resume and out is None:
+        raise InvalidValueError("resume is true; out must then be given")
+    config = settings_of(
+        name,
+        population,
+        task,
+        mechanism,
+        local,
+        server,
+        rounds=planned,
+        seed=seed,
+        privacy={
+            "ledger": str(ledger) if ledger else None,
+            "noise_multiplier": None if mechanism.rounds else mechanism.noise_multiplier,
+        },
+        engine={"device": device},
+        output={
+            "evaluate_every": evaluate_every,
+            "checkpoint_every": checkpoint_every,
+            "simulation_only": simulation_only,
+        },
+    )
+    setup = RunSetup.at(config, Path(out) if out else None, resume=resume)
+    begun = setup.config.privacy.noise_multiplier
+    if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
+        mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
+    experiment = experiment_of(setup.config, setup.run, population, task, mechanism, local, server)
+    told = {f"{number}: {path_of(each)}": each for number, each in enumerate(on_round)}
+    experiment = replace(experiment, on_round=told)
+    outcome = _run(setup, experiment, experiment.in_process(population.users), Console(quiet=quiet))
+    return Run(setup.folder.path, experiment, outcome)
+
+
+def experiment_of(
+    config: Config,
+    run: str,
+    population: Population,
+    task: Task,
+    mechanism: Mechanism,
+    local: LocalTraining,
+    server: ServerOptimizer,
+) -> Experiment:
+    """The experiment of Python values, whose settings are recorded as `config`; see `resolve`."""
+    users = Enrolled(population.name, population.users.population)
+    text = description_of(task, local, mechanism, config.seed)
+    return resolve(config, run, users, population.test, task, mechanism, local, server, text)
+
+
+def run_simulation(
+    file: Path,
+    assignments: list[str],
+    out: Path | None,
+    *,
+    resume: bool,
+    follow: Follow | None = None,
+) -> None:
+    """Run or resume the experiment of a file in this process, and print how it went.
+
+    Args:
+        file: the experiment, TOML.
+        assignments: "a.b=value" overrides.
+        out: folder of the run; by default a new one under runs/.
+        resume: go on with the run in `out`, or start it if there is none.
+        follow: as for `carry_out`.
+
+    Raises:
+        FedprivError: something is wrong with the input; the message says what.
+    """
+    setup = RunSetup.of(file, assignments, out, resume=resume)
+    experiment, transport = simulated(setup.config, setup.run, setup.spent)
+    _run(setup, experiment, transport, Console(), follow)
+
+
+def _run(
+    setup: RunSetup,
+    experiment: Experiment,
+    transport: InProcessTransport,
+    console: Console,
+    follow: Follow | None = None,
+) -> Outcome:
+    reached: Transport = transport
+    if experiment.config.output.simulation_only:
+        reached = watched(transport, experiment.plan, setup.folder.append_simulation_only)
+    return carry_out(setup, experiment, lambda _experiment, _books: reached, console, follow)
+
+
+def _check_noise(mechanism: Mechanism) -> None:
+    if mechanism.noise_multiplier is None:
+        raise InvalidValueError(
+            "the mechanism has no noise_multiplier; calibrate(epsilon=..., delta=..., rounds=...) "
+            "returns one that has"
+        )
+
+
+def frame(rows: Iterable[Mapping[str, object]]) -> "pd.DataFrame":
+    """A pandas table of rows.
+
+    Raises:
+        InvalidValueError: pandas is not installed.
+    """
+    try:
+        import pandas as pd  # noqa: PLC0415 - not a dependency
+    except ImportError as error:
+        raise InvalidValueError(
+            "pandas cannot be imported; pip install pandas installs it"
+        ) from error
+    return pd.DataFrame(list(rows))

@@ -1,0 +1,209 @@
+"""One of everything that docs/extending.md lists, added from outside the package and run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedpriv
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.engine.local_training import Algorithm, algorithm_of
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import RoundEvent, SamplingEvent
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.mechanism import Allocation, ClippingPolicy, Grouping, SamplingPolicy
+from fedpriv.privacy.layout import Layout, VectorGroup
+from fedpriv.privacy.round import LocalTraining
+from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.optimizers import Average, OptimizerState, Parameters, ServerOptimizer
+
+
+@dataclass(frozen=True)
+class SignSGD(LocalTraining):
+    """Local training: a step along the sign of the gradient."""
+
+
+class Sign(Algorithm):
+    learning_rate = 0.05
+    linear = plain = False
+    memories = 0
+
+    def direction(
+        self, gradient: torch.Tensor, place: object, memory: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        del place, memory
+        return gradient.sign(), None
+
+
+@algorithm_of.register
+def _(local: SignSGD) -> Algorithm:
+    return Sign()
+
+
+@dataclass(frozen=True)
+class HalfOfThem(SamplingPolicy):
+    """A sampling policy with its event: every user by a fair coin."""
+
+    def of(self, users: int) -> PoissonSampling:
+        return PoissonSampling(users, 0.5)
+
+    def events(self, noise_multiplier: float, rounds: int) -> RoundEvent:
+        return poisson_gaussian(0.5, noise_multiplier, rounds)
+
+
+@dataclass(frozen=True)
+class BiasesApart(ClippingPolicy):
+    """A clipping: biases to a tenth of the norm of the others."""
+
+    norm: float
+
+    def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
+        biases = tuple(name for name in layout.names if name.endswith("bias"))
+        rest = tuple(name for name in layout.names if name not in biases)
+        groups = (
+            VectorGroup("weights", rest, self.norm, (1.0,) * len(rest)),
+            VectorGroup("biases", biases, self.norm / 10.0, (1.0,) * len(biases)),
+        )
+        return Grouping.of(groups, layout, allocation)
+
+
+@dataclass(frozen=True)
+class Damped(ServerOptimizer):
+    """A server optimiser: steps that shrink with every round."""
+
+    learning_rate: float = 1.0
+
+    def init(self, parameters: Parameters) -> OptimizerState:
+        del parameters
+        return OptimizerState({"rounds": np.zeros(())}, {})
+
+    def update(
+        self, average: Average, state: OptimizerState, parameters: Parameters
+    ) -> tuple[Parameters, OptimizerState]:
+        rounds = state.first["rounds"] + 1.0
+        rate = self.learning_rate / float(rounds)
+        after = {n: (p + rate * average[n]).astype(np.float32) for n, p in parameters.items()}
+        return after, OptimizerState({"rounds": rounds}, {})
+
+
+def half_right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A metric: whether the class is among the best two scores."""
+    return (outputs.topk(2, 1).indices == targets[:, None]).any(1).double()
+
+
+def population(users: int = 60) -> fedpriv.Population:
+    """A data set."""
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 3, users * 4)
+    x = (np.eye(3)[y] + rng.normal(0.0, 0.3, (users * 4, 3))).astype(np.float32)
+    ids = np.repeat(np.arange(users), 4)
+    return fedpriv.Population.from_arrays(x, y, ids, held_out=(x[:30], y[:30]))
+
+
+def model(width: int = 8) -> nn.Module:
+    """A model; with the same initial parameters each time, so that a study knows its runs again."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+LOCAL = SignSGD(0.05, steps=2)
+
+
+def task() -> fedpriv.Task:
+    return fedpriv.Task(model(), loss=nn.CrossEntropyLoss(reduction="none"), metrics=METRICS)
+
+
+METRICS: Mapping[str, object] = {"top-2": half_right}
+
+
+def mechanism(**changes: object) -> fedpriv.Mechanism:
+    whole = fedpriv.Mechanism(
+        HalfOfThem(), BiasesApart(0.5), metrics={"top-2": {"radius": 0.5, "centre": 0.5}}
+    )
+    whole = replace(whole, **changes)
+    return whole.calibrate(epsilon=8.0, delta=1e-3, rounds=3)
+
+
+def test_one_of_each_is_added_from_outside_and_run(tmp_path: Path) -> None:
+    run = fedpriv.simulate(
+        population(),
+        task(),
+        mechanism(),
+        local=LOCAL,
+        server=Damped(0.5),
+        out=tmp_path / "run",
+        quiet=True,
+    )
+    assert [each.number for each in run.rounds] == [1, 2, 3]
+    assert list(run.rounds[0].clipping_norms) == ["weights", "biases"]
+    assert set(run.rounds[0].metrics) == {"top-2"}
+    assert run.epsilon <= 8.0
+    with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
+        sampling: set[SamplingEvent] = {event.sampling for event in ledger.events()}
+    assert {each.sampling_probability for each in sampling} == {0.5}
+    assert run.report().read_text().startswith("<!DOCTYPE html>")
+    assert len(run.to_pandas()) == 3
+    before = task().parameters()
+    assert all(tensor.shape == before[n].shape for n, tensor in run.model.named_parameters())
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    def interrupt(result: fedpriv.RoundResult) -> None:
+        if result.round == 1:
+            raise KeyboardInterrupt
+
+    given = (population(), task(), mechanism())
+    more = {"local": LOCAL, "server": Damped(), "out": tmp_path / "run", "quiet": True}
+    with pytest.raises(KeyboardInterrupt):
+        fedpriv.simulate(*given, **more, on_round=[interrupt])
+    run = fedpriv.simulate(*given, **more, resume=True)
+    assert [(each.round, each.attempt) for each in run.rounds] == [(0, 0), (1, 0), (2, 0)]
+    with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
+        assert ledger.head.count == 3
+    other = {**more, "server": fedpriv.FedAvg()}
+    with pytest.raises(InvalidValueError, match="plan it began with"):
+        fedpriv.simulate(*given, **other, resume=True)
+
+
+def test_arms_are_compared_at_equal_privacy_and_finished_runs_stand(tmp_path: Path) -> None:
+    arms = {"damped": {}, "adam": {"server": fedpriv.FedAdam(0.1)}}
+    more = {"local": LOCAL, "server": Damped(), "out": tmp_path / "study", "quiet": True}
+    study = fedpriv.compare(population(), task(), mechanism(), arms, seeds=2, **more)
+    assert [(arm.arm, arm.seeds) for arm in study.arms] == [("damped", (0, 1)), ("adam", (0, 1))]
+    assert "damped" in study.verdict
+    written = sorted((tmp_path / "study").rglob("result.json"))
+    times = [path.stat().st_mtime_ns for path in written]
+    again = fedpriv.compare(population(), task(), mechanism(), arms, seeds=2, **more)
+    assert [path.stat().st_mtime_ns for path in written] == times
+    assert again.arms == study.arms
+    assert len(again.to_pandas()) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mechanism": fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0))}, "no noise_multiplier"),
+        ({"resume": True}, "out must then be given"),
+        ({"rounds": 0}, "rounds is 0"),
+        ({"name": "a b"}, "name is 'a b'"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(changes: dict[str, object], message: str) -> None:
+    given = {"mechanism": mechanism(), "local": LOCAL} | changes
+    with pytest.raises(InvalidValueError, match=message):
+        fedpriv.simulate(population(), task(), given.pop("mechanism"), **given)
+
+
+def test_arms_of_other_budgets_or_arguments_are_refused(tmp_path: Path) -> None:
+    other = mechanism().calibrate(epsilon=4.0, delta=1e-3, rounds=3)
+    given = (population(), task(), mechanism())
+    more = {"local": LOCAL, "out": tmp_path / "study"}
+    with pytest.raises(InvalidValueError, match="same"):
+        fedpriv.compare(*given, {"a": {}, "b": {"mechanism": other}}, **more)
+    with pytest.raises(InvalidValueError, match="arm 'b' sets 'servr'; did you mean 'server'"):
+        fedpriv.compare(*given, {"a": {}, "b": {"servr": Damped()}}, **more)
+    assert not (tmp_path / "study").exists()
