@@ -68,7 +68,6 @@ def set_at_server() -> None:
     from fedpriv.privacy.round import Books
     from fedpriv.run import run
     from fedpriv.run.folder import RunFolder
-    from fedpriv.server import deployment
     from fedpriv.training import rounds
 
     def started(state, *_: object) -> None:
@@ -79,7 +78,7 @@ def set_at_server() -> None:
         after = digest_of(release.state.round, release.state.model)
         note("states.jsonl", charge=charge.hash, before=before, after=after)
 
-    around(deployment, "state_to_start_from", "starting", seen=started)
+    around(run, "state_to_start_from", "starting", seen=started)
     around(rounds, "sum_round", "opened")
     around(Books, "record", "drawn")
     around(Books, "charge", "summed")
