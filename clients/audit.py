@@ -1,10 +1,8 @@
-"""What a node finds out about a ledger by itself: whether it grows, what it costs, what is missing.
+"""Whether a node takes part in an offered round: its own limits, and an audit of the ledger.
 
-A server that lies about its noise cannot be caught here, nor one that keeps two ledgers and shows
-each node its own. What is caught is a ledger that was set back, rewritten or replaced, a round that
-went on without a charge or with another than was offered, and an ε that is understated.
-
-Whether a node takes part in an offered round: its limits, and what the ledger says.
+An audit catches a ledger that was set back, rewritten or replaced, a round that went on without a
+charge or with another than was offered, and an ε that is understated. It cannot catch a server that
+lies about its noise, nor one that keeps two ledgers and shows each node its own.
 """
 
 import asyncio
@@ -15,22 +13,26 @@ from datetime import UTC, datetime, timedelta
 
 import grpc
 
-from fedpriv.accounting.accountant import PrivacyLoss
-from fedpriv.accounting.accountants import epsilon as priced
+from fedpriv.accounting.accountant import LEAST_DELTA, PrivacyLoss
 from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.accounting.registry import epsilon as priced
 from fedpriv.clients.connection import Backoff, fetch_ledger, persist
 from fedpriv.clients.consent import Consent, misfit
-from fedpriv.clients.journal import Diary, TakenPart
+from fedpriv.clients.journal import Journal, TakenPart
 from fedpriv.errors import AuditError, LedgerError, UnsupportedEventError, WireError
 from fedpriv.ledger.budget import merge_equal
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 from fedpriv.ledger.export import ExportedLedger
-from fedpriv.ledger.ledger import ChargedRow, Head
+from fedpriv.ledger.ledger import ChargedRow
 from fedpriv.wire import RoundOffer, Welcome
 
+DISBELIEF = (AuditError, LedgerError, WireError)
+"""What an audit raises when a ledger cannot be believed."""
 _ROUNDING = 1e-9
 """Relative difference by which the same noise may be computed in two ways."""
 _UNDERSTATED = 1e-6
+_DAY = timedelta(days=1)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,53 +43,43 @@ class Examined:
         ledger: what was read.
         delta: δ in (0, 1).
         epsilon: ε at δ of all its charges, by the accountant `tight`; may be inf.
-        rounds: how many charges there are, repeated attempts included.
-        head: the head of its chain.
     """
 
     ledger: ExportedLedger
     delta: float
     epsilon: float
-    rounds: int
-    head: Head
 
 
-def examine(ledger: ExportedLedger, welcome: Welcome, diary: Diary, delta: float) -> Examined:
+def examine(ledger: ExportedLedger, welcome: Welcome, journal: Journal, delta: float) -> Examined:
     """Check that a ledger is the one that the node knows and only grew, price it, and remember it.
-
-    Args:
-        ledger: as the server sent it.
-        welcome: what the server said when the node connected.
-        diary: what the node knows; the head of the ledger is remembered there.
-        delta: δ in (0, 1) at which to price.
 
     Raises:
         AuditError: the ledger is of another population, another one than this population had, does
-            not contain its newest head that the node knows, or has charges without an ε.
-        InvalidValueError: δ is out of range, or the diary cannot be used.
+            not contain its newest head in the journal, or has charges without an ε.
+        InvalidValueError: δ is out of range, or the journal cannot be used.
     """
     name = welcome.population_name
     if ledger.population != name:
         raise AuditError(f"the ledger is not of population {name!r}")
-    known = diary.ledger_of(name)
+    known = journal.ledger_of(name)
     if known not in (None, ledger.ledger_id):
         raise AuditError(
             f"population {name!r} had the ledger {known}, and now has {ledger.ledger_id}: what was "
             "spent before is not in it"
         )
-    head = diary.last_head(ledger.ledger_id)
+    head = journal.last_head(ledger.ledger_id)
     if head is not None and not ledger.contains(head):
         raise AuditError(
             f"the ledger does not contain its former head of {head.count} charges with hash "
             f"{head.hash}: it was set back or rewritten"
         )
-    spent = _loss(_events(ledger.rows), delta).epsilon
-    diary.remember_head(ledger.ledger_id, name, ledger.head)
-    return Examined(ledger, delta, spent, len(ledger.rows), ledger.head)
+    spent = _loss((row.event for row in ledger.rows), delta).epsilon
+    journal.remember_head(ledger.ledger_id, name, ledger.head)
+    return Examined(ledger, delta, spent)
 
 
-def confirm(examined: Examined, diary: Diary, offer: RoundOffer | None = None) -> None:
-    """Check that the server charged what it went on from, and does not understate what it offers.
+def confirm(examined: Examined, journal: Journal, offer: RoundOffer | None = None) -> None:
+    """Check that the server charged each round it went on from, and does not understate its offer.
 
     A run has gone on from a round when a later one of it was charged, or offered to this node.
 
@@ -102,21 +94,20 @@ def confirm(examined: Examined, diary: Diary, offer: RoundOffer | None = None) -
     admit has no charge, and rightly so. Where several runs charge a ledger at the same time, a
     charge after the offer was made may look as if ε was understated.
 
-    Args:
-        examined: the newest state of the ledger.
-        diary: what the node took part in.
-        offer: what is offered now; None: nothing.
-
     Raises:
         AuditError: names the round that was not charged or otherwise than offered, or the ε.
-        InvalidValueError: the diary cannot be used.
+        InvalidValueError: the journal cannot be used.
     """
-    taken = diary.taken_part(examined.ledger.population)
-    charges = _by_round(examined.ledger.rows)
+    charges: dict[tuple[str, int], list[ChargedRow]] = {}
+    for row in examined.ledger.rows:
+        charges.setdefault((row.run, row.round), []).append(row)
+    taken = journal.taken_part(examined.ledger.population)
     offered = [(part.run, part.round) for part in taken]
     if offer is not None:
         offered.append((offer.id.run, offer.id.round))
-    reached = _reached([*charges, *offered])
+    reached: dict[str, int] = {}
+    for run, round_number in (*charges, *offered):
+        reached[run] = max(round_number, reached.get(run, 0))
     for run in dict.fromkeys(run for run, _ in offered):
         # Ends at the first gap, so there are no more steps than charges.
         for round_number in range(reached[run]):
@@ -133,7 +124,7 @@ def charged_already(examined: Examined, offer: RoundOffer) -> str | None:
     """Why an offer comes after its charge, in one sentence, or None.
 
     Either the node is late, or the server wants to release a second time on one charge, which could
-    be averaged with the first; so nobody should train.
+    be averaged with the first; in both cases the node must not train.
     """
     if _before(examined.ledger.rows, offer) == len(examined.ledger.rows):
         return None
@@ -151,7 +142,7 @@ def price_with(examined: Examined, offer: RoundOffer) -> float:
     Raises:
         AuditError: charges and round have no common ε.
     """
-    return _loss([*_events(examined.ledger.rows), _event(offer)], examined.delta).epsilon
+    return _loss_with(examined.ledger.rows, offer, examined.delta).epsilon
 
 
 def _refuse_other_charge(part: TakenPart, rows: Sequence[ChargedRow]) -> None:
@@ -178,10 +169,11 @@ def _fits(event: RoundEvent, part: TakenPart) -> bool:
 
 def _refuse_understatement(examined: Examined, offer: RoundOffer) -> None:
     rows = examined.ledger.rows
-    events = [*_events(rows[: _before(rows, offer)]), _event(offer)]
     said, delta = offer.price.epsilon_after, offer.price.delta
-    # No finite ε holds at δ = 0, where there is a Gaussian.
-    least = _loss(events, delta).epsilon_low if delta > 0.0 else float("inf")
+    # No finite ε holds at δ = 0, where there is a Gaussian; ε only grows where δ is smaller.
+    least = float("inf")
+    if delta > 0.0:
+        least = _loss_with(rows[: _before(rows, offer)], offer, max(delta, LEAST_DELTA)).epsilon_low
     if not said >= least * (1.0 - _UNDERSTATED):
         raise AuditError(
             f"the server says ε = {said} at δ = {delta}, but charges and offer cost at least "
@@ -198,30 +190,10 @@ def _before(rows: Sequence[ChargedRow], offer: RoundOffer) -> int:
     return len(rows)
 
 
-def _by_round(rows: Iterable[ChargedRow]) -> dict[tuple[str, int], list[ChargedRow]]:
-    found: dict[tuple[str, int], list[ChargedRow]] = {}
-    for row in rows:
-        found.setdefault((row.run, row.round), []).append(row)
-    return found
-
-
-def _reached(rounds: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """The last round of each run."""
-    last: dict[str, int] = {}
-    for run, round_number in rounds:
-        last[run] = max(round_number, last.get(run, 0))
-    return last
-
-
-def _events(rows: Iterable[ChargedRow]) -> list[RoundEvent]:
-    return [row.event for row in rows]
-
-
-def _event(offer: RoundOffer) -> RoundEvent:
-    price = offer.price
-    return poisson_gaussian(
-        price.sampling_probability, price.noise_multiplier, population=price.population
-    )
+def _loss_with(rows: Iterable[ChargedRow], offer: RoundOffer, delta: float) -> PrivacyLoss:
+    q, z = offer.price.sampling_probability, offer.price.noise_multiplier
+    offered = poisson_gaussian(q, z, population=offer.price.population)
+    return _loss([*(row.event for row in rows), offered], delta)
 
 
 def _loss(events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
@@ -231,25 +203,12 @@ def _loss(events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
         raise AuditError(f"what the ledger charges has no ε: {error}") from error
 
 
-DISBELIEF = (AuditError, LedgerError, WireError)
-"""What `Auditor` raises when a ledger cannot be believed."""
-_DAY = timedelta(days=1)
-_log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class Auditor:
-    """Reads the server's ledger, as `fedpriv join --verify-ledger` does.
-
-    Attributes:
-        channel: to the server.
-        diary: what the node knows of the ledger, and took part in.
-        consent: says at which δ to price.
-        backoff: for a connection that was lost.
-    """
+    """Reads the server's ledger, as `fedpriv join --verify-ledger` does."""
 
     channel: grpc.aio.Channel
-    diary: Diary
+    journal: Journal
     consent: Consent
     backoff: Backoff
 
@@ -258,53 +217,44 @@ class Auditor:
 
         Raises:
             AuditError: it breaks a promise.
-            LedgerError: it is no ledger that can be believed.
+            LedgerError: it is not a ledger that can be believed.
             WireError: what was sent is not what was declared.
-            InvalidValueError: the diary cannot be used.
+            InvalidValueError: the journal cannot be used.
             grpc.aio.AioRpcError: it cannot be fetched.
         """
         lines = await persist(lambda: fetch_ledger(self.channel), self.backoff)
-        # Reading and pricing a long ledger takes seconds, in which the server wants to be heard.
-        return await asyncio.to_thread(self._examined, lines, welcome, offer)
-
-    def _examined(
-        self, lines: Iterable[str], welcome: Welcome, offer: RoundOffer | None
-    ) -> Examined:
         delta = self.consent.delta_for(welcome.population)
-        examined = examine(ExportedLedger.read(lines), welcome, self.diary, delta)
-        confirm(examined, self.diary, offer)
-        return examined
+
+        def examined() -> Examined:
+            found = examine(ExportedLedger.read(lines), welcome, self.journal, delta)
+            confirm(found, self.journal, offer)
+            return found
+
+        # It takes seconds for a long ledger, in which the connection must stay alive.
+        return await asyncio.to_thread(examined)
 
     async def report(self, welcome: Welcome) -> None:
-        """Say what the ledger has come to; raises what `examined` raises."""
-        examined = await self.examined(welcome)
+        """Log what the ledger has come to; raises what `examined` raises."""
+        found = await self.examined(welcome)
+        charges = len(found.ledger.rows)
         _log.info(
-            "the ledger holds %d charges: ε = %.6g at δ = %g",
-            examined.rounds,
-            examined.epsilon,
-            examined.delta,
+            "the ledger holds %d charges: ε = %.6g at δ = %g", charges, found.epsilon, found.delta
         )
 
 
 @dataclass(frozen=True)
-class Screening:
-    """What a node asks of an offer before it takes part.
-
-    Attributes:
-        consent: the node's limits.
-        diary: counts the rounds of a day.
-        auditor: reads the ledger; None: what the server says of ε is taken for true.
-    """
+class OfferPolicy:
+    """What a node asks of an offer; without an auditor, the server's word on ε is taken."""
 
     consent: Consent
-    diary: Diary
+    journal: Journal
     auditor: Auditor | None
 
     async def objection(self, welcome: Welcome, offer: RoundOffer) -> str | None:
         """Why the node does not take part, in one sentence that says nothing of users, or None.
 
         Raises:
-            InvalidValueError: the diary cannot be used.
+            InvalidValueError: the journal cannot be used.
             grpc.aio.AioRpcError: the ledger cannot be fetched.
         """
         if unfit := misfit(welcome, offer):
@@ -320,5 +270,5 @@ class Screening:
                 _log.error("the ledger cannot be believed: %.400s", error)
                 return "the ledger cannot be believed"
             _log.info("after this round ε would be %.6g at δ = %g", epsilon, examined.delta)
-        today = self.diary.rounds_since(datetime.now(UTC) - _DAY)
+        today = self.journal.rounds_since(datetime.now(UTC) - _DAY)
         return self.consent.objection(offer, today, epsilon)

@@ -1,15 +1,9 @@
-"""Trying again when the connection was lost, so that nodes do not come back all at once.
+"""A node's connection to its server: who the node is, a channel, and each call, with retries.
 
-A node's connection to the server: who it is, and a channel on which every call says so.
-
-What a node asks of the server, one call each; whatever the server sends is checked here.
-
-Guarantees of every function:
-
-* it returns a value that was checked, or raises `WireError` for a peer that talks nonsense, or
-  `grpc.aio.AioRpcError` for a call that failed, e.g. because the connection was lost;
-* it holds no more than what was declared and found to be within limits;
-* a task that is cancelled ends its call.
+The functions `connect`, `download`, `upload`, `fetch_ledger` and `status` return a value that was
+checked, or raise `WireError` for a peer that talks nonsense, or `grpc.aio.AioRpcError` for a call
+that failed, e.g. because the connection was lost. They hold no more than what was declared and
+found to be within limits, and a task that is cancelled ends its call.
 """
 
 import asyncio
@@ -76,9 +70,28 @@ LOST = frozenset(
     }
 )
 """How a call fails that may succeed when it is tried again."""
+METADATA_KEY = "fedpriv-node"
+"""Where a plain-text call says, percent-encoded, which node makes it."""
+LARGEST_LEDGER = 2**28
+"""Bytes of an exported ledger that a node fetches: about half a million rounds."""
 _LARGEST_EXPONENT = 1000  # 2.0 to a power above 1023 is out of range
+_URI = "fedpriv:node:"
+_ADDRESS = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^:\[\]/\s]+)):(?P<port>[0-9]{1,5})")
+_OPTIONS = (
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),  # an idle node goes on asking
+    ("grpc.max_receive_message_length", NODE_RECEIVES_BYTES),
+    ("grpc.max_send_message_length", SERVER_RECEIVES_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 60_000),
+)
+_SERVICE = "/fedpriv.v1.Federation/"
+
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+Kind = TypeVar("Kind", bound=Message)
 
 
 @dataclass(frozen=True)
@@ -92,9 +105,6 @@ class Backoff:
         base: longest first wait, in seconds, > 0.
         cap: longest wait, in seconds, at least `base`.
         draw: uniform on an interval.
-
-    Raises:
-        InvalidValueError: base or cap is out of range.
     """
 
     base: float = 0.5
@@ -105,7 +115,7 @@ class Backoff:
         if not 0.0 < self.base <= self.cap < float("inf"):
             raise InvalidValueError(
                 f"base is {self.base} and cap is {self.cap}; both must be positive and finite, and "
-                "the cap not the smaller"
+                "base not above cap"
             )
 
     def wait(self, failures: int) -> float:
@@ -114,7 +124,7 @@ class Backoff:
         return self.draw(0.0, min(self.cap, longest))
 
     def rest(self) -> float:
-        """Seconds to wait where nothing failed and nothing is missed: uniform on [0, cap]."""
+        """Seconds to wait where nothing failed: uniform on [0, cap]."""
         return self.draw(0.0, self.cap)
 
 
@@ -136,32 +146,9 @@ async def persist(call: Callable[[], Awaitable[Result]], backoff: Backoff) -> Re
         failures += 1
 
 
-METADATA_KEY = "fedpriv-node"
-"""Where a plain-text call says, percent-encoded, which node makes it."""
-_URI = "fedpriv:node:"
-_ADDRESS = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^:\[\]/\s]+)):(?P<port>[0-9]{1,5})")
-_OPTIONS = (
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),  # an idle node goes on asking
-    ("grpc.max_receive_message_length", NODE_RECEIVES_BYTES),
-    ("grpc.max_send_message_length", SERVER_RECEIVES_BYTES),
-    ("grpc.initial_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 60_000),
-)
-
-
 @dataclass(frozen=True)
 class Certified:
-    """A node with a certificate.
-
-    Attributes:
-        node: the name in it.
-        ca: certificate of the authority that the server's must come from, PEM.
-        certificate: the node's, PEM.
-        key: of the certificate, PEM; secret.
-    """
+    """A node with a certificate, which names it, and its key; `ca` signs the server's; all PEM."""
 
     node: str
     ca: bytes = field(repr=False)
@@ -171,11 +158,7 @@ class Certified:
 
 @dataclass(frozen=True)
 class Named:
-    """A node that proves nothing, for plain text on one machine.
-
-    Attributes:
-        node: its name.
-    """
+    """A node that proves nothing, for plain text on one machine."""
 
     node: str
 
@@ -194,23 +177,19 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
         InvalidValueError: both or none are given, a file cannot be read, the certificate names no
             node or several, or the name is not legal.
     """
-    if certificates is not None and node is None:
-        return _certified(certificates)
-    if certificates is None and node is not None:
-        return Named(_legal(node))
-    raise InvalidValueError(
-        f"certificates is {certificates} and node is {node!r}; exactly one of both must be given"
-    )
-
-
-def _certified(folder: Path) -> Certified:
+    if (certificates is None) == (node is None):
+        raise InvalidValueError(
+            f"certificates is {certificates} and node is {node!r}; exactly one must be given"
+        )
+    if certificates is None:
+        return Named(_legal(str(node)))
     try:
         ca, certificate, key = (
-            (folder / name).read_bytes() for name in ("ca.pem", "node.pem", "node.key")
+            (certificates / name).read_bytes() for name in ("ca.pem", "node.pem", "node.key")
         )
     except OSError as error:
         raise InvalidValueError(f"{error.filename} cannot be read: {error.strerror}") from error
-    return Certified(_name_in(folder / "node.pem", certificate), ca, certificate, key)
+    return Certified(_name_in(certificates / "node.pem", certificate), ca, certificate, key)
 
 
 def _name_in(path: Path, pem: bytes) -> str:
@@ -231,7 +210,7 @@ def _name_in(path: Path, pem: bytes) -> str:
             raise ValueError(f"it has {len(names)} names; it must have one")
         return _legal(names[0])
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension) as error:
-        raise InvalidValueError(f"{path} is no certificate of a node: {error}") from error
+        raise InvalidValueError(f"{path} is not the certificate of a node: {error}") from error
 
 
 def _legal(node: str) -> str:
@@ -240,7 +219,7 @@ def _legal(node: str) -> str:
     if not (legal and 1 <= len(node.encode()) <= 64):
         raise InvalidValueError(
             f"the name of a node is {node!r}; it must be 1 to 64 bytes of printable text without "
-            "'/', a '.' at its begin and spaces at its ends"
+            "'/', a leading '.', or spaces at either end"
         )
     return node
 
@@ -261,7 +240,7 @@ def open_channel(server: str, identity: Identity) -> grpc.aio.Channel:
         identity: of the node; its name goes with every call.
 
     Raises:
-        InvalidValueError: no legal HOST:PORT, or plain text and the host is not this machine.
+        InvalidValueError: the address is not legal, or it is not this machine and there is no TLS.
     """
     host, port = _address(server)
     target = f"dns:///{f'[{host}]' if ':' in host else host}:{port}"
@@ -272,7 +251,7 @@ def open_channel(server: str, identity: Identity) -> grpc.aio.Channel:
     # Plain text, and gRPC looks at each connection again: both its ends are on this machine.
     credentials = grpc.local_channel_credentials(grpc.LocalConnectionType.LOCAL_TCP)
     naming = [kind(identity.node) for kind in (_NamingUnary, _NamingResponses, _NamingRequests)]
-    # A proxy on this machine would pass on to others what it is told.
+    # A proxy on this machine would pass on what it is told.
     options = (*_OPTIONS, ("grpc.enable_http_proxy", 0))
     return grpc.aio.secure_channel(target, credentials, options=options, interceptors=naming)
 
@@ -300,7 +279,7 @@ def _check_loopback(host: str, port: int) -> None:
     for *_, address in found:
         if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
             raise InvalidValueError(
-                f"host {host!r} is {address[0]}, another machine perhaps; without certificates it "
+                f"host {host!r} is {address[0]}, perhaps another machine; without certificates it "
                 "must be this one, as in localhost:7443"
             )
 
@@ -338,23 +317,12 @@ class _NamingRequests(_Naming):
     intercept_stream_unary = _Naming.intercept
 
 
-LARGEST_LEDGER = 2**28
-"""Bytes of an exported ledger that a node fetches: about half a million rounds."""
-_SERVICE = "/fedpriv.v1.Federation/"
-
-Kind = TypeVar("Kind", bound=Message)
-
-
 async def connect(
     channel: grpc.aio.Channel, hello: Hello
 ) -> AsyncGenerator[Welcome | RoundOffer, None]:
     """Stay connected: yields one welcome, then offers; ends when the run is over.
 
-    What a newer server may say beside these is passed over.
-
-    Raises:
-        WireError: a message is malformed or out of its turn.
-        grpc.aio.AioRpcError: the server refuses, or the connection was lost.
+    Other messages, of a newer server, are ignored.
     """
     welcomed = False
     async with aclosing(_responses(channel, "Connect", encode_hello(hello), pb.FromServer)) as said:
@@ -375,12 +343,7 @@ async def connect(
 async def download(
     channel: grpc.aio.Channel, offer: RoundOffer
 ) -> dict[str, npt.NDArray[np.float32]]:
-    """The tensors of an offered round: read-only, of the declared shapes and sizes.
-
-    Raises:
-        WireError: what was sent is not the declared model.
-        grpc.aio.AioRpcError: the call failed.
-    """
+    """The tensors of an offered round: read-only, of the declared shapes and sizes."""
     receiver = Receiver(offer.model)
     request = encode_round_id(offer.id)
     async with aclosing(_responses(channel, "Download", request, pb.Chunk)) as sent:
@@ -395,33 +358,19 @@ async def upload(
 ) -> Receipt:
     """Answer an offer; the answer is cut into chunks as they are sent.
 
-    The server takes one answer to an offer, so that a repeated one is refused, and harmless.
-
-    Raises:
-        WireError: the receipt is none, or the answer passes a limit.
-        grpc.aio.AioRpcError: the call failed; the server may have taken the answer.
+    If the call fails, the server may have taken it; a repeated answer is refused, and harmless.
     """
-    header, tensors = header_of(round_id, answer)
+    header, tensors = answer_of(round_id, answer)
     path = _SERVICE + "Upload"
     call = channel.stream_unary(path, request_serializer=pb.UploadPart.SerializeToString)
     return decode_receipt(_parsed(pb.Receipt, await call(_parts(header, tensors))))
 
 
-def header_of(round_id: RoundId, answer: PartialSum | Decline) -> tuple[pb.Answer, Tensors]:
-    """The message of an answer, and the tensors that it declares, which are read for their digest.
-
-    Raises:
-        WireError: it passes a limit.
-    """
-    tensors: Tensors = {}
-    content: SummedUpdates | Decline
-    match answer:
-        case PartialSum():
-            tensors = tensors_of(answer)
-            content = SummedUpdates.of(answer)
-        case Decline():
-            content = answer
-    return encode_answer(Answer(round_id, content)), tensors
+def answer_of(round_id: RoundId, answer: PartialSum | Decline) -> tuple[pb.Answer, Tensors]:
+    """The message of an answer, and the tensors that it declares."""
+    if isinstance(answer, Decline):
+        return encode_answer(Answer(round_id, answer)), {}
+    return encode_answer(Answer(round_id, SummedUpdates.of(answer))), tensors_of(answer)
 
 
 def _parts(header: pb.Answer, tensors: Tensors) -> Iterator[pb.UploadPart]:
@@ -431,13 +380,9 @@ def _parts(header: pb.Answer, tensors: Tensors) -> Iterator[pb.UploadPart]:
 
 
 async def fetch_ledger(channel: grpc.aio.Channel) -> Iterator[str]:
-    """The lines of the public ledger, as they were sent; nothing in them is believed yet.
+    """The lines of the public ledger, up to `LARGEST_LEDGER`; nothing in them is believed yet.
 
     Bytes that are not ASCII, of which an export has none, become surrogates.
-
-    Raises:
-        WireError: it passes `LARGEST_LEDGER`, or is not what was declared.
-        grpc.aio.AioRpcError: the call failed.
     """
     request = pb.LedgerRequest()
     async with aclosing(_responses(channel, "FetchLedger", request, pb.LedgerPart)) as parts:
@@ -446,18 +391,13 @@ async def fetch_ledger(channel: grpc.aio.Channel) -> Iterator[str]:
             raise WireError("the server does not say how long its ledger is")
         assembler = Assembler(first.size, LARGEST_LEDGER)
         async for part in parts:
-            assembler.add(part.chunk)  # one that is not there has no bytes, and is refused
+            assembler.add(part.chunk)  # an absent one has no bytes, and is refused
     text = io.BytesIO(assembler.finish().data)
     return io.TextIOWrapper(text, encoding="ascii", errors="surrogateescape", newline="\n")
 
 
 async def status(channel: grpc.aio.Channel) -> Status:
-    """Where the federation stands.
-
-    Raises:
-        WireError: the status is none.
-        grpc.aio.AioRpcError: the call failed.
-    """
+    """Where the federation stands."""
     call = channel.unary_unary(
         _SERVICE + "GetStatus", request_serializer=pb.StatusRequest.SerializeToString
     )

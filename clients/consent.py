@@ -7,8 +7,8 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from fedpriv.accounting.pricing import delta_below
 from fedpriv.config import NonNegative, Positive, Section, checked, read_toml
-from fedpriv.report.spending import delta_below
 from fedpriv.wire import RoundOffer, Welcome
 
 _ROUNDING = 1e-9
@@ -23,18 +23,14 @@ class Consent(Section):
         least_noise_multiplier: of a whole round.
         most_rounds_per_day: in which users of the node are trained, in the last 24 hours.
         total_epsilon: ε, at `delta`, of all charges of the ledger and the round that is offered.
-        delta: δ in (0, 1).
-
-    Raises:
-        pydantic.ValidationError: a limit is out of range or of another type, a key is unknown, or
-            there is a total ε without a δ.
+        delta: δ in [1e-60, 1).
     """
 
     largest_clipping_norm: Positive | None = None
     least_noise_multiplier: NonNegative | None = None
     most_rounds_per_day: Annotated[int, Field(ge=0)] | None = None
     total_epsilon: Positive | None = None
-    delta: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    delta: Annotated[float, Field(ge=1e-60, lt=1.0)] | None = None
 
     @model_validator(mode="after")
     def _must_have_a_delta(self) -> Self:
@@ -50,8 +46,8 @@ class Consent(Section):
         """Read limits from TOML: the attributes, as keys of the file.
 
         Raises:
-            InvalidValueError: the file cannot be read or is no TOML, a key is unknown or of the
-                wrong type, a limit is out of range, or there is a total ε without a δ.
+            InvalidValueError: the file cannot be read or is not valid TOML, a key is unknown or of
+                the wrong type, a limit is out of range, or there is a total ε without a δ.
         """
         return checked(cls, read_toml(path), str(path))
 
@@ -71,8 +67,8 @@ class Consent(Section):
             offer: what is offered.
             rounds_today: in how many rounds users of the node were trained in the last 24 hours.
             epsilon_after: ε at `delta` of all charges and this round, from the node's own
-                reading of the ledger; None: nobody read it, and what the server says counts, as
-                far as it says it at no larger δ.
+                reading of the ledger; None: it did not read it, and the server's word counts, if it
+                is given at no larger δ.
         """
         norm, largest = reach_of(offer), self.largest_clipping_norm
         if largest is not None and not norm <= largest * (1.0 + _ROUNDING):

@@ -1,12 +1,11 @@
-"""What a node on Flower's runtime does with a message; each may come to a fresh process.
+"""The Flower ClientApp: answers one message at a time with what the node's users contribute.
 
-The Flower ClientApp: answers one message at a time with what the node's users contribute.
-
-Guarantees: no exception leaves it, so that Flower has no text of one to send; what is said to the
-server and logged says nothing of users.
+Each message may come to a fresh process. Guarantees: no exception leaves it, so that Flower has no
+text of one to send; what is said to the server and logged says nothing of users.
 """
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -16,10 +15,10 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedpriv.build import build_task
-from fedpriv.clients.connection import header_of
+from fedpriv.clients.connection import answer_of
 from fedpriv.clients.consent import misfit
 from fedpriv.clients.messages import Source
-from fedpriv.clients.training import Host, Node, load_users
+from fedpriv.clients.training import Host, Trainer, check_machine
 from fedpriv.data.population import Population
 from fedpriv.data.registry import load_population
 from fedpriv.engine.task import activations_named
@@ -58,13 +57,15 @@ from fedpriv.wire.flower import (
 _log = logging.getLogger(__name__)
 _MEBIBYTE = 2**20
 _POPULATION_BYTES = 2**16
+_LONGEST_TROUBLE = 400  # characters
+_SHARE_FOR_TRAINING = 0.5  # of the time until a deadline
 
 Settings = Mapping[str, object]
 """What Flower calls the configuration of a node.
 
 A worker of a simulation has `partition-id` and `num-partitions`. A node that hosts enrolled users
-has `node`, its name, and `users`, as `clients.users.load_users` reads it; it may have `device`,
-`chunk-mebibytes`, `activations` and `processes`, as `Source` has them.
+has `node`, its name, and `users`, as `fedpriv.clients.training.load_users` reads it; it may have
+`device`, `chunk-mebibytes`, `activations` and `processes`, as `Source` has them.
 """
 
 
@@ -72,9 +73,8 @@ def introduce(content: RecordDict, settings: Settings) -> Hello:
     """Who a node is, and which users it holds.
 
     Raises:
-        FedprivError: the users cannot be loaded, or the settings do not fit. Of users that the
-            server does not have the message says nothing; of those of a simulation only what
-            an error of fedpriv's own says.
+        FedprivError: the users cannot be loaded, or the settings do not fit. It says nothing of
+            enrolled users; of those of a simulation, what an error of fedpriv's own says.
         OSError: a loader of a simulation raises it.
     """
     if "users" in settings:
@@ -88,20 +88,15 @@ def introduce(content: RecordDict, settings: Settings) -> Hello:
 def respond(
     content: RecordDict, settings: Settings, offer: RoundOffer, request: RoundRequest
 ) -> PartialSum | Decline:
-    """Train the users of an offer that are hosted here.
+    """Train the users of an offer that are hosted here, or say why the node declines.
 
-    Args:
-        content: of the message, with the welcome that the offer is of.
-        settings: of the node.
-        offer: what is offered.
-        request: the request that it is of, with the model.
+    Enrolled users that are not done within half of the offer's time count as zero, and the other
+    half is left for sending; all users of a simulation are waited for.
 
-    Returns:
-        As `clients.training.Trainer.answer`, or why the node declines.
-
-    Raises:
-        Exception: whatever training raises; its text may hold users' data.
+    The content holds the welcome that the offer belongs to. Raises anything that training raises,
+    whose text may hold users' data.
     """
+    began = time.monotonic()
     header = header_in(content, WELCOME, NODE_RECEIVES_BYTES)
     if header is None:
         raise WireError("an offer came without a welcome")
@@ -114,7 +109,9 @@ def respond(
     welcome = _welcome(header)
     if reason := misfit(welcome, offer):
         return Decline(reason)
-    return _host_of(settings).trainer(welcome).answer(request)
+    trainer = _host_of(settings).trainer(welcome)
+    left = began + _SHARE_FOR_TRAINING * offer.seconds - time.monotonic()
+    return trainer.answer(request, left)
 
 
 def _host_of(settings: Settings) -> Host:
@@ -125,13 +122,12 @@ def _host_of(settings: Settings) -> Host:
         activations=str(settings.get("activations", Source.activations)),
         processes=_whole(settings, "processes"),
     )
-    device, activations = device_named(source.device), activations_named(source.activations)
+    check_machine(source)
     try:
-        users = load_users(source.users)
+        return Host.of(source)
     except FedprivError as error:  # its text may name a user, or hold what the loader put into it
         _log.error("the users cannot be loaded: %s", raised_at(error))
         raise DataError("the node's users cannot be loaded; its log says where") from None
-    return Host(users, device, activations, source)
 
 
 def _whole(settings: Settings, name: str) -> int | None:
@@ -164,7 +160,7 @@ def _shard(population: int, settings: Settings) -> range:
     return shard_of(population, worker, workers)
 
 
-# A worker of a simulation gets messages of all nodes, and lives as long as the run.
+# A worker of a simulation lives as long as the run, and gets messages of all nodes.
 @lru_cache(maxsize=1)
 def _population(simulated: bytes) -> Population:
     described = Simulated.decode(simulated)
@@ -172,7 +168,7 @@ def _population(simulated: bytes) -> Population:
 
 
 @lru_cache(maxsize=1)
-def _worker(simulated: bytes, welcome: bytes) -> Node:
+def _worker(simulated: bytes, welcome: bytes) -> Trainer:
     described, task = Simulated.decode(simulated), _welcome(welcome).task
     transport = InProcessTransport(
         build_task(task.model, task.options, task.seed, task.loss, task.metrics),
@@ -182,7 +178,7 @@ def _worker(simulated: bytes, welcome: bytes) -> Node:
         activations=activations_named(described.activations),
         processes=1,  # Ray gives each worker a core
     )
-    return Node("", transport)
+    return Trainer(transport)
 
 
 def _welcome(header: bytes) -> Welcome:
@@ -190,8 +186,6 @@ def _welcome(header: bytes) -> Welcome:
 
 
 app = ClientApp()
-
-_LONGEST_TROUBLE = 400  # characters
 
 
 @app.query()
@@ -231,6 +225,6 @@ def _trained(content: RecordDict, context: Context, offer: RoundOffer) -> Partia
 
 
 def _reply(message: Message, offer: RoundOffer, trained: PartialSum | Decline) -> Message:
-    answer, tensors = header_of(offer.id, trained)
+    answer, tensors = answer_of(offer.id, trained)
     headers = {ANSWER: answer.SerializeToString()}
     return Message(content_of(headers, packed(tensors) if tensors else None), reply_to=message)

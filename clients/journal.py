@@ -1,10 +1,11 @@
-"""What a node remembers of what it took part in, and of the ledgers that it was shown."""
+"""What a node remembers: the rounds it took part in, and the ledgers it was shown."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from sqlite3 import Row
 from typing import Self
 
 from fedpriv.errors import InvalidValueError, LedgerError
@@ -32,9 +33,9 @@ CREATE TABLE ledgers (
     hash TEXT NOT NULL
 ) WITHOUT ROWID;
 """
-_FORMAT = FileFormat("diary", 0x66707064, _SCHEMA, 0o600)
+_FORMAT = FileFormat("journal", 0x66707064, _SCHEMA, 0o600)
 
-# An attempt that was interrupted is offered again by the same name: the looser of the two counts,
+# An interrupted attempt is offered again by the same name: the looser of the two offers counts,
 # since the node has agreed to it, and the later time.
 _RECORD = """
 INSERT INTO taken_part VALUES (
@@ -73,7 +74,7 @@ class TakenPart:
     noise_multiplier: float
 
 
-class Diary:
+class Journal:
     """A SQLite file of a node, readable and writable by its owner alone.
 
     It says when users of the node were drawn, though not which: keep it as secret as their data.
@@ -83,7 +84,8 @@ class Diary:
         * an attempt counts once, however often it is recorded;
         * a population has one ledger, and the remembered head of a ledger never goes back.
 
-    It may be used from several threads. Use `open`, and close it or use it as a context manager.
+    Every method raises InvalidValueError if the file cannot be used. It may be used from several
+    threads. Use `open`, and close it or use it as a context manager.
     """
 
     def __init__(self, database: Database) -> None:
@@ -91,17 +93,17 @@ class Diary:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open a diary, or create it with mode 0600 if there is none.
+        """Open a journal, or create it with mode 0600 if there is none.
 
         Raises:
-            InvalidValueError: what is there is no diary, is of another version or can be read by
+            InvalidValueError: the file is not a journal, is of another version or can be read by
                 others, or none can be created.
         """
         with _refusing():
             return cls(Database.open_or_create(path, _FORMAT, {}))
 
     def record(self, population_name: str, offer: RoundOffer, now: datetime) -> None:
-        """Write down that the node takes part; to be called before it trains.
+        """Record that the node takes part; to be called before it trains.
 
         Args:
             population_name: as in the welcome.
@@ -126,27 +128,17 @@ class Diary:
             self._database.write(_RECORD, row)
 
     def rounds_since(self, moment: datetime) -> int:
-        """How many attempts were recorded at this moment or later, of all populations.
-
-        Raises:
-            InvalidValueError: the diary cannot be read, or the moment has no time zone.
-        """
-        with _refusing():
-            sql = "SELECT count(*) FROM taken_part WHERE at >= ?"
-            return int(self._database.read(sql, (_text(moment),))[0][0])
+        """How many attempts were recorded at this moment or later, of all populations."""
+        (row,) = self._read("SELECT count(*) FROM taken_part WHERE at >= ?", _text(moment))
+        return int(row[0])
 
     def taken_part(self, population_name: str) -> tuple[TakenPart, ...]:
-        """What was recorded of a population, by run, round and attempt.
-
-        Raises:
-            InvalidValueError: the diary cannot be read.
-        """
+        """What was recorded of a population, by run, round and attempt."""
         sql = (
             "SELECT run, round, attempt, population, sampling_probability, noise_multiplier "
             "FROM taken_part WHERE population_name = ? ORDER BY run, round, attempt"
         )
-        with _refusing():
-            return tuple(TakenPart(*row) for row in self._database.read(sql, (population_name,)))
+        return tuple(TakenPart(*row) for row in self._read(sql, population_name))
 
     def remember_head(self, ledger_id: str, population_name: str, head: Head) -> None:
         """Keep the newest verified head of a ledger; that of fewer charges changes nothing.
@@ -169,25 +161,14 @@ class Diary:
             self._database.write(_REMEMBER, row)
 
     def last_head(self, ledger_id: str) -> Head | None:
-        """The head that was remembered of a ledger, or None.
-
-        Raises:
-            InvalidValueError: the diary cannot be read.
-        """
-        with _refusing():
-            sql = "SELECT count, hash FROM ledgers WHERE ledger_id = ?"
-            rows = self._database.read(sql, (ledger_id,))
+        """The remembered head of a ledger, or None."""
+        rows = self._read("SELECT count, hash FROM ledgers WHERE ledger_id = ?", ledger_id)
         return Head(*rows[0]) if rows else None
 
     def ledger_of(self, population_name: str) -> str | None:
-        """Id of the ledger of a population, or None if no head of one was remembered.
-
-        Raises:
-            InvalidValueError: the diary cannot be read.
-        """
-        with _refusing():
-            sql = "SELECT ledger_id FROM ledgers WHERE population_name = ?"
-            rows = self._database.read(sql, (population_name,))
+        """Id of the ledger of a population, or None if no head of one was remembered."""
+        sql = "SELECT ledger_id FROM ledgers WHERE population_name = ?"
+        rows = self._read(sql, population_name)
         return str(rows[0][0]) if rows else None
 
     def close(self) -> None:
@@ -200,10 +181,14 @@ class Diary:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _read(self, sql: str, parameter: str) -> Sequence[Row]:
+        with _refusing():
+            return self._database.read(sql, (parameter,))
+
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """A diary is no ledger: who handles a broken ledger must not take one for the other."""
+    """A broken journal must not be taken for a broken ledger."""
     try:
         yield
     except LedgerError as error:
@@ -211,7 +196,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _text(moment: datetime) -> str:
-    """A moment so that texts are ordered as moments are."""
+    """A moment as text that sorts by time."""
     if moment.tzinfo is None:
         raise InvalidValueError(f"the moment {moment} has no time zone; it must have one")
     return moment.astimezone(UTC).isoformat(timespec="microseconds")

@@ -1,4 +1,4 @@
-"""What a node's two processes say to each other, and how.
+"""What the two processes of a node say to each other, and how.
 
 The main process talks to the server and never imports torch; the training process holds the users'
 data and the model.
@@ -27,21 +27,18 @@ from fedpriv.privacy.round import PartialSum, RoundRequest
 
 @dataclass(frozen=True)
 class Source:
-    """Whom a node hosts, and within what it trains them.
+    """Which users a node hosts, and how it trains them.
 
     Attributes:
-        users: where the users' data are, as `clients.users.load_users` reads it.
-        device: where to train, as `fedpriv.engine.device_named` reads it.
+        users: where the users' data are, as `fedpriv.clients.training.load_users` reads it.
+        device: where to train, as `fedpriv.engine.transport.device_named` reads it.
         chunk_mebibytes: memory that a chunk of users may take, roughly; it decides how many train
             together.
-        memory_mebibytes: address space that training may take beside what the process has taken
-            once data and model are loaded (Linux), in each process; None: without limit.
+        memory_mebibytes: address space that training may take besides what each process has taken
+            once data and model are loaded (Linux); None: without limit.
         seconds: longest for one round; None: until its deadline.
         activations: of the model while users train, as `InProcessTransport` has them.
         processes: how many train side by side, likewise.
-
-    Raises:
-        InvalidValueError: a number is not positive.
     """
 
     users: str
@@ -65,7 +62,7 @@ class Loaded:
 
     Attributes:
         users: how many, at least 1.
-        users_sha256: `fedpriv.wire.digest_of` their ids.
+        users_sha256: `fedpriv.wire.digest_of` of their ids.
     """
 
     users: int
@@ -74,10 +71,10 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Ready:
-    """Some users of a round who are done.
+    """Some users of a round that are done.
 
     Attributes:
-        users: their positions in the population, those who failed included.
+        users: their positions in the population, including those that failed.
         partials: their sums; none where all failed.
     """
 
@@ -87,11 +84,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class OneByOne:
-    """Train users one after the other, and say of each that it is done.
-
-    Attributes:
-        request: of a round; the node has all of its users.
-    """
+    """Train the users of a request one after the other; the node has all of them."""
 
     request: RoundRequest
 

@@ -20,16 +20,11 @@ _PATIENCE_SECONDS = 10.0
 def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
     """Ask a server and print what it says, as a table or as one JSON object.
 
-    Nothing is believed but its form: it is the server's own word.
-
-    Args:
-        server: HOST:PORT.
-        identity: of a node that is enrolled there.
-        as_json: the fields of `Status`; an infinite ε is the string "Infinity".
+    It is the server's word: only its form is checked. As JSON, an infinite ε is "Infinity".
 
     Raises:
         InvalidValueError: the address is not legal, or is not loopback and there is no TLS.
-        WireError: the server cannot be reached, refuses, or says what is no status.
+        WireError: the server cannot be reached, refuses, or answers with something else.
     """
     found = asyncio.run(_ask(server, identity))
     if as_json:

@@ -1,14 +1,15 @@
-"""The users of a node: read from a folder, from one file, or from a function by import path.
+"""The training side of a node: it holds the users' data and the model, and trains.
 
-A node's whole part in a round: one partial sum over those of its users that were drawn.
-
-The training process of a node: it holds the users' data and the model, and trains.
+`load_users` reads the users, a `Host` holds them, and a `Trainer` trains those that are asked for:
+on Flower's runtime in the process of the ClientApp, else in the process that `serve` runs in.
 """
 
 import logging
+import math
 import pkgutil
 import resource
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,8 +27,7 @@ from fedpriv.clients.messages import Loaded, OneByOne, Ready, Source, receive, s
 from fedpriv.data.arrays import from_arrays, from_grouped
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import Population, UserStore
-from fedpriv.engine.metrics import check_metrics
-from fedpriv.engine.task import Activations, Task, activations_named, check_task
+from fedpriv.engine.task import Task, activations_named, check_task
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, ModelError
 from fedpriv.privacy.clipping import Clipping
@@ -36,14 +36,15 @@ from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merge
 from fedpriv.wire import TaskDescription, Welcome, digest_of
 
 IDS = "user_id"
-"""Name of the column of a columnar file that says whose a row is."""
+"""Name of the column of a columnar file that says which user a row belongs to."""
+_MEBIBYTE = 2**20
 
 
 def load_users(source: str) -> UserStore:
     """Read the users that a node hosts.
 
     Guarantees: nothing is unpickled, and no message holds a user's data. One may name a user, and
-    a fedpriv error that a function raises passes as it is; both are for who runs the node alone.
+    a fedpriv error that a function raises passes as it is; both are for the node's operator alone.
 
     Args:
         source: one of
@@ -61,9 +62,12 @@ def load_users(source: str) -> UserStore:
         DataError: there is no such source, or it does not hold users.
         InvalidValueError: the loader refuses a setting of its own.
     """
+    path = Path(source)
     try:
-        if Path(source).exists():
-            return _from_files(Path(source))
+        if path.is_dir():
+            return UserStore.load(path) if (path / "store.json").exists() else _one_file_each(path)
+        if path.exists():
+            return _columns(path)
     except OSError as error:
         raise DataError(f"users {source!r} cannot be read: {error.strerror}") from error
     if ":" in source:
@@ -74,41 +78,11 @@ def load_users(source: str) -> UserStore:
     )
 
 
-def enrolled_positions(store: UserStore, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where in the enrolled population each user of a store is: int64 [N].
-
-    Ids are compared as strings by code points: the store's k-th in this order is at the k-th of
-    the positions.
-
-    Args:
-        store: of N users, in any order.
-        positions: [N], ascending.
-
-    Raises:
-        InvalidValueError: there are more or fewer positions than users.
-    """
-    if len(positions) != store.population:
-        raise InvalidValueError(
-            f"there are {len(positions)} positions for {store.population} users; the users that "
-            "are enrolled at this node must be those that it holds"
-        )
-    ids = [store.id_of(user) for user in range(store.population)]
-    enrolled = np.empty(store.population, np.int64)
-    enrolled[sorted(range(len(ids)), key=ids.__getitem__)] = positions
-    return enrolled
-
-
-def _from_files(path: Path) -> UserStore:
-    if not path.is_dir():
-        return _columns(path)
-    return UserStore.load(path) if (path / "store.json").exists() else _one_file_each(path)
-
-
 def _one_file_each(folder: Path) -> UserStore:
     files = sorted(folder.iterdir())
     for path in files:
         if path.suffix != ".npz" or not path.is_file():
-            raise DataError(f"{path} is no .npz file; a folder of users holds one ID.npz per user")
+            raise DataError(f"{path} is not an .npz file; a folder of users holds ID.npz files")
     try:
         return from_grouped((path.stem, read_npz(path)) for path in files)
     except DataError as error:
@@ -134,7 +108,7 @@ def _from_function(path: str) -> UserStore:
     except Exception as error:  # raised by the module itself, or the path has no legal form
         raise DataError(f"users {path!r} cannot be imported: {type(error).__name__}") from error
     if not callable(function):
-        raise DataError(f"users {path!r} are no function; it must return a UserStore")
+        raise DataError(f"users {path!r} are not a function that returns a UserStore")
     try:
         loaded = function()
     except FedprivError:
@@ -149,70 +123,43 @@ def _from_function(path: str) -> UserStore:
     return users
 
 
-@dataclass(frozen=True)
-class Node:
-    """A process that hosts some of the enrolled users.
+def enrolled_positions(store: UserStore, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where in the enrolled population each user of a store is: int64 [N].
 
-    The node is trusted with its users' data and clips each of their updates by itself; whoever
-    receives the partial sum can only check its norm against the number of users in it.
-
-    Attributes:
-        name: under which the server knows it.
-        transport: trains the node's users; `hosted` says who of the population they are.
+    Ids are compared as strings by code points: the store's k-th in this order is at the k-th of
+    the positions.
 
     Raises:
-        InvalidValueError: the transport has an observer.
+        InvalidValueError: there are more or fewer positions than users.
     """
-
-    name: str
-    transport: InProcessTransport
-
-    def __post_init__(self) -> None:
-        if self.transport.observer is not None:
-            raise InvalidValueError(
-                f"node {self.name!r} has a transport with an observer; only a simulation may have "
-                "one, as what it sees is not private"
-            )
-
-    def answer(self, request: RoundRequest) -> PartialSum:
-        """Train the node's users of the cohort and sum their clipped contributions.
-
-        Users of the request that the node does not host are left to other nodes.
-        """
-        dimension = request.clipping.layout.dimension
-        return merged(self.name, self.transport.collect(request), dimension)
-
-
-_MEBIBYTE = 2**20
+    if len(positions) != store.population:
+        raise InvalidValueError(
+            f"there are {len(positions)} positions for {store.population} users; the users "
+            "enrolled at this node must be those that it holds"
+        )
+    ids = [store.id_of(user) for user in range(store.population)]
+    enrolled = np.empty(store.population, np.int64)
+    enrolled[sorted(range(len(ids)), key=ids.__getitem__)] = positions
+    return enrolled
 
 
 @dataclass(frozen=True)
 class Host:
-    """The users of a node, before it is known what they train.
-
-    Attributes:
-        users: their data.
-        device: where to train.
-        activations: of the model while users train.
-        source: limits.
-    """
+    """The users of a node, before it is known what they train."""
 
     users: UserStore
-    device: torch.device
-    activations: Activations
     source: Source
 
     @classmethod
     def of(cls, source: Source) -> "Host":
-        """Load the users and find the device.
+        """Load the users.
 
         Raises:
             DataError: the users cannot be loaded.
-            InvalidValueError: this machine does not have the device, or there are no such
-                activations.
+            InvalidValueError: this machine does not have the device or activations.
         """
-        activations = activations_named(source.activations)
-        return cls(load_users(source.users), device_named(source.device), activations, source)
+        check_machine(source)
+        return cls(load_users(source.users), source)
 
     @property
     def loaded(self) -> Loaded:
@@ -227,75 +174,114 @@ class Host:
             ModelError: the task cannot be built, or cannot train on such data.
             InvalidValueError: an option does not fit, or other users are enrolled than there are.
         """
-        hosted = enrolled_positions(self.users, welcome.users)
+        source, hosted = self.source, enrolled_positions(self.users, welcome.users)
         task = _task(welcome.task)
         blank = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in self.users.fields.items()}
         check_task(task, blank)
-        memory = self.source.chunk_mebibytes * _MEBIBYTE
         transport = InProcessTransport(
             task,
             self.users,
-            self.device,
-            memory,
+            device_named(source.device),
+            source.chunk_mebibytes * _MEBIBYTE,
             hosted,
-            activations=self.activations,
-            processes=self.source.processes,
+            activations=activations_named(source.activations),
+            processes=source.processes,
         )
         _warm_up(replace(transport, users=UserStore(blank, np.array([0, 1])), hosted=None))
-        return Trainer(transport, blank)
+        return Trainer(transport)
+
+
+def check_machine(source: Source) -> None:
+    """Raise InvalidValueError if this machine cannot train as a source says."""
+    device_named(source.device)
+    activations_named(source.activations)
+
+
+def _task(described: TaskDescription) -> Task:
+    try:
+        return build_task(
+            described.model, described.options, described.seed, described.loss, described.metrics
+        )
+    except FedprivError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"the task with model {described.model!r} cannot be built: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _warm_up(transport: InProcessTransport) -> None:
+    """Train one user, so that what torch loads and reserves at first comes before the limit."""
+    parameters = transport.task.parameters()
+    layout = Layout.of(parameters)
+    clipping, local = Clipping(layout, flat(layout, 1.0)), LocalTraining(1.0, steps=2)
+    request = RoundRequest("", 0, 0, parameters, clipping, local, np.arange(1), bytes(32))
+    torch.ones(2**20).sum()  # large enough for all threads
+    vmap(grad(torch.sin))(torch.ones(1))  # not every training needs it, and it is slow to load
+    list(transport.collect(request))
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains the users of a node for one task.
+    """Trains users of a node for rounds of one task.
+
+    The node is trusted with its users' data and clips each of their updates itself; the server can
+    only check the norm of a partial sum against the number of users in it.
 
     Attributes:
-        transport: over the node's users.
-        blank: one row of zeros of each field.
+        transport: trains; `hosted` says which users of the population it has.
+
+    Raises:
+        InvalidValueError: the transport has an observer.
     """
 
     transport: InProcessTransport
-    blank: Tensors
 
-    def answer(self, request: RoundRequest) -> PartialSum:
-        """The sum over the users of a request that are hosted here, its `node` empty.
+    def __post_init__(self) -> None:
+        if self.transport.observer is not None:
+            raise InvalidValueError(
+                "a node has a transport with an observer; only a simulation may have one, as what "
+                "it sees is not private"
+            )
 
-        Raises:
-            FedprivError: as of `ready`.
-            MemoryError: likewise.
-            RuntimeError: likewise.
+    def answer(self, request: RoundRequest, seconds: float = math.inf) -> PartialSum:
+        """The sum of clipped contributions of the node's users of a round, with an empty `node`.
+
+        Users that the node does not host are left to other nodes. No chunk begins once the
+        `seconds` have passed: users not done by then count as zero. Raises what `ready` raises.
         """
-        partials = (partial for ready in self.ready(request) for partial in ready.partials)
-        return merged("", partials, request.clipping.layout.dimension)
+        deadline = time.monotonic() + seconds
+        return merged("", self._until(deadline, request), request.clipping.layout.dimension)
+
+    def _until(self, deadline: float, request: RoundRequest) -> Iterator[PartialSum]:
+        for ready in self.ready(request):
+            yield from ready.partials
+            if time.monotonic() >= deadline:
+                return
 
     def ready(self, request: RoundRequest) -> Iterator[Ready]:
-        """Yield the sums over the users of a request that are hosted here, as they are found.
+        """Train the node's users of a round; say chunk by chunk which are done.
 
-        Guarantees: a user whose training raises counts as zero, and so does one without examples.
-        Of an only user nothing is logged, as it would say that the user was drawn.
+        If only one user is hosted here, nothing of its training is logged: that would say that it
+        was drawn.
 
         Raises:
             InvalidValueError: the model is not that of the task, or a metric does not fit.
-            ModelError: a metric cannot be computed on a row of zeros.
+            ModelError: a metric cannot be computed on the users' fields.
             MemoryError: there is not enough memory.
             WorkerError: a process in which users trained side by side has ended.
-            RuntimeError: the device works no more.
+            RuntimeError: the device no longer works.
         """
-        self._check(request)
-        with _unlogged() if self.transport.users.population == 1 else nullcontext():
-            for users, partials in self.transport.by_chunk(request):
-                if self.transport.device.type == "cuda":
-                    # A kernel that failed for one user has broken the process for all: this raises.
-                    torch.cuda.synchronize(self.transport.device)
-                yield Ready(users, partials)
-
-    def _check(self, request: RoundRequest) -> None:
-        """Refuse what would raise whatever the users' data are."""
-        task = self.transport.task
         _check_tensors("parameters", request.parameters, self._parameters)
         if request.statistics:
             _check_tensors("running statistics", request.statistics, self._statistics)
-        check_metrics(task, request.metrics, request.clipping, self.blank)
+        with _unlogged() if self.transport.users.population == 1 else nullcontext():
+            for users, partial in self.transport.by_chunk(request):
+                if self.transport.device.type == "cuda":
+                    # A kernel that failed for one user has broken the process for all: this raises.
+                    torch.cuda.synchronize(self.transport.device)
+                yield Ready(users, [partial])
 
     @cached_property
     def _parameters(self) -> Tensors:
@@ -306,12 +292,22 @@ class Trainer:
         return self.transport.task.statistics()
 
 
+def _check_tensors(what: str, given: Tensors, known: Tensors) -> None:
+    shapes, legal = ({n: t.shape for n, t in tensors.items()} for tensors in (given, known))
+    if shapes != legal:
+        odd = sorted(name for name in shapes | legal if shapes.get(name) != legal.get(name))
+        raise InvalidValueError(
+            f"{what} {odd} of the round are missing, unknown or of another shape; legal are those "
+            "of the task"
+        )
+
+
 def serve(channel: socket.socket) -> None:
-    """Answer the messages of `clients.messages`.
+    """Answer the messages of `fedpriv.clients.messages`.
 
     Raises:
         EOFError: the other end is closed.
-        Exception: whatever else cannot be answered; it may hold users' data.
+        Exception: anything else that cannot be answered; its text may hold users' data.
     """
     host: Host | None = None
     trainer: Trainer | None = None
@@ -340,44 +336,6 @@ def serve(channel: socket.socket) -> None:
         send(channel, answer)
 
 
-def _task(described: TaskDescription) -> Task:
-    given = (described.model, described.options, described.seed, described.loss, described.metrics)
-    try:
-        return build_task(*given)
-    except FedprivError:
-        raise
-    except Exception as error:
-        raise ModelError(
-            f"the task with model {described.model!r} cannot be built: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _warm_up(transport: InProcessTransport) -> None:
-    """Train one user, so that what torch loads and reserves at first is there before a limit is.
-
-    Raises:
-        ModelError: training raises.
-    """
-    parameters = transport.task.parameters()
-    layout = Layout.of(parameters)
-    clipping, local = Clipping(layout, flat(layout, 1.0)), LocalTraining(1.0, steps=2)
-    request = RoundRequest("", 0, 0, parameters, clipping, local, np.arange(1), bytes(32))
-    torch.ones(2**20).sum()  # large enough for all threads
-    vmap(grad(torch.sin))(torch.ones(1))  # not every training needs it, and it is slow to load
-    list(transport.collect(request))
-
-
-def _check_tensors(what: str, given: Tensors, known: Tensors) -> None:
-    shapes, legal = ({n: t.shape for n, t in tensors.items()} for tensors in (given, known))
-    if shapes != legal:
-        odd = sorted(name for name in shapes | legal if shapes.get(name) != legal.get(name))
-        raise InvalidValueError(
-            f"{what} {odd} of the round are missing, unknown or of another shape; legal are those "
-            "of the task"
-        )
-
-
 def _plain(error: FedprivError) -> FedprivError:
     """The error as one of `fedpriv.errors`, which the other process can read without imports."""
     kinds: list[type[FedprivError]] = [
@@ -388,7 +346,7 @@ def _plain(error: FedprivError) -> FedprivError:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Let nothing of the library's be logged."""
+    """Log nothing of the library's."""
     logger = logging.getLogger("fedpriv")
     before = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -413,11 +371,7 @@ def _limited_afterwards(mebibytes: int | None) -> Iterator[None]:
 
 
 def _address_space() -> int:
-    """Bytes of address space that this process has.
-
-    Raises:
-        InvalidValueError: this system does not say.
-    """
+    """Bytes of address space that this process has; raises InvalidValueError if not on Linux."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     except OSError as error:

@@ -1,6 +1,7 @@
-"""The training process of a node, as its main process sees it.
+"""A node's users in a process of their own, as its main process sees it.
 
-A node's users behind a process of their own: a failure of one costs the others nothing.
+`Process` is a spawned process that answers messages; `Worker` trains users in one that may fail, so
+that the failure of one user costs the others nothing.
 """
 
 import asyncio
@@ -28,10 +29,13 @@ from fedpriv.errors import DataError, FedprivError, InvalidValueError, ModelErro
 from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.wire import Welcome
 
-_T = TypeVar("_T")
-
 _FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
+_TOGETHER_FAILED = "training users together failed; those not done yet are trained one by one"
+_ONE_FAILED = "a user counts as zero: it ended the process or took too long"
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class Process:
@@ -41,16 +45,16 @@ class Process:
         * It ends with the process that made it, even if that is killed; on Linux also with the
           thread that made it, which should be that of the event loop.
         * SIGINT and SIGTERM do not reach it: a terminal sends them to all processes of a group.
-        * It writes nothing of what ended it, since such a text may hold users' data.
+        * It writes nothing about what ended it, since such a text may hold users' data.
         * A message that is cancelled or has no answer is its last: it is killed at once.
-        * After `gone` nothing is left of it; what it has forked is about to end.
+        * After `gone` nothing is left of it; processes that it forked are about to end.
     """
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._channel, theirs = socket.socketpair()
         self._process = context.Process(target=_enter, args=(theirs, os.getpid()))
-        # A thread of its own: one that waits for a process that hangs is missed by nobody else.
+        # A thread of its own, which may wait for a process that hangs.
         self._thread = ThreadPoolExecutor(1, "training")
         self._gone: Future[None] | None = None
         with theirs, _blocked_signals():
@@ -73,12 +77,7 @@ class Process:
         return await self._said(self._exchange, message)
 
     async def listen(self) -> object:
-        """Wait for the next answer to a message that has several.
-
-        Raises:
-            FedprivError: it is the answer.
-            ChildProcessError: the process has ended.
-        """
+        """Wait for the next answer to a message that has several; raises what `ask` raises."""
         return await self._said(receive, self._channel)
 
     async def _said(self, what: Callable[[_T], object], given: _T) -> object:
@@ -103,13 +102,13 @@ class Process:
         if self._gone is None:
             atexit.unregister(self._process.kill)
             self._process.kill()
-            with suppress(OSError):  # wakes the thread, even if someone else holds the other end
+            with suppress(OSError):  # wakes the thread, even if another process holds the other end
                 self._channel.shutdown(socket.SHUT_RDWR)
             self._gone = self._thread.submit(self._reap)
             self._thread.shutdown(wait=False)
 
     async def gone(self) -> None:
-        """Wait until a process that was killed is no more."""
+        """Wait until a killed process is gone."""
         if self._gone is not None:
             await asyncio.shield(asyncio.wrap_future(self._gone))
 
@@ -124,8 +123,8 @@ class Process:
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Keep signals from a process that is started meanwhile, until it ignores them by itself."""
-    resource_tracker.ensure_running()  # otherwise it is started meanwhile, and unblocks them
+    """Keep signals from a process that is started inside, until it ignores them itself."""
+    resource_tracker.ensure_running()  # otherwise it is started inside, and unblocks them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
     try:
         yield
@@ -142,7 +141,7 @@ def _enter(channel: socket.socket, parent: int) -> None:
 
     try:
         serve(channel)
-    except EOFError:  # nobody asks any more
+    except EOFError:  # the parent has ended
         sys.exit(0)
     except BaseException:  # a traceback may hold users' data
         sys.exit(1)
@@ -151,7 +150,7 @@ def _enter(channel: socket.socket, parent: int) -> None:
 def _end_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it had ended before
+        if os.getppid() != parent:  # it ended before this call
             os._exit(0)
     threading.Thread(target=_exit_after_parent, daemon=True).start()
 
@@ -162,14 +161,6 @@ def _exit_after_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(0)
-
-
-__all__ = ["Source", "Worker"]
-
-_COST_ALL = "training users together failed; those who are not done are trained one by one"
-_COST_ONE = "a user counts as zero: it ended the process or took too long"
-
-_log = logging.getLogger(__name__)
 
 
 class Worker:
@@ -199,12 +190,7 @@ class Worker:
 
     @classmethod
     async def start(cls, source: Source) -> "Worker":
-        """Start a process and load the users.
-
-        Raises:
-            DataError: the users cannot be loaded.
-            InvalidValueError: this machine does not have the device.
-        """
+        """Start a process and load the users; raises DataError or InvalidValueError."""
         process = Process()
         try:
             return cls(source, process, await _load(process, source))
@@ -220,7 +206,7 @@ class Worker:
 
     @property
     def users_sha256(self) -> bytes:
-        """`fedpriv.wire.digest_of` their ids."""
+        """`fedpriv.wire.digest_of` of their ids."""
         return self._loaded.users_sha256
 
     async def prepare(self, welcome: Welcome) -> None:
@@ -241,9 +227,9 @@ class Worker:
     async def train(self, request: RoundRequest, seconds: float) -> PartialSum | None:
         """Train those users of a request that the node has.
 
-        Who is done counts, whatever becomes of the others. If training users together ends the
-        process, or nobody more is done within half of the time that is left, those who are not are
-        trained one by one, each within an equal share of the time.
+        Users who are done count, whatever happens to the others. If training users together ends
+        the process, or no more are done within half of the time that is left, the rest are trained
+        one by one, each within an equal share of the time.
 
         Args:
             request: of a round; users that the node does not have are left to other nodes.
@@ -254,11 +240,11 @@ class Worker:
             ended well and in time.
 
         Raises:
-            InvalidValueError: nothing is prepared, the model is not that of the task, a metric
-                does not fit, or the worker is busy or closed.
-            ModelError: a metric cannot be computed, or the process had ended and the task cannot
-                be built again.
-            DataError: the process had ended, and the users cannot be loaded again.
+            InvalidValueError: nothing is prepared, the request does not fit the task, or the
+                worker is busy or closed.
+            ModelError: a metric cannot be computed, or the task cannot be built again after the
+                process had ended.
+            DataError: the users cannot be loaded again after the process had ended.
         """
         with self._alone():
             if self._welcome is None:
@@ -297,15 +283,15 @@ class Worker:
             except (ChildProcessError, TimeoutError, WorkerError):
                 if not together:
                     waiting = waiting[1:]
-                if len(request.users) > 1:  # of an only user it would say that it was drawn
-                    _log.warning("%s", _COST_ALL if together else _COST_ONE)
+                if len(request.users) > 1:  # of a single user it would say that it was drawn
+                    _log.warning("%s", _TOGETHER_FAILED if together else _ONE_FAILED)
             if waiting.size == 0:
                 break
             together = False
         return total
 
     async def _ready_before(self, deadline: float) -> Process | None:
-        """The process, loaded and prepared; None if that lasts longer."""
+        """The process, loaded and prepared; None if that takes longer."""
         try:
             async with asyncio.timeout_at(deadline):
                 return await self._ready()
@@ -320,7 +306,7 @@ class Worker:
         if self._starting is not None:
             starting = self._starting
             try:
-                # Whoever is cancelled meanwhile has begun nothing; the next call finds it ready.
+                # A call that is cancelled here has begun nothing; the next one finds it ready.
                 await asyncio.shield(starting)
             finally:
                 if starting.done():

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.accounting.accountant import Bound
-from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.calibration import smallest_noise
 from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.accounting.registry import accountant_named
 from fedpriv.config import (
     ClippingSection,
     Config,
@@ -376,7 +376,7 @@ def build(
         averaging=Averaging(averaging.cap, averaging.total_weight, averaging.floor),
         statistics=statistics,
     )
-    check_metrics(task, metrics, plan.mechanism.average.sum_query.clipping, few)
+    check_metrics(task, metrics, plan.mechanism.clipping, few)
     if config.privacy.noise_multiplier is None:
         plan = within(plan, budget, spent)
     privacy = config.privacy.model_copy(update={"noise_multiplier": plan.noise_multiplier})

@@ -361,9 +361,10 @@ def epsilon(
     as_json: AsJson = False,
 ) -> None:
     """Print the ε that the releases of ledgers cost, for each run and in all."""
-    from fedpriv.report import spending, tables
+    from fedpriv.accounting import pricing
+    from fedpriv.report import tables
 
-    spent = spending.price(ledgers, delta, target, accountant)
+    spent = pricing.price(ledgers, delta, target, accountant)
     if as_json:
         tables.write_spending(spent, sys.stdout)
     else:
@@ -392,9 +393,9 @@ def calibrate(
 
     With all three given: how large a share of every round one more sum query may have.
     """
+    from fedpriv.accounting.calibration import Sampled, plan_within
     from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy
     from fedpriv.report import tables
-    from fedpriv.report.planning import Sampled, plan_within
 
     if relation is None:
         fixed = policy is Policy.FIXED_SIZE
@@ -417,9 +418,8 @@ def curves(
     suffix: Annotated[FigureFormat, typer.Option("--format")] = FigureFormat.PNG,
 ) -> None:
     """Draw ε by rounds, δ by ε and the errors of a test for one user; with CSV."""
-    from fedpriv.report.curves import curves_of
+    from fedpriv.accounting.pricing import curves_of, default_delta, read_ledgers
     from fedpriv.report.guarantee import write_curves
-    from fedpriv.report.spending import default_delta, read_ledgers
 
     ledgers = read_ledgers([ledger])
     found = curves_of(ledgers[0], default_delta(ledgers) if delta is None else delta)

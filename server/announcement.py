@@ -8,7 +8,7 @@ from pathlib import Path
 from fedpriv.config import Config
 from fedpriv.engine.metrics import own_metrics
 from fedpriv.ledger.ledger import Head, Ledger
-from fedpriv.privacy.round import Books, RoundRequest
+from fedpriv.privacy.round import PrivacyRecords, RoundRequest
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import Price, RunState, Status, TaskDescription, Welcome
@@ -32,8 +32,8 @@ def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], Welcome]:
     return welcome_of
 
 
-def prices(plan: TrainingPlan, books: Books) -> Callable[[RoundRequest], Price]:
-    """What a round costs; to be called in the thread that opened the books."""
+def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundRequest], Price]:
+    """What a round costs; to be called in the thread that opened the records."""
 
     def price_of(request: RoundRequest) -> Price:
         norms = tuple(g.clipping_norm for g in request.clipping.groups[: len(plan.groups)])
@@ -42,22 +42,22 @@ def prices(plan: TrainingPlan, books: Books) -> Callable[[RoundRequest], Price]:
             plan.sampling.sampling_probability,
             plan.sampling.population,
             event.noise_multiplier,
-            books.budget.epsilon_of([*books.ledger.spent(), event]),
-            books.budget.delta,
+            records.budget.epsilon_of([*records.ledger.spent(), event]),
+            records.budget.delta,
         )
 
     return price_of
 
 
-def status_at_start(plan: TrainingPlan, books: Books, enrolment: Enrolment) -> Status:
+def status_at_start(plan: TrainingPlan, records: PrivacyRecords, enrolment: Enrolment) -> Status:
     """Where a run stands before any round is collected."""
     return Status(
         run=plan.run,
         round=0,
         rounds=plan.rounds,
-        epsilon=books.budget.epsilon_of(books.ledger.spent()),
-        epsilon_limit=books.budget.epsilon,
-        delta=books.budget.delta,
+        epsilon=records.budget.epsilon_of(records.ledger.spent()),
+        epsilon_limit=records.budget.epsilon,
+        delta=records.budget.delta,
         nodes_enrolled=len(enrolment.nodes),
         nodes_connected=0,
         users_enrolled=enrolment.population,

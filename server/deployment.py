@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 from fedpriv.build import Enrolled, Experiment
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, StoppedError
-from fedpriv.privacy.round import Books, PartialSum, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.run import Beginning, Outcome, Rounds, carry_out, released_text
 from fedpriv.server.announcement import LedgerLines, prices, status_at_start, welcomes
 from fedpriv.server.authentication import Authentication, RateLimit
@@ -165,7 +165,7 @@ class Deployment:
     ledger: Path
 
     @contextmanager
-    def listening(self, books: Books) -> Iterator[Listener]:
+    def listening(self, records: PrivacyRecords) -> Iterator[Listener]:
         """Let nodes connect until the block is left.
 
         Raises:
@@ -175,10 +175,10 @@ class Deployment:
         welcome_of = welcomes(self.experiment.config, self.enrolment)
         for node in self.enrolment.nodes:
             encode_welcome(welcome_of(node))  # what cannot be sent is refused before nodes connect
-        dimension = plan.mechanism.average.sum_query.clipping.layout.dimension
+        dimension = plan.mechanism.clipping.layout.dimension
         memory = section.transfer_mebibytes * 2**20
         limits = TransferLimits.within(memory, dimension, section.transfer_seconds)
-        status = status_at_start(plan, books, self.enrolment)
+        status = status_at_start(plan, records, self.enrolment)
         monitor, rates = Monitor(), RateLimit(section.calls_per_minute)
 
         def make_service() -> tuple[Service, Authentication]:
@@ -195,7 +195,7 @@ class Deployment:
             serving = listening(make_service, endpoint.address, endpoint.credentials)
             yield stack.enter_context(serving)
 
-    def transport(self, listener: Listener, books: Books) -> GrpcTransport:
+    def transport(self, listener: Listener, records: PrivacyRecords) -> GrpcTransport:
         """The transport to the nodes that connect."""
         section = self.section
         patience = Patience(
@@ -204,7 +204,7 @@ class Deployment:
             section.fixed_length,
             section.least_nodes,
         )
-        price_of = prices(self.experiment.plan, books)
+        price_of = prices(self.experiment.plan, records)
         return GrpcTransport(listener, self.enrolment, price_of, patience)
 
     def follow(self, listener: Listener, rows: Rounds, first: int) -> Outcome:
@@ -285,10 +285,10 @@ def _run(deployment: Deployment, beginning: Beginning, *, leave: bool) -> None:
         # Updates are added up in many threads already; more would only wait for each other.
         stack.enter_context(threadpool_limits(1, "blas"))
 
-        def hosted(_experiment: Experiment, books: Books) -> Transport:
-            listener = stack.enter_context(deployment.listening(books))
+        def hosted(_experiment: Experiment, records: PrivacyRecords) -> Transport:
+            listener = stack.enter_context(deployment.listening(records))
             started.append(listener)
-            transport = deployment.transport(listener, books)
+            transport = deployment.transport(listener, records)
             stack.enter_context(_stop_signals(asked, transport.stop))
             return transport
 

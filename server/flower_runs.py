@@ -24,7 +24,7 @@ from fedpriv.config import Count, FederationSection, Section
 from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError
 from fedpriv.logs import LogFormat, configure
-from fedpriv.privacy.round import Books, Transport
+from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.run.run import Beginning, Follow, Outcome, Rounds, carry_out, released_text
 from fedpriv.server.announcement import prices, task_of, welcomes
 from fedpriv.server.enrolment import Enrolment
@@ -71,9 +71,12 @@ def run_on_nodes(
     def headers(node: str) -> Headers:
         return {WELCOME: encode_welcome(welcome_of(node)).SerializeToString()}
 
-    def hosted(experiment: Experiment, books: Books) -> Transport:
+    def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
         present = EnrolledNodes(grid, enrolment, section.least_nodes, stopping)
-        nodes, price_of = Nodes(enrolment.hosting, present, headers), prices(experiment.plan, books)
+        nodes, price_of = (
+            Nodes(enrolment.hosting, present, headers),
+            prices(experiment.plan, records),
+        )
         seconds, fixed = section.deadline_seconds, section.fixed_length
         return GridTransport(grid, nodes, price_of, seconds, stopping, fixed=fixed)
 
@@ -143,10 +146,12 @@ class GridSimulation:
         welcome = Welcome(plan.population, plan.sampling.population, no_users, task_of(config))
         headers = loaded | {WELCOME: encode_welcome(welcome).SerializeToString()}
 
-        def hosted(experiment: Experiment, books: Books) -> Transport:
+        def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
             hosting = shards(self.users.population, workers)
             nodes = Nodes(hosting, lambda: present, lambda _worker: headers, required=True)
-            return GridTransport(grid, nodes, prices(experiment.plan, books), DEFAULT_TTL, stopping)
+            return GridTransport(
+                grid, nodes, prices(experiment.plan, records), DEFAULT_TTL, stopping
+            )
 
         carry_out(self.beginning, self.experiment, hosted, console, follow)
 

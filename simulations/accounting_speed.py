@@ -43,7 +43,7 @@ class Answer(TypedDict):
 
 
 def tight(reference: Reference, _grid: float) -> tuple[float, float]:
-    """The certified interval of the accountant `tight`."""
+    """The interval of the accountant `tight`."""
     loss = epsilon([reference.event], reference.delta, accountant="tight")
     return loss.low, loss.up
 

@@ -24,7 +24,7 @@ from fedpriv.data import UserStore
 from fedpriv.errors import DataError, FedprivError
 from fedpriv.ledger import PrivacyBudget
 from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling
-from fedpriv.privacy.round import Books
+from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.report.tables import format_epsilon
 
 FILE = "FultonPUMS5full.csv"
@@ -140,10 +140,10 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     budget = PrivacyBudget(arguments.epsilon, delta, ACCOUNTANTS["tight"].upper_epsilon)
     name = f"census, Fulton County: {users.population} people"
     paths = folder / "ledger.sqlite", folder / "ledger.participation.sqlite"
-    with Books.open(*paths, name, budget) as books:
+    with PrivacyRecords.open(*paths, name, budget) as records:
         survey = census(users.population, z, q)
-        answers = ask(survey, users, books, OperatingSystemEntropy())
-        spent = budget.epsilon_of(books.ledger.spent())
+        answers = ask(survey, users, records, OperatingSystemEntropy())
+        spent = budget.epsilon_of(records.ledger.spent())
     console = Console()
     console.print(table(answers, users))
     console.print(

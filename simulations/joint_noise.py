@@ -17,10 +17,10 @@ from rich.table import Table
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, VectorGroup, flat, joint, per_layer
 from fedpriv.privacy.query import (
-    GaussianAverageQuery,
-    GaussianSumQuery,
+    GaussianQuery,
     noise_stddevs,
     proportional_shares,
+    sensitivities,
 )
 
 LAYOUT = Layout(("v1", "v2"), ((100,), (100,)))
@@ -52,9 +52,9 @@ def noises() -> Iterator[Noise]:
     """Noise of each clipping, from the query that it makes."""
     for name, groups in CLIPPINGS.items():
         clipping = Clipping(LAYOUT, groups)
-        stddevs = noise_stddevs(groups, NOISE_MULTIPLIER, proportional_shares(groups))
-        average = GaussianAverageQuery(GaussianSumQuery(clipping, stddevs), denominator=1.0)
-        variances = average.noise_stddevs**2
+        shares = proportional_shares(groups)
+        stddevs = noise_stddevs(sensitivities(clipping), NOISE_MULTIPLIER, shares)
+        variances = GaussianQuery(clipping, stddevs).component_stddevs ** 2
         yield Noise(
             name,
             {tensor: float(variances[LAYOUT.slices[tensor]].mean()) for tensor in LAYOUT.names},

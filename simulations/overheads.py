@@ -17,18 +17,21 @@ from pathlib import Path
 
 import torch
 
-from fedpriv.accounting.accountants import ACCOUNTANTS
+from fedpriv.accounting.registry import ACCOUNTANTS
 from fedpriv.config import EngineSection
 from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import schedule
 from fedpriv.engine.low_rank import train_layers_chunk
+from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.ledger.budget import PrivacyBudget
-from fedpriv.privacy.clipping_torch import OuterProducts, integer_sum
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.privacy.clipping_torch import integer_sum
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import OperatingSystemEntropy
-from fedpriv.privacy.round import Books
+from fedpriv.privacy.round import PrivacyRecords, draw_cohort, release
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run.evaluation import Evaluation
 from fedpriv.run.folder import RunFolder
@@ -36,7 +39,7 @@ from fedpriv.run.run import Cadence, conduct
 from fedpriv.training.checkpoint import save_checkpoint
 from fedpriv.training.optimizers import FedAvg, Parameters
 from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import close_round, initial_state, open_round
+from fedpriv.training.rounds import close_round, initial_state
 from simulations.throughput import LOCAL, WORKS, example_losses, request_of
 
 BESIDE = (
@@ -85,10 +88,10 @@ def run(folder: Path, engine: InProcessTransport, rounds: int) -> None:
     plan = plan_of(task, engine.users.population, rounds)
     budget = PrivacyBudget(100.0, 1e-6, ACCOUNTANTS["tight"].upper_epsilon)
     files = folder / "ledger", folder / "participation"
-    with Books.open(*files, plan.population, budget) as books:
+    with PrivacyRecords.open(*files, plan.population, budget) as records:
         state, entropy = initial_state(plan, task.parameters()), OperatingSystemEntropy()
         cadence = Cadence(evaluate=rounds, checkpoint=1)
-        given = RunFolder(folder), plan, state, engine, books, entropy, unmeasured, cadence
+        given = RunFolder(folder), plan, state, engine, records, entropy, unmeasured, cadence
         for _ in conduct(*given, time.monotonic):
             pass
 
@@ -111,11 +114,11 @@ def parts_of(profile: cProfile.Profile) -> dict[str, float]:
         "reading examples": seconds(schedule, UserStore.take),
         "training": seconds(train_layers_chunk),
         "making updates of factors": making,
-        "sampling": seconds(open_round),
+        "sampling": seconds(draw_cohort),
         "clipping": seconds(integer_sum) - making,
-        "noise and server step": seconds(close_round),
-        "budget": seconds(Books.refuse_if_beyond),
-        "ledger": seconds(Books.next_attempt, Books.record, Books.charge),
+        "noise and server step": seconds(release, close_round),
+        "budget": seconds(PrivacyRecords.refuse_if_beyond),
+        "ledger": seconds(PrivacyRecords.next_attempt, ParticipationRecord.record, Ledger.charge),
         "checkpoint": seconds(save_checkpoint),
         "figures": seconds(PrivacyBudget.epsilon_of, RunFolder.append_metrics),
         "all": seconds(conduct),

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from fedpriv.accounting.accountants import ACCOUNTANTS
+from fedpriv.accounting.registry import ACCOUNTANTS
 from fedpriv.config import EngineSection
 from fedpriv.data.population import UserStore
 from fedpriv.data.synthetic import synthetic_population
@@ -34,7 +34,7 @@ from fedpriv.ledger.budget import PrivacyBudget
 from fedpriv.models import cross_entropy, mlp
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import OperatingSystemEntropy
-from fedpriv.privacy.round import Books, LocalTraining
+from fedpriv.privacy.round import LocalTraining, PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
 from fedpriv.training.plan import TrainingPlan
@@ -144,9 +144,9 @@ def rounds_of(
             next(reports)
             yield time.perf_counter() - began
 
-    with Books.open(ledger, participation, plan.population, budget) as books:
+    with PrivacyRecords.open(ledger, participation, plan.population, budget) as records:
         state = initial_state(plan, task.parameters())
-        yield timed(train(plan, state, transport, books, OperatingSystemEntropy()))
+        yield timed(train(plan, state, transport, records, OperatingSystemEntropy()))
 
 
 def measure(scale: Scale, folder: Path) -> Found:

@@ -10,7 +10,6 @@ import json
 import tempfile
 from pathlib import Path
 
-import altair as alt
 import numpy as np
 
 from fedpriv.report.charts import ROUNDS, Axis, Chart, Series, figure
@@ -51,7 +50,7 @@ def charts(runs: list[list[Row]], title: str) -> tuple[Chart, Chart]:
     rounds = [int(str(row["round"])) + 1 for row in measured[0]]
     accuracy = np.array([[float(str(r["test_accuracy"])) for r in rows] for rows in measured]) * 100
     mean = Series(
-        f"mean of {len(runs)} seeds, from the least to the largest",
+        f"mean of {len(runs)} seeds, between the least and the largest",
         rounds,
         accuracy.mean(0).tolist(),
         accuracy.min(0).tolist(),
@@ -97,8 +96,7 @@ def main() -> None:
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     if arguments.figure:
         arguments.figure.parent.mkdir(parents=True, exist_ok=True)
-        beside = alt.hconcat(*map(figure, charts(runs, arguments.file.stem)))
-        beside.save(arguments.figure, scale_factor=2)
+        figure(*charts(runs, arguments.file.stem)).save(arguments.figure, scale_factor=2)
 
 
 if __name__ == "__main__":

@@ -138,13 +138,13 @@ def _copy(root: Path, copy: Path) -> None:
     copy.mkdir()
     for source in filter(Path.exists, (root / name for name in COPIED)):
         if source.is_dir():
-            shutil.copytree(
-                source, copy / source.name, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, copy / source.name, symlinks=True, ignore=ignored)
         else:
             shutil.copy2(source, copy)
     for folder, alias in ALIASES.items():
         if (copy / folder).exists():
+            (copy / alias).unlink(missing_ok=True)  # of the tree that was copied
             (copy / alias).symlink_to(copy / folder)
 
 

@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pytest
 
-from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.ledger.ledger import Ledger
 from tests.commandline import fedpriv, refused
 
@@ -132,7 +132,7 @@ def test_a_ledger_says_how_many_users_there_are_and_nothing_of_their_data(
         assert done.returncode == 0, done.stderr
         said.append(said_in(tmp_path / str(rows) / "ledger.sqlite"))
     assert said[0] == said[1]
-    assert len(said[0]) == 4
+    assert len(said[0]) == 5  # the name, three charges, the head
     assert "20 users by" in said[0][0]["population"]
 
 
@@ -170,7 +170,7 @@ def test_ledger_show_verify_and_export(run_folder: Path, tmp_path: Path) -> None
     out = tmp_path / "ledger.jsonl"
     assert fedpriv("ledger", "export", ledger, "--out", out).returncode == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(lines) == 7
+    assert len(lines) == 8  # the name, six charges, the head
     assert lines[1]["sum_queries"][0]["clipping_norm"] == 0.5
     printed = fedpriv("ledger", "export", ledger)
     assert printed.stdout == out.read_text()
@@ -187,10 +187,10 @@ def test_verify_names_the_row_that_was_changed(run_folder: Path, tmp_path: Path)
         triggers = connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'")
         for (name,) in triggers.fetchall():
             connection.execute(f'DROP TRIGGER "{name}"')
-        connection.execute("UPDATE sampling_events SET sampling_probability = 0.1 WHERE id = 3")
+        connection.execute("UPDATE chain SET text = replace(text, '0.', '0.0') WHERE position = 3")
     connection.close()
-    assert "sampling event 3" in refused("ledger", "verify", forged)
-    assert "sampling event 3" in refused("epsilon", forged)
+    assert "charge 3" in refused("ledger", "verify", forged)
+    assert "charge 3" in refused("epsilon", forged)
 
 
 @pytest.mark.parametrize("strategy", ["flat", "per-layer", "joint"])

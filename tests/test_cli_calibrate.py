@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.calibration import (
     calibrate_noise_multiplier,
     largest_rounds,
     largest_sampling_probability,
+    largest_share,
 )
 from fedpriv.accounting.policies import every_user_gaussian, fixed_size_gaussian, poisson_gaussian
-from fedpriv.accounting.shares import largest_share
+from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.ledger.events import NeighbouringRelation
 from tests.commandline import printed, refused, table
 

@@ -195,7 +195,7 @@ def test_a_status_that_is_none_is_refused() -> None:
     nonsense = encode_status(STATUS)
     nonsense.epsilon = float("nan")
     with serving(Standing(nonsense)) as server:
-        assert "a status is not legal: ε is nan" in refused("status", *plain(server))
+        assert "a status is not legal: epsilon is nan" in refused("status", *plain(server))
 
 
 def test_a_server_that_is_not_there_is_one_sentence() -> None:

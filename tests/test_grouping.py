@@ -45,7 +45,7 @@ def test_mixed_groups_reduce_to_one_noise_multiplier() -> None:
     assert found.groups[0].tensors == LAYOUT.names[:4]
     assert found.groups[0].scales != (1.0,) * 4
     assert found.groups[1].clipping_norm == 0.4
-    stddevs = noise_stddevs(found.groups, 1.5, found.shares)
+    stddevs = noise_stddevs(tuple(g.clipping_norm for g in found.groups), 1.5, found.shares)
     square = math.fsum(
         (g.clipping_norm / s) ** 2 for g, s in zip(found.groups, stddevs, strict=True)
     )

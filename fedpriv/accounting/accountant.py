@@ -28,12 +28,16 @@ its batches has the user (joint convexity). It can cost less, though much more t
 """
 
 
+LEAST_DELTA = 1e-60
+"""A smaller δ is refused, and not told from this one."""
+
+
 class Bound(StrEnum):
     """What kind of statement an ε is, in words for readers."""
 
     UPPER = "upper bound"
     """The true ε is at most this."""
-    INTERVAL = "certified interval"
+    INTERVAL = "interval"
     """The true ε is at most this and at least `epsilon_low`."""
     ESTIMATE = "estimate"
     """Near the true ε for many rounds; it can be below it, so it is no guarantee."""
@@ -157,6 +161,19 @@ class CheckedEvents:
         )
         return PrivacyLoss(low, up, delta, name, self.relation, bound, sentence)
 
+    def interval(
+        self,
+        low: float,
+        up: float,
+        delta: float,
+        name: str,
+        complete: bool,  # noqa: FBT001
+    ) -> PrivacyLoss:
+        """A loss between two ends; an upper bound where the lower one leaves out some events."""
+        if not low <= up:
+            raise AssertionError(f"the ends contradict each other: {low} > {up}")
+        return self.loss(low, up, delta, name, Bound.INTERVAL if complete else Bound.UPPER)
+
 
 def checked(
     events: Iterable[RoundEvent], name: str, legal: tuple[Pair, ...] = GAUSSIAN
@@ -185,9 +202,14 @@ def checked(
 
 
 def check_delta(delta: float) -> None:
-    """Raise InvalidValueError unless δ is in (0, 1)."""
+    """Raise InvalidValueError unless δ is in [1e-60, 1).
+
+    A smaller δ would be lost in what doubles cannot hold.
+    """
     if not 0.0 < delta < 1.0:
         raise InvalidValueError(f"delta is {delta}; it must be in (0, 1)")
+    if delta < LEAST_DELTA:
+        raise InvalidValueError(f"delta is {delta}; no accountant tells it from 0 below 1e-60")
 
 
 def check_epsilon(epsilon: float) -> None:

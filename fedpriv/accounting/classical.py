@@ -1,13 +1,18 @@
 """The classical accountants, to see beside the exact answer.
 
-All but the CLT give upper bounds, and loose ones; the CLT's estimate can be below the truth.
+All but the CLT give upper bounds, and loose ones; the CLT's estimate can be below the truth. Rounds
+are numbers by (q, z); a q, z, count, δ, ε, μ or ρ out of range raises `InvalidValueError`.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from fedpriv.accounting import composition, gdp, zcdp
+import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import ndtr, ndtri
+
+from fedpriv.accounting import gaussian
 from fedpriv.accounting.accountant import (
     Accountant,
     Bound,
@@ -16,11 +21,250 @@ from fedpriv.accounting.accountant import (
     check_epsilon,
     checked,
 )
-from fedpriv.accounting.rounds import Rounds
+from fedpriv.accounting.rounds import Rounds, Vector, check_rounds, unsampled_noise_multiplier
+from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent
 
-_LOG_LEAST, _LOG_MOST = math.log(1e-300), math.log1p(-1e-12)
-_PRECISION = 1e-6
+_LARGEST_EXPONENT = 700.0
+_LARGEST_LOGIT = 20.0
+_ROUNDING = 1e-12
+"""Relative, of compositions: far more than their few operations lose."""
+_ZCDP_ROUNDING = 1e-14
+_SEARCH, _MOST_NOISE = 6.0, 1e150
+_LOG_LEAST, _LOG_MOST, _PRECISION = math.log(1e-300), math.log1p(-1e-12), 1e-6
+
+# μ-GDP: telling two neighbours apart is at least as hard as telling N(0, 1) from N(μ, 1) (Dong,
+# Roth & Su 2019, Section 2). The Gaussian mechanism with noise multiplier z is exactly 1/z-GDP.
+
+
+def clt_mu(rounds: Rounds) -> float:
+    """The μ that the rounds tend to: μ² = Σ count·q²·(e^{1/z²} − 1). An estimate, not a bound.
+
+    Bu et al. 2020, equation (3.1), for rounds that differ: in the limit the squares add up (Dong,
+    Roth & Su 2019, Theorem 6).
+    """
+    check_rounds(rounds)
+    logs = [_log_square(q, z) + math.log(count) for (q, z), count in rounds.items()]
+    if not logs or max(logs) == math.inf:
+        return math.inf if logs else 0.0
+    largest = max(logs)
+    log_mu = (largest + math.log(math.fsum(math.exp(x - largest) for x in logs))) / 2
+    return math.exp(log_mu) if log_mu < math.log(np.finfo(np.float64).max) else math.inf
+
+
+def clt_epsilon(rounds: Rounds, delta: float) -> float:
+    """ε of the rounds by the CLT. An estimate that can be below the truth, never a guarantee.
+
+    Uses the smaller of `clt_mu` and of the μ of the same rounds without sampling. The latter is a
+    bound, and exact for q = 1, where the CLT would be above.
+    """
+    return gdp_epsilon(delta, min(clt_mu(rounds), _inverse(unsampled_noise_multiplier(rounds))))
+
+
+def gdp_delta(epsilon: float, mu: float) -> float:
+    """Least δ for which every μ-GDP mechanism is (ε, δ)-DP (Bu et al. 2020, equation (3.2))."""
+    _check_mu(mu)
+    return gaussian.delta(epsilon, _inverse(mu))
+
+
+def gdp_epsilon(delta: float, mu: float) -> float:
+    """Least ε ≥ 0 for which every μ-GDP mechanism is (ε, δ)-DP: the inverse of `delta`."""
+    _check_mu(mu)
+    return gaussian.epsilon(delta, _inverse(mu))
+
+
+def equivalent_mu(epsilon: float, delta: float) -> float:
+    """Largest μ for which every μ-GDP mechanism is (ε, δ)-DP.
+
+    It names the Gaussian mechanism that attains (ε, δ). What is only known to be (ε, δ)-DP need not
+    be μ-GDP.
+    """
+    return 1.0 / gaussian.noise_multiplier(epsilon, delta)
+
+
+def trade_off(type_one: Vector, mu: float) -> Vector:
+    """G_μ(α) = Φ(Φ⁻¹(1 − α) − μ): least type II error of any test between N(0, 1) and N(μ, 1)."""
+    _check_mu(mu)
+    if math.isinf(mu):
+        raise InvalidValueError(f"mu is {mu}; it must be finite")
+    _check_errors(type_one)
+    return np.asarray(ndtr(-ndtri(type_one) - mu))
+
+
+def trade_off_of_bound(type_one: Vector, epsilon: float, delta: float) -> Vector:
+    """f(α) = max{0, 1 − δ − e^ε·α, e^−ε·(1 − δ − α)}: least type II error under (ε, δ)-DP.
+
+    Bu et al. 2020, equation (2.1), at type I errors α of any shape.
+    """
+    if not epsilon >= 0.0:
+        raise InvalidValueError(f"epsilon is {epsilon}; it must not be negative")
+    if not 0.0 <= delta <= 1.0:
+        raise InvalidValueError(f"delta is {delta}; it must be in [0, 1]")
+    _check_errors(type_one)
+    steep = 1 - delta - math.exp(min(epsilon, _LARGEST_EXPONENT)) * type_one
+    flat = math.exp(-epsilon) * (1 - delta - type_one)
+    return np.maximum(0.0, np.maximum(steep, flat))
+
+
+def _log_square(q: float, z: float) -> float:
+    """log(q²·(e^{1/z²} − 1)) without overflow."""
+    exponent = 1.0 / z / z if z > 0.0 else math.inf
+    if exponent < 1.0:
+        # 1/z² may be below the smallest float, where e^x − 1 = x.
+        growth = math.log(math.expm1(exponent)) if exponent > 0.0 else -2 * math.log(z)
+    else:
+        growth = exponent + math.log1p(-math.exp(-exponent))
+    return 2 * math.log(q) + growth
+
+
+def _inverse(x: float) -> float:
+    """1/x with 1/0 = ∞."""
+    return 1.0 / x if x > 0.0 else math.inf
+
+
+def _check_mu(mu: float) -> None:
+    if not mu >= 0.0:
+        raise InvalidValueError(f"mu is {mu}; it must not be negative")
+
+
+def _check_errors(type_one: Vector) -> None:
+    outside = type_one[~((type_one >= 0.0) & (type_one <= 1.0))]
+    if outside.size:
+        raise InvalidValueError(f"a type I error is {outside.flat[0]}; it must be in [0, 1]")
+
+
+def zcdp_rho(rounds: Rounds) -> float:
+    """ρ of all rounds, Σ count/(2z²), whatever their q (Bun & Steinke 2016, Proposition 1.6).
+
+    An upper bound. zCDP has no amplification by subsampling: at high orders the divergence of a
+    subsampled Gaussian is that of the Gaussian itself, so a round with q < 1 is charged in full.
+    """
+    z = unsampled_noise_multiplier(rounds)
+    if z == 0.0 or math.isinf(z):
+        return math.inf if rounds else 0.0
+    z = min(z, _MOST_NOISE)
+    return (1 + _ZCDP_ROUNDING) * 0.5 / z / z
+
+
+def zcdp_epsilon_bun_steinke(rho: float, delta: float) -> float:
+    """ε = ρ + 2√(ρ·log(1/δ)) of ρ-zCDP (Bun & Steinke 2016, Proposition 1.3). An upper bound."""
+    _check_rho(rho, delta)
+    # √ρ apart: the product may overflow.
+    return (rho + 2 * math.sqrt(rho) * math.sqrt(-math.log(delta))) * (1 + _ZCDP_ROUNDING)
+
+
+def zcdp_epsilon(rho: float, delta: float) -> float:
+    """ε for which every ρ-zCDP mechanism is (ε, δ)-DP, by the tighter conversion. An upper bound.
+
+    Canonne, Kamath & Steinke 2020, Corollary 13. With a loss L of E[e^{(α−1)L}] ≤ e^{(α−1)αρ},
+
+        δ(ε) = E[(1 − e^{ε−L})₊] ≤ e^{(α−1)(αρ−ε)}·max_x (1 − e^{−x})·e^{−(α−1)x},
+
+    and the maximum is (1 − 1/α)^{α−1}/α. Every order α > 1 gives a bound, so an inexact search for
+    the best one errs on the safe side.
+    """
+    _check_rho(rho, delta)
+    if rho == 0.0 or math.isinf(rho):
+        return rho
+    log_inverse = -math.log(delta)
+    # Bun & Steinke's order: it minimises the bound without the terms that only help.
+    centre = math.log(log_inverse) / 2 - math.log(rho) / 2
+
+    def bound(log_excess: float) -> float:
+        excess = math.exp(log_excess)  # α − 1
+        terms = (
+            (1 + excess) * rho,
+            -math.log1p(1 / excess),
+            log_inverse / excess,
+            -math.log1p(excess) / excess,
+        )
+        return sum(terms) + _ZCDP_ROUNDING * sum(map(abs, terms))
+
+    bounds = (centre - _SEARCH, centre + _SEARCH)
+    found = minimize_scalar(bound, bounds=bounds, method="bounded")
+    return max(0.0, min(float(found.fun), zcdp_epsilon_bun_steinke(rho, delta)))
+
+
+def _check_rho(rho: float, delta: float) -> None:
+    if not rho >= 0.0:
+        raise InvalidValueError(f"rho is {rho}; it must not be negative")
+    gaussian.check_delta(delta)
+
+
+def basic_epsilon(rounds: Rounds, delta: float) -> float:
+    """ε by basic composition: Σ count·εᵢ, each round with an equal share of δ. An upper bound.
+
+    Dwork & Roth 2014, Theorem 3.16. Each round is (ε₀, δ₀)-DP by the Gaussian curve, amplified.
+    """
+    gaussian.check_delta(delta)
+    check_rounds(rounds)
+    return _Settings.of(rounds).basic(math.log(delta)) if rounds else 0.0
+
+
+def advanced_epsilon(rounds: Rounds, delta: float) -> float:
+    """ε by advanced composition of rounds that may differ, at the best split of δ. An upper bound.
+
+    With a part δ' of δ for the tail, and the rest divided equally among the rounds,
+
+        ε = Σ count·εᵢ·tanh(εᵢ/2) + √(2·log(1/δ')·Σ count·εᵢ²).
+
+    Dwork & Roth 2014, Theorem 3.20, with the mean loss of Kairouz, Oh & Viswanath 2015, Theorem
+    3.5, which is below the εᵢ·(e^{εᵢ} − 1) of the former. Every split gives a bound, so an inexact
+    search for the best one errs on the safe side.
+    """
+    basic = basic_epsilon(rounds, delta)
+    if basic in (0.0, math.inf):
+        return basic
+    pairs, log_delta = _Settings.of(rounds), math.log(delta)
+
+    def bound(logit: float) -> float:
+        tail, rest = -math.log1p(math.exp(-logit)), -math.log1p(math.exp(logit))
+        return pairs.advanced(log_delta + tail, log_delta + rest)
+
+    found = minimize_scalar(bound, bounds=(-_LARGEST_LOGIT, _LARGEST_LOGIT), method="bounded")
+    return min(basic, float(found.fun))
+
+
+def amplified_epsilon(epsilon: Vector, q: Vector) -> Vector:
+    """ε of an (ε, δ)-DP mechanism run on a Poisson sample, where its δ becomes q·δ.
+
+    An upper bound when one user is added or removed (Li, Qardaji & Su 2012, Theorem 1).
+    """
+    near = np.log1p(q * np.expm1(np.minimum(epsilon, _LARGEST_EXPONENT)))
+    far = np.logaddexp(0.0, np.log(q) + epsilon)
+    return np.where(epsilon <= _LARGEST_EXPONENT, near, far)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Rounds as arrays, each [n]: distinct (q, z) and how many rounds have them."""
+
+    q: Vector
+    z: Vector
+    count: Vector
+
+    @staticmethod
+    def of(rounds: Rounds) -> "_Settings":
+        q, z = np.array(list(rounds)).T
+        return _Settings(q, z, np.array(list(rounds.values()), dtype=np.float64))
+
+    def basic(self, log_delta: float) -> float:
+        return float(self.count @ self._epsilons(log_delta)) * (1 + _ROUNDING)
+
+    def advanced(self, log_tail: float, log_rest: float) -> float:
+        """ε with e^log_tail of δ for the tail and e^log_rest for the rounds."""
+        epsilon = self._epsilons(log_rest)
+        with np.errstate(over="ignore"):  # ∞ is a bound
+            mean = float(self.count @ (epsilon * np.tanh(epsilon / 2)))
+            square = float(self.count @ np.square(epsilon)) + np.finfo(np.float64).tiny
+        return (mean + math.sqrt(2 * (_ROUNDING - log_tail) * square)) * (1 + _ROUNDING)
+
+    def _epsilons(self, log_delta: float) -> Vector:
+        """[n] ε of one round, where all rounds together may spend δ."""
+        each = log_delta - _ROUNDING - math.log(self.count.sum()) - np.log(self.q)
+        # A δ₀ of 1 allows everything: the round is (0, q)-DP.
+        base = gaussian.epsilons(np.minimum(each, -_ROUNDING), self.z)
+        return np.where(each >= 0.0, 0.0, amplified_epsilon(base, self.q))
 
 
 @dataclass(frozen=True)
@@ -35,7 +279,7 @@ class ClassicalAccountant(Accountant):
 
     name: str = ""
     bound: Bound = Bound.UPPER
-    price: Callable[[Rounds, float], float] = composition.basic_epsilon
+    price: Callable[[Rounds, float], float] = basic_epsilon
 
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
         """What the formula says at δ."""
@@ -68,14 +312,14 @@ class ClassicalAccountant(Accountant):
 
 
 def _zcdp_epsilon(rounds: Rounds, delta: float) -> float:
-    return zcdp.epsilon(zcdp.rho(rounds), delta)
+    return zcdp_epsilon(zcdp_rho(rounds), delta)
 
 
 CLASSICAL = (
-    ClassicalAccountant("gdp", Bound.ESTIMATE, gdp.clt_epsilon),
+    ClassicalAccountant("gdp", Bound.ESTIMATE, clt_epsilon),
     ClassicalAccountant("zcdp", Bound.UPPER, _zcdp_epsilon),
-    ClassicalAccountant("advanced", Bound.UPPER, composition.advanced_epsilon),
-    ClassicalAccountant("basic", Bound.UPPER, composition.basic_epsilon),
+    ClassicalAccountant("advanced", Bound.UPPER, advanced_epsilon),
+    ClassicalAccountant("basic", Bound.UPPER, basic_epsilon),
 )
 """μ-GDP by the CLT (Bu et al. 2020), zCDP without amplification (Bun & Steinke 2016), and advanced
 and basic composition with amplification (Dwork & Roth 2014)."""

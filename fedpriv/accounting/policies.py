@@ -1,8 +1,10 @@
-"""Events of one vector group under the other sampling policies and relations.
+"""Events of one vector group under each sampling policy and relation.
 
-All noise multipliers are z = noise_stddev over the clipping norm of the sum that is released in one
-round, whatever the relation and the number of rounds. That replacing a user moves a sum by two
-clipping norms, and that a user may be in several rounds of an event, is the accountants' to know.
+Everywhere z = `noise_multiplier` ≥ 0 is noise_stddev over the clipping norm of the sum that is
+released in one round, whatever the relation and the number of rounds: that replacing a user moves a
+sum by two clipping norms, and that a user may be in several rounds of an event, is the accountants'
+to know. `count` (or `passes`) is how often the whole event happens, at least 1, `population` the
+number N of enrolled users. A number out of range raises `InvalidValueError`.
 """
 
 from fedpriv.errors import InvalidValueError
@@ -39,15 +41,6 @@ def poisson_replace_gaussian(
 
     >>> poisson_replace_gaussian(q=0.01, noise_multiplier=4.0).sampling.relation.sensitivity
     2.0
-
-    Args:
-        q: sampling probability in (0, 1].
-        noise_multiplier: z ≥ 0 of each round.
-        count: number of rounds, at least 1.
-        population: N ≥ 1.
-
-    Raises:
-        InvalidValueError: a number is out of range.
     """
     relation = NeighbouringRelation.REPLACE_ONE
     sampling = SamplingEvent(SamplingPolicy.POISSON, q, population, relation)
@@ -60,15 +53,6 @@ def every_user_gaussian(
     """Event of rounds of the Gaussian mechanism on all users, with one group.
 
     Each round releases the sum over all enrolled users plus noise.
-
-    Args:
-        noise_multiplier: z ≥ 0 of each round.
-        relation: the neighbouring relation to account them under.
-        count: number of rounds, at least 1.
-        population: N ≥ 1.
-
-    Raises:
-        InvalidValueError: a number is out of range.
     """
     sampling = SamplingEvent(SamplingPolicy.EVERY_USER, 1.0, population, relation)
     return _one_group(sampling, noise_multiplier, count)
@@ -83,15 +67,6 @@ def fixed_size_gaussian(
 
     >>> fixed_size_gaussian(100, 10_000, noise_multiplier=1.0).sampling.sampling_probability
     0.01
-
-    Args:
-        cohort_size: m in [1, N].
-        population: N ≥ 1.
-        noise_multiplier: z ≥ 0 of each round.
-        count: number of rounds, at least 1.
-
-    Raises:
-        InvalidValueError: a number is out of range, or the cohort does not fit into the population.
     """
     if not 1 <= cohort_size <= population:
         raise InvalidValueError(
@@ -111,18 +86,8 @@ def shuffled_gaussian(
 ) -> RoundEvent:
     """Event of passes of the Gaussian mechanism over shuffled disjoint batches, with one group.
 
-    Each pass releases, for each of its batches, the sum over the users in it plus noise.
-
-    Args:
-        noise_multiplier: z ≥ 0 of the release of each batch.
-        relation: the neighbouring relation to account them under.
-        passes: number of passes, not of batches, at least 1.
-        population: N ≥ 1.
-        batches: number of batches of a pass, at least 1; None if it is not known. It makes an upper
-            bound on ε no smaller, but lets an accountant say how good that bound is.
-
-    Raises:
-        InvalidValueError: a number is out of range.
+    Each pass releases, for each of its batches, the sum over the users in it plus noise. How many
+    `batches` it has makes no upper bound smaller, but lets an accountant say how good it is.
     """
     schedule = None if batches is None else Schedule(batches)
     sampling = SamplingEvent(SamplingPolicy.SHUFFLED, 1.0, population, relation, schedule)
@@ -142,16 +107,6 @@ def random_allocation_gaussian(
 
     >>> random_allocation_gaussian(100, 2, noise_multiplier=1.0).sampling.sampling_probability
     0.02
-
-    Args:
-        rounds: n ≥ 1, the number of rounds of a pass.
-        participations: k in [1, n], in how many of them each user is.
-        noise_multiplier: z ≥ 0 of each round.
-        passes: number of passes, not of rounds, at least 1.
-        population: N ≥ 1.
-
-    Raises:
-        InvalidValueError: a number is out of range.
     """
     schedule = Schedule(rounds, participations)
     relation, policy = NeighbouringRelation.ADD_OR_REMOVE_ONE, SamplingPolicy.RANDOM_ALLOCATION
@@ -173,22 +128,8 @@ def separated_gaussian(
 
     With X the n sums of a series, what is released is X + C⁻¹Z = C⁻¹(C·X + Z), where the rows of Z
     are fresh noise of standard deviation z clipping norms; a user is in at most k of the rounds,
-    any two at least b apart.
-
-    Args:
-        strategy: (c_0, c_1, …), at most n long, the first column of the lower triangular Toeplitz
-            matrix C; c_0 > 0, and missing coefficients are 0. (1,) is fresh noise in every round.
-        rounds: n ≥ 1, the number of rounds of a series.
-        participations: k in [1, n].
-        separation: b in [1, n]; 1 asks nothing.
-        noise_multiplier: z ≥ 0 of the rows of Z, relative to one clipping norm, not to the
-            sensitivity of C·X.
-        relation: the neighbouring relation to account them under.
-        count: number of series, not of rounds, at least 1; every user may be in each of them.
-        population: N ≥ 1.
-
-    Raises:
-        InvalidValueError: a number is out of range, or there is no such strategy.
+    any two at least b apart. `strategy` is (c_0, c_1, …), at most n long, the first column of the
+    lower triangular Toeplitz matrix C: c_0 > 0, missing ones are 0, and (1,) is fresh noise.
     """
     schedule = Schedule(rounds, participations, separation)
     sampling = SamplingEvent(SamplingPolicy.SEPARATED, 1.0, population, relation, schedule)

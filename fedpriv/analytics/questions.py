@@ -1,26 +1,8 @@
-"""What some users hold on one quantity: their records, side by side, and sums over them.
+"""The questions of a survey: what a user contributes to each, and what a release answers.
 
-What a question is, and what its answer says: the seam between quantities and the mechanism.
-
-How many records of the users are in each category.
-
-What share of the users is at or below each threshold, and the quantiles that follow.
-
-One round, not a bisection: a bisection to one part in m takes log2(m) rounds, each with its own
-charge and its users asked again, and follows one quantile; the curve below has all of them.
-
-Each user is in one of the bins between m thresholds, and the curve is the running sum A·h of the
-histogram h of bins. Noising h and adding up would leave noise that grows as √m. Instead, users
-contribute their column of the square root R of A (R·R = A, lower triangular Toeplitz), and the
-server multiplies the noised sum by R once more. The noise of each share is then less than
-1.07 + ln(m)/π times that of a single count, 2.4 times for m = 64 (Fichtenberger, Henzinger and
-Upadhyay 2023, arXiv:2202.11205).
-
-Means, sums and variances of a quantity over users.
-
-A user's value is the mean of its records (their total, for a sum), each record clipped to [low,
-high]. The denominator is the public constant qN, never a count of those who came: so one number is
-noised and not two, and the answer is unbiased, while a ratio of two noisy sums is neither.
+`Histogram`, `Distribution`, `Quantiles`, `Mean`, `Sum` and `Variance` are questions about one
+quantity: a column of the users' data, or a function of one user's fields. To add one, subclass
+`Question`.
 """
 
 import logging
@@ -90,31 +72,35 @@ class Records:
         """Each user's weights added up by column: [R] weights and columns → sparse [U, width]."""
         return csr_array((weights, columns, self.offsets), shape=(self.users, width))
 
+    @classmethod
+    def of_column(cls, users: UserStore, column: str, scalar: Scalar) -> "Records":
+        """The column as records of the store's users; it must be `readable`."""
+        return cls(_converted(users.fields[column], scalar), users.offsets)
+
+    @classmethod
+    def of_function(
+        cls,
+        users: UserStore,
+        positions: npt.NDArray[np.int64],
+        function: Function,
+        scalar: Scalar,
+    ) -> "Records":
+        """What a function returns for each of some users; total.
+
+        A user has no records if the function raises, or returns anything but a value or a list of
+        values of the kind asked for.
+        """
+        returned = [_returned(users, user, function, scalar) for user in positions.tolist()]
+        offsets = np.cumsum([0, *map(len, returned)], dtype=np.int64)
+        return cls(np.concatenate([np.empty(0, scalar), *returned]), offsets)
+
 
 def readable(dtype: np.dtype[np.generic], scalar: Scalar) -> bool:
     """Whether values of a dtype are the numbers or texts asked for."""
     return dtype.kind in ("U" if scalar is np.str_ else "biuf")
 
 
-def records_of_column(users: UserStore, column: str, scalar: Scalar) -> Records:
-    """The column as records of the store's users; it must be `readable`."""
-    return Records(_converted(users.fields[column], scalar), users.offsets)
-
-
-def records_of_function(
-    users: UserStore, positions: npt.NDArray[np.int64], function: Function, scalar: Scalar
-) -> Records:
-    """What a function says of each of some users; total.
-
-    A user has no records if the function raises, or returns anything but a value or a list of
-    values of the kind asked for.
-    """
-    said = [_said(users, user, function, scalar) for user in positions.tolist()]
-    offsets = np.cumsum([0, *map(len, said)], dtype=np.int64)
-    return Records(np.concatenate([np.empty(0, scalar), *said]), offsets)
-
-
-def _said(
+def _returned(
     users: UserStore, user: int, function: Function, scalar: Scalar
 ) -> npt.NDArray[np.generic]:
     """Values of one user: [records]."""
@@ -143,7 +129,7 @@ WIDTH = 2.0
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What was released to one question; all of it is public.
+    """The answer to one question; all of it was released.
 
     Attributes:
         question: name of the question.
@@ -172,6 +158,9 @@ class Question(ABC):
     Attributes:
         name: names the question, and its vector group in the ledger.
         of: the quantity: a column of the users' store, or a function of one user's fields.
+
+    Raises:
+        InvalidValueError: a field is out of range.
     """
 
     name: str
@@ -215,7 +204,7 @@ class Question(ABC):
         Raises:
             InvalidValueError: nothing can be clipped to its norm.
         """
-        return VectorGroup(self.name, (self.name,), self.clipping_norm, (1.0,))
+        return VectorGroup.single(self.name, self.clipping_norm)
 
 
 def check_question(question: Question) -> None:
@@ -225,15 +214,6 @@ def check_question(question: Question) -> None:
             f"a question is named {question.name!r}; a name must be printable and not empty"
         )
     _ = question.group
-
-
-def check_range(question: Question, low: float, high: float) -> None:
-    """Raise InvalidValueError unless low < high, both finite."""
-    if not -math.inf < low < high < math.inf:
-        raise InvalidValueError(
-            f"question {question.name!r} has low {low} and high {high}; low must be below high and "
-            "both finite"
-        )
 
 
 def sampling_spread(sampling: PoissonSampling) -> float:
@@ -249,14 +229,7 @@ def sampling_spread(sampling: PoissonSampling) -> float:
 def normal_answer(
     name: str, value: FloatVector, noise_stddev: FloatVector, sampling_stddev: FloatVector
 ) -> Answer:
-    """Answer whose errors are normal, at least about.
-
-    Args:
-        name: of the question.
-        value: the noised value.
-        noise_stddev: of the noise, in units and shape of the value.
-        sampling_stddev: no less than the standard deviation that is due to the cohort, likewise.
-    """
+    """Answer whose errors are about normal: from the noise, and at most so much from sampling."""
     half = WIDTH * np.hypot(noise_stddev, sampling_stddev)
     low, high = np.asarray(value - half), np.asarray(value + half)
     return Answer(name, np.asarray(value), noise_stddev, low, high)
@@ -271,15 +244,10 @@ class Histogram(Question):
     unbiased; where they have more, long users count for less than they hold.
 
     Attributes:
-        name: of the question.
-        of: column or function of the quantity.
         categories: K different integers, or K different strings; other values are not counted.
         clipping_norm: S > 0, in records.
 
     The answer has shape [K], in the order of the categories; noise can make a count negative.
-
-    Raises:
-        InvalidValueError: a field is out of range.
     """
 
     name: str
@@ -344,15 +312,17 @@ class Distribution(Question):
     A user with several records counts as equal parts of each; one without a finite record counts
     as above all thresholds.
 
+    The curve is the running sum A·h of the histogram h of the bins between thresholds. Noising h
+    and adding up would leave noise that grows as √m. Instead, users contribute their column of the
+    square root R of A (R·R = A, lower triangular Toeplitz), and the server multiplies the noised
+    sum by R once more. The noise of each share is then less than 1.07 + ln(m)/π times that of a
+    single count, 2.4 times for m = 64 (Fichtenberger, Henzinger and Upadhyay 2023,
+    arXiv:2202.11205).
+
     Attributes:
-        name: of the question.
-        of: column or function of the quantity, in numbers.
         thresholds: m finite numbers, each above the one before.
 
     The answer has shape [m] and is unbiased, hence at times outside [0, 1] or falling.
-
-    Raises:
-        InvalidValueError: a field is out of range.
     """
 
     name: str
@@ -423,16 +393,11 @@ class Quantiles(Question):
     which hold for each quantile by itself.
 
     Attributes:
-        name: of the question.
-        of: column or function of the quantity, in numbers.
         thresholds: as in `Distribution`.
         probabilities: k numbers p in (0, 1).
 
     The answer has shape [k]; its noise_stddev is a quarter of the interval that noise alone makes,
     0 where that falls on one threshold.
-
-    Raises:
-        InvalidValueError: a field is out of range.
     """
 
     name: str
@@ -508,23 +473,24 @@ def crossings(
     return first, last
 
 
+def check_range(question: Question, low: float, high: float) -> None:
+    """Raise InvalidValueError unless low < high, both finite."""
+    if not -math.inf < low < high < math.inf:
+        raise InvalidValueError(
+            f"question {question.name!r} has low {low} and high {high}; low must be below high and "
+            "both finite"
+        )
+
+
 @dataclass(frozen=True)
 class Mean(Question):
-    """The mean over all enrolled users of their values.
+    """The mean over all enrolled users of their values, each clipped to [low, high].
 
     What a user contributes is its value minus the middle of [low, high], which has the smallest
     bound that the range allows, half of it. A user without a value counts as one in the middle.
 
-    Attributes:
-        name: of the question.
-        of: column or function of the quantity, in numbers.
-        low: smaller values count as this.
-        high: larger values count as this.
-
-    The answer has shape () and is unbiased. The narrower the range, the smaller the noise.
-
-    Raises:
-        InvalidValueError: a field is out of range.
+    The denominator is the constant qN, never a noisy count of those who have a value: the answer,
+    of shape (), is unbiased, which a ratio is not. The narrower the range, the smaller the noise.
     """
 
     name: str
@@ -561,20 +527,11 @@ class Mean(Question):
 
 @dataclass(frozen=True)
 class Sum(Question):
-    """The sum over all enrolled users of their totals.
+    """The sum over all enrolled users of their totals, each clipped to [low, high].
 
     Of a column or function of zeros and ones with low = 0 and high = 1 it is a count of users.
 
-    Attributes:
-        name: of the question.
-        of: column or function of the quantity, in numbers.
-        low: a user's smaller total counts as this.
-        high: a user's larger total counts as this.
-
     The answer has shape () and is unbiased; a user without a value adds nothing.
-
-    Raises:
-        InvalidValueError: a field is out of range.
     """
 
     name: str
@@ -616,23 +573,14 @@ class Sum(Question):
 
 @dataclass(frozen=True)
 class Variance(Question):
-    """The variance over all enrolled users of their values: mean square minus squared mean.
+    """The variance over all users of their values, clipped to [low, high]: mean square − mean².
 
     What a user contributes is (t, t²), t being its value in units of half the range from the
     centre, of norm at most √2. A user without a value counts as one in the middle.
 
-    Attributes:
-        name: of the question.
-        of: column or function of the quantity, in numbers.
-        low: smaller values count as this.
-        high: larger values count as this.
-
     The answer has shape () and is unbiased, hence at times negative. It is not linear in the
     release: noise_stddev takes the released mean for the true one, and the interval the cohort's
     part of the error to first order.
-
-    Raises:
-        InvalidValueError: a field is out of range.
     """
 
     name: str

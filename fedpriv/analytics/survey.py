@@ -1,9 +1,4 @@
-"""What is asked of whom, how loudly the answers are noised, and what that is charged as.
-
-Adding up what the users of a cohort contribute, many at a time.
-
-Asking a survey: draw, collect, charge, release, answer.
-"""
+"""A survey: what is asked of whom, how much noise answers get, and the round that asks it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,26 +7,19 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.analytics.questions import (
-    Answer,
-    FloatMatrix,
-    Question,
-    Records,
-    readable,
-    records_of_column,
-    records_of_function,
-)
+from fedpriv.analytics.questions import Answer, FloatMatrix, Question, Records, readable
 from fedpriv.data.population import UserStore
-from fedpriv.errors import DataError, InvalidValueError, LedgerError, known_names
+from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.ledger.events import RoundEvent
-from fedpriv.ledger.ledger import Charge
-from fedpriv.privacy.clipping import Clipping, IntegerVector
+from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import FloatVector, Layout
 from fedpriv.privacy.mechanism import PoissonGaussianMechanism
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.query import GaussianSumQuery, given_shares, noise_stddevs, proportional_shares
-from fedpriv.privacy.round import Books, PartialSum, add_up
+from fedpriv.privacy.query import given_shares, proportional_shares
+from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundAttempt, private_round
 from fedpriv.privacy.sampling import PoissonSampling
+
+_COMPONENTS = 1 << 21  # of the contributions of a chunk, in float64: 16 MiB
 
 
 @dataclass(frozen=True)
@@ -80,32 +68,24 @@ class Survey:
             tuple(group.name for group in groups),
             tuple((question.dimension,) for question in self.questions),
         )
-        shares = (
-            proportional_shares(groups)
-            if self.shares is None
-            else given_shares(groups, self.shares)
+        equal = self.shares is None
+        shares = proportional_shares(groups) if equal else given_shares(groups, self.shares or {})
+        clipping = Clipping(layout, groups)
+        return PoissonGaussianMechanism.calibrated(
+            self.sampling, clipping, self.noise_multiplier, shares
         )
-        stddevs = noise_stddevs(groups, self.noise_multiplier, shares)
-        query = GaussianSumQuery(Clipping(layout, groups), stddevs)
-        return PoissonGaussianMechanism.of(self.sampling, query)
 
     @property
     def event(self) -> RoundEvent:
-        """What asking is charged as, known before anybody is asked."""
+        """What asking is charged as, known before any user is asked."""
         return self.mechanism.event
 
     def answers(self, average: FloatVector) -> tuple[Answer, ...]:
-        """Answers in a release of `mechanism`, one per question: post-processing.
-
-        Args:
-            average: [D] the noised sum of the cohort's contributions, divided by qN.
-        """
-        query = self.mechanism.average
-        layout = query.sum_query.clipping.layout
-        parts, stddevs = layout.unflatten(average), layout.unflatten(query.noise_stddevs)
+        """The answers in an average [D] that `mechanism` released: post-processing."""
+        query = self.mechanism.query
+        parts, stddevs = query.clipping.layout.unflatten(average), query.tensor_stddevs
         return tuple(
-            q.answer(parts[q.name], float(stddevs[q.name].max()), self.sampling)
-            for q in self.questions
+            q.answer(parts[q.name], stddevs[q.name], self.sampling) for q in self.questions
         )
 
     def check(self, users: UserStore) -> None:
@@ -141,7 +121,59 @@ def _check_column(users: UserStore, question: Question, column: str) -> None:
         )
 
 
-_COMPONENTS = 1 << 21  # of the contributions of a chunk, in float64: 16 MiB
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What one survey released; safe to show.
+
+    Attributes:
+        answers: one per question, in their order.
+        attempt: which attempt at the round succeeded, from 0.
+        charge_hash: hash of the round's row in the ledger.
+    """
+
+    answers: tuple[Answer, ...]
+    attempt: int
+    charge_hash: str
+
+    def __getitem__(self, question: str) -> Answer:
+        """The answer to the question of this name.
+
+        Raises:
+            InvalidValueError: there is none.
+        """
+        by_name = {answer.question: answer for answer in self.answers}
+        if question not in by_name:
+            raise InvalidValueError(
+                f"the survey has no question {question!r}; {known_names(question, by_name)}"
+            )
+        return by_name[question]
+
+
+def ask(survey: Survey, users: UserStore, records: PrivacyRecords, entropy: Entropy) -> Answers:
+    """Ask the users and release the noised answers, with the guarantees of `private_round`.
+
+    One charge covers all answers: one user more or less moves the sums of all questions, each
+    divided by its σ, by at most 1/z together (McMahan et al. 2018, equation (1)).
+
+    Args:
+        survey: what is asked.
+        users: data of all enrolled users.
+        records: ledger, participation record and budget.
+        entropy: where cohort and noise come from.
+
+    Raises:
+        BudgetExceededError: asking would pass the budget; no user was asked and nothing charged.
+        DataError: the users' columns do not fit the questions.
+        InvalidValueError: there are not as many users as are enrolled.
+        LedgerError: the ledger or the record cannot be believed or written; nothing is released.
+    """
+    survey.check(users)
+
+    def collected(_: RoundAttempt, cohort: npt.NDArray[np.int64]) -> Iterator[PartialSum]:
+        return collect(survey, users, cohort)
+
+    release = private_round(survey.mechanism, survey.run, survey.round, collected, records, entropy)
+    return Answers(survey.answers(release.average), release.attempt, release.charge_hash)
 
 
 def collect(
@@ -163,7 +195,7 @@ def collect(
     """
     columns = {q.of: users.fields[q.of] for q in survey.questions if isinstance(q.of, str)}
     store = UserStore(columns, users.offsets) if columns else users
-    clipping = survey.mechanism.average.sum_query.clipping
+    clipping = survey.mechanism.clipping
     step = max(1, _COMPONENTS // clipping.layout.dimension)
     for number, start in enumerate(range(0, cohort.size, step)):
         chunk = cohort[start : start + step]
@@ -188,98 +220,9 @@ def usable(contributions: FloatMatrix) -> FloatMatrix:
 
 
 def _records(
-    question: Question,
-    users: UserStore,
-    asked: UserStore,
-    chunk: npt.NDArray[np.int64],
+    question: Question, users: UserStore, asked: UserStore, chunk: npt.NDArray[np.int64]
 ) -> Records:
     """Records of a chunk: columns from the store of its users, functions from that of all."""
     if isinstance(question.of, str):
-        return records_of_column(asked, question.of, question.scalar)
-    return records_of_function(users, chunk, question.of, question.scalar)
-
-
-@dataclass(frozen=True, eq=False)
-class Answers:
-    """What one survey released; safe to show.
-
-    Attributes:
-        answers: one per question, in their order.
-        attempt: which attempt at the round succeeded, from 0.
-        charge_hash: hash of the round's row in the ledger.
-    """
-
-    answers: tuple[Answer, ...]
-    attempt: int
-    charge_hash: str
-
-    def __getitem__(self, question: str) -> Answer:
-        """The answer to the question of this name.
-
-        Raises:
-            InvalidValueError: there is none.
-        """
-        by_name = {answer.question: answer for answer in self.answers}
-        if question not in by_name:
-            raise InvalidValueError(
-                f"nobody asked question {question!r}; {known_names(question, by_name)}"
-            )
-        return by_name[question]
-
-
-def ask(survey: Survey, users: UserStore, books: Books, entropy: Entropy) -> Answers:
-    """Ask the users and release the noised answers.
-
-    Guarantees:
-
-    * one charge is durable in the ledger before any noise is drawn, and covers all answers;
-    * one user more or less moves the sums of all questions, each divided by its σ, by at most 1/z
-      together (McMahan et al. 2018, equation (1));
-    * who took part is recorded, and committed to by the charge;
-    * where the budget would be passed, nobody is asked, nothing is charged and nothing released;
-    * an empty cohort is charged and answered like any other;
-    * asking again, for one that was interrupted or one more, is a new attempt at the round: fresh
-      cohort, fresh noise and a new charge.
-
-    Args:
-        survey: what is asked.
-        users: data of all enrolled users.
-        books: ledger, participation record and budget.
-        entropy: where cohort and noise come from.
-
-    Raises:
-        BudgetExceededError: asking would pass the budget.
-        DataError: the users' columns do not fit the questions.
-        InvalidValueError: there are not as many users as are enrolled.
-        LedgerError: the ledger or the record cannot be believed or written; nothing is released.
-    """
-    survey.check(users)
-    books.refuse_if_beyond(survey.event, f"run {survey.run}, round {survey.round}")
-    attempt = books.next_attempt(survey.run, survey.round)
-    cohort = survey.mechanism.draw_cohort(entropy, _purpose("sampling", survey, attempt))
-    commitment = books.record(survey.run, survey.round, attempt, cohort)
-    clipping = survey.mechanism.average.sum_query.clipping
-    total = add_up(collect(survey, users, cohort), clipping, cohort.size).total
-    charge = books.charge(
-        survey.run, survey.round, attempt, commitment, survey.event, entropy.randomness
-    )
-    average = _released(survey, total, charge, entropy)
-    return Answers(survey.answers(average), attempt, charge.hash)
-
-
-def _released(
-    survey: Survey, total: IntegerVector, charge: Charge, entropy: Entropy
-) -> FloatVector:
-    """Noise the total [D] once and average it, if that is what was charged."""
-    charged = charge.redeem()
-    if charged != survey.event:
-        raise LedgerError(f"the event charged is {charged}, not {survey.event}")
-    purpose = _purpose("noise", survey, charge.attempt)
-    average, realised = survey.mechanism.release(total, entropy, purpose)
-    if realised != charged:
-        raise LedgerError(f"the event realised is {realised}, not the one charged, {charged}")
-    return average
-
-
-def _purpose(stream: str, survey: Survey, attempt: int) -> str:
-    return f"{stream}/{survey.run}/{survey.round}/{attempt}"
+        return Records.of_column(asked, question.of, question.scalar)
+    return Records.of_function(users, chunk, question.of, question.scalar)

@@ -1,8 +1,8 @@
 """What users train on: in shapes that are public, and on rows chosen by each user's own key.
 
-A user's shape, its rung, follows from the plan and the user's own number of examples. Nobody else's
-data decide how it computes. Shapes lie on a ladder, since users of different shapes cannot train
-together; up to a quarter of a shape is padding, which counts for nothing.
+A user's shape, its rung, follows from the plan and the user's own number of examples; no other
+user's data decide how it computes. Shapes lie on a ladder, since users of different shapes cannot
+train together; up to a quarter of a shape is padding, which counts for nothing.
 """
 
 from collections.abc import Iterator
@@ -61,12 +61,7 @@ def by_rung(
 ) -> Iterator[tuple[Rung, Integers]]:
     """The rungs of some users, those with the least work first, and which of them are on each.
 
-    Users without examples are on none.
-
-    Args:
-        sizes: number of examples of each user.
-        local: how a user trains.
-        measured: whether examples are measured.
+    Users have `sizes` examples; those without any are on no rung. Blocks are for measured examples.
     """
     counts = counted(sizes, local)
     widths, passes = ladder(counts), ladder(_batches(counts, local))
@@ -107,21 +102,15 @@ def schedule(
     local_key: bytes,
     rung: Rung,
 ) -> Schedule:
-    """Rows of users of one rung, each with at least one example.
+    """Rows of users of one rung: their positions, first rows in the store and numbers of rows.
 
     A user's examples are shuffled for each pass over them. Their order, and which of them count
-    where there are more than `local.max_examples`, depends on the user, the key and the user's
-    number of examples alone.
-
-    Args:
-        users: position of each user in the population.
-        starts: first row of each user in the store.
-        sizes: number of rows of each user.
-        local: how a user trains.
-        local_key: 32 bytes of this round.
-        rung: of all these users.
+    where there are more than `local.max_examples`, depends on the user's position in the
+    population, the round's key and the user's number of examples alone.
     """
-    keys, counts = _keys_of(users, local_key), counted(sizes, local)
+    # A word for each user in one round; needs to be reproducible, not to be secret.
+    key = np.frombuffer(local_key[:8], "<u8").astype(np.uint64)
+    keys, counts = _mixed(key + _spread(users)), counted(sizes, local)
     widths = counts if local.batch_size is None else np.minimum(counts, local.batch_size)
     per_pass = _batches(counts, local)
     steps = per_pass * (local.epochs or 0) if local.steps is None else local.steps + 0 * per_pass
@@ -139,8 +128,9 @@ def schedule(
     weights = np.zeros(shape, np.float32)
     weights[at] = 1.0
     chosen = np.minimum(np.arange(rung.width * rung.blocks), counts[:, None] - 1)
-    for lane in np.flatnonzero(counts < sizes).tolist():
-        these = _choice(keys[lane : lane + 1], int(sizes[lane]), int(counts[lane]))
+    for lane in np.flatnonzero(counts < sizes).tolist():  # only some of its rows count
+        key = _mixed(keys[lane : lane + 1] + _spread(np.array([_CHOICE], np.int64)))
+        these = np.sort(_shuffled(key, sizes[lane : lane + 1])[0][: counts[lane]])
         picked[lane], chosen[lane] = these[picked[lane]], these[chosen[lane]]
     return Schedule(starts[:, None, None] + picked, weights, starts[:, None] + chosen)
 
@@ -190,12 +180,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Examples:
-    """All that is known of the users of a chunk, on the device where they train.
+    """The examples of C users in L lanes, on the device where they train.
 
     Attributes:
         rung: of all of them.
-        lanes: L.
-        users: [C ≤ L] positions in the enrolled population.
+        lanes: L ≥ C.
+        users: [C] positions in the enrolled population.
         counts: [C] examples of each that count.
         store: the users' data.
         device: where they train.
@@ -239,11 +229,11 @@ class Examples:
     def _gathered(self, rows: Integers) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets [L, …] of rows [C, …], in memory whose alignment does not vary."""
         names = self.task.inputs, self.task.targets
-        kinds = {name: self.store.fields[name] for name in names}
-        held = {
-            name: self._blank((*rows.shape[1:], *field.shape[1:]), _torch_type(field.dtype))
-            for name, field in kinds.items()
-        }
+        held = {}
+        for name in names:
+            field = self.store.fields[name]
+            kind = torch.from_numpy(np.empty(0, field.dtype)).dtype
+            held[name] = self._blank((*rows.shape[1:], *field.shape[1:]), kind)
         self.store.take(rows, {name: t.numpy()[: len(rows)] for name, t in held.items()})
         x, y = (self._moved(held[name]) for name in names)
         return x, y
@@ -260,22 +250,11 @@ class Examples:
         return memory.to(self.device, non_blocking=True)
 
 
-def _torch_type(dtype: np.dtype[np.generic]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype
-
-
 def _batches(counts: Integers, local: LocalTraining) -> Integers:
     """In how many batches users have each example once; 0 for those without any."""
     if local.batch_size is None:
         return np.minimum(counts, 1)
     return _divided(counts, np.full_like(counts, local.batch_size))
-
-
-def _choice(key: npt.NDArray[np.uint64], size: int, count: int) -> Integers:
-    """Which of a user's rows count, ascending."""
-    number = np.array([_CHOICE], np.int64)
-    drawn, _ = _shuffled(_mixed(key + _spread(number)), np.array([size]))
-    return np.sort(drawn[:count])
 
 
 def _shuffled(keys: npt.NDArray[np.uint64], sizes: Integers) -> tuple[Integers, Integers]:
@@ -287,12 +266,6 @@ def _shuffled(keys: npt.NDArray[np.uint64], sizes: Integers) -> tuple[Integers, 
     drawn = np.argsort(dice, kind="stable")
     order = drawn[np.argsort(passes[drawn], kind="stable")]
     return places[order], places
-
-
-def _keys_of(users: Integers, local_key: bytes) -> npt.NDArray[np.uint64]:
-    """A word for each user in one round; needs to be reproducible, not to be secret."""
-    key = np.frombuffer(local_key[:8], "<u8").astype(np.uint64)
-    return _mixed(key + _spread(users))
 
 
 def _spread(numbers: Integers) -> npt.NDArray[np.uint64]:

@@ -7,8 +7,8 @@ into pieces of one size; and no shape is trusted for that. Before the first user
 random users do, in other places and beside other neighbours, and each must get what it got before.
 
 A rung has one shape with as many lanes as pay, which says what a user gets. Where there are fewer
-users, the other lanes are blank; or there are fewer lanes, if the model is of known layers and
-these give the same. Where places or neighbours make a difference, users of the rung train one at a
+users, the other lanes are blank; or there are fewer lanes, if the users are separable and these
+lanes give the same. Where places or neighbours make a difference, users of the rung train one at a
 time.
 """
 
@@ -23,10 +23,10 @@ import torch
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import Integers, Rung, by_rung
-from fedpriv.engine.task import Start
+from fedpriv.engine.task import RoundParameters
 from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.errors import ModelError
-from fedpriv.privacy.clipping_torch import Updates, lanes_as_rows
+from fedpriv.privacy.clipping_torch import lanes_as_rows
 from fedpriv.privacy.round import LocalTraining, RoundRequest
 
 _log = logging.getLogger(__name__)
@@ -68,120 +68,102 @@ class Isolation:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._verdicts: dict[Hashable, _Verdict] = {}
-        self._start: Start | None = None  # of all random users, or they could not be compared
+        # Of all random users, or they could not be compared.
+        self._start: RoundParameters | None = None
 
     def chunks(
-        self, request: RoundRequest, start: Start, rung: Rung, users: Integers, parts: int
+        self, request: RoundRequest, start: RoundParameters, rung: Rung, users: Integers, parts: int
     ) -> Iterator[Chunk]:
-        """Cut users of a rung into chunks, each named after its first user's position.
+        """Cut users of a rung, positions in the store, into a multiple of `parts` if possible.
 
-        Args:
-            request: of the round.
-            start: what users start from in some round; random users do so from the first.
-            rung: of all these users.
-            users: positions in the store.
-            parts: into a multiple of so many, if there are so many users.
+        Random users start from the first `start` that is ever given.
 
         Raises:
             ModelError: the model cannot be trained in this shape, or what a user gets depends on
                 more than its rows and the generators of torch.
         """
-        start = self._start = self._start or start
-        verdict = self._verdict(request, start, rung)
+        self._start = self._start or start
+        measured = tuple((metric.name, metric.shape) for metric in request.metrics)
+        key = (request.local, measured, rung)
+        if key not in self._verdicts:
+            self._verdicts[key] = self._examined(request, self._start, rung)
+        verdict = self._verdicts[key]
         if not verdict.digests:
             for user in np.split(users, len(users)):
-                yield Chunk(str(user[0]), rung, 1, together=False, users=user)
+                yield Chunk(rung, 1, together=False, users=user)
             return
         for some in self._shared_out(users, parts, len(verdict.digests), rung):
-            lanes = self._lanes(verdict, request, start, rung, len(some))
-            yield Chunk(str(some[0]), rung, lanes, together=True, users=some)
+            lanes = self._lanes(verdict, request, self._start, rung, len(some))
+            yield Chunk(rung, lanes, together=True, users=some)
 
     def _shared_out(self, users: Integers, parts: int, most: int, rung: Rung) -> list[Integers]:
         """Users in a multiple of so many parts, about equal, none of more than the most."""
         parts = min(len(users), parts * -(-len(users) // (parts * most)))
-        full = self._trainer.filled(rung)
+        full = self._trainer.footprint.filled(rung)
         if most % full or len(users) < parts * full:
             return np.array_split(users, parts)
         share = len(users) / parts / full
         return np.split(users, np.rint(np.arange(1, parts) * share).astype(np.int64) * full)
 
     def _lanes(
-        self, verdict: _Verdict, request: RoundRequest, start: Start, rung: Rung, users: int
+        self,
+        verdict: _Verdict,
+        request: RoundRequest,
+        start: RoundParameters,
+        rung: Rung,
+        users: int,
     ) -> int:
         """The least number of lanes for so many users that gives what all lanes give."""
         trainer = self._trainer
         if trainer.layers is None:  # products of other models may depend on the number of lanes
             return verdict.most
-        while (lanes := trainer.lanes_for(users, rung)) < verdict.most:
+        while (lanes := trainer.footprint.lanes_for(users, rung)) < verdict.most:
             if lanes not in verdict.counts:
-                crowd = _Crowd.of(trainer, request, rung, min(_COMPARED, len(verdict.digests)))
-                found = crowd.in_turns(start, lanes)
-                verdict.counts[lanes] = _agree(found, verdict.digests)
+                some = min(_COMPARED, len(verdict.digests))
+                few = _RandomUsers.of(trainer, request, start, rung, some)
+                verdict.counts[lanes] = all(
+                    _agree(few.in_turns(lanes, places), verdict.digests)
+                    for places in (0, 1, lanes // 3 + 1)
+                )
             if verdict.counts[lanes]:
                 return lanes
             users += 1
         return verdict.most
 
-    def _verdict(self, request: RoundRequest, start: Start, rung: Rung) -> _Verdict:
-        measured = tuple((metric.name, metric.shape) for metric in request.metrics)
-        key = (request.local, measured, rung)
-        if key not in self._verdicts:
-            self._verdicts[key] = self._examined(request, start, rung)
-        return self._verdicts[key]
-
-    def _examined(self, request: RoundRequest, start: Start, rung: Rung) -> _Verdict:
+    def _examined(self, request: RoundRequest, start: RoundParameters, rung: Rung) -> _Verdict:
         trainer = self._trainer
         lanes = trainer.most_lanes(request, rung)
-        if trainer.draws or (lanes == 1 and trainer.layers is None):
-            return self._one_at_a_time(request, start, rung)
-        digests: tuple[bytes, ...] = ()
-        try:
-            digests = self._side_by_side(request, start, rung, lanes)
-        except Exception as error:  # whatever the model does with several users
-            _log.info("users cannot train side by side: %s", type(error).__name__)
-        if digests:
-            return _Verdict(lanes, digests)
-        _log.warning(
-            "users of up to %d examples in each of %d steps train one at a time: side by side, "
-            "what one gets would depend on others",
-            rung.width,
-            rung.steps,
-        )
-        return self._one_at_a_time(request, start, rung)
-
-    def _side_by_side(
-        self, request: RoundRequest, start: Start, rung: Rung, lanes: int
-    ) -> tuple[bytes, ...]:
-        """What random users get in a shape; nothing if place or neighbours make a difference."""
-        users = self._trainer.most_users(lanes, rung)
-        crowd = _Crowd.of(self._trainer, request, rung, users)
-        digests = crowd.digests(start, np.arange(users), lanes)
-        expected = tuple(digests[user] for user in range(users))
-        for number in (1, 2):
-            turned = np.roll(np.arange(users), number * (users // 3 + 1))
-            broken = np.where(np.arange(users) % 3 == number, turned + users, turned)
+        if not trainer.draws and (lanes > 1 or trainer.layers is not None):
+            digests: tuple[bytes, ...] = ()
+            users = trainer.footprint.most_users(lanes, rung)
             try:
-                found = crowd.digests(start, broken, lanes)
-            except Exception:  # a model may raise for what is not finite; then none is beside
-                found = crowd.digests(start, turned, lanes)
-            if not _agree(found, expected):
-                return ()
-        return expected
+                digests = _RandomUsers.of(trainer, request, start, rung, users).together(lanes)
+            except Exception as error:  # whatever the model does with several users
+                _log.info("users cannot train side by side: %s", type(error).__name__)
+            if digests:
+                return _Verdict(lanes, digests)
+            _log.warning(
+                "users of up to %d examples in each of %d steps train one at a time: side by side, "
+                "what one gets would depend on others",
+                rung.width,
+                rung.steps,
+            )
+        self._check_alone(_RandomUsers.of(trainer, request, start, rung, 1))
+        return _Verdict(1)
 
-    def _one_at_a_time(self, request: RoundRequest, start: Start, rung: Rung) -> _Verdict:
+    def _check_alone(self, users: "_RandomUsers") -> None:
         """Refuse a model that gives one user something else when it trains again.
 
         Raises:
             ModelError: it does, or it cannot be trained.
         """
-        crowd = _Crowd.of(self._trainer, request, rung, 1)
         try:
-            found = [crowd.alone(start) for _ in range(2)]
+            found = [users.alone() for _ in range(2)]
         except Exception:  # random numbers need not be legal, but rows of zeros are
             try:
-                found = [crowd.of_zeros().alone(start) for _ in range(2)]
+                found = [users.of_zeros().alone() for _ in range(2)]
             except _SHORT_OF_MEMORY:
-                return _Verdict(1)  # users of this size will count as zero
+                return  # users of this size will count as zero
             except Exception as error:
                 raise ModelError(
                     f"the model cannot be trained with {self._trainer.activations} activations: "
@@ -192,62 +174,74 @@ class Isolation:
                 "training the same user twice gives two results; what a user gets must depend on "
                 "its rows and on torch's generators alone, which are seeded for each user"
             )
-        return _Verdict(1)
 
 
 @dataclass(frozen=True)
-class _Crowd:
-    """Random users of one rung; user u is random, and user u + `users` broken, for u < `users`."""
+class _RandomUsers:
+    """Users of one rung; user u is random, and user u + `users` broken, for u < `users`."""
 
     trainer: Trainer
     request: RoundRequest
+    start: RoundParameters
     rung: Rung
     users: int
 
     @classmethod
-    def of(cls, trainer: Trainer, request: RoundRequest, rung: Rung, users: int) -> "_Crowd":
+    def of(
+        cls, trainer: Trainer, request: RoundRequest, start: RoundParameters, rung: Rung, users: int
+    ) -> "_RandomUsers":
         """So many random users, the same first ones however many."""
         local = replace(request.local, learning_rate=_LEARNING_RATE)
         request = replace(request, local=local, local_key=bytes(32))
-        sizes = _sizes_on(rung, local, users)
-        store = _random_store(trainer, sizes)
-        return cls(replace(trainer, users=store, hosted=None, observed=False), request, rung, users)
+        store = _random_store(trainer, _sizes_on(rung, local, users))
+        trainer = replace(trainer, users=store, hosted=None, observed=False)
+        return cls(trainer, request, start, rung, users)
 
-    def of_zeros(self) -> "_Crowd":
+    def of_zeros(self) -> "_RandomUsers":
         """As many users whose rows are zeros."""
         store = self.trainer.users
         zeros = {name: np.zeros_like(column) for name, column in store.fields.items()}
         store = UserStore(zeros, store.offsets)
         return replace(self, trainer=replace(self.trainer, users=store))
 
-    def digests(
-        self, start: Start, users: Integers, lanes: int, *, together: bool = True
-    ) -> dict[int, bytes]:
-        """What users who are not broken get if these train in this order: by user."""
-        chunk = Chunk("", self.rung, lanes, together, users)
-        updates = self.trainer.sent(self.request, start, chunk)
-        found = zip(users.tolist(), _digests(updates, len(users)), strict=True)
-        return {user: digest for user, digest in found if user < self.users}
+    def digests(self, order: Integers, lanes: int, *, together: bool = True) -> dict[int, bytes]:
+        """SHA-256 of all bits that users who are not broken get if all train in this order."""
+        chunk, found = Chunk(self.rung, lanes, together, order), []
+        updates = self.trainer.sent(self.request, self.start, chunk)
+        for _, rows in lanes_as_rows(updates, len(order)):
+            for row in rows.cpu().numpy():
+                row[np.isnan(row)] = np.nan  # one of the many
+                found.append(hashlib.sha256(row).digest())
+        by_user = zip(order.tolist(), found, strict=True)
+        return {user: digest for user, digest in by_user if user < self.users}
 
-    def in_turns(self, start: Start, lanes: int) -> dict[int, bytes]:
-        """What some get, as many as tell, if they train in fewer lanes at a time."""
-        most, found = self.trainer.most_users(lanes, self.rung), dict[int, bytes]()
+    def together(self, lanes: int) -> tuple[bytes, ...]:
+        """What all get side by side; nothing if place or neighbours make a difference."""
+        users = self.users
+        digests = self.digests(np.arange(users), lanes)
+        expected = tuple(digests[user] for user in range(users))
+        for number, places in ((0, 1), (1, users // 3 + 1), (2, 2 * (users // 3 + 1))):
+            turned = np.roll(np.arange(users), places)
+            broken = np.where(np.arange(users) % 3 == number, turned + users, turned)
+            try:
+                found = self.digests(broken, lanes)
+            except Exception:  # a model may raise for what is not finite; then none is beside
+                found = self.digests(turned, lanes)
+            if not _agree(found, expected):
+                return ()
+        return expected
+
+    def in_turns(self, lanes: int, places: int) -> dict[int, bytes]:
+        """What some get, as many as tell, in fewer lanes at a time, so many places further on."""
+        most, found = self.trainer.footprint.most_users(lanes, self.rung), dict[int, bytes]()
         for first in range(0, min(self.users, _TURNS * most), most):
-            turn = np.arange(first, first + most) % self.users
-            found |= self.digests(start, turn, lanes)
+            turn = np.roll(np.arange(first, first + most) % self.users, places)
+            found |= self.digests(turn, lanes)
         return found
 
-    def alone(self, start: Start) -> dict[int, bytes]:
+    def alone(self) -> dict[int, bytes]:
         """What the first one gets by itself."""
-        return self.digests(start, np.zeros(1, np.int64), 1, together=False)
-
-
-def _digests(updates: Updates, lanes: int) -> Iterator[bytes]:
-    """SHA-256 of all bits that each lane gets."""
-    for _, rows in lanes_as_rows(updates, lanes):
-        for row in rows.cpu().numpy():
-            row[np.isnan(row)] = np.nan  # one of the many
-            yield hashlib.sha256(row).digest()
+        return self.digests(np.zeros(1, np.int64), 1, together=False)
 
 
 def _agree(found: Mapping[int, bytes], expected: Sequence[bytes]) -> bool:

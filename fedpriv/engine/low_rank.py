@@ -1,104 +1,66 @@
-"""Linear layers of many users without weights for each.
+"""Local training in layers, with low-rank corrections to shared weights where they cost less.
 
 A gradient of a linear layer is a sum of outer products δ xᵀ, one per example. So a user's weights
 after some steps are W₀ + Σ_t a_t·δ_t x_tᵀ over the examples t seen so far, with coefficients a_t
-that follow from learning rate, momentum and proximal term alone, and the layer's output is
+that follow from the algorithm alone, if it is linear, and the layer's output is
 
     W x + b = W₀ x + b₀ + Σ_t a_t·(x_t·x + 1)·δ_t:
 
 one matrix product for all users of a chunk, and a small correction for each. The result is that of
 weights per user up to the rounding of float32.
-
-Local training of a chunk of users at once, for models whose trained layers are known.
-
-The examples of all users go through the model side by side. Layers that are trained are replaced
-by others that know what each user has learnt: by weights for each user, or, where that is cheaper,
-by low-rank corrections to the shared weights. All else works on examples alone and stays.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from fedpriv.engine.batches import Batches
 from fedpriv.engine.layers import Layers
-from fedpriv.engine.sgd import Descent
-from fedpriv.engine.task import Activations, Task, lowered
-from fedpriv.privacy.clipping_torch import (
-    OuterProducts,
-    TorchTensors,
-    Updates,
-    product,
-    shared_product,
-)
+from fedpriv.engine.local_training import Descent, algorithm_of
+from fedpriv.engine.matmul import OuterProducts, product, shared_product
+from fedpriv.engine.task import Activations, RoundParameters, Task, lowered
+from fedpriv.privacy.clipping_torch import Updates
 from fedpriv.privacy.round import LocalTraining
 
 
-@dataclass(frozen=True)
-class Coefficients:
-    """A user's place and velocity as weights of its gradients so far: each [C, S]."""
-
-    position: torch.Tensor
-    velocity: torch.Tensor
-
-    @classmethod
-    def begin(cls, lanes: int, steps: int, device: torch.device) -> "Coefficients":
-        """Before the first step."""
-        zeros = torch.zeros((lanes, steps), device=device)
-        return cls(zeros, zeros)
-
-    def after(self, step: int, active: torch.Tensor | None, local: LocalTraining) -> "Coefficients":
-        """Coefficients after a step of SGD; only users that are active [C] move, None: all."""
-        direction = self.position * local.proximal
-        direction[:, step] += 1.0
-        velocity = self.velocity * local.momentum + direction
-        position = self.position - local.learning_rate * velocity
-        if active is None:
-            return Coefficients(position, velocity)
-        return Coefficients(
-            torch.where(active[:, None], position, self.position),
-            torch.where(active[:, None], velocity, self.velocity),
-        )
-
-
 class LowRankLinear:
-    """Stands in for a `torch.nn.Linear` that is called once in each step of C users in S steps.
+    """A `torch.nn.Linear` that is called once in each of the S steps of C users.
 
-    Its parameters are the shared ones; it remembers what it saw, and the losses' gradients by what
-    it gave, of which the backward pass tells it.
+    Its parameters are the shared ones; it remembers its inputs, and the losses' gradients by its
+    outputs, which the backward pass hands to it.
+
+    Args:
+        weight: [out, in] shared by all users.
+        bias: [out] shared by all users.
+        users: C.
+        steps: S.
+        entering: all its inputs, in the order of C, S and rows, if they are known: then it is
+            called with tensors of the right shape on the device "meta", without numbers.
 
     Attributes:
-        probe: to be differentiated by, so that autograd's backward pass comes by.
+        probe: to be differentiated by, so that autograd's backward pass reaches the layer.
+        gradient: of the losses by its outputs in the step in progress, [C, r, out].
     """
 
     def __init__(
         self,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        shape: tuple[int, int],
+        users: int,
+        steps: int,
         entering: torch.Tensor | None = None,
     ) -> None:
-        """Before the first step.
-
-        Args:
-            weight: [out, in] shared by all users.
-            bias: [out] shared by all users.
-            shape: C and S.
-            entering: what the layer will see, in the order of C, S and rows, if that is known: then
-                it is called with tensors of the right shape on the device "meta", without numbers.
-        """
         self.probe = torch.zeros((), device=weight.device, requires_grad=True)
         self._weight, self._bias = weight, bias
-        self._lanes, self._steps = shape
+        self._users, self._steps = users, steps
         # Of the steps so far [C, S·r, in]; of all steps if these are known.
         self._inputs = torch.empty(0, 0, 0)
         if entering is not None:
-            self._inputs = entering.view(self._lanes, -1, weight.shape[1])
+            self._inputs = entering.view(users, -1, weight.shape[1])
         self._by_shared: torch.Tensor | None = None
-        self._gradient: torch.Tensor | None = None  # of the step in progress
+        self.gradient: torch.Tensor | None = None
         # By the outputs of the steps so far, [C, S·r, out]; times their coefficients if settled.
         self._gradients = torch.empty(0)
         self._scaled = torch.empty(0, 0, 0)  # these times their coefficients, [C, n, out]
@@ -109,14 +71,21 @@ class LowRankLinear:
 
     def outputs(self, x: torch.Tensor) -> torch.Tensor:
         """What it gives for x, [C, r, out] in memory of its own; autograd does not see it."""
-        return self._of_entering() if x.is_meta else self._of_rows(x.detach())
-
-    def told(self, gradient: torch.Tensor) -> None:
-        """Hear of the gradient [C, r, out] of the users' losses by what was given in this step."""
-        self._gradient = gradient
+        before = self._scaled.shape[1]
+        if x.is_meta:  # those of the shared parameters are one product for all steps
+            if self._by_shared is None:
+                self._by_shared = self._shared(self._inputs)
+            now = slice(before, before + self._count)
+            return self._corrected(self._by_shared[:, now], self._inputs[:, now])
+        rows = x.detach().reshape(self._users, -1, x.shape[-1])
+        if before == 0:
+            shape = self._users, self._steps * rows.shape[1], rows.shape[2]
+            self._inputs = self._weight.new_empty(shape)
+        self._inputs[:, before : before + self._count] = rows
+        return self._corrected(self._shared(rows), rows)
 
     def by_inputs(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The losses' gradient by what it saw in this step, [C, r, in]."""
+        """The losses' gradient by its inputs [C, r, in], from that by its outputs [C, r, out]."""
         weight, scaled = self._weight.to(gradient.dtype), self._scaled
         y = shared_product(gradient.flatten(0, 1), weight).float().view(*gradient.shape[:2], -1)
         if scaled.shape[1]:
@@ -133,10 +102,10 @@ class LowRankLinear:
         """
         before, after = self._scaled.shape[1], self._scaled.shape[1] + self._count
         if before == 0:
-            shape = self._lanes, self._steps * self._count, len(self._weight)
+            shape = self._users, self._steps * self._count, len(self._weight)
             self._gradients = self._weight.new_empty(shape)
         now = self._gradients[:, before:after]
-        gradient, self._gradient = self._gradient, None
+        gradient, self.gradient = self.gradient, None
         if gradient is None:  # no loss depends on what it gave
             now.zero_()
         elif settled:
@@ -157,22 +126,6 @@ class LowRankLinear:
     def _count(self) -> int:
         """Rows of a user in a step."""
         return self._inputs.shape[1] // self._steps
-
-    def _of_entering(self) -> torch.Tensor:
-        """Outputs [C, r, out] in a step; those of the shared parameters are one product for all."""
-        if self._by_shared is None:
-            self._by_shared = self._shared(self._inputs)
-        now = slice(self._scaled.shape[1], self._scaled.shape[1] + self._count)
-        return self._corrected(self._by_shared[:, now], self._inputs[:, now])
-
-    def _of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Outputs [C, r, out] of what it sees in a step, which it keeps for the steps to come."""
-        rows, before = x.reshape(self._lanes, -1, x.shape[-1]), self._scaled.shape[1]
-        if before == 0:
-            shape = self._lanes, self._steps * rows.shape[1], rows.shape[2]
-            self._inputs = self._weight.new_empty(shape)
-        self._inputs[:, before : before + self._count] = rows
-        return self._corrected(self._shared(rows), rows)
 
     def _shared(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [C, r, in] through the shared layer: [C, r, out]."""
@@ -195,29 +148,21 @@ class LowRankLinear:
             return product(inner, self._scaled).add_(y).to(y.dtype)
 
 
-class _OfLayer(Protocol):
-    layer: LowRankLinear
-    shape: torch.Size
-
-    @property
-    def needs_input_grad(self) -> tuple[bool, ...]: ...
-
-
 class _Through(torch.autograd.Function):
-    """Through a layer, which hears of the gradient by what it gave before anything changed that."""
+    """Through a layer, which gets the gradient by its outputs before anything changes that."""
 
     @staticmethod
     def forward(
-        ctx: _OfLayer, layer: LowRankLinear, _probe: torch.Tensor, x: torch.Tensor
+        ctx: Any, layer: LowRankLinear, _probe: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor:
         ctx.layer, ctx.shape = layer, x.shape
         return layer.outputs(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _OfLayer, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient = gradient.contiguous()
-        ctx.layer.told(gradient)
+        ctx.layer.gradient = gradient
         if not ctx.needs_input_grad[2]:
             return None, None, None
         return None, None, ctx.layer.by_inputs(gradient).view(ctx.shape)
@@ -229,50 +174,38 @@ _through: Callable[..., torch.Tensor] = _Through.apply
 def train_layers_chunk(
     layers: Layers,
     task: Task,
-    parameters: TorchTensors,
-    constants: TorchTensors,
+    start: RoundParameters,
     batches: Batches,
     local: LocalTraining,
     activations: Activations = "float32",
-    named: Iterable[str] = (),
 ) -> Updates:
-    """Train the users of a chunk; the result is as of `train_chunk`.
-
-    Args:
-        layers: of the task.
-        task: model and loss.
-        parameters: the model at the start of the round.
-        constants: frozen parameters and buffers.
-        batches: of the users.
-        local: learning rate, momentum and proximal term.
-        activations: of the model.
-        named: linear layers that get low-rank corrections.
-    """
-    lanes, steps, width = batches.shape
-    low_rank = {}
-    for name in named:
+    """Train the users of a chunk in layers of the task; the result is as of `train_chunk`."""
+    users, steps, width = batches.shape
+    algorithm, parameters = algorithm_of(local), start.parameters
+    low_rank: dict[str, LowRankLinear] = {}
+    for name in layers.low_rank(steps, width) if algorithm.linear else ():
+        weight, *bias = (parameters[key] for key in layers.parameters(name))
         entering = batches.x if name == layers.entrance else None
-        of_layer = _weight_and_bias(layers, name, parameters)
-        low_rank[name] = LowRankLinear(*of_layer, (lanes, steps), entering)
+        given = (weight, bias[0] if bias else None, users, steps, entering)
+        low_rank[name] = LowRankLinear(*given)
     shared = {key for name in low_rank for key in layers.parameters(name)}
     own = {n: _as_gradients_lie(p) for n, p in parameters.items() if n not in shared}
-    descent = Descent.begin(own, local)
-    coefficients = Coefficients.begin(lanes, steps, batches.weights.device)
-    settled = local.momentum == local.proximal == 0.0
+    descent = Descent.begin(own, algorithm)
+    coefficients = Descent.begin({"": batches.weights.new_zeros(steps)}, algorithm)
     # A mean over each user's real examples; users are apart in the sum, so are its gradients.
     shares = batches.weights / batches.weights.sum(2, keepdim=True).clamp(min=1.0)
-    model = layers.side_by_side(low_rank)
+    model = layers.batched(low_rank)
     # What enters by one layer, which has it, needs no copy for the model.
+    shape = users * width, *batches.x.shape[3:]
     entered = layers.entrance in low_rank
-    shape = lanes * width, *batches.x.shape[3:]
     seen = batches.x.new_empty(shape, device="meta") if entered else None
     with model.corrected(low_rank):
         for step in range(steps):
             descent = descent.placed()
-            own = {n: p.detach().requires_grad_() for n, p in descent.of_lanes(lanes).items()}
+            own = {n: p.detach().requires_grad_() for n, p in descent.of_users(users).items()}
             x = batches.x[:, step].flatten(0, 1) if seen is None else seen
             y, share = (t[:, step].flatten(0, 1) for t in (batches.y, shares))
-            outputs = model.outputs(own, constants, x, activations, y.device)
+            outputs = model.outputs(own, start.constants, x, activations, y.device)
             gradients = torch.autograd.grad(
                 (task.losses_of(outputs, y) * share).sum(),
                 [*own.values(), *(layer.probe for layer in low_rank.values())],
@@ -280,21 +213,17 @@ def train_layers_chunk(
             )
             active = batches.active(step)
             descent = descent.after(dict(zip(own, gradients, strict=False)), active)
-            coefficients = coefficients.after(step, active, local)
+            if low_rank:
+                # A linear algorithm moves coefficients of gradients as it moves parameters.
+                unit = batches.weights.new_zeros((users, steps))
+                unit[:, step] = 1.0
+                coefficients = coefficients.after({"": unit}, active).placed()
             for layer in low_rank.values():
-                layer.learn(coefficients.position, settled=settled)
+                layer.learn(coefficients.current[""], settled=algorithm.plain)
     learnt: dict[str, torch.Tensor | OuterProducts] = {**descent.updates()}
     for name, layer in low_rank.items():
         learnt |= zip(layers.parameters(name), layer.updates(), strict=True)
     return {name: learnt[name] for name in parameters}
-
-
-def _weight_and_bias(
-    layers: Layers, name: str, parameters: TorchTensors
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Those of a linear layer."""
-    weight, *bias = (parameters[key] for key in layers.parameters(name))
-    return weight, bias[0] if bias else None
 
 
 def _as_gradients_lie(parameter: torch.Tensor) -> torch.Tensor:

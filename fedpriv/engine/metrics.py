@@ -1,6 +1,4 @@
-"""The kinds of metrics: how each is computed from a user's examples.
-
-Metrics that the engine can compute, and how to ask for them.
+"""Metrics that users report beside their updates, and what only a simulation may know.
 
 | name                | a user's vector                                                  | shape |
 | ------------------- | ---------------------------------------------------------------- | ----- |
@@ -17,21 +15,12 @@ whatever number of them it trains on. A user without examples contributes nothin
 for whom a metric raises or is not finite; it then does not contribute an update either. A loss that
 is not finite counts as the bound, and a target that is no class is in no count.
 
-Measuring the users of a chunk at the round's parameters, each example that counts once.
-
-The model is the same for all users, so their examples go through it side by side, a block of each
-user's at a time.
-
-Refusing metrics that cannot be computed, before anybody's data are touched.
-
-What only a simulation may know of a round: figures that are not private.
-
-They never enter a partial sum: whoever simulates asks the in-process transport for them, and gets
-them in a type and under names that say what they are.
+`SimulationOnlyDiagnostics` are true figures, which are not private: they never enter a partial sum.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -44,8 +33,8 @@ from torch.func import functional_call
 
 from fedpriv.engine.batches import Examples
 from fedpriv.engine.layers import Layers
-from fedpriv.engine.sgd import same_for_all
-from fedpriv.engine.task import MetricFunction, Start, Task, recorded_moments
+from fedpriv.engine.local_training import same_for_all
+from fedpriv.engine.task import MetricFunction, RoundParameters, RunningNorm, Task, running_norms
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, known_names
 from fedpriv.importing import check_options, import_function
 from fedpriv.privacy.clipping import Clipping
@@ -54,20 +43,14 @@ from fedpriv.privacy.layout import Layout, VectorGroup, layers, per_layer
 from fedpriv.privacy.mechanism import PREFIX, Metric
 from fedpriv.privacy.round import RoundRequest
 
-UPDATE_NORMS = "update-norms"
-"""Kind that is computed from updates; all others are computed from examples."""
+_UPDATE_NORMS = "update-norms"
+_UPWARD = 1.0 + 2.0**-50  # on radii that are met exactly, for the rounding of the root
+_ROUNDING = 1.0 + 2.0**-20  # of float32: a metric at its bound is not clipped
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """Some examples at the parameters of the round.
-
-    Attributes:
-        task: model in evaluation mode, and loss.
-        outputs: [n, …] of the model.
-        targets: [n, …].
-        moments: of each normalisation with running statistics, from `recorded_moments`.
-    """
+class _Seen:
+    """Examples at the round's parameters: outputs and targets [n, …], and moments by layer."""
 
     task: Task
     outputs: torch.Tensor
@@ -76,115 +59,19 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """How a metric is computed: a vector per example, summed over each user's, then finished.
+class _Kind:
+    """How a metric is made and computed: a vector per example, summed over a user's, then finished.
 
     Attributes:
-        of_examples: vectors of examples, [n, *shape].
+        make: from its name and the numbers that `metric` takes.
+        of_examples: vectors of examples, [n, *shape]; None if it is of updates.
         of_users: from the sums over a user's examples [C, *shape] and their numbers [C, 1, …], both
             float64, to the metric of each user [C, *shape].
     """
 
-    of_examples: Callable[[Evaluated, Metric], torch.Tensor]
+    make: Callable[..., Metric]
+    of_examples: Callable[[_Seen, Metric], torch.Tensor] | None
     of_users: Callable[[torch.Tensor, torch.Tensor, Metric], torch.Tensor]
-
-
-def losses(seen: Evaluated, _metric: Metric) -> torch.Tensor:
-    """Loss of each example: [n]."""
-    return seen.task.losses_of(seen.outputs, seen.targets)
-
-
-def mean(sums: torch.Tensor, sizes: torch.Tensor, _metric: Metric) -> torch.Tensor:
-    """Mean over each user's examples."""
-    return sums / sizes
-
-
-def _hits(seen: Evaluated, metric: Metric) -> torch.Tensor:
-    _check_classes(seen.targets, metric)
-    if seen.outputs.dim() != seen.targets.dim() + 1:
-        raise InvalidValueError(
-            f"metric {metric.name!r} has outputs with {seen.outputs.dim()} axes for targets with "
-            f"{seen.targets.dim()}; it needs one axis more, the scores of the classes"
-        )
-    hits = (seen.outputs.argmax(1) == seen.targets).double()
-    return hits.reshape(len(hits), -1).mean(1)
-
-
-def _ones(seen: Evaluated, _metric: Metric) -> torch.Tensor:
-    return torch.ones(len(seen.targets), device=seen.targets.device)
-
-
-def _classes(seen: Evaluated, metric: Metric) -> torch.Tensor:
-    _check_classes(seen.targets, metric)
-    targets = seen.targets.reshape(len(seen.targets), -1, 1)
-    # Compared, not indexed: a target that is no class must not raise, least of all on a GPU.
-    return (targets == torch.arange(metric.shape[0], device=targets.device)).double().sum(1)
-
-
-def _check_classes(targets: torch.Tensor, metric: Metric) -> None:
-    if targets.dtype.is_floating_point:
-        raise InvalidValueError(
-            f"metric {metric.name!r} has targets of {targets.dtype}; they must be classes, integers"
-        )
-
-
-def _moments(seen: Evaluated, metric: Metric) -> torch.Tensor:
-    if not seen.moments:
-        raise InvalidValueError(f"metric {metric.name!r} needs a model with batch normalisation")
-    for layer, calls in seen.moments.items():
-        if len(calls) != 1:
-            raise InvalidValueError(
-                f"metric {metric.name!r} needs layers that are called once in a forward pass; "
-                f"{layer!r} is called {len(calls)} times"
-            )
-    return torch.cat([calls[0] for calls in seen.moments.values()], 1)
-
-
-def _sum(sums: torch.Tensor, _sizes: torch.Tensor, _metric: Metric) -> torch.Tensor:
-    return sums
-
-
-def _within_ball(sums: torch.Tensor, sizes: torch.Tensor, metric: Metric) -> torch.Tensor:
-    """Means within centre ± radius; what is not finite is at the upper end."""
-    low, high = metric.centre - metric.radius, metric.centre + metric.radius
-    return (sums / sizes).nan_to_num(nan=high, posinf=high, neginf=low).clamp(low, high)
-
-
-def _capped(sums: torch.Tensor, _sizes: torch.Tensor, metric: Metric) -> torch.Tensor:
-    return sums.clamp(max=metric.options[0])
-
-
-BUILT_IN: Mapping[str, Kind] = {
-    "loss": Kind(losses, _within_ball),
-    "accuracy": Kind(_hits, mean),
-    "examples": Kind(_ones, _capped),
-    "label-counts": Kind(_classes, _sum),
-    "batch-norm": Kind(_moments, mean),
-}
-"""Kinds that are computed from examples, by name."""
-
-
-def own_kind(function: MetricFunction) -> Kind:
-    """The kind of a function of outputs and targets, averaged over a user's examples."""
-    return Kind(lambda seen, _metric: function(seen.outputs, seen.targets), mean)
-
-
-def own_metrics(names: Iterable[str]) -> dict[str, MetricFunction]:
-    """Import those metrics that are named "package.module:function", for `Task.metrics`.
-
-    Raises:
-        ModelError: a function cannot be imported.
-    """
-    found: dict[str, MetricFunction] = {}
-    for name in names:
-        module, separator, _ = name.partition(":")
-        if separator and module != UPDATE_NORMS:
-            imported = import_function(f"metric {name!r}", name, ModelError)
-            found[name] = cast(MetricFunction, imported)
-    return found
-
-
-_UPWARD = 1.0 + 2.0**-50  # on radii that are met exactly, for the rounding of the root
 
 
 def metric(name: str, **numbers: float | Sequence[float]) -> Metric:
@@ -206,61 +93,68 @@ def metric(name: str, **numbers: float | Sequence[float]) -> Metric:
     Raises:
         InvalidValueError: the name or a number is unknown, absent or out of range.
     """
-    make = _maker(name)
-    check_options(
-        f"metric {name!r}", partial(make, name), numbers, InvalidValueError, noun="number"
-    )
+    make: Callable[..., Metric] = _make_own
+    if not _is_own(name):
+        make = _kind_of(name, {}, "module:function").make
+    check = partial(make, name)
+    check_options(f"metric {name!r}", check, numbers, InvalidValueError, noun="number")
     return make(name, **numbers)
 
 
-def _maker(name: str) -> Callable[..., Metric]:
-    """The function below that makes metrics of a name."""
-    if name in _MAKERS:
-        return _MAKERS[name]
-    kind, _, rest = name.partition(":")
-    if not rest:
-        known = [*_MAKERS, f"{UPDATE_NORMS}:GROUP", "module:function"]
-        raise InvalidValueError(f"unknown metric {name!r}; {known_names(name, known)}")
-    return _update_norms if kind == UPDATE_NORMS else _own
+def own_metrics(names: Iterable[str]) -> dict[str, MetricFunction]:
+    """Import those metrics that are named "package.module:function", for `Task.metrics`.
+
+    Raises:
+        ModelError: a function cannot be imported.
+    """
+    return {
+        name: cast(MetricFunction, import_function(f"metric {name!r}", name, ModelError))
+        for name in names
+        if _is_own(name)
+    }
 
 
-def _loss(name: str, bound: float) -> Metric:
-    _check_positive(name, "bound", bound)
-    return Metric(name, centre=bound / 2.0, radius=bound / 2.0)
+def _is_own(name: str) -> bool:
+    """Whether it is named "package.module:function"."""
+    kind, separator, function = name.partition(":")
+    return kind != _UPDATE_NORMS and bool(separator and function)
 
 
-def _accuracy(name: str) -> Metric:
+def _make_loss(name: str, bound: float) -> Metric:
+    radius = _positive(name, "bound", bound) / 2.0
+    return Metric(name, centre=radius, radius=radius)
+
+
+def _make_accuracy(name: str) -> Metric:
     return Metric(name, centre=0.5, radius=0.5)
 
 
-def _examples(name: str, cap: float) -> Metric:
-    _check_positive(name, "cap", cap)
-    return Metric(name, centre=cap / 2.0, radius=cap / 2.0, options=(float(cap),))
+def _make_examples(name: str, cap: float) -> Metric:
+    radius = _positive(name, "cap", cap) / 2.0
+    return Metric(name, centre=radius, radius=radius, options=(float(cap),))
 
 
-def _label_counts(name: str, classes: float, bound: float) -> Metric:
-    _check_positive(name, "bound", bound)
-    return Metric(name, (_count(name, "classes", classes),), radius=bound)
+def _make_label_counts(name: str, classes: float, bound: float) -> Metric:
+    radius = _positive(name, "bound", bound)
+    return Metric(name, (_count(name, "classes", classes),), radius=radius)
 
 
-def _update_norms(name: str, thresholds: Sequence[float]) -> Metric:
+def _make_batch_norm(name: str, channels: float, bound: float) -> Metric:
+    radius = _positive(name, "bound", bound)
+    return Metric(name, (2 * _count(name, "channels", channels),), radius=radius)
+
+
+def _make_update_norms(name: str, thresholds: Sequence[float]) -> Metric:
     if not isinstance(thresholds, Sequence) or not thresholds:
         raise InvalidValueError(
             f"thresholds of metric {name!r} are {thresholds!r}; there must be at least one"
         )
-    for threshold in thresholds:
-        _check_positive(name, "a threshold", threshold)
-    radius = math.sqrt(len(thresholds)) / 2.0 * _UPWARD
-    return Metric(name, (len(thresholds),), 0.5, radius, tuple(map(float, thresholds)))
+    options = tuple(float(_positive(name, "a threshold", each)) for each in thresholds)
+    return Metric(name, (len(options),), 0.5, math.sqrt(len(options)) / 2.0 * _UPWARD, options)
 
 
-def _batch_norm(name: str, channels: float, bound: float) -> Metric:
-    _check_positive(name, "bound", bound)
-    return Metric(name, (2 * _count(name, "channels", channels),), radius=bound)
-
-
-def _own(name: str, radius: float, centre: float = 0.0, shape: Sequence[float] = ()) -> Metric:
-    _check_positive(name, "radius", radius)
+def _make_own(name: str, radius: float, centre: float = 0.0, shape: Sequence[float] = ()) -> Metric:
+    radius = _positive(name, "radius", radius)
     if not isinstance(shape, Sequence) or not isinstance(centre, int | float):
         raise InvalidValueError(
             f"metric {name!r} has centre {centre!r} and shape {shape!r}; they must be a number and "
@@ -270,20 +164,12 @@ def _own(name: str, radius: float, centre: float = 0.0, shape: Sequence[float] =
     return Metric(name, axes, centre, radius)
 
 
-_MAKERS: Mapping[str, Callable[..., Metric]] = {
-    "loss": _loss,
-    "accuracy": _accuracy,
-    "examples": _examples,
-    "label-counts": _label_counts,
-    "batch-norm": _batch_norm,
-}
-
-
-def _check_positive(name: str, what: str, value: object) -> None:
+def _positive(name: str, what: str, value: float) -> float:
     if not (isinstance(value, int | float) and 0.0 < value < math.inf):
         raise InvalidValueError(
             f"{what} of metric {name!r} is {value!r}; it must be a positive number"
         )
+    return value
 
 
 def _count(name: str, what: str, value: float) -> int:
@@ -294,7 +180,97 @@ def _count(name: str, what: str, value: float) -> int:
     return value
 
 
-Asked = Sequence[tuple[Kind, Metric]]
+def _losses(seen: _Seen, _metric: Metric) -> torch.Tensor:
+    return seen.task.losses_of(seen.outputs, seen.targets)
+
+
+def _hits(seen: _Seen, metric: Metric) -> torch.Tensor:
+    _check_classes(seen.targets, metric)
+    if seen.outputs.dim() != seen.targets.dim() + 1:
+        raise InvalidValueError(
+            f"metric {metric.name!r} has outputs with {seen.outputs.dim()} axes for targets with "
+            f"{seen.targets.dim()}; it needs one axis more, the scores of the classes"
+        )
+    hits = (seen.outputs.argmax(1) == seen.targets).double()
+    return hits.reshape(len(hits), -1).mean(1)
+
+
+def _ones(seen: _Seen, _metric: Metric) -> torch.Tensor:
+    return torch.ones(len(seen.targets), device=seen.targets.device)
+
+
+def _classes(seen: _Seen, metric: Metric) -> torch.Tensor:
+    _check_classes(seen.targets, metric)
+    targets = seen.targets.reshape(len(seen.targets), -1, 1)
+    # Compared, not indexed: a target that is no class must not raise, least of all on a GPU.
+    return (targets == torch.arange(metric.shape[0], device=targets.device)).double().sum(1)
+
+
+def _check_classes(targets: torch.Tensor, metric: Metric) -> None:
+    if targets.dtype.is_floating_point:
+        raise InvalidValueError(
+            f"metric {metric.name!r} has targets of {targets.dtype}; they must be classes, integers"
+        )
+
+
+def _moments(seen: _Seen, metric: Metric) -> torch.Tensor:
+    if not seen.moments:
+        raise InvalidValueError(f"metric {metric.name!r} needs a model with batch normalisation")
+    for layer, calls in seen.moments.items():
+        if len(calls) != 1:
+            raise InvalidValueError(
+                f"metric {metric.name!r} needs layers that are called once in a forward pass; "
+                f"{layer!r} is called {len(calls)} times"
+            )
+    return torch.cat([calls[0] for calls in seen.moments.values()], 1)
+
+
+def _mean(sums: torch.Tensor, sizes: torch.Tensor, _metric: Metric) -> torch.Tensor:
+    return sums / sizes
+
+
+def _sum(sums: torch.Tensor, _sizes: torch.Tensor, _metric: Metric) -> torch.Tensor:
+    return sums
+
+
+def _within_ball(sums: torch.Tensor, sizes: torch.Tensor, metric: Metric) -> torch.Tensor:
+    """Means within centre ± radius; what is not finite is at the upper end."""
+    low, high = metric.centre - metric.radius, metric.centre + metric.radius
+    return (sums / sizes).nan_to_num(nan=high, posinf=high, neginf=low).clamp(low, high)
+
+
+def _capped(sums: torch.Tensor, _sizes: torch.Tensor, metric: Metric) -> torch.Tensor:
+    return sums.clamp(max=metric.options[0])
+
+
+_KINDS = {
+    "loss": _Kind(_make_loss, _losses, _within_ball),
+    "accuracy": _Kind(_make_accuracy, _hits, _mean),
+    "examples": _Kind(_make_examples, _ones, _capped),
+    "label-counts": _Kind(_make_label_counts, _classes, _sum),
+    "batch-norm": _Kind(_make_batch_norm, _moments, _mean),
+    _UPDATE_NORMS: _Kind(_make_update_norms, None, _sum),
+}
+
+
+def _kind_of(name: str, own: Mapping[str, MetricFunction], *more: str) -> _Kind:
+    """Of a metric that is built in or among the own ones; others are refused, naming `more`."""
+    if name in _KINDS and name != _UPDATE_NORMS:
+        return _KINDS[name]
+    if _group_of(name) is not None:
+        return _KINDS[_UPDATE_NORMS]
+    if name in own:
+        function = own[name]
+        return _Kind(_make_own, lambda seen, _: function(seen.outputs, seen.targets), _mean)
+    built_in = [kind for kind in _KINDS if kind != _UPDATE_NORMS]
+    known = [*built_in, f"{_UPDATE_NORMS}:GROUP", *more, *own]
+    raise InvalidValueError(f"unknown metric {name!r}; {known_names(name, known)}")
+
+
+def _group_of(name: str) -> str | None:
+    """Name of the vector group whose norms a metric is of; None if it is of examples."""
+    kind, _, group = name.partition(":")
+    return group if group and kind == _UPDATE_NORMS else None
 
 
 @dataclass(frozen=True)
@@ -303,32 +279,55 @@ class Measuring:
 
     Attributes:
         task: with its model in evaluation mode.
-        model: what computes the outputs; its normalisations are listened to.
-        outputs: from inputs [L·W, …] of so many lanes.
+        start: the model at the start of the round.
+        layers: of the task, if users are separable: their products give a lane the same whatever
+            the number of lanes is; None: the model itself is called.
     """
 
     task: Task
-    model: nn.Module
-    outputs: Callable[[torch.Tensor, int], torch.Tensor]
+    start: RoundParameters
+    layers: Layers | None = None
 
-    @classmethod
-    def of(cls, task: Task, tensors: Mapping[str, torch.Tensor]) -> "Measuring":
-        """By the model itself, with other tensors in place."""
-        return cls(
-            task, task.model, lambda x, _lanes: functional_call(task.model, dict(tensors), (x,))
-        )
-
-    @classmethod
-    def in_layers(cls, task: Task, layers: Layers, start: Start) -> "Measuring":
-        """In layers, whose products give a lane the same whatever the number of lanes is."""
-        side_by_side = layers.side_by_side()
-
-        def outputs(x: torch.Tensor, lanes: int) -> torch.Tensor:
+    def seen(self, x: torch.Tensor, y: torch.Tensor, lanes: int) -> _Seen:
+        """Evaluate examples [n, …], the same number of each lane."""
+        start = self.start
+        if self.layers is None:
+            with _recorded_moments(self.task.model) as moments:
+                tensors = start.parameters | start.constants
+                outputs = functional_call(self.task.model, tensors, (x,))
+        else:
+            batched = self.layers.batched()
             own = same_for_all(start.parameters, lanes)
-            with side_by_side.corrected({}):
-                return side_by_side.outputs(own, start.constants, x, "float32", x.device)
+            with _recorded_moments(batched.model) as moments, batched.corrected({}):
+                outputs = batched.outputs(own, start.constants, x, "float32", x.device)
+        return _Seen(self.task, outputs, y, moments)
 
-        return cls(task, side_by_side.model, outputs)
+
+@contextmanager
+def _recorded_moments(model: nn.Module) -> Iterator[Mapping[str, list[torch.Tensor]]]:
+    """Record, in forward passes inside, the moments of the inputs of running norms.
+
+    Yields:
+        Name of each layer, in the order of the model → for each call [n, 2·channels]: per example
+        the means of x̂ over positions, then those of x̂² − 1.
+    """
+    norms = running_norms(model)
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name in norms}
+
+    def record(name: str, layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if isinstance(layer, RunningNorm):
+            x = layer.standardised(inputs[0])
+            x = x.reshape(*x.shape[:2], -1)
+            seen[name].append(torch.cat([x.mean(2), x.square().mean(2) - 1.0], 1))
+
+    handles = [
+        layer.register_forward_pre_hook(partial(record, name)) for name, layer in norms.items()
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def user_metrics(
@@ -340,107 +339,62 @@ def user_metrics(
 ) -> TorchTensors:
     """What users report beside their updates: name of tensor → value − centre, float32 [L, *shape].
 
-    Args:
-        measuring: the model at the start of the round.
-        examples: of the chunk.
-        metrics: those asked for.
-        updates: of the users, before they are clipped.
-        groups: vector groups of the round.
+    Updates are those before clipping, groups the vector groups of the round.
     """
-    values: dict[str, torch.Tensor] = {}
-    of_examples = [metric for metric in metrics if not _is_of_updates(metric)]
-    asked = [(kind_of(measuring.task, metric), metric) for metric in of_examples]
-    for metric, value in zip(of_examples, measure(measuring, examples, asked), strict=True):
-        values[metric.tensor] = value
-    for metric in metrics:
-        if _is_of_updates(metric):
-            values[metric.tensor] = _norms_within(metric, updates, groups)
-    return {m.tensor: (values[m.tensor] - m.centre).float() for m in metrics}
-
-
-@torch.no_grad()
-def measure(measuring: Measuring, examples: Examples, asked: Asked) -> list[torch.Tensor]:
-    """Metrics of each lane, of kinds that are computed from examples: float64 [L, *shape] each."""
-    if not asked:
-        return []
-    lanes = examples.lanes
-    sums = [
-        torch.zeros((lanes, *metric.shape), dtype=torch.float64, device=examples.device)
-        for _, metric in asked
-    ]
-    for block in examples.blocks():
-        values = values_of_examples(measuring, block.x, block.y, asked, lanes)
-        for total, value in zip(sums, values, strict=True):
-            each = value.view(lanes, -1, *value.shape[1:])
-            real = block.real.view(*block.real.shape, *[1] * (each.dim() - 2))
-            # Not a product with zero, which would keep NaN.
-            total.add_(torch.where(real, each, 0.0).sum(1))
-    sizes = examples.sizes()
-    return [
-        kind.of_users(total, sizes.view(-1, *[1] * len(metric.shape)), metric)
-        for total, (kind, metric) in zip(sums, asked, strict=True)
-    ]
+    kinds = {m: _kind_of(m.name, measuring.task.metrics) for m in metrics}
+    values = _measured(measuring, examples, {m: k for m, k in kinds.items() if k.of_examples})
+    for one in metrics:
+        if one not in values:
+            (group,) = [group for group in groups if group.name == _group_of(one.name)]
+            (norms,) = group_norms(updates, [group]).values()
+            thresholds = torch.tensor(one.options, dtype=torch.float64, device=norms.device)
+            values[one] = (norms[:, None] <= thresholds).double()
+    return {m.tensor: (values[m] - m.centre).float() for m in metrics}
 
 
 def mean_losses(measuring: Measuring, examples: Examples) -> torch.Tensor:
-    """Mean loss of each lane's examples, whatever it is: float64 [L]."""
-    (values,) = measure(measuring, examples, [(Kind(losses, mean), Metric("loss"))])
-    return values
+    """Mean loss of each lane's examples, without a bound: float64 [L]."""
+    loss = {Metric("loss"): _Kind(_make_loss, _losses, _mean)}
+    return _measured(measuring, examples, loss)[Metric("loss")]
 
 
-def values_of_examples(
-    measuring: Measuring, x: torch.Tensor, y: torch.Tensor, asked: Asked, lanes: int = 1
-) -> list[torch.Tensor]:
-    """Vectors of each example before they are summed: float64 [n, *shape] each.
-
-    Raises:
-        InvalidValueError: a vector has another shape than the metric says.
-    """
-    with recorded_moments(measuring.model) as moments:
-        outputs = measuring.outputs(x, lanes)
-    seen = Evaluated(measuring.task, outputs, y, moments)
-    values = []
-    for kind, metric in asked:
-        value = kind.of_examples(seen, metric)
-        if value.shape != (len(x), *metric.shape):
-            raise InvalidValueError(
-                f"metric {metric.name!r} gives shape {list(value.shape)} for {len(x)} examples; "
-                f"it must be {[len(x), *metric.shape]}"
-            )
-        values.append(value.double())
-    return values
-
-
-def kind_of(task: Task, metric: Metric) -> Kind:
-    """How a metric is computed from examples.
-
-    Raises:
-        InvalidValueError: neither the engine nor the task has such a metric.
-    """
-    if metric.name in BUILT_IN:
-        return BUILT_IN[metric.name]
-    if metric.name in task.metrics:
-        return own_kind(task.metrics[metric.name])
-    known = [*BUILT_IN, f"{UPDATE_NORMS}:GROUP", *task.metrics]
-    raise InvalidValueError(f"unknown metric {metric.name!r}; {known_names(metric.name, known)}")
+@torch.no_grad()
+def _measured(
+    measuring: Measuring, examples: Examples, kinds: Mapping[Metric, _Kind]
+) -> dict[Metric, torch.Tensor]:
+    """Metrics of each lane that are computed from examples: float64 [L, *shape] each."""
+    if not kinds:
+        return {}
+    lanes = examples.lanes
+    sums = {
+        metric: torch.zeros((lanes, *metric.shape), dtype=torch.float64, device=examples.device)
+        for metric in kinds
+    }
+    for block in examples.blocks():
+        seen = measuring.seen(block.x, block.y, lanes)
+        for metric, kind in kinds.items():
+            value = _of_examples(seen, metric, kind)
+            each = value.view(lanes, -1, *value.shape[1:])
+            real = block.real.view(*block.real.shape, *[1] * (each.dim() - 2))
+            # Not a product with zero, which would keep NaN.
+            sums[metric].add_(torch.where(real, each, 0.0).sum(1))
+    sizes = examples.sizes()
+    return {
+        metric: kind.of_users(sums[metric], sizes.view(-1, *[1] * len(metric.shape)), metric)
+        for metric, kind in kinds.items()
+    }
 
 
-def measured_group(metric: Metric) -> str | None:
-    """Name of the vector group whose norms a metric is of; None if it is of examples."""
-    kind, separator, group = metric.name.partition(":")
-    return group if separator and kind == UPDATE_NORMS else None
-
-
-def _norms_within(metric: Metric, updates: Updates, groups: Sequence[VectorGroup]) -> torch.Tensor:
-    """For each threshold 1 if the norm of a user's scaled part of a group is not above it."""
-    (group,) = [group for group in groups if group.name == measured_group(metric)]
-    (norms,) = group_norms(updates, [group]).values()
-    thresholds = torch.tensor(metric.options, dtype=torch.float64, device=norms.device)
-    return (norms[:, None] <= thresholds).double()
-
-
-def _is_of_updates(metric: Metric) -> bool:
-    return measured_group(metric) is not None
+def _of_examples(seen: _Seen, metric: Metric, kind: _Kind) -> torch.Tensor:
+    """Vectors of each example before they are summed: float64 [n, *shape]."""
+    assert kind.of_examples is not None
+    value, shape = kind.of_examples(seen, metric), (len(seen.targets), *metric.shape)
+    if value.shape != shape:
+        raise InvalidValueError(
+            f"metric {metric.name!r} gives shape {list(value.shape)} for {shape[0]} examples; "
+            f"it must be {list(shape)}"
+        )
+    return value.double()
 
 
 def check_metrics(
@@ -449,7 +403,7 @@ def check_metrics(
     clipping: Clipping,
     examples: Mapping[str, npt.NDArray[np.generic]],
 ) -> None:
-    """Refuse metrics that cannot be computed before anybody's data are touched.
+    """Refuse metrics that cannot be computed, before any user's data are touched.
 
     Args:
         task: the task.
@@ -466,33 +420,29 @@ def check_metrics(
         torch.from_numpy(np.repeat(examples[field][:1], 2, axis=0))
         for field in (task.inputs, task.targets)
     )
+    places = dict(zip(clipping.layout.names, clipping.layout.shapes, strict=True))
+    measuring = Measuring(task, RoundParameters({}, {}))
     for one in metrics:
-        _check_place(one, clipping)
-        if measured_group(one) is not None:
+        if places.get(one.tensor) != one.shape:
+            raise InvalidValueError(
+                f"metric {one.name!r} has shape {one.shape}; contributions have "
+                f"{places.get(one.tensor, 'no place')} for it"
+            )
+        kind = _kind_of(one.name, task.metrics)
+        if kind.of_examples is None:
             _check_update_norms(one, clipping)
             continue
         if one.name == "examples" and len(one.options) != 1:
             raise InvalidValueError(
                 f"metric 'examples' has options {one.options}; there must be one, the cap"
             )
-        kind = kind_of(task, one)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                values_of_examples(Measuring.of(task, {}), x, y, [(kind, one)])
+                _of_examples(measuring.seen(x, y, 1), one, kind)
         except FedprivError:
             raise
         except Exception as error:
             raise ModelError(f"metric {one.name!r} cannot be computed: {error}") from error
-
-
-def _check_place(one: Metric, clipping: Clipping) -> None:
-    layout = clipping.layout
-    shapes = dict(zip(layout.names, layout.shapes, strict=True))
-    if shapes.get(one.tensor) != one.shape:
-        raise InvalidValueError(
-            f"metric {one.name!r} has shape {one.shape}; contributions have "
-            f"{shapes.get(one.tensor, 'no place')} for it"
-        )
 
 
 def _check_update_norms(one: Metric, clipping: Clipping) -> None:
@@ -501,15 +451,12 @@ def _check_update_norms(one: Metric, clipping: Clipping) -> None:
             f"metric {one.name!r} has shape {one.shape} for {len(one.options)} thresholds; it "
             "must have one component for each"
         )
-    group = measured_group(one)
+    group = _group_of(one.name)
     known = [g.name for g in sent(clipping) if not g.name.startswith(PREFIX)]
     if group not in known:
         raise InvalidValueError(
             f"metric {one.name!r} is of vector group {group!r}; {known_names(str(group), known)}"
         )
-
-
-_ROUNDING = 1.0 + 2.0**-20  # of float32: a metric at its bound is not clipped
 
 
 @dataclass(frozen=True)
@@ -550,15 +497,15 @@ class ChunkDiagnostics:
 
     Attributes:
         users: their number.
-        clipped: how many of them were clipped, by vector group.
-        loss: sum of their mean losses.
-        group_norms: sum of their norms before clipping, by vector group.
-        update_norms: sum of the norms of their updates before clipping, by layer.
+        loss: of their mean losses.
+        clipped: of 1 for each that was clipped, by vector group.
+        group_norms: of their norms before clipping, by vector group.
+        update_norms: of the norms of their updates before clipping, by layer.
     """
 
     users: int
-    clipped: Mapping[str, int]
     loss: float
+    clipped: Mapping[str, float]
     group_norms: Mapping[str, float]
     update_norms: Mapping[str, float]
 
@@ -566,59 +513,49 @@ class ChunkDiagnostics:
 def diagnose_chunk(
     tensors: Updates, request: RoundRequest, losses: torch.Tensor, users: int
 ) -> ChunkDiagnostics:
-    """Diagnostics of a chunk.
+    """Diagnostics of the first C lanes, which are users, from what all send before clipping.
 
-    Args:
-        tensors: what its lanes send, before clipping.
-        request: of the round.
-        losses: [L] mean loss of each lane's examples.
-        users: C, how many of the lanes are users; the first ones.
+    Losses are the mean losses of the lanes' examples, [L].
     """
     groups = sent(request.clipping)
     norms = {name: norm[:users] for name, norm in group_norms(tensors, groups).items()}
-    losses = losses[:users]
-    finite = torch.isfinite(torch.stack(list(norms.values()))).all(0)
-    clipped = {
-        group.name: int((norms[group.name][finite] > group.clipping_norm * _ROUNDING).sum())
-        for group in groups
-    }
     layers = group_norms(tensors, _layers_of(request))
-    whole = {name: norm[:users] for name, norm in layers.items()}
+    finite = torch.isfinite(torch.stack(list(norms.values()))).all(0)
+    bounds = {group.name: group.clipping_norm * _ROUNDING for group in groups}
+
+    def summed(values: TorchTensors) -> dict[str, float]:
+        return {name: float(value[:users][finite].sum()) for name, value in values.items()}
+
     return ChunkDiagnostics(
         int(finite.sum()),
-        clipped,
-        float(losses[finite].sum()),
-        {name: float(norm[finite].sum()) for name, norm in norms.items()},
-        {name: float(norm[finite].sum()) for name, norm in whole.items()},
+        summed({"": losses})[""],
+        summed({name: (norm > bounds[name]).double() for name, norm in norms.items()}),
+        summed(norms),
+        summed(layers),
     )
 
 
 def diagnose_round(
-    request: RoundRequest, chunks: Iterable[ChunkDiagnostics]
+    request: RoundRequest, chunks: Sequence[ChunkDiagnostics]
 ) -> SimulationOnlyDiagnostics:
     """Diagnostics of a round from those of its chunks."""
-    seen = list(chunks)
-    users = sum(chunk.users for chunk in seen)
-    groups = [group.name for group in sent(request.clipping)]
+    users = sum(chunk.users for chunk in chunks)
     share = 1.0 / users if users else math.nan
+    groups = [group.name for group in sent(request.clipping)]
+    layers = [layer.name for layer in _layers_of(request)]
 
-    def average(sums: Iterable[float]) -> float:
-        return share * math.fsum(sums)
+    def averages(names: Sequence[str], sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {name: share * math.fsum(each[name] for each in sums) for name in names}
 
     return SimulationOnlyDiagnostics(
         round=request.round,
         attempt=request.attempt,
         simulation_only_cohort_size=request.users.size,
         simulation_only_contributors=users,
-        simulation_only_clipped={g: average(chunk.clipped[g] for chunk in seen) for g in groups},
-        simulation_only_train_loss=average(chunk.loss for chunk in seen),
-        simulation_only_group_norms={
-            g: average(chunk.group_norms[g] for chunk in seen) for g in groups
-        },
-        simulation_only_update_norms={
-            layer.name: average(chunk.update_norms[layer.name] for chunk in seen)
-            for layer in _layers_of(request)
-        },
+        simulation_only_clipped=averages(groups, [chunk.clipped for chunk in chunks]),
+        simulation_only_train_loss=share * math.fsum(chunk.loss for chunk in chunks),
+        simulation_only_group_norms=averages(groups, [chunk.group_norms for chunk in chunks]),
+        simulation_only_update_norms=averages(layers, [chunk.update_norms for chunk in chunks]),
     )
 
 

@@ -1,21 +1,7 @@
-"""Batch normalisation without mixing examples or users: by running statistics, also in training.
+"""What users train, a `Task`, and the arithmetic in which they train it.
 
-A layer of `torch.nn.BatchNorm1d`, `2d` or `3d` is replaced by `RunningNorm`, which has its
-parameters and running statistics under the same names. Local training leaves the statistics as
-they are; the server moves them by a private metric, "batch-norm".
-
-Activations of fewer bits, as `torch.autocast` has them, while users train.
-
-Under "bfloat16" the products of layers take and give numbers of 8 significant bits, which are half
-as long in memory and which processors made for them multiply faster. What lasts longer than a step
-stays float32: parameters, losses, gradients by parameters, updates and all sums of them. So does
-everything that is measured.
-
-What is trained: a torch module, a loss, and the names of the data fields they read.
-
-Torch's own generators, which draw dropout masks, for as long as a user trains.
-
-The model at the start of a round, on the device where users train.
+Batch normalisation normalises by its running statistics, also in training, so that neither examples
+nor users mix; the server moves the statistics by a private metric, "batch-norm".
 """
 
 import copy
@@ -23,7 +9,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -36,14 +21,217 @@ from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.round import RoundRequest
 
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+MetricFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Activations = Literal["float32", "bfloat16"]
+"""Under "bfloat16" layers multiply numbers of 8 significant bits, as under `torch.autocast`, while
+users train. Parameters, losses, updates, their sums and all metrics stay float32."""
+
 _REPLACED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_SMALLEST = torch.finfo(torch.float32).tiny
+_OF_A_THREAD = 2**15  # numbers below which torch uses fewer threads
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and how it is judged.
+
+    Attributes:
+        model: any module that maps inputs [B, …] to outputs [B, …] without mixing examples or
+            changing its own buffers. Its forward finds parameters through `self`, since users train
+            on copies of it. Batch normalisation is replaced, in a copy, by `RunningNorm`.
+        loss: maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]
+            that are averaged over all but the first axis; e.g. `cross_entropy` with
+            `reduction="none"`.
+        inputs: name of the field that the model reads.
+        targets: name of the field that the loss reads.
+        metrics: own metrics by name, e.g. from `own_metrics`: a function maps outputs and
+            targets [B, …] to a vector of each example, [B, *shape], and a user's metric is the
+            mean over its examples. It must not change its arguments. A round can ask only for
+            these and for built-in metrics.
+
+    Raises:
+        ModelError: a layer depends on other examples or keeps state across them.
+    """
+
+    model: nn.Module
+    loss: Loss
+    inputs: str = "x"
+    targets: str = "y"
+    metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", without_batch_norm(self.model))
+
+    def evaluated(self) -> "Task":
+        """The task with a copy of the model in evaluation mode: without dropout."""
+        return replace(self, model=copy.deepcopy(self.model).eval())
+
+    def parameters(self) -> dict[str, npt.NDArray[np.float32]]:
+        """Copy of the trainable parameters, in the order of the model: the update's layout."""
+        return {
+            name: p.to("cpu", torch.float32).numpy().copy() for name, p in self.trainable().items()
+        }
+
+    def statistics(self) -> dict[str, npt.NDArray[np.float32]]:
+        """Copy of the running statistics of normalisations, by name, in the order of the model."""
+        return {
+            f"{layer}.{kind}" if layer else kind: tensor.detach().to("cpu").numpy().copy()
+            for layer, norm in running_norms(self.model).items()
+            for kind, tensor in norm.named_buffers()
+        }
+
+    def trainable(self) -> TorchTensors:
+        """Trainable parameters, where the model has them."""
+        return {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def constants(self, device: torch.device) -> TorchTensors:
+        """Frozen parameters and buffers, which no user changes."""
+        frozen = {n: p.detach() for n, p in self.model.named_parameters() if not p.requires_grad}
+        return {n: t.to(device) for n, t in {**frozen, **dict(self.model.named_buffers())}.items()}
+
+    def example_losses(
+        self,
+        trainable: Mapping[str, torch.Tensor],
+        constants: TorchTensors,
+        x: torch.Tensor,
+        y: torch.Tensor,
+    ) -> torch.Tensor:
+        """Loss of each example [B] at the given parameters."""
+        return self.losses_of(functional_call(self.model, {**trainable, **constants}, (x,)), y)
+
+    def losses_of(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Loss of each example [B] from the model's outputs [B, …] and targets [B, …]."""
+        losses = self.loss(outputs, y)
+        return losses if losses.dim() <= 1 else losses.flatten(1).mean(1)
+
+
+@dataclass(frozen=True)
+class RoundParameters:
+    """The model at the start of a round, on the device where users train; nobody writes to it.
+
+    Attributes:
+        parameters: what is trained.
+        constants: frozen parameters and buffers.
+    """
+
+    parameters: TorchTensors
+    constants: TorchTensors
+
+    @classmethod
+    def of(
+        cls, request: RoundRequest, constants: TorchTensors, device: torch.device
+    ) -> "RoundParameters":
+        """Copy a request's tensors to a device; its statistics replace those of the constants."""
+        parameters, statistics = (
+            {name: torch.tensor(array, device=device) for name, array in arrays.items()}
+            for arrays in (request.parameters, request.statistics)
+        )
+        return cls(parameters, constants | statistics)
+
+
+def check_task(task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> None:
+    """Refuse a task that cannot train, before any user's data are touched.
+
+    Args:
+        task: the task.
+        examples: a few rows of public or held-out data, with at least the task's two fields.
+
+    Raises:
+        ModelError: a field is absent, the model or the loss raises, the loss is not one number
+            per example or is not finite, the model has nothing to train, it changes buffers, a
+            copy of it does not use its own parameters, or what it gives for an example depends on
+            the examples beside it.
+    """
+    for column in (task.inputs, task.targets):
+        if column not in examples:
+            raise ModelError(f"the data have no field {column!r}; they have {sorted(examples)}")
+    parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
+    if not parameters:
+        raise ModelError("the model has no trainable parameter")
+    x, y = (torch.tensor(examples[column]) for column in (task.inputs, task.targets))
+    constants = task.constants(torch.device("cpu"))
+    before = {name: tensor.clone() for name, tensor in constants.items()}
+    try:
+        losses = task.example_losses(parameters, constants, x, y)
+    except Exception as error:
+        raise ModelError(f"the model cannot be evaluated on the data: {error}") from error
+    for name, tensor in before.items():
+        if not torch.equal(tensor, constants[name]):
+            raise ModelError(
+                f"buffer {name!r} changes in the forward pass, which would carry one user's data "
+                "to the next; use a layer without running state, such as GroupNorm"
+            )
+    if losses.shape != (len(x),):
+        raise ModelError(
+            f"the loss of {len(x)} examples has shape {list(losses.shape)}; it must be one "
+            'number per example, as with reduction="none"'
+        )
+    if not bool(torch.isfinite(losses).all()):
+        raise ModelError(
+            "the model returns NaN or infinite losses at its initial parameters; "
+            "check its initialisation and the scale of the inputs"
+        )
+    _check_copy(task, {**parameters, **constants}, x)
+    if _mixes(task, {**parameters, **constants}, x, y):
+        raise ModelError(
+            "model or loss mix examples: what one example gives depends on those beside it, which "
+            "would put one user's data into what another sends"
+        )
+
+
+def _check_copy(task: Task, tensors: TorchTensors, x: torch.Tensor) -> None:
+    """Refuse a model of which a copy gives anything else than itself at the same parameters.
+
+    A copy that calls the original reads the original's parameters, not those of its own users.
+    """
+    generator = torch.Generator().manual_seed(0)
+    moved = {
+        name: tensors[name] + 0.01 * torch.randn(p.shape, generator=generator)
+        for name, p in task.trainable().items()
+    }
+    # At an input of zeros, as a blank row is, weights make no difference.
+    x = x.masked_fill(x == 0, 1) if x.is_floating_point() else x
+    try:
+        one, other = (
+            _outputs_once(model, {**tensors, **moved}, x.clone())
+            for model in (task.model, copy.deepcopy(task.model))
+        )
+    except Exception as error:
+        raise ModelError(
+            f"the model cannot be copied, or not evaluated near its initial parameters: {error}"
+        ) from error
+    if not torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True):
+        raise ModelError(
+            "a copy of the model does not use its own parameters, so that users cannot train side "
+            "by side; forward must reach them through self"
+        )
+
+
+def _mixes(task: Task, tensors: TorchTensors, x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether the first example gives anything else beside others than beside zeros."""
+    model = task.evaluated().model
+    seen = []
+    for beside_x, beside_y in ((x, y), (torch.zeros_like(x), torch.zeros_like(y))):
+        outputs = _outputs_once(model, tensors, torch.cat([x[:1], beside_x]))
+        losses = task.losses_of(outputs, torch.cat([y[:1], beside_y]))
+        seen.append((outputs[:1], losses[:1]))
+    return not all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
+
+
+def _outputs_once(model: nn.Module, tensors: TorchTensors, x: torch.Tensor) -> torch.Tensor:
+    """Outputs with the same dropout masks each time, leaving torch's generator as it was."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        outputs: torch.Tensor = functional_call(model, tensors, (x,))
+        return outputs
 
 
 class RunningNorm(nn.Module):
-    """A batch normalisation (Ioffe & Szegedy 2015) that is in evaluation mode for good.
+    """A batch normalisation (Ioffe & Szegedy 2015) that is always in evaluation mode.
 
     Output is x̂·weight + bias per channel with x̂ = (x − running_mean)/√(running_var + eps), so that
-    examples do not mix and no buffer changes.
+    examples do not mix and no buffer changes. Parameters and buffers keep their names.
 
     Args:
         layer: the layer to replace; its parameters become those of this one.
@@ -82,9 +270,7 @@ class RunningNorm(nn.Module):
 
 
 def without_batch_norm(model: nn.Module) -> nn.Module:
-    """The model with `RunningNorm` for every batch normalisation.
-
-    A model without any is returned as it is; any other is copied first.
+    """A copy of the model with `RunningNorm` for every batch normalisation; itself if it has none.
 
     Raises:
         ModelError: a layer mixes examples or keeps statistics of them in a way that cannot be
@@ -92,7 +278,15 @@ def without_batch_norm(model: nn.Module) -> nn.Module:
     """
     layers = dict(model.named_modules(remove_duplicate=False))
     for name, layer in layers.items():
-        _refuse_state(name, layer)
+        # torch has no public common base of the normalisations with running statistics.
+        batch_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        tracking = bool(getattr(layer, "track_running_stats", False))
+        if (batch_norm or tracking) and not (tracking and type(layer) in _REPLACED):
+            raise ModelError(
+                f"layer {name!r} is {type(layer).__name__}, which mixes examples or keeps "
+                "statistics of them; replace it by GroupNorm, or by BatchNorm that tracks running "
+                "statistics"
+            )
     if not any(type(layer) in _REPLACED for layer in layers.values()):
         return model
     model = copy.deepcopy(model)
@@ -110,52 +304,6 @@ def without_batch_norm(model: nn.Module) -> nn.Module:
 def running_norms(model: nn.Module) -> dict[str, RunningNorm]:
     """The layers that normalise with running statistics, by name, in the order of the model."""
     return {n: layer for n, layer in model.named_modules() if isinstance(layer, RunningNorm)}
-
-
-@contextmanager
-def recorded_moments(model: nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """Record, in forward passes inside, the moments of what running norms see.
-
-    Yields:
-        Name of each layer, in the order of the model → for each call [n, 2·channels]: per example
-        the means of x̂ over positions, then those of x̂² − 1.
-    """
-    layers = running_norms(model)
-    seen: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
-
-    def record(name: str, layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-        if isinstance(layer, RunningNorm):
-            x = layer.standardised(inputs[0])
-            x = x.reshape(*x.shape[:2], -1)
-            seen[name].append(torch.cat([x.mean(2), x.square().mean(2) - 1.0], 1))
-
-    handles = [
-        layer.register_forward_pre_hook(partial(record, name)) for name, layer in layers.items()
-    ]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _refuse_state(name: str, layer: nn.Module) -> None:
-    """Raise for layers whose output for one example depends on others or on the past."""
-    # torch has no public common base of the normalisations with running statistics.
-    batch_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
-    tracking = bool(getattr(layer, "track_running_stats", False))
-    replaced = type(layer) in _REPLACED and tracking
-    if (batch_norm or tracking) and not replaced:
-        raise ModelError(
-            f"layer {name!r} is {type(layer).__name__}, which mixes examples or keeps statistics "
-            "of them; replace it by GroupNorm, or by BatchNorm that tracks running statistics"
-        )
-
-
-Activations = Literal["float32", "bfloat16"]
-
-_SMALLEST = torch.finfo(torch.float32).tiny
-_OF_A_THREAD = 2**15  # numbers, of which torch gives no thread fewer where there are several
 
 
 def activations_named(name: object) -> Activations:
@@ -178,31 +326,17 @@ def outputs_of(
     activations: Activations,
     device: torch.device,
 ) -> torch.Tensor:
-    """Outputs of a model in training; whatever the activations, outputs are not lowered.
+    """Outputs, float32, of a model in training, with tensors put in by name.
 
     The backward pass computes in the types of this one, outside of autocast.
-
-    Args:
-        model: the model.
-        tensors: what to put in place of parameters and buffers of these names.
-        x: inputs.
-        activations: of the forward pass.
-        device: where the model computes.
     """
-    if activations == "float32":
-        return _outputs(model, tensors, x)
-    # Users' weights are lowered anew in each step, so there is nothing to keep.
-    with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
-        outputs = _outputs(model, tensors, x)
-    return outputs.float()
-
-
-def _outputs(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], x: torch.Tensor
-) -> torch.Tensor:
-    # Putting nothing in place costs as much as a small layer.
-    outputs: torch.Tensor = functional_call(model, dict(tensors), (x,)) if tensors else model(x)
-    return outputs
+    # Users' weights are lowered anew in each step, so there is nothing to cache.
+    lower = activations == "bfloat16"
+    with torch.autocast(device.type, torch.bfloat16, enabled=lower, cache_enabled=False):
+        # functional_call costs as much as a small layer.
+        given = dict(tensors)
+        outputs: torch.Tensor = functional_call(model, given, (x,)) if given else model(x)
+    return outputs.float() if lower else outputs
 
 
 def lowered(x: torch.Tensor) -> torch.Tensor:
@@ -217,9 +351,6 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
 
     An autocast around it would round to fewer bits, and flushed subnormal numbers would be zero;
     without gradients nothing would be learnt.
-
-    Args:
-        device: where users train.
     """
     flushed = bool(torch.full((), _SMALLEST) / 2 == 0)
     torch.set_flush_denormal(False)
@@ -238,8 +369,8 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
 def refuse_flushing_threads() -> None:
     """Refuse to compute where torch's own threads take subnormal numbers for zero.
 
-    They do if they began while their maker did, and nothing here can change them: what a user gets
-    would depend on who trains it.
+    They inherit this from the thread that started them, and nothing here can change it: what a user
+    gets would depend on the thread that trains it.
 
     Raises:
         InvalidValueError: one of them does.
@@ -252,189 +383,11 @@ def refuse_flushing_threads() -> None:
         )
 
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-MetricFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Task:
-    """A model and how it is judged.
-
-    Attributes:
-        model: any module that maps inputs [B, …] to outputs [B, …] without mixing examples and
-            without changing its own buffers. Its forward finds parameters through `self`: users
-            who train side by side have copies of it. Batch normalisation is replaced, in a copy, by
-            `RunningNorm`, which normalises with its running statistics in training too.
-        loss: maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]
-            that are averaged over all but the first axis; e.g. `cross_entropy` with
-            `reduction="none"`.
-        inputs: name of the field that the model reads.
-        targets: name of the field that the loss reads.
-        metrics: own metrics by name, e.g. from `own_metrics`: a function maps outputs and
-            targets [B, …] to a vector of each example, [B, *shape], and a user's metric is the
-            mean over its examples. It must not change its arguments. Whoever asks for metrics can
-            name only these and those built in.
-
-    Raises:
-        ModelError: a layer depends on other examples or keeps state across them.
-    """
-
-    model: nn.Module
-    loss: Loss
-    inputs: str = "x"
-    targets: str = "y"
-    metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "model", without_batch_norm(self.model))
-
-    def evaluated(self) -> "Task":
-        """The task with a copy of the model in evaluation mode: without dropout."""
-        return replace(self, model=copy.deepcopy(self.model).eval())
-
-    def parameters(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Copy of the trainable parameters, in the order of the model: the update's layout."""
-        return {
-            name: p.detach().to("cpu", torch.float32).numpy().copy()
-            for name, p in self.model.named_parameters()
-            if p.requires_grad
-        }
-
-    def statistics(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Copy of the running statistics of normalisations, by name, in the order of the model."""
-        return {
-            f"{layer}.{kind}" if layer else kind: tensor.detach().to("cpu").numpy().copy()
-            for layer, norm in running_norms(self.model).items()
-            for kind, tensor in norm.named_buffers()
-        }
-
-    def constants(self, device: torch.device) -> TorchTensors:
-        """Frozen parameters and buffers, which no user changes."""
-        frozen = {n: p.detach() for n, p in self.model.named_parameters() if not p.requires_grad}
-        return {n: t.to(device) for n, t in {**frozen, **dict(self.model.named_buffers())}.items()}
-
-    def example_losses(
-        self,
-        trainable: Mapping[str, torch.Tensor],
-        constants: TorchTensors,
-        x: torch.Tensor,
-        y: torch.Tensor,
-    ) -> torch.Tensor:
-        """Loss of each example [B] at the given parameters."""
-        return self.losses_of(functional_call(self.model, {**trainable, **constants}, (x,)), y)
-
-    def losses_of(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Loss of each example [B] from the model's outputs [B, …] and targets [B, …]."""
-        losses = self.loss(outputs, y)
-        return losses if losses.dim() <= 1 else losses.flatten(1).mean(1)
-
-
-def check_task(task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> None:
-    """Refuse a task that cannot train before anybody's data are touched.
-
-    Args:
-        task: the task.
-        examples: a few rows of public or held-out data, with at least the task's two fields.
-
-    Raises:
-        ModelError: a field is absent, the model or the loss raises, the loss is not one number
-            per example or is not finite, the model has nothing to train, it changes buffers, a
-            copy of it does not use its own parameters, or what it gives for an example depends on
-            those beside it.
-    """
-    for column in (task.inputs, task.targets):
-        if column not in examples:
-            raise ModelError(f"the data have no field {column!r}; they have {sorted(examples)}")
-    parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
-    if not parameters:
-        raise ModelError("the model has no trainable parameter")
-    x, y = (torch.tensor(examples[column]) for column in (task.inputs, task.targets))
-    constants = task.constants(torch.device("cpu"))
-    before = {name: tensor.clone() for name, tensor in constants.items()}
-    try:
-        losses = task.example_losses(parameters, constants, x, y)
-    except Exception as error:
-        raise ModelError(f"the model cannot be evaluated on the data: {error}") from error
-    for name, tensor in before.items():
-        if not torch.equal(tensor, constants[name]):
-            raise ModelError(
-                f"buffer {name!r} changes in the forward pass, which would carry one user's data "
-                "to the next; use a layer without running state, such as GroupNorm"
-            )
-    _check_losses(losses, len(x))
-    _check_copy(task, constants, x)
-    if _mixes(task, constants, x, y):
-        raise ModelError(
-            "model or loss mix examples: what one example gives depends on those beside it, which "
-            "would put one user's data into what another sends"
-        )
-
-
-def _check_losses(losses: torch.Tensor, examples: int) -> None:
-    if losses.shape != (examples,):
-        raise ModelError(
-            f"the loss of {examples} examples has shape {list(losses.shape)}; it must be one "
-            'number per example, as with reduction="none"'
-        )
-    if not bool(torch.isfinite(losses).all()):
-        raise ModelError(
-            "the model returns NaN or infinite losses at its initial parameters; "
-            "check its initialisation and the scale of the inputs"
-        )
-
-
-def _check_copy(task: Task, constants: TorchTensors, x: torch.Tensor) -> None:
-    """Refuse a model of which a copy gives anything else than itself at the same parameters.
-
-    A copy that calls the original reads the original's parameters, not those of its own users.
-    """
-    generator = torch.Generator().manual_seed(0)
-    moved = {
-        name: torch.from_numpy(p) + 0.01 * torch.randn(p.shape, generator=generator)
-        for name, p in task.parameters().items()
-    }
-    # At an input of zeros, as a blank row is, weights make no difference.
-    x = x.masked_fill(x == 0, 1) if x.is_floating_point() else x
-    seen = []
-    try:
-        for model in (task.model, copy.deepcopy(task.model)):
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(0)
-                seen.append(functional_call(model, {**moved, **constants}, (x.clone(),)))
-    except Exception as error:
-        raise ModelError(
-            f"the model cannot be copied, or not evaluated near its initial parameters: {error}"
-        ) from error
-    one, other = seen
-    if not torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True):
-        raise ModelError(
-            "a copy of the model does not use its own parameters, so that users cannot train side "
-            "by side; forward must reach them through self"
-        )
-
-
-def _mixes(task: Task, constants: TorchTensors, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the first example gives anything else beside others than beside zeros."""
-    evaluated = task.evaluated()
-    parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
-    seen = []
-    for beside_x, beside_y in ((x, y), (torch.zeros_like(x), torch.zeros_like(y))):
-        rows = torch.cat([x[:1], beside_x]), torch.cat([y[:1], beside_y])
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            outputs = functional_call(evaluated.model, {**parameters, **constants}, (rows[0],))
-            seen.append((outputs[:1], task.losses_of(outputs, rows[1])[:1]))
-    return not all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
-
-
 @contextmanager
 def seeded(local_key: bytes, user: int, device: torch.device) -> Iterator[None]:
-    """Seed the generators of the CPU and of a device, and put them back afterwards.
+    """Seed torch's generators, which draw dropout masks, and restore them afterwards.
 
-    Args:
-        local_key: 32 bytes of this round.
-        user: the user's position in the population.
-        device: where the user trains.
+    The seed follows from the round's key and the user's position in the population.
     """
     own = hashlib.sha256(local_key + user.to_bytes(8, "little")).digest()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -442,59 +395,16 @@ def seeded(local_key: bytes, user: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def draws(task: Task, constants: TorchTensors, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether training draws from torch's generators, which all threads share.
+def draws(task: Task, x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether training on one input [1, …] and target draws from torch's generators.
 
-    Args:
-        task: the task.
-        constants: frozen parameters and buffers, on the device where users train.
-        x: [1, …] one input.
-        y: [1, …] one target.
-
-    Returns:
-        True also if it cannot be known, since the task cannot be evaluated on the example.
+    True also if it cannot be known, since the task cannot be evaluated on the example.
     """
     device = next(iter(task.model.parameters())).device
-    parameters = {n: p.detach() for n, p in task.model.named_parameters() if p.requires_grad}
-    on_cpu = {name: tensor.to(device) for name, tensor in constants.items()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         before = torch.random.get_rng_state()
         try:
-            task.example_losses(parameters, on_cpu, x.to(device), y.to(device))
+            task.losses_of(task.model(x.to(device)), y.to(device))
         except Exception:
             return True
         return not torch.equal(before, torch.random.get_rng_state())
-
-
-@dataclass(frozen=True)
-class Start:
-    """What all users of a round start from; nobody writes to it.
-
-    Attributes:
-        parameters: what is trained.
-        constants: frozen parameters and buffers.
-    """
-
-    parameters: TorchTensors
-    constants: TorchTensors
-
-    @classmethod
-    def of(cls, request: RoundRequest, constants: TorchTensors, device: torch.device) -> "Start":
-        """Copy the tensors of a request to a device.
-
-        Args:
-            request: of the round; its running statistics replace those among the constants.
-            constants: of the task, on the device.
-            device: where users train.
-        """
-        statistics = _on(device, request.statistics)
-        return cls(_on(device, request.parameters), constants | statistics)
-
-    @property
-    def tensors(self) -> TorchTensors:
-        """The whole model."""
-        return self.parameters | self.constants
-
-
-def _on(device: torch.device, arrays: Mapping[str, npt.NDArray[np.float32]]) -> TorchTensors:
-    return {name: torch.tensor(array, device=device) for name, array in arrays.items()}

@@ -19,7 +19,7 @@ from fedpriv.engine.metrics import (
 )
 from fedpriv.engine.task import (
     Activations,
-    Start,
+    RoundParameters,
     Task,
     activations_named,
     plain_arithmetic,
@@ -107,11 +107,11 @@ class InProcessTransport(Transport):
                 subnormal numbers for zero.
             ModelError: the model cannot be trained, or a metric not be computed on a row of zeros.
         """
-        for _, partials in self.by_chunk(request):
-            yield from partials
+        for _, partial in self.by_chunk(request):
+            yield partial
 
-    def by_chunk(self, request: RoundRequest) -> Iterator[tuple[Integers, list[PartialSum]]]:
-        """Yield who was in each chunk, as positions in the population, and the sums of it.
+    def by_chunk(self, request: RoundRequest) -> Iterator[tuple[Integers, PartialSum]]:
+        """Yield the users of each chunk, as positions in the population, and their sum.
 
         Users that failed are among them; users without examples are in no chunk.
 
@@ -119,59 +119,51 @@ class InProcessTransport(Transport):
             InvalidValueError: as of `collect`.
             ModelError: likewise.
         """
-        seen: list[ChunkDiagnostics] = []
+        seen = list[ChunkDiagnostics]()
         trained = self._sums(request)
         # A GPU works on the next chunk while the sum of the last one is awaited.
-        for users, sums in trained if self.device.type == "cpu" else _one_behind(trained):
-            seen.extend(each for one in sums for each in one.diagnostics)
-            enrolled = users if self.hosted is None else self.hosted[users]
-            yield enrolled, [one.partial for one in sums]
+        for users, total in trained if self.device.type == "cpu" else _one_behind(trained):
+            seen.extend(total.diagnostics)
+            yield users if self.hosted is None else self.hosted[users], total.partial
         if self.observer is not None:
             self.observer(diagnose_round(request, seen))
 
-    def _sums(self, request: RoundRequest) -> Iterator[tuple[Integers, list[ChunkSum]]]:
+    def _sums(self, request: RoundRequest) -> Iterator[tuple[Integers, ChunkSum]]:
         """Users of chunks and their sums, in the order of chunks, some found side by side."""
         if request.metrics:  # refused before any user's data are touched
             check_metrics(self.task, request.metrics, request.clipping, blank(self.users))
-        start = Start.of(request, self._trainer.constants, self.device)
+        start = RoundParameters.of(request, self._trainer.constants, self.device)
         with computing_with(self._threads):
             with plain_arithmetic(self.device):
                 refuse_flushing_threads()
-            jobs = list(self._chunks(request, start))
-            if min(self._side_by_side, len(jobs)) <= 1:
-                for job in jobs:
-                    yield job.users, self._trainer.sums(request, start, job)
+            chunks = list(self._chunks(request, start))
+            if min(self._side_by_side, len(chunks)) <= 1:
+                for chunk in chunks:
+                    yield chunk.users, self._trainer.sum_of(request, start, chunk)
                 return
-        yield from self._sums_of_processes(request, jobs)
+        # Processes are kept for the next round if all goes well.
+        given, dimension = packed(request), request.clipping.layout.dimension
+        processes = [process for process in self._workers if process.fits(given, dimension)]
+        self._workers.clear()
+        while len(processes) < self._side_by_side:
+            processes.append(TrainerProcess(self._trainer, given, dimension, self._threads))
+        for chunk, total in zip(chunks, in_processes(processes, given, chunks), strict=True):
+            yield chunk.users, total
+        self._workers.extend(processes)
 
-    def _chunks(self, request: RoundRequest, start: Start) -> Iterator[Chunk]:
+    def _chunks(self, request: RoundRequest, start: RoundParameters) -> Iterator[Chunk]:
         """The users of a request in chunks; there is work for all processes where that can be."""
-        users = self._positions(request.users)
+        if self.hosted is None:
+            known = (request.users >= 0) & (request.users < self.users.population)
+            users = request.users[known]
+        else:
+            users = np.flatnonzero(np.isin(self.hosted, request.users))
         measured = bool(request.metrics) or self.observer is not None
         rungs = list(by_rung(sizes_of(self.users, users), request.local, measured=measured))
         work = [len(some) * rung.steps * rung.width for rung, some in rungs]
         for (rung, some), share in zip(rungs, work, strict=True):
             parts = round(self._side_by_side * share / sum(work))
             yield from self._isolation.chunks(request, start, rung, users[some], max(1, parts))
-
-    def _sums_of_processes(
-        self, request: RoundRequest, jobs: list[Chunk]
-    ) -> Iterator[tuple[Integers, list[ChunkSum]]]:
-        """The same by processes, which are kept for the next round if all goes well."""
-        given, dimension = packed(request), request.clipping.layout.dimension
-        processes = [p for p in self._workers if p.dimension == dimension]
-        self._workers.clear()
-        while len(processes) < self._side_by_side:
-            processes.append(TrainerProcess(self._trainer, given, dimension, self._threads))
-        for job, sums in zip(jobs, in_processes(processes, given, jobs), strict=True):
-            yield job.users, sums
-        self._workers.extend(processes)
-
-    def _positions(self, users: Integers) -> Integers:
-        """Positions in the store of those users that are in it."""
-        if self.hosted is None:
-            return users[(users >= 0) & (users < self.users.population)]
-        return np.flatnonzero(np.isin(self.hosted, users))
 
     @cached_property
     def _side_by_side(self) -> int:

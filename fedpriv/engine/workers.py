@@ -27,18 +27,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpriv.engine.task import Start
+from fedpriv.engine.matmul import blas_threads
+from fedpriv.engine.task import RoundParameters
 from fedpriv.engine.trainer import Chunk, ChunkSum, Trainer
 from fedpriv.errors import WorkerError
-from fedpriv.privacy.clipping_torch import blas_threads
 from fedpriv.privacy.round import RoundRequest
-
-Message = tuple[bytes | int | None, Chunk]
-"""A request, or its length in the memory for it, or None if it is that of the last message; and
-whom to train."""
-
-Answer = list[tuple[ChunkSum, npt.NDArray[np.int64] | None]] | Exception
-"""Sums without totals, and their totals, None for that in the memory for it; or what was raised."""
 
 _SLACK = 2**16  # bytes by which a later request may be longer than the first
 
@@ -64,72 +57,58 @@ def computing_with(threads: int) -> Iterator[None]:
 
 
 class TrainerProcess:
-    """A process that does what a trainer does; it has what this one has when it begins.
+    """A process that does what a trainer does, on the memory of task and data that this one has.
 
-    It shares memory of task and data, and ends with this one or when nobody refers to it any more.
-
-    Attributes:
-        dimension: of the totals for which there is shared memory.
+    It ends with this process, or when nothing refers to it any more. It has memory for requests
+    about as long as the one given, and for totals of a dimension D.
     """
 
     def __init__(self, trainer: Trainer, request: bytes, dimension: int, threads: int) -> None:
-        """Begin.
-
-        Args:
-            trainer: what it does.
-            request: such as it will get.
-            dimension: D of totals.
-            threads: with how many it computes.
-        """
-        self.dimension = dimension
         # Large messages through a pipe come piece by piece, each when the other side awakes.
         self._given = mmap(-1, len(request) + _SLACK)
-        self._total = np.frombuffer(mmap(-1, max(1, dimension) * 8), np.int64)
+        self._total = np.frombuffer(mmap(-1, max(1, dimension) * 8), np.int64)[:dimension]
+        self._request: bytes | None = None
         context = multiprocessing.get_context("fork")
         self._connection, its = context.Pipe()
-        shared = self._given, self._total
-        self._process = context.Process(
-            target=_serve, args=(trainer, its, self._connection, *shared, threads), daemon=True
-        )
-        with warnings.catch_warnings():
+        given = (trainer, its, self._connection, self._given, self._total, threads)
+        self._process = context.Process(target=_serve, args=given, daemon=True)
+        with warnings.catch_warnings(), trainer.lock:
             # Locks that a thread holds at this moment stay locked; torch's, NumPy's and Python's
-            # own are made anew, and training takes no other.
+            # own are made anew, and training takes no other but the trainer's, which is ours.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         its.close()
-        self._request: bytes | None = None
         weakref.finalize(self, _end, os.getpid(), self._process, self._connection)
 
-    def ask(self, request: bytes, chunk: Chunk) -> None:
-        """Let it find sums; nothing else may be asked before the answer.
+    def fits(self, request: bytes, dimension: int) -> bool:
+        """Whether the shared memory is large enough."""
+        return len(request) <= len(self._given) and dimension == len(self._total)
 
-        Args:
-            request: of the round, from `packed`.
-            chunk: whom to train.
+    def ask(self, request: bytes, chunk: Chunk) -> None:
+        """Let it find a chunk's sum; nothing else may be asked before the answer.
 
         Raises:
             WorkerError: the process has ended.
         """
-        given: bytes | int | None = None if request is self._request else request
-        if given is not None and len(request) <= len(self._given):
+        if request is not self._request:
             self._given[: len(request)] = request
-            given = len(request)
-        message: Message = (given, chunk)
+        # The length of a request in memory; None: it is that of the last message.
+        message = (None if request is self._request else len(request), chunk)
         try:
             self._connection.send_bytes(pickle.dumps(message, protocol=5))
         except OSError as error:
             raise self._ended() from error
         self._request = request
 
-    def answer(self) -> list[ChunkSum]:
-        """What `Trainer.sums` gives for what was asked.
+    def answer(self) -> ChunkSum:
+        """What `Trainer.sum_of` gives for what was asked.
 
         Raises:
             WorkerError: the process has ended.
-            Exception: as of `Trainer.sums`.
+            Exception: as of `Trainer.sum_of`.
         """
         try:
-            said: tuple[list[logging.LogRecord], Answer]
+            said: tuple[list[logging.LogRecord], ChunkSum | Exception]
             said = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise self._ended() from error
@@ -138,10 +117,7 @@ class TrainerProcess:
             logging.getLogger(record.name).handle(record)
         if isinstance(answer, Exception):
             raise answer
-        return [
-            replace(each, total=torch.from_numpy(self._total.copy() if total is None else total))
-            for each, total in answer
-        ]
+        return replace(answer, total=torch.from_numpy(self._total.copy()))
 
     def _ended(self) -> WorkerError:
         self._process.join(timeout=10)
@@ -152,25 +128,19 @@ class TrainerProcess:
 
 
 def in_processes(
-    processes: Sequence[TrainerProcess], request: bytes, jobs: Iterable[Chunk]
-) -> Iterator[list[ChunkSum]]:
-    """Let processes find the sums of chunks.
+    processes: Sequence[TrainerProcess], request: bytes, chunks: Iterable[Chunk]
+) -> Iterator[ChunkSum]:
+    """Let processes find the sums of chunks, in their order; `request` is from `packed`.
 
-    Args:
-        processes: at least one, none of them asked for anything. Some are still at work if this
-            does not come to its end: then none may be asked again.
-        request: of the round, from `packed`.
-        jobs: chunks; one begins only once few enough sums wait to be taken.
-
-    Yields:
-        Sums in the order of the jobs.
+    No process may be busy. Some stay at work if this does not come to its end: then none may be
+    asked again. A chunk begins only once few enough sums wait to be taken.
 
     Raises:
         WorkerError: a process has ended.
-        Exception: as of `Trainer.sums`.
+        Exception: as of `Trainer.sum_of`.
     """
     idle, waiting = deque(processes), deque[TrainerProcess]()
-    for chunk in jobs:
+    for chunk in chunks:
         if not idle:
             first = waiting.popleft()
             yield first.answer()
@@ -195,7 +165,7 @@ def _serve(
     total: npt.NDArray[np.int64],
     threads: int,
 ) -> None:
-    """Train what is asked for until nobody can ask any more."""
+    """Train what is asked for until the other end is closed."""
     other_end.close()
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -204,21 +174,22 @@ def _serve(
     for before, after in pairwise(kept):
         os.closerange(before + 1, after)
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked decides what to do then
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked decides what to do then
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # or collections would look at all that was inherited, again and again
-    trainer = trainer.twin()  # another thread may have been using the models when this was forked
     records = _kept_records()
     with computing_with(threads), suppress(EOFError, OSError):
         while True:
-            message: Message = pickle.loads(connection.recv_bytes())
-            given, chunk = message
-            if given is not None:
-                packed = memory[:given] if isinstance(given, int) else given
-                request: RoundRequest = pickle.loads(packed)
-                start = Start.of(request, trainer.constants, trainer.device)
+            message: tuple[int | None, Chunk] = pickle.loads(connection.recv_bytes())
+            length, chunk = message
+            if length is not None:
+                request: RoundRequest = pickle.loads(memory[:length])
+                start = RoundParameters.of(request, trainer.constants, trainer.device)
+            answer: ChunkSum | Exception
             try:
-                answer = _placed(trainer.sums(request, start, chunk), total)
+                answer = trainer.sum_of(request, start, chunk)
+                total[:] = answer.total.numpy()
+                answer = replace(answer, total=torch.empty(0))
             except Exception as error:  # not of a user's training, which is caught there
                 answer = error
             logged = [records.get() for _ in range(records.qsize())]
@@ -249,16 +220,7 @@ def _without_exception(record: logging.LogRecord) -> bool:
     return True
 
 
-def _placed(sums: list[ChunkSum], memory: npt.NDArray[np.int64]) -> Answer:
-    """An answer; the total of an only sum is in the memory for it."""
-    nothing = torch.empty(0)
-    if len(sums) == 1 and sums[0].total.shape == memory.shape:
-        memory[:] = sums[0].total.numpy()
-        return [(replace(sums[0], total=nothing), None)]
-    return [(replace(each, total=nothing), each.total.numpy()) for each in sums]
-
-
-def _pickled(logged: list[logging.LogRecord], answer: Answer) -> bytes:
+def _pickled(logged: list[logging.LogRecord], answer: ChunkSum | Exception) -> bytes:
     try:
         return pickle.dumps((logged, answer), protocol=5)
     except Exception:

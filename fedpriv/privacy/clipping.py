@@ -1,6 +1,8 @@
-"""The clipping function π_S, into whole numbers of steps, so that its bound is exact.
+"""User clipping: what one user adds to a sum, in whole numbers of steps, so that bounds are exact.
 
-What one user adds to a sum: whole numbers of steps, bounded group by group.
+`clip` is the clipping function π_S of McMahan et al. 2018 for one vector, `clip_rows` the same for
+many users, and `Clipping` applies it to every vector group of an update. This is the reference;
+`clipping_torch` batches it.
 """
 
 import logging
@@ -27,8 +29,14 @@ from fedpriv.privacy.layout import (
 FloatMatrix = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
-_COARSE = ~((1 << 29) - 1)  # keeps the first 24 bits of a float64
-_SHRINK = 1.0 - 2.0**-20
+IntegerVector = npt.NDArray[np.int64]
+
+MOST_WEIGHT = 2**31
+COARSE = ~((1 << 29) - 1)  # keeps the first 24 bits of a float64
+SHRINK = 1.0 - 2.0**-20
+_BLOCK = 2**13  # numbers whose squares are added up at a time
+
+_log = logging.getLogger(__name__)
 
 
 def clip(vector: npt.NDArray[np.floating], clipping_norm: float) -> npt.NDArray[np.int64]:
@@ -85,8 +93,8 @@ def clip_rows(
             piece[~finite] = 0.0
         norms[~finite] = 0.0
     within = norms <= math.sqrt(bound)
-    # Fewer bits, towards zero: what is off by rounding is mostly within the norm, then, and a norm
-    # that is added up in another order gives the same integers.
+    # Rounding factors down to 24 bits mostly keeps what is off by rounding within the norm, and
+    # norms that are added up in another order give the same integers.
     shares = _coarse(math.sqrt(bound) / np.maximum(norms, math.sqrt(bound)))
     limits = np.full(len(norms), float(bound))
     if weights is not None:
@@ -98,15 +106,15 @@ def clip_rows(
         np.multiply(piece, factors, out=piece)
         np.trunc(piece, out=piece)
     # Squares of integers and their sums are exact in float64 up to 2^53, far above all limits, and
-    # what is more than that is not rounded to below a limit.
+    # larger ones are not rounded to below a limit: when the loop ends, the bound holds exactly.
     while (over := _squares(pieces) > limits).any():
         for piece in pieces:
-            piece[over] = np.trunc(piece[over] * _SHRINK)
+            piece[over] = np.trunc(piece[over] * SHRINK)
     return within & finite, finite
 
 
 def _squares(pieces: Sequence[FloatMatrix]) -> npt.NDArray[np.float64]:
-    """Sum of squares of each row: [C]. A row by itself, in whatever place it is."""
+    """Sum of squares of each row, [C]; the bits of a row do not depend on its place."""
     total: npt.NDArray[np.float64] = np.vecdot(pieces[0], pieces[0])
     for piece in pieces[1:]:
         total += np.vecdot(piece, piece)
@@ -114,24 +122,16 @@ def _squares(pieces: Sequence[FloatMatrix]) -> npt.NDArray[np.float64]:
 
 
 def _coarse(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Positive numbers with the first 24 bits alone, hence no larger."""
-    return (numbers.view(np.int64) & _COARSE).view(np.float64)
-
-
-_log = logging.getLogger(__name__)
-
-IntegerVector = npt.NDArray[np.int64]
-
-MOST_WEIGHT = 2**31
-_BLOCK = 2**13  # numbers whose squares are added up at a time
+    """Positive numbers with their first 24 bits only, hence no larger."""
+    return (numbers.view(np.int64) & COARSE).view(np.float64)
 
 
 @dataclass(frozen=True)
 class Indicator:
-    """A tensor that says of some groups whether a user's part was *not* clipped.
+    """A tensor that tells for some groups whether a user's part was *not* clipped.
 
     Each component is +1/2 if the group's part was within its norm, −1/2 if it was clipped, and 0
-    for a user that contributes nothing. Centred like this, one user moves it by half as much.
+    for a user that contributes zero. Centring halves the sensitivity.
 
     Attributes:
         tensor: its name in the layout; its shape is [number of groups].
@@ -144,14 +144,14 @@ class Indicator:
 
 @dataclass(frozen=True)
 class Clipping:
-    """How the tensors of one user become the integers [D] that it adds to a sum.
+    """How the tensors of one user become its contribution, the integers [D] it adds to a sum.
 
     Group g is counted in steps of γ_g, its granularity, of the *scaled* tensors u_j = v_j/α_j.
 
     Attributes:
         layout: all tensors of a contribution: the update, metrics and the indicator.
         groups: a partition of the tensors.
-        indicator: where whether groups were clipped is written; None if nobody asks.
+        indicator: the tensor that counts what was not clipped, if there is one.
         weighted: names of the groups whose parts are multiplied by the user's weight.
         weight_cap: c ≥ 1; a user's weight is m/c for a whole number m from 0 to c.
 
@@ -180,7 +180,7 @@ class Clipping:
             self._check_indicator(self.indicator)
 
     def _check_indicator(self, indicator: Indicator) -> None:
-        """It is written after clipping, so its group must be wide enough for any of its values."""
+        """Its values are not clipped themselves, so its group's norm must allow all of them."""
         count, size = len(indicator.groups), self.layout.sizes.get(indicator.tensor)
         if size != count:
             raise InvalidValueError(
@@ -190,7 +190,7 @@ class Clipping:
         if group.tensors != (indicator.tensor,) or group.scales != (1.0,):
             raise InvalidValueError(
                 f"tensor {indicator.tensor!r} shares group {group.name!r} or has a scale; it must "
-                "be alone and have none"
+                "be alone in its group, at scale 1"
             )
         # A half must be a whole number of steps, and all halves together within the bound.
         half = int(0.5 / group.granularity)
@@ -206,8 +206,8 @@ class Clipping:
         Guarantees: the part of each group g has Σaᵢ² ≤ B_g, its `squared_bound`, and
         Σaᵢ² ≤ (m/c)²·B_g if it is weighted, exactly, whatever the tensors and the weight;
         malformed tensors (missing, unknown or misshapen, not floating point) contribute zero
-        everywhere, and so do one component that is not finite, in any group, and a weight that is
-        no whole number from 0 to c.
+        everywhere, and so do a component that is not finite, in any group, and a weight that is not
+        a whole number from 0 to c.
 
         Args:
             tensors: all tensors of the layout but the indicator.
@@ -218,7 +218,7 @@ class Clipping:
             _log.warning("a user counts as zero: its weight is not from 0 to %d", self.weight_cap)
             return np.zeros(self.layout.dimension, np.int64)
         try:
-            row: FloatMatrix = self.layout.flatten({**tensors, **self._unknown})[np.newaxis]
+            row: FloatMatrix = self.layout.flatten({**tensors, **self._blank})[np.newaxis]
         except InvalidValueError as error:
             _log.warning("a malformed update counts as zero: %s", error)
             return np.zeros(self.layout.dimension, np.int64)
@@ -233,7 +233,7 @@ class Clipping:
         sums of rows are exact in float64 for up to 2^28 of them.
 
         Args:
-            rows: [C, D] contiguous rows, in the order of the layout; the indicator's may be any.
+            rows: [C, D] contiguous rows, in the order of the layout; the indicator is overwritten.
             weights: m of each user, [C], from 0 to c.
         """
         within: dict[str, Flags] = {}
@@ -257,19 +257,14 @@ class Clipping:
     def _divide_by_scales(self, rows: FloatMatrix, group: VectorGroup) -> None:
         for tensor, scale in zip(group.tensors, group.scales, strict=True):
             if scale != 1.0:
-                with np.errstate(over="ignore"):  # what is infinite counts as zero
+                with np.errstate(over="ignore"):  # an infinite component zeroes the user
                     rows[:, self.layout.slices[tensor]] /= scale
 
     def admits(self, total: IntegerVector, users: int, weight: int) -> bool:
-        """Whether `total` can be a sum of the contributions of some users.
+        """Whether `total` can be the sum of the contributions of this many users, of this weight.
 
-        That is, whether it has the shape, is of integers, and the part of each group has at most
-        the norm that so many users, or users of so much weight, can have together.
-
-        Args:
-            total: [D].
-            users: how many at most.
-            weight: sum of their m.
+        That is, whether it is int64[D] and the norm of each group's part is at most users·S_g, or
+        weight/c·S_g where the group is weighted.
         """
         if total.shape != (self.layout.dimension,) or total.dtype != np.int64:
             return False
@@ -283,12 +278,15 @@ class Clipping:
                 return False
         return True
 
+    @property
+    def _blank(self) -> dict[str, FloatVector]:
+        """The indicator before it is written."""
+        indicator = self.indicator
+        return {indicator.tensor: np.zeros(len(indicator.groups))} if indicator else {}
+
     @cached_property
     def spans(self) -> tuple[tuple[slice, ...], ...]:
-        """Where each group lies in the vector, its tensors in order.
-
-        Tensors that follow each other share a slice.
-        """
+        """Where each group lies in the vector; tensors that follow each other share a slice."""
         return tuple(
             _joined(self.layout.slices[tensor] for tensor in group.tensors) for group in self.groups
         )
@@ -302,15 +300,9 @@ class Clipping:
                 steps[self.layout.slices[tensor]] = scale * group.granularity
         return steps
 
-    @cached_property
-    def _unknown(self) -> dict[str, FloatVector]:
-        """The indicator before anything was clipped."""
-        asked = self.indicator
-        return {asked.tensor: np.zeros(len(asked.groups))} if asked else {}
-
 
 def _joined(slices: Iterable[slice]) -> tuple[slice, ...]:
-    """The same positions in the same order, in as few slices as can be."""
+    """The same positions in the same order, in as few slices as possible."""
     joined: list[slice] = []
     for piece in slices:
         start = joined.pop().start if joined and joined[-1].stop == piece.start else piece.start

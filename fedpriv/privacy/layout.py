@@ -1,11 +1,7 @@
-"""Steps of clipping norms.
+"""Named tensors as one flat vector, and the vector groups that are clipped together.
 
-Named tensors as one flat vector, in one fixed order.
-
-Vector groups: which tensors are clipped together, to what norm, on what scales.
-
-Flat, per-layer and joint clipping are three ways to make groups; everything after them sees
-groups only (McMahan et al. 2018, section 3).
+Flat, per-layer and joint clipping are three ways to make groups; everything after them sees groups
+only (McMahan et al. 2018, section 3).
 """
 
 import math
@@ -21,40 +17,14 @@ import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
 
-SMALLEST_CLIPPING_NORM = 1e-30
-LARGEST_CLIPPING_NORM = 1e30
-
-_BITS = 24  # of a clipping norm, in steps; as many as float32 has
-
-
-def check_clipping_norm(clipping_norm: float, owner: str) -> None:
-    """Raise InvalidValueError unless the norm is one that float32 engines can clip to."""
-    if not SMALLEST_CLIPPING_NORM <= clipping_norm <= LARGEST_CLIPPING_NORM:
-        raise InvalidValueError(
-            f"clipping_norm of {owner} is {clipping_norm}; it must be positive, "
-            f"from {SMALLEST_CLIPPING_NORM} to {LARGEST_CLIPPING_NORM}"
-        )
-
-
-def granularity(clipping_norm: float) -> float:
-    """γ, the largest power of two that is at most S·2^-24: the step of what users contribute.
-
-    >>> granularity(1.5) == 2.0**-24
-    True
-    """
-    return math.ldexp(1.0, math.frexp(clipping_norm)[1] - 1 - _BITS)
-
-
-def squared_bound(clipping_norm: float) -> int:
-    """B = ⌊(S/γ)²⌋, exactly; from 2^48 to 2^50. Integers a with Σaᵢ² ≤ B have γ·‖a‖₂ ≤ S."""
-    # The quotient is exact, since γ is a power of two.
-    above, below = (clipping_norm / granularity(clipping_norm)).as_integer_ratio()
-    return above * above // (below * below)
-
-
 FloatVector = npt.NDArray[np.float64]
 Scalar = TypeVar("Scalar", bound=np.generic)
 Tensors = Mapping[str, npt.NDArray[np.generic]]
+
+SMALLEST_CLIPPING_NORM = 1e-30
+LARGEST_CLIPPING_NORM = 1e30
+
+_BITS = 24  # of a clipping norm, in steps: the precision of float32
 
 
 @dataclass(frozen=True)
@@ -110,9 +80,7 @@ class Layout:
         return sum(self.sizes.values())
 
     def flatten(self, tensors: Tensors) -> FloatVector:
-        """Concatenate `tensors` to a float64 vector [D]; exact for float16, 32 and 64.
-
-        Takes no memory but the vector.
+        """Concatenate `tensors` to a new float64 vector [D]; exact for float16, 32 and 64.
 
         Raises:
             InvalidValueError: a tensor is missing, unknown, not a float, or of another shape.
@@ -147,18 +115,43 @@ class Layout:
         }
 
 
+def check_clipping_norm(clipping_norm: float, owner: str) -> None:
+    """Raise InvalidValueError unless the norm is one that float32 engines can clip to."""
+    if not SMALLEST_CLIPPING_NORM <= clipping_norm <= LARGEST_CLIPPING_NORM:
+        raise InvalidValueError(
+            f"clipping_norm of {owner} is {clipping_norm}; it must be positive, "
+            f"from {SMALLEST_CLIPPING_NORM} to {LARGEST_CLIPPING_NORM}"
+        )
+
+
+def granularity(clipping_norm: float) -> float:
+    """γ, the largest power of two that is at most S·2^-24: one step of a contribution.
+
+    >>> granularity(1.5) == 2.0**-24
+    True
+    """
+    return math.ldexp(1.0, math.frexp(clipping_norm)[1] - 1 - _BITS)
+
+
+def squared_bound(clipping_norm: float) -> int:
+    """B = ⌊(S/γ)²⌋, exactly; from 2^48 to 2^50. Integers a with Σaᵢ² ≤ B have γ·‖a‖₂ ≤ S."""
+    # The quotient is exact, since γ is a power of two.
+    above, below = (clipping_norm / granularity(clipping_norm)).as_integer_ratio()
+    return above * above // (below * below)
+
+
 @dataclass(frozen=True)
 class VectorGroup:
     """Tensors v_1…v_m that are clipped as the one vector u = (v_1/α_1, …, v_m/α_m).
 
     Attributes:
-        name: how the ledger calls the group.
+        name: of the group in the ledger.
         tensors: names of its tensors.
         clipping_norm: S_g, the bound on ‖u‖₂.
-        scales: α_j > 0 for each tensor; all 1 unless the group is clipped jointly.
+        scales: α_j > 0 of each tensor; all 1 unless the group is clipped jointly.
 
     Raises:
-        InvalidValueError: no tensors, a bad clipping norm, or a scale that is not positive.
+        InvalidValueError: no tensors, a bad clipping norm, or a scale out of range.
     """
 
     name: str
@@ -182,6 +175,11 @@ class VectorGroup:
                 raise InvalidValueError(
                     f"scale of tensor {tensor!r} is {scale}; it must be from 1e-12 to 1e12"
                 )
+
+    @classmethod
+    def single(cls, name: str, clipping_norm: float) -> "VectorGroup":
+        """One tensor that has the name of its group."""
+        return cls(name, (name,), clipping_norm, (1.0,))
 
     @property
     def granularity(self) -> float:
@@ -213,6 +211,11 @@ def check_partition(layout: Layout, groups: tuple[VectorGroup, ...]) -> None:
         raise InvalidValueError(f"names of vector groups {[g.name for g in groups]} are not unique")
 
 
+def flat(layout: Layout, clipping_norm: float) -> tuple[VectorGroup, ...]:
+    """One group that holds everything."""
+    return (VectorGroup("update", layout.names, clipping_norm, (1.0,) * len(layout.names)),)
+
+
 def layers(layout: Layout) -> dict[str, tuple[str, ...]]:
     """Tensors by layer: the part of the name before the last dot.
 
@@ -226,20 +229,10 @@ def layers(layout: Layout) -> dict[str, tuple[str, ...]]:
     return by_layer
 
 
-def flat(layout: Layout, clipping_norm: float) -> tuple[VectorGroup, ...]:
-    """One group that holds everything."""
-    return (VectorGroup("update", layout.names, clipping_norm, (1.0,) * len(layout.names)),)
-
-
 def per_layer(
     layout: Layout, parts: Mapping[str, tuple[str, ...]], clipping_norms: Mapping[str, float]
 ) -> tuple[VectorGroup, ...]:
-    """One group per part, each with a norm of its own.
-
-    Args:
-        layout: the layout of the update.
-        parts: tensors of each part, e.g. `layers(layout)`.
-        clipping_norms: S_g of each part, e.g. from `equal_split`.
+    """One group per part, e.g. of `layers`, each with a norm of its own, e.g. of `equal_split`.
 
     Raises:
         InvalidValueError: a part has no norm, a norm has no part, or parts are no partition.
@@ -274,12 +267,7 @@ def split_by_dimension(
 def joint(
     layout: Layout, clipping_norm: float, scales: Mapping[str, float]
 ) -> tuple[VectorGroup, ...]:
-    """One group that holds everything, tensor j measured in units of α_j.
-
-    Args:
-        layout: the layout of the update.
-        clipping_norm: S, the bound on the norm of the scaled update.
-        scales: α_j > 0 per tensor, e.g. the norms expected of the tensors.
+    """One group that holds everything, tensor j measured in units of its scale α_j > 0.
 
     Raises:
         InvalidValueError: a tensor has no scale or a scale no tensor.

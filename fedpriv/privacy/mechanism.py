@@ -1,8 +1,7 @@
-"""Metrics: bounded vectors that users report beside their updates, released as private averages.
+"""One object per round: it knows how the cohort is drawn, what is released, and the event of both.
 
-Clipping norms that follow a quantile of the updates' norms (Andrew et al. 2019).
-
-One object per round: it draws the cohort, knows the query and names the event.
+Beside the update, a round may release metrics, and how many users were clipped, by which clipping
+norms adapt. They are vector groups of the same query, with shares of the round's privacy.
 """
 
 import math
@@ -13,14 +12,92 @@ import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent
-from fedpriv.privacy.clipping import Indicator, IntegerVector
+from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.layout import FloatVector, VectorGroup
-from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.query import FlooredAverageQuery, GaussianAverageQuery, GaussianSumQuery
+from fedpriv.privacy.query import Averaging, GaussianQuery, noise_stddevs, sensitivities
 from fedpriv.privacy.sampling import PoissonSampling
 
 PREFIX = "metrics/"
 """Begins the names of tensors and vector groups of metrics."""
+UNCLIPPED = "unclipped"
+"""Name of the indicator's tensor and vector group."""
+MOST_USERS = 2**37
+"""A user adds less than 2^25 steps to a component, and the noise less than 2^45: below 2^63."""
+
+_LEAST, _MOST = 1e-12, 1e12
+_PLAIN = Averaging()
+
+
+@dataclass(frozen=True)
+class PoissonGaussianMechanism:
+    """The Poisson-subsampled Gaussian mechanism over vector groups.
+
+    Sampling policy, query and neighbouring relation are fixed together here, so that what is
+    drawn, what is released and what is accounted cannot come apart.
+
+    Attributes:
+        sampling: who may be in a cohort, and with what probability.
+        query: what is released; its denominator is the expected cohort size.
+
+    Raises:
+        InvalidValueError: the denominator is not the expected cohort size, or there are so many
+            users that a sum could overflow.
+    """
+
+    sampling: PoissonSampling
+    query: GaussianQuery
+
+    def __post_init__(self) -> None:
+        if self.sampling.population > MOST_USERS:
+            raise InvalidValueError(
+                f"population is {self.sampling.population}; sums of more than {MOST_USERS} users "
+                "could overflow"
+            )
+        if self.query.denominator != self.sampling.expected_cohort_size:
+            raise InvalidValueError(
+                f"denominator is {self.query.denominator}; it must be the expected cohort size "
+                f"{self.sampling.expected_cohort_size}"
+            )
+
+    @classmethod
+    def calibrated(
+        cls,
+        sampling: PoissonSampling,
+        clipping: Clipping,
+        noise_multiplier: float,
+        shares: tuple[float, ...],
+        averaging: Averaging = _PLAIN,
+    ) -> "PoissonGaussianMechanism":
+        """The mechanism whose rounds have an effective noise multiplier z, rounded up.
+
+        Args:
+            sampling: gives the denominators: the cohort size and weight that are expected.
+            clipping: what each user contributes.
+            noise_multiplier: z ≥ 0 of the whole round.
+            shares: ω_g > 0 of each vector group, summing to 1.
+            averaging: how much each user counts, and whether there is a floor.
+
+        Raises:
+            InvalidValueError: numbers are out of range or do not fit together.
+        """
+        weight = sampling.sampling_probability * (
+            averaging.total_weight or float(sampling.population)
+        )
+        least = None if averaging.floor is None else averaging.floor * weight
+        stddevs = noise_stddevs(sensitivities(clipping, least), noise_multiplier, shares)
+        weighted = weight if clipping.weighted else None
+        expected = sampling.expected_cohort_size
+        return cls(sampling, GaussianQuery(clipping, stddevs, expected, weighted, averaging.floor))
+
+    @property
+    def clipping(self) -> Clipping:
+        """What each user of the cohort contributes."""
+        return self.query.clipping
+
+    @property
+    def event(self) -> RoundEvent:
+        """What one round is charged as; known before the round."""
+        return RoundEvent(self.sampling.event(), self.query.events)
 
 
 @dataclass(frozen=True)
@@ -31,7 +108,7 @@ class Metric:
     values that occur, the smaller the noise: it is proportional to the radius.
 
     Attributes:
-        name: what it is, e.g. "accuracy"; whoever hosts users knows how to compute it.
+        name: e.g. "accuracy"; the host of the users knows how to compute it.
         shape: of the vector; () is a number.
         centre: subtracted from every component before clipping, and added to the average.
         radius: bound on the L2 norm of m − centre.
@@ -66,8 +143,8 @@ class Metric:
 
     @property
     def group(self) -> VectorGroup:
-        """The vector group that it makes."""
-        return VectorGroup(self.tensor, (self.tensor,), self.radius, (1.0,))
+        """Its vector group."""
+        return VectorGroup.single(self.tensor, self.radius)
 
 
 @dataclass(frozen=True)
@@ -87,25 +164,13 @@ class ReleasedMetric:
 
 
 def released(
-    metrics: tuple[Metric, ...], average: FloatVector, query: GaussianAverageQuery
+    metrics: tuple[Metric, ...], average: FloatVector, query: GaussianQuery
 ) -> tuple[ReleasedMetric, ...]:
-    """The metrics in a released average.
-
-    Args:
-        metrics: those whose tensors are in the query's layout.
-        average: [D] what the query released.
-        query: the query.
-    """
-    tensors = query.sum_query.clipping.layout.unflatten(average)
-    stddevs = query.tensor_stddevs
+    """The metrics in an average [D] that a query released; their tensors are in its layout."""
+    tensors, stddevs = query.clipping.layout.unflatten(average), query.tensor_stddevs
     return tuple(
         ReleasedMetric(m.name, tensors[m.tensor] + m.centre, stddevs[m.tensor]) for m in metrics
     )
-
-
-TENSOR = "unclipped"
-"""Name of the indicator's tensor and vector group."""
-_LEAST, _MOST = 1e-12, 1e12
 
 
 @dataclass(frozen=True)
@@ -113,12 +178,12 @@ class AdaptiveClipping:
     """Moves each clipping norm so that a share of the users, the quantile, is not clipped.
 
     After a round with norm S and private fraction b of users that were not clipped, the next norm
-    is S·exp(−η·(b − γ)) (their Algorithm 1). What a round clips with and adds noise for is the norm
-    before it moves.
+    is S·exp(−η·(b − γ)) (Andrew et al. 2019, Algorithm 1). What a round clips with and adds noise
+    for is the norm before it moves.
 
     Attributes:
         quantile: γ in (0, 1).
-        learning_rate: η > 0; a norm changes by at most a factor e^η in a round, about.
+        learning_rate: η > 0; a norm changes by at most about a factor e^η in a round.
         share: ω in (0, 1), the share of the round's privacy that counting the clipped takes.
 
     Raises:
@@ -145,8 +210,8 @@ class AdaptiveClipping:
 
         Args:
             norm: S of this round.
-            unclipped: noised fraction of users that were not clipped. Noise may put it outside
-                [0, 1]; beyond, it counts as the nearer end.
+            unclipped: noised fraction of users that were not clipped; what noise puts outside
+                [0, 1] counts as the nearer end.
         """
         fraction = min(max(unclipped, 0.0), 1.0)
         moved = norm * math.exp(-self.learning_rate * (fraction - self.quantile))
@@ -154,88 +219,11 @@ class AdaptiveClipping:
 
 
 def indicator_of(groups: tuple[VectorGroup, ...]) -> Indicator:
-    """The indicator that says of all these groups whether they were clipped."""
-    return Indicator(TENSOR, tuple(group.name for group in groups))
+    """The indicator that tells of all these groups whether they were clipped."""
+    return Indicator(UNCLIPPED, tuple(group.name for group in groups))
 
 
 def indicator_group(indicator: Indicator) -> VectorGroup:
     """The vector group of an indicator: G halves have the norm √G/2."""
     norm = math.sqrt(len(indicator.groups)) / 2.0
-    return VectorGroup(TENSOR, (indicator.tensor,), norm * (1.0 + 2.0**-50), (1.0,))
-
-
-MOST_USERS = 2**37
-"""A user adds less than 2^25 steps to a component, and the noise less than 2^45: below 2^63."""
-
-
-@dataclass(frozen=True)
-class PoissonGaussianMechanism:
-    """The Poisson-subsampled Gaussian mechanism over vector groups.
-
-    Sampling policy, query and neighbouring relation are fixed together here, so that what is
-    drawn, what is released and what is accounted cannot come apart.
-
-    Attributes:
-        sampling: who may be in a cohort, and with what probability.
-        query: the average query; its denominator is the expected cohort size.
-
-    Raises:
-        InvalidValueError: the denominator is not the expected cohort size, or there are so many
-            users that a sum could overflow.
-    """
-
-    sampling: PoissonSampling
-    query: GaussianAverageQuery | FlooredAverageQuery
-
-    def __post_init__(self) -> None:
-        if self.sampling.population > MOST_USERS:
-            raise InvalidValueError(
-                f"population is {self.sampling.population}; sums of more than {MOST_USERS} users "
-                "could overflow"
-            )
-        if self.query.denominator != self.sampling.expected_cohort_size:
-            raise InvalidValueError(
-                f"denominator is {self.query.denominator}; it must be the expected cohort size "
-                f"{self.sampling.expected_cohort_size}"
-            )
-
-    @classmethod
-    def of(
-        cls, sampling: PoissonSampling, sum_query: GaussianSumQuery
-    ) -> "PoissonGaussianMechanism":
-        """Mechanism whose average is over the expected cohort size of `sampling`."""
-        return cls(sampling, GaussianAverageQuery(sum_query, sampling.expected_cohort_size))
-
-    @property
-    def average(self) -> GaussianAverageQuery:
-        """The query that the noise and the denominators are those of."""
-        query = self.query
-        return query.average if isinstance(query, FlooredAverageQuery) else query
-
-    @property
-    def event(self) -> RoundEvent:
-        """What one round is charged as; known before the round."""
-        return RoundEvent(self.sampling.event(), self.query.events)
-
-    def draw_cohort(self, entropy: Entropy, purpose: str) -> npt.NDArray[np.int64]:
-        """Positions of the users of one cohort, ascending; secret. May be empty."""
-        return self.sampling.draw(entropy.key(purpose))
-
-    def release(
-        self, total: IntegerVector, entropy: Entropy, purpose: str, weight: int = 0
-    ) -> tuple[FloatVector, RoundEvent]:
-        """Noised average [D] of the cohort whose contributions sum to `total`, with its event.
-
-        An empty cohort releases like any other: its total is zero.
-
-        Args:
-            total: [D] sum of the contributions, in steps.
-            entropy: where the noise comes from.
-            purpose: names this release; must never be used for another.
-            weight: of the users in the total, in units of 1/c; read by a floored average only.
-        """
-        if isinstance(self.query, FlooredAverageQuery):
-            average, queries = self.query.release(total, weight, entropy, purpose)
-        else:
-            average, queries = self.query.release(total, entropy, purpose)
-        return average, RoundEvent(self.sampling.event(), queries)
+    return VectorGroup.single(indicator.tensor, norm * (1.0 + 2.0**-50))

@@ -1,37 +1,30 @@
-"""Keys and the pseudorandom words made of them: the only randomness that privacy rests on.
+"""Randomness and noise: keys, the pseudorandom words made of them, and exact Gaussian noise.
 
-There is no generator whose state lives on between draws. Whoever needs randomness asks an
-`Entropy` for a key of 32 bytes, gives the key to one pure function, and uses it for that one draw:
+No generator keeps state between draws. A draw asks an `Entropy` for a key of 32 bytes, gives it to
+one pure function, and never uses it again:
 
     sampling.draw(entropy.key("sampling/run-7/12/0"))         # run, round, attempt
     rounded_gaussian(entropy.key("noise/run-7/12/0"), d, sigma)
 
 The purpose names the draw. Cohorts ("sampling/…"), noise ("noise/…") and local training
-("local/…") are three separate families of purposes, so that what a node learns about its own
-training randomness says nothing about the cohort or the noise. No purpose may be used for two
-draws (a second vector group needs its own): noise drawn twice from one key cancels in the
-difference of the two releases.
-
-`OperatingSystemEntropy` is for releases. `SeededEntropy` makes a run repeatable and its guarantee
-**void for whoever knows the seed**: they can compute the cohort and subtract the noise.
-
-Gaussian noise on the integers: normals rounded to the nearest integer, sampled exactly.
+("local/…") have separate purposes, so that what a node learns about its own training randomness
+says nothing about the cohort or the noise. No purpose may be used for two draws (each vector group
+has its own): noise drawn twice from one key cancels in the difference of the two releases.
 
 What is released is a whole number of steps of γ, the granularity of a vector group:
 
     γ·(Σa + K),  K = round(η/γ),  η ~ N(0, σ²).
 
 Since Σa is whole, Σa + round(η/γ) = round(Σa + η/γ): rounding is post-processing of the continuous
-Gaussian mechanism, whose analysis holds verbatim. There is no digit left that could tell two sums
-apart (Mironov 2012, "On significance of the least significant bits for differential privacy").
+Gaussian mechanism, whose analysis holds verbatim. No digit is left that could tell two sums apart
+(Mironov 2012, "On significance of the least significant bits for differential privacy").
 
-K has the law of the rounded normal itself, not of a floating-point approximation. The two normals
-of Box and Muller 1958 are functions of two real numbers, uniform on the unit interval, whose bits
-are read from a keystream: 64 of them at first, the others where they matter. float64 gives a normal
-within an error band. If all numbers in the band round to one integer, that is K; if not, further
-bits are read, and intervals of growing precision enclose the normal until they round to one integer
-(Ziv's strategy; Ziv 1991, "Fast evaluation of elementary mathematical functions with correctly
-rounded last bit"). So K is the same on all processors, whose logarithms and tangents differ.
+K has the law of the rounded normal itself, not of a floating-point approximation. The normals of
+Box and Muller 1958 are functions of two uniform real numbers, whose bits are read from a keystream:
+64 of them at first. float64 gives a normal within an error band. If all numbers in the band round
+to one integer, that is K; if not, further bits are read, and intervals of growing precision enclose
+the normal until they round to one integer (Ziv 1991, "Fast evaluation of elementary mathematical
+functions with correctly rounded last bit"). So K is the same on all processors.
 """
 
 import hmac
@@ -69,7 +62,7 @@ class Entropy(ABC):
 
 @dataclass(frozen=True)
 class OperatingSystemEntropy(Entropy):
-    """Keys of the operating system's CSPRNG.
+    """Keys of the operating system's CSPRNG, for releases.
 
     Each call gives a fresh key, independent of all others, even for a purpose asked before.
     """
@@ -83,12 +76,11 @@ class OperatingSystemEntropy(Entropy):
 
 @dataclass(frozen=True)
 class SeededEntropy(Entropy):
-    """Keys that are a function of a seed: for tests and repeatable simulations, not for releases.
+    """Keys that are a function of a seed, so that a run can be repeated; not for releases.
 
-    The key is HMAC-SHA-256 (RFC 2104) with the seed's hexadecimal digits as its key and the
-    purpose as its message. The same seed and purpose give the same key on every machine; to
-    someone who does not know the seed, keys of different purposes look independent. Seeds that
-    can be guessed can be found by trying them.
+    The guarantee is **void for anyone who knows or guesses the seed**: they can compute the cohort
+    and subtract the noise. The key is HMAC-SHA-256 (RFC 2104) of the purpose, keyed with the seed's
+    hexadecimal digits, and the same on every machine.
 
     Attributes:
         seed: any integer from 0 up, of any size.
@@ -115,8 +107,7 @@ def keystream(key: bytes, size: int, *, stream: int = 0, start: int = 0) -> NDAr
     """Bytes `start` to `start + size` of one of the 2^64 pseudorandom streams of a key.
 
     The bytes are AES-256 in counter mode (NIST SP 800-38A, section 6.5) with the initial counter
-    stream·2^64, so two streams never overlap and any part of a stream is had without the rest.
-    A key is meant for one draw, which is why no nonce is needed.
+    stream·2^64, so streams do not overlap. A key is for one draw, so no nonce is needed.
 
     Args:
         key: 32 secret bytes.
@@ -157,7 +148,7 @@ def words(key: bytes, count: int, *, stream: int = 0, start: int = 0) -> NDArray
         start: position of the first word in the stream, with start + count ≤ 2^65.
 
     Returns:
-        uint64[count], a new array, uniform on [0, 2^64) to whoever does not know the key.
+        uint64[count], a new array, uniform on [0, 2^64) to anyone who does not know the key.
 
     Raises:
         InvalidValueError: an argument is out of range.
@@ -167,19 +158,18 @@ def words(key: bytes, count: int, *, stream: int = 0, start: int = 0) -> NDArray
 
 
 Interval = tuple[tuple[int, ...], tuple[int, ...]]
-"""Lower and upper end, as mpmath's `libmp` has them."""
+"""Lower and upper end, in the format of mpmath's `libmp`."""
 
 LARGEST_STDDEV = 2.0**40
 """In steps. The band of float64 would decide little beyond."""
 
-# Even, because normals come in pairs; its words and what is made of them stay in a core's cache,
-# and in memory that is used again from block to block.
+# Even, because normals come in pairs; words and normals of a block stay in a core's cache.
 _BLOCK = 1 << 14
 _WORDS, _MORE_BITS = 0, 1  # streams of a key
 _MORE_BYTES = 1 << 12  # of the second stream, for each word of the first
 
-# How far `_box_muller` is from the normal of all bits where u ≥ 2^-20 and R ≥ 2^-7, and hence
-# R < 5.27. Let v = 2^-53, and let logarithms be off by 4 units in the last place, tangents by 8.
+# The error of `_box_muller` where u ≥ 2^-20 and R ≥ 2^-7, and hence R < 5.27, against the normal of
+# all bits. Let v = 2^-53, and let logarithms be off by 4 units in the last place, tangents by 8.
 # * u is off by 2^-65, half of its last bit, and by two roundings. R = √(−2 ln u) has the derivative
 #   −1/(uR), so R is off by (2^-65/u + 2·v)/R + 5·v·R, which is below 2.9e-14 at R = 2^-7 and below
 #   9e-15 at u = 2^-20.
@@ -202,7 +192,7 @@ def rounded_gaussian(key: bytes, count: int, stddev: float) -> NDArray[np.int64]
     * the first m of them are the same for every count ≥ m, and do not depend on the block size.
 
     A normal that the band does not decide costs as much as thousands of others. These are one in
-    30,000 up to σ = 2^27, and beyond as many times more as σ is larger.
+    30,000 up to σ = 2^27, and proportionally more beyond.
 
     Args:
         key: 32 secret bytes, used for nothing else.
@@ -240,8 +230,8 @@ def rounded_gaussian(key: bytes, count: int, stddev: float) -> NDArray[np.int64]
 def _box_muller(drawn: NDArray[np.uint64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Normals [n] of an even number of words, and their radii [n/2], within `_BAND`.
 
-    Words 2i and 2i + 1 give R·cos θ and R·sin θ, R = √(−2 ln u), where u is the first of them over
-    2^64, and θ/2π the second, read as a signed integer.
+    Words 2i and 2i + 1 give R·cos θ and R·sin θ, R = √(−2 ln u), where u is the first word over
+    2^64, and θ/2π the second over 2^64, read as a signed integer.
     """
     radius = drawn[0::2].astype(np.float64)
     radius *= 2.0**-64
@@ -268,12 +258,12 @@ def _undecided(
     drawn: NDArray[np.uint64],
     stddev: float,
 ) -> list[int]:
-    """Places of the normals whose band may hold the middle between two integers.
+    """Places of the normals whose band may contain the middle between two integers.
 
     Args:
-        off: [n] how far each is from the integer nearest to it.
-        radii: [n/2] of their pairs, not yet multiplied.
-        drawn: [n] the words that they are made of.
+        off: [n] distance of each from its nearest integer.
+        radii: [n/2] of their pairs, before scaling by σ.
+        drawn: [n] the words that they were made of.
         stddev: σ; no normal is in doubt where it is 0.
     """
     if stddev == 0.0:
@@ -288,13 +278,13 @@ def _undecided(
 
 
 def _exactly(key: bytes, number: int, first: int, second: int, which: int, stddev: float) -> int:
-    """One rounded normal of a pair, of as many bits as it takes.
+    """One rounded normal of a pair, from as many bits as it takes.
 
     Args:
         key: of the keystream.
-        number: of the first word of the pair in its stream.
-        first: that word, the head of u.
-        second: the word after it, the head of θ/2π.
+        number: position of the first word of the pair in its stream.
+        first: that word, the first bits of u.
+        second: the next word, the first bits of θ/2π.
         which: 0 for the cosine, 1 for the sine.
         stddev: σ > 0.
     """
@@ -320,16 +310,16 @@ def _exactly(key: bytes, number: int, first: int, second: int, which: int, stdde
 
 
 def _enclosed(u: int, turn: int, bits: int, which: int, stddev: float) -> tuple[int, int]:
-    """Where the ends of the interval round to that the bits leave which were not read yet.
+    """Both ends, rounded, of the interval in which the normal lies whatever its unread bits are.
 
     Args:
         u: the first bits of u, as an integer.
         turn: those of θ/2π, with its sign.
-        bits: how many of each there are.
+        bits: how many of each were read.
         which: 0 for the cosine, 1 for the sine.
         stddev: σ > 0.
     """
-    if u == 0:  # its logarithm has no lower end
+    if u == 0:  # its logarithm is unbounded
         return -1, 1
     precision = bits + 64
     logarithm = libmp.mpi_log(_between(u, bits), precision)

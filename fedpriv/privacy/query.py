@@ -1,18 +1,12 @@
-"""How much each user counts in an average, and what sums are divided by.
+"""The Gaussian query: what is released of a cohort's sum, how far one user moves it, and its noise.
 
-How much of a round's privacy each vector group gets, and the noise that follows from it.
-
-The Gaussian sum and average queries over one or more vector groups.
-
-The average over the cohort's own weight, with a floor: f̃_c of McMahan et al. 2018.
-
-Dividing by the realised weight Σ w_i tracks the cohort, at twice the sensitivity; see
-`GaussianAverageQuery` for the estimator with a fixed denominator.
+Sums are averaged over public constants, f̃_f of McMahan et al. 2018, or, with a floor, over the
+weight of the cohort itself, f̃_c. Several vector groups make one query: equation (1).
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -32,10 +26,10 @@ class Averaging:
         cap: None: every user counts the same, w = 1. Otherwise c: a user with n examples has the
             weight w = min(n, c)/c. Weights without a cap would let one user move an average without
             bound, so there are none.
-        total_weight: W > 0, a public estimate of the sum of all users' weights, which must not
-            follow from their data; None where every user counts the same and W is their number.
+        total_weight: W > 0, a public estimate of the sum of all users' weights, which must not be
+            computed from their data; None where every user counts the same and W is their number.
         floor: None: the denominator is the constant qW. Otherwise φ in (0, 1]: it is the cohort's
-            own weight, but at least φ·qW, at twice the sensitivity (`FlooredAverageQuery`).
+            own weight, but at least φ·qW, at twice the sensitivity.
 
     Raises:
         InvalidValueError: a number is out of range, or weights have no total.
@@ -57,8 +51,13 @@ class Averaging:
             )
         if self.total_weight is not None and not 0.0 < self.total_weight < math.inf:
             raise InvalidValueError(f"total_weight is {self.total_weight}; it must be positive")
-        if self.floor is not None and not 0.0 < self.floor <= 1.0:
-            raise InvalidValueError(f"floor is {self.floor}; it must be in (0, 1]")
+        check_floor(self.floor)
+
+
+def check_floor(floor: float | None) -> None:
+    """Raise InvalidValueError unless there is no floor or it is a share of the denominator."""
+    if floor is not None and not 0.0 < floor <= 1.0:
+        raise InvalidValueError(f"floor is {floor}; it must be in (0, 1]")
 
 
 def proportional_shares(groups: tuple[VectorGroup, ...]) -> tuple[float, ...]:
@@ -90,16 +89,40 @@ def given_shares(
     return tuple(weights[name] / total for name in names)
 
 
-def noise_stddevs(
-    groups: tuple[VectorGroup, ...], noise_multiplier: float, shares: tuple[float, ...]
-) -> tuple[float, ...]:
-    """σ_g = z·S_g/√ω_g, under which the round's effective noise multiplier is z.
+def sensitivities(clipping: Clipping, least_weight: float | None = None) -> tuple[float, ...]:
+    """How far one user more or less moves each group of what is noised, in L2 norm: [G].
 
-    By equation (1) of McMahan et al. 2018, z_eff = (Σ (S_g/σ_g)²)^(−1/2) = z·(Σ ω_g)^(−1/2) = z.
+    That is S_g for a sum. For a weighted group that is divided by the cohort's own weight, it is
+    twice S_g, see `GaussianQuery._numerator`, and what rounding to whole steps adds: at most
+    e = ½ + m·√B_g·2^-50 in each component of either of two neighbours, hence 2·e·√d in their
+    difference, which is about √d·2^-25 clipping norms. Sums of nodes are admitted up to a part in
+    2^30 beyond their norm.
+
+    Args:
+        clipping: bounds what each user contributes.
+        least_weight: m, the least weight that weighted groups are divided by; None: a constant.
+    """
+    moved = []
+    for group in clipping.groups:
+        factor = 1.0
+        if least_weight is not None and group.name in clipping.weighted:
+            rounding = 1.0 + least_weight * math.sqrt(group.squared_bound) * 2.0**-49
+            steps = rounding * math.sqrt(group.dimension(clipping.layout))
+            factor = (2.0 + steps * group.granularity / group.clipping_norm) * (1.0 + 2.0**-29)
+        moved.append(group.clipping_norm * factor)
+    return tuple(moved)
+
+
+def noise_stddevs(
+    sensitivities: tuple[float, ...], noise_multiplier: float, shares: tuple[float, ...]
+) -> tuple[float, ...]:
+    """σ_g = z·Δ_g/√ω_g, under which the round's effective noise multiplier is z.
+
+    By equation (1) of McMahan et al. 2018, z_eff = (Σ (Δ_g/σ_g)²)^(−1/2) = z·(Σ ω_g)^(−1/2) = z.
     The result is rounded up, so that the effective multiplier is never below z.
 
     Args:
-        groups: the vector groups.
+        sensitivities: Δ_g of each vector group.
         noise_multiplier: z ≥ 0, the noise multiplier wanted of the whole round.
         shares: ω_g > 0, summing to 1 up to rounding.
 
@@ -111,43 +134,67 @@ def noise_stddevs(
             f"noise_multiplier is {noise_multiplier}; it must be finite and not negative"
         )
     sums_to_one = math.isclose(math.fsum(shares), 1.0, rel_tol=1e-9)
-    if len(shares) != len(groups) or min(shares) <= 0.0 or not sums_to_one:
+    if len(shares) != len(sensitivities) or min(shares) <= 0.0 or not sums_to_one:
         raise InvalidValueError(
-            f"noise shares are {shares}; there must be {len(groups)} positive ones that sum to 1"
+            f"noise shares are {shares}; there must be {len(sensitivities)} positive ones that sum "
+            "to 1"
         )
     # One part in 2^40 covers the roundings here and in the effective multiplier.
     upward = noise_multiplier * (1.0 + 2.0**-40)
     return tuple(
-        upward * group.clipping_norm * math.sqrt(math.fsum(shares) / share)
-        for group, share in zip(groups, shares, strict=True)
+        upward * moved * math.sqrt(math.fsum(shares) / share)
+        for moved, share in zip(sensitivities, shares, strict=True)
     )
 
 
 @dataclass(frozen=True)
-class GaussianSumQuery:
-    """Release Σ_{i in cohort} c(v_i) + N(0, σ²): McMahan et al. 2018, section 3.
+class GaussianQuery:
+    """Releases (Σ_{i in cohort} c(v_i) + N(0, σ²))/denominator, group by group.
 
     Contributions are whole numbers of steps, and the noise is rounded to such: see `noise`.
 
     Attributes:
         clipping: how a user's tensors become its contribution c(v).
         noise_stddevs: σ_g ≥ 0 for each group, on the sum, in the units of contributions.
+        denominator: qN > 0, fixed before the round; 1 releases the sum. Never the size of the
+            realised cohort, which is private: dividing by it changes every other user's share.
+        weighted_denominator: qW > 0, that of the weighted groups, W the public sum of the weights
+            of all enrolled users; None if no group is weighted.
+        floor: None: weighted groups, too, are divided by their constant. Otherwise φ in (0, 1]:
+            they are divided by the cohort's own weight B, but at least by m = φ·qW. What is noised
+            for them is m·A/max(m, B), A being their sum.
 
     Raises:
-        InvalidValueError: a σ_g is missing or illegal.
+        InvalidValueError: a field is out of range, or fields do not fit together.
     """
 
     clipping: Clipping
     noise_stddevs: tuple[float, ...]
+    denominator: float = 1.0
+    weighted_denominator: float | None = None
+    floor: float | None = None
 
     def __post_init__(self) -> None:
-        if len(self.noise_stddevs) != len(self.clipping.groups):
+        groups, weighted = self.clipping.groups, self.clipping.weighted
+        if len(self.noise_stddevs) != len(groups):
             raise InvalidValueError(
-                f"{len(self.noise_stddevs)} noise_stddevs are given for "
-                f"{len(self.clipping.groups)} groups"
+                f"{len(self.noise_stddevs)} noise_stddevs are given for {len(groups)} groups"
             )
+        for denominator in (self.denominator, self.weighted_denominator):
+            if denominator is not None and not 0.0 < denominator < math.inf:
+                raise InvalidValueError(
+                    f"denominator is {denominator}; it must be positive and finite"
+                )
+        if weighted and self.weighted_denominator is None:
+            raise InvalidValueError(
+                f"groups {weighted} are weighted; their average needs a denominator of its own, q "
+                "times the sum of all weights"
+            )
+        check_floor(self.floor)
+        if self.floor is not None and not weighted:
+            raise InvalidValueError(f"floor is {self.floor} and no group is weighted; one must be")
         _ = self.events  # a σ_g that no ledger would accept is refused here
-        for group, stddev in zip(self.clipping.groups, self.noise_stddevs, strict=True):
+        for group, stddev in zip(groups, self.noise_stddevs, strict=True):
             if stddev > LARGEST_STDDEV * group.granularity:
                 raise InvalidValueError(
                     f"noise_stddev of group {group.name!r} is {stddev / group.clipping_norm:.6g} "
@@ -156,40 +203,73 @@ class GaussianSumQuery:
 
     @cached_property
     def events(self) -> tuple[SumQueryEvent, ...]:
-        """What one release of this query is charged as, one event per group."""
+        """What one release is charged as, one event per group."""
+        moved = sensitivities(self.clipping, self._least_weight)
         return tuple(
-            SumQueryEvent(group.name, group.clipping_norm, stddev, group.granularity)
-            for group, stddev in zip(self.clipping.groups, self.noise_stddevs, strict=True)
+            SumQueryEvent(group.name, sensitivity, stddev, group.granularity)
+            for group, sensitivity, stddev in zip(
+                self.clipping.groups, moved, self.noise_stddevs, strict=True
+            )
         )
 
-    def release(
-        self, total: IntegerVector, entropy: Entropy, purpose: str
+    @property
+    def tensor_stddevs(self) -> dict[str, float]:
+        """Standard deviation of the noise in each component of a tensor of a release, by tensor."""
+        return {
+            tensor: stddev * scale / divisor
+            for group, stddev, divisor in zip(
+                self.clipping.groups, self.noise_stddevs, self.divisors, strict=True
+            )
+            for tensor, scale in zip(group.tensors, group.scales, strict=True)
+        }
+
+    @property
+    def component_stddevs(self) -> FloatVector:
+        """Standard deviation of the noise in each component of a release: [D]."""
+        stddevs = np.empty(self.clipping.layout.dimension)
+        for tensor, stddev in self.tensor_stddevs.items():
+            stddevs[self.clipping.layout.slices[tensor]] = stddev
+        return stddevs
+
+    @property
+    def denominators(self) -> FloatVector:
+        """What each component of the noised sum is divided by: [D]."""
+        divisors = np.empty(self.clipping.layout.dimension)
+        for spans, divisor in zip(self.clipping.spans, self.divisors, strict=True):
+            for span in spans:
+                divisors[span] = divisor
+        return divisors
+
+    def noised_average(
+        self, total: IntegerVector, entropy: Entropy, purpose: str, weight: int = 0
     ) -> tuple[FloatVector, tuple[SumQueryEvent, ...]]:
-        """Add noise to the sum of contributions.
+        """Noised average [D] in units of the users' tensors, and the events it must be charged as.
+
+        Only `fedpriv.privacy.round.release` may call this: it holds the charge.
 
         Args:
-            total: [D] sum of the contributions of the cohort, in steps.
+            total: [D] sum of the contributions of the cohort, in steps; left as it is.
             entropy: where the noise comes from.
             purpose: names this release; must never be used for another.
-
-        Returns:
-            The noised sum [D] in units of the users' tensors, and the events it must be charged as.
+            weight: sum of the m_i of the users in it, so that B = weight/c; for a floor.
 
         Raises:
-            InvalidValueError: the total has another shape, or is not of integers.
+            InvalidValueError: the weight is negative, or the total not int64[D].
         """
-        dimension = self.clipping.layout.dimension
+        clipping, dimension = self.clipping, self.clipping.layout.dimension
         if total.shape != (dimension,) or total.dtype != np.int64:
             raise InvalidValueError(
                 f"total is {total.dtype}{list(total.shape)}; it must be int64[{dimension}]"
             )
-        noised = np.empty(dimension, np.int64)
-        # Sensitivity: one user more or less changes the part of group g by its contribution, whole
-        # numbers a with Σa² ≤ B_g, so by at most γ_g·√B_g ≤ S_g, exactly. Divided by σ_g, group by
-        # group, all parts together change by at most √(Σ_g (S_g/σ_g)²) = 1/z, and in these units
+        if weight < 0:
+            raise InvalidValueError(f"weight is {weight}; it must not be negative")
+        numerator, noised = self._numerator(total, weight), np.empty(dimension, np.int64)
+        # Sensitivity: one user more or less changes the part of group g of a sum by its
+        # contribution, whole numbers a with Σa² ≤ B_g, so by at most γ_g·√B_g ≤ S_g = Δ_g, exactly;
+        # with a floor, by at most Δ_g of `sensitivities`, see `_numerator`. Divided by σ_g, group
+        # by group, all parts together change by at most √(Σ_g (Δ_g/σ_g)²) = 1/z, and in these units
         # the noise is N(0, I): equation (1). Rounding it to whole steps is post-processing, since
-        # the sum is whole.
-        clipping = self.clipping
+        # what it is added to is whole.
         for group, spans, stddev in zip(
             clipping.groups, clipping.spans, self.noise_stddevs, strict=True
         ):
@@ -198,199 +278,46 @@ class GaussianSumQuery:
             noise = rounded_gaussian(key, count, stddev / group.granularity)
             for span in spans:
                 size = span.stop - span.start
-                np.add(total[span], noise[:size], out=noised[span])
+                np.add(numerator[span], noise[:size], out=noised[span])
                 noise = noise[size:]
-        # Post-processing: steps are public.
-        return noised * clipping.steps, self.events
-
-
-@dataclass(frozen=True)
-class GaussianAverageQuery:
-    """A Gaussian sum query divided by constants.
-
-    Attributes:
-        sum_query: the query that is noised.
-        denominator: qN > 0, fixed before the round. Never the size of the realised cohort, which
-            is itself private: dividing by it would change every other user's share.
-        weighted_denominator: qW > 0, that of the weighted groups, W the public sum of the weights
-            of all enrolled users; None if no group is weighted.
-
-    Raises:
-        InvalidValueError: a denominator is not positive and finite, or one is missing.
-    """
-
-    sum_query: GaussianSumQuery
-    denominator: float
-    weighted_denominator: float | None = None
-
-    def __post_init__(self) -> None:
-        for denominator in (self.denominator, self.weighted_denominator or 1.0):
-            if not (denominator > 0.0 and math.isfinite(denominator)):
-                raise InvalidValueError(
-                    f"denominator is {denominator}; it must be positive and finite"
-                )
-        if self.sum_query.clipping.weighted and self.weighted_denominator is None:
-            raise InvalidValueError(
-                f"groups {self.sum_query.clipping.weighted} are weighted; their average needs a "
-                "denominator of its own, q times the sum of all weights"
-            )
-
-    @property
-    def events(self) -> tuple[SumQueryEvent, ...]:
-        """What one release of this query is charged as, one event per group."""
-        return self.sum_query.events
-
-    @property
-    def denominators(self) -> FloatVector:
-        """What each component of the sum is divided by: [D]."""
-        clipping = self.sum_query.clipping
-        divisors = np.empty(clipping.layout.dimension)
-        for spans, divisor in zip(clipping.spans, self._divisors, strict=True):
-            for span in spans:
-                divisors[span] = divisor
-        return divisors
-
-    @property
-    def _divisors(self) -> list[float]:
-        """What the part of each group is divided by."""
-        weighted, denominator = self.sum_query.clipping.weighted, self.weighted_denominator
-        return [
-            self.denominator if denominator is None or group.name not in weighted else denominator
-            for group in self.sum_query.clipping.groups
-        ]
-
-    @property
-    def noise_stddevs(self) -> FloatVector:
-        """Standard deviation of the noise in each component of a release: [D]."""
-        layout = self.sum_query.clipping.layout
-        stddevs = np.empty(layout.dimension)
-        for tensor, stddev in self.tensor_stddevs.items():
-            stddevs[layout.slices[tensor]] = stddev
-        return stddevs
-
-    @property
-    def tensor_stddevs(self) -> dict[str, float]:
-        """Standard deviation of the noise in each component of a tensor of a release, by tensor."""
-        sums = self.sum_query
-        return {
-            tensor: stddev * scale / divisor
-            for group, stddev, divisor in zip(
-                sums.clipping.groups, sums.noise_stddevs, self._divisors, strict=True
-            )
-            for tensor, scale in zip(group.tensors, group.scales, strict=True)
-        }
-
-    def release(
-        self, total: IntegerVector, entropy: Entropy, purpose: str
-    ) -> tuple[FloatVector, tuple[SumQueryEvent, ...]]:
-        """Noised average [D] in units of the tensors, with its events: see `GaussianSumQuery`."""
-        average, events = self.sum_query.release(total, entropy, purpose)
-        for spans, divisor in zip(self.sum_query.clipping.spans, self._divisors, strict=True):
+        # Post-processing: steps and denominators are public.
+        average = noised * clipping.steps
+        for spans, divisor in zip(clipping.spans, self.divisors, strict=True):
             for span in spans:
                 average[span] /= divisor
-        return average, events
-
-
-def sensitivity(group: VectorGroup, layout: Layout, floor: float) -> float:
-    """How far one user moves the rounded m·A/max(m, B) of a group, in its clipping norms.
-
-    Twice its clipping norm, see `FlooredAverageQuery.release`, and what rounding to whole steps
-    adds: at most e = ½ + m·√B_g·2^-50 in each component of either of two neighbours, hence 2·e·√d
-    in their difference, which is about √d·2^-25 clipping norms. Sums of nodes are admitted up to a
-    part in 2^30 beyond their norm.
-
-    Args:
-        group: a weighted group.
-        layout: says its dimension.
-        floor: m.
-    """
-    rounding = 1.0 + floor * math.sqrt(group.squared_bound) * 2.0**-49
-    steps = rounding * math.sqrt(group.dimension(layout))
-    return (2.0 + steps * group.granularity / group.clipping_norm) * (1.0 + 2.0**-29)
-
-
-@dataclass(frozen=True)
-class FlooredAverageQuery:
-    """Releases A/max(m, B) for the weighted groups, with noise that does not depend on the cohort.
-
-    A is the sum of w_i·c(v_i) and B that of w_i over the cohort. Other groups are as in
-    `GaussianAverageQuery`.
-
-    Attributes:
-        average: the query of the same groups with denominator m for the weighted ones. Its σ_g for
-            these is on m·A/max(m, B).
-
-    Raises:
-        InvalidValueError: no group is weighted.
-    """
-
-    average: GaussianAverageQuery
-
-    def __post_init__(self) -> None:
-        if self.average.weighted_denominator is None:
-            raise InvalidValueError("no group is weighted; a floor needs one that is")
-
-    @property
-    def sum_query(self) -> GaussianSumQuery:
-        """The query that is noised."""
-        return self.average.sum_query
-
-    @property
-    def denominator(self) -> float:
-        """That of groups without weights."""
-        return self.average.denominator
-
-    @property
-    def floor(self) -> float:
-        """m, the least weight that is divided by."""
-        return self.average.weighted_denominator or 1.0
-
-    @cached_property
-    def events(self) -> tuple[SumQueryEvent, ...]:
-        """What one release is charged as: weighted groups move by more than twice their norm."""
-        clipping = self.sum_query.clipping
-        return tuple(
-            replace(event, clipping_norm=event.clipping_norm * self._sensitivity(group))
-            if group.name in clipping.weighted
-            else event
-            for group, event in zip(clipping.groups, self.sum_query.events, strict=True)
-        )
-
-    def _sensitivity(self, group: VectorGroup) -> float:
-        return sensitivity(group, self.sum_query.clipping.layout, self.floor)
-
-    @property
-    def noise_stddevs(self) -> FloatVector:
-        """Standard deviation of the noise in each component of a release: [D]."""
-        return self.average.noise_stddevs
-
-    def release(
-        self, total: IntegerVector, weight: int, entropy: Entropy, purpose: str
-    ) -> tuple[FloatVector, tuple[SumQueryEvent, ...]]:
-        """Noised average [D] in units of the tensors, with its events.
-
-        Args:
-            total: [D] sum of the contributions of the cohort, in steps.
-            weight: sum of the m_i of the users in it, so that B = weight/c.
-            entropy: where the noise comes from.
-            purpose: names this release; must never be used for another.
-
-        Raises:
-            InvalidValueError: the weight is negative, or the total misshapen.
-        """
-        if weight < 0:
-            raise InvalidValueError(f"weight is {weight}; it must not be negative")
-        clipping = self.sum_query.clipping
-        shrunk = total.copy()
-        # Sensitivity of m·A/max(m, B), with ‖A‖ ≤ S·B and one user (w·c, w) more, ‖c‖ ≤ S, w ≤ 1.
-        # Where B + w ≤ m it moves by w·c. Where B ≥ m, by m·(w·c·B − w·A)/(B·(B + w)), at most
-        # 2·S·w·m/(B + w) ≤ 2·S. Where m lies between, by A·(m/(B + w) − 1) + w·c·m/(B + w), of
-        # norm at most S·B·(B + w − m)/(B + w) + S·w ≤ S·B·w/(B + w) + S·w ≤ 2·S.
-        # Its components, at most m·√B_g steps, are rounded to whole steps: see `sensitivity`.
-        share = self.floor / max(self.floor, weight / clipping.weight_cap)
-        for group, spans in zip(clipping.groups, clipping.spans, strict=True):
-            if group.name in clipping.weighted and share < 1.0:
-                for span in spans:
-                    shrunk[span] = np.rint(total[span] * share)
-        average, _ = self.average.release(shrunk, entropy, purpose)
         return average, self.events
+
+    def _numerator(self, total: IntegerVector, weight: int) -> IntegerVector:
+        """What is noised, in whole steps: A, or m·A/max(m, B) where there is a floor: [D].
+
+        The latter moves by at most 2·S_g and what rounding adds. Let ‖A‖ ≤ S·B, and let one user
+        (w·c, w) with ‖c‖ ≤ S, w ≤ 1 be added. Where B + w ≤ m, it moves by w·c. Where B ≥ m, by
+        m·(w·c·B − w·A)/(B·(B + w)), at most 2·S·w·m/(B + w) ≤ 2·S. Where m lies between, by
+        A·(m/(B + w) − 1) + w·c·m/(B + w), of norm at most S·B·(B + w − m)/(B + w) + S·w ≤
+        S·B·w/(B + w) + S·w ≤ 2·S.
+        """
+        clipping, least = self.clipping, self._least_weight
+        share = 1.0 if least is None else least / max(least, weight / clipping.weight_cap)
+        if share == 1.0:
+            return total
+        numerator = total.copy()
+        for group, spans in zip(clipping.groups, clipping.spans, strict=True):
+            if group.name in clipping.weighted:
+                for span in spans:  # at most m·√B_g steps each
+                    numerator[span] = np.rint(total[span] * share)
+        return numerator
+
+    @property
+    def _least_weight(self) -> float | None:
+        """m, the least weight that the weighted groups are divided by; None without a floor."""
+        weight = self.weighted_denominator
+        return None if self.floor is None or weight is None else self.floor * weight
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        """What the noised part of each group is divided by: qN, or qW or m where it is weighted."""
+        weighted = self._least_weight or self.weighted_denominator or self.denominator
+        return tuple(
+            weighted if group.name in self.clipping.weighted else self.denominator
+            for group in self.clipping.groups
+        )

@@ -1,13 +1,13 @@
-"""The seam between the server's round and whatever hosts the users.
+"""The private round, once, for training and for analytics: draw, collect, charge, noise, release.
 
-Adding up partial sums that may be wrong in every way.
-
-Where rounds are written down, before they ask and release: ledger, participation, budget.
+`private_round` is the only caller of `release`, and `release` the only caller of what draws noise
+(`tests/privacy/test_round.py`). Between drawing and charging, users are reached through the types
+at the top: a `RoundRequest` goes out over a `Transport`, and `PartialSum`s come back.
 """
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +16,17 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import BudgetExceededError, InvalidValueError
+from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError
 from fedpriv.ledger.budget import PrivacyBudget
-from fedpriv.ledger.events import Randomness, RoundEvent
+from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Charge, Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping import Clipping, IntegerVector
-from fedpriv.privacy.mechanism import Metric
+from fedpriv.privacy.layout import FloatVector
+from fedpriv.privacy.mechanism import Metric, PoissonGaussianMechanism
+from fedpriv.privacy.noise import Entropy
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,15 +76,14 @@ class LocalTraining:
 
 @dataclass(frozen=True)
 class RoundRequest:
-    """All that a node needs to know to take part in a round.
+    """All that a node needs to know to take part in a round of training.
 
     Attributes:
         run: name of the run.
         round: number of the round, from 0.
         attempt: number of the attempt at this round, from 0.
         parameters: the model at the start of the round, in the order of the update's layout.
-        clipping: how what each user sends is clipped: its update, and metrics and an indicator
-            where they are asked for.
+        clipping: how what each user sends is clipped: its update, metrics and the indicator.
         local: how each user trains.
         users: positions of the cohort's users in the enrolled population, ascending; secret.
         local_key: 32 bytes from which nodes derive the order of examples and dropout masks.
@@ -105,7 +108,7 @@ class PartialSum:
     """Sum of the clipped contributions of some users of the cohort.
 
     Attributes:
-        node: who sends it; a second partial sum of the same node in a round is dropped.
+        node: the sender; a second partial sum of the same node in a round is dropped.
         users: how many contributions it holds; secret.
         total: int64[D], in steps of each group's granularity.
         weight: sum of these users' weights in units of 1/c, c the clipping's `weight_cap`; secret.
@@ -135,11 +138,8 @@ class Transport(ABC):
         """Yield the partial sums of a round, in any order; there may be none.
 
         Raises:
-            StoppedError: whoever runs the server asked it to stop; the round is abandoned.
+            StoppedError: the server was asked to stop; the round is abandoned.
         """
-
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -158,11 +158,10 @@ class CohortSum:
 def add_up(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> CohortSum:
     """Sum the partial sums that can be believed.
 
-    A partial sum counts as zero when its node was heard before, when it has the wrong shape or is
-    not of integers, when a group's norm passes (users in it) × S_g or, if the group is weighted,
-    (their weight) × S_g, when its weight is not from 0 to c × its users, or when more users would
-    have contributed than are in the cohort. Nothing here changes a fixed denominator, and what is
-    logged names no node. Takes memory for one total; each partial sum is read twice.
+    A partial sum counts as zero if its node was heard before, if it has the wrong shape or is not
+    of integers, if a group's norm passes (users in it) × S_g or, if the group is weighted, (their
+    weight) × S_g, if its weight is not from 0 to c × its users, or if more users would have
+    contributed than are in the cohort. Nothing here changes a fixed denominator.
 
     Args:
         partials: in any order.
@@ -189,13 +188,7 @@ def add_up(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> Co
 
 
 def merged(node: str, partials: Iterable[PartialSum], dimension: int) -> PartialSum:
-    """The partial sum of a node that found several of its own.
-
-    Args:
-        node: its name.
-        partials: disjoint, over `dimension` numbers each; there may be none.
-        dimension: D.
-    """
+    """One partial sum of a node, of disjoint ones over `dimension` numbers; there may be none."""
     total = np.zeros(dimension, np.int64)
     users = weight = 0
     for partial in partials:
@@ -206,13 +199,13 @@ def merged(node: str, partials: Iterable[PartialSum], dimension: int) -> Partial
 
 
 @dataclass(frozen=True)
-class Books:
-    """Where a run is written down.
+class PrivacyRecords:
+    """What all releases about a population are recorded in, and limited by.
 
     Attributes:
         ledger: what was spent; public.
         participation: who took part; secret, and never exported.
-        budget: what may be spent by all runs of the ledger together.
+        budget: what all runs of the ledger may spend together.
     """
 
     ledger: Ledger
@@ -236,70 +229,142 @@ class Books:
             yield cls(opened, record, budget)
 
     def refuse_if_beyond(self, event: RoundEvent, what: str) -> None:
-        """Ask the budget before users are bothered; `charge` asks again, atomically.
-
-        Args:
-            event: what would be charged.
-            what: how messages call it.
+        """Ask the budget before users are asked; the charge asks again, atomically.
 
         Raises:
-            BudgetExceededError: the budget would be passed.
+            BudgetExceededError: the event would pass the budget; the message calls it `what`.
         """
         if not self.ledger.admits(event, self.budget):
             raise BudgetExceededError(
                 f"{what} would pass the budget of ε = {self.budget.epsilon} at "
-                f"δ = {self.budget.delta}; nobody was asked and nothing charged"
+                f"δ = {self.budget.delta}; no user was asked and nothing charged"
             )
 
     def next_attempt(self, run: str, round_number: int) -> int:
-        """The first attempt at a round that nobody was asked for yet, and none after it.
+        """The first attempt at a round that was neither charged nor has asked a cohort.
 
-        One that was given up keeps its number, charged or not: an answer to it that comes late must
-        not count for the cohort of another.
+        An abandoned attempt keeps its number: a late answer to it must not count for another.
         """
         return max(
             self.ledger.next_attempt(run, round_number),
             self.participation.next_attempt(run, round_number),
         )
 
-    def record(
-        self, run: str, round_number: int, attempt: int, users: npt.NDArray[np.int64]
-    ) -> str:
-        """Write down a cohort before it is asked, durably; returns the commitment to it.
 
-        Args:
-            run: name of the run.
-            round_number: from 0.
-            attempt: from `next_attempt`.
-            users: the cohort, positions in the population.
+@dataclass(frozen=True)
+class RoundAttempt:
+    """One attempt at one round of one run, numbered from 0: what keys are named after."""
 
-        Raises:
-            LedgerError: the cohort cannot be written.
-        """
-        return self.participation.record(run, round_number, attempt, users)
+    run: str
+    round: int
+    attempt: int
 
-    def charge(
-        self,
-        run: str,
-        round_number: int,
-        attempt: int,
-        commitment: str,
-        event: RoundEvent,
-        randomness: Randomness,
-    ) -> Charge:
-        """Charge a round; the charge is durable on return.
+    def purpose(self, stream: str) -> str:
+        """Names the draw of a stream: "sampling", "noise" or "local"."""
+        return f"{stream}/{self.run}/{self.round}/{self.attempt}"
 
-        Args:
-            run: name of the run.
-            round_number: from 0.
-            attempt: from `next_attempt`.
-            commitment: to its cohort, from `record`.
-            event: what is about to be released.
-            randomness: where cohort and noise come from.
 
-        Raises:
-            BudgetExceededError: the budget would be passed; nothing was charged.
-            LedgerError: the books cannot be believed or written; nothing was charged.
-        """
-        proposed = ProposedCharge(run, round_number, attempt, randomness, event, commitment)
-        return self.ledger.charge(proposed, self.budget)
+Collect = Callable[[RoundAttempt, npt.NDArray[np.int64]], Iterable[PartialSum]]
+"""From an attempt and its cohort, positions in the population, to the partial sums of its users."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """What one round made public.
+
+    Attributes:
+        attempt: which attempt at the round succeeded, from 0.
+        average: [D] the noised average.
+        charge_hash: hash of the round's row in the ledger.
+    """
+
+    attempt: int
+    average: FloatVector
+    charge_hash: str
+
+
+def private_round(
+    mechanism: PoissonGaussianMechanism,
+    run: str,
+    number: int,
+    collect: Collect,
+    records: PrivacyRecords,
+    entropy: Entropy,
+) -> Release:
+    """Run one round of a mechanism.
+
+    Guarantees:
+
+    * the charge is durable in the ledger before any noise is drawn;
+    * the cohort is recorded before it is asked, and the charge commits to it;
+    * where the budget would be passed, no user is asked, nothing is charged and nothing released;
+    * an empty cohort is charged and released like any other;
+    * a round that was interrupted or is repeated is a new attempt: fresh cohort, noise and charge.
+
+    Args:
+        mechanism: draws the cohort, clips, noises, and names the event.
+        run: name of the run.
+        number: of the round, from 0.
+        collect: asks the users of the cohort.
+        records: ledger, participation record and budget.
+        entropy: where cohort and noise come from.
+
+    Raises:
+        BudgetExceededError: the budget would be passed.
+        LedgerError: the records cannot be believed or written; nothing is released.
+    """
+    event = mechanism.event
+    at = RoundAttempt(run, number, records.next_attempt(run, number))
+    records.refuse_if_beyond(event, f"run {run}, round {number}")
+    users = draw_cohort(mechanism, at, entropy)
+    commitment = records.participation.record(run, number, at.attempt, users)
+    total = add_up(collect(at, users), mechanism.clipping, users.size)
+    proposed = ProposedCharge(run, number, at.attempt, entropy.randomness, event, commitment)
+    charge = records.ledger.charge(proposed, records.budget)
+    return Release(at.attempt, release(mechanism, at, total, charge, entropy), charge.hash)
+
+
+def draw_cohort(
+    mechanism: PoissonGaussianMechanism, at: RoundAttempt, entropy: Entropy
+) -> npt.NDArray[np.int64]:
+    """Positions of the users of a cohort, ascending; secret. May be empty."""
+    return mechanism.sampling.draw(entropy.key(at.purpose("sampling")))
+
+
+def release(
+    mechanism: PoissonGaussianMechanism,
+    at: RoundAttempt,
+    total: CohortSum,
+    charge: Charge,
+    entropy: Entropy,
+) -> FloatVector:
+    """Noise a cohort's sum once and average it: [D].
+
+    Args:
+        mechanism: of the round.
+        at: the attempt that the sum is of.
+        total: from `add_up`.
+        charge: the ledger's receipt for exactly this; used up by this call.
+        entropy: where the noise comes from.
+
+    Raises:
+        LedgerError: there is no charge, or it is of another run, round, attempt or event, or was
+            used before; then nothing is released.
+    """
+    if not isinstance(charge, Charge):
+        raise LedgerError(f"a release needs a charge of the ledger, not {charge!r}")
+    if (charge.run, charge.round, charge.attempt) != (at.run, at.round, at.attempt):
+        raise LedgerError(
+            f"the charge is for attempt {charge.attempt} at round {charge.round} of run "
+            f"{charge.run!r}; the release is of attempt {at.attempt} at round {at.round} of run "
+            f"{at.run!r}"
+        )
+    if charge.event != mechanism.event:
+        raise LedgerError(f"the event charged is {charge.event}, not {mechanism.event}")
+    charged = charge.redeem()
+    purpose = at.purpose("noise")
+    average, queries = mechanism.query.noised_average(total.total, entropy, purpose, total.weight)
+    realised = RoundEvent(mechanism.sampling.event(), queries)
+    if realised != charged:
+        raise LedgerError(f"the event realised is {realised}, not the one charged, {charged}")
+    return average

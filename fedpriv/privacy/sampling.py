@@ -1,4 +1,4 @@
-"""The cohort of a round: each enrolled user joins by a coin of exactly the stated probability."""
+"""Poisson sampling: every user joins the cohort independently with exactly the stated chance."""
 
 from dataclasses import dataclass
 from itertools import accumulate, repeat
@@ -20,21 +20,21 @@ _MORE_BITS = 1
 class PoissonSampling:
     """Each user of the population joins the cohort independently with one probability.
 
-    How many users are passed over before the next who joins is geometric, and found by inversion
+    The number of users passed over before the next one joins is geometric, and found by inversion
     (Devroye 1986, X.2). W uniform on [0, 1) passes over j users, and the one after them joins, if
-    (1 − q)^(j+1) ≤ W < (1 − q)^j. One W decides on G users at most, G = min(⌊1/q⌋, 128): below
-    (1 − q)^G it passes over all G. The next W begins behind the users that the last one decided on.
+    (1 − q)^(j+1) ≤ W < (1 − q)^j. One W decides on at most G = min(⌊1/q⌋, 128) users: below
+    (1 − q)^G it passes over all G. The next W starts after the users that the last one decided on.
 
-    A float64 q is a multiple of 2^-e for some e ≤ 1074, so these limits are multiples of 2^-eG. W
-    has as many bits. Its first 64 are a word of keystream and decide, unless they are those of a
-    limit as well: then the others are read.
+    A float64 q is a multiple of 2^-e for some e ≤ 1074, so these limits are multiples of 2^-eG, and
+    W has as many bits. Its first 64 are a word of keystream and decide, unless they equal those of
+    a limit: then the others are read.
 
     Guarantees, for an observer who does not know the key and cannot tell AES-256 from random bits:
 
     * the probability to join is exactly the float64 sampling_probability, not merely at most,
       for every legal value down to the smallest subnormal (2^-1074); the accountant prices
       exactly what is drawn;
-    * users' coins are independent of each other, and of other keys' coins;
+    * users join independently of each other, and of draws with other keys;
     * the cohort depends on the key, the population and the probability only, and is the same on
       every machine: integer arithmetic throughout;
     * an empty cohort is a legal cohort.
@@ -77,11 +77,10 @@ class PoissonSampling:
             key: 32 secret bytes, used for nothing else.
 
         Returns:
-            int64[cohort size], the members' positions in [0, N), ascending, each at most once;
-            a secret.
+            int64[cohort size], the members' positions in [0, N), ascending; a secret.
 
         Raises:
-            InvalidValueError: the key has not 32 bytes.
+            InvalidValueError: the key does not have 32 bytes.
         """
         limits = _limits(self.sampling_probability)
         most = limits.size

@@ -7,7 +7,7 @@ gives the Vega-Lite specification that a page draws with `library`.
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,14 @@ _MARKERS = 20  # on a line, at most
 _DODGE = 0.008  # of the axis, between error bars at the same x
 _BREAK = 40  # characters of an axis title that fit on a phone
 _SIZE = (600, 300)  # of the plot in a file, in pixels at 96 per inch
+# Of the legend. That of the plot depends on the height of the legend, and is known too late.
+_WIDTH = f"(isFinite(containerSize()[0]) ? containerSize()[0] - 70 : {_SIZE[0]})"
+# 1, 2 and 5 of each decade; all where there is less than one.
+_LOG_LABEL = (
+    "domain('SCALE')[1] < 10 * domain('SCALE')[0] || "
+    "indexof('125', slice(format(datum.value, '.0e'), 0, 1)) >= 0 ? "
+    "format(datum.value, '.4~g') : ''"
+)
 _CONFIG = alt.Config(
     font="sans-serif",
     view=alt.ViewConfig(stroke=None),
@@ -135,28 +143,29 @@ def spans_decades(values: Sequence[float]) -> bool:
     return min(values) > 0.0 and max(values) > 10.0 * min(values)
 
 
-def figure(chart: Chart) -> alt.LayerChart:
-    """The chart as an Altair figure of fixed size with its title and caption, for documents."""
-    marked = f"{chart.title} (simulation only)" if chart.simulation_only else chart.title
-    title = alt.TitleParams(
-        textwrap.wrap(marked, 80),
-        subtitle=textwrap.wrap(chart.caption, 115),
-        anchor="start",
-        frame="bounds",
-        fontSize=14,
-        subtitleFontSize=11,
-        offset=14,
-    )
+def figure(*charts: Chart) -> alt.HConcatChart:
+    """Charts side by side as an Altair figure for documents, with their titles and captions."""
     width, height = _SIZE
-    return alt.LayerChart(
-        data=_data(chart),
-        layer=_layers(chart, zoomable=False),
-        config=_CONFIG,
-        title=title,
-        width=width,
-        height=height,
-        background="white",
-        padding=12,
+    parts = []
+    for chart in charts:
+        marked = f"{chart.title} (simulation only)" if chart.simulation_only else chart.title
+        title = alt.TitleParams(
+            textwrap.wrap(marked, 80),
+            subtitle=textwrap.wrap(chart.caption, 115),
+            anchor="start",
+            frame="bounds",
+            fontSize=14,
+            subtitleFontSize=11,
+            offset=14,
+        )
+        layers = _layers(chart, clip=False)
+        rows = alt.InlineData(values=_rows(chart))
+        parts.append(
+            alt.LayerChart(data=rows, layer=layers, title=title, width=width, height=height)
+        )
+    apart = alt.Resolve(scale=alt.ScaleResolveMap(color="independent", shape="independent"))
+    return alt.HConcatChart(
+        hconcat=parts, resolve=apart, config=_CONFIG, background="white", padding=12
     )
 
 
@@ -190,10 +199,18 @@ def embedded(chart: Chart) -> str:
         zoom="wheel![event.shiftKey]",
     )
     faded = alt.when(chosen).then(alt.value(1.0)).otherwise(alt.value(0.1))
-    layers = [layer.encode(opacity=faded) for layer in _layers(chart, zoomable=True)]
+    tips = [alt.Tooltip("series:N")]
+    for name, axis in (("x", chart.x), ("y", chart.y)):
+        tips.append(alt.Tooltip(f"{name}:Q", title=f"{axis.name} ({axis.unit})", format=".4~g"))
+    if any(each.low for each in chart.series):
+        tips += [alt.Tooltip(f"{end}:Q", format=".4~g") for end in ("low", "high")]
+    base, _ = _encoded(chart)
+    # Around each point, as it is too small to be hit.
+    targets = base.mark_point(size=200, filled=True, opacity=0, clip=True).encode(tooltip=tips)
+    layers = [layer.encode(opacity=faded) for layer in _layers(chart, clip=True)]
     drawn = alt.LayerChart(
-        data=_data(chart),
-        layer=[*layers, _targets(chart).add_params(chosen, moved)],
+        data=alt.InlineData(values=_rows(chart)),
+        layer=[*layers, targets.add_params(chosen, moved)],
         config=_CONFIG,
         width="container",
         height=_SIZE[1],
@@ -210,79 +227,51 @@ def library() -> str:
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
-def _layers(chart: Chart, *, zoomable: bool) -> list[alt.Chart]:
-    """Bands, error bars, lines and markers, each of the series that have them."""
-    base, shape, dash = _encoded(chart)
-
-    def of(holds: Callable[[Series], object]) -> list[alt.Chart]:
-        names = [each.name for each in chart.series if holds(each)]
-        those = alt.FieldOneOfPredicate(field="series", oneOf=names)
-        return [base.transform_filter(those)] if names else []
-
+def _layers(chart: Chart, *, clip: bool) -> list[alt.Chart]:
+    """Bands, error bars, lines and markers, each where a series has them."""
+    base, shape = _encoded(chart)
     spread = {"y": alt.Y("low:Q"), "y2": alt.Y2("high:Q")}
-    return [
-        *(
-            part.mark_area(fillOpacity=0.2, clip=zoomable).encode(**spread)
-            for part in of(lambda each: each.low and not each.bars)
-        ),
-        *(
-            part.mark_rule(strokeWidth=1.5, clip=zoomable).encode(**spread)
-            for part in of(lambda each: each.low and each.bars)
-        ),
-        *(
-            part.mark_line(strokeWidth=2, clip=zoomable).encode(strokeDash=dash)
-            for part in of(lambda each: each.joined)
-        ),
-        *(
-            part.transform_filter("datum.marked")
-            .mark_point(filled=True, size=45, opacity=1, clip=zoomable)
-            .encode(shape=shape)
-            for part in of(lambda each: each.marked)
-        ),
-    ]
+    dash = alt.when("datum.dashed").then(alt.value([6, 4])).otherwise(alt.value([1, 0]))
+    points = base.mark_point(filled=True, size=45, opacity=1, clip=clip)
+    marks = {
+        "band": base.mark_area(fillOpacity=0.2, clip=clip).encode(**spread),
+        "bar": base.mark_rule(strokeWidth=1.5, clip=clip).encode(**spread),
+        "joined": base.mark_line(strokeWidth=2, clip=clip).encode(strokeDash=dash),
+        "marked": points.encode(shape=shape),
+    }
+    # Of a layer without data Vega would complain.
+    found = {flag for row in _rows(chart) for flag in row}
+    return [marks[each].transform_filter(f"datum.{each}") for each in marks if each in found]
 
 
-def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape, alt.StrokeDash]:
-    """The data with places and colours, and what tells series apart besides; one legend for all."""
+def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
+    """Places and colours of the data, and their markers; one legend explains both."""
     names = [each.name for each in chart.series]
-    longest = max(map(len, names))
+    longest = max(map(len, names), default=0)
     legend = alt.Legend(
         title=None,
         orient="bottom",
-        columns=alt.ExprRef(f"max(1, floor(width / {7 * longest + 40}))"),
-        labelLimit=alt.ExprRef("max(100, width - 30)"),
+        columns=alt.ExprRef(f"max(1, floor({_WIDTH} / {40 + 7 * longest}))"),
+        labelLimit=alt.ExprRef(f"max(100, {_WIDTH})"),
     )
-    colours, shapes, dashes = [], [], []
+    colours, shapes = [], []
     for number, each in enumerate(chart.series):
         colours.append(COLOURS[(number if each.colour is None else each.colour) % len(COLOURS)])
         shapes.append(_SHAPES[number % len(_SHAPES)] if each.marked else "stroke")
-        dashes.append([6, 4] if each.dashed else [1, 0])
     base = alt.Chart().encode(
-        x=alt.X("place:Q", title=_title(chart.x), scale=_scale(chart.x), axis=_axis(chart.x)),
-        y=alt.Y("y:Q", title=_title(chart.y), scale=_scale(chart.y), axis=_axis(chart.y)),
+        x=alt.X("place:Q", title=_title(chart.x), scale=_scale(chart.x), axis=_axis(chart.x, "x")),
+        y=alt.Y("y:Q", title=_title(chart.y), scale=_scale(chart.y), axis=_axis(chart.y, "y")),
         color=alt.Color("series:N", legend=legend, scale=alt.Scale(domain=names, range=colours)),
     )
     shape = alt.Shape("series:N", legend=legend, scale=alt.Scale(domain=names, range=shapes))
-    dash = alt.StrokeDash("series:N", legend=None, scale=alt.Scale(domain=names, range=dashes))
-    return base, shape, dash
+    return base, shape
 
 
-def _targets(chart: Chart) -> alt.Chart:
-    """Invisible marks around all points, which are easy to hit and say what is there."""
-    tips = [
-        alt.Tooltip("series:N"),
-        alt.Tooltip("x:Q", title=f"{chart.x.name} ({chart.x.unit})", format=".4~g"),
-        alt.Tooltip("y:Q", title=f"{chart.y.name} ({chart.y.unit})", format=".4~g"),
-    ]
-    if any(each.low for each in chart.series):
-        tips += [alt.Tooltip(f"{end}:Q", format=".4~g") for end in ("low", "high")]
-    base, _, _ = _encoded(chart)
-    targets: alt.Chart = base.mark_point(size=200, filled=True, opacity=0, clip=True)
-    return targets.encode(tooltip=tips)
+def _rows(chart: Chart) -> list[dict[str, object]]:
+    """A row for each point, with the names of the marks that show it.
 
-
-def _data(chart: Chart) -> alt.InlineData:
-    """A row for each point; `place` is its x, or a little aside from other series' error bars."""
+    `place` is its x, or a little aside from the error bars of other series.
+    """
     places = [x for each in chart.series for x in each.x]
     low, high = min(places, default=0.0), max(places, default=0.0)
     rows = []
@@ -291,20 +280,21 @@ def _data(chart: Chart) -> alt.InlineData:
         every = math.ceil(len(each.x) / _MARKERS)
         for index, (x, y) in enumerate(zip(each.x, each.y, strict=True)):
             place = x * (high / low) ** aside if chart.x.log else x + (high - low) * aside
-            row = {
+            row: dict[str, object] = {
                 "series": each.name,
                 "x": _shown(x, chart.x),
                 "place": _shown(place, chart.x),
                 "y": _shown(y, chart.y),
-                "marked": index % every == 0,
+                "joined": each.joined,
+                "dashed": each.dashed,
+                "marked": each.marked and index % every == 0,
             }
             if each.low:
-                row |= {
-                    "low": _shown(each.low[index], chart.y),
-                    "high": _shown(each.high[index], chart.y),
-                }
-            rows.append(row)
-    return alt.InlineData(values=rows)
+                row["bar" if each.bars else "band"] = True
+                row["low"] = _shown(each.low[index], chart.y)
+                row["high"] = _shown(each.high[index], chart.y)
+            rows.append({name: value for name, value in row.items() if value is not False})
+    return rows
 
 
 def _shown(value: float | None, axis: Axis) -> float | None:
@@ -321,15 +311,18 @@ def _title(axis: Axis) -> str | list[str]:
 
 def _scale(axis: Axis) -> alt.Scale:
     scale = alt.Scale(type="log" if axis.log else "linear", padding=6, nice=False)
-    scale.zero = axis.from_zero and not axis.log
+    if not axis.log:
+        scale.zero = axis.from_zero
     if axis.ends is not None:
         scale.domain, scale.padding = list(axis.ends), 0
     return scale
 
 
-def _axis(axis: Axis) -> alt.Axis:
+def _axis(axis: Axis, scale: str) -> alt.Axis:
     if not axis.ticks:
-        return alt.Axis(format=".4~g") if axis.log else alt.Axis()
+        if axis.log:
+            return alt.Axis(labelExpr=_LOG_LABEL.replace("SCALE", scale), labelOverlap="greedy")
+        return alt.Axis(tickCount=8, tickMinStep=1 if axis.unit == "count" else 0)
     values, texts = zip(*axis.ticks, strict=True)
     label = f"{json.dumps(texts)}[indexof({json.dumps(values)}, datum.value)]"
     return alt.Axis(values=list(values), labelExpr=label, grid=True)

@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from decimal import ROUND_CEILING, Context
 from pathlib import Path
@@ -10,17 +10,19 @@ from pathlib import Path
 import numpy as np
 
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
-from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import NeighbouringRelation, Randomness, SamplingPolicy
-from fedpriv.report.charts import Axis, Chart, Series, save
-from fedpriv.report.curves import Cost, Curves, DeltaCurve, EpsilonCurve, TradeOff
-from fedpriv.report.page import Section, Term
-from fedpriv.report.spending import (
+from fedpriv.accounting.pricing import (
     Arithmetic,
+    Cost,
+    Curves,
     LedgerContent,
+    TradeOff,
     weakest_arithmetic,
     weakest_randomness,
 )
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import NeighbouringRelation, Randomness, SamplingPolicy
+from fedpriv.report.charts import Axis, Chart, Series, save
+from fedpriv.report.page import Section, Term
 from fedpriv.report.tables import Column, Table, format_epsilon, format_epsilon_low
 
 _RELATIONS = {
@@ -126,14 +128,13 @@ def privacy_sections(
         of: whose ledgers these are, if the page has several kinds.
         number: of the kind.
     """
-    end, counted = (f"-{number}", f" ({number + 1})") if number else ("", "")
     notes = [f"Of {of}."] if of else []
     if loss is None:
         nothing = "Nothing was charged, so nothing was released: ε = 0."
-        return [Section(f"privacy{end}", "Privacy", [*notes, nothing])]
+        return [_of_kind(Section("privacy", "Privacy", [*notes, nothing]), number)]
     if isinstance(cost, str):
         why = f"No curve is drawn: {cost}."
-        return [Section(f"privacy{end}", "Privacy", notes, warnings=[why])]
+        return [_of_kind(Section("privacy", "Privacy", notes, warnings=[why]), number)]
     table = Table(
         f"All {len(ledger.charges)} charges of the ledger at δ = {cost.delta:g}",
         tuple(
@@ -150,32 +151,28 @@ def privacy_sections(
             for curve in cost.by_rounds
         ],
     )
-    epsilon = replace(epsilon_chart(cost), name=f"epsilon{end}")
-    trade_off = replace(trade_off_chart(cost), name=f"trade-off{end}")
-    linked = number == 0
-    return [
-        Section(
-            epsilon.name,
-            f"ε by round{counted}",
-            notes,
-            tables=[table],
-            charts=[epsilon],
-            linked=linked,
-        ),
-        Section(
-            trade_off.name,
-            f"What an attacker can tell{counted}",
-            notes,
-            charts=[trade_off],
-            linked=linked,
-        ),
+    by_rounds, errors = epsilon_chart(cost), trade_off_chart(cost)
+    sections = [
+        Section(by_rounds.name, "ε by round", notes, tables=[table], charts=[by_rounds]),
+        Section(errors.name, "What an attacker can tell", notes, charts=[errors]),
     ]
+    return [_of_kind(section, number) for section in sections]
+
+
+def _of_kind(section: Section, number: int) -> Section:
+    """A section as it is called if others of its kind come before it."""
+    if number == 0:
+        return section
+    end = f"-{number}"
+    charts = [replace(chart, name=f"{chart.name}{end}") for chart in section.charts]
+    title = f"{section.title} ({number + 1})"
+    return replace(section, name=f"{section.name}{end}", title=title, charts=charts, linked=False)
 
 
 def epsilon_chart(cost: Cost) -> Chart:
     """ε by the number of charges, by every accountant that can price the ledger.
 
-    A certified interval is drawn with its lower end, where there is one.
+    An interval is drawn with its lower end, where there is one.
     """
     series = []
     for curve in cost.by_rounds:
@@ -259,7 +256,7 @@ def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
     """Write each curve of a ledger as a figure and as CSV, and return the files.
 
     * epsilon_by_rounds.csv: `accountant`, `bound` (what kind of number ε is), `delta`, `rounds`,
-      `epsilon_low` (certified lower end, 0 if there is none), `epsilon` (inf if none is proven).
+      `epsilon_low` (lower end, 0 if there is none), `epsilon` (inf if none is proven).
     * delta_by_epsilon.csv: `accountant`, `bound`, `epsilon`, `delta` (upper end of an interval).
     * trade_off.csv: `type_one`, `type_two` (at least this), `type_two_gaussian` (G_μ),
       `type_two_perfect` (no information).
@@ -272,48 +269,47 @@ def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
     Raises:
         InvalidValueError: the folder cannot be written.
     """
-    cost = curves.cost
-    written = (
-        ("epsilon_by_rounds", epsilon_chart(cost), _rows_by_rounds(cost.by_rounds)),
-        ("delta_by_epsilon", delta_chart(curves), _rows_by_epsilon(curves.by_epsilon)),
-        ("trade_off", trade_off_chart(cost), _rows_of_trade_off(cost.trade_off)),
+    cost, off = curves.cost, curves.cost.trade_off
+    by_rounds = [
+        (curve.accountant, curve.bound, curve.delta, *point)
+        for curve in cost.by_rounds
+        for point in zip(curve.rounds, curve.epsilon_low, curve.epsilon, strict=True)
+    ]
+    by_epsilon = [
+        (curve.accountant, curve.bound, *point)
+        for curve in curves.by_epsilon
+        for point in zip(curve.epsilon, curve.delta, strict=True)
+    ]
+    errors = np.stack([off.type_one, off.type_two, off.gaussian, 1 - off.type_one], axis=1)
+    written: tuple[tuple[Chart, str, Sequence[Sequence[object]]], ...] = (
+        (
+            replace(epsilon_chart(cost), name="epsilon_by_rounds"),
+            "accountant bound delta rounds epsilon_low epsilon",
+            by_rounds,
+        ),
+        (
+            replace(delta_chart(curves), name="delta_by_epsilon"),
+            "accountant bound epsilon delta",
+            by_epsilon,
+        ),
+        (
+            replace(trade_off_chart(cost), name="trade_off"),
+            "type_one type_two type_two_gaussian type_two_perfect",
+            errors.tolist(),
+        ),
     )
     files = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, chart, rows in written:
-            titled = replace(chart, name=name, title=f"{curves.population}: {chart.title}")
-            files += save(titled, folder, [suffix])
-            with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as stream:
-                csv.writer(stream).writerows(rows)
-            files.append(folder / f"{name}.csv")
+        for chart, columns, rows in written:
+            titled = replace(chart, title=f"{curves.population}: {chart.title}")
+            table = folder / f"{chart.name}.csv"
+            files += [*save(titled, folder, [suffix]), table]
+            with table.open("w", newline="", encoding="utf-8") as stream:
+                csv.writer(stream).writerows([columns.split(), *rows])
     except OSError as error:
         raise InvalidValueError(f"{folder} cannot be written: {error.strerror}") from error
     return files
-
-
-def _rows_by_rounds(curves: Iterable[EpsilonCurve]) -> list[Sequence[object]]:
-    rows: list[Sequence[object]] = [
-        ("accountant", "bound", "delta", "rounds", "epsilon_low", "epsilon")
-    ]
-    for curve in curves:
-        points = zip(curve.rounds, curve.epsilon_low, curve.epsilon, strict=True)
-        rows += [(curve.accountant, curve.bound, curve.delta, *point) for point in points]
-    return rows
-
-
-def _rows_by_epsilon(curves: Iterable[DeltaCurve]) -> list[Sequence[object]]:
-    rows: list[Sequence[object]] = [("accountant", "bound", "epsilon", "delta")]
-    for curve in curves:
-        points = zip(curve.epsilon, curve.delta, strict=True)
-        rows += [(curve.accountant, curve.bound, *point) for point in points]
-    return rows
-
-
-def _rows_of_trade_off(off: TradeOff) -> list[Sequence[object]]:
-    columns = [off.type_one, off.type_two, off.gaussian, 1 - off.type_one]
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    return [("type_one", "type_two", "type_two_gaussian", "type_two_perfect"), *rows]
 
 
 def _meaning_of(off: TradeOff) -> str:

@@ -20,13 +20,7 @@ _TEMPLATES = files("fedpriv.report") / "templates"
 
 @dataclass(frozen=True)
 class Card:
-    """One number that a reader looks for first.
-
-    Attributes:
-        name: what it is.
-        value: the number, as text.
-        note: what must be known with it.
-    """
+    """One number that a reader looks for first, and what must be known with it."""
 
     name: str
     value: str

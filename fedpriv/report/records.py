@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fedpriv import __version__
+from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.ledger.ledger import Head
-from fedpriv.report.spending import LedgerContent
 
 Figures = Mapping[str, float | None]
 """Numbers by name; None where nobody contributed."""

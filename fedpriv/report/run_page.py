@@ -8,11 +8,11 @@ from urllib.parse import quote
 
 from fedpriv import __version__
 from fedpriv.accounting.accountant import PrivacyLoss
-from fedpriv.accounting.accountants import accountant_named
+from fedpriv.accounting.pricing import Cost, cost_of
+from fedpriv.accounting.registry import accountant_named
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.budget import merge_equal
 from fedpriv.report.charts import ROUNDS, Axis, Chart, Series, save
-from fedpriv.report.curves import Cost, cost_of
 from fedpriv.report.guarantee import assumptions, privacy_sections, users_of, warnings
 from fedpriv.report.page import Card, Page, Section, Term
 from fedpriv.report.records import Figures, RoundRecord, RunRecord, versions
@@ -253,94 +253,88 @@ def _spent_chart(rounds: Sequence[RoundRecord], delta: float, budget: float) -> 
 
 
 def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
-    """Clipping norms by round, and, where all runs recorded them, what they clipped.
+    """Clipping norms by round, and, where all runs recorded them, the norms they were applied to.
 
     Args:
         records: the run, or the runs of an arm under each seed; at least one.
         of: identifies them, if the page has several.
     """
-    seeds = (
-        f"Lines are means over {len(records)} seeds, bands reach from the least seed to the "
-        "largest. "
-        if len(records) > 1
-        else ""
-    )
-    groups = _lines([(each.number, each.clipping_norms) for each in run.rounds] for run in records)
-    colours = {line.name: number for number, line in enumerate(groups)}
+    end, beginning = (f"-{of}", f"{of}: ") if of else ("", "")
+    seeds = f"Means over {len(records)} seeds, bands from the least seed to the largest. "
+    noted = seeds if len(records) > 1 else ""
+    norms = _lines([(each.number, each.clipping_norms) for each in run.rounds] for run in records)
+    colours = {line.name: number for number, line in enumerate(norms)}
     released = [
         replace(line, name=f"clipping norm of {line.name}", colour=colours[line.name])
-        for line in groups
+        for line in norms
     ]
     caption = (
         "A user's part of a vector group is scaled down to the group's clipping norm where it is "
-        f"longer. Clipping norms were released with the model. {seeds}"
+        f"longer. Clipping norms were released with the model. {noted}"
     )
     if not all(record.simulation_only for record in records):
         axis = Axis("clipping norm", "scaled L2", from_zero=True)
-        title = _titled("Clipping norms by round", of)
-        return [Chart(_named("norms", of), title, caption, ROUNDS, axis, released)]
+        title = f"{beginning}Clipping norms by round"
+        return [Chart(f"norms{end}", title, caption, ROUNDS, axis, released)]
     true = [
         replace(line, name=f"mean update norm of {line.name}", colour=colours[line.name])
-        for line in _dashed(
-            [(each.number, each.simulation_only_group_norms) for each in run.simulation_only]
-            for run in records
-        )
+        for line in _recorded(records, "simulation_only_group_norms")
         if line.name in colours
     ]
-    layers = _dashed(
-        [(each.number, each.simulation_only_update_norms) for each in run.simulation_only]
-        for run in records
-    )
     return [
-        Chart(
-            _named("norms", of),
-            _titled("Update norms against clipping norms, by vector group", of),
-            f"{caption}{_NO_GUARANTEE}",
-            ROUNDS,
+        _simulation_only(
+            f"norms{end}",
+            f"{beginning}Update norms against clipping norms, by vector group",
+            caption,
             Axis("norm of a user's part", "scaled L2", log=True),
             [*released, *true],
-            simulation_only=True,
         ),
-        Chart(
-            _named("layers", of),
-            _titled("Update norms by layer", of),
-            f"Mean over the users of a round, before clipping. {seeds}{_NO_GUARANTEE}",
-            ROUNDS,
+        _simulation_only(
+            f"layers{end}",
+            f"{beginning}Update norms by layer",
+            f"Mean over the users of a round, before clipping. {noted}",
             Axis("norm of a user's update", "L2", log=True),
-            layers,
-            simulation_only=True,
+            _recorded(records, "simulation_only_update_norms"),
         ),
     ]
 
 
 def _clipped_charts(record: RunRecord) -> list[Chart]:
     """Share of users clipped and signal to noise by round, where they were recorded."""
-    seen = record.simulation_only
-    if not seen:
-        return []
-    shares = _dashed([[(each.number, each.simulation_only_clipped) for each in seen]])
-    ratios = _dashed([[(each.number, each.simulation_only_signal_to_noise) for each in seen]])
-    return [
-        Chart(
+    shares = _recorded([record], "simulation_only_clipped")
+    charts = [
+        _simulation_only(
             "clipped",
             "Users that were clipped, by vector group",
-            f"Share of the users of a round whose part was longer. {_NO_GUARANTEE}",
-            ROUNDS,
+            "Share of the users of a round whose part was longer. ",
             Axis("users clipped", "%", ends=(0.0, 100.0)),
             [replace(line, y=[_percent(share) for share in line.y]) for line in shares],
-            simulation_only=True,
         ),
-        Chart(
+        _simulation_only(
             "signal",
             "Signal to noise, by layer",
             "Norm of the sum of clipped updates over that of the noise on it: below 1 a single "
-            f"round moves the model more by noise than by users. {_NO_GUARANTEE}",
-            ROUNDS,
+            "round moves the model more by noise than by users. ",
             Axis("signal to noise", "no unit", log=True),
-            ratios,
-            simulation_only=True,
+            _recorded([record], "simulation_only_signal_to_noise"),
         ),
     ]
+    return [chart for chart in charts if chart.series]
+
+
+def _simulation_only(
+    name: str, title: str, caption: str, axis: Axis, series: Sequence[Series]
+) -> Chart:
+    warned = f"{caption}{_NO_GUARANTEE}"
+    return Chart(name, title, warned, ROUNDS, axis, series, simulation_only=True)
+
+
+def _recorded(records: Sequence[RunRecord], name: str) -> list[Series]:
+    """Dashed lines of true figures of rounds, an attribute of `SimulationOnlyRound`."""
+    lines = _lines(
+        [(each.number, getattr(each, name)) for each in run.simulation_only] for run in records
+    )
+    return [replace(line, dashed=True) for line in lines]
 
 
 def _lines(runs: Iterable[Iterable[tuple[int, Figures]]]) -> list[Series]:
@@ -348,8 +342,8 @@ def _lines(runs: Iterable[Iterable[tuple[int, Figures]]]) -> list[Series]:
 
     Where no run has a number the line has a gap. One run has no band.
     """
-    count = 0
     values: dict[str, dict[int, list[float]]] = {}
+    count = 0
     for run in runs:
         count += 1
         for number, figures in run:
@@ -360,8 +354,7 @@ def _lines(runs: Iterable[Iterable[tuple[int, Figures]]]) -> list[Series]:
     for name, by_round in values.items():
         rounds = sorted(by_round)
         found = [by_round[number] for number in rounds]
-        means = [sum(each) / len(each) if each else None for each in found]
-        line = Series(name, rounds, means)
+        line = Series(name, rounds, [sum(each) / len(each) if each else None for each in found])
         if count > 1:
             low = [min(each, default=None) for each in found]
             line = replace(line, low=low, high=[max(each, default=None) for each in found])
@@ -369,22 +362,10 @@ def _lines(runs: Iterable[Iterable[tuple[int, Figures]]]) -> list[Series]:
     return lines
 
 
-def _dashed(runs: Iterable[Iterable[tuple[int, Figures]]]) -> list[Series]:
-    return [replace(line, dashed=True) for line in _lines(runs)]
-
-
 def _by_round(
     rounds: Sequence[RoundRecord], values: Sequence[float | None]
 ) -> tuple[list[float], Sequence[float | None]]:
     return [each.number for each in rounds], values
-
-
-def _named(name: str, of: str) -> str:
-    return f"{name}-{of}" if of else name
-
-
-def _titled(title: str, of: str) -> str:
-    return f"{of}: {title[0].lower()}{title[1:]}" if of else title
 
 
 def _percent(share: float | None) -> float | None:

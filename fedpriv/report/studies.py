@@ -41,45 +41,47 @@ class Measure:
     """What arms are compared by.
 
     Attributes:
-        name: in a sentence.
+        name: attribute of rounds and arms that holds it.
         axis: what a chart names it.
-        column: what a table names it.
-        difference_unit: unit of a difference.
+        unit: of a difference.
         better: where a chart shows what is better.
-        of: its value after a round, None if it was not measured.
-        end: its mean over seeds at the end.
-        difference: its mean paired difference from the baseline at the end; None without one.
+        scale: what values are multiplied by to be in these units.
     """
 
     name: str
     axis: Axis
-    column: str
-    difference_unit: str
+    unit: str
     better: str
-    of: Callable[[RoundRecord], float | None]
-    end: Callable[[ArmSummary], Interval | None]
-    difference: Callable[[ArmSummary], Interval | None]
+    scale: float
+
+    def of(self, each: RoundRecord) -> float | None:
+        """Its value after a round, None if it was not measured."""
+        value: float | None = getattr(each, self.name)
+        return None if value is None else self.scale * value
+
+    def end(self, arm: ArmSummary) -> Interval | None:
+        """Its mean over seeds at the end."""
+        return self._scaled(getattr(arm, self.name))
+
+    def difference(self, arm: ArmSummary) -> Interval | None:
+        """Its mean paired difference from the baseline at the end; None without one."""
+        return self._scaled(getattr(arm, f"{self.name}_difference"))
+
+    def _scaled(self, found: Interval | None) -> Interval | None:
+        if found is None or found.half_width is None:
+            return found and replace(found, mean=self.scale * found.mean)
+        return replace(
+            found, mean=self.scale * found.mean, half_width=self.scale * found.half_width
+        )
 
 
-_ACCURACY = Measure(
-    "accuracy",
-    Axis("accuracy on held-out rows", "%"),
-    "accuracy (%)",
-    "points",
-    "higher",
-    lambda each: None if each.accuracy is None else 100.0 * each.accuracy,
-    lambda arm: _percent(arm.accuracy),
-    lambda arm: _percent(arm.accuracy_difference),
-)
+_ACCURACY = Measure("accuracy", Axis("accuracy on held-out rows", "%"), "points", "higher", 100.0)
 _LOSS = Measure(
     "loss",
     Axis("mean loss of held-out rows", "unit of the loss"),
-    "loss",
     "unit of the loss",
     "lower",
-    lambda each: each.loss,
-    lambda arm: arm.loss,
-    lambda arm: arm.loss_difference,
+    1.0,
 )
 
 
@@ -158,7 +160,7 @@ def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
         "told apart from it. Each bar is for one arm: of twenty arms that are all alike, one is "
         "expected not to cross.",
         _targets_axis(targets),
-        Axis(f"{measure.name} minus baseline's", measure.difference_unit),
+        Axis(f"{measure.name} minus baseline's", measure.unit),
         series,
     )
 
@@ -222,28 +224,27 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     levels = read.study.accuracies
     columns = (
         Column("arm", number=False),
-        Column(measure.column),
+        Column("accuracy\n(%)" if measure is _ACCURACY else "loss"),
         Column("difference"),
-        *(Column(f"rounds to {100 * level:g}%") for level in levels),
-        Column("noise z"),
-        Column("ε spent"),
-        Column("seeds"),
+        *(Column(f"rounds\nto {100 * level:g}%") for level in levels),
+        Column("noise\nz"),
+        Column("ε\nspent"),
     )
     rows = [
         (
-            arm.arm,
+            _named(arm, read.study),
             _text(measure.end(arm)),
             "baseline" if arm.arm == read.study.baseline else _text(measure.difference(arm), "+"),
             *(_rounds(arm, level) for level in levels),
             f"{arm.noise_multiplier:.4g}",
             format_epsilon(arm.epsilon),
-            str(len(arm.seeds)),
         )
         for arm in arms
     ]
+    seeds, baseline = len(read.study.seeds), read.study.baseline
     caption = (
-        f"At ε = {target.epsilon:g}, δ = {target.delta:g}: means over seeds ± Student's 95% "
-        f"interval, differences from {read.study.baseline} paired by seed"
+        f"At ε = {target.epsilon:g}, δ = {target.delta:g}: means over {seeds} seeds ± Student's "
+        f"95% interval, differences from {baseline} paired by seed"
     )
     return Table(caption, columns, rows)
 
@@ -254,8 +255,8 @@ def clipping_table(read: ReadStudy, target: Target) -> Table:
         Column("arm", number=False),
         Column("users clipped (%)", number=False),
         Column("layer", number=False),
-        Column("mean update norm (L2)"),
-        Column("signal to noise"),
+        Column("mean update\nnorm (L2)"),
+        Column("signal\nto noise"),
         Column("users/s"),
     )
     rows = []
@@ -315,13 +316,6 @@ def results_csv(read: ReadStudy) -> str:
 def runs_csv(read: ReadStudy) -> str:
     """The finished runs as a table."""
     return _csv(_flat(_run_row(run)) for run in read.runs)
-
-
-def _percent(interval: Interval | None) -> Interval | None:
-    if interval is None:
-        return None
-    half = interval.half_width
-    return Interval(100.0 * interval.mean, None if half is None else 100.0 * half, interval.count)
 
 
 def _names(arms: Sequence[ArmSummary]) -> list[str]:
@@ -412,9 +406,17 @@ def _text(found: Interval | None, sign: str = "") -> str:
 
 
 def _rounds(arm: ArmSummary, level: float) -> str:
+    """When an arm reached an accuracy, and how many of its seeds did, if some did not."""
     found = arm.rounds_to[level]
     median = "never" if found.median is None else f"{found.median:g}"
-    return median if found.reached in {0, len(arm.seeds)} else f"{median} ({found.reached} seeds)"
+    some = found.reached not in {0, len(arm.seeds)}
+    return f"{median}\n({found.reached} of {len(arm.seeds)})" if some else median
+
+
+def _named(arm: ArmSummary, study: Study) -> str:
+    """The name of an arm, and how many of its seeds are finished, if some are not."""
+    finished = len(arm.seeds)
+    return arm.arm if finished == len(study.seeds) else f"{arm.arm} ({finished} seeds)"
 
 
 def _arm_row(arm: ArmSummary) -> dict[str, object]:

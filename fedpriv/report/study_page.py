@@ -63,7 +63,6 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
     varied = varied_charts(read.study, read.arms)
     by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
     front = front_chart(read.arms) if len(targets) > 1 else _spent_chart(arms, targets[0])
-    resolved = "With base and arms written out; it can be run again. Each run's resolved plan is "
     sections = [
         _summary(read, arms, targets),
         *([Section("differences", "Against the baseline", charts=[compared])] if compared else []),
@@ -76,7 +75,10 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
         Section(
             "plan",
             "Resolved study",
-            [f"{resolved}in its folder."],
+            [
+                "With base and arms written out; it can be run again. Each run's resolved plan is "
+                "in its folder."
+            ],
             listing=(read.folder / STUDY).read_text(encoding="utf-8"),
         ),
         software_section(),

@@ -14,19 +14,19 @@ from rich.console import Console, JustifyMethod
 from rich.text import Text
 
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
-from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import SamplingEvent, SumQueryEvent
-from fedpriv.ledger.export import ExportedLedger, is_export
-from fedpriv.ledger.ledger import Head, Ledger
-from fedpriv.ledger.participation import ParticipationRecord
-from fedpriv.report.planning import Plan
-from fedpriv.report.spending import (
+from fedpriv.accounting.calibration import Plan
+from fedpriv.accounting.pricing import (
     Arithmetic,
     LedgerContent,
     Price,
     Spending,
     read_ledger,
 )
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import SamplingEvent, SumQueryEvent
+from fedpriv.ledger.export import ExportedLedger, is_export
+from fedpriv.ledger.ledger import Head, Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Column:
     """A column of a table.
 
     Attributes:
-        name: its heading, with its unit if there is one.
+        name: its heading, with its unit if there is one; in lines for the terminal.
         number: whether it holds numbers.
         long: whether its cells may be broken anywhere, as digests are.
     """
@@ -69,14 +69,18 @@ class Table:
 def print_table(table: Table, console: Console) -> None:
     """Print a table; cells are text, whatever brackets they contain."""
     mark = "simulation only: " if table.simulation_only else ""
-    printed = rich.table.Table(title=Text(mark + table.caption), box=box.SIMPLE_HEAD)
+    title = Text(mark + table.caption)
+    printed = rich.table.Table(
+        title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
     for column in table.columns:
         justify: JustifyMethod = "right" if column.number else "left"
-        printed.add_column(Text(column.name), justify=justify, overflow="fold")
-    for row in table.rows:
-        printed.add_row(
-            *(Text(cell, no_wrap=c.number) for c, cell in zip(table.columns, row, strict=True))
+        # Numbers stay whole, however narrow the terminal; names are broken instead.
+        printed.add_column(
+            Text(column.name), justify=justify, no_wrap=column.number, overflow="fold"
         )
+    for row in table.rows:
+        printed.add_row(*map(Text, row))
     console.print(printed)
 
 
@@ -232,7 +236,7 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
     """Write one JSON object: what was priced, and a row for each part and accountant.
 
     In a row, `ledger` is null for all ledgers and `run` is null for all runs. A δ that was found
-    stands in `delta` of its row, an ε in `epsilon`, with the certified lower end `epsilon_low`.
+    stands in `delta` of its row, an ε in `epsilon`, with the lower end `epsilon_low`.
     `refusals` says why an accountant has no row. An infinite ε is the string "Infinity", which no
     program takes for a small number.
     """

@@ -11,11 +11,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.build import Experiment, simulated
 from fedpriv.config import load_config
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.round import Books
+from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.report.tables import format_epsilon
 from fedpriv.run.folder import RunFolder
 from fedpriv.training.norm_search import NormQuantile, find_quantiles
@@ -49,15 +49,11 @@ class GroupRow:
 def group_rows(plan: TrainingPlan) -> tuple[GroupRow, ...]:
     """All vector groups of the first round, in the order of the ledger."""
     mechanism = plan.mechanism
-    clipping = mechanism.average.sum_query.clipping
-    average = mechanism.average
+    clipping = mechanism.clipping
     rows = []
-    for group, event, share in zip(
-        clipping.groups, mechanism.event.queries, plan.shares, strict=True
+    for group, event, share, users in zip(
+        clipping.groups, mechanism.event.queries, plan.shares, mechanism.query.divisors, strict=True
     ):
-        users = average.denominator
-        if group.name in clipping.weighted and average.weighted_denominator is not None:
-            users = average.weighted_denominator
         dimension = group.dimension(clipping.layout)
         noise = event.noise_stddev * math.sqrt(dimension)
         rows.append(
@@ -162,19 +158,19 @@ def suggest_norms(
     participation = RunFolder(charged.parent).participation_of(charged)
     population = experiment.plan.population
     known: tuple[NormQuantile, ...] = ()
-    with Books.open(charged, participation, population, experiment.budget) as books:
+    with PrivacyRecords.open(charged, participation, population, experiment.budget) as records:
         asked = find_quantiles(
             plan,
             experiment.initial_state,
             quantile,
             transport,
-            books,
+            records,
             experiment.entropy,
         )
         for report, found in asked:
             known = found
             console.print(f"round {report.round + 1} of {rounds}: charge {report.charge_hash[:12]}")
-        loss = epsilon_of(books.ledger.spent(), config.privacy.delta, config.privacy.accountant)
+        loss = epsilon_of(records.ledger.spent(), config.privacy.delta, config.privacy.accountant)
     console.print(_norms_table(known, plan.clipping_norms, quantile))
     console.print(
         f"The ledger {charged} now stands at ε = {format_epsilon(loss.epsilon)} at "

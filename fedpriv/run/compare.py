@@ -28,7 +28,7 @@ from fedpriv.data.population import Population
 from fedpriv.data.registry import load_population
 from fedpriv.engine.workers import computing_with
 from fedpriv.errors import FedprivError, InvalidValueError, WorkerError
-from fedpriv.privacy.round import Books, Transport
+from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.report.studies import print_study, results_csv, results_json, runs_csv
 from fedpriv.run.diagnostics import Row, watched
 from fedpriv.run.evaluation import Evaluator
@@ -349,13 +349,15 @@ def _conducted(
     plan, config = experiment.plan, experiment.config
     participation = folder.participation_of(folder.ledger)
     rounds: list[RoundRow] = []
-    with Books.open(folder.ledger, participation, plan.population, experiment.budget) as books:
+    with PrivacyRecords.open(
+        folder.ledger, participation, plan.population, experiment.budget
+    ) as records:
         rows = conduct(
             folder,
             plan,
             experiment.initial_state,
             transport,
-            books,
+            records,
             experiment.entropy,
             Evaluator(experiment.task, experiment.held_out, experiment.device),
             Cadence(config.output.evaluate_every, config.rounds),
@@ -380,7 +382,7 @@ def _result(
 ) -> RunResult:
     plan = experiment.plan
     names = [group.name for group in plan.groups]
-    queries = plan.mechanism.average.sum_query.events
+    queries = plan.mechanism.query.events
     seconds = statistics.median(row.simulation_only_seconds or math.inf for row in rounds)
     return RunResult(
         arm=cell.arm.name,

@@ -65,10 +65,10 @@ def signal_to_noise(
         total: [D] sum of the cohort's contributions, in steps.
     """
     norms = [group.clipping_norm for group in request.clipping.groups[: len(plan.groups)]]
-    average = plan.mechanism_at(tuple(norms)).average
-    clipping = average.sum_query.clipping
-    signal = clipping.layout.unflatten(total * clipping.steps / average.denominators)
-    noise = clipping.layout.unflatten(average.noise_stddevs)
+    query = plan.mechanism_at(tuple(norms)).query
+    clipping = query.clipping
+    signal = clipping.layout.unflatten(total * clipping.steps / query.denominators)
+    noise = clipping.layout.unflatten(query.component_stddevs)
     ratios = {}
     for layer, tensors in layers(Layout.of(request.parameters)).items():
         energy = math.fsum(float(np.square(noise[name]).sum()) for name in tensors)

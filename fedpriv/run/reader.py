@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.config import load_config
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
 from fedpriv.ledger.ledger import Ledger
@@ -23,7 +24,6 @@ from fedpriv.report.records import (
     Verification,
 )
 from fedpriv.report.run_page import page_of_run
-from fedpriv.report.spending import LedgerContent
 from fedpriv.report.study_page import page_of_study
 from fedpriv.run.folder import RunFolder
 from fedpriv.studies import read_study

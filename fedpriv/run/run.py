@@ -29,17 +29,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.numpy import save
 
-from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
+from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.build import Enrolled, Experiment, build, simulated
 from fedpriv.config import Config, FederationSection, load_config
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Head, Ledger
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.round import Books, Transport
+from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.report.records import versions
 from fedpriv.report.run_page import write_run_figures
-from fedpriv.report.spending import weakest_arithmetic, weakest_randomness
 from fedpriv.report.tables import format_epsilon
 from fedpriv.run.callbacks import OnRound, ReleasedRound
 from fedpriv.run.diagnostics import watched
@@ -135,7 +135,7 @@ class Outcome:
 
 
 def state_to_start_from(
-    folder: RunFolder, plan: TrainingPlan, books: Books, initial: ServerState
+    folder: RunFolder, plan: TrainingPlan, records: PrivacyRecords, initial: ServerState
 ) -> ServerState:
     """State of the newest checkpoint, or the initial state if there is none.
 
@@ -143,7 +143,7 @@ def state_to_start_from(
         CheckpointError: the checkpoint does not fit the plan or the ledger.
     """
     found = checkpoints(folder.checkpoints)
-    return resume(found[-1], plan, books.ledger) if found else initial
+    return resume(found[-1], plan, records.ledger) if found else initial
 
 
 def conduct(
@@ -151,7 +151,7 @@ def conduct(
     plan: TrainingPlan,
     state: ServerState,
     transport: Transport,
-    books: Books,
+    records: PrivacyRecords,
     entropy: Entropy,
     evaluate: Evaluate,
     cadence: Cadence,
@@ -169,7 +169,7 @@ def conduct(
         plan: the plan.
         state: where to start, from `state_to_start_from`.
         transport: reaches the users.
-        books: ledger, participation record and budget.
+        records: ledger, participation record and budget.
         entropy: where cohorts and noise come from.
         evaluate: measures a released model on rows of no enrolled user.
         cadence: how often to evaluate and to write checkpoints.
@@ -179,7 +179,7 @@ def conduct(
         A row for each round.
     """
     private_metrics: tuple[str, ...] = ()
-    rounds = train(plan, state, transport, books, entropy)
+    rounds = train(plan, state, transport, records, entropy)
     while True:
         began = clock() if clock else 0.0
         try:
@@ -190,26 +190,29 @@ def conduct(
         seconds = clock() - began if clock else None
         state = report.state
         due = state.round % cadence.evaluate == 0 or state.round == plan.rounds
-        row = _row(report, books, evaluate(state.model) if due else None, seconds)
+        row = _row(report, records, evaluate(state.model) if due else None, seconds)
         folder.append_metrics(asdict(row))
         private_metrics = row.private_metrics
         if state.round % cadence.checkpoint == 0:
-            _save(folder, plan, state, books.ledger.head)
+            _save(folder, plan, state, records.ledger.head)
         yield row
-    _save(folder, plan, state, books.ledger.head)
+    _save(folder, plan, state, records.ledger.head)
     tensors = {name: np.ascontiguousarray(p) for name, p in state.model.items()}
     write_atomically(folder.model, save(tensors))
     return Outcome(stop, state, evaluate(state.model), private_metrics)
 
 
 def _row(
-    report: RoundReport, books: Books, evaluation: Evaluation | None, seconds: float | None
+    report: RoundReport,
+    records: PrivacyRecords,
+    evaluation: Evaluation | None,
+    seconds: float | None,
 ) -> RoundRow:
     return RoundRow(
         round=report.round,
         attempt=report.attempt,
-        epsilon=books.budget.epsilon_of(books.ledger.spent()),
-        delta=books.budget.delta,
+        epsilon=records.budget.epsilon_of(records.ledger.spent()),
+        delta=records.budget.delta,
         test_loss=evaluation.loss if evaluation else None,
         test_accuracy=evaluation.accuracy if evaluation else None,
         simulation_only_seconds=seconds,
@@ -384,8 +387,10 @@ def _resolved_plan(experiment: Experiment) -> str:
         "software": ", ".join(f"{name} {number}" for name, number in versions().items()),
     }
     facts |= {
-        f"group {q.group}": f"clipping norm {q.clipping_norm:g}, noise stddev {q.noise_stddev:g}"
-        for q in plan.mechanism.query.sum_query.events
+        f"group {group.name}": f"clipping norm {group.clipping_norm:g}, noise stddev {stddev:g}"
+        for group, stddev in zip(
+            plan.mechanism.clipping.groups, plan.mechanism.query.noise_stddevs, strict=True
+        )
     }
     head = "".join(f"# {name}: {value}\n" for name, value in facts.items())
     return head + tomli_w.dumps(experiment.config.model_dump(exclude_none=True))
@@ -495,7 +500,7 @@ def print_result(
     folder: RunFolder,
     ledger: Path,
     outcome: Outcome,
-    books: Books,
+    records: PrivacyRecords,
     console: Console,
 ) -> None:
     """Print accuracy beside the (ε, δ) of the ledger."""
@@ -508,23 +513,23 @@ def print_result(
     table.add_row("loss on held-out rows", f"{outcome.evaluation.loss:.4f}")
     for text in outcome.private_metrics:
         table.add_row("private metric before the last round", text)
-    loss = epsilon_of(books.ledger.spent(), privacy.delta, privacy.accountant)
+    loss = epsilon_of(records.ledger.spent(), privacy.delta, privacy.accountant)
     table.add_row("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})")
-    of_run = books.ledger.events(plan.run)
-    if len(books.ledger.runs()) > 1:
+    of_run = records.ledger.events(plan.run)
+    if len(records.ledger.runs()) > 1:
         alone = epsilon_of(of_run, privacy.delta, privacy.accountant)
         table.add_row("of which this run alone", format_epsilon(alone.epsilon))
     if of_run:
         table.add_row("what it means", loss.assumptions)
-        table.add_row("randomness", str(weakest_randomness(books.ledger.charges())))
-        table.add_row("sums and noise", str(weakest_arithmetic(books.ledger.charges())))
+        table.add_row("randomness", str(weakest_randomness(records.ledger.charges())))
+        table.add_row("sums and noise", str(weakest_arithmetic(records.ledger.charges())))
     table.add_row("rounds", _rounds_text(outcome, len(of_run), plan.rounds))
     table.add_row(
         "mechanism",
         f"q = {plan.sampling.sampling_probability:g} of N = {plan.sampling.population} users, "
         f"z = {plan.noise_multiplier:.4g}, {_clipping_text(experiment)}",
     )
-    head = books.ledger.head
+    head = records.ledger.head
     table.add_row("ledger", f"{ledger}\nhead {head.count}:{head.hash}")
     table.add_row("folder", str(folder.path))
     console.print(table)
@@ -560,8 +565,8 @@ def draw(folder: RunFolder, experiment: Experiment) -> None:
     write_run_figures(rounds, experiment.plan.run, budget.delta, budget.epsilon, folder.path)
 
 
-Hosted = Callable[[Experiment, Books], Transport]
-"""Makes the transport to the users of an experiment, once its books are open."""
+Hosted = Callable[[Experiment, PrivacyRecords], Transport]
+"""Makes the transport to the users of an experiment, once its records are open."""
 
 
 def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> None:
@@ -614,8 +619,8 @@ def carry_out(
     beginning.write_plan(experiment)
     participation = folder.participation_of(ledger)
     population, budget = experiment.plan.population, experiment.budget
-    with folder.held(), Books.open(ledger, participation, population, budget) as books:
-        state = state_to_start_from(folder, experiment.plan, books, experiment.initial_state)
+    with folder.held(), PrivacyRecords.open(ledger, participation, population, budget) as records:
+        state = state_to_start_from(folder, experiment.plan, records, experiment.initial_state)
         if beginning.resuming:
             console.print(f"resuming {folder.path} at round {state.round}")
         output = experiment.config.output
@@ -623,8 +628,8 @@ def carry_out(
             folder,
             experiment.plan,
             state,
-            hosted(experiment, books),
-            books,
+            hosted(experiment, records),
+            records,
             experiment.entropy,
             Evaluator(experiment.task, experiment.held_out, experiment.device),
             Cadence(output.evaluate_every, output.checkpoint_every),
@@ -632,7 +637,7 @@ def carry_out(
         )
         with announced(rows, experiment, folder, state.round) as told:
             outcome = (follow or partial(_show, console=console))(told, experiment, state.round)
-        print_result(experiment, folder, ledger, outcome, books, console)
+        print_result(experiment, folder, ledger, outcome, records, console)
     draw(folder, experiment)
 
 

@@ -10,7 +10,6 @@ from fedpriv.training.rounds import (
     close_round,
     initial_state,
     open_round,
-    sum_round,
     train,
 )
 
@@ -28,6 +27,5 @@ __all__ = [
     "close_round",
     "initial_state",
     "open_round",
-    "sum_round",
     "train",
 ]

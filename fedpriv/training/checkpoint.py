@@ -40,8 +40,8 @@ class Checkpoint:
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint so that a crash leaves either all of it or nothing; keep the last three.
 
-    The oldest is written over: to free its place on the disk and to take another may last as long
-    as a round. Who reads it meanwhile finds it damaged.
+    The oldest is overwritten, since freeing its space and taking other may take as long as a round;
+    a reader of it finds it damaged meanwhile.
 
     Returns:
         The file written: `round-NNNNNN.safetensors`, NNNNNN the number of the next round.
@@ -106,8 +106,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
     if metadata.pop("digest", None) != _digest(metadata, tensors):
         raise CheckpointError(
-            f"{path} is damaged: it is not what was written; without it, a run can go on from the "
-            "one before"
+            f"{path} is damaged; delete it to resume from the checkpoint before it"
         )
     parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
     for key, tensor in tensors.items():
@@ -149,7 +148,7 @@ def resume(path: Path, plan: TrainingPlan, ledger: Ledger) -> ServerState:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Say in an error of the system which file it is about, as a failed write does not."""
+    """Name the file in errors of the operating system, which a failed write does not."""
     try:
         yield
     except OSError as error:
@@ -162,8 +161,8 @@ def write_atomically(path: Path, content: bytes, over: Path | None = None) -> No
     Args:
         path: where to write.
         content: what to write.
-        over: a file in the same folder that nobody needs any more; it is written over, unless it
-            has another name as well.
+        over: a file in the same folder that is not needed any more and may be overwritten; it is
+            left alone if it has other hard links.
 
     Raises:
         OSError: it cannot be written, e.g. because the disk is full; the old file is left.
@@ -187,7 +186,7 @@ def write_atomically(path: Path, content: bytes, over: Path | None = None) -> No
 
 
 def _opened(partial: Path, over: Path | None) -> BinaryIO:
-    """A file to write to from its begin, in the place of another if that may be."""
+    """A file to write to from its start, reusing the space of another if possible."""
     if over is None or over.stat().st_nlink > 1:
         return partial.open("wb")
     over.replace(partial)

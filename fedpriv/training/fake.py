@@ -1,4 +1,4 @@
-"""A transport without training, for tests of whatever stands above the seam."""
+"""A transport without training, for tests of what is built on transports."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

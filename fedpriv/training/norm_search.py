@@ -15,17 +15,17 @@ from scipy.optimize import isotonic_regression
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.mechanism import Metric
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.round import Books, Transport
+from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import RoundReport, ServerState, run_round
 
 KIND = "update-norms"
-"""The metric that hosts of users compute: thresholds → whether the norm of a group is within."""
+"""The metric that users' hosts compute: whether a group's norm is within each threshold."""
 _THRESHOLDS = 20
 _SHARE = 0.99
-"""Of a round's privacy; the update, which nobody asks for, needs a share of its own."""
+"""Of a round's privacy; the update, though not used, needs a share of its own."""
 _LEAST, _MOST = 1e-6, 1e6
-"""Norms outside are not told from these."""
+"""Norms outside count as these."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class NormQuantile:
 
     Attributes:
         group: name of the group.
-        low: lower end, and
-        high: upper end of the interval that is looked at next; with noise, not certain.
+        low: lower end of the interval to search next; because of noise, not certain.
+        high: upper end.
         estimate: the norm that about the quantile of users stays within.
         noise_stddev: standard deviation of the noise on the share of users within a threshold.
     """
@@ -79,8 +79,8 @@ class NormQuantile:
             part = (quantile - low) / max(high - low, 1e-12)
             ratio = float(thresholds[above] / thresholds[above - 1])
             nearest = float(thresholds[above - 1]) * ratio**part
-        # Two noises aside, the quantile is between these; where it is outside of all thresholds,
-        # the next ones reach further by as much as these do.
+        # Up to two standard deviations the quantile is between these; where it is outside of all
+        # thresholds, the next ones reach further by as much as these do.
         surely_below = int(np.searchsorted(shares, quantile - 2 * noise_stddev)) - 1
         surely_above = int(np.searchsorted(shares, quantile + 2 * noise_stddev))
         reach = self.high / self.low
@@ -95,7 +95,7 @@ def find_quantiles(
     state: ServerState,
     quantile: float,
     transport: Transport,
-    books: Books,
+    records: PrivacyRecords,
     entropy: Entropy,
 ) -> Iterator[tuple[RoundReport, tuple[NormQuantile, ...]]]:
     """Look for a quantile of the norms of every vector group of a plan's update.
@@ -109,7 +109,7 @@ def find_quantiles(
         state: where training would begin.
         quantile: γ in (0, 1), the share of users that are not to be clipped.
         transport: reaches the users; its hosts know the metric `KIND`.
-        books: ledger, participation record and budget.
+        records: ledger, participation record and budget.
         entropy: where cohorts and noise come from.
 
     Yields:
@@ -131,7 +131,7 @@ def find_quantiles(
             statistics=None,
         )
         at = replace(state, round=number)
-        report = run_round(asking, at, transport, books, entropy)
+        report = run_round(asking, at, transport, records, entropy)
         known = tuple(
             each.narrowed(metric.value, metric.noise_stddev, quantile)
             for each, metric in zip(known, report.metrics, strict=True)

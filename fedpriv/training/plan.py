@@ -1,7 +1,4 @@
-"""Running statistics of normalisation layers, moved by a private metric instead of by training.
-
-The plan of a training run: everything that decides its result and its guarantee.
-"""
+"""The plan of a training run: everything that decides its result and its guarantee."""
 
 import dataclasses
 import hashlib
@@ -23,14 +20,7 @@ from fedpriv.privacy.mechanism import (
     indicator_group,
     indicator_of,
 )
-from fedpriv.privacy.query import (
-    Averaging,
-    FlooredAverageQuery,
-    GaussianAverageQuery,
-    GaussianSumQuery,
-    noise_stddevs,
-    sensitivity,
-)
+from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer
@@ -225,26 +215,13 @@ class TrainingPlan:
         return self.mechanism if first else self._mechanism_at(clipping_norms)
 
     def _mechanism_at(self, clipping_norms: tuple[float, ...]) -> PoissonGaussianMechanism:
-        clipping = self._clipping(clipping_norms)
-        stddevs = noise_stddevs(clipping.groups, self.noise_multiplier, self.shares)
-        expected, averaging = self.sampling.expected_cohort_size, self.averaging
-        weight = self.sampling.sampling_probability * (
-            averaging.total_weight or float(self.sampling.population)
+        return PoissonGaussianMechanism.calibrated(
+            self.sampling,
+            self._clipping(clipping_norms),
+            self.noise_multiplier,
+            self.shares,
+            self.averaging,
         )
-        if averaging.floor is None:
-            weighted = weight if clipping.weighted else None
-            query = GaussianAverageQuery(GaussianSumQuery(clipping, stddevs), expected, weighted)
-            return PoissonGaussianMechanism(self.sampling, query)
-        floor = averaging.floor * weight
-        wider = tuple(
-            sensitivity(group, clipping.layout, floor) * stddev
-            if group.name in clipping.weighted
-            else stddev
-            for group, stddev in zip(clipping.groups, stddevs, strict=True)
-        )
-        sums = GaussianSumQuery(clipping, wider)
-        average = GaussianAverageQuery(sums, expected, floor)
-        return PoissonGaussianMechanism(self.sampling, FlooredAverageQuery(average))
 
     @cached_property
     def shares(self) -> tuple[float, ...]:

@@ -1,23 +1,25 @@
-"""One round as two pure functions: open it, and close it with what the users returned.
+"""Training as a sequence of private rounds: ask, release, step the server, report."""
 
-Between the two lie the transport, which fills the partial sums, and the ledger, which charges the
-round's event. `close_round` cannot be called without the receipt of that charge.
-
-The training loop: sample, collect, charge, release, report.
-"""
-
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
+import numpy.typing as npt
 
-from fedpriv.errors import BudgetExceededError, LedgerError, StoppedError
-from fedpriv.ledger.ledger import Charge
-from fedpriv.privacy.layout import FloatVector
-from fedpriv.privacy.mechanism import TENSOR, PoissonGaussianMechanism, ReleasedMetric, released
+from fedpriv.errors import BudgetExceededError, StoppedError
+from fedpriv.privacy.mechanism import UNCLIPPED, ReleasedMetric, released
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.round import Books, CohortSum, PartialSum, RoundRequest, Transport, add_up
+from fedpriv.privacy.round import (
+    PartialSum,
+    PrivacyRecords,
+    Release,
+    RoundAttempt,
+    RoundRequest,
+    Transport,
+    draw_cohort,
+    private_round,
+)
 from fedpriv.training.optimizers import OptimizerState, Parameters
 from fedpriv.training.plan import METRIC, TrainingPlan
 
@@ -44,142 +46,6 @@ class ServerState:
     def model(self) -> Parameters:
         """All tensors of the model that training has moved: parameters and running statistics."""
         return {**self.parameters, **self.statistics}
-
-
-@dataclass(frozen=True)
-class Release:
-    """What one round made public.
-
-    Attributes:
-        state: of the server after the round.
-        metrics: private averages of the users' metrics at the model before the round.
-        unclipped: for each group of the update, the noised fraction of users that were not clipped;
-            empty unless clipping is adaptive.
-    """
-
-    state: ServerState
-    metrics: tuple[ReleasedMetric, ...]
-    unclipped: tuple[float, ...]
-
-
-def initial_state(
-    plan: TrainingPlan, parameters: Parameters, statistics: Parameters | None = None
-) -> ServerState:
-    """State before the first round.
-
-    Args:
-        plan: the plan of the run.
-        parameters: of the model; they must follow the plan's layout.
-        statistics: running statistics of the model's normalisations, if it has any.
-
-    Raises:
-        InvalidValueError: the statistics are not those that the plan moves.
-    """
-    statistics = dict(statistics or {})
-    if plan.statistics is not None:
-        plan.statistics.check(statistics)
-    ordered = {
-        name: np.asarray(tensor, dtype=np.float32)
-        for name, tensor in plan.layout.unflatten(plan.layout.flatten(parameters)).items()
-    }
-    return ServerState(0, ordered, plan.optimizer.init(ordered), plan.clipping_norms, statistics)
-
-
-def mechanism_of(plan: TrainingPlan, state: ServerState) -> PoissonGaussianMechanism:
-    """The mechanism of the next round; what it is charged as is known before its cohort is."""
-    return plan.mechanism_at(state.clipping_norms)
-
-
-def open_round(
-    plan: TrainingPlan, state: ServerState, attempt: int, entropy: Entropy
-) -> RoundRequest:
-    """Draw the cohort and say what its users are to do.
-
-    Sampling, noise and local training take keys for different purposes, so they are separate
-    streams; a new attempt at a round has new ones.
-    """
-    mechanism = mechanism_of(plan, state)
-    return RoundRequest(
-        run=plan.run,
-        round=state.round,
-        attempt=attempt,
-        parameters=state.parameters,
-        clipping=mechanism.average.sum_query.clipping,
-        local=plan.local,
-        users=mechanism.draw_cohort(entropy, _purpose("sampling", plan, state.round, attempt)),
-        local_key=entropy.key(_purpose("local", plan, state.round, attempt)),
-        metrics=plan.metrics,
-        statistics=state.statistics,
-    )
-
-
-def sum_round(request: RoundRequest, partials: Iterable[PartialSum]) -> CohortSum:
-    """Total of the partial sums that can be believed; secret until it is noised."""
-    return add_up(partials, request.clipping, request.users.size)
-
-
-def close_round(
-    plan: TrainingPlan,
-    state: ServerState,
-    total: CohortSum,
-    charge: Charge,
-    entropy: Entropy,
-) -> Release:
-    """Noise the total once, average it, step the server and only then move the clipping norms.
-
-    Args:
-        plan: the plan of the run.
-        state: the state with which the round was opened.
-        total: from `sum_round`.
-        charge: the ledger's receipt for this round; used up by this call.
-        entropy: where the noise comes from.
-
-    Raises:
-        LedgerError: the charge is of another run, round or event, or was used before; then
-            nothing is released.
-    """
-    if (charge.run, charge.round) != (plan.run, state.round):
-        raise LedgerError(
-            f"the charge is for round {charge.round} of run {charge.run!r}; "
-            f"the release is of round {state.round} of run {plan.run!r}"
-        )
-    mechanism = mechanism_of(plan, state)
-    if charge.event != mechanism.event:
-        raise LedgerError(f"the event charged is {charge.event}, not {mechanism.event}")
-    charged = charge.redeem()
-    purpose = _purpose("noise", plan, state.round, charge.attempt)
-    average, realised = mechanism.release(total.total, entropy, purpose, total.weight)
-    if realised != charged:
-        raise LedgerError(f"the event realised is {realised}, not the one charged, {charged}")
-    return _stepped(plan, state, average, mechanism)
-
-
-def _stepped(
-    plan: TrainingPlan,
-    state: ServerState,
-    average: FloatVector,
-    mechanism: PoissonGaussianMechanism,
-) -> Release:
-    """Everything after the noise: post-processing."""
-    tensors = mechanism.average.sum_query.clipping.layout.unflatten(average)
-    update = {name: tensors[name] for name in plan.layout.names}
-    parameters, optimizer = plan.optimizer.update(update, state.optimizer, state.parameters)
-    norms = state.clipping_norms
-    unclipped: tuple[float, ...] = ()
-    if plan.adaptive is not None:
-        unclipped = tuple(float(half) + 0.5 for half in tensors[TENSOR])
-        norms = tuple(map(plan.adaptive.step, norms, unclipped))
-    metrics = released(plan.metrics, average, mechanism.average)
-    statistics = state.statistics
-    if plan.statistics is not None:
-        (deviation,) = [metric.value for metric in metrics if metric.name == METRIC]
-        statistics = plan.statistics.moved(statistics, deviation)
-    after = ServerState(state.round + 1, parameters, optimizer, norms, statistics)
-    return Release(after, metrics, unclipped)
-
-
-def _purpose(stream: str, plan: TrainingPlan, round_number: int, attempt: int) -> str:
-    return f"{stream}/{plan.run}/{round_number}/{attempt}"
 
 
 class Stop(StrEnum):
@@ -214,28 +80,47 @@ class RoundReport:
     unclipped: tuple[float, ...]
 
 
+def initial_state(
+    plan: TrainingPlan, parameters: Parameters, statistics: Parameters | None = None
+) -> ServerState:
+    """State before the first round.
+
+    Args:
+        plan: the plan of the run.
+        parameters: of the model; they must follow the plan's layout.
+        statistics: running statistics of the model's normalisations, if it has any.
+
+    Raises:
+        InvalidValueError: the statistics are not those that the plan moves.
+    """
+    statistics = dict(statistics or {})
+    if plan.statistics is not None:
+        plan.statistics.check(statistics)
+    ordered = {
+        name: np.asarray(tensor, dtype=np.float32)
+        for name, tensor in plan.layout.unflatten(plan.layout.flatten(parameters)).items()
+    }
+    return ServerState(0, ordered, plan.optimizer.init(ordered), plan.clipping_norms, statistics)
+
+
 def train(
     plan: TrainingPlan,
     state: ServerState,
     transport: Transport,
-    books: Books,
+    records: PrivacyRecords,
     entropy: Entropy,
 ) -> Generator[RoundReport, None, Stop]:
     """Run rounds from `state` to the end of the plan, yielding a report after each.
 
-    Guarantees:
-
-    * every release was durable in the ledger before its noise was drawn;
-    * training stops *before* the budget would be passed, with nothing charged for the round that
-      did not happen, and the same holds when the transport says that it was asked to stop;
-    * an empty cohort releases and is charged like any other;
-    * a round that was interrupted is run again as a new attempt: fresh cohort, noise and charge.
+    Each round has the guarantees of `private_round`. Training stops *before* the budget would be
+    passed, or when the transport was asked to stop, with nothing charged for the round that did
+    not happen.
 
     Args:
         plan: the plan of the run.
-        state: where to begin, from `initial_state` or a checkpoint.
+        state: where to start, from `initial_state` or a checkpoint.
         transport: reaches the users.
-        books: ledger, participation record and budget.
+        records: ledger, participation record and budget.
         entropy: where cohorts and noise come from.
 
     Returns:
@@ -243,7 +128,7 @@ def train(
     """
     while state.round < plan.rounds:
         try:
-            report = run_round(plan, state, transport, books, entropy)
+            report = run_round(plan, state, transport, records, entropy)
         except BudgetExceededError:
             return Stop.BUDGET
         except StoppedError:
@@ -257,28 +142,83 @@ def run_round(
     plan: TrainingPlan,
     state: ServerState,
     transport: Transport,
-    books: Books,
+    records: PrivacyRecords,
     entropy: Entropy,
 ) -> RoundReport:
-    """One round, with the arguments and guarantees of `train`.
+    """One round of `train`.
 
     Raises:
         BudgetExceededError: the budget would be passed; nothing was charged or released.
     """
-    event = mechanism_of(plan, state).event
-    attempt = books.next_attempt(plan.run, state.round)
-    books.refuse_if_beyond(event, f"run {plan.run}, round {state.round}")
-    request = open_round(plan, state, attempt, entropy)
-    commitment = books.record(plan.run, state.round, attempt, request.users)
-    total = sum_round(request, transport.collect(request))
-    charge = books.charge(plan.run, state.round, attempt, commitment, event, entropy.randomness)
-    release = close_round(plan, state, total, charge, entropy)
+
+    def collect(at: RoundAttempt, users: npt.NDArray[np.int64]) -> Iterator[PartialSum]:
+        return transport.collect(_request(plan, state, at, users, entropy))
+
+    mechanism = plan.mechanism_at(state.clipping_norms)
+    release = private_round(mechanism, plan.run, state.round, collect, records, entropy)
+    return close_round(plan, state, release)
+
+
+def open_round(
+    plan: TrainingPlan, state: ServerState, attempt: int, entropy: Entropy
+) -> RoundRequest:
+    """What an attempt at the next round asks of a cohort that is drawn here."""
+    at = RoundAttempt(plan.run, state.round, attempt)
+    users = draw_cohort(plan.mechanism_at(state.clipping_norms), at, entropy)
+    return _request(plan, state, at, users, entropy)
+
+
+def _request(
+    plan: TrainingPlan,
+    state: ServerState,
+    at: RoundAttempt,
+    users: npt.NDArray[np.int64],
+    entropy: Entropy,
+) -> RoundRequest:
+    return RoundRequest(
+        run=at.run,
+        round=at.round,
+        attempt=at.attempt,
+        parameters=state.parameters,
+        clipping=plan.mechanism_at(state.clipping_norms).clipping,
+        local=plan.local,
+        users=users,
+        local_key=entropy.key(at.purpose("local")),
+        metrics=plan.metrics,
+        statistics=state.statistics,
+    )
+
+
+def close_round(plan: TrainingPlan, state: ServerState, release: Release) -> RoundReport:
+    """Step the server by what a round released, and only then move clipping norms.
+
+    All of this is post-processing.
+
+    Args:
+        plan: the plan of the run.
+        state: the state with which the round was opened.
+        release: of the mechanism of that round.
+    """
+    query = plan.mechanism_at(state.clipping_norms).query
+    tensors = query.clipping.layout.unflatten(release.average)
+    update = {name: tensors[name] for name in plan.layout.names}
+    parameters, optimizer = plan.optimizer.update(update, state.optimizer, state.parameters)
+    norms = state.clipping_norms
+    unclipped: tuple[float, ...] = ()
+    if plan.adaptive is not None:
+        unclipped = tuple(float(half) + 0.5 for half in tensors[UNCLIPPED])
+        norms = tuple(map(plan.adaptive.step, norms, unclipped))
+    metrics = released(plan.metrics, release.average, query)
+    statistics = state.statistics
+    if plan.statistics is not None:
+        (deviation,) = [metric.value for metric in metrics if metric.name == METRIC]
+        statistics = plan.statistics.moved(statistics, deviation)
     return RoundReport(
-        round=request.round,
-        attempt=attempt,
-        state=release.state,
-        charge_hash=charge.hash,
+        round=state.round,
+        attempt=release.attempt,
+        state=ServerState(state.round + 1, parameters, optimizer, norms, statistics),
+        charge_hash=release.charge_hash,
         clipping_norms=state.clipping_norms,
-        metrics=release.metrics,
-        unclipped=release.unclipped,
+        metrics=metrics,
+        unclipped=unclipped,
     )

@@ -1,14 +1,18 @@
 """What machines say to each other: protobuf messages, and tensors in checksummed chunks.
 
+Read `messages` first; `codec` holds the limits and the one way a value becomes a message and back,
+`tensors` the streams, and `flower` the same messages on Flower's runtime.
+
 Guarantees of every decoder here, whatever the bytes:
 
 * it returns a value that our own constructors accepted, or raises `WireError`, and nothing else;
-* its work is bounded by the length of the message and the limits of `fedpriv.wire.tensors`;
+* its work is bounded by the length of the message and the limits of `fedpriv.wire.codec`;
 * what it holds is bounded by the message, or by the content it was told to expect.
 
-Whatever an encoder returns, the decoder of the other side reads as an equal value.
+What an encoder returns, the decoder of the other side reads as an equal value.
 """
 
+from fedpriv.wire.codec import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, parse
 from fedpriv.wire.messages import (
     VERSION,
     Answer,
@@ -26,7 +30,6 @@ from fedpriv.wire.messages import (
     decode_answer,
     decode_hello,
     decode_offer,
-    decode_price,
     decode_receipt,
     decode_round_id,
     decode_status,
@@ -35,7 +38,6 @@ from fedpriv.wire.messages import (
     encode_answer,
     encode_hello,
     encode_offer,
-    encode_price,
     encode_receipt,
     encode_round_id,
     encode_status,
@@ -46,14 +48,11 @@ from fedpriv.wire.messages import (
 )
 from fedpriv.wire.tensors import (
     CHUNK_BYTES,
-    NODE_RECEIVES_BYTES,
-    SERVER_RECEIVES_BYTES,
     Assembler,
     Manifest,
     Receiver,
     chunks,
     manifest_of,
-    parse,
     pieces,
 )
 
@@ -81,7 +80,6 @@ __all__ = [
     "decode_answer",
     "decode_hello",
     "decode_offer",
-    "decode_price",
     "decode_receipt",
     "decode_round_id",
     "decode_status",
@@ -90,7 +88,6 @@ __all__ = [
     "encode_answer",
     "encode_hello",
     "encode_offer",
-    "encode_price",
     "encode_receipt",
     "encode_round_id",
     "encode_status",

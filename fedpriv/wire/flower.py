@@ -6,7 +6,7 @@ bytes, as `fedpriv.wire.pieces` gives them. Both sides must run the same version
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,7 +19,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import WireError
 from fedpriv.privacy.layout import Tensors
 from fedpriv.wire import Manifest, Receiver, chunks, pieces
-from fedpriv.wire.tensors import MAX_NAME, at_most, refusing
+from fedpriv.wire.codec import MAX_NAME, at_most, refusing
 
 OFFER, ANSWER, HELLO, WELCOME = "offer", "answer", "hello", "welcome"
 """Names of headers that are messages of `fedpriv.wire`."""
@@ -50,33 +50,19 @@ class Simulated:
     activations: str = "float32"
 
     def encode(self) -> bytes:
-        """The header.
-
-        Raises:
-            WireError: an option has no place in JSON.
-        """
+        """The header; raises WireError for an option that JSON does not have."""
         with refusing("the options of a population"):
             return json.dumps(vars(self), allow_nan=False).encode()
 
     @classmethod
     def decode(cls, header: bytes) -> Self:
-        """The population of a header.
-
-        Raises:
-            WireError: it describes none.
-        """
+        """The population of a header; raises WireError for any other header."""
         with refusing("a population"):
             return cls(**json.loads(header))
 
 
 def shard_of(population: int, worker: int, workers: int) -> range:
-    """Positions of the users at a worker of a simulation: even shares, one after the other.
-
-    Args:
-        population: N.
-        worker: its number, from 0.
-        workers: how many there are.
-    """
+    """Positions of the users at a worker, counted from 0, of a simulation: even shares in order."""
     return range(population * worker // workers, population * (worker + 1) // workers)
 
 
@@ -86,11 +72,6 @@ def digest_of_shard(population: str, users: UserStore, shard: range) -> bytes:
     Guarantees: another name of the population, and other ids, fields, rows, or numbers of rows of
     the users of the shard give another digest. Guesses of users' data can be tested against it: it
     is for workers and server alone.
-
-    Args:
-        population: its name.
-        users: all of its users.
-        shard: positions of the worker's share.
     """
     fields = sorted(users.fields.items())
     cuts = users.offsets[shard.start : shard.stop + 1].tolist()
@@ -117,12 +98,7 @@ def packed(tensors: Tensors) -> Array:
 
 
 def content_of(headers: Mapping[str, bytes], tensors: Array | None = None) -> RecordDict:
-    """The content of a message.
-
-    Args:
-        headers: serialised messages, by what they are.
-        tensors: what one of them declares.
-    """
+    """The content of a message: serialised messages by name, and the tensors that one declares."""
     content = RecordDict({_RECORD: ConfigRecord({_VERSION: __version__, **headers})})
     if tensors is not None:
         content[_RECORD + ".tensors"] = ArrayRecord({_RECORD: tensors})
@@ -132,13 +108,9 @@ def content_of(headers: Mapping[str, bytes], tensors: Array | None = None) -> Re
 def header_in(content: RecordDict, name: str, most: int) -> bytes | None:
     """The header of a name, or None if there is none; total.
 
-    Args:
-        content: of a message.
-        name: of the header.
-        most: longest legal length in bytes.
-
     Raises:
-        WireError: the message is none of ours, of another version, or the header is too long.
+        WireError: the message is not of fedpriv, of another version, or the header is longer than
+            `most` bytes.
     """
     record = content.get(_RECORD)
     if not isinstance(record, ConfigRecord):
@@ -170,10 +142,6 @@ def tensors_in(content: RecordDict, manifest: Manifest) -> dict[str, npt.NDArray
         raise WireError("the tensors of a message are missing")
     at_most("bytes of tensors", len(array.data), manifest.size)
     receiver = Receiver(manifest)
-    for chunk in chunks(_views(array.data)):
+    for chunk in chunks([array.data]):
         receiver.add(chunk)
     return receiver.finish()
-
-
-def _views(data: bytes) -> Iterator[memoryview]:
-    yield memoryview(data)

@@ -1,86 +1,27 @@
-"""How much a message may hold, and how what passes that is refused.
+"""Bytes as a stream of checksummed chunks, and named tensors as a header and such a stream.
 
-Bytes of any length as a stream of checksummed chunks, and back within a declared size.
-
-Named tensors as a header and a stream of bytes: C order, little endian on every machine.
+Components of tensors follow each other in C order, little endian on every machine.
 """
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.message import DecodeError, Message
 
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.codec import Codec, Part, at_most
 
-SERVER_RECEIVES_BYTES = 2**20 + 2**16
-"""Longest message that a server takes from a node: a chunk, or the header of an answer."""
-NODE_RECEIVES_BYTES = 16 * 2**20
-"""Longest message that a node takes from the server: an offer to 2^20 users."""
-MAX_USERS = 2**20
-MAX_TENSORS = 4096  # the checks of `Layout` and `Clipping` take time with its square
-MAX_DIMENSIONS = 32  # of one tensor; NumPy 1 has no more
-MAX_COMPONENTS = 2**30  # of all tensors together
-MAX_OPTIONS = 100_000  # of one metric
-MAX_NAME = 1024  # characters
-
-_LONGEST_REASON = 400  # a sentence about hostile input must not be as long as the input
-
-Kind = TypeVar("Kind", bound=Message)
-
-
-def parse(kind: type[Kind], data: bytes, most: int) -> Kind:
-    """Read a protobuf message; total.
-
-    Args:
-        kind: class of the message.
-        data: any bytes.
-        most: longest legal length, e.g. `SERVER_RECEIVES_BYTES`.
-
-    Raises:
-        WireError: the bytes are too long, or no such message.
-    """
-    at_most(f"bytes of a {kind.__name__}", len(data), most)
-    try:
-        message: Kind = kind.FromString(data)
-    except DecodeError as error:
-        raise WireError(f"{len(data)} bytes are no {kind.__name__}: {error}") from error
-    return message
-
-
-def at_most(what: str, number: int, most: int) -> None:
-    """Raise WireError if there are more than `most`."""
-    if number > most:
-        raise WireError(f"there are {number} {what}; there may be at most {most}")
-
-
-def check_names(what: str, names: Iterable[str]) -> None:
-    """Raise WireError if a name is longer than `MAX_NAME` characters."""
-    for name in names:
-        at_most(f"characters in the name of a {what}", len(name), MAX_NAME)
-
-
-@contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Raise as WireError what a constructor of ours refuses, or a field of protobuf cannot hold."""
-    try:
-        yield
-    except (InvalidValueError, TypeError, ValueError) as error:
-        reason = str(error)
-        if len(reason) > _LONGEST_REASON:
-            reason = reason[:_LONGEST_REASON] + "…"
-        raise WireError(f"{what} is not legal: {reason}") from error
-
-
+MAX_DIMENSIONS = 32
+"""Of one tensor; NumPy 1 has no more."""
+MAX_COMPONENTS = 2**30
+"""Of all tensors together."""
 CHUNK_BYTES = 2**20
-"""Data in every chunk but the last, which has what is left."""
+"""Data in every chunk but the last, which holds the rest."""
 
 Bytes = bytes | bytearray | memoryview
 
@@ -88,7 +29,7 @@ Bytes = bytes | bytearray | memoryview
 def chunks(pieces: Iterable[Bytes]) -> Iterator[pb.Chunk]:
     """Cut pieces, one after the other, into chunks of `CHUNK_BYTES`; no bytes give no chunk.
 
-    Holds one chunk beside the pieces that it spans.
+    Holds one chunk besides the pieces that it spans.
 
     Args:
         pieces: of any lengths; a piece must stay unchanged until the next chunk was yielded.
@@ -118,13 +59,12 @@ class Assembler:
 
     Guarantees:
 
-    * it holds never more than the declared size, and takes memory as bytes arrive;
-    * a chunk out of its turn (gap, repetition, beyond the end), of another length than it must
-      have, or damaged is refused as it comes, and changes nothing;
-    * `finish` returns only as many bytes as were declared, all of which passed their checksums.
+    * it never holds more than the declared size, and takes memory as bytes arrive;
+    * a chunk that is out of turn, of the wrong length or damaged is refused, and changes nothing;
+    * `finish` returns exactly the declared bytes, all of which passed their checksums.
 
-    The checksums are against faults; against people there is TLS. Checksum and copy let other
-    threads run, so several assemblers, each in a thread, work at the same time.
+    The checksums are against faults; against attackers there is TLS. Checksum and copy release the
+    GIL, so several assemblers, each in a thread, work at the same time.
 
     Args:
         size: what was declared, in bytes.
@@ -145,17 +85,12 @@ class Assembler:
         self._size, self._received, self._chunks = size, 0, 0
 
     def add(self, chunk: pb.Chunk) -> None:
-        """Take the next chunk.
-
-        Raises:
-            WireError: it is not the next one, has the wrong length, or its checksum differs.
-        """
-        left = self._size - self._received
+        """Take the next chunk, or raise WireError."""
+        left, data = self._size - self._received, chunk.data
         if not left:
             raise WireError(f"chunk {chunk.number} follows after all {self._received} bytes")
         if chunk.number != self._chunks:
             raise WireError(f"chunk {chunk.number} came in place of chunk {self._chunks}")
-        data = chunk.data
         if len(data) != min(left, CHUNK_BYTES):
             raise WireError(
                 f"chunk {chunk.number} has {len(data)} bytes; it must have {min(left, CHUNK_BYTES)}"
@@ -167,11 +102,7 @@ class Assembler:
         self._chunks += 1
 
     def finish(self) -> npt.NDArray[np.uint8]:
-        """All bytes, read-only.
-
-        Raises:
-            WireError: some are missing.
-        """
+        """All bytes, read-only; raises WireError if some are missing."""
         if self._received < self._size:
             raise WireError(f"the stream ended after {self._received} of {self._size} bytes")
         self._bytes.flags.writeable = False
@@ -197,7 +128,7 @@ class Manifest:
         dtype: of all components, `FLOAT32`, `INT32` or `INT64`.
 
     Raises:
-        InvalidValueError: the dtype is another.
+        InvalidValueError: the dtype is not one of them.
     """
 
     layout: Layout
@@ -220,7 +151,7 @@ def manifest_of(tensors: Tensors) -> Manifest:
         tensors: all float32, all int32 or all int64; any values, NaN and ±inf too.
 
     Raises:
-        InvalidValueError: there are none, or their dtypes are others.
+        InvalidValueError: there are none, or their dtypes are not one of these.
     """
     dtypes = {tensor.dtype.newbyteorder("<") for tensor in tensors.values()}
     for dtype in _ON_WIRE:
@@ -233,7 +164,7 @@ def manifest_of(tensors: Tensors) -> Manifest:
 
 
 def pieces(tensors: Tensors) -> Iterator[memoryview]:
-    """Bytes of tensors of one dtype, at most `CHUNK_BYTES` at once, as views where they can be."""
+    """Bytes of tensors of one dtype, at most `CHUNK_BYTES` each, as views where possible."""
     for tensor in tensors.values():
         step = CHUNK_BYTES // tensor.dtype.itemsize
         flat = tensor.reshape(-1) if tensor.flags.c_contiguous else tensor.flat
@@ -245,9 +176,6 @@ def pieces(tensors: Tensors) -> Iterator[memoryview]:
 class Receiver:
     """Puts tensors together from chunks, with the guarantees of `Assembler`.
 
-    Args:
-        manifest: what was declared and found legal.
-
     Raises:
         WireError: there is no memory for the tensors.
     """
@@ -255,20 +183,12 @@ class Receiver:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._assembler = Assembler(manifest.size, manifest.size)
-
-    def add(self, chunk: pb.Chunk) -> None:
-        """Take the next chunk.
-
-        Raises:
-            WireError: it is refused by `Assembler.add`.
-        """
-        self._assembler.add(chunk)
+        self.add = self._assembler.add
 
     def finish(self) -> dict[str, npt.NDArray[np.generic]]:
         """The tensors, in the order of the manifest, read-only and in this machine's byte order.
 
-        Raises:
-            WireError: the stream is not complete, or not the declared one.
+        Raises WireError if some bytes are missing.
         """
         vector = self._assembler.finish().view(self._manifest.dtype)
         native = vector.astype(vector.dtype.newbyteorder("="), copy=False)
@@ -276,65 +196,42 @@ class Receiver:
         return self._manifest.layout.unflatten(native)
 
 
-def encode_layout(layout: Layout) -> pb.Layout:
-    """The message of a layout.
-
-    Raises:
-        WireError: it passes a limit.
-    """
-    with refusing("a layout"):
-        shapes = [pb.Shape(sizes=shape) for shape in layout.shapes]
-        message = pb.Layout(names=layout.names, shapes=shapes)
-    _check_layout(message)
-    return message
+def check_shape(shape: pb.Shape) -> None:
+    """Raise WireError if a shape has too many dimensions."""
+    at_most("dimensions of a tensor", len(shape.sizes), MAX_DIMENSIONS)
 
 
-def decode_layout(message: pb.Layout) -> Layout:
-    """The layout of a message; total.
-
-    Raises:
-        WireError: it is not legal, or passes a limit.
-    """
-    _check_layout(message)
-    with refusing("a layout"):
-        return Layout(tuple(message.names), _shapes(message))
-
-
-def _check_layout(message: pb.Layout) -> None:
-    at_most("tensors", max(len(message.names), len(message.shapes)), MAX_TENSORS)
-    check_names("tensor", message.names)
+def _check_components(message: pb.Layout) -> None:
     components = 0
     for shape in message.shapes:
-        at_most("dimensions of a tensor", len(shape.sizes), MAX_DIMENSIONS)
+        check_shape(shape)
         # NumPy refuses a shape whose product without zeros is too large, even if one is there.
         components += prod(max(size, 1) for size in shape.sizes)
     at_most("components of tensors", components, MAX_COMPONENTS)
 
 
-def _shapes(message: pb.Layout) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(shape.sizes) for shape in message.shapes)
+def _shapes(shapes: Iterable[pb.Shape]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(shape.sizes) for shape in shapes)
+
+
+LAYOUT = Codec(
+    Layout,
+    pb.Layout,
+    "a layout",
+    {"shapes": Part(lambda shapes: [pb.Shape(sizes=shape) for shape in shapes], _shapes)},
+    check=_check_components,
+)
 
 
 def encode_manifest(manifest: Manifest) -> pb.Tensors:
-    """The message of a manifest.
-
-    Raises:
-        WireError: it passes a limit.
-    """
-    return pb.Tensors(
-        layout=encode_layout(manifest.layout),
-        dtype=_ON_WIRE[manifest.dtype],
-        size=manifest.size,
-    )
+    """The message of a manifest; raises WireError if it passes a limit."""
+    layout, dtype = LAYOUT.encode(manifest.layout), _ON_WIRE[manifest.dtype]
+    return pb.Tensors(layout=layout, dtype=dtype, size=manifest.size)
 
 
 def decode_manifest(message: pb.Tensors) -> Manifest:
-    """The manifest of a message whose layout is not known yet; total.
-
-    Raises:
-        WireError: it is not legal, or passes a limit.
-    """
-    return _manifest(message, decode_layout(message.layout))
+    """The manifest of a message whose layout is not known yet; total, or raises WireError."""
+    return _manifest(message, LAYOUT.decode(message.layout))
 
 
 def expect_manifest(message: pb.Tensors, layout: Layout, dtypes: Sequence[Number]) -> Manifest:
@@ -346,9 +243,9 @@ def expect_manifest(message: pb.Tensors, layout: Layout, dtypes: Sequence[Number
     names = message.layout.names
     if len(names) != len(layout.names) or tuple(names) != layout.names:
         odd = set(names).symmetric_difference(layout.names)
-        raise WireError(f"{len(odd)} tensors are missing or unknown, or their order is another")
+        raise WireError(f"{len(odd)} tensors are missing or unknown, or in another order")
     at_most("shapes", len(message.layout.shapes), len(layout.shapes))
-    if _shapes(message.layout) != layout.shapes:
+    if _shapes(message.layout.shapes) != layout.shapes:
         raise WireError("the shapes of the tensors are not those that were asked for")
     manifest = _manifest(message, layout)
     if manifest.dtype not in dtypes:
@@ -361,8 +258,7 @@ def _manifest(message: pb.Tensors, layout: Layout) -> Manifest:
     dtype = _NAMED.get(message.dtype)
     if dtype is None:
         raise WireError(f"dtype is number {message.dtype}; legal are {sorted(_NAMED)}")
-    with refusing("a header of tensors"):
-        manifest = Manifest(layout, dtype)
+    manifest = Manifest(layout, dtype)
     if message.size != manifest.size:
         raise WireError(f"the tensors have {manifest.size} bytes, not {message.size}")
     return manifest

@@ -1,1 +1,1 @@
-"""Privacy claims of published papers, recomputed and held against certified intervals."""
+"""Privacy claims of published papers, recomputed and held against intervals that hold the truth."""

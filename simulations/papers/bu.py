@@ -8,7 +8,7 @@ for Poisson sampling with probability p = q and whole rounds in the printed numb
 
 from dataclasses import dataclass
 
-from fedpriv.accounting.gdp import clt_epsilon, clt_mu, delta
+from fedpriv.accounting.classical import clt_epsilon, clt_mu, gdp_delta
 from fedpriv.accounting.rdp import DEFAULT_ORDERS, composed_rdp, epsilon_from_rdp_2016
 from fedpriv.accounting.tight import delta_interval, epsilon_interval
 from simulations.papers.claims import Argument, Claim, print_claims
@@ -83,7 +83,7 @@ def advantage_claim() -> Claim:
     One minus the least sum, the advantage of the best test over guessing, is δ at ε = 0.
     """
     rounds = SETTINGS[1].rounds
-    again = delta(0.0, clt_mu(rounds))
+    again = gdp_delta(0.0, clt_mu(rounds))
     exact = delta_interval(rounds, 0.0)
     what = "Section 4.1, σ = 1.1: advantage by CLT"
     return Claim(what, "0.224", again, exact, Argument.ESTIMATE)

@@ -1,4 +1,4 @@
-"""A published claim about ε, recomputed, and held against the certified interval.
+"""A published claim about ε, recomputed, and held against an interval that holds the truth.
 
 A claim is judged by two questions that are easily confused: is the number at least the exact one,
 and does the argument that led to it prove so.
@@ -29,7 +29,7 @@ class Claim:
         what: the claim in words.
         paper: the number as printed; "" where the paper has none and the method is another.
         recomputed: the number by the paper's own method.
-        exact: the certified interval (low, up) of the true number.
+        exact: the interval (low, up) of the true number.
         argument: what the claim rests on.
     """
 

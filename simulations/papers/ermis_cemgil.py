@@ -11,9 +11,8 @@ import math
 
 from scipy.optimize import brentq, minimize_scalar
 
-from fedpriv.accounting.composition import advanced_epsilon
+from fedpriv.accounting.classical import advanced_epsilon, zcdp_epsilon_bun_steinke, zcdp_rho
 from fedpriv.accounting.tight import epsilon_interval
-from fedpriv.accounting.zcdp import epsilon_bun_steinke, rho
 from simulations.papers.claims import Argument, Claim, print_claims
 
 NU, ROUNDS, DELTA, EPSILON = 0.01, 20_000, 1e-4, "0.5"
@@ -50,7 +49,7 @@ def amplified_zcdp_epsilon(sigma: float) -> float:
     one = math.sqrt(2 * math.log(1.25 * NU / DELTA)) / sigma
     amplified = math.log1p(NU * math.expm1(one))
     variance = 2 * math.log(1.25 / DELTA) / amplified**2
-    return epsilon_bun_steinke(ROUNDS / (2 * variance), DELTA)
+    return zcdp_epsilon_bun_steinke(ROUNDS / (2 * variance), DELTA)
 
 
 def needed_noise_multiplier() -> tuple[float, float]:
@@ -69,7 +68,7 @@ def claims() -> tuple[Claim, ...]:
     exact_ac, exact_zcdp = (epsilon_interval(r, DELTA) for r in (composed, concentrated))
     kind = epsilon_interval({(NU, 2 * SIGMA_ZCDP): ROUNDS}, DELTA)
     by_chain = amplified_zcdp_epsilon(SIGMA_ZCDP)
-    unamplified = epsilon_bun_steinke(rho(concentrated), DELTA)
+    unamplified = zcdp_epsilon_bun_steinke(zcdp_rho(concentrated), DELTA)
     valid_ac = advanced_epsilon(composed, DELTA)
     flaw, proof = Argument.FLAW, Argument.PROOF
     by_ac = composition_epsilon(SIGMA_AC)

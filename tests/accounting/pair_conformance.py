@@ -10,10 +10,15 @@ from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.atoms import ROUNDING, LossAtoms
-from fedpriv.accounting.lattice import Lattice, lattice_points
-from fedpriv.accounting.pair import GaussianPair
-from fedpriv.accounting.pld import delta_interval_of, epsilon_interval_of
+from fedpriv.accounting.pld import delta_interval as delta_interval_of
+from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
+from fedpriv.accounting.pld.lattice import (
+    ROUNDING,
+    GaussianPair,
+    Lattice,
+    LossAtoms,
+    lattice_points,
+)
 from fedpriv.accounting.rounds import Direction
 
 SHAPES = [(1e-6, 1.0), (0.01, 0.5), (0.3, 3.0), (1.0, 1.0)]
@@ -132,7 +137,7 @@ class PairConformance(ABC):
     @pytest.mark.parametrize("tail", [1e-3, 1e-12, 1e-40])
     def test_the_span_leaves_out_at_most_the_tail(self, q: float, z: float, tail: float) -> None:
         law = self.pair(q, z).law(q, z)
-        cells = law.cells(np.array(law.span(tail)))
+        cells = law.masses(np.array(law.span(tail)))
         for masses in (cells.p, cells.q):
             assert max(masses[0], masses[-1]) <= tail * (1 + 1e-9)
 
@@ -140,8 +145,8 @@ class PairConformance(ABC):
     def test_cells_are_a_partition(self, q: float, z: float) -> None:
         law = self.pair(q, z).law(q, z)
         low, high = law.span(1e-14)
-        whole = law.cells(np.linspace(low, high, 300))
-        half = law.cells(np.linspace(low, high, 300)[::2])
+        whole = law.masses(np.linspace(low, high, 300))
+        half = law.masses(np.linspace(low, high, 300)[::2])
         for fine, coarse in ((whole.p, half.p), (whole.q, half.q), (whole.gap, half.gap)):
             merged = [fine[0], *(fine[1:-2].reshape(-1, 2).sum(axis=1)), fine[-2] + fine[-1]]
             assert merged == pytest.approx(coarse, rel=1e-11, abs=1e-14 * q)
@@ -178,7 +183,7 @@ class PairConformance(ABC):
         low, high = law.span(1e-13)
         far, near = max(-low, high), 1e-3 * spread_of(q, z)
         positive = np.geomspace(near, far, 1000)
-        cells = law.cells(np.concatenate([-positive[::-1], np.linspace(-near, near, 9), positive]))
+        cells = law.masses(np.concatenate([-positive[::-1], np.linspace(-near, near, 9), positive]))
         some = (cells.p > 0) & (cells.q > 0)
         p, q_mass = cells.p[some], cells.q[some]
         for epsilon in (0.0, spread_of(q, z), 4 * spread_of(q, z)):
@@ -195,7 +200,7 @@ class PairConformance(ABC):
     ) -> None:
         # The library composes the pair of cells, which is next to the one of outputs.
         law = self.pair(q, z).law(q, z)
-        cells = law.cells(np.linspace(*law.span(1e-14), 4000))
+        cells = law.masses(np.linspace(*law.span(1e-14), 4000))
         upper, lower = (
             {i: math.log(mass) for i, mass in enumerate(masses) if cells.p[i] * cells.q[i] > 0}
             for masses in (cells.p, cells.q)
@@ -231,10 +236,8 @@ class PairConformance(ABC):
     def test_equal_pairs_are_one_key(self) -> None:
         pairs = [self.pair(q, z) for q, z in itertools.product((0.1, 0.2), (1.0, 2.0))]
         assert len({*pairs, *pairs}) == 4
-        assert [pair.noiseless for pair in (self.pair(0.1, 0.0), self.pair(0.1, 1.0))] == [
-            True,
-            False,
-        ]
+        assert self.pair(0.1, 1.0).at(0.2, 2.0) == self.pair(0.2, 2.0)
+        assert self.pair(0.2, 2.0).setting == (0.2, 2.0)
 
     def test_the_centre_is_a_lattice_point(self) -> None:
         lattice = Lattice(0.01, 1.0, 0.03, 1e-10)

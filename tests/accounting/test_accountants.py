@@ -3,7 +3,12 @@
 import pytest
 from accountant_conformance import AccountantConformance, IntervalConformance
 
-from fedpriv.accounting.accountants import (
+from fedpriv.accounting.policies import (
+    fixed_size_gaussian,
+    poisson_gaussian,
+    poisson_replace_gaussian,
+)
+from fedpriv.accounting.registry import (
     ACCOUNTANTS,
     Accountant,
     Bound,
@@ -11,11 +16,6 @@ from fedpriv.accounting.accountants import (
     accountant_named,
     delta,
     epsilon,
-)
-from fedpriv.accounting.policies import (
-    fixed_size_gaussian,
-    poisson_gaussian,
-    poisson_replace_gaussian,
 )
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SamplingPolicy
@@ -111,7 +111,7 @@ class TestBasicComposition(AccountantConformance):
 
 
 @pytest.mark.parametrize("name", ["zcdp", "advanced", "basic", "rdp"])
-def test_upper_bounds_are_above_the_certified_truth(name: str) -> None:
+def test_upper_bounds_are_above_the_truth(name: str) -> None:
     loss = epsilon(EVENTS, 1e-6, name)
     assert loss.bound is Bound.UPPER
     assert loss.epsilon >= epsilon(EVENTS, 1e-6).epsilon_low
@@ -130,7 +130,7 @@ def test_functions_ask_the_named_accountant(name: str) -> None:
     assert delta(EVENTS, 2.0, name) == ACCOUNTANTS[name].delta(EVENTS, 2.0)
 
 
-def test_the_default_is_the_certified_accountant() -> None:
+def test_the_default_is_tight() -> None:
     assert epsilon(EVENTS, 1e-6) == ACCOUNTANTS["tight"].epsilon(EVENTS, 1e-6)
     assert delta(EVENTS, 2.0) == ACCOUNTANTS["tight"].delta(EVENTS, 2.0)
 
@@ -146,7 +146,7 @@ def test_the_two_ends_have_short_names() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("tight", "the tight accountant gives ε as a certified interval."),
+        ("tight", "the tight accountant gives ε as an interval."),
         ("rdp", "the rdp accountant gives ε as an upper bound."),
         ("gdp", "the gdp accountant gives ε as an estimate."),
     ],

@@ -11,11 +11,12 @@ from scipy.integrate import quad
 from scipy.special import ndtr
 from scipy.stats import beta
 
-from fedpriv.accounting import analytic
-from fedpriv.accounting.allocation import AllocationPair, allocation_pairs
-from fedpriv.accounting.lattice import Lattice
-from fedpriv.accounting.pld import delta_interval_of, epsilon_interval_of
-from fedpriv.accounting.poisson_pair import PoissonPair
+from fedpriv.accounting import gaussian
+from fedpriv.accounting.pld import delta_interval as delta_interval_of
+from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
+from fedpriv.accounting.pld.lattice import Lattice
+from fedpriv.accounting.pld.random_allocation import AllocationPair, allocation_pairs
+from fedpriv.accounting.pld.sampling import PoissonPair
 from fedpriv.accounting.rounds import Direction, Vector
 
 ALARM = 1e-9
@@ -92,7 +93,7 @@ def enclosed(pair: AllocationPair, truth: Callable[[float], float], within: floa
 )
 def test_a_pass_of_one_round_is_a_gaussian(z: float, delta: float, within: float) -> None:
     low, up = epsilon_interval_of({AllocationPair(1, z): 1}, delta)
-    assert low <= analytic.epsilon(delta, z) <= up <= within * low
+    assert low <= gaussian.epsilon(delta, z) <= up <= within * low
 
 
 @pytest.mark.parametrize("z", [0.5, 1.0, 3.0])
@@ -229,8 +230,7 @@ def test_atoms_are_distributions_and_the_sketch_has_their_moments(
 
 @pytest.mark.parametrize("direction", Direction)
 def test_beyond_the_computed_range_bounds_stay_bounds(direction: Direction) -> None:
-    assert AllocationPair(5, 0.0).noiseless
-    assert not AllocationPair(5, 1.0).noiseless
+    assert AllocationPair(5, 1.0).at(0.5, 2.0) == AllocationPair(5, 2.0)
     lattice = Lattice(0.1, 1.0, 0.03, 1e-10)
     hardly_any_noise = AllocationPair(5, 0.01)
     assert hardly_any_noise.dominating(lattice, direction).infinite == 1.0

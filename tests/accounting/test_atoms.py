@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pair_conformance import delta_of, losses
 
-from fedpriv.accounting.atoms import dominated, dominating
-from fedpriv.accounting.discrete import DiscreteLaw
-from fedpriv.accounting.lattice import Lattice
+from fedpriv.accounting.pld.lattice import DiscreteLaw, Lattice, dominated, dominating
 from fedpriv.accounting.rounds import Direction
 
 outputs = st.lists(

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.calibration import (
     calibrate_noise_multiplier,
     largest_number,
@@ -22,6 +21,7 @@ from fedpriv.accounting.policies import (
     separated_gaussian,
     shuffled_gaussian,
 )
+from fedpriv.accounting.registry import epsilon
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.fft import irfft, rfft
 
-from fedpriv.accounting import circular
+from fedpriv.accounting.pld import fft as circular
 
 INDEX = np.arange(-20, 21)
 MASS = np.exp(-(INDEX**2) / 50)

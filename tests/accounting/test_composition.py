@@ -10,10 +10,10 @@ from dp_accounting.pld import accountant as published
 from dp_accounting.pld import common
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from poisson_rounds import epsilon_interval
 
-from fedpriv.accounting import analytic
-from fedpriv.accounting.composition import advanced_epsilon, amplified_epsilon, basic_epsilon
-from fedpriv.accounting.pld import epsilon_interval
+from fedpriv.accounting import gaussian
+from fedpriv.accounting.classical import advanced_epsilon, amplified_epsilon, basic_epsilon
 from fedpriv.errors import InvalidValueError
 
 Rounds = dict[tuple[float, float], int]
@@ -40,7 +40,7 @@ def round_epsilon(q: float, z: float, delta: float) -> float:
     """ε of one round that may spend δ, step by step."""
     if delta >= q:
         return 0.0
-    return math.log1p(q * math.expm1(analytic.epsilon(delta / q, z)))
+    return math.log1p(q * math.expm1(gaussian.epsilon(delta / q, z)))
 
 
 @pytest.mark.parametrize("delta", [1e-9, 1e-5, 0.05])
@@ -60,7 +60,7 @@ def test_basic_is_the_sum_of_the_rounds(rounds: Rounds) -> None:
 
 def test_one_unsampled_round_is_the_gaussian_mechanism() -> None:
     for z in (0.3, 1.0, 8.0):
-        truth = analytic.epsilon(1e-5, z)
+        truth = gaussian.epsilon(1e-5, z)
         assert truth <= basic_epsilon({(1.0, z): 1}, 1e-5) <= truth * (1 + 1e-9)
 
 
@@ -136,7 +136,7 @@ def test_amplification_against_high_precision() -> None:
 def test_linear_amplification_would_be_wrong() -> None:
     # q·ε₀ in place of log(1 + q(e^ε₀ − 1)) is below the truth where ε₀ is not small.
     q, z, delta = 0.01, 0.5, 1e-5
-    assert q * analytic.epsilon(delta / q, z) < epsilon_interval({(q, z): 1}, delta)[0] / 5
+    assert q * gaussian.epsilon(delta / q, z) < epsilon_interval({(q, z): 1}, delta)[0] / 5
 
 
 @pytest.mark.parametrize("price", [basic_epsilon, advanced_epsilon])

@@ -6,11 +6,11 @@ import tracemalloc
 
 import mpmath
 import numpy as np
+import poisson_rounds as pld
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting import pld
 from fedpriv.accounting.contour.interval import (
     ContourUnsuitableError,
     delta_interval,

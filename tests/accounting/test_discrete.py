@@ -5,9 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fedpriv.accounting.atoms import dominated, dominating
-from fedpriv.accounting.discrete import DiscreteLaw
-from fedpriv.accounting.lattice import Lattice
+from fedpriv.accounting.pld.lattice import DiscreteLaw, Lattice, dominated, dominating
 from fedpriv.accounting.rounds import Direction
 
 P = np.array([0.1, 0.5, 1e-9, 0.4 - 1e-9])
@@ -22,7 +20,7 @@ def test_losses_near_zero_keep_their_digits() -> None:
 
 
 def test_cells_hold_the_outputs_between_losses() -> None:
-    cells = LAW.cells(np.array([-1.0, 0.0, 1.0]))
+    cells = LAW.masses(np.array([-1.0, 0.0, 1.0]))
     assert cells.p == pytest.approx([0.0, 0.1, 0.9, 1e-9], abs=1e-8)
     assert cells.p[3] == 1e-9
     assert cells.q == pytest.approx([0.0, 0.2, 0.8, 1e-12], abs=1e-11)

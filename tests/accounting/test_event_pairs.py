@@ -4,10 +4,13 @@ import math
 
 import pytest
 
-from fedpriv.accounting.allocation import allocation_pairs
-from fedpriv.accounting.event_pairs import ANALYSES, bounds_of
-from fedpriv.accounting.fixed_size_pair import FixedSizePair
-from fedpriv.accounting.poisson_pair import PoissonPair
+from fedpriv.accounting.pld.random_allocation import allocation_pairs
+from fedpriv.accounting.pld.sampling import (
+    FixedSizePair,
+    LargestBatchPair,
+    PoissonPair,
+    ReplacePair,
+)
 from fedpriv.accounting.policies import (
     every_user_gaussian,
     fixed_size_gaussian,
@@ -17,8 +20,7 @@ from fedpriv.accounting.policies import (
     separated_gaussian,
     shuffled_gaussian,
 )
-from fedpriv.accounting.replace_pair import ReplacePair
-from fedpriv.accounting.shuffled_pair import LargestBatchPair
+from fedpriv.accounting.registry import ANALYSES, bounds_of
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent
 
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.special import logsumexp
 
-from fedpriv.accounting import fft
-from fedpriv.accounting.atoms import LossAtoms
-from fedpriv.accounting.fft import Window, compose_atoms
+from fedpriv.accounting.pld import fft
+from fedpriv.accounting.pld.fft import Window, compose_atoms
+from fedpriv.accounting.pld.lattice import LossAtoms
 
 STEP = 0.1
 

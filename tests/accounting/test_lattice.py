@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.lattice import Lattice, _spaced, lattice_points
-from fedpriv.accounting.poisson_pair import PoissonLaw
+from fedpriv.accounting.pld.lattice import Lattice, _spaced, lattice_points
+from fedpriv.accounting.pld.sampling import PoissonLaw
 from fedpriv.accounting.rounds import Direction
 
 

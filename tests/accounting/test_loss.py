@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.loss import (
-    cells,
+from fedpriv.accounting.pld.sampling import (
+    gaussian_masses,
     least_loss,
-    masses,
-    merged_loss,
+    masses_between,
     privacy_loss,
     sample_at,
     sample_range,
@@ -34,17 +33,15 @@ def test_loss_and_its_inverse_are_accurate(q: float, z: float) -> None:
     for each, at in zip(loss, x, strict=True):
         expected = exact_loss(float(at), q, z)
         assert abs(float(each - expected)) <= 1e-14 * q + 1e-14 * abs(float(expected))
-    back, ratio = sample_at(loss, q, z)
+    back = sample_at(loss, q, z)
     rising = loss > least_loss(q) * (1 - 1e-6)  # where the loss is flat the inverse is not defined
     assert back[rising] == pytest.approx(x[rising], abs=1e-6 * z, rel=1e-9)
-    assert ratio[rising] == pytest.approx(np.exp((x[rising] - 0.5) / z**2), rel=1e-6)
 
 
 def test_no_sample_has_a_loss_at_or_below_the_least() -> None:
-    x, ratio = sample_at(np.array([-1.0, math.log1p(-0.25), 0.0]), 0.25, 1.0)
+    x = sample_at(np.array([-1.0, math.log1p(-0.25), 0.0]), 0.25, 1.0)
     assert list(x[:2]) == [-math.inf, -math.inf]
     assert x[2] == pytest.approx(0.5)
-    assert ratio == pytest.approx([(math.exp(-1.0) - 0.75) / 0.25, 0.0, 1.0], abs=1e-15)
 
 
 @settings(max_examples=50, deadline=None)
@@ -57,7 +54,7 @@ def test_sample_range_leaves_out_at_most_the_tail(q: float, z: float, tail: floa
     low, high = sample_range(q, z, tail)
     ends = np.array([-np.inf, low]), np.array([high, np.inf])
     for end in ends:
-        absent, present = cells(end, 0.0, z)[0], cells(end, 1.0, z)[0]
+        absent, present = (gaussian_masses(end, mean, z)[0] for mean in (0.0, 1.0))
         assert absent <= tail * (1 + 1e-9)
         assert (1 - q) * absent + q * present <= tail * (1 + 1e-9)
 
@@ -69,17 +66,7 @@ def test_masses_of_narrow_cells_are_relatively_accurate(z: float, mean: float) -
     low = mean + z * np.linspace(-14.0, 20.0, 35)
     for width in (1e-5, 2e-3, 0.06, 1.0, 3.0):
         high = low + width * z
-        for mass, a, b in zip(masses(low, high, mean, z), low, high, strict=True):
+        for mass, a, b in zip(masses_between(low, high, mean, z), low, high, strict=True):
             with mpmath.workdps(150):
                 expected = mpmath.ncdf(b, mean, z) - mpmath.ncdf(a, mean, z)
                 assert abs(mass / expected - 1) < 1e-13
-
-
-def test_merged_loss_is_the_loss_of_the_whole_cell() -> None:
-    low, high = np.array([-1.0, 0.2, -50.0]), np.array([0.5, 0.3, -40.0])
-    merged = merged_loss(low, high, 0.1, 1.0)
-    for value, a, b in zip(merged[:2], low, high, strict=False):
-        absent = mpmath.ncdf(b) - mpmath.ncdf(a)
-        present = mpmath.ncdf(b - 1) - mpmath.ncdf(a - 1)
-        assert value == pytest.approx(float(mpmath.log(0.9 + 0.1 * present / absent)), rel=1e-12)
-    assert math.isnan(merged[2])

@@ -9,15 +9,15 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from poisson_rounds import delta_interval, epsilon_interval
 
-from fedpriv.accounting.pld import (
-    delta_interval,
-    delta_interval_of,
-    epsilon_interval,
-    epsilon_interval_of,
-)
-from fedpriv.accounting.poisson_pair import PoissonPair
-from fedpriv.accounting.replace_pair import ReplacePair
+from fedpriv.accounting import ACCOUNTANTS, poisson_gaussian
+from fedpriv.accounting import delta as delta_of
+from fedpriv.accounting import epsilon as epsilon_of
+from fedpriv.accounting.pld import delta_interval as delta_interval_of
+from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
+from fedpriv.accounting.pld.sampling import PoissonPair, ReplacePair
+from fedpriv.errors import InvalidValueError
 
 Rounds = dict[tuple[float, float], int]
 
@@ -303,13 +303,16 @@ def test_hardly_any_noise_has_a_lower_end_only() -> None:
     assert delta_interval({(1.0, 0.01): 1}, 1.0)[1] == 1.0
 
 
-@pytest.mark.parametrize("delta", [1e-100, 1e-12, 1e-2, 0.5, 0.999])
+@pytest.mark.parametrize("delta", [1e-60, 1e-12, 1e-2, 0.5, 0.999])
 @pytest.mark.parametrize(
     ("q", "z"), [(1e-300, 1.0), (1e-9, 1e9), (1.0, 1e12), (1.0 - 1e-16, 0.05), (0.3, 0.05)]
 )
 def test_extreme_rounds_have_valid_intervals(q: float, z: float, delta: float) -> None:
     for count in (1, 1000):
         low, up = epsilon_interval({(q, z): count}, delta)
+        if delta == 1e-60 and z == 0.05 and count == 1000:
+            assert low < up == math.inf  # of 1,000 rounds one shows what floats cannot hold
+            continue
         assert 0 <= low <= up < math.inf
         below, above = delta_interval({(q, z): count}, up)
         assert below <= delta * (1 + 1e-9)
@@ -318,10 +321,24 @@ def test_extreme_rounds_have_valid_intervals(q: float, z: float, delta: float) -
         assert up < 1e-3
 
 
-@pytest.mark.parametrize("delta", [1e-201, 1e-300, 5e-324])
-def test_a_delta_too_small_to_resolve_proves_no_epsilon(delta: float) -> None:
-    assert epsilon_interval({(1e-7, 1.0): 1}, delta) == (0.0, math.inf)
-    assert epsilon_interval({}, delta) == (0.0, 0.0)
+@pytest.mark.parametrize("z", [0.05, 0.06, 0.3])
+@pytest.mark.parametrize("delta", [1e-60, 1e-55, 1e-40])
+@pytest.mark.parametrize("q", [0.3, 0.999])
+def test_masses_too_small_for_a_float_count_as_infinite_losses(
+    q: float, z: float, delta: float
+) -> None:
+    low, up = epsilon_interval({(q, z): 1}, delta)
+    assert 0.0 < low <= up < math.inf
+    assert exact_delta_of_one_round(q, z, up) <= delta <= exact_delta_of_one_round(q, z, low)
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_a_delta_below_what_floats_can_tell_is_refused(accountant: str) -> None:
+    for delta in (9e-61, 1e-300, 5e-324):
+        with pytest.raises(InvalidValueError, match="no accountant tells it from 0 below 1e-60"):
+            epsilon_of([poisson_gaussian(0.1, 1.0)], delta, accountant)
+    assert epsilon_of([poisson_gaussian(0.1, 1.0)], 1e-60, accountant).up < 200.0
+    assert delta_of([poisson_gaussian(0.1, 1.0, 3)], 500.0, "tight") == 1e-60
 
 
 def test_delta_of_certain_and_impossible_losses() -> None:

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 from pair_conformance import PairConformance, delta_of, losses
 
-from fedpriv.accounting.lattice import Lattice
-from fedpriv.accounting.loss import merged_loss, sample_at
-from fedpriv.accounting.poisson_pair import PoissonLaw, PoissonPair
+from fedpriv.accounting.pld.lattice import Lattice
+from fedpriv.accounting.pld.sampling import PoissonLaw, PoissonPair, sample_at
 from fedpriv.accounting.rounds import Direction
 
 
@@ -57,6 +56,7 @@ def test_jumps_far_apart_leave_the_bulk_in_one_atom() -> None:
 def test_the_centre_is_the_mean_of_a_cell_that_holds_nearly_all(q: float, z: float) -> None:
     step = 20 * q / z  # far wider than the bulk of the losses
     centre = PoissonLaw(q, z).centre(step)
-    low, high = (sample_at(np.array([centre + side * step]), q, z)[0] for side in (-1, 1))
-    merged = float(merged_loss(low, high, q, z)[0])
+    low, high = (float(sample_at(np.array([centre + side * step]), q, z)[0]) for side in (-1, 1))
+    absent, present = (mpmath.ncdf(high, m, z) - mpmath.ncdf(low, m, z) for m in (0, 1))
+    merged = float(mpmath.log(1 - q + q * present / absent))
     assert merged == pytest.approx(centre, abs=1e-7 * step)

@@ -10,8 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import ndtr
 
-from fedpriv.accounting.ratio import Binned, RatioSum, Shape, add, merge, one_round, spread
-from fedpriv.accounting.ratio_edges import additions, coarse, steps_to
+from fedpriv.accounting.pld.random_allocation import (
+    Binned,
+    RatioSum,
+    Shape,
+    add,
+    additions,
+    coarse,
+    merge,
+    one_round,
+    spread,
+    steps_to,
+)
 from fedpriv.accounting.rounds import Vector
 
 Law = list[tuple[Fraction, Fraction]]

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from poisson_rounds import epsilon_interval as pld_interval
 
 from fedpriv.accounting import poisson_gaussian
-from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.contour import interval as contour
-from fedpriv.accounting.pld import epsilon_interval as pld_interval
+from fedpriv.accounting.registry import epsilon
 from fedpriv.accounting.rounds import (
     folded,
     grouped,

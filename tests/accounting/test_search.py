@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.search import last_within, real, whole
+from fedpriv.accounting.calibration import last_within, real, whole
 
 
 def search(price, target, start, safest, boldest, place):

@@ -7,15 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.accountants import epsilon
-from fedpriv.accounting.calibration import calibrate_noise_multiplier
+from fedpriv.accounting.calibration import (
+    calibrate_noise_multiplier,
+    largest_clipping_norm,
+    largest_share,
+    smallest_noise_stddev,
+)
 from fedpriv.accounting.policies import (
     every_user_gaussian,
     fixed_size_gaussian,
     poisson_gaussian,
     shuffled_gaussian,
 )
-from fedpriv.accounting.shares import largest_clipping_norm, largest_share, smallest_noise_stddev
+from fedpriv.accounting.registry import epsilon
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SumQueryEvent
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from fedpriv.accounting.pld import delta_interval_of, epsilon_interval_of
-from fedpriv.accounting.poisson_pair import PoissonPair
-from fedpriv.accounting.shuffled_pair import LargestBatchPair, _masses
+from fedpriv.accounting.pld import delta_interval as delta_interval_of
+from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
+from fedpriv.accounting.pld.sampling import LargestBatchPair, PoissonPair, _largest_masses
 
 
 def direct_delta(n: int, z: float, base: float, epsilon: float) -> float:
@@ -67,10 +67,10 @@ def test_one_batch_is_a_gaussian() -> None:
 
 
 @pytest.mark.parametrize(("n", "z"), [(1, 1.0), (30, 0.3), (10_000, 2.0)])
-def test_masses_are_relatively_accurate(n: int, z: float) -> None:
+def test_largest_masses_are_relatively_accurate(n: int, z: float) -> None:
     edges = np.linspace(-2 * z, 2 + 10 * z, 7)
     edges = np.sort(np.concatenate([edges, edges + z / 300]))
-    masses = _masses(edges, n, 1.0, z)[::2]
+    masses = _largest_masses(edges, n, 1.0, z)[::2]
     for mass, low, high in zip(masses, edges[::2], edges[1::2], strict=True):
         with mpmath.workdps(60):
             a, b = (
@@ -83,7 +83,7 @@ def test_masses_are_relatively_accurate(n: int, z: float) -> None:
 
 
 def test_beyond_the_computed_range() -> None:
-    assert LargestBatchPair(5, 0.0, 1.0).noiseless
+    assert LargestBatchPair(5, 1.0, 1.0).at(0.5, 2.0) == LargestBatchPair(5, 2.0, 1.0)
     assert epsilon_interval_of({LargestBatchPair(5, 2e6, 1.0): 1}, 1e-5)[0] == 0.0
     # Less noise is taken to be 0.05, which costs less.
     low, _ = epsilon_interval_of({LargestBatchPair(5, 0.01, 1.0): 1}, 1e-5)

@@ -6,15 +6,15 @@ import mpmath
 import numpy as np
 import pytest
 
-from fedpriv.accounting.poisson_pair import PoissonPair
-from fedpriv.accounting.rounds import Direction
-from fedpriv.accounting.tilt import (
-    aim_at_delta,
-    aim_at_epsilon,
-    conversion,
-    cumulant,
-    resolve,
+from fedpriv.accounting.contour.interval import conversion
+from fedpriv.accounting.pld.interval import (
+    _aim_at_delta,
+    _aim_at_epsilon,
+    _cumulant,
+    _resolved,
 )
+from fedpriv.accounting.pld.sampling import PoissonPair
+from fedpriv.accounting.rounds import Direction
 
 CASES = [((0.01, 1.0), 2.5, Direction.REMOVE), ((0.3, 2.0), 4.0, Direction.ADD)]
 
@@ -30,13 +30,13 @@ def test_cumulant_is_the_log_moment(
         return mpmath.npdf(x, 0, z) * density ** (1 + w if direction is Direction.REMOVE else -w)
 
     exact = mpmath.log(mpmath.quad(moment, np.linspace(-15 * z, 4 + 15 * z, 20)))
-    assert cumulant({PoissonPair(*pair): 7}, 1e-30, direction)(w) == pytest.approx(
+    assert _cumulant({PoissonPair(*pair): 7}, 1e-30, direction)(w) == pytest.approx(
         7 * float(exact), rel=1e-6
     )
 
 
 def test_stddev_is_the_curvature_of_the_cumulant() -> None:
-    k = cumulant({PoissonPair(0.1, 1.0): 30, PoissonPair(0.5, 4.0): 2}, 1e-20, Direction.REMOVE)
+    k = _cumulant({PoissonPair(0.1, 1.0): 30, PoissonPair(0.5, 4.0): 2}, 1e-20, Direction.REMOVE)
     for w in (0.0, 1.0, 6.0):
         curvature = (k(w + 1e-3) - 2 * k(w) + k(w - 1e-3)) / 1e-6
         assert k.stddev(w) ** 2 == pytest.approx(curvature, rel=1e-4)
@@ -45,8 +45,8 @@ def test_stddev_is_the_curvature_of_the_cumulant() -> None:
 @pytest.mark.parametrize("direction", Direction)
 def test_aims_at_epsilon_and_delta_meet(direction: Direction) -> None:
     rounds = {PoissonPair(0.01, 1.0): 1000}
-    aim = aim_at_delta(rounds, 1e-6, direction)
-    back = aim_at_epsilon(rounds, aim.epsilon, direction)
+    aim = _aim_at_delta(rounds, 1e-6, direction)
+    back = _aim_at_epsilon(rounds, aim.epsilon, direction)
     assert back.log_delta == pytest.approx(math.log(1e-6), abs=0.7)
     assert back.steepness == pytest.approx(aim.steepness, rel=0.5)
 
@@ -59,16 +59,16 @@ def test_the_step_follows_the_spread_of_one_round_and_not_their_number(
         stddev = q * math.sqrt(math.expm1(1 / z**2))
         for count in (10_000, 1_000_000):
             rounds = {PoissonPair(q, z): count}
-            aim = aim_at_delta(rounds, 1e-6, direction)
-            window, lattice = resolve(rounds, aim, direction, 1.0)
+            aim = _aim_at_delta(rounds, 1e-6, direction)
+            window, lattice = _resolved(rounds, aim, direction, 1.0)
             assert 0.005 * stddev < lattice.step == window.step < 0.2 * stddev
 
 
 def test_more_precision_is_finer_in_every_respect() -> None:
     rounds = {PoissonPair(0.001, 0.7): 100}
-    aim = aim_at_delta(rounds, 1e-7, Direction.REMOVE)
+    aim = _aim_at_delta(rounds, 1e-7, Direction.REMOVE)
     (rough, coarse), (window, lattice) = (
-        resolve(rounds, aim, Direction.REMOVE, precision) for precision in (1.0, 0.01)
+        _resolved(rounds, aim, Direction.REMOVE, precision) for precision in (1.0, 0.01)
     )
     assert lattice.step < coarse.step / 4
     assert lattice.growth == pytest.approx(coarse.growth / 10)
@@ -78,11 +78,11 @@ def test_more_precision_is_finer_in_every_respect() -> None:
 
 def test_a_tilt_below_the_best_narrows_the_window_of_rare_large_losses() -> None:
     rounds = {PoissonPair(1e-5, 0.6): 1_000_000}
-    aim = aim_at_delta(rounds, 1e-8, Direction.REMOVE)
-    window, lattice = resolve(rounds, aim, Direction.REMOVE, 1.0)
+    aim = _aim_at_delta(rounds, 1e-8, Direction.REMOVE)
+    window, lattice = _resolved(rounds, aim, Direction.REMOVE, 1.0)
     assert window.tilt < 0.6 * aim.steepness
     # Among the losses of the sum that are likely enough to count, none is cut off.
-    k = cumulant(rounds, lattice.tail, Direction.REMOVE)
+    k = _cumulant(rounds, lattice.tail, Direction.REMOVE)
     beyond = k(window.tilt + window.right) - k(window.tilt)
     assert beyond + window.depth > 0
 

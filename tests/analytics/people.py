@@ -58,14 +58,14 @@ def survey(population: int, q: float = 1.0, z: float = 0.0, **changes: object) -
 def total(asked: Survey, users: UserStore, cohort: Sequence[int]) -> np.ndarray:
     """Sum of what a cohort contributes, in steps: int64[D]."""
     positions = np.asarray(cohort, dtype=np.int64)
-    clipping = asked.mechanism.average.sum_query.clipping
+    clipping = asked.mechanism.clipping
     return add_up(collect(asked, users, positions), clipping, positions.size).total
 
 
 def average(asked: Survey, users: UserStore, cohort: Sequence[int]) -> np.ndarray:
     """What a cohort contributes over its expected size, without noise, in the questions' units."""
-    query = asked.mechanism.average
-    return total(asked, users, cohort) * query.sum_query.clipping.steps / query.denominator
+    query = asked.mechanism.query
+    return total(asked, users, cohort) * query.clipping.steps / query.denominator
 
 
 def exact(asked: Survey, users: UserStore) -> dict[str, Answer]:
@@ -78,8 +78,8 @@ def exact(asked: Survey, users: UserStore) -> dict[str, Answer]:
 def released(asked: Survey, users: UserStore, seed: int) -> dict[str, Answer]:
     """What a seeded round releases."""
     entropy = SeededEntropy(seed)
-    cohort = asked.mechanism.draw_cohort(entropy, "sampling")
-    noised, _ = asked.mechanism.release(total(asked, users, cohort), entropy, "noise")
+    cohort = asked.mechanism.sampling.draw(entropy.key("sampling"))
+    noised, _ = asked.mechanism.query.noised_average(total(asked, users, cohort), entropy, "noise")
     return {answer.question: answer for answer in asked.answers(noised)}
 
 

@@ -77,7 +77,7 @@ def test_the_squared_mean_without_correction_is_seen_to_be_biased() -> None:
     users = some_people(80, seed=4)
     asked, truth = survey(80, 0.5, 20.0, questions=(QUESTIONS[2],)), exact(survey(80), users)
     found = np.array([released(asked, users, s)["variance"].value for s in range(ROUNDS)])
-    (group,) = asked.mechanism.average.sum_query.noise_stddevs
+    (group,) = asked.mechanism.query.noise_stddevs
     correction = 36.0 * (group / 40.0) ** 2  # of the noise, in units of half the range squared
     error = found.std() / math.sqrt(ROUNDS)
     assert abs(found.mean() - truth["variance"].value) < 5.5 * error

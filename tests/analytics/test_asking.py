@@ -1,20 +1,20 @@
 """Asking: charge before release, refusals, attempts, records of who took part."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import open_books
+from federation import open_records
 
 from fedpriv.accounting import poisson_gaussian
 from fedpriv.analytics import Answers, Histogram, Mean, Survey
-from fedpriv.analytics import survey as survey_module
 from fedpriv.analytics.survey import ask
 from fedpriv.errors import BudgetExceededError, DataError, InvalidValueError, LedgerError
-from fedpriv.ledger import NeighbouringRelation, SamplingPolicy
+from fedpriv.ledger import Ledger, NeighbouringRelation, ProposedCharge, SamplingPolicy
 from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling, SeededEntropy
-from fedpriv.privacy.mechanism import PoissonGaussianMechanism
-from fedpriv.privacy.round import Books
+from fedpriv.privacy import round as private
+from fedpriv.privacy.round import PrivacyRecords
 from tests.analytics.people import QUESTIONS, some_people, survey
 
 USERS = some_people(40)
@@ -26,11 +26,11 @@ def values(answers: Answers) -> np.ndarray:
 
 def test_all_questions_are_one_charge_and_one_sampling_event(tmp_path: Path) -> None:
     asked = survey(40, 0.5, 2.0)
-    with open_books(tmp_path) as books:
-        answers = ask(asked, USERS, books, OperatingSystemEntropy())
-        (row,) = books.ledger.charges()
-        books.ledger.verify(books.participation)
-        cohort = books.participation.users_of(row.cohort_commitment)
+    with open_records(tmp_path) as records:
+        answers = ask(asked, USERS, records, OperatingSystemEntropy())
+        (row,) = records.ledger.charges()
+        records.ledger.verify(records.participation)
+        cohort = records.participation.users_of(row.cohort_commitment)
     assert (row.run, row.round, row.attempt) == ("run", 0, answers.attempt) == ("run", 0, 0)
     assert row.hash == answers.charge_hash
     assert row.event == asked.event
@@ -42,71 +42,73 @@ def test_all_questions_are_one_charge_and_one_sampling_event(tmp_path: Path) -> 
     assert 0 < cohort.size < 40
     assert [answer.question for answer in answers.answers] == [q.name for q in QUESTIONS]
     assert answers["sum"] is answers.answers[1]
-    with pytest.raises(InvalidValueError, match="nobody asked question 'summ'; did you mean 'sum'"):
+    with pytest.raises(
+        InvalidValueError, match="the survey has no question 'summ'; did you mean 'sum'"
+    ):
         _ = answers["summ"]
 
 
 def test_nothing_is_noised_before_the_charge_is_on_disk(tmp_path: Path, monkeypatch) -> None:
-    release, charged_when_noised = PoissonGaussianMechanism.release, []
+    release, charged_when_noised = private.release, []
 
     def spy(*arguments: object) -> object:
-        with open_books(tmp_path) as another_process:
+        with open_records(tmp_path) as another_process:
             charged_when_noised.append(another_process.ledger.head.count)
         return release(*arguments)
 
-    monkeypatch.setattr(PoissonGaussianMechanism, "release", spy)
-    with open_books(tmp_path) as books:
+    monkeypatch.setattr(private, "release", spy)
+    with open_records(tmp_path) as records:
         for _ in range(3):
-            ask(survey(40, z=1.0), USERS, books, SeededEntropy(0))
+            ask(survey(40, z=1.0), USERS, records, SeededEntropy(0))
     assert charged_when_noised == [1, 2, 3]
 
 
 def test_a_refused_budget_asks_nobody_charges_nothing_and_releases_nothing(
     tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(PoissonGaussianMechanism, "release", None)
+    monkeypatch.setattr(private, "release", None)
     said = []
     asked = survey(40, z=1.0, questions=(Mean("m", said.append, 0.0, 1.0),))
-    with open_books(tmp_path, limit=0.5) as books:
-        with pytest.raises(BudgetExceededError, match="nobody was asked"):
-            ask(asked, USERS, books, SeededEntropy(0))
-        assert books.ledger.head.count == 0
-        assert books.ledger.next_attempt("run", 0) == 0
+    with open_records(tmp_path, limit=0.5) as records:
+        with pytest.raises(BudgetExceededError, match="no user was asked"):
+            ask(asked, USERS, records, SeededEntropy(0))
+        assert records.ledger.head.count == 0
+        assert records.ledger.next_attempt("run", 0) == 0
     assert said == []
 
 
 def test_a_budget_that_another_process_used_up_meanwhile_is_refused_by_the_charge(
     tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(Books, "refuse_if_beyond", lambda *_: None)
-    monkeypatch.setattr(PoissonGaussianMechanism, "release", None)
+    monkeypatch.setattr(PrivacyRecords, "refuse_if_beyond", lambda *_: None)
+    monkeypatch.setattr(private, "release", None)
     with (
-        open_books(tmp_path, limit=0.5) as books,
+        open_records(tmp_path, limit=0.5) as records,
         pytest.raises(BudgetExceededError, match="nothing was charged"),
     ):
-        ask(survey(40, z=1.0), USERS, books, SeededEntropy(0))
+        ask(survey(40, z=1.0), USERS, records, SeededEntropy(0))
 
 
 def test_the_budget_is_that_of_all_runs_of_the_ledger(tmp_path: Path) -> None:
-    with open_books(tmp_path, limit=2.0) as books:
+    with open_records(tmp_path, limit=2.0) as records:
         for run in ("one", "two"):
             ask(
                 Survey(run, QUESTIONS, PoissonSampling(40, 0.5), 1.0),
                 USERS,
-                books,
+                records,
                 SeededEntropy(0),
             )
         with pytest.raises(BudgetExceededError):
-            ask(survey(40, 0.5, 1.0), USERS, books, SeededEntropy(0))
-        assert books.ledger.runs() == ["one", "two"]
+            ask(survey(40, 0.5, 1.0), USERS, records, SeededEntropy(0))
+        assert records.ledger.runs() == ["one", "two"]
 
 
 def test_asking_again_is_a_new_attempt_with_fresh_cohort_noise_and_charge(tmp_path: Path) -> None:
     asked = survey(40, 0.5, 1.0)
-    with open_books(tmp_path) as books:
-        first, second = (ask(asked, USERS, books, SeededEntropy(0)) for _ in range(2))
-        rows = list(books.ledger.charges())
-        cohorts = [books.participation.users_of(row.cohort_commitment) for row in rows]
+    with open_records(tmp_path) as records:
+        first, second = (ask(asked, USERS, records, SeededEntropy(0)) for _ in range(2))
+        rows = list(records.ledger.charges())
+        cohorts = [records.participation.users_of(row.cohort_commitment) for row in rows]
     assert (first.attempt, second.attempt) == (0, 1) == (rows[0].attempt, rows[1].attempt)
     assert not np.array_equal(cohorts[0], cohorts[1])
     assert not np.any(values(first)[:8] == values(second)[:8])
@@ -118,33 +120,35 @@ def test_a_crash_before_the_charge_costs_nothing_and_one_after_it_the_charge(
     def crash(*_: object) -> None:
         raise OSError("power cut")
 
-    with open_books(tmp_path) as books:
-        for name, charged in (("add_up", 0), ("_released", 1)):
+    with open_records(tmp_path) as records:
+        for name, charged in (("add_up", 0), ("release", 1)):
             with monkeypatch.context() as patch:
-                patch.setattr(survey_module, name, crash)
+                patch.setattr(private, name, crash)
                 with pytest.raises(OSError, match="power cut"):
-                    ask(survey(40, z=1.0), USERS, books, SeededEntropy(0))
-            assert books.ledger.head.count == charged
-        assert ask(survey(40, z=1.0), USERS, books, SeededEntropy(0)).attempt == 2
-        books.ledger.verify(books.participation)
+                    ask(survey(40, z=1.0), USERS, records, SeededEntropy(0))
+            assert records.ledger.head.count == charged
+        assert ask(survey(40, z=1.0), USERS, records, SeededEntropy(0)).attempt == 2
+        records.ledger.verify(records.participation)
 
 
 def test_a_charge_of_something_else_releases_nothing(tmp_path: Path, monkeypatch) -> None:
-    charge, other = Books.charge, survey(40, z=2.0).event
+    charge, other = Ledger.charge, survey(40, z=2.0).event
 
-    def charge_other(books: Books, *given: object) -> object:
-        *before, _, randomness = given
-        return charge(books, *before, other, randomness)
+    def charge_other(ledger: Ledger, proposed: ProposedCharge, *given: object) -> object:
+        return charge(ledger, replace(proposed, event=other), *given)
 
-    monkeypatch.setattr(Books, "charge", charge_other)
-    with open_books(tmp_path) as books, pytest.raises(LedgerError, match="the event charged is"):
-        ask(survey(40, z=1.0), USERS, books, SeededEntropy(0))
+    monkeypatch.setattr(Ledger, "charge", charge_other)
+    with (
+        open_records(tmp_path) as records,
+        pytest.raises(LedgerError, match="the event charged is"),
+    ):
+        ask(survey(40, z=1.0), USERS, records, SeededEntropy(0))
 
 
 def test_an_empty_cohort_is_charged_and_answered(tmp_path: Path) -> None:
-    with open_books(tmp_path) as books:
-        answers = ask(survey(40, 1e-12, 1.0), USERS, books, OperatingSystemEntropy())
-        assert books.ledger.head.count == 1
+    with open_records(tmp_path) as records:
+        answers = ask(survey(40, 1e-12, 1.0), USERS, records, OperatingSystemEntropy())
+        assert records.ledger.head.count == 1
     assert np.all(np.isfinite(values(answers)))
 
 
@@ -155,18 +159,20 @@ def test_seeded_surveys_repeat_and_others_do_not(tmp_path: Path) -> None:
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with open_books(folder) as books:
-            found.append(values(ask(survey(40, 0.5, 1.0), USERS, books, entropy)))
-            assert [row.randomness for row in books.ledger.charges()] == [entropy.randomness]
+        with open_records(folder) as records:
+            found.append(values(ask(survey(40, 0.5, 1.0), USERS, records, entropy)))
+            assert [row.randomness for row in records.ledger.charges()] == [entropy.randomness]
     np.testing.assert_array_equal(found[0], found[1])
     assert not np.array_equal(found[0], found[2])
 
 
 def test_rounds_of_a_run_are_charged_as_such(tmp_path: Path) -> None:
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as records:
         for month in range(3):
-            assert ask(survey(40, z=1.0, round=month), USERS, books, SeededEntropy(0)).attempt == 0
-        assert [row.round for row in books.ledger.charges()] == [0, 1, 2]
+            assert (
+                ask(survey(40, z=1.0, round=month), USERS, records, SeededEntropy(0)).attempt == 0
+            )
+        assert [row.round for row in records.ledger.charges()] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -180,18 +186,18 @@ def test_rounds_of_a_run_are_charged_as_such(tmp_path: Path) -> None:
 def test_columns_that_do_not_fit_are_refused_before_anything_is_charged(
     tmp_path: Path, question: object, message: str
 ) -> None:
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as records:
         with pytest.raises(DataError, match=message):
-            ask(survey(40, questions=(question,)), USERS, books, SeededEntropy(0))
-        assert books.ledger.head.count == 0
+            ask(survey(40, questions=(question,)), USERS, records, SeededEntropy(0))
+        assert records.ledger.head.count == 0
 
 
 def test_users_that_are_not_the_enrolled_ones_are_refused(tmp_path: Path) -> None:
     with (
-        open_books(tmp_path) as books,
+        open_records(tmp_path) as records,
         pytest.raises(InvalidValueError, match="the store holds 40 users; the sampling is of 41"),
     ):
-        ask(survey(41), USERS, books, SeededEntropy(0))
+        ask(survey(41), USERS, records, SeededEntropy(0))
 
 
 @pytest.mark.parametrize(

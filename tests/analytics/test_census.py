@@ -71,4 +71,4 @@ def test_it_prints_truth_release_and_noise_and_the_price_of_the_ledger(tmp_path:
     assert "not private" in done.stdout
     again = census("--data", str(FOLDER), "--out", str(tmp_path))
     assert again.returncode == 1
-    assert "pass the budget of ε = 1.0 at δ = 1e-05; nobody was asked" in again.stderr
+    assert "pass the budget of ε = 1.0 at δ = 1e-05; no user was asked" in again.stderr

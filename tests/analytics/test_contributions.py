@@ -21,7 +21,7 @@ from fedpriv.analytics import (
     Survey,
     Variance,
 )
-from fedpriv.analytics.questions import Records, records_of_column
+from fedpriv.analytics.questions import Records
 from fedpriv.analytics.survey import collect, usable
 from fedpriv.data import UserStore
 from fedpriv.errors import InvalidValueError
@@ -52,7 +52,7 @@ def persons(draw: st.DrawFn) -> Person:
 
 def moved(asked: Survey, contribution: np.ndarray) -> Fraction:
     """‖·‖² of a contribution with the part of each question divided by its noise: equation (1)."""
-    query = asked.mechanism.average.sum_query
+    query = asked.mechanism.query
     slices = query.clipping.layout.slices
     return sum(
         squares(contribution[slices[group.name]])
@@ -75,7 +75,7 @@ def test_one_user_moves_all_answers_together_by_at_most_one_over_z(
     assert contribution.dtype == np.int64
     assert moved(asked, contribution) <= 1 / Fraction(z) ** 2
     for question in QUESTIONS:
-        own = contribution[asked.mechanism.average.sum_query.clipping.layout.slices[question.name]]
+        own = contribution[asked.mechanism.clipping.layout.slices[question.name]]
         assert squares(own) <= steps_of(question.clipping_norm)[1]
 
 
@@ -116,12 +116,12 @@ def test_the_sum_is_that_of_what_the_audited_function_makes_of_each_user(
     people: list[Person],
 ) -> None:
     users, asked = store(people), survey(len(people))
-    clipping = asked.mechanism.average.sum_query.clipping
+    clipping = asked.mechanism.clipping
     slow = np.zeros(clipping.layout.dimension, np.int64)
     for person in people:
         alone = store([person])
         sent = {
-            q.name: usable(q.contributions(records_of_column(alone, str(q.of), q.scalar)))[0]
+            q.name: usable(q.contributions(Records.of_column(alone, str(q.of), q.scalar)))[0]
             for q in QUESTIONS
         }
         slow += clipping.contribution(sent)
@@ -284,7 +284,7 @@ def test_chunks_are_partial_sums_of_integers_with_the_weight_of_their_users(
 ) -> None:
     monkeypatch.setattr("fedpriv.analytics.survey._COMPONENTS", 200)
     users, asked = some_people(50), survey(50)
-    clipping = asked.mechanism.average.sum_query.clipping
+    clipping = asked.mechanism.clipping
     partials = list(collect(asked, users, np.arange(50)))
     assert len({partial.node for partial in partials}) == len(partials) > 3
     assert sum(partial.users for partial in partials) == 50

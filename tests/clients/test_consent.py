@@ -66,7 +66,7 @@ class TestLoading:
             ("total_epsilon = 1.0", "total_epsilon is 1.0 without a delta"),
             ("total_epsilon = 0\ndelta = 0.1", "total_epsilon is 0; input should be greater"),
             ("total_epsilon = inf\ndelta = 0.1", "total_epsilon is inf; input should be a finite"),
-            ("delta = 0.0", "delta is 0.0; input should be greater than 0"),
+            ("delta = 0.0", "delta is 0.0; input should be greater than or equal to 1e-60"),
             ("delta = 1.0", "delta is 1.0; input should be less than 1"),
             ("delta = nan", "delta is nan; "),
             ("least_noise_multiplier = -1", "least_noise_multiplier is -1; "),

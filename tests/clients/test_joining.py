@@ -183,11 +183,11 @@ def test_users_that_cannot_be_loaded_end_it_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"node": None}, "exactly one of both must be given"),
+        ({"node": None}, "exactly one must be given"),
         ({"server": "nonsense"}, "must be HOST:PORT"),
-        ({"server": "192.0.2.1:7443"}, "another machine perhaps"),
+        ({"server": "192.0.2.1:7443"}, "perhaps another machine"),
         ({"consent": Path("/nowhere/consent.toml")}, "cannot be read"),
-        ({"state": Path("/dev/null/state")}, "cannot be made"),
+        ({"state": Path("/dev/null/state")}, "cannot be created"),
         ({"memory_mebibytes": 0}, "memory_mebibytes is 0"),
         ({"processes": 0}, "processes is 0"),
     ],
@@ -214,7 +214,7 @@ def test_a_node_remembers_in_a_folder_of_its_own_that_nobody_else_can_open(
     base = tmp_path / ("xdg" if xdg else ".local/state")
     folder = base / "fedpriv" / "%C3%A4 %25"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE((folder / "diary.sqlite").stat().st_mode) == 0o600
+    assert stat.S_IMODE((folder / "journal.sqlite").stat().st_mode) == 0o600
 
 
 def test_importing_it_loads_no_torch() -> None:

@@ -122,10 +122,10 @@ class Scene:
         return path
 
     def recorded(self) -> list[tuple[int, int]]:
-        """Rounds and attempts in the diary."""
-        with sqlite3.connect(self.folder / "diary.sqlite") as diary:
-            found = diary.execute("SELECT round, attempt FROM taken_part").fetchall()
-        diary.close()
+        """Rounds and attempts in the journal."""
+        with sqlite3.connect(self.folder / "journal.sqlite") as journal:
+            found = journal.execute("SELECT round, attempt FROM taken_part").fetchall()
+        journal.close()
         return found
 
 
@@ -238,19 +238,19 @@ def test_an_offer_that_fits_no_node_is_declined(
     play(act)
 
 
-def test_a_diary_that_cannot_be_written_stops_nobody_but_the_training(
+def test_a_journal_that_cannot_be_written_stops_nobody_but_the_training(
     play: Callable[[Act], None],
 ) -> None:
     async def act(scene: Scene) -> None:
         async with serving(scene.tiny) as port, scene.joined(port) as task:
             await scene.tiny.hellos.get()
-            with sqlite3.connect(scene.folder / "diary.sqlite") as diary:
-                diary.execute("DROP TABLE taken_part")
-            diary.close()
+            with sqlite3.connect(scene.folder / "journal.sqlite") as journal:
+                journal.execute("DROP TABLE taken_part")
+            journal.close()
             await scene.tiny.offer()
             header, _ = await scene.tiny.answers.get()
             assert not task.done()
-        assert "cannot check the offer, or not write it down" in header.decline.reason
+        assert "cannot check or record the offer" in header.decline.reason
         assert scene.player.asked.empty()
 
     play(act)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transport_conformance import TransportConformance
 
-from fedpriv.clients.training import Node
+from fedpriv.clients.training import Trainer
 from fedpriv.data.population import UserStore
 from fedpriv.data.synthetic import synthetic_population
 from fedpriv.engine.task import Task
@@ -28,11 +28,11 @@ CPU = torch.device("cpu")
 class Nodes(Transport):
     """A transport over nodes in this process."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[Trainer, ...]
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
-        for node in self.nodes:
-            yield node.answer(request)
+        for number, node in enumerate(self.nodes):
+            yield replace(node.answer(request), node=f"node {number}")
 
 
 def make_task() -> Task:
@@ -51,11 +51,8 @@ def make_nodes() -> Nodes:
     parts = [np.array([0, 4, 5, 11]), np.array([1, 2, 3]), np.array([6, 7, 8, 9, 10])]
     return Nodes(
         tuple(
-            Node(
-                f"node {i}",
-                InProcessTransport(task, users.subset(part), CPU, 10**6, part, processes=1),
-            )
-            for i, part in enumerate(parts)
+            Trainer(InProcessTransport(task, users.subset(part), CPU, 10**6, part, processes=1))
+            for part in parts
         )
     )
 
@@ -93,8 +90,8 @@ def test_nodes_together_equal_one_process() -> None:
 
 def test_no_node_has_an_observer() -> None:
     transport = InProcessTransport(make_task(), make_users(), CPU, 10**6, observer=print)
-    with pytest.raises(InvalidValueError, match="node 'silo' has a transport with an observer"):
-        Node("silo", transport)
+    with pytest.raises(InvalidValueError, match="a node has a transport with an observer"):
+        Trainer(transport)
 
 
 def test_a_node_without_drawn_users_answers_with_zero() -> None:

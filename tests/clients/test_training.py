@@ -61,6 +61,17 @@ def test_a_sum_is_that_of_the_engine(processes: int) -> None:
     np.testing.assert_array_equal(answer.total, expected.total)
 
 
+def test_users_not_done_in_time_count_as_zero() -> None:
+    request = request_to(GOOD)
+    trainer = trainer_of("users")
+    chunks = list(trainer.ready(request))
+    assert len(chunks) > 1
+    answer = trainer.answer(request, seconds=0.0)
+    (first,) = chunks[0].partials
+    assert (answer.users, answer.weight) == (first.users, first.weight)
+    np.testing.assert_array_equal(answer.total, first.total)
+
+
 def test_a_user_that_raises_counts_as_zero() -> None:
     with_one, without = (
         trainer_of("users").answer(request_to(names)) for names in (["u8", "u5"], ["u8"])

@@ -87,7 +87,7 @@ def test_a_function_by_import_path(function: str, monkeypatch: pytest.MonkeyPatc
         ("some_loader:number", "returned a int; it must return a UserStore or a Population"),
         ("some_loader:failing", "raised KeyError"),
         ("some_loader:absent", "cannot be imported"),
-        ("some_loader:NOT_A_FUNCTION", "no function"),
+        ("some_loader:NOT_A_FUNCTION", "are not a function"),
         ("no_such_module:function", "cannot be imported"),
         ("not a module:function", "cannot be imported"),
         ("no_such_folder", "do not exist; legal are a folder, an .npz file and package.module"),
@@ -108,13 +108,13 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     folder = write_each(tmp_path / "users")
     (folder / "notes.txt").write_text("hello")
-    with pytest.raises(DataError, match=r"notes\.txt is no \.npz file"):
+    with pytest.raises(DataError, match=r"notes\.txt is not an \.npz file"):
         load_users(str(folder))
 
 
 def test_a_folder_in_a_folder_is_refused(tmp_path: Path) -> None:
     (write_each(tmp_path / "users") / "d.npz").mkdir()
-    with pytest.raises(DataError, match=r"d\.npz is no \.npz file"):
+    with pytest.raises(DataError, match=r"d\.npz is not an \.npz file"):
         load_users(str(tmp_path / "users"))
 
 

@@ -97,4 +97,4 @@ def test_status_tells_where_the_run_stands_and_nothing_else(tmp_path: Path) -> N
     assert status["epsilon_limit"] == 8.0
     assert "the run ended: it was asked to stop" in server.text
     with sqlite3.connect(RunFolder(tmp_path / "run").ledger) as ledger:
-        assert ledger.execute("SELECT count(*) FROM sampling_events").fetchone() == (0,)
+        assert ledger.execute("SELECT count FROM head").fetchone() == (0,)

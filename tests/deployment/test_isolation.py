@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv import wire
-from fedpriv.clients.training import Node
+from fedpriv.clients.training import Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.privacy.round import RoundRequest
 from fedpriv.wire import federation_pb2 as pb
@@ -63,7 +63,7 @@ class Hosts:
     def answer(
         self, node: str, offer: wire.RoundOffer, request: RoundRequest
     ) -> Iterator[pb.UploadPart]:
-        return summed(offer, Node("", self.transports[node]).answer(request))
+        return summed(offer, Trainer(self.transports[node]).answer(request))
 
 
 @pytest.fixture(scope="module")

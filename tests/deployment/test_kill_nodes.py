@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.clients.journal import Diary, TakenPart
+from fedpriv.clients.journal import Journal, TakenPart
 from fedpriv.ledger.ledger import Ledger
 from tests.deployment.checking import stop_and_check
 from tests.deployment.sites import (
@@ -25,12 +25,12 @@ from tests.deployment.sites import (
 PLACES = ("offered", "noted", "answering", "uploading")
 
 
-def diary_of(site: Site, name: str) -> tuple[TakenPart, ...]:
+def journal_of(site: Site, name: str) -> tuple[TakenPart, ...]:
     """What a node has written down, by round."""
     with Ledger.open(site.run.ledger) as ledger:
         population = ledger.population_name
-    with Diary.open(site.folder / "state" / name / "diary.sqlite") as diary:
-        return diary.taken_part(population)
+    with Journal.open(site.folder / "state" / name / "journal.sqlite") as journal:
+        return journal.taken_part(population)
 
 
 @contextmanager
@@ -52,11 +52,11 @@ def test_a_node_that_is_killed_or_hangs_while_it_trains(tmp_path: Path) -> None:
     site = Site.lay_out(tmp_path, 144, 143)
     with site.server(*LONG, "--set=federation.deadline_seconds=4.0") as server, site.node("node-1"):
         with killed_at(site, "training"):
-            killed_in = diary_of(site, "node-2")[-1]
+            killed_in = journal_of(site, "node-2")[-1]
             site.await_releases(2, server)
         with site.node("node-2") as node:
             await_answers(node)
-            assert killed_in in diary_of(site, "node-2")
+            assert killed_in in journal_of(site, "node-2")
 
             site.traps("node-2").arm("training")
             site.traps("node-2").await_caught("training", node)

@@ -65,7 +65,9 @@ def around(
 def set_at_server() -> None:
     """From a start to a checkpoint."""
     from fedpriv.ledger.database import Database
-    from fedpriv.privacy.round import Books
+    from fedpriv.ledger.ledger import Ledger
+    from fedpriv.ledger.participation import ParticipationRecord
+    from fedpriv.privacy import round as private
     from fedpriv.run import run
     from fedpriv.run.folder import RunFolder
     from fedpriv.training import rounds
@@ -73,16 +75,17 @@ def set_at_server() -> None:
     def started(state, *_: object) -> None:
         note("states.jsonl", charge=None, after=digest_of(state.round, state.model))
 
-    def released(release, _plan, state, _total, charge, _entropy) -> None:
+    def stepped(report, _plan, state, release) -> None:
         before = digest_of(state.round, state.model)
-        after = digest_of(release.state.round, release.state.model)
-        note("states.jsonl", charge=charge.hash, before=before, after=after)
+        after = digest_of(report.state.round, report.state.model)
+        note("states.jsonl", charge=release.charge_hash, before=before, after=after)
 
     around(run, "state_to_start_from", "starting", seen=started)
-    around(rounds, "sum_round", "opened")
-    around(Books, "record", "drawn")
-    around(Books, "charge", "summed")
-    around(rounds, "close_round", "charged", "released", released)
+    around(private, "add_up", "opened")
+    around(ParticipationRecord, "record", "drawn")
+    around(Ledger, "charge", "summed")
+    around(private, "release", "charged")
+    around(rounds, "close_round", "", "released", stepped)
     around(RunFolder, "append_metrics", after="measured")
     around(run, "save_checkpoint", after="saved")
 
@@ -105,14 +108,14 @@ def set_at_node() -> None:
     """From an offer to the upload, in the main process; a lost connection is soon tried again."""
     from fedpriv.clients import connection, membership
     from fedpriv.clients.connection import Backoff
-    from fedpriv.clients.journal import Diary
+    from fedpriv.clients.journal import Journal
 
     membership.Joining = partial(membership.Joining, backoff=Backoff(0.1, 0.5))
     names = ("initial", "min", "max")
     sooner = {f"grpc.{name}_reconnect_backoff_ms": 200 for name in names}
     connection._OPTIONS = tuple({**dict(connection._OPTIONS), **sooner}.items())
 
-    around(Diary, "record", "offered", "noted")
+    around(Journal, "record", "offered", "noted")
     parts = connection._parts
 
     def sent(*args):

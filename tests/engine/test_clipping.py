@@ -9,16 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from fedpriv.engine.matmul import OuterProducts
 from fedpriv.privacy import clipping_torch as module
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.clipping_torch import (
-    OuterProducts,
-    clip_rows,
-    group_norms,
-    integer_sum,
-    sent,
-    whole,
-)
+from fedpriv.privacy.clipping_torch import clip_rows, group_norms, integer_sum, sent, whole
 from fedpriv.privacy.layout import Layout, VectorGroup, equal_split, flat, joint, layers, per_layer
 from fedpriv.privacy.mechanism import indicator_group, indicator_of
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fedpriv.engine.metrics import metric
-from fedpriv.engine.task import Start
+from fedpriv.engine.task import RoundParameters
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.privacy.mechanism import TENSOR
+from fedpriv.privacy.mechanism import UNCLIPPED
 from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining, RoundRequest, add_up
 from tests.engine.everyone import alone, make_task, request_to_all, total_of, users_of
@@ -43,7 +43,7 @@ AVERAGINGS = {
 def sent(transport: InProcessTransport, request: RoundRequest, user: int) -> dict[str, np.ndarray]:
     """What one user learnt and measured, before it is clipped."""
     request = replace(request, users=np.array([user]))
-    start = Start.of(request, transport._trainer.constants, transport.device)
+    start = RoundParameters.of(request, transport._trainer.constants, transport.device)
     (chunk,) = transport._chunks(request, start)
     tensors = transport._trainer.sent(request, start, chunk)
     return {name: tensor[:1][0].numpy() for name, tensor in tensors.items()}
@@ -65,7 +65,7 @@ def test_each_user_adds_its_contribution(strategy: str, averaging: str) -> None:
         weight = min(size, clipping.weight_cap)
         expected = clipping.contribution(sent(transport, request, user), weight)
         np.testing.assert_array_equal(contribution, expected)
-        clipped |= {*clipping.layout.unflatten(contribution * clipping.steps)[TENSOR].tolist()}
+        clipped |= {*clipping.layout.unflatten(contribution * clipping.steps)[UNCLIPPED].tolist()}
         total += expected
     assert clipped == {-0.5, 0.5}
     np.testing.assert_array_equal(total_of(transport, request), total)

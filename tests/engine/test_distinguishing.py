@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from federation import open_books
+from federation import open_records
 from scipy.stats import binomtest
 from torch import nn
 
-from fedpriv.accounting.accountants import delta
+from fedpriv.accounting.registry import delta
 from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
@@ -107,7 +107,7 @@ def observed(
         0,
         0,
         task.parameters(),
-        plan.mechanism.average.sum_query.clipping,
+        plan.mechanism.clipping,
         plan.local,
         np.arange(OTHERS + 1),
         bytes(32),
@@ -122,10 +122,10 @@ def observed(
         for number in range(RUNS):
             where = folder / f"{there}-{number}"
             where.mkdir()
-            with open_books(where) as books:
+            with open_records(where) as records:
                 entropy = SeededEntropy(2 * number + there)
-                (report,) = train(plan, begun, transport, books, entropy)
-                events = books.ledger.events()
+                (report,) = train(plan, begun, transport, records, entropy)
+                events = records.ledger.events()
             moved = {n: p - begun.parameters[n] for n, p in report.state.parameters.items()}
             seen[there].append(float(plan.layout.flatten(moved) @ direction))
     return Observed(np.array(seen[True]), np.array(seen[False]), tuple(events))

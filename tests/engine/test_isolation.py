@@ -18,7 +18,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine import isolation as module
 from fedpriv.engine import trainer as trainer_module
 from fedpriv.engine.batches import Rung, by_rung
-from fedpriv.engine.task import Start, Task
+from fedpriv.engine.task import RoundParameters, Task
 from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import ModelError
@@ -142,7 +142,11 @@ def lanes_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     honest = Trainer._train
 
     def watched(
-        trainer: Trainer, asked: RoundRequest, start: Start, chunk: Chunk, examples: object
+        trainer: Trainer,
+        asked: RoundRequest,
+        start: RoundParameters,
+        chunk: Chunk,
+        examples: object,
     ) -> object:
         lanes.append(chunk.lanes)
         return honest(trainer, asked, start, chunk, examples)
@@ -266,7 +270,11 @@ def test_later_rounds_compute_with_as_many_threads_as_the_first(
     honest, threads = Trainer._train, []
 
     def watched(
-        trainer: Trainer, asked: RoundRequest, start: Start, chunk: Chunk, examples: object
+        trainer: Trainer,
+        asked: RoundRequest,
+        start: RoundParameters,
+        chunk: Chunk,
+        examples: object,
     ) -> object:
         threads.append(torch.get_num_threads())
         return honest(trainer, asked, start, chunk, examples)
@@ -387,7 +395,11 @@ def test_a_planted_difference_at_one_place_is_found(
     honest = Trainer._train
 
     def planted(
-        trainer: Trainer, asked: RoundRequest, start: Start, chunk: Chunk, examples: object
+        trainer: Trainer,
+        asked: RoundRequest,
+        start: RoundParameters,
+        chunk: Chunk,
+        examples: object,
     ) -> object:
         updates = {n: u[:] for n, u in honest(trainer, asked, start, chunk, examples).items()}
         if chunk.lanes > edge and chunk.together:
@@ -406,7 +418,11 @@ def test_a_planted_difference_beside_what_is_not_finite_is_found(
     honest = Trainer._train
 
     def planted(
-        trainer: Trainer, asked: RoundRequest, start: Start, chunk: Chunk, examples: object
+        trainer: Trainer,
+        asked: RoundRequest,
+        start: RoundParameters,
+        chunk: Chunk,
+        examples: object,
     ) -> object:
         updates = {n: u[:] for n, u in honest(trainer, asked, start, chunk, examples).items()}
         if chunk.together and not torch.isfinite(updates["weight"]).all():
@@ -419,12 +435,16 @@ def test_a_planted_difference_beside_what_is_not_finite_is_found(
 
 def test_a_number_of_lanes_with_other_bits_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     transport, request = transport_and_request(nn.Linear(6, 3))
-    fewest = transport._trainer.lanes_for(12, Rung(2, 2, 0, padded=False))
+    fewest = transport._trainer.footprint.lanes_for(12, Rung(2, 2, 0, padded=False))
     honest = Trainer._train
     seen: list[int] = []
 
     def planted(
-        trainer: Trainer, asked: RoundRequest, start: Start, chunk: Chunk, examples: object
+        trainer: Trainer,
+        asked: RoundRequest,
+        start: RoundParameters,
+        chunk: Chunk,
+        examples: object,
     ) -> object:
         updates = {n: u[:] for n, u in honest(trainer, asked, start, chunk, examples).items()}
         seen.append(chunk.lanes)
@@ -469,7 +489,11 @@ def test_a_user_for_whom_memory_is_short_is_a_zero(
     honest = Trainer._train
 
     def short(
-        trainer: Trainer, asked: RoundRequest, start: Start, chunk: Chunk, examples: object
+        trainer: Trainer,
+        asked: RoundRequest,
+        start: RoundParameters,
+        chunk: Chunk,
+        examples: object,
     ) -> object:
         if trainer.users is transport.users and 0 in chunk.users:
             raise raised("too little")
@@ -489,7 +513,11 @@ def test_a_rung_for_which_memory_is_short_is_a_zero_and_others_are_not(
     honest = Trainer._train
 
     def short(
-        trainer: Trainer, asked: RoundRequest, start: Start, chunk: Chunk, examples: object
+        trainer: Trainer,
+        asked: RoundRequest,
+        start: RoundParameters,
+        chunk: Chunk,
+        examples: object,
     ) -> object:
         if chunk.rung.width >= 64:
             raise MemoryError

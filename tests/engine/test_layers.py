@@ -12,12 +12,13 @@ from torch.nn import functional
 
 from fedpriv.engine import layers as module
 from fedpriv.engine.batches import Batches, by_rung, schedule
+from fedpriv.engine.local_training import train_chunk
 from fedpriv.engine.low_rank import train_layers_chunk
-from fedpriv.engine.qualification import layers_of
-from fedpriv.engine.sgd import train_chunk
-from fedpriv.engine.task import Task
+from fedpriv.engine.matmul import OuterProducts
+from fedpriv.engine.separability import separable_layers
+from fedpriv.engine.task import RoundParameters, Task
 from fedpriv.models import cnn, cross_entropy, mlp, softmax_regression
-from fedpriv.privacy.clipping_torch import OuterProducts, TorchTensors, Updates, whole
+from fedpriv.privacy.clipping_torch import TorchTensors, Updates, whole
 from fedpriv.privacy.round import LocalTraining
 
 KEY = bytes(range(32))
@@ -274,7 +275,7 @@ KINDS = {
 def test_models_that_only_call_known_layers_qualify(
     model: nn.Module, example: torch.Tensor, rows: dict[str, int] | None
 ) -> None:
-    found = layers_of(Task(model, cross_entropy), example, target_of(example))
+    found = separable_layers(Task(model, cross_entropy), example, target_of(example))
     assert (found.rows if found else None) == rows
     if found:
         assert set(found.trained) >= set(found.rows)
@@ -303,13 +304,13 @@ def test_models_that_only_call_known_layers_qualify(
 def test_a_layer_by_which_all_examples_enter_as_they_are_is_known(
     model: nn.Module, example: torch.Tensor, entrance: str | None
 ) -> None:
-    found = layers_of(Task(model, cross_entropy), example, target_of(example))
+    found = separable_layers(Task(model, cross_entropy), example, target_of(example))
     assert found is not None
     assert found.entrance == entrance
 
 
 def test_corrections_pay_while_users_have_few_examples() -> None:
-    layers = layers_of(Task(mlp(), cross_entropy), torch.zeros(1, 1, 28, 28), ONE)
+    layers = separable_layers(Task(mlp(), cross_entropy), torch.zeros(1, 1, 28, 28), ONE)
     assert layers is not None
     assert list(layers.low_rank(5, 10)) == ["1"]
     assert list(layers.low_rank(1, 4)) == ["1", "3"]
@@ -346,17 +347,19 @@ def batches_of(
     return Batches(x, y, torch.from_numpy(weights), padded=True)
 
 
+def start_of(task: Task) -> RoundParameters:
+    parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
+    return RoundParameters(parameters, task.constants(CPU))
+
+
 def trained_in_layers(
     task: Task, example: torch.Tensor, batches: Batches, local: LocalTraining, touches: float
 ) -> Updates:
-    layers = layers_of(task, example, target_of(example))
+    layers = separable_layers(task, example, target_of(example))
     assert layers is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_TOUCHES", touches)
-        start = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
-        low_rank = layers.low_rank(*batches.shape[1:])
-        given = (layers, task, start, task.constants(CPU), batches, local)
-        return train_layers_chunk(*given, named=low_rank)
+        return train_layers_chunk(layers, task, start_of(task), batches, local)
 
 
 def one_at_a_time(task: Task, batches: Batches, local: LocalTraining) -> TorchTensors:
@@ -451,8 +454,7 @@ def test_equals_training_whatever_the_model_is_made_of(
     local = LocalTraining(0.1, batch_size=batch, steps=steps, momentum=momentum, proximal=proximal)
     task, example = task_of(kind)
     batches = batches_of(example, sizes, local, positions=example is SENTENCE)
-    start = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
-    expected = train_chunk(task, start, task.constants(CPU), batches, local)
+    expected = train_chunk(task, start_of(task), batches, local)
     assert_equal(trained_in_layers(task, example, batches, local, touches), expected)
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
-from fedpriv.privacy import clipping_torch
-from fedpriv.privacy.clipping_torch import blas_threads, product, summed_outer
+from fedpriv.engine import matmul
+from fedpriv.engine.matmul import blas_threads, product, summed_outer
 
 SIZES = st.integers(1, 6)
 AS_THEY_LIE = ("rows", "columns", "every other", "repeated")
@@ -20,7 +20,7 @@ AS_THEY_LIE = ("rows", "columns", "every other", "repeated")
 @pytest.fixture(params=["numpy", "torch"], autouse=True, scope="module")
 def library(request: pytest.FixtureRequest) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clipping_torch, "numpy_is_faster", lambda: request.param == "numpy")
+        patch.setattr(matmul, "numpy_is_faster", lambda: request.param == "numpy")
         yield request.param
 
 
@@ -69,7 +69,7 @@ def test_sums_of_outer_products_are_those_of_pieces(
 ) -> None:
     left, right = drawn(0, (lanes, rows, i), "rows"), drawn(1, (lanes, rows, o), "rows")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clipping_torch, "_AS_THEY_LIE", at_once)
+        patch.setattr(matmul, "_AS_THEY_LIE", at_once)
         found = summed_outer(left, right)
     torch.testing.assert_close(
         found.double(), by_sums(left.mT, right), rtol=1e-5, atol=1e-5, check_stride=False
@@ -81,7 +81,7 @@ def test_sums_of_outer_products_are_those_of_pieces(
     [(1960, 16 * 64, 4), (250, 32 * 256, 1), (100, 1024, 1), (1997, 1024, 1), (1998, 1024, 6)],
 )
 def test_long_rows_of_small_results_are_cut_evenly(rows: int, size: int, pieces: int) -> None:
-    assert clipping_torch._pieces(rows, size) == pieces
+    assert matmul._pieces(rows, size) == pieces
     assert rows % pieces == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.engine.qualification import layers_of
+from fedpriv.engine.separability import separable_layers
 from fedpriv.engine.task import Task, check_task
 from fedpriv.errors import ModelError
 from fedpriv.models import cross_entropy, mlp
@@ -67,7 +67,10 @@ def test_users_do_not_train_side_by_side_where_examples_are_mixed(
     model: nn.Module, loss: Callable[..., torch.Tensor], example: torch.Tensor
 ) -> None:
     """Else one user's data would be in what another sends, which no clipping could bound."""
-    assert layers_of(Task(model, loss), example, SENTENCE if example is SENTENCE else ONE) is None
+    assert (
+        separable_layers(Task(model, loss), example, SENTENCE if example is SENTENCE else ONE)
+        is None
+    )
 
 
 @MIXED

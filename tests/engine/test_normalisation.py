@@ -10,7 +10,14 @@ from torch import nn
 from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import Examples, by_rung, schedule
 from fedpriv.engine.metrics import Measuring, check_metrics, metric, user_metrics
-from fedpriv.engine.task import RunningNorm, Task, check_task, running_norms, without_batch_norm
+from fedpriv.engine.task import (
+    RoundParameters,
+    RunningNorm,
+    Task,
+    check_task,
+    running_norms,
+    without_batch_norm,
+)
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.models import cross_entropy
@@ -145,8 +152,8 @@ def measured(task: Task, users: UserStore, user: int, asked: Metric) -> np.ndarr
     chosen = np.array([user])
     plan = schedule(chosen, users.offsets[chosen], sizes, local, bytes(32), rung)
     examples = Examples(rung, 1, chosen, sizes, users, CPU, plan, task)
-    tensors = {n: torch.tensor(p) for n, p in task.parameters().items()} | task.constants(CPU)
-    measuring = Measuring.of(task.evaluated(), tensors)
+    parameters = {n: torch.tensor(p) for n, p in task.parameters().items()}
+    measuring = Measuring(task.evaluated(), RoundParameters(parameters, task.constants(CPU)))
     return user_metrics(measuring, examples, [asked], {}, ())[asked.tensor][0].numpy()
 
 

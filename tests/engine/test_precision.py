@@ -14,16 +14,17 @@ from torch import nn
 from fedpriv.data.population import UserStore
 from fedpriv.engine import layers as engine_layers
 from fedpriv.engine.batches import Batches
+from fedpriv.engine.local_training import train_chunk
 from fedpriv.engine.low_rank import train_layers_chunk
+from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.metrics import metric
-from fedpriv.engine.qualification import layers_of
-from fedpriv.engine.sgd import train_chunk
-from fedpriv.engine.task import Activations, Task, activations_named
+from fedpriv.engine.separability import separable_layers
+from fedpriv.engine.task import Activations, RoundParameters, Task, activations_named
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.models import build_model, cross_entropy
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.clipping_torch import OuterProducts, Updates, whole
+from fedpriv.privacy.clipping_torch import Updates, whole
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining, RoundRequest
@@ -130,16 +131,17 @@ def learnt(kind: str, x: np.ndarray, y: np.ndarray) -> Updates:
     torch.manual_seed(0)
     task = task_of(kind)
     row = [torch.from_numpy(array[0, 0, :1]) for array in (x, y)]
-    start = {name: torch.from_numpy(a) for name, a in task.parameters().items()}
+    parameters = {name: torch.from_numpy(a) for name, a in task.parameters().items()}
+    start = RoundParameters(parameters, task.constants(CPU))
     batches = Batches(
         torch.from_numpy(x), torch.from_numpy(y), torch.ones(x.shape[:3]), padded=False
     )
-    given = (task, start, task.constants(CPU), batches, LOCAL, "bfloat16")
-    layers = layers_of(task, *row)
+    given = (task, start, batches, LOCAL, "bfloat16")
+    layers = separable_layers(task, *row)
     assert (layers is None) == (kind == "general")
     if layers is None:
         return train_chunk(*given)
-    return train_layers_chunk(layers, *given, layers.low_rank(*x.shape[1:3]))
+    return train_layers_chunk(layers, *given)
 
 
 def batches(kind: str) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from federation import open_books
+from federation import open_records
 from torch import nn
 
 from fedpriv.data.population import UserStore
@@ -68,8 +68,8 @@ def test_released_statistics_find_those_of_the_population(
     plan = make_plan(task, noise_multiplier)
     state = initial_state(plan, task.parameters(), task.statistics())
     transport = InProcessTransport(task, users, torch.device("cpu"), 10**7)
-    with open_books(tmp_path) as books:
-        for report in train(plan, state, transport, books, SeededEntropy(0)):
+    with open_records(tmp_path) as records:
+        for report in train(plan, state, transport, records, SeededEntropy(0)):
             state = report.state
     x = users.fields["x"].astype(np.float64)
     spread = x.std(0)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedpriv.engine.task import Start, Task
+from fedpriv.engine.task import RoundParameters, Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.models import cross_entropy
 from fedpriv.privacy.clipping import Clipping
@@ -55,12 +55,12 @@ def test_training_never_waits(kind: str) -> None:
     users = users_of(SIZES, (1, 4, 4))
     transport = InProcessTransport(task, users, torch.device("cpu"), 10**7, processes=1)
     trainer = transport._trainer
-    start = Start.of(request, trainer.constants, transport.device)
+    start = RoundParameters.of(request, trainer.constants, transport.device)
     chunks = list(transport._chunks(request, start))
     assert all(chunk.together for chunk in chunks)
     with Asked() as asked:
         for chunk in chunks:
-            assert trainer.sums(request, start, chunk)
+            assert trainer.sum_of(request, start, chunk)
     assert asked.operations > 100
     # Whether this thread's CPU flushes subnormal numbers.
     assert asked.names == ["_local_scalar_dense"] * len(chunks)

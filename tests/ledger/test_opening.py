@@ -28,39 +28,25 @@ def path(tmp_path):
     return tmp_path / "population.ledger"
 
 
-REST = "relation, schedule, strategy, randomness, cohort_commitment, charged_at"
-NEXT = f"""INSERT INTO sampling_events SELECT 3, 'next', round, attempt, policy, 0.01, population,
-{REST}, (SELECT hash FROM head), 'next' FROM sampling_events LIMIT 1"""
-NEXT_QUERY = "INSERT INTO sum_query_events VALUES (3, 0, 'next', 1.0, 1.0, NULL, 'x')"
+NEXT = "INSERT INTO chain VALUES (3, 'next', 0, 0, 'text', 'next')"
 APPEND_ONLY = [
-    f"{verb} {table} {rest}"
-    for table, column in [
-        ("ledger", "population"),
-        ("sampling_events", "run"),
-        ("sum_query_events", "group_name"),
-    ]
-    for verb, rest in [("UPDATE", f"SET {column} = 'x'"), ("DELETE FROM", "")]
-] + [
+    "UPDATE chain SET run = 'x'",
+    "UPDATE chain SET text = 'x' WHERE position = 0",
+    "DELETE FROM chain",
+    "DELETE FROM chain WHERE position = 2",
     "DELETE FROM head",
     "UPDATE head SET count = 3",
     "UPDATE head SET count = 1",
     "UPDATE head SET hash = 'x'",
     "UPDATE head SET count = count",
-    "INSERT OR REPLACE INTO ledger SELECT * FROM ledger",
     "INSERT OR REPLACE INTO head VALUES (1, 0, 'x')",
-    "INSERT OR REPLACE INTO sampling_events SELECT * FROM sampling_events",
-    f"""INSERT OR REPLACE INTO sampling_events SELECT 3, run, round, attempt, policy, 0.01,
-    population, {REST}, (SELECT hash FROM head), 'x' FROM sampling_events""",
-    f"""INSERT INTO sampling_events SELECT 3, 'other', round, attempt, policy, 0.01, population,
-    {REST}, 'not the head', 'x' FROM sampling_events LIMIT 1""",
-    f"""INSERT INTO sampling_events SELECT 4, 'other', round, attempt, policy, 0.01, population,
-    {REST}, (SELECT hash FROM head), 'x' FROM sampling_events LIMIT 1""",
-    f"{NEXT}; UPDATE head SET count = 3, hash = 'next'",
-    f"{NEXT}; {NEXT_QUERY}; UPDATE head SET count = 3, hash = 'other'",
-    f"{NEXT}; {NEXT_QUERY}; UPDATE head SET count = 3, hash = 'next', singleton = 2",
-    "INSERT INTO sum_query_events VALUES (2, 1, 'late', 1.0, 1.0, NULL, 'x')",
-    "INSERT OR REPLACE INTO sum_query_events VALUES (2, 0, 'less', 1.0, 1.0, 0.5, 'x')",
-    NEXT_QUERY,
+    "INSERT OR REPLACE INTO chain SELECT * FROM chain",
+    "INSERT OR REPLACE INTO chain VALUES (0, NULL, NULL, NULL, 'text', 'x')",
+    "INSERT OR REPLACE INTO chain SELECT 3, run, round, attempt, text, 'x' FROM chain",
+    "INSERT INTO chain VALUES (4, 'other', 0, 0, 'text', 'x')",
+    f"{NEXT}; INSERT OR REPLACE INTO chain VALUES (3, 'other', 0, 0, 'text', 'x')",
+    f"{NEXT}; UPDATE head SET count = 3, hash = 'other'",
+    f"{NEXT}; UPDATE head SET count = 3, hash = 'next', singleton = 2",
 ]
 
 

@@ -181,17 +181,17 @@ class TestWithALedger:
         self.charge(ledger, record.record("r", 0, 0, np.arange(4)), 0)
         self.charge(ledger, "ab" * 32, 1)
         ledger.verify()
-        with pytest.raises(LedgerError, match=r"event 2 \(run r, round 1, .*no cohort with"):
+        with pytest.raises(LedgerError, match=r"charge 2 \(run r, round 1, .*no cohort with"):
             ledger.verify(record)
 
     def test_a_cohort_of_another_round_is_named(self, record, ledger):
         self.charge(ledger, record.record("r", 0, 1, np.arange(4)), 0)
-        with pytest.raises(LedgerError, match=r"event 1 .*that of run r, round 0, attempt 1"):
+        with pytest.raises(LedgerError, match=r"charge 1 .*that of run r, round 0, attempt 1"):
             ledger.verify(record)
 
     def test_a_cohort_beyond_the_population_is_named(self, record, ledger):
         self.charge(ledger, record.record("r", 0, 0, np.array([3, 10])), 0)
-        with pytest.raises(LedgerError, match=r"event 1 .*user 10 of a population of 10"):
+        with pytest.raises(LedgerError, match=r"charge 1 .*user 10 of a population of 10"):
             ledger.verify(record)
 
     def test_neither_ledger_nor_export_holds_salt_or_users(self, record, ledger, tmp_path, path):

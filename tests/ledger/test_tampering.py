@@ -18,8 +18,7 @@ import pytest
 from fedpriv.accounting.policies import poisson_gaussian, separated_gaussian
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, SumQueryEvent
-from fedpriv.ledger.ledger import Head, Ledger, ProposedCharge
-from fedpriv.ledger.schema import LEDGER
+from fedpriv.ledger.ledger import LEDGER, Head, Ledger, ProposedCharge
 
 ROWS = 5
 QUERIES = 3
@@ -27,7 +26,7 @@ POSITIONS = range(1, ROWS + 1)
 
 
 def name(position):
-    return f"sampling event {position} (run r, round {position - 1}, attempt 0)"
+    return f"charge {position} (run r, round {position - 1}, attempt 0)"
 
 
 def proposal(number):
@@ -81,275 +80,172 @@ def complaint(path, head=None):
     return str(error.value)
 
 
-def columns(table):
-    with closing(sqlite3.connect(":memory:")) as pristine:
-        pristine.executescript(LEDGER.schema)
-        return [row[1] for row in pristine.execute(f"PRAGMA table_info({table})")]
+def sha256(text):
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def different(value):
-    """The least different value of the same type."""
-    if value is None:
-        return "{}"
-    if isinstance(value, float):
-        return math.nextafter(value, 0.0)
-    return value + 1000 if isinstance(value, int) else value + "'"
+def text_of(raw, position):
+    return raw.execute("SELECT text FROM chain WHERE position = ?", (position,)).fetchone()[0]
 
 
-def sha256_of_json(value):
-    encoded = json.dumps(value, sort_keys=True, separators=(",", ":"), default=repr).encode()
-    return hashlib.sha256(encoded).hexdigest()
-
-
-def without_hash(row):
-    return {
-        column: value
-        for column, value in dict(row).items()
-        if column != "hash" and value is not None
-    }
-
-
-def forge(raw, position, of):
-    """Insert a sampling event like that at position `of`, of another run."""
-    (row,) = raw.execute("SELECT * FROM sampling_events WHERE id = ?", (of,)).fetchall()
-    forged = {**dict(row), "id": position, "run": "forged", "round": 0, "hash": "x"}
-    values = ", ".join(f":{column}" for column in forged)
-    raw.execute(f"INSERT INTO sampling_events VALUES ({values})", forged)
-
-
-def rehash(raw, position):
-    """Make the digests of one sampling event and its queries fit what the row says now."""
-    hashes = []
-    for query in raw.execute(
-        "SELECT * FROM sum_query_events WHERE sampling_event = ? ORDER BY position", (position,)
-    ).fetchall():
-        hashes.append(sha256_of_json(without_hash(query)))
-        raw.execute(
-            "UPDATE sum_query_events SET hash = ? WHERE sampling_event = ? AND position = ?",
-            (hashes[-1], position, query["position"]),
-        )
-    (row,) = raw.execute("SELECT * FROM sampling_events WHERE id = ?", (position,)).fetchall()
-    content = without_hash(row)
-    digest = sha256_of_json({**content, "sum_queries": hashes})
-    raw.execute("UPDATE sampling_events SET hash = ? WHERE id = ?", (digest, position))
-    return digest
+def rewrite(raw, position, text):
+    """Put a text in the place of a charge, with its digest; returns the digest."""
+    raw.execute(
+        "UPDATE chain SET text = ?, hash = ? WHERE position = ?", (text, sha256(text), position)
+    )
+    return sha256(text)
 
 
 def relink(raw, first):
     """Make the whole chain from `first` on, and the head, fit again."""
-    for position in range(first, ROWS + 1):
-        digest = rehash(raw, position)
-        raw.execute(
-            "UPDATE sampling_events SET previous_hash = ? WHERE id = ?", (digest, position + 1)
-        )
+    digest = sha256(text_of(raw, first))
+    for position in range(first + 1, ROWS + 1):
+        fields = {**json.loads(text_of(raw, position)), "previous_hash": digest}
+        digest = rewrite(raw, position, json.dumps(fields))
     raw.execute("UPDATE head SET hash = ?", (digest,))
+
+
+def forged(raw, position, **changes):
+    """Rewrite fields of a charge; returns the digest of its new text."""
+    fields = {**json.loads(text_of(raw, position)), **changes}
+    return rewrite(raw, position, json.dumps(fields))
 
 
 class TestChangedCells:
     @pytest.mark.parametrize("position", POSITIONS)
-    @pytest.mark.parametrize("column", columns("sampling_events"))
-    def test_of_a_sampling_event(self, path, raw, column, position):
-        query = f"SELECT {column} FROM sampling_events WHERE id = ?"
-        (value,) = raw.execute(query, (position,)).fetchone()
-        raw.execute(
-            f"UPDATE sampling_events SET {column} = ? WHERE id = ?", (different(value), position)
-        )
+    @pytest.mark.parametrize("value", ["x", b"\xff", 7, 0.5, math.inf])
+    @pytest.mark.parametrize("column", ["position", "run", "round", "attempt", "text", "hash"])
+    def test_of_a_charge(self, path, raw, column, value, position):
+        if column == "position":
+            value = position + 1000
+        raw.execute(f"UPDATE chain SET {column} = ? WHERE position = ?", (value, position))
         message = complaint(path)
-        if column == "id":
-            assert message == f"sampling event {position} is missing"
+        if column == "position":
+            assert message == f"charge {position} is missing"
         else:
-            assert message.startswith(f"sampling event {position} (run r")
-            assert "was changed" in message
+            assert message in {f"{name(position)} was changed", f"charge {position} was changed"}
 
-    @pytest.mark.parametrize("position", [1, 3, ROWS])
-    @pytest.mark.parametrize("query", range(QUERIES))
-    @pytest.mark.parametrize("column", columns("sum_query_events"))
-    def test_of_a_sum_query_event(self, path, raw, column, query, position):
-        where = "WHERE sampling_event = ? AND position = ?"
-        (value,) = raw.execute(
-            f"SELECT {column} FROM sum_query_events {where}", (position, query)
-        ).fetchone()
-        raw.execute(
-            f"UPDATE sum_query_events SET {column} = ? {where}", (different(value), position, query)
-        )
-        message = complaint(path)
-        moved_away = column in {"sampling_event", "position"}
-        if column == "sampling_event" and query == QUERIES - 1:
-            assert message.startswith(f"{name(position)} was changed, or the number of its sum")
-        else:
-            happened = "is missing" if moved_away else "was changed"
-            assert message == f"sum query event {query} of {name(position)} {happened}"
+    @pytest.mark.parametrize("position", POSITIONS)
+    def test_of_any_character_of_a_text(self, path, raw, position):
+        text = text_of(raw, position)
+        for at in range(0, len(text), 97):
+            changed = text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :]
+            raw.execute("UPDATE chain SET text = ? WHERE position = ?", (changed, position))
+            assert complaint(path) == f"charge {position} was changed"
 
-    @pytest.mark.parametrize("value", ["text", b"\xff", math.inf, -1.0, 2**62])
-    @pytest.mark.parametrize("column", ["sampling_probability", "population", "run", "hash"])
-    def test_to_anything_that_sqlite_can_hold(self, path, raw, column, value):
-        raw.execute(f"UPDATE sampling_events SET {column} = ? WHERE id = 2", (value,))
-        assert "sampling event 2 (" in complaint(path)
+    @pytest.mark.parametrize(("column", "value"), [("text", "{}"), ("text", 7), ("hash", "x")])
+    def test_of_what_names_the_ledger(self, path, raw, column, value):
+        raw.execute(f"UPDATE chain SET {column} = ? WHERE position = 0", (value,))
+        with pytest.raises(LedgerError, match=r"first line of a ledger|names the ledger"):
+            Ledger.open(path)
 
-    @pytest.mark.parametrize("column", ["ledger_id", "population", "created_at"])
-    def test_of_the_name_of_the_ledger(self, path, raw, column):
-        raw.execute(f"UPDATE ledger SET {column} = {column} || 'x'")
+    def test_of_what_names_the_ledger_with_its_digest(self, path, raw):
+        rewrite(raw, 0, text_of(raw, 0).replace("users", "others"))
         assert complaint(path) == (
-            f"{name(1)} does not follow the ledger's own row: one of them was replaced"
+            f"{name(1)} does not follow the text that names the ledger: one of them was replaced"
         )
 
     def test_of_the_hash_of_the_head(self, path, raw):
         raw.execute("UPDATE head SET hash = 'x'")
-        assert complaint(path).startswith(f"the head is sampling event {ROWS} with hash x, but")
+        assert complaint(path).startswith(f"the head is charge {ROWS} with hash x, but")
 
     def test_of_the_count_of_the_head(self, path, raw):
         raw.execute("UPDATE head SET count = count + 1")
-        assert complaint(path) == f"sampling event {ROWS + 1} is missing"
+        assert complaint(path) == f"charge {ROWS + 1} is missing"
 
 
 class TestRows:
     @pytest.mark.parametrize("position", POSITIONS)
     def test_deleted(self, path, raw, position):
-        raw.execute("DELETE FROM sampling_events WHERE id = ?", (position,))
-        assert complaint(path) == f"sampling event {position} is missing"
-        raw.execute("DELETE FROM sum_query_events WHERE sampling_event = ?", (position,))
-        assert complaint(path) == f"sampling event {position} is missing"
+        raw.execute("DELETE FROM chain WHERE position = ?", (position,))
+        assert complaint(path) == f"charge {position} is missing"
 
     @pytest.mark.parametrize("position", range(1, ROWS))
     def test_deleted_and_the_rest_renumbered(self, path, raw, position):
-        for table, key in [("sampling_events", "id"), ("sum_query_events", "sampling_event")]:
-            raw.execute(f"DELETE FROM {table} WHERE {key} = ?", (position,))
-            raw.execute(f"UPDATE {table} SET {key} = {key} - 1 WHERE {key} > ?", (position,))
+        raw.execute("DELETE FROM chain WHERE position = ?", (position,))
+        raw.execute("UPDATE chain SET position = position - 1 WHERE position > ?", (position,))
         raw.execute("UPDATE head SET count = count - 1")
-        assert f"sampling event {position} (run r, round {position}, attempt 0)" in complaint(path)
+        message = complaint(path)
+        assert message.startswith(f"charge {position} is missing: {name(position + 1)} is in its")
 
-    @pytest.mark.parametrize("with_queries", [False, True])
     @pytest.mark.parametrize(("one", "other"), [(1, 2), (2, 4), (4, 5), (1, 5)])
-    def test_swapped(self, path, raw, one, other, with_queries):
-        tables = [("sampling_events", "id"), ("sum_query_events", "sampling_event")]
-        for table, key in tables[: 1 + with_queries]:
-            for old, new in [(one, 99), (other, one), (99, other)]:
-                raw.execute(f"UPDATE {table} SET {key} = ? WHERE {key} = ?", (new, old))
-        assert complaint(path) == (
-            f"sampling event {one} (run r, round {other - 1}, attempt 0) is out of order"
-        )
+    def test_swapped(self, path, raw, one, other):
+        for old, new in [(one, 99), (other, one), (99, other)]:
+            raw.execute("UPDATE chain SET position = ? WHERE position = ?", (new, old))
+        assert complaint(path) == f"charge {one} is missing: {name(other)} is in its place"
 
-    @pytest.mark.parametrize("position", [0, -7, ROWS + 1, 99])
-    def test_inserted_outside_the_chain(self, path, raw, position):
-        forge(raw, position, of=1)
-        assert complaint(path) == (
-            f"sampling event {position} (run forged, round 0, attempt 0) was added outside "
-            "the chain"
-        )
+    @pytest.mark.parametrize("position", [-7, ROWS + 1, 99])
+    def test_added_outside_the_chain(self, path, raw, position):
+        raw.execute("INSERT INTO chain VALUES (?, 'forged', 0, 0, 'text', 'x')", (position,))
+        assert complaint(path) == f"charge {position} was added outside the chain"
 
     @pytest.mark.parametrize("position", [1, 3])
     def test_inserted_into_the_chain(self, path, raw, position):
-        """The inserted row fits what is before it; the one after it no longer does."""
+        """The inserted charge fits what is before it; the one after it no longer does."""
+        text = text_of(raw, position)
         for shift in (100, -99):
-            for table, key in [("sampling_events", "id"), ("sum_query_events", "sampling_event")]:
-                raw.execute(
-                    f"UPDATE {table} SET {key} = {key} + ? WHERE {key} >= ?", (shift, position)
-                )
-        raw.execute("UPDATE head SET count = count + 1")
-        forge(raw, position, of=position + 1)
-        raw.execute("INSERT INTO sum_query_events VALUES (?, 0, 'g', 1, 1, NULL, '')", (position,))
-        rehash(raw, position)
-        assert complaint(path) == (
-            f"sampling event {position + 1} (run r, round {position - 1}, attempt 0) "
-            "is out of order"
-        )
-
-
-class TestSumQueries:
-    @pytest.mark.parametrize("query", range(QUERIES - 1))
-    def test_deleted(self, path, raw, query):
-        raw.execute(
-            "DELETE FROM sum_query_events WHERE sampling_event = 4 AND position = ?", (query,)
-        )
-        assert complaint(path) == f"sum query event {query} of {name(4)} is missing"
-
-    def test_last_deleted(self, path, raw):
-        raw.execute("DELETE FROM sum_query_events WHERE sampling_event = 4 AND position = 2")
-        assert complaint(path) == (
-            f"{name(4)} was changed, or the number of its sum query events was"
-        )
-
-    def test_all_deleted(self, path, raw):
-        raw.execute("DELETE FROM sum_query_events WHERE sampling_event = 4")
-        assert complaint(path) == f"sum query event 0 of {name(4)} is missing"
-
-    def test_added(self, path, raw):
-        raw.execute("INSERT INTO sum_query_events VALUES (4, 3, 'free', 1.0, 1.0, NULL, 'x')")
-        assert complaint(path) == f"sum query event 3 of {name(4)} was changed"
-
-    def test_swapped(self, path, raw):
-        for old, new in [(0, 99), (1, 0), (99, 1)]:
             raw.execute(
-                "UPDATE sum_query_events SET position = ? WHERE sampling_event = 2 "
-                "AND position = ?",
-                (new, old),
+                "UPDATE chain SET position = position + ? WHERE position >= ?", (shift, position)
             )
-        assert complaint(path) == f"sum query event 0 of {name(2)} was changed"
-
-    def test_of_no_sampling_event(self, path, raw):
-        raw.execute("INSERT INTO sum_query_events VALUES (99, 0, 'free', 1.0, 1.0, NULL, 'x')")
-        assert complaint(path) == (
-            "sum query event 0 of sampling event 99 was added outside the chain"
+        raw.execute("UPDATE head SET count = count + 1")
+        raw.execute("INSERT INTO chain VALUES (?, 'forged', 0, 0, '', '')", (position,))
+        raw.execute("UPDATE chain SET round = 0, attempt = 0 WHERE position = ?", (position,))
+        fields = {**json.loads(text), "run": "forged", "round": 0}
+        rewrite(raw, position, json.dumps(fields))
+        assert (
+            complaint(path) == f"charge {position + 1} is missing: {name(position)} is in its place"
         )
 
 
-NO_SCHEDULE_OR_STRATEGY = [
-    ("schedule", None),
-    ("schedule", ""),
-    ("schedule", "[9,3,2]"),
-    ("schedule", "null"),
-    ("schedule", b"\xff"),
-    ("schedule", 7),
-    ("schedule", '{"participations":3,"rounds":9}'[:-1]),
-    ("schedule", '{"rounds":9,"participations":3,"separation":2}'),
-    ("schedule", '{"participations": 3, "rounds": 9, "separation": 2}'),
-    ("schedule", '{"participations":3,"rounds":9.0,"separation":2}'),
-    ("schedule", '{"participations":3,"rounds":2,"separation":2}'),
-    ("schedule", '{"participations":3,"rounds":9,"separation":2,"more":1}'),
-    ("schedule", '{"participations":"3","rounds":9,"separation":2}'),
-    ("schedule", "[" * 100_000),
-    ("strategy", ""),
-    ("strategy", "[1.0]"),
-    ("strategy", "[]"),
-    ("strategy", "[1.0, 0.5]"),
-    ("strategy", "[1,0.5]"),
-    ("strategy", "[1.0,0.50]"),
-    ("strategy", "[1.0,NaN]"),
-    ("strategy", "[1.0,1e999]"),
-    ("strategy", "[1.0,Infinity]"),
-    ("strategy", "[0.0,1.0]"),
-    ("strategy", '["a"]'),
-    ("strategy", '{"0":1.0}'),
-    ("strategy", "1.5"),
-    ("strategy", 1.5),
-    ("strategy", b"[1.0,0.5]"),
-    ("strategy", f"[{'1.0,' * 9}1.0]"),
-]
+QUERY = {"group": "g", "clipping_norm": 1.0, "noise_stddev": 1.0, "granularity": None}
+UNKNOWN = [
+    *({"policy": value} for value in ("lucky", None, 7)),
+    *({"relation": value} for value in ("none", [])),
+    *({"randomness": value} for value in ("dice", True)),
+    *({"sampling_probability": value} for value in (2.0, 1, "often", math.nan, None)),
+    *({"population": value} for value in (0, 1000.0, True, "1000")),
+    *({"run": value} for value in ("", "a\nb", 7)),
+    *({"round": value} for value in (-1, 3.0, True, 2**63)),
+    *({"cohort_commitment": value} for value in ("0" * 63, "G" * 64, 7)),
+    *({"charged_at": value} for value in ("\x1b[2J", 7, None)),
+    *({"schedule": value} for value in (
+        None, "", [9, 3, 2], {"rounds": 9}, {"participations": 3, "rounds": 9, "separation": 2},
+        {"rounds": 9.0, "participations": 3, "separation": 2},
+        {"rounds": 2, "participations": 3, "separation": 2},
+        {"rounds": True, "participations": 1, "separation": 1},
+        {"rounds": 9, "participations": 3, "separation": 2, "more": 1},
+    )),
+    *({"strategy": value} for value in (
+        "", None, [], [1, 0.5], [1.0, math.nan], [1.0, math.inf], [0.0, 1.0], ["a"], 1.5,
+        [1.0] * 10, {"0": 1.0},
+    )),
+    *({"sum_queries": value} for value in ([], None, {}, [{}], ["a"])),
+    *({"sum_queries": [{**QUERY, **value}]} for value in (
+        {"more": 1}, {"group": None}, {"group": 7}, {"clipping_norm": 1}, {"clipping_norm": 0.0},
+        {"noise_stddev": -1.0}, {"noise_stddev": -0.0}, {"noise_stddev": math.inf},
+        {"granularity": ""}, {"granularity": 0.75}, {"granularity": 4.0}, {"granularity": 5e-324},
+        {"granularity": 1}, {"granularity": 0.0}, {"granularity": math.inf},
+    )),
+    {"more": 1},
+]  # fmt: skip
 
 
 class TestForgersWhoHash:
     @pytest.mark.parametrize("position", range(1, ROWS))
-    def test_one_row_rehashed_breaks_the_link_after_it(self, path, raw, position):
-        raw.execute(
-            "UPDATE sum_query_events SET noise_stddev = 9 WHERE sampling_event = ?", (position,)
-        )
-        rehash(raw, position)
+    def test_one_charge_rewritten_breaks_the_link_after_it(self, path, raw, position):
+        forged(raw, position, sum_queries=[QUERY])
         assert complaint(path) == (
-            f"{name(position + 1)} does not follow sampling event {position}: "
-            "one of them was replaced"
+            f"{name(position + 1)} does not follow charge {position}: one of them was replaced"
         )
 
-    def test_the_last_row_rehashed_breaks_the_head(self, path, raw):
-        raw.execute("UPDATE sampling_events SET sampling_probability = 0.01 WHERE id = ?", (ROWS,))
-        digest = rehash(raw, ROWS)
-        assert f"leads to sampling event {ROWS} with hash {digest}" in complaint(path)
+    def test_the_last_charge_rewritten_breaks_the_head(self, path, raw):
+        digest = forged(raw, ROWS, sum_queries=[QUERY])
+        assert f"leads to charge {ROWS} with hash {digest}" in complaint(path)
 
     @pytest.mark.parametrize("position", POSITIONS)
-    def test_the_chain_rehashed_is_found_by_a_head_kept_elsewhere(self, path, raw, position):
+    def test_the_chain_rewritten_is_found_by_a_head_kept_elsewhere(self, path, raw, position):
         (digest,) = raw.execute("SELECT hash FROM head").fetchone()
-        raw.execute(
-            "UPDATE sum_query_events SET noise_stddev = 9 WHERE sampling_event = ?", (position,)
-        )
+        forged(raw, position, sum_queries=[QUERY])
         relink(raw, position)
         raw.executescript(self.triggers())
         with Ledger.open(path) as ledger:
@@ -358,10 +254,9 @@ class TestForgersWhoHash:
 
     def test_a_tail_cut_with_its_head_is_found_by_a_head_kept_elsewhere(self, path, raw):
         (digest,) = raw.execute("SELECT hash FROM head").fetchone()
-        raw.execute("DELETE FROM sum_query_events WHERE sampling_event = ?", (ROWS,))
-        raw.execute("DELETE FROM sampling_events WHERE id = ?", (ROWS,))
+        raw.execute("DELETE FROM chain WHERE position = ?", (ROWS,))
         raw.execute(
-            "UPDATE head SET (count, hash) = (SELECT id, hash FROM sampling_events WHERE id = ?)",
+            "UPDATE head SET (count, hash) = (SELECT position, hash FROM chain WHERE position = ?)",
             (ROWS - 1,),
         )
         raw.executescript(self.triggers())
@@ -369,32 +264,31 @@ class TestForgersWhoHash:
             ledger.verify()
         assert "never had the head of 5 charges" in complaint(path, Head(ROWS, digest))
 
-    @pytest.mark.parametrize(
-        ("column", "value"),
-        [("policy", "lucky"), ("relation", "none"), ("randomness", "dice"),
-         ("sampling_probability", 2.0), ("sampling_probability", "often"), ("population", 0)],
-    )  # fmt: skip
-    def test_events_that_cannot_be_priced_are_refused(self, path, raw, column, value):
-        raw.execute(f"UPDATE sampling_events SET {column} = ? WHERE id = 3", (value,))
-        relink(raw, 3)
-        assert complaint(path).startswith(f"{name(3)} is none that this fedpriv knows: ")
-
-    @pytest.mark.parametrize(("column", "value"), NO_SCHEDULE_OR_STRATEGY)
-    def test_schedules_and_strategies_that_are_none_are_refused(self, path, raw, column, value):
-        raw.execute(f"UPDATE sampling_events SET {column} = ? WHERE id = 4", (value,))
+    @pytest.mark.parametrize("changes", UNKNOWN, ids=str)
+    def test_what_no_ledger_charges_is_refused(self, path, raw, changes):
+        forged(raw, 4, **changes)
         relink(raw, 4)
-        assert complaint(path).startswith(f"{name(4)} is none that this fedpriv knows: ")
+        assert complaint(path).startswith("charge 4 is not one that this fedpriv knows: ")
 
     @pytest.mark.parametrize(
-        "value", ["", "half", b"\xff", 0.0, -0.5, 0.75, 4.0, 5e-324, math.inf, 2**62]
+        "written",
+        [
+            lambda text: " " + text,
+            lambda text: text.replace(": ", ":"),
+            lambda text: text.replace('"run": "r"', '"run": "\\u0072"'),
+            lambda text: text.replace('"run": "r"', '"run": "x", "run": "r"'),
+            lambda text: text.replace("1.0,", "1.00,"),
+            lambda text: json.dumps(dict(reversed(json.loads(text).items()))),
+            lambda _: "[" * 100_000,
+            lambda _: "null",
+            lambda _: "",
+        ],
     )
-    def test_granularities_that_are_none_are_refused(self, path, raw, value):
-        raw.execute(
-            "UPDATE sum_query_events SET granularity = ? WHERE sampling_event = 3 AND position = 1",
-            (value,),
-        )
-        relink(raw, 3)
-        assert complaint(path).startswith(f"{name(3)} is none that this fedpriv knows: ")
+    def test_the_same_in_other_writing_is_refused(self, path, raw, written):
+        text = text_of(raw, ROWS)
+        assert written(text) != text
+        raw.execute("UPDATE head SET hash = ?", (rewrite(raw, ROWS, written(text)),))
+        assert complaint(path).startswith(f"charge {ROWS} is not one that this fedpriv knows: ")
 
     @staticmethod
     def triggers():
@@ -408,9 +302,9 @@ def test_missing_triggers_are_named(path, raw):
     assert "head_moves_by_one" in complaint(path)
 
 
-@pytest.mark.parametrize("table", ["ledger", "head"])
-def test_a_ledger_without_name_or_head_is_refused(path, raw, table):
-    raw.execute(f"DELETE FROM {table}")
+@pytest.mark.parametrize("row", ["chain WHERE position = 0", "head"])
+def test_a_ledger_without_name_or_head_is_refused(path, raw, row):
+    raw.execute(f"DELETE FROM {row}")
     with pytest.raises(LedgerError, match="has 0 rows"), Ledger.open(path) as ledger:
         ledger.verify()
 
@@ -426,15 +320,19 @@ class TestNothingIsBuiltOnABrokenLedger:
             lambda ledger: ledger.export(io.StringIO()),
         ],
     )
-    def test_when_a_row_was_changed(self, path, raw, use):
-        raw.execute("UPDATE sum_query_events SET noise_stddev = 99 WHERE sampling_event = 3")
-        with Ledger.open(path) as ledger, pytest.raises(LedgerError, match="sum query event 0 of"):
+    def test_when_a_charge_was_changed(self, path, raw, use):
+        raw.execute("UPDATE chain SET text = replace(text, '2.5', '9.5') WHERE position = 3")
+        raw.execute("UPDATE chain SET text = replace(text, '4.5', '9.5') WHERE position = 3")
+        with Ledger.open(path) as ledger, pytest.raises(LedgerError, match="charge 3 was changed"):
             use(ledger)
-        assert raw.execute("SELECT count(*) FROM sampling_events").fetchone()[0] == ROWS
+        assert raw.execute("SELECT count(*) FROM chain").fetchone()[0] == ROWS + 1
 
     def test_when_it_was_set_back_while_it_was_open(self, path, raw):
         with Ledger.open(path) as ledger:
             ledger.spent()
-            raw.execute("UPDATE head SET (count, hash) = (SELECT id, hash FROM sampling_events)")
-            with pytest.raises(LedgerError, match="the head is sampling event 1"):
+            raw.execute(
+                "UPDATE head SET (count, hash) = "
+                "(SELECT position, hash FROM chain WHERE position = 1)"
+            )
+            with pytest.raises(LedgerError, match="the head is charge 1"):
                 ledger.charge(proposal(ROWS))

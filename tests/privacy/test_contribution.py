@@ -25,7 +25,12 @@ from fedpriv.privacy.layout import (
 )
 from fedpriv.privacy.mechanism import Metric, indicator_group, indicator_of
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.query import GaussianSumQuery, noise_stddevs, proportional_shares
+from fedpriv.privacy.query import (
+    GaussianQuery,
+    noise_stddevs,
+    proportional_shares,
+    sensitivities,
+)
 from tests.privacy.exact import (
     LARGEST_SQUARE,
     agree,
@@ -429,7 +434,7 @@ def test_large_updates_take_little_memory_but_the_vector(strategy: str, size: fl
 def test_any_user_moves_all_groups_together_by_at_most_one_over_z(
     tensors: dict[str, np.ndarray], weight: int, z: float
 ) -> None:
-    stddevs = noise_stddevs(GROUPS, z, proportional_shares(GROUPS))
+    stddevs = noise_stddevs(sensitivities(CLIPPING), z, proportional_shares(GROUPS))
     contribution = CLIPPING.contribution(tensors, weight)
     moved = sum(
         squares(part(CLIPPING, contribution, group))
@@ -547,14 +552,17 @@ def test_the_noise_of_every_group_has_its_scale_and_no_other() -> None:
     update = VectorGroup("update", ("w",), 0.3, (2.0,))
     groups = (update, metric.group, indicator_group(indicator))
     layout = Layout(("w", metric.tensor, "unclipped"), ((20_000,), (20_000,), (1,)))
-    stddevs = noise_stddevs(groups, 1.1, (0.6, 0.3, 0.1))
-    query = GaussianSumQuery(Clipping(layout, groups, indicator), stddevs)
+    clipping = Clipping(layout, groups, indicator)
+    stddevs = noise_stddevs(sensitivities(clipping), 1.1, (0.6, 0.3, 0.1))
+    query = GaussianQuery(clipping, stddevs)
     zero, found = np.zeros(layout.dimension, np.int64), []
     for attempt in range(2000):
         one = Clipping(Layout(("unclipped",), ((1,),)), groups[2:], None)
-        alone = GaussianSumQuery(one, stddevs[2:])
-        found.append(alone.release(np.zeros(1, np.int64), SeededEntropy(5), f"noise/{attempt}")[0])
-    released, _ = query.release(zero, SeededEntropy(5), "noise")
+        alone = GaussianQuery(one, stddevs[2:])
+        found.append(
+            alone.noised_average(np.zeros(1, np.int64), SeededEntropy(5), f"noise/{attempt}")[0]
+        )
+    released, _ = query.noised_average(zero, SeededEntropy(5), "noise")
     parts = (released[:20_000], released[20_000:40_000], np.concatenate(found))
     # σ_g = z·S_g/√ω_g, times α; written out by hand.
     expected = (
@@ -569,8 +577,8 @@ def test_the_noise_of_every_group_has_its_scale_and_no_other() -> None:
 
 
 def test_a_query_charges_every_group_of_a_contribution() -> None:
-    stddevs = noise_stddevs(GROUPS, 2.0, proportional_shares(GROUPS))
-    events = GaussianSumQuery(CLIPPING, stddevs).events
+    stddevs = noise_stddevs(sensitivities(CLIPPING), 2.0, proportional_shares(GROUPS))
+    events = GaussianQuery(CLIPPING, stddevs, weighted_denominator=1.0).events
     assert [event.group for event in events] == ["left", "right", "metrics/counts", "unclipped"]
     total = math.fsum((event.clipping_norm / event.noise_stddev) ** 2 for event in events)
     assert total**-0.5 == pytest.approx(2.0)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -16,10 +17,8 @@ from fedpriv.privacy.layout import Layout, VectorGroup, flat
 from fedpriv.privacy.mechanism import PoissonGaussianMechanism
 from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.query import (
-    FlooredAverageQuery,
-    GaussianAverageQuery,
-    GaussianSumQuery,
-    sensitivity,
+    GaussianQuery,
+    sensitivities,
 )
 from fedpriv.privacy.sampling import PoissonSampling
 from tests.privacy.exact import squares, steps_of
@@ -30,35 +29,37 @@ CAP = 8
 
 def floored(
     floor: float, norm: float = 1.0, stddev: float = 0.0, cap: int = CAP, dimension: int = 2
-) -> FlooredAverageQuery:
+) -> GaussianQuery:
     layout = Layout(("w",), ((dimension,),))
     clipping = Clipping(layout, flat(layout, norm), weighted=("update",), weight_cap=cap)
-    sums = GaussianSumQuery(clipping, (stddev,))
-    return FlooredAverageQuery(GaussianAverageQuery(sums, 10.0, floor))
+    return GaussianQuery(clipping, (stddev,), 10.0, floor, floor=1.0)
 
 
-def average(query: FlooredAverageQuery, users: list[tuple[float, float, int]]) -> np.ndarray:
-    clipping = query.sum_query.clipping
+def average(query: GaussianQuery, users: list[tuple[float, float, int]]) -> np.ndarray:
+    clipping = query.clipping
     total = sum(
         (clipping.contribution({"w": np.array([x, y])}, m) for x, y, m in users),
         np.zeros(2, np.int64),
     )
-    return query.release(total, sum(m for *_, m in users), SYSTEM, "test")[0]
+    return query.noised_average(total, SYSTEM, "test", sum(m for *_, m in users))[0]
 
 
-def rounded(query: FlooredAverageQuery, total: Sequence[int], weight: int) -> list[int]:
+def rounded(query: GaussianQuery, total: Sequence[int], weight: int) -> list[int]:
     """y: what the library noises, in steps."""
-    noised: list[np.ndarray] = []
+    given = np.array(total, np.int64)
+    noised = query._numerator(given, weight)
+    assert noised.dtype == np.int64
+    released, _ = replace(query, noise_stddevs=(0.0,) * len(query.noise_stddevs)).noised_average(
+        given, SYSTEM, "test", weight
+    )
+    np.testing.assert_array_equal(released, noised * query.clipping.steps / query.denominators)
+    return [int(y) for y in noised]
 
-    def spy(self: object, total: np.ndarray, *_: object) -> tuple[None, None]:
-        noised.append(total.copy())
-        return None, None
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GaussianAverageQuery, "release", spy)
-        query.release(np.array(total, np.int64), weight, SYSTEM, "test")
-    assert noised[0].dtype == np.int64
-    return [int(y) for y in noised[0]]
+def factor(query: GaussianQuery) -> Fraction:
+    """What is charged, in clipping norms."""
+    (moved,) = sensitivities(query.clipping, query.weighted_denominator)
+    return Fraction(moved) / Fraction(query.clipping.groups[0].clipping_norm)
 
 
 @st.composite
@@ -75,7 +76,7 @@ def within(draw: st.DrawFn, dimension: int, limit: int) -> list[int]:
 @st.composite
 def neighbours(
     draw: st.DrawFn,
-) -> tuple[FlooredAverageQuery, list[int], int, list[int], int]:
+) -> tuple[GaussianQuery, list[int], int, list[int], int]:
     """A query, the total and weight that a cohort sent, and what one user more adds to them."""
     dimension, cap = draw(st.integers(1, 6)), draw(st.integers(1, 2**31) | st.integers(1, 9))
     norm = draw(st.floats(0.5, 2.0) | st.floats(1e-30, 1e30))
@@ -94,7 +95,7 @@ def neighbours(
         m = draw(st.integers(0, users * cap) | st.just(users * cap))
         limit = m**2 * bound // cap**2
         sent = draw(within(dimension, limit + (limit // 2**30 if limit >= 2**53 else 0)))
-        clipping = query.sum_query.clipping
+        clipping = query.clipping
         # What lies so close to the limit that float64 decides counts as admitted, too.
         assert clipping.admits(np.array(sent), users, m) or squares(sent) > limit
         total = [t + a for t, a in zip(total, sent, strict=True)]
@@ -105,21 +106,18 @@ def neighbours(
 
 @given(neighbours())
 def test_one_user_moves_what_is_noised_by_at_most_what_is_charged(
-    case: tuple[FlooredAverageQuery, list[int], int, list[int], int],
+    case: tuple[GaussianQuery, list[int], int, list[int], int],
 ) -> None:
     query, total, weight, mine, m = case
-    clipping = query.sum_query.clipping
+    clipping = query.clipping
     (group,), (event,) = clipping.groups, query.events
-    assert event.clipping_norm == group.clipping_norm * sensitivity(
-        group, clipping.layout, query.floor
-    )
+    assert event.clipping_norm == factor(query) * Fraction(group.clipping_norm)
     assume(all(abs(t) + abs(a) < 2**62 for t, a in zip(total, mine, strict=True)))
     before = rounded(query, total, weight)
     after = rounded(query, [t + a for t, a in zip(total, mine, strict=True)], weight + m)
     moved = squares(b - a for b, a in zip(before, after, strict=True))
     step, _ = steps_of(group.clipping_norm)
-    charged = sensitivity(group, clipping.layout, query.floor)
-    assert moved <= (Fraction(charged) * Fraction(group.clipping_norm) / step) ** 2
+    assert moved <= (factor(query) * Fraction(group.clipping_norm) / step) ** 2
     assert moved <= event.squared_bound
 
 
@@ -134,19 +132,17 @@ def test_what_rounding_adds_is_needed_and_enough(exponent: int, needed: bool) ->
         query = floored(cohort - float(rng.uniform(0.0, 10.0)), norm, cap=1, dimension=1)
         (before,) = rounded(query, [cohort * longest], cohort)
         (after,) = rounded(query, [cohort * longest - longest], cohort + 1)
-        (group,) = query.sum_query.clipping.groups
-        charged = sensitivity(group, query.sum_query.clipping.layout, query.floor)
-        assert before - after <= Fraction(charged) * Fraction(norm) / step
+        assert before - after <= factor(query) * Fraction(norm) / step
         beyond = beyond or before - after > 2 * longest
     assert beyond is needed
 
 
 @given(neighbours())
 def test_what_is_noised_is_the_average_over_the_floor_or_the_weight_to_the_nearest_step(
-    case: tuple[FlooredAverageQuery, list[int], int, list[int], int],
+    case: tuple[GaussianQuery, list[int], int, list[int], int],
 ) -> None:
     query, total, weight, *_ = case
-    floor, cap = Fraction(query.floor), query.sum_query.clipping.weight_cap
+    floor, cap = Fraction(query.weighted_denominator), query.clipping.weight_cap
     assume(all(abs(t) < 2**62 for t in total))
     share = floor / max(floor, Fraction(weight, cap))
     for y, a in zip(rounded(query, total, weight), total, strict=True):
@@ -160,8 +156,7 @@ def test_the_charge_is_twice_the_norm_and_what_rounding_can_add(
     dimension: int, floor: float
 ) -> None:
     query = floored(floor, norm=1.5, dimension=dimension)
-    (group,) = query.sum_query.clipping.groups
-    charged = Fraction(sensitivity(group, query.sum_query.clipping.layout, floor))
+    charged = factor(query)
     step, bound = steps_of(1.5)
     each = 1 + Fraction(floor) * math.isqrt(bound) / 2**49
     least = 2 + each * math.isqrt(dimension) * step / Fraction(1.5)
@@ -207,12 +202,11 @@ def test_noise_is_that_of_the_events_and_does_not_depend_on_the_cohort() -> None
     layout = Layout(("w", "m"), ((20_000,), (20_000,)))
     groups = (*flat(Layout(("w",), ((20_000,),)), 1.0), VectorGroup("m", ("m",), 1.0, (1.0,)))
     clipping = Clipping(layout, groups, weighted=("update",))
-    sums = GaussianSumQuery(clipping, (6.0, 3.0))
-    query = FlooredAverageQuery(GaussianAverageQuery(sums, 10.0, 5.0))
+    query = GaussianQuery(clipping, (6.0, 3.0), 10.0, 5.0, floor=1.0)
     found = []
     for weight in (0, 50):
-        released, events = query.release(
-            np.zeros(40_000, np.int64), weight, SeededEntropy(1), "noise"
+        released, events = query.noised_average(
+            np.zeros(40_000, np.int64), SeededEntropy(1), "noise", weight
         )
         for noise, stddev in ((released[:20_000], 6.0 / 5.0), (released[20_000:], 3.0 / 10.0)):
             assert stats.kstest(noise / stddev, "norm").pvalue > 1e-6
@@ -225,36 +219,37 @@ def test_noise_is_that_of_the_events_and_does_not_depend_on_the_cohort() -> None
         assert events == query.events
         found.append(released)
     np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_allclose(query.noise_stddevs[[0, -1]], [6.0 / 5.0, 3.0 / 10.0])
+    np.testing.assert_allclose(query.component_stddevs[[0, -1]], [6.0 / 5.0, 3.0 / 10.0])
 
 
 def test_groups_without_weights_are_left_alone() -> None:
     layout = Layout(("w", "m"), ((1,), (1,)))
     groups = (VectorGroup("w", ("w",), 1.0, (1.0,)), VectorGroup("m", ("m",), 1.0, (1.0,)))
-    sums = GaussianSumQuery(Clipping(layout, groups, weighted=("w",)), (0.0, 0.0))
-    query = FlooredAverageQuery(GaussianAverageQuery(sums, 10.0, 2.0))
+    clipping = Clipping(layout, groups, weighted=("w",))
+    query = GaussianQuery(clipping, (0.0, 0.0), 10.0, 2.0, floor=1.0)
     assert rounded(query, [8_000_001, 8_000_001], 8) == [2_000_000, 8_000_001]
-    assert query.events[1] == sums.events[1]
+    assert query.events[1] == GaussianQuery(clipping, (0.0, 0.0), 10.0, 2.0).events[1]
 
 
 def test_the_total_is_left_alone() -> None:
     total = np.array([100, -7], np.int64)
-    floored(0.1).release(total, 80, SYSTEM, "test")
+    floored(0.1).noised_average(total, SYSTEM, "test", 80)
     assert total.tolist() == [100, -7]
 
 
 def test_the_mechanism_charges_what_it_releases() -> None:
     sampling = PoissonSampling(20, 0.5)
     mechanism = PoissonGaussianMechanism(sampling, floored(4.0, stddev=2.0))
-    _, event = mechanism.release(np.zeros(2, np.int64), SYSTEM, "test", weight=3)
-    assert event == mechanism.event
+    _, queries = mechanism.query.noised_average(np.zeros(2, np.int64), SYSTEM, "test", 3)
+    event = mechanism.event
+    assert event.queries == queries
     # σ = 2 against a sensitivity of 2 and a little.
     assert 1.0 - 1e-6 < event.noise_multiplier < 1.0
 
 
 def test_a_bad_weight_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="weight is -1; it must not be negative"):
-        floored(1.0).release(np.zeros(2, np.int64), -1, SYSTEM, "test")
+        floored(1.0).noised_average(np.zeros(2, np.int64), SYSTEM, "test", -1)
 
 
 @pytest.mark.parametrize(
@@ -263,11 +258,11 @@ def test_a_bad_weight_is_refused() -> None:
 @pytest.mark.parametrize("weight", [0, 800])
 def test_only_integers_of_the_right_shape_are_released(total: np.ndarray, weight: int) -> None:
     with pytest.raises(InvalidValueError, match="total is"):
-        floored(1.0).release(total, weight, SYSTEM, "test")
+        floored(1.0).noised_average(total, SYSTEM, "test", weight)
 
 
 def test_a_floor_needs_a_weighted_group() -> None:
     layout = Layout(("w",), ((2,),))
-    sums = GaussianSumQuery(Clipping(layout, flat(layout, 1.0)), (1.0,))
+    clipping = Clipping(layout, flat(layout, 1.0))
     with pytest.raises(InvalidValueError, match="no group is weighted"):
-        FlooredAverageQuery(GaussianAverageQuery(sums, 10.0))
+        GaussianQuery(clipping, (1.0,), 10.0, floor=0.5)

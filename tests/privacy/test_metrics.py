@@ -10,16 +10,16 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.mechanism import Metric, released
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.query import GaussianAverageQuery, GaussianSumQuery
+from fedpriv.privacy.query import GaussianQuery
 
 ACCURACY = Metric("accuracy", centre=0.5, radius=0.5)
 COUNTS = Metric("counts", (3,), radius=2.0)
 
 
-def query(stddevs: tuple[float, float, float]) -> GaussianAverageQuery:
+def query(stddevs: tuple[float, float, float]) -> GaussianQuery:
     layout = Layout(("w", ACCURACY.tensor, COUNTS.tensor), ((2,), (), (3,)))
     groups = (*flat(Layout(("w",), ((2,),)), 1.0), ACCURACY.group, COUNTS.group)
-    return GaussianAverageQuery(GaussianSumQuery(Clipping(layout, groups), stddevs), 4.0)
+    return GaussianQuery(Clipping(layout, groups), stddevs, 4.0)
 
 
 def test_a_release_adds_the_centre_and_names_its_noise() -> None:
@@ -33,7 +33,7 @@ def test_a_release_adds_the_centre_and_names_its_noise() -> None:
 
 def test_the_average_of_a_metric_is_that_of_the_cohort_if_it_has_the_expected_size() -> None:
     of = query((0.0, 0.0, 0.0))
-    clipping = of.sum_query.clipping
+    clipping = of.clipping
     total = np.zeros(clipping.layout.dimension, np.int64)
     for accuracy in (0.2, 0.4, 0.9, 1.0):
         sent = {
@@ -42,7 +42,7 @@ def test_the_average_of_a_metric_is_that_of_the_cohort_if_it_has_the_expected_si
             COUNTS.tensor: np.array([1.0, 0.0, 10.0]),
         }
         total += clipping.contribution(sent)
-    average, _ = of.release(total, SeededEntropy(0), "test")
+    average, _ = of.noised_average(total, SeededEntropy(0), "test")
     accuracy, counts = released((ACCURACY, COUNTS), average, of)
     # Of four users, each truncated towards the centre by less than a step.
     assert abs(float(accuracy.value) - 0.625) < ACCURACY.group.granularity

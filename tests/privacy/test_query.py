@@ -1,6 +1,7 @@
 """Sensitivity, noise and events of the Gaussian queries."""
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -30,8 +31,7 @@ from fedpriv.privacy.noise import (
     rounded_gaussian,
 )
 from fedpriv.privacy.query import (
-    GaussianAverageQuery,
-    GaussianSumQuery,
+    GaussianQuery,
     dimension_shares,
     given_shares,
     noise_stddevs,
@@ -68,18 +68,20 @@ def updates(draw: st.DrawFn) -> dict[str, np.ndarray]:
     return update
 
 
-def query(
-    groups: tuple[VectorGroup, ...], z: float = 1.7, shares: str = "equal"
-) -> GaussianSumQuery:
+def norms(groups: tuple[VectorGroup, ...]) -> tuple[float, ...]:
+    return tuple(group.clipping_norm for group in groups)
+
+
+def query(groups: tuple[VectorGroup, ...], z: float = 1.7, shares: str = "equal") -> GaussianQuery:
     of = proportional_shares(groups) if shares == "equal" else dimension_shares(LAYOUT, groups)
-    return GaussianSumQuery(Clipping(LAYOUT, groups), noise_stddevs(groups, z, of))
+    return GaussianQuery(Clipping(LAYOUT, groups), noise_stddevs(norms(groups), z, of))
 
 
 def part(vector: np.ndarray, group: VectorGroup) -> np.ndarray:
     return np.concatenate([vector[LAYOUT.slices[tensor]] for tensor in group.tensors])
 
 
-def moved(sum_query: GaussianSumQuery, contribution: np.ndarray) -> Fraction:
+def moved(sum_query: GaussianQuery, contribution: np.ndarray) -> Fraction:
     """‖·‖² of a contribution with each group divided by its noise, where equation (1) lives."""
     return sum(
         squares(part(contribution, group))
@@ -130,13 +132,11 @@ def test_a_bad_component_in_one_group_zeroes_all_groups() -> None:
 
 def test_joint_clipping_by_hand() -> None:
     layout = Layout(("x", "y"), ((1,), (1,)))
-    sum_query = GaussianSumQuery(
-        Clipping(layout, joint(layout, 1.0, {"x": 10.0, "y": 0.1})), (0.0,)
-    )
+    sum_query = GaussianQuery(Clipping(layout, joint(layout, 1.0, {"x": 10.0, "y": 0.1})), (0.0,))
     # u = (30/10, 0.4/0.1) = (3, 4) has norm 5, so it is scaled by 1/5; steps are 2^-24.
     contribution = sum_query.clipping.contribution({"x": np.array([30.0]), "y": np.array([0.4])})
     np.testing.assert_allclose(contribution, [0.6 * 2**24, 0.8 * 2**24], rtol=2.0**-22)
-    released, _ = sum_query.release(contribution, OperatingSystemEntropy(), "test")
+    released, _ = sum_query.noised_average(contribution, OperatingSystemEntropy(), "test")
     assert released.tolist() == [
         int(contribution[0]) * 10.0 * 2.0**-24,
         int(contribution[1]) * (0.1 * 2.0**-24),
@@ -152,8 +152,8 @@ def test_joint_clipping_halves_the_variance_of_the_papers_example() -> None:
     z = 2.0
     together = joint(layout, 1.0, {"v1": 100.0, "v2": 1.0})
     apart = per_layer(layout, {"v1": ("v1",), "v2": ("v2",)}, {"v1": 100.0, "v2": 1.0})
-    (stddev,) = noise_stddevs(together, z, (1.0,))
-    first, second = noise_stddevs(apart, z, proportional_shares(apart))
+    (stddev,) = noise_stddevs(norms(together), z, (1.0,))
+    first, second = noise_stddevs(norms(apart), z, proportional_shares(apart))
     assert (stddev * 100.0) ** 2 == pytest.approx(first**2 / 2)
     assert (stddev * 1.0) ** 2 == pytest.approx(second**2 / 2)
     user = {"v1": np.array([100.0, 0, 0, 0]), "v2": np.zeros(4)}
@@ -179,24 +179,26 @@ def test_any_allocation_keeps_the_effective_noise_multiplier(
         dimension_shares(layout, groups),
         given_shares(groups, weights),
     ):
-        stddevs = noise_stddevs(groups, z, shares)
+        stddevs = noise_stddevs(norms(groups), z, shares)
         moved = sum(
             (Fraction(group.clipping_norm) / Fraction(stddev)) ** 2
             for group, stddev in zip(groups, stddevs, strict=True)
         )
         assert Fraction(z) ** 2 <= 1 / moved <= Fraction(z * (1 + 1e-9)) ** 2
         if all(d <= 2**15 * g.clipping_norm for g, d in zip(groups, stddevs, strict=True)):
-            sum_query = GaussianSumQuery(Clipping(layout, groups), stddevs)
-            mechanism = PoissonGaussianMechanism.of(PoissonSampling(10, 0.5), sum_query)
+            sum_query = GaussianQuery(Clipping(layout, groups), stddevs)
+            mechanism = PoissonGaussianMechanism(
+                PoissonSampling(10, 0.5), replace(sum_query, denominator=5.0)
+            )
             assert z <= mechanism.event.noise_multiplier <= z * (1 + 1e-9)
 
 
 def test_allocations_by_hand() -> None:
     groups = GROUPS["mixed"]  # dimensions 11 and 3 of 14, norms 1.3 and 0.2
-    assert noise_stddevs(groups, 2.0, proportional_shares(groups)) == pytest.approx(
+    assert noise_stddevs(norms(groups), 2.0, proportional_shares(groups)) == pytest.approx(
         (2.0 * math.sqrt(2) * 1.3, 2.0 * math.sqrt(2) * 0.2)
     )
-    assert noise_stddevs(groups, 2.0, dimension_shares(LAYOUT, groups)) == pytest.approx(
+    assert noise_stddevs(norms(groups), 2.0, dimension_shares(LAYOUT, groups)) == pytest.approx(
         (2.0 * 1.3 * math.sqrt(14 / 11), 2.0 * 0.2 * math.sqrt(14 / 3))
     )
     assert given_shares(groups, {"left": 3.0, "right": 1.0}) == (0.75, 0.25)
@@ -214,23 +216,23 @@ def test_bad_weights_are_refused(weights: dict[str, float], message: str) -> Non
 @pytest.mark.parametrize("z", [-1.0, math.nan, math.inf])
 def test_bad_noise_multipliers_are_refused(z: float) -> None:
     with pytest.raises(InvalidValueError, match="noise_multiplier is"):
-        noise_stddevs(GROUPS["flat"], z, (1.0,))
+        noise_stddevs(norms(GROUPS["flat"]), z, (1.0,))
 
 
 @pytest.mark.parametrize("shares", [(0.5,), (0.5, 0.6), (0.0, 1.0), (1.5, -0.5)])
 def test_bad_shares_are_refused(shares: tuple[float, ...]) -> None:
     with pytest.raises(InvalidValueError, match="noise shares are"):
-        noise_stddevs(GROUPS["mixed"], 1.0, shares)
+        noise_stddevs(norms(GROUPS["mixed"]), 1.0, shares)
 
 
 @pytest.mark.parametrize("strategy", sorted(GROUPS))
 def test_noise_of_each_tensor_has_its_scale_and_no_other(strategy: str) -> None:
     layout = Layout(LAYOUT.names, ((1000, 5), (5000,), (5000,)))
     groups = GROUPS[strategy]
-    sum_query = GaussianSumQuery(
-        Clipping(layout, groups), noise_stddevs(groups, 1.1, proportional_shares(groups))
+    sum_query = GaussianQuery(
+        Clipping(layout, groups), noise_stddevs(norms(groups), 1.1, proportional_shares(groups))
     )
-    released, _ = sum_query.release(
+    released, _ = sum_query.noised_average(
         np.zeros(layout.dimension, np.int64), SeededEntropy(7), "noise/0"
     )
     for group, stddev in zip(groups, sum_query.noise_stddevs, strict=True):
@@ -250,24 +252,24 @@ def test_noise_is_fresh_for_each_purpose_and_group_and_pure_in_them() -> None:
     layout = Layout(("x", "y"), ((50,), (50,)))
     groups = per_layer(layout, {"x": ("x",), "y": ("y",)}, {"x": 1.0, "y": 1.0})
     # So loud that two alike among a few hundred are as good as impossible.
-    sum_query = GaussianSumQuery(Clipping(layout, groups), (2.0**15, 2.0**15))
+    sum_query = GaussianQuery(Clipping(layout, groups), (2.0**15, 2.0**15))
     zero = np.zeros(100, np.int64)
-    first, _ = sum_query.release(zero, SeededEntropy(1), "noise/0")
-    again, _ = sum_query.release(zero, SeededEntropy(1), "noise/0")
-    other, _ = sum_query.release(zero, SeededEntropy(1), "noise/1")
+    first, _ = sum_query.noised_average(zero, SeededEntropy(1), "noise/0")
+    again, _ = sum_query.noised_average(zero, SeededEntropy(1), "noise/0")
+    other, _ = sum_query.noised_average(zero, SeededEntropy(1), "noise/1")
     np.testing.assert_array_equal(first, again)
     assert not np.any(first == other)
     assert not np.any(first[:50] == first[50:])
     np.testing.assert_array_equal(zero, np.zeros(100))
-    system = [sum_query.release(zero, OperatingSystemEntropy(), "same")[0] for _ in range(2)]
+    system = [sum_query.noised_average(zero, OperatingSystemEntropy(), "same")[0] for _ in range(2)]
     assert not np.any(system[0] == system[1])
 
 
 def test_average_divides_by_the_constant_and_releases_events() -> None:
     groups = GROUPS["mixed"]
-    sum_query = GaussianSumQuery(Clipping(LAYOUT, groups), (0.0, 0.0))
+    sum_query = GaussianQuery(Clipping(LAYOUT, groups), (0.0, 0.0))
     total = np.arange(LAYOUT.dimension) * 2**20
-    average, events = GaussianAverageQuery(sum_query, 4.0).release(
+    average, events = replace(sum_query, denominator=4.0).noised_average(
         total, OperatingSystemEntropy(), "test"
     )
     np.testing.assert_allclose(average, total * sum_query.clipping.steps / 4.0, rtol=1e-15)
@@ -286,17 +288,18 @@ def test_a_release_is_what_it_is_for_each_component_by_itself(
 ) -> None:
     groups = GROUPS[strategy]
     names = (groups[0].name,) if weighted else ()
-    sum_query = GaussianSumQuery(
+    average_query = GaussianQuery(
         Clipping(LAYOUT, groups, weighted=names),
-        noise_stddevs(groups, 1.3, proportional_shares(groups)),
+        noise_stddevs(norms(groups), 1.3, proportional_shares(groups)),
+        4.0,
+        2.5 if weighted else None,
     )
-    average_query = GaussianAverageQuery(sum_query, 4.0, 2.5 if weighted else None)
     total = np.linspace(-3e9, 5e9, LAYOUT.dimension).astype(np.int64)
     before = total.copy()
-    average, _ = average_query.release(total, SeededEntropy(3), "noise/0")
+    average, _ = average_query.noised_average(total, SeededEntropy(3), "noise/0")
     np.testing.assert_array_equal(total, before)
     slices = LAYOUT.slices
-    for group, stddev in zip(groups, sum_query.noise_stddevs, strict=True):
+    for group, stddev in zip(groups, average_query.noise_stddevs, strict=True):
         divisor = 2.5 if group.name in names else 4.0
         key = SeededEntropy(3).key(f"noise/0/{group.name}")
         step = float(steps_of(group.clipping_norm)[0])
@@ -306,7 +309,9 @@ def test_a_release_is_what_it_is_for_each_component_by_itself(
                 (a + next(drawn)) * (scale * step) / divisor for a in total[slices[tensor]].tolist()
             ]
             assert average[slices[tensor]].tolist() == expected
-            assert set(average_query.noise_stddevs[slices[tensor]]) == {stddev * scale / divisor}
+            assert set(average_query.component_stddevs[slices[tensor]]) == {
+                stddev * scale / divisor
+            }
             assert average_query.tensor_stddevs[tensor] == stddev * scale / divisor
             assert set(average_query.denominators[slices[tensor]]) == {divisor}
 
@@ -315,7 +320,9 @@ def test_two_sums_that_differ_by_one_step_differ_by_one_step_when_noised() -> No
     # No digit of a release is the sum's alone, or the noise's alone.
     sum_query = query(GROUPS["flat"])
     total = np.arange(LAYOUT.dimension) * 12_345_678
-    one, other = (sum_query.release(total + more, SeededEntropy(2), "noise")[0] for more in (0, 1))
+    one, other = (
+        sum_query.noised_average(total + more, SeededEntropy(2), "noise")[0] for more in (0, 1)
+    )
     np.testing.assert_array_equal((other - one) / sum_query.clipping.steps, np.ones(one.size))
 
 
@@ -333,9 +340,9 @@ def test_two_sums_that_differ_by_one_step_differ_by_one_step_when_noised() -> No
 )
 def test_only_integers_of_the_right_shape_are_released(total: np.ndarray) -> None:
     sum_query = query(GROUPS["mixed"])
-    for of in (sum_query, GaussianAverageQuery(sum_query, 4.0)):
+    for of in (sum_query, replace(sum_query, denominator=4.0)):
         with pytest.raises(InvalidValueError, match=r"total is .*; it must be int64\[14\]"):
-            of.release(total, OperatingSystemEntropy(), "test")
+            of.noised_average(total, OperatingSystemEntropy(), "test")
 
 
 @given(st.floats(1e-30, 1e30), st.floats(0.0, 4.0))
@@ -349,24 +356,24 @@ def test_noise_of_up_to_two_to_the_15_norms_is_legal_and_twice_that_never_is(
     most = Fraction(LARGEST_STDDEV) * steps_of(norm)[0]
     assert Fraction(2**15) * Fraction(norm) <= most <= Fraction(2**16) * Fraction(norm)
     if Fraction(stddev) <= most:
-        sums = GaussianSumQuery(clipping, (stddev,))
-        released, _ = sums.release(np.zeros(2, np.int64), SeededEntropy(0), "noise")
+        sums = GaussianQuery(clipping, (stddev,))
+        released, _ = sums.noised_average(np.zeros(2, np.int64), SeededEntropy(0), "noise")
         assert np.all(np.isfinite(released))
     else:
         with pytest.raises(InvalidValueError, match=r"it must be at most 2\^15 times"):
-            GaussianSumQuery(clipping, (stddev,))
+            GaussianQuery(clipping, (stddev,))
 
 
 @pytest.mark.parametrize("stddevs", [(), (1.0,), (1.0, 1.0, 1.0)])
 def test_noise_is_given_for_each_group(stddevs: tuple[float, ...]) -> None:
     with pytest.raises(InvalidValueError, match=f"{len(stddevs)} noise_stddevs are given for 2"):
-        GaussianSumQuery(Clipping(LAYOUT, GROUPS["mixed"]), stddevs)
+        GaussianQuery(Clipping(LAYOUT, GROUPS["mixed"]), stddevs)
 
 
 @pytest.mark.parametrize("stddev", [-1.0, math.nan, math.inf])
 def test_noise_that_no_ledger_would_accept_is_refused(stddev: float) -> None:
     with pytest.raises(InvalidValueError, match="noise_stddev of group 'left' is"):
-        GaussianSumQuery(Clipping(LAYOUT, GROUPS["mixed"]), (stddev, 1.0))
+        GaussianQuery(Clipping(LAYOUT, GROUPS["mixed"]), (stddev, 1.0))
 
 
 def test_sums_of_most_users_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,8 +383,10 @@ def test_sums_of_most_users_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> 
     longest = math.isqrt(max(steps_of(norm)[1], steps_of(1.0)[1]))
     total = MOST_USERS * longest
     assert total + 2**45 < 2**63
-    sums = GaussianSumQuery(Clipping(layout, group), (LARGEST_STDDEV * group[0].granularity,))
-    mechanism = PoissonGaussianMechanism.of(PoissonSampling(MOST_USERS, 1.0), sums)
+    sums = GaussianQuery(Clipping(layout, group), (LARGEST_STDDEV * group[0].granularity,))
+    mechanism = PoissonGaussianMechanism(
+        PoissonSampling(MOST_USERS, 1.0), replace(sums, denominator=float(MOST_USERS))
+    )
     for sign, second in ((1, 0), (-1, 2**63)):
         # The largest noise there is but for a chance of 2^-64, in the same direction.
         given = np.array([0, second], np.uint64)
@@ -385,7 +394,7 @@ def test_sums_of_most_users_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> 
         most = int(rounded_gaussian(SeededEntropy(0).key("noise/update"), 1, LARGEST_STDDEV)[0])
         assert 9 * 2**40 < sign * most < 2**45
         sums_up = np.array([sign * total, 0])
-        average, _ = mechanism.release(sums_up, SeededEntropy(0), "noise")
+        average, _ = mechanism.query.noised_average(sums_up, SeededEntropy(0), "noise")
         expected = (sign * total + most) * group[0].granularity / MOST_USERS
         assert average[0] == pytest.approx(expected, rel=1e-15)
 
@@ -393,35 +402,47 @@ def test_sums_of_most_users_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> 
 def test_so_many_users_that_sums_could_overflow_are_refused() -> None:
     sampling = PoissonSampling(MOST_USERS + 1, 0.5)
     with pytest.raises(InvalidValueError, match=f"population is {MOST_USERS + 1}; sums of more"):
-        PoissonGaussianMechanism.of(sampling, query(GROUPS["flat"]))
+        PoissonGaussianMechanism(sampling, query(GROUPS["flat"]))
 
 
 def test_an_empty_cohort_still_releases_noise() -> None:
     sum_query = query(GROUPS["flat"])
-    mechanism = PoissonGaussianMechanism.of(PoissonSampling(100, 0.1), sum_query)
-    average, event = mechanism.release(
+    mechanism = PoissonGaussianMechanism(
+        PoissonSampling(100, 0.1), replace(sum_query, denominator=10.0)
+    )
+    average, queries = mechanism.query.noised_average(
         np.zeros(LAYOUT.dimension, np.int64), OperatingSystemEntropy(), "noise"
     )
     assert np.all(average != 0.0)
-    assert event == mechanism.event
+    assert queries == mechanism.event.queries
 
 
 @pytest.mark.parametrize("denominator", [0.0, -1.0, math.nan, math.inf])
 def test_bad_denominators_are_refused(denominator: float) -> None:
     with pytest.raises(InvalidValueError, match="denominator is"):
-        GaussianAverageQuery(query(GROUPS["flat"]), denominator)
+        replace(query(GROUPS["flat"]), denominator=denominator)
+    weighted = Clipping(LAYOUT, GROUPS["flat"], weighted=("update",))
+    with pytest.raises(InvalidValueError, match="denominator is"):
+        GaussianQuery(weighted, (1.0,), 4.0, denominator)
+
+
+@pytest.mark.parametrize("floor", [0.0, -0.5, 1.5, math.nan])
+def test_bad_floors_are_refused(floor: float) -> None:
+    weighted = Clipping(LAYOUT, GROUPS["flat"], weighted=("update",))
+    with pytest.raises(InvalidValueError, match="floor is"):
+        GaussianQuery(weighted, (1.0,), 4.0, 2.0, floor)
 
 
 def test_weighted_groups_need_a_denominator_of_their_own() -> None:
     clipping = Clipping(LAYOUT, GROUPS["mixed"], weighted=("left",))
     with pytest.raises(InvalidValueError, match=r"groups \('left',\) are weighted"):
-        GaussianAverageQuery(GaussianSumQuery(clipping, (1.0, 1.0)), 4.0)
+        GaussianQuery(clipping, (1.0, 1.0), 4.0)
 
 
 def test_a_denominator_that_is_not_the_expected_cohort_size_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="expected cohort size"):
         PoissonGaussianMechanism(
-            PoissonSampling(100, 0.1), GaussianAverageQuery(query(GROUPS["flat"]), 11.0)
+            PoissonSampling(100, 0.1), replace(query(GROUPS["flat"]), denominator=11.0)
         )
 
 

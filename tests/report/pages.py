@@ -8,11 +8,11 @@ from xml.etree.ElementTree import Element
 
 import html5lib
 
+from fedpriv.accounting.pricing import read_ledger
 from fedpriv.ledger.events import Randomness, RoundEvent
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.report.charts import library
 from fedpriv.report.records import RoundRecord, RunRecord, SimulationOnlyRound, Verification
-from fedpriv.report.spending import read_ledger
 
 
 def parsed(page: str) -> Element:

@@ -105,17 +105,40 @@ def test_dark_and_light(tab: Tab, report: Path) -> None:
         assert (tab.evaluate(paper), tab.evaluate(axis)) == then
 
 
-def test_paper_is_white_and_wide_enough(tab: Tab, report: Path) -> None:
+def test_paper_is_white_and_charts_fit_it(tab: Tab, report: Path) -> None:
     dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    paper = "getComputedStyle(document.body).backgroundColor"
+    width = "getComputedStyle(document.body).width"
     tab.call("Emulation.setEmulatedMedia", features=dark)
     tab.open(report, DESKTOP)
-    tab.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    assert tab.evaluate(paper) == "rgb(20, 23, 28)"
     tab.call("Emulation.setEmulatedMedia", media="print", features=dark)
-    widths = "Math.max(...[...document.querySelectorAll('.main-svg')].map((e) => e.clientWidth))"
-    assert tab.evaluate(widths) <= 680  # of A4 between margins of 1.5 cm: 18 cm at 96 dpi
-    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    # A4 between margins of 1.5 cm is 18 cm wide, at 96 dpi.
+    tab.evaluate("document.body.style.width = '680px'")
+    assert tab.evaluate(width) == "680px"
+    drawn = "[...document.querySelectorAll('.plot svg.marks')].map((e) => e.clientWidth)"
+    assert 500 < min(tab.evaluate(drawn)) <= max(tab.evaluate(drawn)) <= 680
+    assert tab.evaluate(paper) == "rgb(255, 255, 255)"
     assert tab.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
     tab.call("Emulation.setEmulatedMedia", media="", features=dark)
-    tab.evaluate("window.dispatchEvent(new Event('afterprint'))")
-    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 28)"
-    tab.wait_for(f"{widths} > 680")
+    assert tab.evaluate(paper) == "rgb(20, 23, 28)"
+
+
+def test_a_chart_can_be_zoomed_and_says_its_numbers(tab: Tab, report: Path) -> None:
+    tab.open(report, DESKTOP)
+    tab.evaluate("document.querySelector('[data-chart=accuracy]').scrollIntoView()")
+    ticks = """[...document.querySelectorAll(
+        '[data-chart=accuracy] .role-axis-label text')].map((e) => e.textContent).join()"""
+    middle = """(() => { const at = document.querySelector(
+        '[data-chart=accuracy] .mark-symbol path').getBoundingClientRect();
+        return [at.x + at.width / 2, at.y + at.height / 2]; })()"""
+    x, y = tab.evaluate(middle)
+    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    tab.wait_for("!!document.querySelector('#vg-tooltip-element.visible')")
+    told = tab.evaluate("document.querySelector('#vg-tooltip-element').textContent")
+    assert "rounds released (count)" in told
+    before = tab.evaluate(ticks)
+    wheel = {"type": "mouseWheel", "x": x, "y": y, "deltaX": 0, "deltaY": -400}
+    tab.call("Input.dispatchMouseEvent", **wheel, modifiers=8)  # shift
+    tab.wait_for(f"({ticks}) !== {before!r}")
+    assert tab.complaints() == []

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from scipy.stats import norm
 
-from fedpriv.accounting.accountants import ACCOUNTANTS
-from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.accounting.pricing import read_ledger
+from fedpriv.accounting.registry import ACCOUNTANTS
+from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -25,7 +26,6 @@ from fedpriv.report.charts import Axis, Chart, Series, embedded
 from fedpriv.report.page import render
 from fedpriv.report.records import SimulationOnlyRound
 from fedpriv.report.run_page import page_of_run
-from fedpriv.report.spending import read_ledger
 from tests.report.pages import drawn, figures, made_up, parsed, released, section, words
 
 EVERYBODY = SamplingEvent(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.report.spending import read_ledger
+from fedpriv.accounting.pricing import read_ledger
+from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.studies import read_study
 from fedpriv.studies.results import (
     ALL_RESULTS,
@@ -148,7 +148,7 @@ def test_each_kind_of_ledger_is_priced_once(page: str, study_folder: Path) -> No
     for target, kind in zip((4, 8), kinds, strict=True):
         said = words(kind)
         assert f"Of flat at ε = {target}, joint at ε = {target}." in said
-        (shown,) = re.findall(r"tight certified interval \S+ (\S+)", said)
+        (shown,) = re.findall(r"tight interval \S+ (\S+)", said)
         for arm in ("flat", "joint"):
             path = study_folder / "runs" / arm / f"epsilon-{target}" / "seed-0" / "ledger.sqlite"
             epsilon = epsilon_of(read_ledger(path).events, 1e-2).epsilon

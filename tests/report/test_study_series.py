@@ -53,9 +53,10 @@ def test_the_front_has_a_line_for_each_arm_on_a_log_axis(tmp_path: Path) -> None
 def test_page_and_files_draw_the_same(tmp_path: Path) -> None:
     """All points with their bars, ticks where they are asked for, in the same marks and colours."""
     chart = front_chart(made(tmp_path, accuracy).arms)
-    page, document = json.loads(embedded(chart)), figure(chart).to_dict()
-    (rows,), (written) = page["datasets"].values(), document["datasets"].values()
-    assert [rows] == list(written)
+    page, whole = json.loads(embedded(chart)), figure(chart).to_dict()
+    (document,) = whole["hconcat"]
+    (rows,), (written,) = page["datasets"].values(), whole["datasets"].values()
+    assert rows == written
     marks = [layer["mark"] for layer in document["layer"]]
     assert [layer["mark"] | {"clip": False} for layer in page["layer"][:-1]] == marks
     for drawn in (page["layer"][0], document["layer"][0]):

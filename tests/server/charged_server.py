@@ -17,7 +17,7 @@ from fedpriv.ledger.budget import PrivacyBudget
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.logs import LogFormat, configure
 from fedpriv.privacy.noise import OperatingSystemEntropy
-from fedpriv.privacy.round import Books
+from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.service import TransferLimits
@@ -109,11 +109,11 @@ def _serve(folder: Path, users: Users, pipe: Connection) -> None:
         state = initial_state(plan, PARAMETERS)
         ledger, record = folder / "ledger.sqlite", folder / "participation.sqlite"
         budget = PrivacyBudget(1e9, 1e-5, rounds_spent)
-        with Books.open(ledger, record, POPULATION_ID, budget) as books:
+        with PrivacyRecords.open(ledger, record, POPULATION_ID, budget) as records:
             pipe.send(made.server.address.port)
             while pipe.recv():
                 transport = made.transport(patience)
-                report = run_round(plan, state, transport, books, OperatingSystemEntropy())
+                report = run_round(plan, state, transport, records, OperatingSystemEntropy())
                 step = flat_of(report.state.parameters) - flat_of(state.parameters)
                 state = report.state
                 pipe.send(step * sampling.expected_cohort_size)

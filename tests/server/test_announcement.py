@@ -13,7 +13,7 @@ from fedpriv.errors import LedgerError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.privacy.mechanism import AdaptiveClipping
 from fedpriv.privacy.noise import OperatingSystemEntropy
-from fedpriv.privacy.round import Books
+from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.server.announcement import LedgerLines, prices, status_at_start, welcomes
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.plan import TrainingPlan
@@ -51,40 +51,40 @@ def test_a_node_is_told_its_positions_the_population_and_the_task() -> None:
         assert task.metrics == ("math:sqrt",)
 
 
-def charge(plan: TrainingPlan, books: Books, round_number: int) -> None:
+def charge(plan: TrainingPlan, records: PrivacyRecords, round_number: int) -> None:
     users, event = np.array([1], np.int64), plan.mechanism.event
-    commitment = books.record(plan.run, round_number, 0, users)
+    commitment = records.record(plan.run, round_number, 0, users)
     randomness = OperatingSystemEntropy().randomness
-    books.charge(plan.run, round_number, 0, commitment, event, randomness)
+    records.charge(plan.run, round_number, 0, commitment, event, randomness)
 
 
 def test_a_price_is_that_of_the_round_and_of_all_before_it(tmp_path: Path) -> None:
     plan = make_plan()
-    with open_books(tmp_path) as books:
-        price_of = prices(plan, books)
+    with open_books(tmp_path) as records:
+        price_of = prices(plan, records)
         request = open_round(plan, initial_state(plan, PARAMETERS), 0, OperatingSystemEntropy())
         for spent in range(3):
             price = price_of(request)
             assert (price.sampling_probability, price.population) == (0.5, 20)
             assert 1.0 <= price.noise_multiplier < 1.0 + 1e-9  # what is charged rounds up
             assert (price.epsilon_after, price.delta) == (spent + 1.0, 1e-5)
-            charge(plan, books, spent)
+            charge(plan, records, spent)
 
 
 def test_with_adaptive_clipping_the_price_is_what_the_round_will_charge(tmp_path: Path) -> None:
     plan = make_plan(adaptive=AdaptiveClipping())
-    with open_books(tmp_path) as books:
+    with open_books(tmp_path) as records:
         request = open_round(plan, initial_state(plan, PARAMETERS), 0, OperatingSystemEntropy())
-        price = prices(plan, books)(request)
+        price = prices(plan, records)(request)
     assert price.noise_multiplier == plan.mechanism.event.noise_multiplier
 
 
 def test_the_status_at_the_start_says_what_was_spent_before(tmp_path: Path) -> None:
     plan = make_plan()
-    with open_books(tmp_path, limit=7.0) as books:
-        charge(plan, books, 0)
-        charge(plan, books, 1)
-        status = status_at_start(plan, books, ENROLMENT)
+    with open_books(tmp_path, limit=7.0) as records:
+        charge(plan, records, 0)
+        charge(plan, records, 1)
+        status = status_at_start(plan, records, ENROLMENT)
     assert (status.run, status.round, status.rounds) == ("run", 0, 5)
     assert (status.epsilon, status.epsilon_limit, status.delta) == (2.0, 7.0, 1e-5)
     assert (status.nodes_enrolled, status.nodes_connected, status.users_enrolled) == (3, 0, 4)
@@ -101,19 +101,19 @@ def exported(path: Path) -> bytes:
 def test_the_lines_of_the_ledger_are_its_export_also_while_it_grows(tmp_path: Path) -> None:
     plan, path = make_plan(), tmp_path / "ledger.sqlite"
     lines = LedgerLines(path)
-    with open_books(tmp_path) as books:
+    with open_books(tmp_path) as records:
         assert lines() == exported(path)
         for number in range(3):
             before = lines()
-            charge(plan, books, number)
+            charge(plan, records, number)
             assert lines() == exported(path) != before
             assert lines() is lines()
 
 
 def test_the_lines_may_be_asked_for_in_many_threads(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    with open_books(tmp_path) as books:
-        charge(make_plan(), books, 0)
+    with open_books(tmp_path) as records:
+        charge(make_plan(), records, 0)
         lines = LedgerLines(path)
         with ThreadPoolExecutor(8) as pool:
             found = set(pool.map(lambda _: lines(), range(50)))

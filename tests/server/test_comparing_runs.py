@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.accounting.registry import epsilon
 from fedpriv.data.registry import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
-from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
-from fedpriv.privacy.round import Books
 from fedpriv.run.compare import calibrated, run_cell
 from fedpriv.run.folder import RunFolder
 from fedpriv.studies import Cell, RunResult, Study
@@ -84,14 +83,14 @@ def test_a_run_that_was_cut_short_is_done_again_and_releases_the_same(
     cell = study.cells[0]
 
     noise_multiplier = calibrated(study)[cell.arm, cell.target]
-    charge = Books.charge
+    charge = Ledger.charge
 
-    def killed(books: Books, name: str, round_number: int, *others: object) -> object:
-        if round_number == 1:
+    def killed(ledger: Ledger, proposed: ProposedCharge, *others: object) -> object:
+        if proposed.round == 1:
             raise KeyboardInterrupt
-        return charge(books, name, round_number, *others)
+        return charge(ledger, proposed, *others)
 
-    monkeypatch.setattr(Books, "charge", killed)
+    monkeypatch.setattr(Ledger, "charge", killed)
     with pytest.raises(KeyboardInterrupt):
         run(study, cell, tmp_path, noise_multiplier)
     monkeypatch.undo()

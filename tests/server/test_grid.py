@@ -42,7 +42,7 @@ from tests.server.crowd import PRICE, TASK, USERS, population, request_to
 from tests.server.local_grid import App, LocalGrid, app
 
 SECRET = "a user's secret"
-SECONDS = 30.0
+SECONDS = 300.0
 # Ids as Flower gives them, most of which no float64 holds.
 FIRST_ID = 2**64 - 1001
 

@@ -19,7 +19,7 @@ from fedpriv import wire
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.query import FlooredAverageQuery, GaussianAverageQuery, GaussianSumQuery
+from fedpriv.privacy.query import GaussianQuery
 from fedpriv.privacy.round import CohortSum, LocalTraining, PartialSum, RoundRequest, add_up
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import nodes, site, summed
@@ -33,16 +33,16 @@ LONGEST = int(np.floor(np.sqrt(GROUP.squared_bound)))
 HONEST = PartialSum("honest", 1, -LONGEST * AHEAD, CAP)
 
 
-def query(floor: float) -> FlooredAverageQuery:
-    sums = GaussianSumQuery(CLIPPING, (0.3,))
-    return FlooredAverageQuery(GaussianAverageQuery(sums, 1.0, weighted_denominator=floor))
+def query(floor: float) -> GaussianQuery:
+    return GaussianQuery(CLIPPING, (0.3,), weighted_denominator=floor, floor=1.0)
 
 
 def moved(floor: float, one: CohortSum, other: CohortSum) -> float:
     """How far two releases are apart that have the same noise, in units of what is charged."""
     asked, entropy = query(floor), SeededEntropy(1)
     (first, (event,)), (second, _) = (
-        asked.release(cohort.total, cohort.weight, entropy, "noise") for cohort in (one, other)
+        asked.noised_average(cohort.total, entropy, "noise", cohort.weight)
+        for cohort in (one, other)
     )
     return float(np.linalg.norm(first - second)) * floor / event.clipping_norm
 

@@ -10,14 +10,13 @@ import pytest
 
 from fedpriv.build import Enrolled
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.ledger import Head, Ledger
-from fedpriv.privacy.round import Books
+from fedpriv.ledger.ledger import Head, Ledger, ProposedCharge
+from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Beginning
 from fedpriv.server import certificates
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.flower_runs import GridSimulation
-from fedpriv.training.rounds import mechanism_of
 from tests.commandline import fedpriv, refused
 
 SIMULATIONS = Path(__file__).parents[2] / "simulations"
@@ -28,15 +27,15 @@ BOUND = "a run can only be resumed with the plan it began with"
 KILLED = """
 import os, signal
 from fedpriv.cli import main
-from fedpriv.privacy.round import Books
+from fedpriv.ledger import Ledger
 
-charge = Books.charge
+charge = Ledger.charge
 
 def charged(*given):
     charge(*given)
     os.kill(os.getpid(), signal.SIGKILL)
 
-Books.charge = charged
+Ledger.charge = charged
 main()
 """
 OTHER_PLANS = (
@@ -184,9 +183,11 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     experiment = beginning.on_nodes(section, users)
     beginning.write_plan(experiment)
     plan, record = experiment.plan, run.participation_of(run.ledger)
-    with Books.open(run.ledger, record, plan.population, experiment.budget) as books:
-        event = mechanism_of(plan, experiment.initial_state).event
-        books.charge(plan.run, 0, 0, "0" * 64, event, experiment.entropy.randomness)
+    with PrivacyRecords.open(run.ledger, record, plan.population, experiment.budget) as records:
+        event = plan.mechanism.event
+        records.ledger.charge(
+            ProposedCharge(plan.run, 0, 0, experiment.entropy.randomness, event, "0" * 64)
+        )
     before = content(run), head_of(run)
     certificates.init(tmp_path / "certs", ["localhost"])
     shown = f"federation.certificates={tmp_path / 'certs' / 'server'}"

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from federation import CONSTANT, PARAMETERS, make_plan, open_books
+from federation import CONSTANT, PARAMETERS, make_plan, open_records
 
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.privacy.noise import OperatingSystemEntropy
-from fedpriv.privacy.round import Books
+from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run import run
 from fedpriv.run.evaluation import Evaluation
@@ -17,14 +18,14 @@ from fedpriv.training.checkpoint import checkpoints, load_checkpoint
 from fedpriv.training.rounds import initial_state
 
 
-def conducted(folder: Path, books: Books, every: int = 1) -> Iterator[RoundRow]:
+def conducted(folder: Path, records: PrivacyRecords, every: int = 1) -> Iterator[RoundRow]:
     plan = make_plan(sampling=PoissonSampling(20, 1.0))
     return conduct(
         RunFolder(folder),
         plan,
         initial_state(plan, PARAMETERS),
         CONSTANT,
-        books,
+        records,
         OperatingSystemEntropy(),
         lambda _: Evaluation(0.0, None),
         Cadence(5, every),
@@ -33,8 +34,8 @@ def conducted(folder: Path, books: Books, every: int = 1) -> Iterator[RoundRow]:
 
 def test_without_a_clock_no_round_is_timed(tmp_path: Path) -> None:
     # How long a round took says how many users were drawn.
-    with open_books(tmp_path) as books:
-        rows = list(conducted(tmp_path, books))
+    with open_records(tmp_path) as records:
+        rows = list(conducted(tmp_path, records))
     assert [row.simulation_only_seconds for row in rows] == [None] * 5
     for row in RunFolder(tmp_path).read_metrics():
         assert row["simulation_only_seconds"] is None
@@ -51,16 +52,16 @@ def test_at_a_charge_every_earlier_round_that_is_to_have_a_checkpoint_has_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     saved_when_charged = []
-    charge = Books.charge
+    charge = Ledger.charge
 
-    def spy(books: Books, name: str, round_number: int, *others: object) -> object:
+    def spy(*given: object) -> object:
         saved_when_charged.append(newest(tmp_path))
-        return charge(books, name, round_number, *others)
+        return charge(*given)
 
-    monkeypatch.setattr(Books, "charge", spy)
-    with open_books(tmp_path) as books:
-        assert len(list(conducted(tmp_path, books, every))) == 5
-        head = books.ledger.head
+    monkeypatch.setattr(Ledger, "charge", spy)
+    with open_records(tmp_path) as records:
+        assert len(list(conducted(tmp_path, records, every))) == 5
+        head = records.ledger.head
     assert saved_when_charged == [number - number % every for number in range(5)]
     last = load_checkpoint(checkpoints(RunFolder(tmp_path).checkpoints)[-1])
     assert (last.state.round, last.ledger_head) == (5, head)
@@ -73,7 +74,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_charge
         raise OSError("the disk is full")
 
     monkeypatch.setattr(run, "save_checkpoint", fails)
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as records:
         with pytest.raises(OSError, match="full"):
-            next(conducted(tmp_path, books))
-        assert books.ledger.head.count == 1
+            next(conducted(tmp_path, records))
+        assert records.ledger.head.count == 1

@@ -8,7 +8,7 @@ import pytest
 from fedpriv.build import simulated
 from fedpriv.config import parse_config
 from fedpriv.run.diagnostics import watched
-from fedpriv.training.rounds import mechanism_of, open_round
+from fedpriv.training.rounds import open_round
 from tests.studies.studying import BASE
 
 MODEL = {"name": "mlp", "options": {"inputs": 4, "hidden": 5, "classes": 3}}
@@ -40,7 +40,10 @@ def test_signal_and_noise_are_those_of_the_layers(
     # tensor by tensor, each in units of its scale.
     clipping = request.clipping
     total = clipping.layout.unflatten(sum(partial.total for partial in partials) * clipping.steps)
-    stddevs = {e.group: e.noise_stddev for e in mechanism_of(experiment.plan, state).event.queries}
+    stddevs = {
+        e.group: e.noise_stddev
+        for e in experiment.plan.mechanism_at(state.clipping_norms).event.queries
+    }
     for layer in ("1", "3"):
         signal, noise = 0.0, 0.0
         for group in request.clipping.groups:

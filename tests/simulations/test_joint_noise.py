@@ -11,10 +11,10 @@ from hypothesis.extra import numpy as hnp
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, VectorGroup, joint, per_layer
 from fedpriv.privacy.query import (
-    GaussianAverageQuery,
-    GaussianSumQuery,
+    GaussianQuery,
     noise_stddevs,
     proportional_shares,
+    sensitivities,
 )
 from simulations.joint_noise import BOUNDS, CLIPPINGS, LAYOUT, NOISE_MULTIPLIER, noises
 
@@ -22,9 +22,10 @@ THREE = Layout(("a", "b", "c"), ((2,), (3,), (1,)))
 norms = st.floats(1e-3, 1e3)
 
 
-def average(layout: Layout, groups: tuple[VectorGroup, ...]) -> GaussianAverageQuery:
-    stddevs = noise_stddevs(groups, 1.3, proportional_shares(groups))
-    return GaussianAverageQuery(GaussianSumQuery(Clipping(layout, groups), stddevs), 1.0)
+def average(layout: Layout, groups: tuple[VectorGroup, ...]) -> GaussianQuery:
+    clipping = Clipping(layout, groups)
+    stddevs = noise_stddevs(sensitivities(clipping), 1.3, proportional_shares(groups))
+    return GaussianQuery(clipping, stddevs)
 
 
 def test_joint_clipping_needs_half_the_variance_of_separate_clipping() -> None:
@@ -55,9 +56,9 @@ def test_with_the_noise_of_separate_clipping_joint_clipping_clips_nobody_else(
     by_tensor = dict(zip(THREE.names, bounds, strict=True))
     separate = average(THREE, per_layer(THREE, {name: (name,) for name in THREE.names}, by_tensor))
     together = average(THREE, joint(THREE, math.sqrt(3.0), by_tensor))
-    np.testing.assert_allclose(together.noise_stddevs, separate.noise_stddevs, rtol=1e-9)
+    np.testing.assert_allclose(together.component_stddevs, separate.component_stddevs, rtol=1e-9)
     user = THREE.unflatten(direction * length)
     if all(np.linalg.norm(user[name]) <= by_tensor[name] for name in THREE.names):
-        clipping = together.sum_query.clipping
+        clipping = together.clipping
         kept = clipping.contribution(user) * clipping.steps
         assert np.all(np.abs(kept - THREE.flatten(user)) <= 3.0 * clipping.steps)

@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from fedpriv.accounting import analytic
-from fedpriv.accounting.gdp import clt_mu
+from fedpriv.accounting import gaussian
+from fedpriv.accounting.classical import clt_mu
 from fedpriv.accounting.rdp import composed_rdp, epsilon_from_rdp_2016
 from simulations.papers import abadi, abadi_curve, bu, ermis_cemgil
 from simulations.papers.claims import Argument, Claim
@@ -64,7 +64,7 @@ def test_abadi_strong_composition_is_no_bound() -> None:
 def test_abadi_formula_fails_where_one_round_is_known_in_closed_form() -> None:
     # One round: ε = log(1 + q(e^ε₀ − 1)) with q·δ(ε₀) = δ.
     setting = abadi.COUNTEREXAMPLE
-    base = analytic.epsilon(setting.delta / setting.q, setting.sigma)
+    base = gaussian.epsilon(setting.delta / setting.q, setting.sigma)
     truth = math.log1p(setting.q * math.expm1(base))
     claim = of(abadi.claims(), "strong composition, σ = 0.5, T = 1")
     assert contains(claim, truth, 1e-6)

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,6 +135,7 @@ def test_what_is_printed_fits_eighty_columns_and_holds_the_figures(tmp_path: Pat
     assert "0 seeds" not in text
     for cell in ("base", "65.00 ± ", "+5.00 ± ", "never", "1,234", "1: 25, 3: 75", "7.900", "1.5"):
         assert cell in text
+    assert re.search(r"65\.00 ± \d+\.\d\d ", text)
 
 
 def test_tables_for_programs_name_what_is_not_private(tmp_path: Path) -> None:

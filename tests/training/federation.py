@@ -12,7 +12,7 @@ from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import Books, LocalTraining, RoundRequest
+from fedpriv.privacy.round import LocalTraining, PrivacyRecords, RoundRequest
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.fake import FakeTransport
 from fedpriv.training.plan import TrainingPlan
@@ -43,12 +43,14 @@ def rounds_spent(events: Sequence[RoundEvent], delta: float) -> float:
 
 
 @contextmanager
-def open_books(folder: Path, limit: float = 1e9, population: str = "people") -> Iterator[Books]:
+def open_records(
+    folder: Path, limit: float = 1e9, population: str = "people"
+) -> Iterator[PrivacyRecords]:
     with (
         Ledger.open_or_create(folder / "ledger.sqlite", population) as ledger,
         ParticipationRecord.open_or_create(folder / "participation.sqlite") as record,
     ):
-        yield Books(ledger, record, PrivacyBudget(limit, 1e-5, rounds_spent))
+        yield PrivacyRecords(ledger, record, PrivacyBudget(limit, 1e-5, rounds_spent))
 
 
 def constant_update(request: RoundRequest, user: int) -> dict[str, np.ndarray]:

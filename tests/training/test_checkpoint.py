@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import CONSTANT, PARAMETERS, make_plan, open_books
+from federation import CONSTANT, PARAMETERS, make_plan, open_records
 
 from fedpriv.errors import CheckpointError
 from fedpriv.ledger.ledger import Head
@@ -44,16 +44,16 @@ def same(one: ServerState, other: ServerState) -> bool:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
 def test_a_state_comes_back_exactly(tmp_path, optimizer) -> None:
     plan = make_plan(optimizer=optimizer)
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as records:
         for report in train(
-            plan, initial_state(plan, PARAMETERS), CONSTANT, books, SeededEntropy(0)
+            plan, initial_state(plan, PARAMETERS), CONSTANT, records, SeededEntropy(0)
         ):
-            head = books.ledger.head
+            head = records.ledger.head
             path = save_checkpoint(tmp_path / "c", Checkpoint(report.state, plan.digest, head))
             loaded = load_checkpoint(path)
             assert loaded.ledger_head == head
             assert loaded.plan_digest == plan.digest
-            assert same(resume(path, plan, books.ledger), report.state)
+            assert same(resume(path, plan, records.ledger), report.state)
     assert [path.name for path in checkpoints(tmp_path / "c")] == [
         "round-000003.safetensors",
         "round-000004.safetensors",
@@ -63,24 +63,24 @@ def test_a_state_comes_back_exactly(tmp_path, optimizer) -> None:
 
 def test_another_plan_is_refused(tmp_path) -> None:
     plan = make_plan()
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as records:
         state = initial_state(plan, PARAMETERS)
-        path = save_checkpoint(tmp_path, Checkpoint(state, plan.digest, books.ledger.head))
+        path = save_checkpoint(tmp_path, Checkpoint(state, plan.digest, records.ledger.head))
         with pytest.raises(CheckpointError, match="belongs to plan"):
-            resume(path, make_plan(noise_multiplier=0.5), books.ledger)
+            resume(path, make_plan(noise_multiplier=0.5), records.ledger)
 
 
 def test_another_or_shorter_ledger_is_refused(tmp_path) -> None:
     plan = make_plan()
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as records:
         first = next(
-            train(plan, initial_state(plan, PARAMETERS), CONSTANT, books, SeededEntropy(0))
+            train(plan, initial_state(plan, PARAMETERS), CONSTANT, records, SeededEntropy(0))
         )
-        path = save_checkpoint(tmp_path, Checkpoint(first.state, plan.digest, books.ledger.head))
+        path = save_checkpoint(tmp_path, Checkpoint(first.state, plan.digest, records.ledger.head))
     other = tmp_path / "other"
     other.mkdir()
-    with open_books(other) as books, pytest.raises(CheckpointError, match="seen 1 charges"):
-        resume(path, plan, books.ledger)
+    with open_records(other) as records, pytest.raises(CheckpointError, match="seen 1 charges"):
+        resume(path, plan, records.ledger)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\x00" * 100])
@@ -93,9 +93,9 @@ def test_damaged_files_are_refused(tmp_path, content: bytes) -> None:
 
 def test_every_cut_of_a_checkpoint_is_refused(tmp_path) -> None:
     plan = make_plan()
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as records:
         state = initial_state(plan, PARAMETERS)
-        path = save_checkpoint(tmp_path, Checkpoint(state, plan.digest, books.ledger.head))
+        path = save_checkpoint(tmp_path, Checkpoint(state, plan.digest, records.ledger.head))
     whole = path.read_bytes()
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])

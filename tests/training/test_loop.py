@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from federation import CONSTANT, PARAMETERS, make_plan, open_books
+from federation import CONSTANT, PARAMETERS, make_plan, open_records
 
+from fedpriv.privacy import query
 from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.training import rounds
 from fedpriv.training.fake import FakeTransport
 from fedpriv.training.rounds import RoundReport, Stop, initial_state, train
 
@@ -26,12 +26,14 @@ def run_to_the_end(generator) -> tuple[list[RoundReport], Stop]:
 
 def test_all_rounds_are_run_and_charged_once(tmp_path) -> None:
     plan = make_plan()
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as records:
         reports, stop = run_to_the_end(
-            train(plan, initial_state(plan, PARAMETERS), CONSTANT, books, OperatingSystemEntropy())
+            train(
+                plan, initial_state(plan, PARAMETERS), CONSTANT, records, OperatingSystemEntropy()
+            )
         )
-        rows = list(books.ledger.charges())
-        books.ledger.verify(books.participation)
+        rows = list(records.ledger.charges())
+        records.ledger.verify(records.participation)
     assert stop is Stop.ROUNDS
     assert [r.round for r in reports] == [row.round for row in rows] == [0, 1, 2, 3, 4]
     assert [r.charge_hash for r in reports] == [row.hash for row in rows]
@@ -40,12 +42,12 @@ def test_all_rounds_are_run_and_charged_once(tmp_path) -> None:
 
 def test_training_stops_before_the_budget_with_nothing_charged_beyond(tmp_path) -> None:
     plan = make_plan()
-    with open_books(tmp_path, limit=3.0) as books:
+    with open_records(tmp_path, limit=3.0) as records:
         reports, stop = run_to_the_end(
-            train(plan, initial_state(plan, PARAMETERS), CONSTANT, books, SeededEntropy(0))
+            train(plan, initial_state(plan, PARAMETERS), CONSTANT, records, SeededEntropy(0))
         )
         assert stop is Stop.BUDGET
-        assert len(reports) == 3 == books.ledger.head.count
+        assert len(reports) == 3 == records.ledger.head.count
 
 
 def test_users_are_not_asked_for_a_round_that_the_budget_forbids(tmp_path) -> None:
@@ -56,30 +58,30 @@ def test_users_are_not_asked_for_a_round_that_the_budget_forbids(tmp_path) -> No
         return {name: np.zeros(p.shape) for name, p in request.parameters.items()}
 
     plan = make_plan(sampling=PoissonSampling(20, 1.0))
-    with open_books(tmp_path, limit=2.0) as books:
+    with open_records(tmp_path, limit=2.0) as records:
         state = initial_state(plan, PARAMETERS)
-        run_to_the_end(train(plan, state, FakeTransport(update_of), books, SeededEntropy(0)))
+        run_to_the_end(train(plan, state, FakeTransport(update_of), records, SeededEntropy(0)))
     assert {round_number for round_number, _ in asked} == {0, 1}
 
 
 def test_empty_cohorts_release_and_are_charged(tmp_path) -> None:
     plan = make_plan(sampling=PoissonSampling(1, 1e-12))
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as records:
         state = initial_state(plan, PARAMETERS)
-        reports, _ = run_to_the_end(train(plan, state, CONSTANT, books, OperatingSystemEntropy()))
-        assert books.ledger.head.count == 5
+        reports, _ = run_to_the_end(train(plan, state, CONSTANT, records, OperatingSystemEntropy()))
+        assert records.ledger.head.count == 5
     models = [report.state.parameters["w"] for report in reports]
     assert all(not np.array_equal(a, b) for a, b in itertools.pairwise(models))
 
 
 def test_a_repeated_round_is_a_new_attempt_with_fresh_noise_and_its_own_charge(tmp_path) -> None:
     plan = make_plan(rounds=1)
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as records:
         state = initial_state(plan, PARAMETERS)
-        first = next(train(plan, state, CONSTANT, books, SeededEntropy(0)))
-        second = next(train(plan, state, CONSTANT, books, SeededEntropy(0)))
+        first = next(train(plan, state, CONSTANT, records, SeededEntropy(0)))
+        second = next(train(plan, state, CONSTANT, records, SeededEntropy(0)))
         assert (first.attempt, second.attempt) == (0, 1)
-        assert books.ledger.head.count == 2
+        assert records.ledger.head.count == 2
     assert not np.array_equal(first.state.parameters["w"], second.state.parameters["w"])
 
 
@@ -91,29 +93,29 @@ def test_an_attempt_that_was_given_up_uncharged_keeps_its_number(tmp_path) -> No
             raise OSError("no more")
 
     plan = make_plan(rounds=1)
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as records:
         state = initial_state(plan, PARAMETERS)
         with pytest.raises(OSError, match="no more"):
-            next(train(plan, state, GivesUp(CONSTANT.update_of), books, SeededEntropy(0)))
-        report = next(train(plan, state, CONSTANT, books, SeededEntropy(0)))
+            next(train(plan, state, GivesUp(CONSTANT.update_of), records, SeededEntropy(0)))
+        report = next(train(plan, state, CONSTANT, records, SeededEntropy(0)))
         assert report.attempt == 1
-        assert books.ledger.head.count == 1
+        assert records.ledger.head.count == 1
 
 
 def test_nothing_is_noised_before_the_charge_is_on_disk(tmp_path, monkeypatch) -> None:
     plan = make_plan()
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as records:
         charged_when_noised = []
-        close = rounds.close_round
+        drawn = query.rounded_gaussian
 
         def spy(*arguments: object) -> object:
-            with open_books(tmp_path) as another_process:
+            with open_records(tmp_path) as another_process:
                 charged_when_noised.append(another_process.ledger.head.count)
-            return close(*arguments)
+            return drawn(*arguments)
 
-        monkeypatch.setattr(rounds, "close_round", spy)
+        monkeypatch.setattr(query, "rounded_gaussian", spy)
         state = initial_state(plan, PARAMETERS)
-        run_to_the_end(train(plan, state, CONSTANT, books, SeededEntropy(0)))
+        run_to_the_end(train(plan, state, CONSTANT, records, SeededEntropy(0)))
     assert charged_when_noised == [1, 2, 3, 4, 5]
 
 
@@ -125,11 +127,11 @@ def test_seeded_runs_repeat_and_others_do_not(tmp_path, seed: int) -> None:
     for number, entropy in enumerate([*seeded, OperatingSystemEntropy()]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with open_books(folder) as books:
+        with open_records(folder) as records:
             state = initial_state(plan, PARAMETERS)
-            reports, _ = run_to_the_end(train(plan, state, CONSTANT, books, entropy))
+            reports, _ = run_to_the_end(train(plan, state, CONSTANT, records, entropy))
             ends.append(reports[-1].state.parameters["w"])
-            assert {row.randomness for row in books.ledger.charges()} == {entropy.randomness}
+            assert {row.randomness for row in records.ledger.charges()} == {entropy.randomness}
     np.testing.assert_array_equal(ends[0], ends[1])
     assert not np.array_equal(ends[0], ends[2])
     assert not np.array_equal(ends[0], ends[3])

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from federation import LAYOUT, PARAMETERS, make_plan, open_books
+from federation import LAYOUT, PARAMETERS, make_plan, open_records
 from torch import nn
 
 from fedpriv.data.population import UserStore
@@ -56,10 +56,12 @@ def test_quantiles_of_all_groups_are_found_and_every_round_is_charged(
 ) -> None:
     plan = plan_of(noise_multiplier=noise_multiplier)
     state = initial_state(plan, PARAMETERS)
-    with open_books(tmp_path) as books:
-        asked = find_quantiles(plan, state, quantile, FakeTransport(sent), books, SeededEntropy(5))
+    with open_records(tmp_path) as records:
+        asked = find_quantiles(
+            plan, state, quantile, FakeTransport(sent), records, SeededEntropy(5)
+        )
         *_, (_, known) = asked
-        events = books.ledger.events()
+        events = records.ledger.events()
     assert len(events) == 5
     for event in events:
         assert event.noise_multiplier == pytest.approx(noise_multiplier)
@@ -72,11 +74,11 @@ def test_quantiles_of_all_groups_are_found_and_every_round_is_charged(
 def test_the_budget_ends_the_search_before_it_is_passed(tmp_path: Path) -> None:
     plan = plan_of()
     state = initial_state(plan, PARAMETERS)
-    with open_books(tmp_path, limit=2.0) as books:
-        asked = find_quantiles(plan, state, 0.5, FakeTransport(sent), books, SeededEntropy(5))
+    with open_records(tmp_path, limit=2.0) as records:
+        asked = find_quantiles(plan, state, 0.5, FakeTransport(sent), records, SeededEntropy(5))
         with pytest.raises(BudgetExceededError, match="would pass the budget"):
             list(asked)
-        assert len(books.ledger.events()) == 2
+        assert len(records.ledger.events()) == 2
 
 
 @pytest.mark.parametrize("quantile", [0.0, 1.0, float("nan")])
@@ -84,10 +86,10 @@ def test_a_quantile_is_between_0_and_1(quantile: float, tmp_path: Path) -> None:
     plan = plan_of()
     state = initial_state(plan, PARAMETERS)
     with (
-        open_books(tmp_path) as books,
+        open_records(tmp_path) as records,
         pytest.raises(InvalidValueError, match="quantile is"),
     ):
-        next(find_quantiles(plan, state, quantile, FakeTransport(sent), books, SeededEntropy(5)))
+        next(find_quantiles(plan, state, quantile, FakeTransport(sent), records, SeededEntropy(5)))
 
 
 def test_an_interval_that_noise_put_in_the_wrong_place_moves_on() -> None:
@@ -150,9 +152,9 @@ def test_norms_are_of_the_model_with_its_running_statistics_and_nothing_moves(
     )
     state = initial_state(plan, task.parameters(), STATISTICS)
     transport = InProcessTransport(task, users, torch.device("cpu"), 10**7)
-    with open_books(tmp_path) as books:
-        reports = list(find_quantiles(plan, state, 0.5, transport, books, SeededEntropy(5)))
-        assert len(books.ledger.events()) == 4
+    with open_records(tmp_path) as records:
+        reports = list(find_quantiles(plan, state, 0.5, transport, records, SeededEntropy(5)))
+        assert len(records.ledger.events()) == 4
     norms = slow_norms(users, STATISTICS)
     (known,) = reports[-1][1]
     assert float((norms <= known.estimate).mean()) == pytest.approx(0.5, abs=0.01)

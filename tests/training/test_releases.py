@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import LAYOUT, PARAMETERS, make_plan, open_books
+from federation import LAYOUT, PARAMETERS, make_plan, open_records
 
 from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError
@@ -35,10 +35,10 @@ def sent(request: RoundRequest, user: int) -> dict[str, np.ndarray]:
 
 
 def run(plan: TrainingPlan, folder: Path, transport: FakeTransport | None = None) -> list:
-    with open_books(folder) as books:
+    with open_records(folder) as records:
         state = initial_state(plan, PARAMETERS)
-        reports = train(plan, state, transport or FakeTransport(sent), books, SeededEntropy(3))
-        return [list(reports), list(books.ledger.charges())]
+        reports = train(plan, state, transport or FakeTransport(sent), records, SeededEntropy(3))
+        return [list(reports), list(records.ledger.charges())]
 
 
 def plan_with(**changes: object) -> TrainingPlan:
@@ -119,14 +119,14 @@ def test_norms_converge_to_the_quantile_of_each_group(start: float, tmp_path: Pa
 
 def test_clipping_norms_are_in_the_checkpoint(tmp_path: Path) -> None:
     plan = plan_with(adaptive=AdaptiveClipping())
-    with open_books(tmp_path) as books:
+    with open_records(tmp_path) as records:
         state = initial_state(plan, PARAMETERS)
-        rounds = train(plan, state, FakeTransport(sent), books, SeededEntropy(3))
+        rounds = train(plan, state, FakeTransport(sent), records, SeededEntropy(3))
         first: RoundReport = next(rounds)
-        kept = Checkpoint(first.state, plan.digest, books.ledger.head)
+        kept = Checkpoint(first.state, plan.digest, records.ledger.head)
         path = save_checkpoint(tmp_path, kept)
         assert load_checkpoint(path).state.clipping_norms == first.state.clipping_norms
-        assert resume(path, plan, books.ledger).clipping_norms == first.state.clipping_norms
+        assert resume(path, plan, records.ledger).clipping_norms == first.state.clipping_norms
     assert first.state.clipping_norms != plan.clipping_norms
 
 
@@ -160,7 +160,7 @@ def test_a_floored_average_follows_the_cohort_and_doubles_the_noise(
         assert query.clipping_norm == pytest.approx(2.0 / np.sqrt(2.0))
     assert 1.0 <= plan.mechanism.event.noise_multiplier <= 1.0 + 1e-9
     plain = plan_with(averaging=averaging)
-    before, after = plain.mechanism.average.noise_stddevs, plan.mechanism.average.noise_stddevs
+    before, after = plain.mechanism.query.component_stddevs, plan.mechanism.query.component_stddevs
     np.testing.assert_allclose(after, before * 2.0 / 0.5, rtol=1e-6)
     silent = plan_with(
         rounds=1,

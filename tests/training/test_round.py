@@ -2,46 +2,29 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from itertools import product
-from typing import ClassVar
 
 import numpy as np
 import pytest
-from federation import CONSTANT, LAYOUT, PARAMETERS, make_plan, open_books
+from federation import CONSTANT, LAYOUT, PARAMETERS, make_plan, open_records
 
-from fedpriv.errors import InvalidValueError, LedgerError
-from fedpriv.ledger.events import Randomness
-from fedpriv.ledger.ledger import Charge, ProposedCharge
-from fedpriv.privacy.layout import equal_split, flat, layers, per_layer
-from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
+from fedpriv.errors import InvalidValueError
+from fedpriv.privacy.layout import flat
+from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.query import Averaging
-from fedpriv.privacy.round import CohortSum, PartialSum
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
-from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import close_round, initial_state, open_round, sum_round
+from fedpriv.training.rounds import initial_state, open_round, run_round, train
 
 SEEDED = SeededEntropy(3)
-
-
-def charge_for(
-    plan: TrainingPlan, books: object, round_number: int = 0, attempt: int = 0
-) -> Charge:
-    proposed = ProposedCharge(
-        plan.run, round_number, attempt, Randomness.SEEDED, plan.mechanism.event, "0" * 64
-    )
-    return books.ledger.charge(proposed)
 
 
 def test_without_noise_the_average_is_over_the_fixed_denominator(tmp_path) -> None:
     plan = make_plan(noise_multiplier=0.0, groups=flat(LAYOUT, 100.0), optimizer=FedAvg(1.0))
     state = initial_state(plan, PARAMETERS)
     request = open_round(plan, state, 0, SEEDED)
-    total = sum_round(request, CONSTANT.collect(request))
-    with open_books(tmp_path) as books:
-        after = close_round(plan, state, total, charge_for(plan, books), SEEDED).state
+    with open_records(tmp_path) as records:
+        after = run_round(plan, state, CONSTANT, records, SEEDED).state
     # 20 enrolled users, q = 0.5: the denominator is 10, whoever came. Steps are 2^-18.
     sent = [Fraction(float(np.float32(user / 100.0))) for user in request.users.tolist()]
     steps = sum(math.floor(value * 2**18) for value in sent)
@@ -63,43 +46,22 @@ def test_cohort_noise_and_local_keys_are_separate_and_fresh_per_attempt() -> Non
     assert not np.array_equal(first.users, later.users)
 
 
-@dataclass(frozen=True)
-class Asked(Entropy):
-    """Remembers what it was asked for keys for."""
+def test_no_key_of_local_training_is_that_of_another_draw(tmp_path) -> None:
+    asked = []
 
-    randomness: ClassVar[Randomness] = Randomness.SEEDED
+    class Asked(SeededEntropy):
+        def key(self, purpose: str) -> bytes:
+            asked.append(purpose)
+            return super().key(purpose)
 
-    purposes: list[str] = field(default_factory=list)
-
-    def key(self, purpose: str) -> bytes:
-        self.purposes.append(purpose)
-        return SEEDED.key(purpose)
-
-
-def test_no_key_is_for_two_draws(tmp_path) -> None:
-    """In no run, round or attempt: what a seed gives for one purpose is always the same."""
-    parts = layers(LAYOUT)
-    groups = per_layer(LAYOUT, parts, equal_split(parts, 1.0))
-    zero = CohortSum(np.zeros(LAYOUT.dimension, np.int64), 0)
-    asked = Asked()
-    with open_books(tmp_path) as books:
-        for run, number, attempt in product(("run", "other"), (0, 1), (0, 1)):
-            plan = make_plan(run=run, groups=groups, noise_shares=(0.5, 0.5))
-            state = replace(initial_state(plan, PARAMETERS), round=number)
-            open_round(plan, state, attempt, asked)
-            close_round(plan, state, zero, charge_for(plan, books, number, attempt), asked)
-    streams = Counter(purpose.partition("/")[0] for purpose in asked.purposes)
-    assert streams == {"sampling": 8, "local": 8, "noise": 16}
-    assert len(set(asked.purposes)) == len(asked.purposes)
-
-
-def test_no_more_users_count_than_were_drawn() -> None:
-    plan = make_plan(sampling=PoissonSampling(2, 1.0))
-    request = open_round(plan, initial_state(plan, PARAMETERS), 0, SEEDED)
-    ones = np.ones(LAYOUT.dimension, np.int64)
-    for users in (2, 3):
-        added = sum_round(request, [PartialSum("node", users, ones, users)])
-        np.testing.assert_array_equal(added.total, ones * (users == 2))
+    with open_records(tmp_path) as records:
+        for run in ("run", "other"):
+            plan = make_plan(run=run, rounds=2)
+            for _ in range(2):
+                list(train(plan, initial_state(plan, PARAMETERS), CONSTANT, records, Asked(3)))
+    streams = Counter(purpose.partition("/")[0] for purpose in asked)
+    assert streams == {"sampling": 8, "local": 8, "noise": 8}
+    assert len(set(asked)) == len(asked)
 
 
 def test_a_round_is_charged_in_the_steps_in_which_its_users_are_asked_to_answer() -> None:
@@ -110,33 +72,6 @@ def test_a_round_is_charged_in_the_steps_in_which_its_users_are_asked_to_answer(
         assert query.granularity == group.granularity == 2.0**-24
         assert request.clipping.weight_cap == cap
         assert request.clipping.weighted == (() if averaging == Averaging() else ("update",))
-
-
-def test_a_charge_is_good_for_one_release(tmp_path) -> None:
-    plan = make_plan()
-    state = initial_state(plan, PARAMETERS)
-    zero = CohortSum(np.zeros(LAYOUT.dimension, np.int64), 0)
-    with open_books(tmp_path) as books:
-        charge = charge_for(plan, books)
-        close_round(plan, state, zero, charge, SEEDED)
-        with pytest.raises(LedgerError, match="two releases on one charge"):
-            close_round(plan, state, zero, charge, SEEDED)
-
-
-def test_a_charge_of_something_else_releases_nothing(tmp_path) -> None:
-    plan = make_plan()
-    state = initial_state(plan, PARAMETERS)
-    zero = CohortSum(np.zeros(LAYOUT.dimension, np.int64), 0)
-    with open_books(tmp_path) as books:
-        weaker = charge_for(make_plan(noise_multiplier=2.0), books)
-        with pytest.raises(LedgerError, match="event charged"):
-            close_round(plan, state, zero, weaker, SEEDED)
-        other_round = charge_for(plan, books, round_number=1)
-        with pytest.raises(LedgerError, match="round 1 of run 'run'"):
-            close_round(plan, state, zero, other_round, SEEDED)
-        other_run = charge_for(make_plan(run="other"), books)
-        with pytest.raises(LedgerError, match="run 'other'"):
-            close_round(plan, state, zero, other_run, SEEDED)
 
 
 def test_the_digest_changes_with_every_field() -> None:

@@ -12,8 +12,11 @@ from fedpriv.errors import WireError
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import Answer, Assembler, Decline, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.messages import decode_clipping, decode_local, decode_metric
-from fedpriv.wire.tensors import SERVER_RECEIVES_BYTES, decode_layout, decode_manifest, parse
+from fedpriv.wire.codec import SERVER_RECEIVES_BYTES, parse
+from fedpriv.wire.messages import CLIPPING, LOCAL_TRAINING, METRIC
+from fedpriv.wire.messages import PRICE as PRICE_CODEC
+from fedpriv.wire.tensors import LAYOUT as LAYOUT_CODEC
+from fedpriv.wire.tensors import decode_manifest
 from tests.wire.examples import PRICE, peak_memory, small_offer, small_welcome
 
 OFFER = wire.encode_offer(small_offer())
@@ -42,12 +45,12 @@ def summed(users: int) -> pb.Answer:
 
 CASES: dict[str, tuple[Callable[[Message], object], Message]] = {
     "offer": (wire.decode_offer, OFFER),
-    "clipping": (decode_clipping, OFFER.clipping),
-    "layout": (decode_layout, OFFER.clipping.layout),
-    "local": (decode_local, OFFER.local),
-    "metric": (decode_metric, OFFER.metrics[0]),
+    "clipping": (CLIPPING.decode, OFFER.clipping),
+    "layout": (LAYOUT_CODEC.decode, OFFER.clipping.layout),
+    "local": (LOCAL_TRAINING.decode, OFFER.local),
+    "metric": (METRIC.decode, OFFER.metrics[0]),
     "tensors": (decode_manifest, OFFER.model),
-    "price": (wire.decode_price, wire.encode_price(PRICE)),
+    "price": (PRICE_CODEC.decode, PRICE_CODEC.encode(PRICE)),
     "round": (wire.decode_round_id, OFFER.id),
     "one": (decode_answer, summed(1)),
     "sum": (decode_answer, summed(1000)),
@@ -177,10 +180,10 @@ def nested(kind: type[Message], field: str, count: int) -> bytes:
 @pytest.mark.parametrize(
     ("decode", "kind", "field"),
     [
-        (decode_layout, pb.Layout, "names"),
-        (decode_layout, pb.Layout, "shapes"),
-        (decode_clipping, pb.Clipping, "groups"),
-        (decode_clipping, pb.Clipping, "weighted"),
+        (LAYOUT_CODEC.decode, pb.Layout, "names"),
+        (LAYOUT_CODEC.decode, pb.Layout, "shapes"),
+        (CLIPPING.decode, pb.Clipping, "groups"),
+        (CLIPPING.decode, pb.Clipping, "weighted"),
         (wire.decode_offer, pb.Offer, "metrics"),
         (decode_task, pb.Task, "metrics"),
     ],
@@ -212,7 +215,7 @@ def test_an_answer_full_of_empty_names_is_refused_in_little_memory() -> None:
 
 
 def test_too_long_a_message_is_refused_unread() -> None:
-    with pytest.raises(WireError, match="1114113 bytes of a Layout; there may be at most 1114112"):
+    with pytest.raises(WireError, match="1114113 bytes in a Layout; there may be at most 1114112"):
         parse(pb.Layout, bytes(SERVER_RECEIVES_BYTES + 1), SERVER_RECEIVES_BYTES)
 
 

@@ -29,8 +29,10 @@ from fedpriv.wire import (
     manifest_of,
 )
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.codec import parse
+from fedpriv.wire.messages import PRICE as PRICE_CODEC
 from fedpriv.wire.messages import SUM
-from fedpriv.wire.tensors import INT32, INT64, parse
+from fedpriv.wire.tensors import INT32, INT64
 from tests.wire import examples
 
 ID = RoundId("r", 3, 1)
@@ -47,7 +49,7 @@ def test_small_messages_survive(
         return parse(type(message), message.SerializeToString(), MOST)
 
     assert wire.decode_round_id(again(wire.encode_round_id(name))) == name
-    assert wire.decode_price(again(wire.encode_price(price))) == price
+    assert PRICE_CODEC.decode(again(PRICE_CODEC.encode(price))) == price
     assert wire.decode_hello(again(wire.encode_hello(hello))) == hello
     assert wire.decode_receipt(again(wire.encode_receipt(receipt))) == receipt
     assert wire.decode_status(again(wire.encode_status(status))) == status

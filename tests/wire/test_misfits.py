@@ -25,8 +25,10 @@ from fedpriv.wire import (
     manifest_of,
 )
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.messages import encode_local, encode_metric
-from fedpriv.wire.tensors import INT32, MAX_USERS
+from fedpriv.wire.codec import MAX_USERS
+from fedpriv.wire.messages import LOCAL_TRAINING, METRIC
+from fedpriv.wire.messages import PRICE as PRICE_CODEC
+from fedpriv.wire.tensors import INT32
 from tests.wire import examples
 
 ID = RoundId("r", 3, 1)
@@ -54,7 +56,7 @@ def altered(change: Callable[[pb.Offer], object]) -> pb.Offer:
         (lambda m: m.clipping.groups[0].tensors.append("w"), "vector groups hold 5 tensors"),
         (lambda m: m.clipping.groups[0].scales.append(1.0), "3 scales for 2"),
         (lambda m: m.clipping.weighted.append("x"), "there is no vector group 'x'"),
-        (lambda m: m.clipping.weighted.extend(["update"] * 3), "there are 4 groups with weights"),
+        (lambda m: m.clipping.weighted.extend(["update"] * 3), "there are 4 weighted groups"),
         (lambda m: m.clipping.indicator.groups.extend(["x"] * 3), "4 groups of an indicator"),
         (lambda m: setattr(m.clipping.groups[1], "name", "x" * 1025), "1025 characters"),
         (lambda m: setattr(m.local, "steps", 1), "exactly one must be given"),
@@ -133,9 +135,9 @@ def test_a_long_reason_is_cut_and_what_is_no_text_is_refused() -> None:
         lambda: wire.encode_round_id(RoundId("\ud800", 0, 0)),
         lambda: wire.encode_receipt(Receipt(False, "\ud800")),
         lambda: wire.encode_answer(Answer(ID, Decline("\ud800"))),
-        lambda: encode_local(LocalTraining(1.0, epochs=2**32)),
-        lambda: encode_metric(Metric("m", options=(0.0,) * 100_001)),
-        lambda: encode_local(LocalTraining(1.0, steps=1, max_examples=2**32)),
+        lambda: LOCAL_TRAINING.encode(LocalTraining(1.0, epochs=2**32)),
+        lambda: METRIC.encode(Metric("m", options=(0.0,) * 100_001)),
+        lambda: LOCAL_TRAINING.encode(LocalTraining(1.0, steps=1, max_examples=2**32)),
     ):
         with pytest.raises(WireError):
             encode()
@@ -156,11 +158,11 @@ def test_a_long_reason_is_cut_and_what_is_no_text_is_refused() -> None:
         (lambda m: setattr(m.task, "loss", "x" * 1025), "1025 characters"),
         (lambda m: m.task.metrics.append("x" * 1025), "1025 characters"),
         (lambda m: m.task.metrics.extend([""] * 4096), "there are 4097 metrics"),
-        (lambda m: setattr(m.task, "options", "[1]"), "no JSON object"),
+        (lambda m: setattr(m.task, "options", "[1]"), "not a JSON object"),
         (lambda m: setattr(m.task, "options", "{"), "not legal"),
-        (lambda m: setattr(m.task, "options", '{"a": NaN}'), "NaN, which is no number"),
-        (lambda m: setattr(m.task, "options", '{"a": -Infinity}'), "-Infinity, which is no"),
-        (lambda m: setattr(m.task, "options", '{"a": 1e999}'), "1e999, which is no number"),
+        (lambda m: setattr(m.task, "options", '{"a": NaN}'), "NaN, which is not a JSON number"),
+        (lambda m: setattr(m.task, "options", '{"a": -Infinity}'), "-Infinity, which is not a"),
+        (lambda m: setattr(m.task, "options", '{"a": 1e999}'), "1e999, which is not a JSON number"),
         (lambda m: setattr(m.task, "options", '{"a": %s}' % ("9" * 5000)), "not legal"),
         (lambda m: setattr(m.task, "options", '{"a": %s' % ("[" * 5000)), "too deeply"),
         (lambda m: setattr(m.task, "options", " " * 2**16 + "{}"), "65538 characters"),
@@ -264,7 +266,7 @@ def test_an_unknown_state_and_an_unset_message_are_refused() -> None:
     for decode, kind in (
         (wire.decode_status, pb.Status(run="r", state="asleep")),
         (wire.decode_hello, pb.Hello()),
-        (wire.decode_price, pb.Price()),
+        (PRICE_CODEC.decode, pb.Price()),
         (wire.decode_offer, pb.Offer()),
         (wire.decode_welcome, pb.Welcome()),
     ):

@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedpriv.accounting.contour.plan import CERTAINTY, LARGEST_ANGLE, Plan, Setting, decay, turned
 from fedpriv.accounting.contour.privacy_loss import (
@@ -35,7 +34,7 @@ _HEIGHTS = (0.2, 0.5, 1.2, 2.4, 4.8)
 _SIZES = (24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 3072)
 _INTERVALS = 96
 """Where peaks of a density are looked for in a window."""
-_WORK, _WORK_PER_PAIR, _MOST_WORK = 2e7, 1e6, 1.5e8
+_WORK, _WORK_PER_PAIR, _MOST_WORK = 2e7, 1e6, 8e7
 """Multiplications that a contour may cost; beyond, a convolution is faster."""
 _PART = 128
 """Pairs that are treated together."""
@@ -93,10 +92,10 @@ class Contour:
         """[last + 1] the points w, and their terms of the sum over both signs of t."""
         step = 2 * math.pi / self.plan.period
         times = step * np.arange(len(self.cumulant))
-        w = self.plan.c + 1j * times
+        w: ComplexVector = np.asarray(self.plan.c + 1j * times, np.complex128)
         angle = self.cumulant.imag - times * epsilon
-        terms = np.exp(self.cumulant.real - self.cumulant[0].real + 1j * angle) / (w * (w + 1))
-        terms *= step / math.pi
+        terms: ComplexVector = np.exp(self.cumulant.real - self.cumulant[0].real + 1j * angle)
+        terms *= (step / math.pi) / (w * (w + 1))
         terms[0] /= 2
         return w, terms
 
@@ -169,7 +168,7 @@ class _Quadrature:
     low: Vector
     high: Vector
     semiaxis: Vector
-    nodes: NDArray[np.int64]
+    nodes: Vector
     peaks: Vector
     present: Vector
 
@@ -225,9 +224,9 @@ def _quadrature(setting: Setting, plan: Plan, stop: float) -> _Quadrature | None
     rough = setting.survey(plan.log_tail)
     low, high = support(rough, (plan.c, plan.further))
     peaks, present = _peaks(setting, low, high, plan.c)
-    unknown = np.zeros(len(low), np.int64)
+    unknown = np.zeros(len(low))
     log_mgf = tilt(rough, plan.c).log_mgf
-    best = _Quadrature(setting, low, high, unknown + 1.0, unknown, peaks, present)
+    best = _Quadrature(setting, low, high, unknown, unknown, peaks, present)
     least, chosen = np.full(len(low), np.inf), np.empty(len(low))
     for height in _HEIGHTS:
         semiaxis = np.minimum(height, LARGEST_ANGLE * setting.z)
@@ -237,7 +236,7 @@ def _quadrature(setting: Setting, plan: Plan, stop: float) -> _Quadrature | None
         least = np.minimum(needed, least)
     if not least.max() < _SIZES[-1]:
         return None
-    nodes = np.array(_SIZES)[np.searchsorted(_SIZES, least, side="right")]
+    nodes = np.array(_SIZES, np.float64)[np.searchsorted(_SIZES, least, side="right")]
     return replace(best, semiaxis=chosen, nodes=nodes)
 
 

@@ -28,7 +28,7 @@ _WIDEST = 1e-3
 _NARROW = 1e-7
 """Width at which no second contour is tried."""
 _SHIFTS = (1.0, 0.85)
-"""Where contours cross the real axis, relative to the plan."""
+"""Where contours cross the real axis, relative to the plan; many rounds have the first alone."""
 _NEGLIGIBLE = 1e-9
 """A width of ε that never matters; of δ, the least δ that is told from 0."""
 _LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.1, 1e6, 1e-12
@@ -137,7 +137,7 @@ def _worse(
         if most <= low:
             continue
         below, above = 0.0, most
-        for shift in _SHIFTS:
+        for shift in _SHIFTS if len(q) <= _PLANNED else _SHIFTS[:1]:
             moved = replace(plan, c=shift * plan.c, period=plan.period / shift)
             found = contour(setting, moved)
             if found is None:

@@ -20,7 +20,13 @@
     const figure = JSON.parse(document.getElementById(`data-${chart}`).textContent);
     return vegaEmbed(plot, figure, { ...options, downloadFileName: chart });
   };
-  Promise.all([...document.querySelectorAll(".plot")].map(draw)).then(() => {
-    root.setAttribute("data-drawn", "");
+  const plots = [...document.querySelectorAll(".plot")];
+  const drawAll = () => Promise.all(plots.map(draw));
+  let width = window.innerWidth;
+  window.addEventListener("resize", () => {
+    // Legends have as many columns as fit; the height alone changes often on a phone.
+    if (window.innerWidth !== width) drawAll();
+    width = window.innerWidth;
   });
+  drawAll().then(() => root.setAttribute("data-drawn", ""));
 })();

@@ -1,4 +1,4 @@
-"""Which models can train many users side by side."""
+"""Which models can train many users side by side: those that keep their examples apart."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fedpriv.engine.layers import Current, Held, Layers, SideBySide, stand_in
+from fedpriv.engine.layers import BatchedModel, Layers, batched_layer
 from fedpriv.engine.task import Task
 from fedpriv.errors import ModelError
 
@@ -20,29 +20,33 @@ _EACH = 2  # examples of a user that is tried
 _TRIALS = ((0, 1, 2), (4, 3, 0), (3, 4, 0))
 
 
-def layers_of(task: Task, x: torch.Tensor, y: torch.Tensor) -> Layers | None:
-    """The layers of a task, if they tell users apart in all that it trains.
+def separable_layers(task: Task, x: torch.Tensor, y: torch.Tensor) -> Layers | None:
+    """The layers of a task, if they keep users apart in all that it trains.
 
     Examples of several users are to go through the model side by side, so it must work on each by
-    itself: tried with random ones, what a user gets must be what it would get alone, and must be
-    the same to the last bit whatever the examples beside its own are.
-
-    Args:
-        task: the task.
-        x: [1, …] one input that the model accepts.
-        y: [1, …] one target.
+    itself: tried with random ones like one input [1, …] and target, what a user gets must be what
+    it would get alone, and the same to the last bit whatever the examples beside its own are.
 
     Returns:
         None if a trained layer is of no known kind or is trained in part, if the model does
         anything with a trained layer but call it, or if model or loss mix examples.
     """
-    layers = _trained(task.model)
-    if layers is None:
-        return None
+    trained = {}
+    for name, layer in task.model.named_modules():
+        asked = [p.requires_grad for p in layer.parameters(recurse=False)]
+        if any(asked):
+            try:
+                batched_layer(layer)
+            except ModelError:
+                return None
+            trained[name] = layer
+            if not all(asked):
+                return None
     with _evaluating(task.model), torch.no_grad():
         try:
+            layers = Layers(task.model, trained, {})
             layers = replace(layers, alike=_alike(layers, x))
-            rows = _rows_if_told_apart(layers, task, x, y)
+            rows = _rows_if_separate(layers, task, x, y)
         except Exception:  # whatever the model does with its layers, it is not only to call them
             return None
     if rows is None:
@@ -63,47 +67,31 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             layer.training = mode
 
 
-def _trained(model: nn.Module) -> Layers | None:
-    trained = {}
-    for name, layer in model.named_modules():
-        asked = [p.requires_grad for p in layer.parameters(recurse=False)]
-        if any(asked):
-            try:
-                stand_in(layer, Held(Current(), ()))
-            except ModelError:
-                return None
-            trained[name] = layer
-            if not all(asked):
-                return None
-    return Layers(model, trained, {})
-
-
-def _rows_if_told_apart(
+def _rows_if_separate(
     layers: Layers, task: Task, x: torch.Tensor, y: torch.Tensor
 ) -> dict[str, int] | None:
     """`Layers.rows`, if a user's outputs and losses are its own."""
     calls: dict[str, list[int]] = {n: [] for n, e in layers.trained.items() if type(e) is nn.Linear}
-    side_by_side = SideBySide(layers, ())
+    model = BatchedModel(layers, ())
     for name, seen in calls.items():
-        side_by_side.model.get_submodule(name).register_forward_hook(partial(_count_rows, seen))
+        model.model.get_submodule(name).register_forward_hook(partial(_count_rows, seen))
     inputs, targets = _some_like(x), _some_like(y)
-    if not all(
-        _tells_apart(
-            task, side_by_side, [inputs[user] for user in users], [targets[user] for user in users]
-        )
-        for users in _TRIALS
-    ):
-        return None
+    for users in _TRIALS:
+        if not _separate(task, model, [inputs[u] for u in users], [targets[u] for u in users]):
+            return None
     holders = Counter(
         id(p) for layer in layers.trained.values() for p in layer.parameters(recurse=False)
     )
-    forwards = 2 * len(_TRIALS)
     return {
         name: seen[0] // (2 * _EACH)
         for name, seen in calls.items()
-        if len(seen) == forwards
+        if len(seen) == 2 * len(_TRIALS)
         and all(holders[id(p)] == 1 for p in layers.trained[name].parameters())
     }
+
+
+def _count_rows(seen: list[int], _layer: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+    seen.append(output[..., 0].numel())
 
 
 def _alike(layers: Layers, x: torch.Tensor) -> frozenset[str]:
@@ -125,26 +113,23 @@ def _alike(layers: Layers, x: torch.Tensor) -> frozenset[str]:
     return frozenset(name for name, seen in shapes.items() if len(seen) == 1)
 
 
-def _tells_apart(
-    task: Task, side_by_side: SideBySide, x: list[torch.Tensor], y: list[torch.Tensor]
-) -> bool:
-    """Whether the first user gets what it gets alone, be the second or the third beside it.
+def _note_shape(seen: set[torch.Size], _layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+    seen.add(inputs[0].shape)
 
-    Args:
-        task: the task.
-        side_by_side: a copy of its model.
-        x: inputs of three users.
-        y: targets of three users.
-    """
+
+def _separate(
+    task: Task, model: BatchedModel, x: list[torch.Tensor], y: list[torch.Tensor]
+) -> bool:
+    """Whether the first of three users gets what it gets alone, beside the second and the third."""
     generator = torch.Generator().manual_seed(0)
-    one = {name: p.detach() for name, p in task.model.named_parameters() if p.requires_grad}
+    one = task.trainable()
     other = {n: p + torch.randn(p.shape, generator=generator) / 8 for n, p in one.items()}
     both = {name: torch.stack([p, other[name]]) for name, p in one.items()}
     alone = torch.cat(
         [functional_call(task.model, own, (x,)) for own, x in zip((one, other), x, strict=False)]
     )
     together, beside = (
-        side_by_side.outputs(both, {}, torch.cat([x[0], second]), "float32", second.device)
+        model.outputs(both, {}, torch.cat([x[0], second]), "float32", second.device)
         for second in x[1:]
     )
     if together.shape != alone.shape:
@@ -153,12 +138,15 @@ def _tells_apart(
         task.losses_of(outputs, torch.cat([y[0], second]))[:_EACH]
         for outputs, second in zip((together, beside), y[1:], strict=True)
     )
-    off = (together - alone).abs().max()
     return (
-        bool(off <= _TOLERANCE * alone.abs().max())
+        _close(together, alone)
         and torch.equal(together[:_EACH], beside[:_EACH])
         and torch.equal(losses, losses_beside)
     )
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max())
 
 
 def _all_enter_by(layers: Layers, x: torch.Tensor, name: str) -> bool:
@@ -172,7 +160,7 @@ def _all_enter_by(layers: Layers, x: torch.Tensor, name: str) -> bool:
     untouched = given._version
     own = {n: p.detach()[None] for n, p in layers.model.named_parameters() if p.requires_grad}
 
-    def stands_in(seen: torch.Tensor) -> torch.Tensor:
+    def on_examples(seen: torch.Tensor) -> torch.Tensor:
         if (seen._base is not given and seen is not given) or seen._version != untouched:
             raise RuntimeError("what the layer sees was changed before")
         y: torch.Tensor = layer(examples.view(seen.shape))
@@ -183,11 +171,9 @@ def _all_enter_by(layers: Layers, x: torch.Tensor, name: str) -> bool:
             torch.manual_seed(0)
             expected = layers.model(examples)
             torch.manual_seed(0)  # for what draws after the layer
-            model = layers.side_by_side([name])
-            with model.corrected({name: stands_in}):
-                outputs = model.outputs(own, {}, given, "float32", examples.device)
-        off = (outputs - expected).abs().max()
-        return bool(off <= _TOLERANCE * expected.abs().max())
+            model = layers.batched([name])
+            with model.corrected({name: on_examples}):
+                return _close(model.outputs(own, {}, given, "float32", examples.device), expected)
     except Exception:  # whatever the model does with examples, it is more than that
         return False
 
@@ -201,11 +187,3 @@ def _some_like(example: torch.Tensor) -> list[torch.Tensor]:
     else:
         drawn = [torch.randint(2, shape, generator=generator) for _ in range(3)]
     return [e.to(example.dtype) for e in (*drawn, torch.zeros(shape), torch.ones(shape))]
-
-
-def _count_rows(seen: list[int], _layer: nn.Module, _inputs: object, output: torch.Tensor) -> None:
-    seen.append(output[..., 0].numel())
-
-
-def _note_shape(seen: set[torch.Size], _layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-    seen.add(inputs[0].shape)

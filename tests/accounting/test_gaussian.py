@@ -9,9 +9,10 @@ import pytest
 from dp_accounting import gaussian_mechanism as published
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from poisson_rounds import epsilon_interval
 
-from fedpriv.accounting import analytic
-from fedpriv.accounting.pld import epsilon_interval
+from fedpriv.accounting import gaussian
+from fedpriv.accounting.rounds import unsampled_noise_multiplier
 from fedpriv.errors import InvalidValueError
 
 NOISE = (0.05, 0.3, 0.9, 1.0, 1.1, 4.0, 100.0, 1e4, 1e6)
@@ -30,7 +31,7 @@ def exact_delta(epsilon: float, z: float) -> mpmath.mpf:
 @pytest.mark.parametrize("z", NOISE)
 @pytest.mark.parametrize("delta", DELTAS)
 def test_epsilon_is_the_least_that_holds(z: float, delta: float) -> None:
-    epsilon = analytic.epsilon(delta, z)
+    epsilon = gaussian.epsilon(delta, z)
     assert exact_delta(epsilon, z) <= delta
     smaller = epsilon - (1e-11 if delta <= 0.5 else 1e-8) * (1 + epsilon)
     if smaller > 0:
@@ -46,43 +47,43 @@ def test_delta_is_never_below_the_truth_and_hardly_above(z: float, x: float) -> 
     epsilon = max(0.0, (x + 1 / (2 * z)) / z)
     truth = exact_delta(epsilon, z)
     assert truth >= 1e-300
-    assert truth <= analytic.delta(epsilon, z) <= truth * (1 + mpmath.mpf("1e-11"))
+    assert truth <= gaussian.delta(epsilon, z) <= truth * (1 + mpmath.mpf("1e-11"))
 
 
 @pytest.mark.parametrize(("epsilon", "z"), [(40.0, 1.0), (950.0, 0.05), (3e-4, 1e6), (60.0, 4.0)])
 def test_log_delta_goes_on_below_the_smallest_float(epsilon: float, z: float) -> None:
     truth = float(mpmath.log(exact_delta(epsilon, z)))
     assert truth < -700
-    assert truth <= analytic.log_delta(epsilon, z) <= truth + 1e-8
-    assert 0 < analytic.delta(epsilon, z) < 1e-300
+    assert truth <= gaussian.log_delta(epsilon, z) <= truth + 1e-8
+    assert 0 < gaussian.delta(epsilon, z) < 1e-300
 
 
 def test_what_releases_nothing_costs_nothing_and_no_noise_costs_all() -> None:
-    assert analytic.epsilon(1e-5, math.inf) == analytic.delta(0.0, math.inf) == 0.0
-    assert analytic.log_delta(1.0, math.inf) == -math.inf
-    assert analytic.epsilon(1e-5, 0.0) == math.inf
-    assert analytic.delta(1.0, 0.0) == 1.0
+    assert gaussian.epsilon(1e-5, math.inf) == gaussian.delta(0.0, math.inf) == 0.0
+    assert gaussian.log_delta(1.0, math.inf) == -math.inf
+    assert gaussian.epsilon(1e-5, 0.0) == math.inf
+    assert gaussian.delta(1.0, 0.0) == 1.0
 
 
 @pytest.mark.parametrize("z", [5e-324, 1e-149, 1e-20, 1e20, 1e305])
 @pytest.mark.parametrize("delta", [5e-324, 1e-20, 0.5, 1 - 2**-53])
 def test_extremes_neither_warn_nor_fail(z: float, delta: float) -> None:
-    epsilon = analytic.epsilon(delta, z)
+    epsilon = gaussian.epsilon(delta, z)
     assert math.isinf(epsilon) if z < 1e-154 else math.isfinite(epsilon)
-    assert 0.0 < analytic.delta(1.0, z) <= 1.0
-    assert 0.0 < analytic.delta(1e300, z) <= 1.0
+    assert 0.0 < gaussian.delta(1.0, z) <= 1.0
+    assert 0.0 < gaussian.delta(1e300, z) <= 1.0
     if 0.0 < epsilon < 1e8:
-        assert analytic.delta(epsilon, z) <= delta * (1 + 1e-11)
+        assert gaussian.delta(epsilon, z) <= delta * (1 + 1e-11)
 
 
 def test_noise_multiplier_at_extremes() -> None:
-    assert analytic.noise_multiplier(0.0, 5e-324) == math.inf  # 8e322
+    assert gaussian.noise_multiplier(0.0, 5e-324) == math.inf  # 8e322
     for epsilon in (0.0, 1e-300, 1e-5, 1e300):
         for delta in (1e-299, 1e-5, 1 - 2**-53):
-            z = analytic.noise_multiplier(epsilon, delta)
+            z = gaussian.noise_multiplier(epsilon, delta)
             assert 0.0 < z < math.inf
             if epsilon < 1e8:
-                assert analytic.delta(epsilon, z) <= delta * (1 + 1e-11)
+                assert gaussian.delta(epsilon, z) <= delta * (1 + 1e-11)
 
 
 @settings(max_examples=200, deadline=None)
@@ -90,32 +91,32 @@ def test_noise_multiplier_at_extremes() -> None:
 def test_epsilon_and_delta_are_inverse(pair: tuple[float, float]) -> None:
     z, exponent = pair
     delta = 10.0**exponent
-    epsilon = analytic.epsilon(delta, z)
+    epsilon = gaussian.epsilon(delta, z)
     if epsilon > 0:
-        assert analytic.delta(epsilon, z) == pytest.approx(delta, rel=1e-9)
+        assert gaussian.delta(epsilon, z) == pytest.approx(delta, rel=1e-9)
     else:
-        assert analytic.delta(0.0, z) <= delta * (1 + 1e-9)
+        assert gaussian.delta(0.0, z) <= delta * (1 + 1e-9)
 
 
 @settings(max_examples=100, deadline=None)
 @given(PAIRS, st.floats(1.001, 10.0))
 def test_more_noise_costs_less(pair: tuple[float, float], factor: float) -> None:
     z, exponent = pair
-    more, less = (analytic.epsilon(10.0**exponent, z * f) for f in (1.0, factor))
+    more, less = (gaussian.epsilon(10.0**exponent, z * f) for f in (1.0, factor))
     assert less < more or more == less == 0.0
 
 
 def test_many_pairs_at_once_equal_one_at_a_time() -> None:
     grid = [(math.log(d), z) for d in DELTAS for z in (*NOISE, 0.0)]
     logs, noise = np.array(grid).T
-    one_by_one = [analytic.epsilon(d, z) for d in DELTAS for z in (*NOISE, 0.0)]
-    np.testing.assert_allclose(analytic.epsilons(logs, noise), one_by_one, rtol=1e-12)
+    one_by_one = [gaussian.epsilon(d, z) for d in DELTAS for z in (*NOISE, 0.0)]
+    np.testing.assert_allclose(gaussian.epsilons(logs, noise), one_by_one, rtol=1e-12)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-3, 0.5, 4.0, 50.0])
 @pytest.mark.parametrize("delta", DELTAS)
 def test_noise_multiplier_is_the_least_that_holds(epsilon: float, delta: float) -> None:
-    z = analytic.noise_multiplier(epsilon, delta)
+    z = gaussian.noise_multiplier(epsilon, delta)
     assert exact_delta(epsilon, z) <= delta
     assert exact_delta(epsilon, z * (1 - 1e-9)) > delta
 
@@ -124,52 +125,55 @@ def test_noise_multiplier_is_the_least_that_holds(epsilon: float, delta: float) 
 def test_agrees_with_a_published_library(delta: float) -> None:
     for z in (0.3, 1.0, 7.0):
         theirs = published.get_epsilon_gaussian(z, delta)
-        assert analytic.epsilon(delta, z) == pytest.approx(theirs, rel=1e-9)
+        assert gaussian.epsilon(delta, z) == pytest.approx(theirs, rel=1e-9)
         theirs = published.get_sigma_gaussian(z, delta)
-        assert analytic.noise_multiplier(z, delta) == pytest.approx(theirs, rel=1e-5)
+        assert gaussian.noise_multiplier(z, delta) == pytest.approx(theirs, rel=1e-5)
 
 
 def test_the_known_value() -> None:
     # z = 1, δ = 1e-5 is ε = 4.377, and 9.997 where one user's data is replaced (z = 1/2).
-    assert analytic.epsilon(1e-5, 1.0) == pytest.approx(4.377, abs=5e-4)
-    assert analytic.epsilon(1e-5, 0.5) == pytest.approx(9.997, abs=5e-4)
+    assert gaussian.epsilon(1e-5, 1.0) == pytest.approx(4.377, abs=5e-4)
+    assert gaussian.epsilon(1e-5, 0.5) == pytest.approx(9.997, abs=5e-4)
 
 
 def test_rounds_compose_to_one_mechanism() -> None:
-    assert analytic.unsampled_noise_multiplier({(1.0, 3.0): 9}) == pytest.approx(1.0)
+    assert unsampled_noise_multiplier({(1.0, 3.0): 9}) == pytest.approx(1.0)
     mixed = {(1.0, 2.0): 4, (0.1, 1.0): 2, (0.5, 0.5): 1}
-    assert analytic.unsampled_noise_multiplier(mixed) == pytest.approx(1 / math.sqrt(1 + 2 + 4))
-    assert analytic.unsampled_noise_multiplier({}) == math.inf
-    assert analytic.unsampled_noise_multiplier({(1.0, 0.0): 1, (1.0, 1.0): 5}) == 0.0
-    assert analytic.unsampled_noise_multiplier({(1.0, 1e-200): 4}) == pytest.approx(5e-201)
+    assert unsampled_noise_multiplier(mixed) == pytest.approx(1 / math.sqrt(1 + 2 + 4))
+    assert unsampled_noise_multiplier({}) == math.inf
+    assert unsampled_noise_multiplier({(1.0, 0.0): 1, (1.0, 1.0): 5}) == 0.0
+    assert unsampled_noise_multiplier({(1.0, 1e-200): 4}) == pytest.approx(5e-201)
 
 
 @pytest.mark.parametrize("rounds", [{(1.0, 4.0): 10}, {(1.0, 1.0): 1, (1.0, 9.0): 50}])
 def test_unsampled_rounds_are_exact(rounds: dict[tuple[float, float], int]) -> None:
     low, up = epsilon_interval(rounds, 1e-6)
-    assert low <= analytic.epsilon(1e-6, analytic.unsampled_noise_multiplier(rounds)) <= up
+    assert low <= gaussian.epsilon(1e-6, unsampled_noise_multiplier(rounds)) <= up
 
 
 @pytest.mark.parametrize("q", [1e-4, 0.1, 0.9, 0.999])
 def test_ignoring_sampling_is_a_bound(q: float) -> None:
     for z, count in ((0.5, 1), (1.0, 30), (8.0, 1000)):
-        bound = analytic.epsilon(1e-6, analytic.unsampled_noise_multiplier({(q, z): count}))
+        bound = gaussian.epsilon(1e-6, unsampled_noise_multiplier({(q, z): count}))
         assert bound >= epsilon_interval({(q, z): count}, 1e-6)[0]
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: analytic.epsilon(0.0, 1.0), r"delta is 0.0; it must be in \(0, 1\)"),
-        (lambda: analytic.epsilon(math.nan, 1.0), r"delta is nan; it must be in \(0, 1\)"),
-        (lambda: analytic.noise_multiplier(1.0, 1.0), r"delta is 1.0; it must be in \(0, 1\)"),
-        (lambda: analytic.epsilon(0.1, -1.0), "noise_multiplier is -1.0; it must not be neg"),
-        (lambda: analytic.delta(1.0, math.nan), "noise_multiplier is nan; it must not be neg"),
-        (lambda: analytic.delta(-1.0, 1.0), "epsilon is -1.0; it must be finite and not neg"),
-        (lambda: analytic.noise_multiplier(math.inf, 0.1), "epsilon is inf; it must be finite"),
-        (lambda: analytic.check_rounds({(0.0, 1.0): 1}), r"is 0.0; it must be in \(0, 1\]"),
-        (lambda: analytic.check_rounds({(0.5, math.inf): 1}), "noise_multiplier is inf; it must"),
-        (lambda: analytic.check_rounds({(0.5, 1.0): 0}), "count is 0; it must be at least 1"),
+        (lambda: gaussian.epsilon(0.0, 1.0), r"delta is 0.0; it must be in \(0, 1\)"),
+        (lambda: gaussian.epsilon(math.nan, 1.0), r"delta is nan; it must be in \(0, 1\)"),
+        (lambda: gaussian.noise_multiplier(1.0, 1.0), r"delta is 1.0; it must be in \(0, 1\)"),
+        (lambda: gaussian.epsilon(0.1, -1.0), "noise_multiplier is -1.0; it must not be neg"),
+        (lambda: gaussian.delta(1.0, math.nan), "noise_multiplier is nan; it must not be neg"),
+        (lambda: gaussian.delta(-1.0, 1.0), "epsilon is -1.0; it must be finite and not neg"),
+        (lambda: gaussian.noise_multiplier(math.inf, 0.1), "epsilon is inf; it must be finite"),
+        (lambda: unsampled_noise_multiplier({(0.0, 1.0): 1}), r"is 0.0; it must be in \(0, 1\]"),
+        (
+            lambda: unsampled_noise_multiplier({(0.5, math.inf): 1}),
+            "noise_multiplier is inf; it must",
+        ),
+        (lambda: unsampled_noise_multiplier({(0.5, 1.0): 0}), "count is 0; it must be at least 1"),
     ],
 )
 def test_bad_values_are_refused_with_a_sentence(call: Callable[[], object], message: str) -> None:

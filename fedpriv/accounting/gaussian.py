@@ -5,7 +5,8 @@ With μ = 1/z, a = ε/μ − μ/2 and b = ε/μ + μ/2 the mechanism is (ε, δ)
     δ ≥ Φ(−a) − e^ε·Φ(−b) = φ(a)·(R(a) − R(b)),    R(x) = Φ(−x)/φ(x),
 
 because e^ε·φ(b) = φ(a). Mills' ratio R is a scaled complementary error function, so nothing
-underflows. Rounds compose to one mechanism, and sampling only helps: ignoring it is a bound.
+underflows. Here z ≥ 0 is noise_stddev per sensitivity (∞ releases nothing), ε ≥ 0 is finite and δ
+in (0, 1); what is out of range raises `InvalidValueError`.
 """
 
 import math
@@ -19,7 +20,7 @@ from fedpriv.errors import InvalidValueError
 
 _ULP = 2.0**-52
 _MARGIN = 1e-12
-"""Added to log δ; more than its error from floating point where |a| < 40."""
+"""Added to log δ: ten times the largest rounding error that tests find, not a proved bound."""
 _WIDTH = 2e-11
 """Twice the error of ε relative to 1 + ε, and of δ relative to δ."""
 _LEAST_NOISE, _MOST_NOISE = 1e-150, 1e302
@@ -36,16 +37,9 @@ _SERIES = (-2027025.0, 135135.0, -10395.0, 945.0, -105.0, 15.0, -3.0, 1.0, 0.0)
 def log_delta(epsilon: float, noise_multiplier: float) -> float:
     """Natural logarithm of `delta`, finite where δ itself is below the smallest float.
 
-    Args:
-        epsilon: ε ≥ 0, finite.
-        noise_multiplier: z ≥ 0; z = ∞ is the mechanism that releases nothing.
-
     Returns:
         log δ rounded up by about 1e-12, at most 0; −∞ only for z = ∞. Values below −5e5 are
         reported as about −5e5.
-
-    Raises:
-        InvalidValueError: ε or z is out of range.
     """
     check_epsilon(epsilon)
     _check_noise(noise_multiplier)
@@ -65,16 +59,9 @@ def log_delta(epsilon: float, noise_multiplier: float) -> float:
 def delta(epsilon: float, noise_multiplier: float) -> float:
     """Least δ for which the Gaussian mechanism is (ε, δ)-DP: exact, so a bound that is attained.
 
-    Args:
-        epsilon: ε ≥ 0, finite.
-        noise_multiplier: z ≥ 0, standard deviation of the noise over the sensitivity.
-
     Returns:
         δ in [0, 1], never below the truth and for z in [0.05, 1e6] and δ ≥ 1e-300 at most
         1e-11 of itself above; 1 for z = 0 and 0 only for z = ∞.
-
-    Raises:
-        InvalidValueError: ε or z is out of range.
     """
     log = log_delta(epsilon, noise_multiplier)
     return 0.0 if math.isinf(log) else max(math.exp(log), math.ulp(0.0))
@@ -83,16 +70,9 @@ def delta(epsilon: float, noise_multiplier: float) -> float:
 def epsilon(delta: float, noise_multiplier: float) -> float:
     """Least ε ≥ 0 for which the Gaussian mechanism is (ε, δ)-DP: exact, so attained.
 
-    Args:
-        delta: δ in (0, 1).
-        noise_multiplier: z ≥ 0, standard deviation of the noise over the sensitivity.
-
     Returns:
         ε, never below the truth and at most 1e-11·(1 + ε) above for δ ≤ 0.5; ∞ only for z = 0
         and where ε is above the largest float.
-
-    Raises:
-        InvalidValueError: δ or z is out of range.
     """
     check_delta(delta)
     _check_noise(noise_multiplier)
@@ -106,10 +86,6 @@ def epsilons(log_delta: Vector, noise_multiplier: Vector) -> Vector:
 
     log δ is a concave function of a, a convolution of log-concave functions, so every step of
     Newton's method ends on the safe side of the root: each iterate is a bound.
-
-    Args:
-        log_delta: [n] natural logarithms of δ, negative and finite.
-        noise_multiplier: [n] z ≥ 0.
 
     Returns:
         [n] ε ≥ 0, never below the truth; ∞ for z = 0 and where ε is above the largest float.
@@ -149,16 +125,9 @@ def delta_interval(epsilon: float, noise_multiplier: float) -> tuple[float, floa
 def noise_multiplier(epsilon: float, delta: float) -> float:
     """Least z for which the Gaussian mechanism is (ε, δ)-DP (Balle & Wang 2018, Algorithm 1).
 
-    Args:
-        epsilon: ε ≥ 0, finite.
-        delta: δ in (0, 1).
-
     Returns:
         z > 0, never below the truth and at most 1e-9 of itself above for δ ≤ 0.999; ∞ where it
         is above 1e300.
-
-    Raises:
-        InvalidValueError: ε or δ is out of range.
     """
     check_epsilon(epsilon)
     check_delta(delta)

@@ -3,7 +3,8 @@
 The losses are tilted before they are convolved: a loss s gets the weight e^{θs}/E[e^{θL}], which
 moves the mass to where δ comes from, so that rounding is small against δ however small δ is. A
 transform works on a circle; what wraps around it, and what it rounds, are bounded and returned with
-the result.
+the result. The heaviest atom of each loss is kept out of its transform, because its rounding would
+hide the rare large values of a rarely sampled user.
 """
 
 import math
@@ -11,16 +12,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.fft import irfft, rfft
 from scipy.linalg.blas import dtbsv
 
-from fedpriv.accounting.atoms import ROUNDING, LossAtoms
-from fedpriv.accounting.circular import circular_sum
+from fedpriv.accounting.pld.lattice import ROUNDING, LossAtoms
 from fedpriv.accounting.rounds import Vector
 
+_EPS = float(np.finfo(np.float64).eps)
 _NOISE = 1e-4
 """Share of δ that rounding may take before a wider floating-point type is used."""
 _LARGEST_SIZE = 1 << 21
 """Size beyond which a transform would take too much memory."""
+_SMALLEST = -100.0
+"""Logarithm below which a value of a transform is taken to be 0."""
+_CHEAP_SIZE = 1 << 14
+"""Size up to which the wider type costs nothing that counts."""
+_PIECE = 1 << 15
+"""How many frequencies are worked on at a time."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,11 @@ class Composition:
     mass_error: float
     infinite: float
 
+    @property
+    def losses(self) -> Vector:
+        """[points] s_k."""
+        return self.start + self.step * np.arange(len(self.divergence), dtype=np.float64)
+
 
 def compose_atoms(parts: Sequence[tuple[LossAtoms, int]], window: Window) -> Composition:
     """Distribution of the sum of independent losses, each repeated.
@@ -87,11 +101,17 @@ def compose_atoms(parts: Sequence[tuple[LossAtoms, int]], window: Window) -> Com
     logs, weights = zip(*(_tilted(atoms, step, tilt) for atoms, _ in parts), strict=True)
     counts = [count for _, count in parts]
     log_mgf = sum(count * log for count, log in zip(counts, logs, strict=True))
+    mass_error = ROUNDING * sum(counts)
+    infinite = sum(count * atoms.infinite for atoms, count in parts)
     low = (log_mgf - _log_mgf(parts, step, tilt - window.left) - window.depth) / window.left
     high = (_log_mgf(parts, step, tilt + window.right) - log_mgf + window.depth) / window.right
     size = 1 << (math.ceil((high - low) / step) + 1).bit_length()
-    if size > _LARGEST_SIZE:
-        return _only_moments(parts, tilt, step, log_mgf)
+    if size > _LARGEST_SIZE:  # nothing but a moment is known
+        none = np.zeros(0)
+        slack = sum(count * float(atoms.rounding.max()) for atoms, count in parts)
+        return Composition(
+            0.0, step, tilt, log_mgf, none, none, 0.0, 0.0, slack, mass_error, infinite
+        )
     scale = _weight_norm(step, tilt)
     tolerance = _NOISE * math.exp(window.margin - window.depth) / scale
     indices = [atoms.index for atoms, _ in parts]
@@ -115,28 +135,11 @@ def compose_atoms(parts: Sequence[tuple[LossAtoms, int]], window: Window) -> Com
         divergence=divergence,
         excess=error * scale + beyond,
         deficit=error * scale + 2 * beyond / (1 + tilt),
-        slack=moved + 8 * float(np.finfo(np.float64).eps) * reach,
+        slack=moved + 8 * _EPS * reach,
         # Four roundings for each point of the two recursions of `_curves`, and their factors'.
-        mass_error=ROUNDING * sum(counts) + 8 * float(np.finfo(np.float64).eps) * size,
-        infinite=_infinite(parts),
+        mass_error=mass_error + 8 * _EPS * size,
+        infinite=infinite,
     )
-
-
-def _only_moments(
-    parts: Sequence[tuple[LossAtoms, int]], tilt: float, step: float, log_mgf: float
-) -> Composition:
-    """A composition without points, of which the moment log_mgf is known."""
-    slack = sum(count * float(atoms.rounding.max()) for atoms, count in parts)
-    none = np.zeros(0)
-    error = ROUNDING * sum(count for _, count in parts)
-    return Composition(
-        0.0, step, tilt, log_mgf, none, none, 0.0, 0.0, slack, error, _infinite(parts)
-    )
-
-
-def _infinite(parts: Sequence[tuple[LossAtoms, int]]) -> float:
-    """At least the probability that one of the losses is infinite."""
-    return sum(count * atoms.infinite for atoms, count in parts)
 
 
 def _tilted(atoms: LossAtoms, step: float, tilt: float) -> tuple[float, Vector]:
@@ -180,3 +183,93 @@ def _weight_norm(step: float, tilt: float) -> float:
     """
     integral = 2 / (2 * tilt * (2 * tilt + 1) * (2 * tilt + 2))
     return math.sqrt(integral / step + 1 / (1 + tilt) ** 2)
+
+
+def circular_sum(
+    indices: Sequence[NDArray[np.int64]],
+    weights: Sequence[Vector],
+    counts: Sequence[int],
+    size: int,
+    tolerance: float,
+) -> tuple[Vector, int, float]:
+    """Distribution of Σ_i (sum of counts[i] draws of indices[i]) modulo `size`, a power of two.
+
+    The error follows from ‖transform(x) rounded − exact‖₂ ≤ γ·‖transform(x)‖₂ with the γ of
+    `transform_error`, and |a^T − b^T| ≤ T·|a − b| in the unit circle. Double precision is left
+    where that misses the tolerance, or for free.
+
+    Returns:
+        [size] probabilities, entry k that of origin + k; the origin; a bound on the Euclidean
+        norm of their error, to which each adds its own rounding to double precision.
+    """
+    tops = [int(weight.argmax()) for weight in weights]
+    rests = [
+        np.where(np.arange(len(w)) == top, 0.0, w) for w, top in zip(weights, tops, strict=True)
+    ]
+    spread = sum(c * _norm(rest) for c, rest in zip(counts, rests, strict=True))
+    coarse = transform_error(np.float64, size) * (1 + spread) > tolerance
+    real = np.longdouble if coarse or size <= _CHEAP_SIZE else np.float64
+    exponent = np.zeros(size // 2 + 1, dtype=np.result_type(real, np.complex64))
+    alive = np.arange(len(exponent))
+    spread = summed = 0.0
+    for index, weight, rest, top, count in zip(indices, weights, rests, tops, counts, strict=True):
+        where = (index - index[top]) % size
+        circle = np.bincount(where, weights=rest, minlength=size).astype(np.float64)
+        part = rfft(circle.astype(real))[alive]
+        large = np.abs(weight[top] + part) > math.exp(_SMALLEST / count)
+        alive = alive[large]
+        power = _power(real(weight[top]), part[large], count)
+        exponent[alive] += power
+        spread += count * _norm(circle)
+        summed += float(np.abs(power).max(initial=0.0)) + 2 * count * abs(math.log(weight[top]))
+    transform = np.zeros_like(exponent)
+    transform[alive] = np.exp(exponent[alive])
+    mass = irfft(transform, size).astype(np.float64)
+    # The factor covers values that rounding moves out of the unit circle.
+    gamma, eps = transform_error(real, size), float(np.finfo(real).eps)
+    powers = gamma * spread * math.exp(min(700.0, gamma * math.sqrt(size) * spread))
+    error = powers + (2 * gamma + 8 * eps * (summed + 1)) * _norm(mass) + math.exp(_SMALLEST)
+    origin = sum(c * int(i[top]) for c, i, top in zip(counts, indices, tops, strict=True))
+    return mass, origin, error
+
+
+def _power(
+    constant: np.floating, part: NDArray[np.complexfloating], count: int
+) -> NDArray[np.complexfloating]:
+    """[frequencies] logarithms of (constant + part)^count, a piece at a time to save memory."""
+    power = np.empty_like(part)
+    for first in range(0, len(part), _PIECE):
+        piece = slice(first, first + _PIECE)
+        power[piece] = count * _log_of_sum(constant, part[piece])
+    return power
+
+
+def _log_of_sum(
+    constant: np.floating, part: NDArray[np.complexfloating]
+) -> NDArray[np.complexfloating]:
+    """log(constant + part) for constant + part ≠ 0, accurate where `part` is small."""
+    a, b = part.real / constant, part.imag / constant
+    square = 2 * a + a * a + b * b
+    near = np.abs(square) < 0.5
+    modulus = np.where(near, 1, np.hypot(1 + a, b))
+    log_modulus = np.where(near, np.log1p(np.where(near, square, 0)) / 2, np.log(modulus))
+    return np.asarray(np.log(constant) + log_modulus + 1j * np.arctan2(b, 1 + a))
+
+
+def _norm(x: Vector) -> float:
+    """Euclidean norm."""
+    return math.sqrt(float(np.square(x).sum()))
+
+
+def transform_error(real: type[np.floating], size: int) -> float:
+    """Relative error in the Euclidean norm of a real transform of 2^t points, t ≥ 1.
+
+    Such a transform is t levels of butterflies (pocketfft merges two into one of radix 4). With the
+    unit roundoff u, a level multiplies by factors of modulus 1 that are right to 7u, each complex
+    product adds √2·2u (Higham 2002, Lemma 3.5), and each sum u relative to its result: below 11u in
+    the norm of a level, 11·t·u in all to first order (as in his Theorem 24.2). 16·t·u leaves room
+    for the rest. Real input makes a transform's halves mirror images, of which only one is
+    computed; the same bound holds. That sines and cosines are right to an ulp, of which a factor
+    multiplies two, is what pocketfft states of itself; it is not proved here.
+    """
+    return 8 * float(np.finfo(real).eps) * math.log2(size)

@@ -1,0 +1,395 @@
+"""Intervals of ε and δ by composing privacy loss distributions (PLD).
+
+Any multiset of pairs is put on a lattice as losses that are at least, and at most as bad, composed
+by a tilted fast Fourier transform, and read off with every error on the safe side. Both directions
+are computed; the worse one is reported. Tilt, lattice and window come from a quick cumulant of the
+loss, which need not be exact: a poor choice makes the interval wider, never wrong.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fedpriv.accounting import gaussian
+from fedpriv.accounting.contour.interval import conversion
+from fedpriv.accounting.pld.fft import Composition, Window, compose_atoms
+from fedpriv.accounting.pld.lattice import GaussianPair, Lattice, Pairs, grouped
+from fedpriv.accounting.rounds import Direction, Vector, unsampled_noise_multiplier
+
+_WIDTH, _LEAST_WIDTH = 1e-3, 1e-6
+"""How wide an interval of ε should be, relative to its upper end and in addition."""
+_DELTA_WIDTH = 0.05
+"""How wide an interval of δ should be, relative to its upper end."""
+_TRIES, _FINEST, _PROGRESS = 6, 1 / 64, 0.8
+"""How often a wide interval is computed again, how much finer at most each time, and the share of
+the last width above which finer lattices do not help."""
+_REFINED, _GROUPS = 16, 32
+"""Numbers of different pairs, each of which needs a transform: up to the first they are composed
+again where that helps, up to the second once, and more are grouped."""
+_TAIL = 1e-4
+"""Share of δ that may come from losses that are taken to be infinite."""
+_TOLERANCE = 2e-4
+"""Share of ε that the lattice of the upper bound may cost."""
+_CERTAINTY = 10.0
+"""Minus the logarithm of the share of δ that may wrap around the window."""
+_LEAST_LOG_DELTA = math.log(1e-100)
+_LARGEST_SIZE = 1 << 20
+_FILLED = 0.9
+"""Share of the transform's points that the planned window takes; the rest is for its roughness."""
+_GROWTH = 0.03
+"""Spacing of far lattice points relative to their distance from the centre."""
+_SHARES = (1.0, 0.5, 0.15)
+"""Tilts to choose from, relative to the one that gives the best Chernoff bound."""
+_LEAST_VARIANCE = 1e-300
+_FAINTEST = 31.0
+"""Minus the logarithm of how small, for one round, δ may be under the tilt against rounding."""
+
+Ends = tuple[float, float]
+
+
+def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
+    """Interval that holds the least ε that holds at δ for all these losses together.
+
+    * No event: [0, 0]. An event without noise: [∞, ∞], by convention even where a user is so rarely
+      sampled that δ alone would cover it. Noise multipliers below 0.05 have the upper end ∞.
+    * Up to 16 different pairs are tried again until the width is at most up/1000 + 1e-6; whether
+      it is, the ends say.
+
+    Args:
+        pairs: number of events by the pair whose loss they have.
+        delta: δ in [1e-60, 1).
+
+    Returns:
+        (low, up) with 0 ≤ low ≤ true ε ≤ up ≤ ∞.
+    """
+    if any(pair.setting[1] == 0.0 for pair in pairs):
+        return math.inf, math.inf
+    z = _closed_form(pairs)
+    if z is not None:
+        return gaussian.epsilon_interval(delta, z)
+    return _refined(
+        pairs,
+        lambda worst, direction: _aim_at_delta(worst, delta, direction),
+        lambda below: epsilon_below(below, delta),
+        lambda above: epsilon_above(above, delta),
+        lambda up: _WIDTH * up + _LEAST_WIDTH,
+    )
+
+
+def delta_interval(pairs: Pairs, epsilon: float) -> Ends:
+    """Interval that holds the least δ that holds at ε for all these losses together.
+
+    * No event: [0, 0]. An event without noise: [0, 1].
+
+    Args:
+        pairs: number of events by the pair whose loss they have.
+        epsilon: ε ≥ 0, finite.
+
+    Returns:
+        (low, up) with 0 ≤ low ≤ true δ ≤ up ≤ 1; upper ends do not go far below 1e-100.
+    """
+    if any(pair.setting[1] == 0.0 for pair in pairs):
+        return 0.0, 1.0
+    z = _closed_form(pairs)
+    if z is not None:
+        return gaussian.delta_interval(epsilon, z)
+    return _refined(
+        pairs,
+        lambda worst, direction: _aim_at_epsilon(worst, epsilon, direction),
+        lambda below: delta_below(below, epsilon),
+        lambda above: delta_above(above, epsilon),
+        lambda up: _DELTA_WIDTH * up,
+    )
+
+
+def _closed_form(pairs: Pairs) -> float | None:
+    """The z of the one Gaussian mechanism that the pairs are; None if they are none."""
+    if not all(isinstance(pair, GaussianPair) and pair.q == 1.0 for pair in pairs):
+        return None
+    rounds: dict[tuple[float, float], int] = {}
+    for pair, count in pairs.items():
+        rounds[pair.setting] = rounds.get(pair.setting, 0) + count
+    return unsampled_noise_multiplier(rounds)
+
+
+def _refined(
+    pairs: Pairs,
+    aim_at: "Callable[[Pairs, Direction], _Aim]",
+    low_of: Callable[[Composition], float],
+    up_of: Callable[[Composition], float],
+    allowed: Callable[[float], float],
+) -> Ends:
+    """What all tries together say, which get finer until the interval is as wide as allowed.
+
+    Many pairs are tried once: a finer lattice would cost much, and not help where they are grouped.
+    """
+    worst, best = grouped(pairs, _GROUPS)
+    low, up, precision = 0.0, math.inf, 1.0
+    for _ in range(_TRIES if len(pairs) <= _REFINED else 1):
+        width, below, above = up - low, 0.0, 0.0
+        for direction in Direction:
+            window, lattice = _resolved(worst, aim_at(worst, direction), direction, precision)
+            least = [(pair.dominated(lattice, direction), n) for pair, n in best.items()]
+            known = [(atoms, n) for atoms, n in least if atoms.mass.any()]
+            if known:
+                below = max(below, low_of(compose_atoms(known, window)))
+            most = [(pair.dominating(lattice, direction), n) for pair, n in worst.items()]
+            above = max(above, up_of(compose_atoms(most, window)))
+        low, up = max(low, below), min(up, above)
+        if not allowed(up) < up - low < min(math.inf, _PROGRESS * width):
+            break
+        precision *= max(0.4 * allowed(up) / (up - low), _FINEST)
+    if not low <= up:
+        raise AssertionError(f"the ends contradict each other: {low} > {up}")
+    return low, up
+
+
+@dataclass(frozen=True)
+class _Cumulant:
+    """K(w) = Σ_pairs log E[e^{wL}] by the trapezoidal rule, over losses cut off at some tail.
+
+    Attributes:
+        log_mass: [pairs, nodes] log-probability of each node.
+        loss: [pairs, nodes] loss of each node, with the sign of the direction.
+        centre: [pairs, 1] loss in the middle of the noise.
+        count: [pairs] events of each pair.
+    """
+
+    log_mass: Vector
+    loss: Vector
+    centre: Vector
+    count: Vector
+
+    def __call__(self, w: float) -> float:
+        """K(w) for any real w."""
+        exponent = self.log_mass + w * self.loss
+        largest = exponent.max(axis=1)
+        sums = np.exp(exponent - largest[:, None]).sum(axis=1)
+        return float(self.count @ (largest + np.log(sums)))
+
+    def tilted(self, w: float) -> Vector:
+        """[pairs, nodes] probabilities of the nodes under the tilt e^{wL}."""
+        exponent = self.log_mass + w * self.loss
+        weight = np.exp(exponent - exponent.max(axis=1, keepdims=True))
+        return np.asarray(weight / weight.sum(axis=1, keepdims=True))
+
+    def stddev(self, w: float) -> float:
+        """Standard deviation √K''(w) of the sum under the tilt."""
+        weight = self.tilted(w)
+        mean = (weight * self.loss).sum(axis=1, keepdims=True)
+        variance = float(self.count @ (weight * (self.loss - mean) ** 2).sum(axis=1))
+        return math.sqrt(max(variance, _LEAST_VARIANCE))
+
+
+@dataclass(frozen=True)
+class _Aim:
+    """What is looked for, roughly: ε, log δ, and −d log δ/dε."""
+
+    epsilon: float
+    log_delta: float
+    steepness: float
+
+
+def _cumulant(pairs: Pairs, tail: float, direction: Direction) -> _Cumulant:
+    """The cumulant of these events, seen from one direction."""
+    sketches = [pair.sketch(tail, direction) for pair in pairs]
+    most = max(len(each.loss) for each in sketches)
+    log_mass = np.full((len(sketches), most), -np.inf)
+    loss = np.zeros((len(sketches), most))
+    for row, each in enumerate(sketches):
+        log_mass[row, : len(each.loss)] = each.log_mass
+        loss[row, : len(each.loss)] = each.loss
+    centre = np.array([[each.centre] for each in sketches])
+    return _Cumulant(log_mass, loss, centre, np.array(list(pairs.values()), dtype=np.float64))
+
+
+def _common(pairs: Pairs, log_delta: float, direction: Direction) -> _Cumulant:
+    """The cumulant without losses which all rounds together show with probability below δ/2.
+
+    A single rare loss can be so large that it spoils any Chernoff bound; left out it shows how
+    large the common ones are together.
+    """
+    return _cumulant(pairs, math.exp(log_delta) / (2 * sum(pairs.values())), direction)
+
+
+def _aim_at_delta(pairs: Pairs, delta: float, direction: Direction) -> _Aim:
+    """Aim at the ε that belongs to δ."""
+    k = _common(pairs, math.log(delta), direction)
+    orders = _orders(k)
+    bounds = [(k(w) - math.log(delta) - conversion(w)) / w for w in orders]
+    best = int(np.argmin(bounds))
+    return _Aim(bounds[best], math.log(delta), orders[best])
+
+
+def _aim_at_epsilon(pairs: Pairs, epsilon: float, direction: Direction) -> _Aim:
+    """Aim at the δ that belongs to ε; δ below 1e-100 is not told from 1e-100."""
+    low, high, aim = _LEAST_LOG_DELTA, 0.0, _Aim(epsilon, 0.0, 1.0)
+    for _ in range(9):
+        middle = (low + high) / 2
+        bound, order = _chernoff(_common(pairs, middle, direction), epsilon, _LEAST_LOG_DELTA)
+        aim = _Aim(epsilon, bound, order)
+        low, high = (middle, high) if bound > middle else (low, middle)
+    return aim
+
+
+def _resolved(
+    pairs: Pairs, aim: _Aim, direction: Direction, precision: float
+) -> tuple[Window, Lattice]:
+    """Window and lattice that answer the question within about `precision` thousandths of ε.
+
+    Half of the best tilt, or less, makes rare large losses so much rarer in the window that it is
+    often ten times as narrow; what rounding then costs is still far below δ.
+    """
+    step = _step(_common(pairs, aim.log_delta, direction), aim, precision)
+    rounds = sum(pairs.values())
+    tail = _TAIL * precision * math.exp(aim.log_delta) / rounds
+    k = _cumulant(pairs, tail, direction)
+    _, best = _chernoff(k, aim.epsilon, min(aim.log_delta, _LEAST_LOG_DELTA))
+    certainty = _CERTAINTY - math.log(precision)
+    faintest = certainty + _FAINTEST - math.log(rounds)
+    windows = [_window(k, aim, share * best, certainty) for share in _SHARES]
+    usable = [each for each in windows if each[1].depth < faintest] or windows[:1]
+    width, window = min(usable, key=lambda each: each[0])
+    size = 2 ** math.ceil(math.log2(min(_LARGEST_SIZE, max(1.0, width / step) / _FILLED)))
+    window = replace(window, step=width / (_FILLED * size))
+    spread = math.sqrt(precision)
+    widest = max(1.0, 0.1 * spread / ((1 + aim.steepness) * window.step))
+    return window, Lattice(window.step, widest, _GROWTH * spread, tail)
+
+
+def _window(k: _Cumulant, aim: _Aim, tilt: float, certainty: float) -> tuple[float, Window]:
+    """Width of the window under this tilt, and the window, but for its step."""
+    at, spread = k(tilt), k.stddev(tilt)
+    depth = certainty - min(0.0, aim.log_delta + tilt * aim.epsilon - at)
+    etas = [float(u) / spread for u in np.geomspace(1e-3, 1e2, 17)]
+    start, left = max(((at - k(tilt - eta) - depth) / eta, eta) for eta in etas)
+    stop, right = min(((k(tilt + eta) - at + depth) / eta, eta) for eta in etas)
+    return stop - start, Window(1.0, tilt, left, right, depth, certainty)
+
+
+def _chernoff(k: _Cumulant, epsilon: float, least: float) -> tuple[float, float]:
+    """Lowest bound on log δ(ε), but at least `least`, and the smallest tilt that gives it."""
+    orders = _orders(k)
+    bounds = [max(k(w) - w * epsilon - conversion(w), least) for w in orders]
+    best = int(np.argmin(bounds))
+    return min(bounds[best], 0.0), orders[best]
+
+
+def _step(k: _Cumulant, aim: _Aim, precision: float) -> float:
+    """Largest step whose cost to the upper bound is within the tolerance.
+
+    Spreading a loss u above a lattice point to both neighbours adds the variance u·(h − u), h²/6 on
+    average, or u·h near the centre, which is a lattice point; a variance A adds about (θ + 1)·A/2
+    to ε.
+    """
+    spread = k.stddev(aim.steepness)
+    weight = k.count[:, None] * k.tilted(aim.steepness)
+    distance = np.abs(k.loss - k.centre)
+    budget = _TOLERANCE * precision * max(aim.epsilon, 0.1 * spread) * 2 / (1 + aim.steepness)
+
+    def fits(step: float) -> bool:
+        added = np.where(distance < step, distance * (step - distance), step**2 / 6)
+        return float((weight * added).sum()) <= budget
+
+    largest = float(np.abs(k.loss).max()) / 4
+    high = math.log(min(largest, max(0.02 * aim.epsilon, 0.1 * spread)))
+    low = high - 14.0
+    if fits(math.exp(high)):
+        return math.exp(high)
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(math.exp(middle)) else (low, middle)
+    return math.exp(low)
+
+
+def _orders(k: _Cumulant) -> list[float]:
+    """Tilts from where the largest loss hardly counts to far beyond the best for a normal loss."""
+    usual = 5.0 / k.stddev(0.0)
+    low = min(math.exp(-6.0) * usual, 0.05 / float(np.abs(k.loss).max()))
+    high = math.exp(6.0) * usual
+    return [float(w) for w in np.geomspace(low, high, math.ceil(4 * math.log(high / low)))]
+
+
+def epsilon_above(c: Composition, delta: float) -> float:
+    """An ε ≥ 0 at which the divergence is surely at most δ."""
+    finite = delta - c.infinite
+    if finite <= 0:
+        return math.inf
+    log_mgf = c.log_mgf + c.mass_error
+    chernoff = (log_mgf - math.log(finite) - conversion(c.tilt)) / c.tilt
+    losses = c.losses
+    surely = np.log(np.maximum(c.divergence, 0.0) + c.excess) + log_mgf - c.tilt * losses
+    good = np.flatnonzero(surely <= math.log(finite))
+    if len(good) == 0:
+        return max(0.0, chernoff + c.slack)
+    epsilon = float(losses[good[0]])
+    if good[0] > 0:
+        k = int(good[0]) - 1
+        target = finite - c.excess * _exp(log_mgf - c.tilt * losses[k])
+        epsilon = _crossing(c, k, target, log_mgf)
+    return max(0.0, min(chernoff, epsilon) + c.slack)
+
+
+def epsilon_below(c: Composition, delta: float) -> float:
+    """An ε ≥ 0 at which the divergence is surely at least δ, or 0."""
+    log_mgf = c.log_mgf - c.mass_error
+    losses = c.losses
+    sure = np.maximum(c.divergence - c.deficit, 1e-300)
+    good = np.flatnonzero(np.log(sure) + log_mgf - c.tilt * losses >= math.log(delta))
+    if len(good) == 0:
+        return 0.0
+    k = min(int(good[-1]), len(losses) - 2)
+    target = delta + c.deficit * _exp(log_mgf - c.tilt * losses[k])
+    return max(0.0, _crossing(c, k, target, log_mgf) - c.slack)
+
+
+def delta_above(c: Composition, epsilon: float) -> float:
+    """A bound that the divergence at ε surely does not pass."""
+    log_mgf = c.log_mgf + c.mass_error
+    at = epsilon - c.slack
+    finite = math.exp(min(0.0, log_mgf - c.tilt * at - conversion(c.tilt)))
+    place = (at - c.start) / c.step
+    if 0 <= place < len(c.divergence) - 1:
+        wrong = c.excess * _exp(log_mgf - c.tilt * at)
+        finite = min(finite, _divergence(c, int(place), at, log_mgf) + wrong)
+    return min(1.0, finite + c.infinite)
+
+
+def delta_below(c: Composition, epsilon: float) -> float:
+    """A bound that the divergence at ε surely passes."""
+    log_mgf = c.log_mgf - c.mass_error
+    at = max(epsilon + c.slack, c.start)
+    place = (at - c.start) / c.step
+    if not place < len(c.divergence) - 1:
+        return 0.0
+    wrong = c.deficit * _exp(log_mgf - c.tilt * at)
+    return max(0.0, _divergence(c, int(place), at, log_mgf) - wrong)
+
+
+def _ends(c: Composition, k: int, log_mgf: float) -> tuple[float, float, float]:
+    """s = s_{k+1}, P(S > s_k) and the divergence at s, without tilt."""
+    s = c.start + c.step * (k + 1)
+    survival = float(c.survival[k]) * _exp(log_mgf - c.tilt * (s - c.step))
+    return s, survival, float(c.divergence[k + 1]) * _exp(log_mgf - c.tilt * s)
+
+
+def _divergence(c: Composition, k: int, epsilon: float, log_mgf: float) -> float:
+    """E[(1 − e^{ε − S})_+] for ε in [s_k, s_{k+1}], where P(S > u) is constant."""
+    s, survival, divergence = _ends(c, k, log_mgf)
+    return divergence * math.exp(epsilon - s) - survival * math.expm1(epsilon - s)
+
+
+def _crossing(c: Composition, k: int, target: float, log_mgf: float) -> float:
+    """The ε in [s_k, s_{k+1}] with that divergence, or the nearer end."""
+    s, survival, divergence = _ends(c, k, log_mgf)
+    share = (target - divergence) / max(survival - divergence, 1e-300)
+    if share >= -math.expm1(-c.step):
+        return s - c.step
+    return s + math.log1p(-max(share, 0.0))
+
+
+def _exp(x: float) -> float:
+    """e^x, or a number too large to matter."""
+    return math.exp(min(x, 700.0))

@@ -1,0 +1,486 @@
+"""Privacy losses on a lattice: once at least as bad as the true one, and once at most as bad.
+
+A pair of distributions (P, Q) compares what an event shows on two neighbours; its loss is
+L = log(dP/dQ). The curve ε ↦ δ(ε) is convex in e^ε, and a curve that is a chain of straight lines
+between lattice points belongs to a loss with values on the lattice. So chords of the true curve
+give a loss that is at least as bad (Doroshenko et al. 2022), chains of lines below it one that is
+at most as bad. Both keep the mass and the mean of e^L, which makes their error second order in the
+spacing, and both are computed from masses between losses, never from differences of the curve, so
+that the smallest masses are right.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import logsumexp
+
+from fedpriv.accounting.rounds import Direction, Vector, folded
+from fedpriv.accounting.rounds import grouped as grouped_rounds
+
+LEAST_NOISE, MOST_NOISE = 0.05, 1e6
+"""Noise per sensitivity that is computed with."""
+LEAST_PROBABILITY = 1e-12
+"""Sampling probability that is computed with."""
+ROUNDING = 1e-12
+"""Relative error allowed to a mass: ten times the largest that tests find, not a proved bound."""
+_SMALLEST = 1e-290
+"""A mass below this has lost digits: it is infinite loss from above, and none from below."""
+_NEAR = 0.5
+"""Losses up to this size are told from 0 by the gap between P and Q, others by P and Q."""
+_LARGEST_LOSS = 690.0
+_MOST_POINTS = 1 << 14
+"""Largest number of evenly spaced far lattice points."""
+_SKETCHED = 256
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """Where the losses of one pair may lie.
+
+    Attributes:
+        step: distance h > 0 of neighbouring lattice points.
+        widest: largest spacing of points in use far from the centre, in steps, at least 1.
+        growth: spacing of points at some distance from the centre, relative to that, below 1.
+        tail: largest probability of what may be cut off on either side.
+    """
+
+    step: float
+    widest: float
+    growth: float
+    tail: float
+
+
+@dataclass(frozen=True)
+class LatticePoints:
+    """[points] the points in use for one pair: loss = offset + step·index; [points − 1] spacing."""
+
+    offset: float
+    index: NDArray[np.int64]
+    loss: Vector
+    spacing: Vector
+
+
+@dataclass(frozen=True)
+class Masses:
+    """Masses under P and Q of the outputs between given losses, and their gap p − q.
+
+    The gap is free of the cancellation that a subtraction could have.
+    """
+
+    p: Vector
+    q: Vector
+    gap: Vector
+
+    def part(self, of: slice) -> "Masses":
+        """Some of them."""
+        return Masses(self.p[of], self.q[of], self.gap[of])
+
+    def without(self, left_out: NDArray[np.bool_]) -> "Masses":
+        """The same with 0 in some places."""
+        return Masses(*(np.where(left_out, 0.0, mass) for mass in (self.p, self.q, self.gap)))
+
+    @property
+    def small(self) -> NDArray[np.bool_]:
+        """Which of them have lost digits, or are none."""
+        return np.asarray((self.p < _SMALLEST) | (self.q < _SMALLEST))
+
+
+class LossLaw(Protocol):
+    """The loss L = log(dP/dQ) of a pair as the masses between any losses; no direction, no lattice.
+
+    A pair whose loss is known only roughly may sort its outputs by the rough loss. Bounds from
+    below stay bounds; those from above need the true one.
+    """
+
+    @property
+    def resolution(self) -> float:
+        """Least r ≤ 1 such that a relative error x in masses moves L by (1 − e^{−|L|} + 2r)·x."""
+
+    def span(self, tail: float) -> tuple[float, float]:
+        """Finite losses that P and Q pass on either side with probability at most about `tail`."""
+
+    def centre(self, step: float) -> float:
+        """The loss c such that outputs with a loss in [c − step, c + step] have c together.
+
+        Where the loss is nearly constant but for rare jumps nearly all mass is there, and what it
+        merges into must be a lattice point, or each round of a lower bound would lose some.
+        """
+
+    def masses(self, edges: Vector) -> Masses:
+        """[edges + 1] masses below the first of the [edges] losses, between them, and above."""
+
+
+@dataclass(frozen=True)
+class LossAtoms:
+    """A privacy loss on a lattice; finite masses and `infinite` need not sum to 1.
+
+    Attributes:
+        offset: loss of the lattice point with index 0.
+        index: [atoms] the loss of atom i is offset + step·index[i].
+        mass: [atoms] probabilities ≥ 0.
+        rounding: [atoms] how far rounding may have moved the loss of each atom.
+        infinite: probability of an infinite loss.
+    """
+
+    offset: float
+    index: NDArray[np.int64]
+    mass: Vector
+    rounding: Vector
+    infinite: float
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A privacy loss at [nodes], good enough to make plans, with the sign of the direction.
+
+    Attributes:
+        log_mass: [nodes] logarithms of probabilities, which sum to about 1.
+        loss: [nodes] finite losses.
+        centre: the loss near which most mass is, or nearly nothing happens.
+    """
+
+    log_mass: Vector
+    loss: Vector
+    centre: float
+
+
+class LossPair(Protocol):
+    """The pair (P, Q) of some event; equal ones are equal and hash alike.
+
+    What events a pair bounds, and from which side, is up to the one that chooses it.
+    """
+
+    @property
+    def setting(self) -> tuple[float, float]:
+        """q and z: with a larger q and a smaller z an event of this kind costs no less."""
+
+    def at(self, q: float, z: float) -> "LossPair":
+        """The pair of the same kind at another setting."""
+
+    def sketch(self, tail: float, direction: Direction) -> Sketch:
+        """The loss, roughly, without losses that are rarer than `tail`."""
+
+    def dominating(self, lattice: Lattice, direction: Direction) -> LossAtoms:
+        """A loss on the lattice whose compositions are at least as bad as those of the pair."""
+
+    def dominated(self, lattice: Lattice, direction: Direction) -> LossAtoms:
+        """A loss on the lattice whose compositions are at most as bad; massless if unknown."""
+
+
+Pairs = Mapping[LossPair, int]
+"""Number of events by the pair whose loss they have."""
+
+
+@dataclass(frozen=True)
+class GaussianPair(ABC):
+    """The pair of one release with Gaussian noise, which depends on q and z alone.
+
+    * z below 0.05 has a loss at least as bad that is infinite, and one at most as bad at z = 0.05.
+    * Sampling probabilities below 1e-12 and z above 10⁶ are rounded to these for a loss at least
+      as bad, and have no mass in one at most as bad.
+
+    Attributes:
+        q: how likely a user is to be in the cohort, in (0, 1].
+        z: noise_stddev per sensitivity, ≥ 0.
+    """
+
+    q: float
+    z: float
+
+    @abstractmethod
+    def law(self, q: float, z: float) -> LossLaw:
+        """The loss at q ≥ 1e-12 and 0.05 ≤ z ≤ 10⁶; it grows in q and falls in z."""
+
+    @abstractmethod
+    def rough(self, q: float, z: float, tail: float, direction: Direction) -> Sketch:
+        """The same, roughly, without losses that are rarer than `tail`."""
+
+    @property
+    def setting(self) -> tuple[float, float]:
+        """q and z."""
+        return self.q, self.z
+
+    def at(self, q: float, z: float) -> Self:
+        """The pair of the same kind at another setting."""
+        return replace(self, q=q, z=z)
+
+    def sketch(self, tail: float, direction: Direction) -> Sketch:
+        """The loss, roughly, without losses that are rarer than `tail`."""
+        return self.rough(*self._computed, tail, direction)
+
+    def dominating(self, lattice: Lattice, direction: Direction) -> LossAtoms:
+        """A loss on the lattice that is at least as bad."""
+        above = dominating(self.law(*self._computed), lattice, direction)
+        return above if self.z >= LEAST_NOISE else replace(above, infinite=1.0)
+
+    def dominated(self, lattice: Lattice, direction: Direction) -> LossAtoms:
+        """A loss on the lattice that is at most as bad."""
+        below = dominated(self.law(*self._computed), lattice, direction)
+        inside = self.q >= LEAST_PROBABILITY and self.z <= MOST_NOISE
+        return below if inside else replace(below, mass=np.zeros_like(below.mass))
+
+    @property
+    def _computed(self) -> tuple[float, float]:
+        return max(self.q, LEAST_PROBABILITY), min(max(self.z, LEAST_NOISE), MOST_NOISE)
+
+
+def grouped(pairs: Pairs, most: int) -> tuple[Pairs, Pairs]:
+    """Pairs in at most so many groups of each kind: at least, and at most as bad; see `rounds`."""
+    kinds: dict[LossPair, dict[tuple[float, float], int]] = {}
+    for pair, count in pairs.items():
+        kinds.setdefault(pair.at(1.0, 1.0), {})[pair.setting] = count
+    above: dict[LossPair, int] = {}
+    below: dict[LossPair, int] = {}
+    for kind, settings in kinds.items():
+        rounds = folded(settings) if isinstance(kind, GaussianPair) else settings
+        for found, moved in zip((above, below), grouped_rounds(rounds, most), strict=True):
+            found.update((kind.at(q, z), count) for (q, z), count in moved.items())
+    return above, below
+
+
+def lattice_points(law: LossLaw, lattice: Lattice, direction: Direction) -> LatticePoints:
+    """The points for one pair, which leave out `lattice.tail` of P and Q, and losses beyond ±690.
+
+    One is the centre of the loss. From there they are neighbours first, then spaced in proportion
+    to their distance, then evenly, so that a few hundred cover losses of all sizes.
+    """
+    # A hair beside the centre, so that rounding cannot move a mean to the wrong side of it.
+    offset = law.centre(lattice.step) - direction * 1e-12 * lattice.step
+    low, high = law.span(lattice.tail)
+    below = _spaced(math.floor((offset - low) / lattice.step) + 2, lattice)
+    above = _spaced(math.ceil((high - offset) / lattice.step) + 1, lattice)
+    index = np.concatenate([-below[::-1], np.zeros(1, np.int64), above])
+    loss = offset + lattice.step * index
+    inside = np.abs(loss) <= _LARGEST_LOSS  # e^L and e^{−L} must stay numbers
+    index, loss = index[inside], loss[inside]
+    return LatticePoints(offset, index, loss, lattice.step * np.diff(index))
+
+
+def _spaced(reach: int, lattice: Lattice) -> NDArray[np.int64]:
+    """Increasing indices from 1 to at least `reach`, spaced 1, then in proportion, then evenly."""
+    growth, widest = lattice.growth, max(lattice.widest, 1.0, reach / _MOST_POINTS)
+    knee, far = 1 / growth, widest / growth
+    turn = knee + math.log(far / knee) / growth
+    if reach <= knee:
+        count = float(reach)
+    elif reach <= far:
+        count = knee + math.log(reach / knee) / growth
+    else:
+        count = turn + (reach - far) / widest
+    u = np.arange(1, math.ceil(count) + 2)
+    grown = knee * np.exp(growth * (np.minimum(u, turn) - knee)) + np.maximum(u - turn, 0) * widest
+    index = np.ceil(np.where(u <= knee, u, grown)).astype(np.int64)
+    return index[np.diff(index, prepend=0) > 0]
+
+
+def dominating(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtoms:
+    """A loss on the lattice whose compositions are at least as bad as those of the true loss.
+
+    What lies between two points goes to both so that its masses under P and Q are kept; what lies
+    beyond the lattice moves to its end or to infinity, whichever is worse than where it was.
+    """
+    points = lattice_points(law, lattice, direction)
+    loss, share = points.loss, -np.expm1(-points.spacing)
+    found = law.masses(loss)
+    inner = found.part(slice(1, -1))
+    # Where digits were lost, all of it is infinite; what is smaller than that is covered, too.
+    lost = inner.small
+    unknown = _SMALLEST * len(loss)
+    mass = np.zeros(len(loss))
+    if direction is Direction.REMOVE:
+        infinite = found.p[-1] + inner.p[lost].sum() + unknown
+        inner = inner.without(lost)
+        moved = np.clip(_excess(inner, loss[:-1]) / share, 0.0, inner.p)
+        mass[1:] += moved
+        mass[:-1] += inner.p - moved
+        mass[0] += found.p[0]
+    else:
+        infinite = found.q[0] + inner.q[lost].sum() + unknown
+        inner = inner.without(lost)
+        moved = np.clip(-_excess(inner, loss[1:]) * np.exp(-loss[1:]) / share, 0.0, inner.q)
+        mass[1:] += inner.q - moved
+        mass[:-1] += moved
+        mass[-1] += found.q[-1]
+    return _atoms(law, points, mass, float(infinite), direction)
+
+
+def dominated(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtoms:
+    """A loss on the lattice whose compositions are at most as bad as those of the true loss.
+
+    The line between two lattice points is a tangent of the curve, lowered to where its neighbours
+    meet it; the lower convex hull of that chain is again a curve. What lies beyond the lattice is
+    dropped, so that masses sum to at most 1 within rounding.
+    """
+    points = lattice_points(law, lattice, direction)
+    loss = points.loss
+    touch = (loss[:-1] + loss[1:]) / 2
+    # At the next lattice points a tangent should be above the asymptotes 1 − e^ε and 0 of the
+    # curve: what lies below (above) its touching point should have its mean beyond the next lattice
+    # point; touching at that point it does. What the direction reads, checked last, is a must.
+    for side in (-direction, direction):
+        inner = _within(law, loss, touch)
+        sums = (inner.p, inner.q, inner.gap)
+        if side == Direction.ADD:
+            up_to = Masses(*(np.cumsum(mass)[:-1] for mass in sums))
+            touch = np.where(_excess(up_to, loss[:-1]) <= 0, touch, loss[:-1])
+        else:
+            beyond = Masses(*(np.cumsum(mass[::-1])[-2::-1] for mass in sums))
+            touch = np.where(_excess(beyond, loss[1:]) >= 0, touch, loss[1:])
+    mass = _convex_hull(_exchanged(_within(law, loss, touch), points), loss)
+    if direction is Direction.REMOVE:
+        mass = mass * _exp(loss)
+    return _atoms(law, points, mass, 0.0, direction)
+
+
+def _within(law: LossLaw, loss: Vector, touch: Vector) -> Masses:
+    """[points] masses between the touching points and the ends of the lattice."""
+    inner = law.masses(np.concatenate([loss[:1], touch, loss[-1:]])).part(slice(1, -1))
+    return inner.without(inner.small)
+
+
+def _excess(masses: Masses, loss: Vector) -> Vector:
+    """P − e^loss·Q of each, accurate relative to what a small error of the loss changes."""
+    near = np.abs(loss) < _NEAR
+    return np.where(
+        near,
+        masses.gap - masses.q * np.expm1(np.where(near, loss, 0.0)),
+        masses.p - masses.q * np.exp(loss),
+    )
+
+
+def _exchanged(masses: Masses, points: LatticePoints) -> Vector:
+    """Q-masses on the lattice points, after exchange between neighbours.
+
+    Where the mean is above the point, the excess goes to the neighbour below, whose mass then rises
+    to this point; where it is below, to the neighbour above.
+    """
+    excess = _excess(masses, points.loss)
+    gap = np.exp(points.loss[:-1]) * np.expm1(points.spacing)
+    lend_down = np.maximum(excess[1:], 0.0) / gap
+    lend_up = np.maximum(-excess[:-1], 0.0) / gap
+    mass = masses.q.copy()
+    mass[1:] += lend_down - lend_up
+    mass[:-1] += lend_up - lend_down
+    return mass
+
+
+def _convex_hull(mass: Vector, loss: Vector) -> Vector:
+    """Q-masses of the lower convex hull of the curve whose second differences are `mass`.
+
+    A point with negative mass lies above the chord of its neighbours, so it is not on the hull: it
+    goes, and its mass under P and Q goes to the neighbours, until no mass is negative. At the end
+    where the curve may pass below its asymptote there is one neighbour, which takes the mass under
+    Q (first point) or P (last point); the other mass changes to the side that lowers δ.
+    """
+    mass = mass.copy()
+    kept = np.arange(len(mass))
+    while (negative := mass[kept] < 0).any():
+        negative[1:] &= ~negative[:-1]  # of a run every other one, so that neighbours stay
+        at = np.flatnonzero(negative)
+        point, low = kept[at], kept[np.maximum(at - 1, 0)]
+        high = kept[np.minimum(at + 1, len(kept) - 1)]
+        to_point, to_end = loss[low] - loss[point], loss[low] - loss[high]
+        first, last = at == 0, at == len(kept) - 1
+        share = np.exp(loss[point] - loss[high]) * np.expm1(to_point)
+        share = share / np.where(first, -1.0, np.expm1(np.where(first, -1.0, to_end)))
+        to_high = np.where(first, 1.0, np.where(last, 0.0, share))
+        to_low = np.where(first, 0.0, np.where(last, _exp(loss[point] - loss[low]), 1 - share))
+        np.add.at(mass, high, to_high * mass[point])
+        np.add.at(mass, low, to_low * mass[point])
+        mass[point] = 0.0
+        kept = np.delete(kept, at)
+    return mass
+
+
+def _atoms(
+    law: LossLaw, points: LatticePoints, mass: Vector, infinite: float, direction: Direction
+) -> LossAtoms:
+    """The atoms as the direction sees them."""
+    rounding = ROUNDING * (2 * law.resolution - np.expm1(-np.abs(points.loss)))
+    sign = int(direction)
+    mass = np.maximum(mass, 0.0)
+    return LossAtoms(sign * points.offset, sign * points.index, mass, rounding, infinite)
+
+
+def _exp(exponent: Vector) -> Vector:
+    """e^exponent, or a number too large to matter."""
+    return np.asarray(np.exp(np.minimum(exponent, 700.0)))
+
+
+@dataclass(frozen=True, eq=False)
+class DiscreteLaw:
+    """The loss of [outputs] with masses under P and Q; the rest of P and Q, if any, is left out.
+
+    Outputs without mass under P have the loss −∞, others without mass under Q the loss ∞.
+
+    Attributes:
+        p, q: [outputs] masses under P and Q.
+        gap: [outputs] p − q, as exact as is known.
+    """
+
+    p: Vector
+    q: Vector
+    gap: Vector
+
+    @property
+    def resolution(self) -> float:
+        """1: errors are relative to the masses."""
+        return 1.0
+
+    @cached_property
+    def loss(self) -> Vector:
+        """[outputs] log(p/q)."""
+        p, q = self.p, self.q
+        rise = np.divide(self.gap, q, out=np.full(q.shape, np.inf), where=q > 0)
+        near = np.abs(rise) < _NEAR
+        log_p = np.log(p, out=np.full(p.shape, -np.inf), where=p > 0)
+        log_q = np.log(q, out=np.zeros(q.shape), where=q > 0)
+        far = np.where((q == 0) & (p > 0), np.inf, log_p - log_q)
+        return np.where(near, np.log1p(np.where(near, rise, 0.0)), far)
+
+    def span(self, tail: float) -> tuple[float, float]:
+        """Finite losses that P and Q pass on either side with probability at most about `tail`."""
+        finite = np.isfinite(self.loss)
+        order = np.argsort(self.loss[finite])
+        loss, both = self.loss[finite][order], np.maximum(self.p, self.q)[finite][order]
+        below, above = np.cumsum(both), np.cumsum(both[::-1])[::-1]
+        first = min(int((below <= tail).sum()), len(loss) - 1)
+        last = max(int((above > tail).sum()) - 1, 0)
+        return float(loss[first]), float(loss[last])
+
+    def centre(self, step: float) -> float:
+        """The loss c such that outputs with a loss in [c − step, c + step] have c together."""
+        c = self._commonest
+        for _ in range(3):
+            near = np.abs(self.loss - c) <= step
+            q, gap = float(self.q[near].sum()), float(self.gap[near].sum())
+            c = float(np.log1p(gap / q)) if q > 0 and gap > -q else c
+        return c
+
+    def masses(self, edges: Vector) -> Masses:
+        """[edges + 1] masses below the first of the [edges] losses, between them, and above."""
+        at = np.searchsorted(edges, self.loss)
+        sums = (np.bincount(at, mass, len(edges) + 1) for mass in (self.p, self.q, self.gap))
+        return Masses(*(each.astype(np.float64) for each in sums))
+
+    def sketch(self, tail: float, direction: Direction) -> Sketch:
+        """Some hundred groups of outputs, without losses that are rarer than `tail`."""
+        low, high = self.span(tail)
+        edges = np.linspace(np.nextafter(low, -np.inf), high, _SKETCHED)
+        inner = self.masses(edges).part(slice(1, -1))
+        some = (inner.p > 0) & (inner.q > 0)
+        groups = DiscreteLaw(inner.p[some], inner.q[some], inner.gap[some])
+        log_mass = np.log(groups.p if direction is Direction.REMOVE else groups.q)
+        log_mass -= logsumexp(log_mass)
+        return Sketch(log_mass, direction * groups.loss, direction * self._commonest)
+
+    @property
+    def _commonest(self) -> float:
+        """The finite loss of the output with the largest mass under Q."""
+        return float(self.loss[np.argmax(np.where(np.isfinite(self.loss), self.q, -1.0))])

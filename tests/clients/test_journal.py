@@ -1,0 +1,214 @@
+"""The journal forgets nothing and counts nothing twice."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedpriv.clients.journal import Journal, TakenPart
+from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.ledger.ledger import Head, Ledger
+from fedpriv.wire import Price, RoundId
+from tests.wire.examples import small_offer
+
+NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
+ROOT = Path(__file__).parents[2]
+OFFER = small_offer()
+
+
+def offer(run="r", round_number=0, attempt=0, price=OFFER.price):
+    return replace(OFFER, id=RoundId(run, round_number, attempt), price=price)
+
+
+@pytest.fixture
+def journal(tmp_path):
+    with Journal.open(tmp_path / "journal.sqlite") as opened:
+        yield opened
+
+
+class TestTakingPart:
+    def test_what_was_offered_is_kept(self, journal):
+        journal.record("people", offer("r", 3, 1, Price(0.25, 777, 1.5, 2.0, 1e-6)), NOON)
+        journal.record("people", offer("a", 2, 0), NOON)
+        journal.record("others", offer("r", 0, 0), NOON)
+        assert journal.taken_part("people") == (
+            TakenPart("a", 2, 0, 1000, 0.5, 1.0),
+            TakenPart("r", 3, 1, 777, 0.25, 1.5),
+        )
+        assert journal.taken_part("nobody") == ()
+
+    def test_an_attempt_counts_once_and_by_what_the_node_agreed_to(self, journal):
+        for q, z, hours in ((0.25, 2.0, 0), (0.5, 3.0, 2), (0.125, 1.0, 1)):
+            journal.record(
+                "people", offer(price=Price(q, 900, z, 1.0, 0.1)), NOON + timedelta(hours=hours)
+            )
+        assert journal.taken_part("people") == (TakenPart("r", 0, 0, 900, 0.5, 1.0),)
+        assert journal.rounds_since(NOON + timedelta(hours=2)) == 1
+        assert journal.rounds_since(NOON + timedelta(hours=3)) == 0
+
+    def test_rounds_are_counted_from_a_moment_on(self, journal):
+        for number in range(5):
+            moment = NOON + timedelta(hours=number)
+            journal.record("people", offer("r", number), moment)
+        assert journal.rounds_since(NOON) == 5
+        assert journal.rounds_since(NOON + timedelta(hours=2)) == 3
+        assert journal.rounds_since(NOON + timedelta(hours=2, microseconds=1)) == 2
+        elsewhere = timezone(timedelta(hours=-7))
+        assert journal.rounds_since((NOON + timedelta(hours=2)).astimezone(elsewhere)) == 3
+
+    def test_rounds_of_all_populations_count(self, journal):
+        journal.record("people", offer(), NOON)
+        journal.record("others", offer(), NOON.astimezone(timezone(timedelta(hours=9))))
+        assert journal.rounds_since(NOON) == 2
+
+    def test_a_moment_without_time_zone_is_refused(self, journal):
+        naive = NOON.replace(tzinfo=None)
+        with pytest.raises(InvalidValueError, match="has no time zone"):
+            journal.record("people", offer(), naive)
+        with pytest.raises(InvalidValueError, match="has no time zone"):
+            journal.rounds_since(naive)
+        assert journal.taken_part("people") == ()
+
+    @settings(max_examples=25, deadline=None)
+    @given(
+        st.lists(
+            st.tuples(
+                st.text(st.characters(codec="utf-8"), min_size=1, max_size=5),
+                st.integers(0, 2**32 - 1),
+                st.integers(0, 2**32 - 1),
+                st.datetimes(timezones=st.just(UTC)),
+            ),
+            max_size=6,
+        ),
+        st.datetimes(timezones=st.just(UTC)),
+    )
+    def test_it_says_what_a_list_would(self, tmp_path_factory, written, moment):
+        with Journal.open(tmp_path_factory.mktemp("journal") / "journal") as journal:
+            times = {}
+            for run, number, attempt, at in written:
+                journal.record("people", offer(run, number, attempt), at)
+                times[run, number, attempt] = max(at, times.get((run, number, attempt), at))
+            assert journal.rounds_since(moment) == sum(at >= moment for at in times.values())
+            kept = {(part.run, part.round, part.attempt) for part in journal.taken_part("people")}
+            assert kept == set(times)
+
+
+class TestHeads:
+    def test_the_newest_is_remembered(self, journal):
+        assert (journal.last_head("a"), journal.ledger_of("people")) == (None, None)
+        for head in (Head(0, "x"), Head(3, "y")):
+            journal.remember_head("a", "people", head)
+            assert journal.last_head("a") == head
+        assert journal.ledger_of("people") == "a"
+        assert journal.last_head("b") is None
+
+    @pytest.mark.parametrize("older", [Head(0, "x"), Head(2, "x"), Head(3, "x")])
+    def test_it_never_goes_back(self, journal, older):
+        journal.remember_head("a", "people", Head(3, "y"))
+        journal.remember_head("a", "people", older)
+        assert journal.last_head("a") == Head(3, "y")
+
+    def test_a_population_has_one_ledger_and_a_ledger_one_population(self, journal):
+        journal.remember_head("a", "people", Head(3, "y"))
+        with pytest.raises(InvalidValueError, match="'people' has the ledger a, not b"):
+            journal.remember_head("b", "people", Head(9, "z"))
+        journal.remember_head("b", "others", Head(9, "z"))
+        assert (journal.ledger_of("people"), journal.last_head("a")) == ("a", Head(3, "y"))
+        assert (journal.ledger_of("others"), journal.last_head("b")) == ("b", Head(9, "z"))
+
+
+WRITER = """
+import os, signal, sys
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from fedpriv.ledger.ledger import Head
+from fedpriv.clients.journal import Journal
+from fedpriv.wire import RoundId
+from tests.wire.examples import small_offer
+
+journal = Journal.open(Path(sys.argv[1]))
+journal.record("people", replace(small_offer(), id=RoundId("r", 4, 2)), datetime.now(UTC))
+journal.remember_head("a", "people", Head(3, "y"))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class TestFile:
+    def test_a_process_that_is_killed_after_recording_has_recorded(self, tmp_path):
+        path = tmp_path / "journal.sqlite"
+        begin = datetime.now(UTC)
+        done = subprocess.run([sys.executable, "-c", WRITER, path], cwd=ROOT, check=False)
+        assert done.returncode == -signal.SIGKILL
+        with Journal.open(path) as journal:
+            assert [(p.run, p.round, p.attempt) for p in journal.taken_part("people")] == [
+                ("r", 4, 2)
+            ]
+            assert journal.last_head("a") == Head(3, "y")
+            assert journal.rounds_since(begin) == 1
+
+    def test_only_its_owner_can_read_it(self, tmp_path):
+        path = tmp_path / "journal.sqlite"
+        before = os.umask(0)
+        try:
+            with Journal.open(path) as journal:
+                journal.record("people", offer(), NOON)
+                modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+        finally:
+            os.umask(before)
+        assert modes["journal.sqlite"] == 0o600
+        assert set(modes.values()) == {0o600}
+        path.chmod(0o644)
+        with pytest.raises(InvalidValueError, match="can be read or written by others"):
+            Journal.open(path)
+
+    def test_it_is_opened_again(self, tmp_path):
+        for _ in range(2):
+            with Journal.open(tmp_path / "journal") as journal:
+                journal.record("people", offer(), NOON)
+                assert len(journal.taken_part("people")) == 1
+
+    def test_what_is_no_journal_is_refused(self, tmp_path):
+        Ledger.create(tmp_path / "ledger", "people").close()
+        (tmp_path / "ledger").chmod(0o600)
+        (tmp_path / "text").write_text("text" * 999)
+        (tmp_path / "text").chmod(0o600)
+        for path, message in (
+            (tmp_path / "ledger", "is not a journal"),
+            (tmp_path / "text", "not a database"),
+            (tmp_path / "absent" / "journal", "cannot be created"),
+        ):
+            with pytest.raises(InvalidValueError, match=message) as error:
+                Journal.open(path)
+            assert not isinstance(error.value, LedgerError)
+
+    def test_a_journal_that_cannot_be_written_says_so(self, journal, tmp_path):
+        with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as raw:
+            raw.execute("DROP TABLE taken_part")
+            raw.execute("DROP TABLE ledgers")
+        uses = (
+            lambda: journal.record("people", offer(), NOON),
+            lambda: journal.rounds_since(NOON),
+            lambda: journal.taken_part("people"),
+            lambda: journal.remember_head("a", "people", Head(1, "x")),
+            lambda: journal.last_head("a"),
+            lambda: journal.ledger_of("people"),
+        )
+        for use in uses:
+            with pytest.raises(InvalidValueError, match="no such table"):
+                use()
+
+    def test_after_closing_it_refuses(self, tmp_path):
+        with Journal.open(tmp_path / "journal") as journal:
+            pass
+        with pytest.raises(InvalidValueError, match="cannot be"):
+            journal.record("people", offer(), NOON)

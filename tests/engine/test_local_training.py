@@ -1,0 +1,88 @@
+"""An algorithm of local training from outside the package, chosen by the type of its settings."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedpriv.engine import layers as engine_layers
+from fedpriv.engine.local_training import Algorithm, algorithm_of
+from fedpriv.engine.task import Task
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.models import cross_entropy
+from fedpriv.privacy.round import LocalTraining
+from tests.engine.everyone import request_under, total_of, users_of
+
+SIZES = [5, 1, 12, 3]
+
+
+@dataclass(frozen=True)
+class SignTraining(LocalTraining):
+    """SGD by the signs of gradients, which shrink by a factor in each step."""
+
+    decay: float = 1.0
+
+
+class SignSGD(Algorithm):
+    linear, plain, memories = False, False, 1
+
+    def __init__(self, local: SignTraining) -> None:
+        self.learning_rate, self.decay = local.learning_rate, local.decay
+
+    def direction(
+        self,
+        gradient: torch.Tensor,
+        place: tuple[torch.Tensor, torch.Tensor] | None,
+        memory: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert (place is None) == (memory is None)  # in the first step
+        scale = torch.ones_like(gradient) if memory is None else memory * self.decay
+        return gradient.sign() * scale, scale
+
+
+algorithm_of.register(SignTraining, SignSGD)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_algorithm_from_outside_trains_users(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        engine_layers, "_TOUCHES", 10**9
+    )  # corrections would pay, if it were linear
+    torch.manual_seed(0)
+    task, users = Task(nn.Linear(6, 3, bias=bias), cross_entropy), users_of(SIZES)
+    local = SignTraining(0.1, steps=3, decay=0.5)
+    request = request_under(task, local, len(SIZES), 8.0)
+    transport = InProcessTransport(task, users, torch.device("cpu"), 10**6, processes=1)
+    steps, layout = request.clipping.steps, request.clipping.layout
+    found = layout.unflatten(total_of(transport, request) * steps)
+    expected = {name: np.zeros(p.shape) for name, p in task.parameters().items()}
+    for user in range(len(SIZES)):
+        data = users.examples_of(user)
+        x, y = torch.tensor(data["x"]), torch.tensor(data["y"])
+        own = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
+        for step in range(3):
+            leaves = {name: p.requires_grad_() for name, p in own.items()}
+            loss = task.example_losses(leaves, {}, x, y).mean()
+            gradients = torch.autograd.grad(loss, [*leaves.values()])
+            own = {
+                name: p.detach() - 0.1 * 0.5**step * g.sign()
+                for (name, p), g in zip(leaves.items(), gradients, strict=True)
+            }
+        for name, p in task.parameters().items():
+            expected[name] += own[name].numpy() - p
+    for name, update in expected.items():
+        np.testing.assert_allclose(found[name], update, atol=5e-6)
+
+
+def test_settings_without_an_algorithm_of_their_own_are_sgd() -> None:
+    @dataclass(frozen=True)
+    class Named(LocalTraining):
+        name: str = ""
+
+    algorithm = algorithm_of(Named(0.5, steps=1, name="mine"))
+    assert (algorithm.learning_rate, algorithm.linear, algorithm.plain) == (0.5, True, True)
+    assert algorithm_of(replace(Named(0.5, steps=1), momentum=0.9)).memories == 1
