@@ -70,7 +70,6 @@ def set_at_server() -> None:
     from fedpriv.privacy import round as private
     from fedpriv.run import run
     from fedpriv.run.folder import RunFolder
-    from fedpriv.server import deployment
     from fedpriv.training import rounds
 
     def started(state, *_: object) -> None:
@@ -81,7 +80,7 @@ def set_at_server() -> None:
         after = digest_of(report.state.round, report.state.model)
         note("states.jsonl", charge=release.charge_hash, before=before, after=after)
 
-    around(deployment, "state_to_start_from", "starting", seen=started)
+    around(run, "state_to_start_from", "starting", seen=started)
     around(private, "add_up", "opened")
     around(ParticipationRecord, "record", "drawn")
     around(Ledger, "charge", "summed")

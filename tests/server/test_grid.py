@@ -445,7 +445,7 @@ def test_a_round_that_is_stopped_is_abandoned(folder: Path) -> None:
         with enrolled(folder, {"silo": hangs}, stopping=stopping) as (_, transport):
             with pytest.raises(StoppedError, match="nothing was charged"):
                 total_of(transport, request_to([0]))
-            with pytest.raises(StoppedError, match="nobody was asked"):
+            with pytest.raises(StoppedError, match="no node was asked"):
                 total_of(transport, request_to([0]))
             release.set()
     finally:
