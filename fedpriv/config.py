@@ -64,6 +64,10 @@ def _sentence(root: type[BaseModel], error: ErrorDetails) -> str:
             return f"key {where} is absent"
         case "value_error":
             return f"{where}: {error['ctx']['error']}" if where else str(error["ctx"]["error"])
+        case "greater_than_equal":  # pydantic writes 1e-60 with all of its zeros
+            return f"{where} is {error['input']!r}; input should be greater than or equal to " + (
+                f"{error['ctx']['ge']:.15g}"
+            )
         case _:
             message = error["msg"][0].lower() + error["msg"][1:]
             return f"{where} is {error['input']!r}; {message}"

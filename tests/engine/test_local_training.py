@@ -9,9 +9,9 @@ from torch import nn
 
 from fedpriv.engine import layers as engine_layers
 from fedpriv.engine.local_training import Algorithm, algorithm_of
+from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.models import cross_entropy
 from fedpriv.privacy.round import LocalTraining
 from tests.engine.everyone import request_under, total_of, users_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import PARAMETERS, make_plan, open_books
+from federation import PARAMETERS, make_plan, open_records
 
 from fedpriv.config import Config
 from fedpriv.errors import LedgerError
@@ -60,7 +60,7 @@ def charge(plan: TrainingPlan, records: PrivacyRecords, round_number: int) -> No
 
 def test_a_price_is_that_of_the_round_and_of_all_before_it(tmp_path: Path) -> None:
     plan = make_plan()
-    with open_books(tmp_path) as records:
+    with open_records(tmp_path) as records:
         price_of = prices(plan, records)
         request = open_round(plan, initial_state(plan, PARAMETERS), 0, OperatingSystemEntropy())
         for spent in range(3):
@@ -73,7 +73,7 @@ def test_a_price_is_that_of_the_round_and_of_all_before_it(tmp_path: Path) -> No
 
 def test_with_adaptive_clipping_the_price_is_what_the_round_will_charge(tmp_path: Path) -> None:
     plan = make_plan(adaptive=AdaptiveClipping())
-    with open_books(tmp_path) as records:
+    with open_records(tmp_path) as records:
         request = open_round(plan, initial_state(plan, PARAMETERS), 0, OperatingSystemEntropy())
         price = prices(plan, records)(request)
     assert price.noise_multiplier == plan.mechanism.event.noise_multiplier
@@ -81,7 +81,7 @@ def test_with_adaptive_clipping_the_price_is_what_the_round_will_charge(tmp_path
 
 def test_the_status_at_the_start_says_what_was_spent_before(tmp_path: Path) -> None:
     plan = make_plan()
-    with open_books(tmp_path, limit=7.0) as records:
+    with open_records(tmp_path, limit=7.0) as records:
         charge(plan, records, 0)
         charge(plan, records, 1)
         status = status_at_start(plan, records, ENROLMENT)
@@ -101,7 +101,7 @@ def exported(path: Path) -> bytes:
 def test_the_lines_of_the_ledger_are_its_export_also_while_it_grows(tmp_path: Path) -> None:
     plan, path = make_plan(), tmp_path / "ledger.sqlite"
     lines = LedgerLines(path)
-    with open_books(tmp_path) as records:
+    with open_records(tmp_path) as records:
         assert lines() == exported(path)
         for number in range(3):
             before = lines()
@@ -112,7 +112,7 @@ def test_the_lines_of_the_ledger_are_its_export_also_while_it_grows(tmp_path: Pa
 
 def test_the_lines_may_be_asked_for_in_many_threads(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    with open_books(tmp_path) as records:
+    with open_records(tmp_path) as records:
         charge(make_plan(), records, 0)
         lines = LedgerLines(path)
         with ThreadPoolExecutor(8) as pool:

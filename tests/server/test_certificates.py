@@ -24,7 +24,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.server.certificates import check_node_name, fingerprint_of, init, issue, load_ca
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
 
-NOW = datetime.now(UTC)
+NOW = datetime.now(UTC) + timedelta(hours=1)  # after what these tests issue
 DAY = timedelta(days=1)
 HOSTS = ["localhost", "127.0.0.1"]
 ID = "5f" * 16
