@@ -14,8 +14,9 @@ BUILD = """
 import sys
 from setuptools import build_meta
 
-build_meta.build_wheel(sys.argv[1])
-build_meta.build_sdist(sys.argv[1])
+folder = sys.argv[1]  # which building replaces
+build_meta.build_wheel(folder)
+build_meta.build_sdist(folder)
 """
 
 

@@ -87,7 +87,7 @@ def test_a_study_of_an_own_model_and_own_data(folder: Path) -> None:
     file = study_file(folder, base="base.toml", axes=axes, seeds=[3, 5], baseline="width-2_joint")
     told = printed("compare", file, "--workers", "1", cwd=folder)
     study = folder / "studies" / "tiny-study"
-    assert "against width-2_joint" in told
+    assert "differences from width-2_joint" in told
     assert "simulation only" in told
     read = read_study(study)
     assert read.missing == 0

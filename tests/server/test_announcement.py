@@ -10,7 +10,7 @@ from federation import PARAMETERS, make_plan, open_records
 
 from fedpriv.config import Config
 from fedpriv.errors import LedgerError
-from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.privacy.mechanism import AdaptiveClipping
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
@@ -53,9 +53,10 @@ def test_a_node_is_told_its_positions_the_population_and_the_task() -> None:
 
 def charge(plan: TrainingPlan, records: PrivacyRecords, round_number: int) -> None:
     users, event = np.array([1], np.int64), plan.mechanism.event
-    commitment = records.record(plan.run, round_number, 0, users)
+    commitment = records.participation.record(plan.run, round_number, 0, users)
     randomness = OperatingSystemEntropy().randomness
-    records.charge(plan.run, round_number, 0, commitment, event, randomness)
+    proposed = ProposedCharge(plan.run, round_number, 0, randomness, event, commitment)
+    records.ledger.charge(proposed, records.budget)
 
 
 def test_a_price_is_that_of_the_round_and_of_all_before_it(tmp_path: Path) -> None:
