@@ -75,9 +75,10 @@ def set_at_server() -> None:
     def started(state, *_: object) -> None:
         note("states.jsonl", charge=None, after=digest_of(state.round, state.model))
 
-    def stepped(report, _plan, state, release) -> None:
+    def stepped(closed, _plan, state, release, *_: object) -> None:
+        stepped_to, _result = closed
         before = digest_of(state.round, state.model)
-        after = digest_of(report.state.round, report.state.model)
+        after = digest_of(stepped_to.round, stepped_to.model)
         note("states.jsonl", charge=release.charge_hash, before=before, after=after)
 
     around(run, "state_to_start_from", "starting", seen=started)
