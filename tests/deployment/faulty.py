@@ -110,12 +110,16 @@ def _superexec(link: SuperLink) -> Iterator[None]:
 
 def _harmful_app(folder: Path) -> Path:
     """The bundle, with `harmful` before the node's app."""
-    for name in ("fedpriv", "clients", "server"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "simulations").mkdir()
-    for name in ("pyproject.toml", "LICENSE", "simulations/digits.toml"):
+    (folder / "simulations").mkdir(parents=True)
+    for name in ("LICENSE", "simulations/digits.toml"):
         shutil.copy(ROOT / name, folder / name)
-    app = folder / "clients" / "app.py"
-    app.rename(app.with_name("honest.py"))
-    shutil.copy(Path(__file__).with_name("harmful.py"), app)
+    shutil.copy(Path(__file__).with_name("harmful.py"), folder / "harmful.py")
+    said = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for ours, harmful in (
+        ('clientapp = "fedpriv.clients.flower_app:app"', 'clientapp = "harmful:app"'),
+        ("fab-include = [", 'fab-include = ["harmful.py", '),
+    ):
+        assert said.count(ours) == 1
+        said = said.replace(ours, harmful)
+    (folder / "pyproject.toml").write_text(said, encoding="utf-8")
     return folder

@@ -1,4 +1,4 @@
-"""The node's app, with traps; stands in the place of clients/flower_app.py, which lies beside it.
+"""The node's app, with traps; a bundle names it in the place of `fedpriv.clients.flower_app`.
 
 The node-config names a folder of traps, as those of `sites.Traps`. A file in it that is called
 "HARM in round N" is moved to "HARM in round N.reached" when the offer of this round comes, and the
@@ -36,7 +36,7 @@ def say_hello(message: Message, context: Context) -> Message:
 
 
 def honest(message: Message, context: Context) -> Message:
-    from .honest import app as known  # it takes seconds, for which no harm waits
+    from fedpriv.clients.flower_app import app as known  # it takes seconds, for which no harm waits
 
     return known(message, context)
 
