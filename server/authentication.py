@@ -17,7 +17,7 @@ import grpc
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.server.certificates import check_node_name
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
-from fedpriv.server.metrics import Monitor, Refusal
+from fedpriv.server.monitoring import Monitor, Refusal
 
 NODE: ContextVar[str] = ContextVar("NODE")
 """The node that the handler of a call speaks with."""
@@ -84,10 +84,6 @@ class RateLimit:
     """A token bucket per node: `per_minute` calls at once, and as many again in every minute.
 
     Nodes are those of an enrolment, so the number of buckets is bounded.
-
-    Args:
-        per_minute: calls, at least 1.
-        clock: seconds, monotonic.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = monotonic) -> None:
@@ -111,6 +107,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         * No handler is entered by a caller whose certificate is expired, not enrolled or struck
           off, whose node is not enrolled, who calls too often, or has too many calls open.
         * However many calls a node leaves open, their number and their memory are bounded.
+        * What a handler refuses, cannot parse or waits too long for ends its call with a status.
     """
 
     def __init__(
@@ -136,32 +133,50 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             return None  # no method streams both ways
         name = str(handler_call_details.method).rpartition("/")[2]
         if handler.unary_stream:
-            wrap, method = grpc.unary_stream_rpc_method_handler, _begun(handler.unary_stream)
+            wrap, method = grpc.unary_stream_rpc_method_handler, handler.unary_stream
         elif handler.stream_unary:
             wrap, method = grpc.stream_unary_rpc_method_handler, handler.stream_unary
         else:
             wrap, method = grpc.unary_unary_rpc_method_handler, handler.unary_unary
-        checked = self._checked(method, name)
+        checked = self._checked(method, name, streaming=handler.response_streaming)
         return wrap(checked, handler.request_deserializer, handler.response_serializer)
 
-    def _checked(self, method: Method, name: str) -> Method:
-        refusing = _refusing(method)
-
+    def _checked(self, method: Method, name: str, *, streaming: bool) -> Method:
         async def checked(request: object, context: Context) -> object:
-            node = self._admitted(context)
-            NODE.set(node)
-            began = monotonic()
-            self._open[node] += 1
+            began, node = monotonic(), None
             try:
-                return await refusing(request, context)
+                try:
+                    node = self._admitted(context)
+                    self._open[node] += 1
+                    NODE.set(node)
+                    if streaming:
+                        # Sent with the first message instead, a node that does not read it could
+                        # not be sent a status.
+                        await context.send_initial_metadata(())
+                    return await method(request, context)
+                except RefusedCallError as error:
+                    refused = error.code, str(error)
+                except WireError as error:
+                    refused = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+                except TimeoutError:
+                    refused = grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG
+                await _abort(context, *refused)
+                return None
+            except grpc.aio.InternalError as error:
+                # The connection is lost; gRPC would log a traceback of any other error than this.
+                raise asyncio.CancelledError from error
             finally:
-                self._ended = monotonic()
-                self._open[node] -= 1
-                if not self._open[node]:
-                    del self._open[node]
-                self._monitor.handled(name, self._ended - began)
+                if node is not None:
+                    self._end_call(node, name, began)
 
-        return _refusing(checked)
+        return checked
+
+    def _end_call(self, node: str, name: str, began: float) -> None:
+        self._ended = monotonic()
+        self._open[node] -= 1
+        if not self._open[node]:
+            del self._open[node]
+        self._monitor.handled(name, self._ended - began)
 
     def _admitted(self, context: Context) -> str:
         try:
@@ -179,41 +194,6 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             self._monitor.refused(Refusal.RATE)
             raise RefusedCallError(grpc.StatusCode.RESOURCE_EXHAUSTED, busy)
         return node
-
-
-def _begun(method: Method) -> Method:
-    """The method, after headers were sent.
-
-    Sent with the first message instead, a node that does not read it could not be sent a status.
-    """
-
-    async def begun(request: object, context: Context) -> object:
-        await context.send_initial_metadata(())
-        return await method(request, context)
-
-    return begun
-
-
-def _refusing(method: Method) -> Method:
-    """The method; what it refuses, cannot parse or waits too long for ends its call."""
-
-    async def refusing(request: object, context: Context) -> object:
-        try:
-            try:
-                return await method(request, context)
-            except RefusedCallError as error:
-                refused = error.code, str(error)
-            except WireError as error:
-                refused = grpc.StatusCode.INVALID_ARGUMENT, str(error)
-            except TimeoutError:
-                refused = grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG
-            await _abort(context, *refused)
-            return None
-        except grpc.aio.InternalError as error:
-            # The connection is lost; gRPC would log a traceback of any other error than this.
-            raise asyncio.CancelledError from error
-
-    return refusing
 
 
 async def _abort(context: Context, code: grpc.StatusCode, sentence: str) -> None:

@@ -34,8 +34,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 from fedpriv.errors import InvalidValueError
 from fedpriv.training.checkpoint import write_atomically
 
+# What cryptography raises for a certificate or key that cannot be parsed.
 MALFORMED = (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension)
-"""What cryptography raises for a certificate or key that cannot be parsed."""
 YEAR = timedelta(days=365)
 _AUTHORITY_LIFETIME = 10 * YEAR
 _CLOCK_SKEW = timedelta(minutes=5)
@@ -45,12 +45,7 @@ _FINGERPRINT = re.compile("[0-9a-f]{64}")
 
 
 def check_node_name(name: str) -> str:
-    """Return a name that a node can have; it becomes a common name and the name of a folder.
-
-    Raises:
-        InvalidValueError: it is not 1 to 64 bytes of UTF-8, all printable, without "/", a leading
-            ".", or a leading or trailing space.
-    """
+    """Return a name that a node can have; it becomes a common name and the name of a folder."""
     legal = name.isprintable() and name == name.strip() and "/" not in name and name[:1] != "."
     if not (legal and 1 <= len(name.encode()) <= 64):
         raise InvalidValueError(
@@ -72,11 +67,7 @@ def parsed_fingerprint(text: object) -> str | None:
 
 
 def load_ca(path: Path) -> x509.Certificate:
-    """Read the certificate of an authority.
-
-    Raises:
-        InvalidValueError: it cannot be read, or is not an authority's.
-    """
+    """Read the certificate of an authority, and refuse any other."""
     try:
         ca = x509.load_pem_x509_certificate(path.read_bytes())
         constraints = ca.extensions.get_extension_for_class(x509.BasicConstraints).value
@@ -89,12 +80,7 @@ def load_ca(path: Path) -> x509.Certificate:
 
 @dataclass(frozen=True)
 class Issued:
-    """A node's new certificate.
-
-    Attributes:
-        folder: to move to the node, with ca.pem, node.pem and node.key.
-        fingerprint: SHA-256 of the certificate, to enrol at the server.
-    """
+    """A node's new certificate: the folder to move to the node, and what to enrol."""
 
     folder: Path
     fingerprint: str
@@ -123,7 +109,15 @@ def init(folder: Path, hosts: Sequence[str]) -> None:
         path.mkdir(mode=0o700)
     except OSError as error:
         raise InvalidValueError(f"{path} cannot be made: {error.strerror}") from error
-    authority = _new_authority()
+    # Two authorities must not share a name, or messages could not tell them apart.
+    name = f"fedpriv authority {secrets.token_hex(4)}"
+    extensions = [
+        (x509.BasicConstraints(ca=True, path_length=0), True),
+        (_key_usage(authority=True), True),
+    ]
+    authority = _signed(
+        name, None, datetime.now(UTC) - _CLOCK_SKEW, _AUTHORITY_LIFETIME, extensions
+    )
     with _writing(path):
         _write_key(path / "ca.key", authority.key)
         write_atomically(path / "ca.pem", authority.certificate.public_bytes(Encoding.PEM))
@@ -133,20 +127,12 @@ def init(folder: Path, hosts: Sequence[str]) -> None:
 def issue_server(folder: Path, hosts: Sequence[str], *, lifetime: timedelta = YEAR) -> None:
     """Give the server a new key and certificate (serverAuth), in place of those it has.
 
-    Args:
-        folder: as given to `init`.
-        hosts: as for `init`.
-        lifetime: from now on.
-
-    Raises:
-        InvalidValueError: the folder holds no authority, a host is neither a DNS name nor an IP
-            address, or the certificate would never be valid or outlive the authority.
+    Folder and hosts are as for `init`; InvalidValueError as for `issue`.
     """
-    alternatives, authority = _alternatives_of(hosts), _opened(folder)
-    usage, begin = ExtendedKeyUsageOID.SERVER_AUTH, datetime.now(UTC) - _CLOCK_SKEW
-    lifetime += _CLOCK_SKEW
-    issued = _issued(authority, "fedpriv server", alternatives, usage, begin, lifetime)
-    _write_bundle(folder / "server", "server", authority, issued)
+    alternatives, begin = _alternatives_of(hosts), datetime.now(UTC) - _CLOCK_SKEW
+    usage, lifetime = ExtendedKeyUsageOID.SERVER_AUTH, lifetime + _CLOCK_SKEW
+    bundle = folder / "server" / "server"
+    _issue_bundle(folder, bundle, "fedpriv server", alternatives, usage, begin, lifetime)
 
 
 def issue(
@@ -169,11 +155,45 @@ def issue(
     """
     begin = datetime.now(UTC) - _CLOCK_SKEW if begin is None else begin
     uri = x509.UniformResourceIdentifier("fedpriv:node:" + quote(check_node_name(node)))
-    authority, usage = _opened(folder), ExtendedKeyUsageOID.CLIENT_AUTH
-    issued = _issued(authority, node, [uri], usage, begin, lifetime)
-    bundle = folder / "nodes" / node
-    _write_bundle(bundle, "node", authority, issued)
-    return Issued(bundle, fingerprint_of(issued.certificate))
+    usage, bundle = ExtendedKeyUsageOID.CLIENT_AUTH, folder / "nodes" / node / "node"
+    certificate = _issue_bundle(folder, bundle, node, [uri], usage, begin, lifetime)
+    return Issued(bundle.parent, fingerprint_of(certificate))
+
+
+def _issue_bundle(
+    folder: Path,
+    bundle: Path,
+    name: str,
+    alternatives: Sequence[x509.GeneralName],
+    usage: ObjectIdentifier,
+    begin: datetime,
+    lifetime: timedelta,
+) -> x509.Certificate:
+    """Sign a certificate with the folder's authority, and write it beside its key and ca.pem."""
+    authority = _opened(folder)
+    if begin.tzinfo is None:
+        raise InvalidValueError(f"the validity begins at {begin}; it must have a time zone")
+    end = authority.certificate.not_valid_after_utc
+    if not timedelta(0) < lifetime <= end - begin:
+        raise InvalidValueError(
+            f"the lifetime is {lifetime}; it must be positive and end before the authority's, "
+            f"at {end}"
+        )
+    extensions: list[tuple[x509.ExtensionType, bool]] = [
+        (x509.BasicConstraints(ca=False, path_length=None), True),
+        (_key_usage(authority=False), True),
+        (x509.ExtendedKeyUsage([usage]), False),
+        (x509.SubjectAlternativeName(alternatives), False),
+    ]
+    issued = _signed(name, authority, begin, lifetime, extensions)
+    path = bundle.parent
+    with _writing(path):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(path / "ca.pem", authority.certificate.public_bytes(Encoding.PEM))
+        _write_key(path / f"{bundle.name}.key", issued.key)
+        pem = issued.certificate.public_bytes(Encoding.PEM)
+        write_atomically(path / f"{bundle.name}.pem", pem)
+    return issued.certificate
 
 
 def _opened(folder: Path) -> _Signed:
@@ -192,65 +212,27 @@ def _opened(folder: Path) -> _Signed:
     return _Signed(ca, key)
 
 
-def _new_authority() -> _Signed:
-    """An authority that cannot make others, with a new key on the curve P-256."""
-    key, begin = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC) - _CLOCK_SKEW
-    # Two authorities must not share a name, or messages could not tell them apart.
-    subject = _named(f"fedpriv authority {secrets.token_hex(4)}")
-    builder = (
-        _builder(subject, subject, key, key, begin, begin + _AUTHORITY_LIFETIME)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(authority=True), critical=True)
-    )
-    return _Signed(builder.sign(key, hashes.SHA256()), key)
-
-
-def _issued(
-    authority: _Signed,
+def _signed(
     name: str,
-    alternatives: Sequence[x509.GeneralName],
-    usage: ObjectIdentifier,
+    issuer: _Signed | None,
     begin: datetime,
     lifetime: timedelta,
+    extensions: Sequence[tuple[x509.ExtensionType, bool]],
 ) -> _Signed:
-    ca, key = authority.certificate, ec.generate_private_key(ec.SECP256R1())
-    if begin.tzinfo is None:
-        raise InvalidValueError(f"the validity begins at {begin}; it must have a time zone")
-    if not timedelta(0) < lifetime <= ca.not_valid_after_utc - begin:
-        raise InvalidValueError(
-            f"the lifetime is {lifetime}; it must be positive and end before the authority's, "
-            f"at {ca.not_valid_after_utc}"
-        )
-    builder = (
-        _builder(_named(name), ca.subject, key, authority.key, begin, begin + lifetime)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(authority=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
-        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-    )
-    return _Signed(builder.sign(authority.key, hashes.SHA256()), key)
-
-
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePrivateKey,
-    issuer_key: ec.EllipticCurvePrivateKey,
-    begin: datetime,
-    end: datetime,
-) -> x509.CertificateBuilder:
-    ours, theirs = key.public_key(), issuer_key.public_key()
-    identifier = x509.SubjectKeyIdentifier.from_public_key(ours)
-    of_issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(theirs)
-    return (
-        x509.CertificateBuilder(issuer, subject, ours, x509.random_serial_number(), begin, end)
-        .add_extension(identifier, critical=False)
-        .add_extension(of_issuer, critical=False)
-    )
-
-
-def _named(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    """A certificate for a new key on the curve P-256; without an issuer it signs itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    signing = key if issuer is None else issuer.key
+    signer = subject if issuer is None else issuer.certificate.subject
+    public, serial = key.public_key(), x509.random_serial_number()
+    builder = x509.CertificateBuilder(signer, subject, public, serial, begin, begin + lifetime)
+    identifiers: list[tuple[x509.ExtensionType, bool]] = [
+        (x509.SubjectKeyIdentifier.from_public_key(public), False),
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key()), False),
+    ]
+    for extension, critical in [*identifiers, *extensions]:
+        builder = builder.add_extension(extension, critical)
+    return _Signed(builder.sign(signing, hashes.SHA256()), key)
 
 
 def _key_usage(*, authority: bool) -> x509.KeyUsage:
@@ -274,11 +256,10 @@ def _alternatives_of(hosts: Sequence[str]) -> list[x509.GeneralName]:
     for host in hosts:
         try:
             alternatives.append(x509.IPAddress(ipaddress.ip_address(host)))
-        except ValueError:
+        except ValueError as error:
             if not _HOST.fullmatch(host):
-                raise InvalidValueError(
-                    f"host {host!r} is neither a DNS name nor an IP address"
-                ) from None
+                sentence = f"host {host!r} is neither a DNS name nor an IP address"
+                raise InvalidValueError(sentence) from error
             alternatives.append(x509.DNSName(host))
     return alternatives
 
@@ -291,14 +272,6 @@ def _writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         sentence = f"{error.filename or folder} cannot be written: {error.strerror}"
         raise InvalidValueError(sentence) from error
-
-
-def _write_bundle(folder: Path, name: str, authority: _Signed, issued: _Signed) -> None:
-    with _writing(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(folder / "ca.pem", authority.certificate.public_bytes(Encoding.PEM))
-        _write_key(folder / f"{name}.key", issued.key)
-        write_atomically(folder / f"{name}.pem", issued.certificate.public_bytes(Encoding.PEM))
 
 
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:

@@ -1,24 +1,29 @@
-"""One attempt at a round: which nodes are asked, until when, and whose answer counts."""
+"""One attempt at a round: what nodes are told and asked, until when, and whose answer counts."""
 
 import asyncio
 import queue
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from time import monotonic
 from typing import Self
 
+from fedpriv.config import Config
+from fedpriv.engine.metrics import own_metrics
 from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.round import PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest
 from fedpriv.server.enrolment import Enrolment, Hosting, Positions
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import (
     Answer,
     Price,
     RoundId,
     RoundOffer,
     SummedUpdates,
+    TaskDescription,
+    Welcome,
     chunks,
     layout_of_sums,
     manifest_of,
@@ -26,32 +31,52 @@ from fedpriv.wire import (
     pieces,
 )
 
-_KEPT_BYTES = 2**26  # of a model; serialising a larger one again costs less than holding it twice
 _NOT_AWAITED = "no answer of this node is awaited"
+
+
+def task_of(config: Config) -> TaskDescription:
+    """The task by name, for nodes to build."""
+    model, metrics = config.model, tuple(own_metrics(config.metrics.report))
+    return TaskDescription(model.name, model.options, model.seed, model.loss, metrics)
+
+
+def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], Welcome]:
+    """What to tell each node when it connects."""
+    task, name, population = task_of(config), enrolment.population_id, enrolment.population
+    return lambda node: Welcome(name, population, enrolment.users_of(node).copy(), task)
+
+
+def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundRequest], Price]:
+    """What a round costs; to be called in the thread that opened the records."""
+
+    def price_of(request: RoundRequest) -> Price:
+        norms = tuple(g.clipping_norm for g in request.clipping.groups[: len(plan.groups)])
+        event = plan.mechanism_at(norms).event
+        return Price(
+            plan.sampling.sampling_probability,
+            plan.sampling.population,
+            event.noise_multiplier,
+            records.budget.epsilon_of([*records.ledger.spent(), event]),
+            records.budget.delta,
+        )
+
+    return price_of
 
 
 @dataclass(frozen=True, eq=False)
 class RoundTerms:
-    """Which attempt at a round nodes are asked to answer, and what an answer may hold.
-
-    Attributes:
-        id: which attempt at which round.
-        expected: layout that sums must have.
-        drawn: by node, the users that were drawn there; secret.
-    """
+    """Which attempt at a round nodes are asked to answer, and what an answer may hold."""
 
     id: RoundId
-    expected: Layout
-    drawn: Mapping[str, Positions]
+    expected: Layout  # of sums
+    drawn: Mapping[str, Positions]  # by node, the users that were drawn there; secret
 
     @classmethod
     def of(cls, request: RoundRequest, hosting: Hosting) -> Self:
         """The terms of a request to the nodes that host its users, under a new nonce."""
-        return cls(
-            RoundId(request.run, request.round, request.attempt, secrets.randbits(64)),
-            layout_of_sums(request.clipping),
-            hosting.drawn(request.users),
-        )
+        nonce = secrets.randbits(64)
+        round_id = RoundId(request.run, request.round, request.attempt, nonce)
+        return cls(round_id, layout_of_sums(request.clipping), hosting.drawn(request.users))
 
     def misfit(self, node: str, answer: Answer) -> str | None:
         """Why an answer of a node cannot count, in one sentence, or None."""
@@ -164,12 +189,6 @@ class Collection:
         * A node's answer counts once, whatever it sends again and in whatever order; a node
           whose users were not drawn, and another round or attempt, is refused.
         * Nothing counts after the end.
-
-    Args:
-        request: of the whole round.
-        price: what it costs.
-        enrolment: where the users are.
-        seconds: until the deadline.
     """
 
     def __init__(
@@ -199,16 +218,10 @@ class Collection:
             return None
         return replace(self._offer, seconds=left, users=self._waiting[node].copy())
 
-    def model_chunks(self) -> Iterable[bytes]:
-        """The model as serialised chunks, which calls share unless the model is large."""
-        return self._kept if self._offer.model.size <= _KEPT_BYTES else self._serialised()
-
     @cached_property
-    def _kept(self) -> list[bytes]:
-        return list(self._serialised())
-
-    def _serialised(self) -> Iterator[bytes]:
-        return (chunk.SerializeToString() for chunk in chunks(pieces(self._model)))
+    def model_chunks(self) -> Sequence[bytes]:
+        """The model as serialised chunks, which all calls share."""
+        return [chunk.SerializeToString() for chunk in chunks(pieces(self._model))]
 
     def refusal(self, node: str, answer: Answer) -> str | None:
         """Why an answer cannot count, in one sentence; None if it can."""

@@ -24,25 +24,18 @@ from fedpriv.server.certificates import (
     parsed_fingerprint,
 )
 
-Positions = NDArray[np.int64]
-"""Users, as ascending positions in the population."""
+Positions = NDArray[np.int64]  # users, as ascending positions in the population
 _ID = re.compile("[0-9a-f]{32}")
 _SETTLED_NANOSECONDS = 2_000_000_000
 
 
 @dataclass(frozen=True, eq=False)
 class Hosting:
-    """Which node hosts which users.
-
-    Attributes:
-        nodes: names.
-        numbers: [N] for each position of the population, the number of its node in `nodes`.
-        alone: nodes with one user, which no log may name.
-    """
+    """Which node hosts which users."""
 
     nodes: Sequence[str]
-    numbers: Positions
-    alone: frozenset[str]
+    numbers: Positions  # [N] for each position of the population, the number of its node in `nodes`
+    alone: frozenset[str]  # nodes with one user, which no log may name
 
     def drawn(self, users: Positions) -> dict[str, Positions]:
         """The drawn users by node; only nodes that have some."""
@@ -91,10 +84,18 @@ class Enrolment:
             )
         if not self.users:
             raise InvalidValueError("nodes: there is none; there must be at least one")
-        for node, ids in self.users.items():
-            _check_node(node, ids)
         users = {node: tuple(self.users[node]) for node in sorted(self.users)}
-        _check_once(users)
+        node_of: dict[str, str] = {}
+        for node, ids in users.items():
+            _check_node(node, ids)
+            for number, user in enumerate(ids):
+                if user in node_of:
+                    raise InvalidValueError(
+                        f"nodes.{node}.users[{number}] is {user!r}, who is enrolled at node "
+                        f"{node_of[user]!r} already; a user must be enrolled once, because updates "
+                        "of one user from several nodes are not summed before clipping"
+                    )
+                node_of[user] = node
         object.__setattr__(self, "users", users)
 
     def __repr__(self) -> str:
@@ -102,23 +103,15 @@ class Enrolment:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read an enrolment from TOML; docs/identity.md has the format.
-
-        Raises:
-            InvalidValueError: the file cannot be read, is not TOML, has a key that is unknown,
-                absent or of the wrong type, or enrols what `Enrolment` refuses.
-        """
+        """Read an enrolment from TOML; docs/identity.md has the format."""
         table = read_toml(path)
         try:
-            keys = ["population", "nodes"]
-            population_id, nodes = (_value(table, key, keys, "") for key in keys)
+            _check_keys(table, ["population", "nodes"], "")
+            population_id, nodes = table["population"], table["nodes"]
             if not isinstance(population_id, str):
                 raise InvalidValueError(f"population is {population_id!r}; it must be a string")
-            if not isinstance(nodes, dict):
-                raise InvalidValueError("nodes is not a table; it must have one table per node")
-            users = {node: _users_in(node, entry) for node, entry in nodes.items()}
             _certificates_in(nodes)
-            return cls(population_id, users)
+            return cls(population_id, _users_in(nodes))
         except InvalidValueError as error:
             raise InvalidValueError(f"{path}: {error}") from error
 
@@ -138,13 +131,9 @@ class Enrolment:
         return tuple(sorted(user for ids in self.users.values() for user in ids))
 
     def users_of(self, node: str) -> Positions:
-        """Positions of a node's users in the population; read-only.
-
-        Raises:
-            InvalidValueError: the node is not enrolled; the message names no other node.
-        """
+        """Positions of a node's users in the population; read-only."""
         if node not in self._positions:
-            raise InvalidValueError(f"node {node!r} is not enrolled")
+            raise InvalidValueError(f"node {node!r} is not enrolled")  # and no other node is named
         return self._positions[node]
 
     @cached_property
@@ -176,9 +165,6 @@ class EnrolledCertificates:
     Guarantees:
         * A certificate that is struck off the file is refused from the next call on.
         * A file that cannot be read lets no certificate pass.
-
-    Attributes:
-        path: the enrolment file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -188,11 +174,7 @@ class EnrolledCertificates:
         self._nodes: dict[str, str] = {}
 
     def nodes(self) -> Mapping[str, str]:
-        """Fingerprint → node, as the file is now.
-
-        Raises:
-            InvalidValueError: it cannot be read, or a fingerprint is malformed or enrolled twice.
-        """
+        """Fingerprint → node, as the file is now; InvalidValueError if it cannot be used."""
         try:
             stamp = _stamp_of(self.path)
             if stamp is None or stamp != self._stamp:
@@ -216,7 +198,7 @@ class EnrolledCertificates:
 
         Raises:
             CertificateError: it cannot be parsed, is not enrolled, or is not valid at `now`.
-            InvalidValueError: as for `nodes`.
+            InvalidValueError: the enrolment file cannot be used.
         """
         try:
             certificate = x509.load_pem_x509_certificate(certificate_pem)
@@ -243,26 +225,70 @@ def _stamp_of(path: Path) -> tuple[int, ...] | None:
 
 
 def _certificates_in(nodes: object) -> dict[str, str]:
-    """Fingerprint → node of the tables of nodes that have one."""
-    if not isinstance(nodes, dict):
-        raise InvalidValueError("nodes is not a table; it must have one table per node")
+    """Fingerprint → node of the tables of nodes that have a certificate."""
     found: dict[str, str] = {}
-    for node, entry in nodes.items():
+    for node, entry in _tables_in(nodes).items():
         if not isinstance(entry, dict) or "certificate" not in entry:
             continue
+        where = f"nodes.{node}.certificate is"
         fingerprint = parsed_fingerprint(entry["certificate"])
         if fingerprint is None:
             raise InvalidValueError(
-                f"nodes.{node}.certificate is {entry['certificate']!r}; it must be the SHA-256 "
-                "fingerprint of a certificate, 64 hexadecimal digits"
+                f"{where} {entry['certificate']!r}; it must be the SHA-256 fingerprint of a "
+                "certificate, 64 hexadecimal digits"
             )
         if fingerprint in found:
             raise InvalidValueError(
-                f"nodes.{node}.certificate is that of node {found[fingerprint]!r}; each node must "
-                "have its own"
+                f"{where} that of node {found[fingerprint]!r}; each node must have its own"
             )
         found[fingerprint] = node
     return found
+
+
+def _tables_in(nodes: object) -> dict[str, object]:
+    if not isinstance(nodes, dict):
+        raise InvalidValueError("nodes is not a table; it must have one table per node")
+    return nodes
+
+
+def _users_in(nodes: object) -> dict[str, list[str]]:
+    users = {}
+    for node, entry in _tables_in(nodes).items():
+        where = f"nodes.{node}"
+        if not isinstance(entry, dict):
+            raise InvalidValueError(f"{where} is {entry!r}; it must be a table")
+        _check_keys(entry, ["users"], f"{where}.", optional=["certificate"])
+        if not isinstance(entry["users"], list):
+            raise InvalidValueError(
+                f"{where}.users is {entry['users']!r}; it must be a list of ids"
+            )
+        users[node] = entry["users"]
+    return users
+
+
+def _check_keys(
+    table: Mapping[str, object], required: Sequence[str], where: str, optional: Sequence[str] = ()
+) -> None:
+    """Refuse a table that has unknown keys or lacks one."""
+    unknown = sorted(table.keys() - {*required, *optional})
+    if "shared" in unknown:
+        raise InvalidValueError(
+            f"{where}shared is not supported: updates of one user from several nodes are not "
+            "summed before clipping, so a user must have one node"
+        )
+    if unknown:
+        known = known_names(unknown[0], [*required, *optional])
+        raise InvalidValueError(f"unknown key {where}{unknown[0]}; {known}")
+    for key in required:
+        if key in table:
+            continue
+        if key == "population":
+            raise InvalidValueError(
+                "key population is absent; it names the enrolled users in the ledger and is drawn "
+                f'once for all runs: put population = "{secrets.token_hex(16)}" in front of all '
+                "tables"
+            )
+        raise InvalidValueError(f"key {where}{key} is absent")
 
 
 def _check_node(node: str, ids: Sequence[str]) -> None:
@@ -284,47 +310,3 @@ def _check_node(node: str, ids: Sequence[str]) -> None:
                 f"{where}[{number}] is {user!r}; an id must be one printable line without spaces "
                 "at its ends"
             )
-
-
-def _check_once(users: Mapping[str, Sequence[str]]) -> None:
-    node_of: dict[str, str] = {}
-    for node, ids in users.items():
-        for number, user in enumerate(ids):
-            if user in node_of:
-                raise InvalidValueError(
-                    f"nodes.{node}.users[{number}] is {user!r}, who is enrolled at node "
-                    f"{node_of[user]!r} already; a user must be enrolled once, because updates of "
-                    "one user from several nodes are not summed before clipping"
-                )
-            node_of[user] = node
-
-
-def _users_in(node: str, entry: object) -> list[str]:
-    users = _value(entry, "users", ["users", "certificate"], f"nodes.{node}.")
-    if not isinstance(users, list):
-        raise InvalidValueError(f"nodes.{node}.users is {users!r}; it must be a list of ids")
-    return users
-
-
-def _value(table: object, key: str, legal: Sequence[str], where: str) -> object:
-    """Value of a key that a table must have; it may have no keys but the legal ones."""
-    if not isinstance(table, dict):
-        raise InvalidValueError(f"{where.rstrip('.')} is {table!r}; it must be a table")
-    unknown = sorted(table.keys() - {*legal})
-    if "shared" in unknown:
-        raise InvalidValueError(
-            f"{where}shared is not supported: updates of one user from several nodes are not "
-            "summed before clipping, so a user must have one node"
-        )
-    if unknown:
-        raise InvalidValueError(
-            f"unknown key {where}{unknown[0]}; {known_names(unknown[0], legal)}"
-        )
-    if key in table:
-        return table[key]
-    if key == "population":
-        raise InvalidValueError(
-            "key population is absent; it names the enrolled users in the ledger and is drawn once "
-            f'for all runs: put population = "{secrets.token_hex(16)}" in front of all tables'
-        )
-    raise InvalidValueError(f"key {where}{key} is absent")

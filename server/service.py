@@ -1,16 +1,20 @@
 """The service that nodes call: what happens on the server's event loop."""
 
 import asyncio
+import io
 import logging
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol, Self
 
 import grpc
 
 from fedpriv.errors import WireError
-from fedpriv.privacy.round import PartialSum
+from fedpriv.ledger.ledger import Head, Ledger
+from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.server.authentication import (
     NODE,
     Context,
@@ -20,12 +24,14 @@ from fedpriv.server.authentication import (
 )
 from fedpriv.server.collection import Collection, Connection, Connections, End
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.metrics import Monitor, Refusal
+from fedpriv.server.monitoring import Monitor, Refusal
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import (
     CHUNK_BYTES,
     Decline,
     Receipt,
     Receiver,
+    RunState,
     Status,
     SummedUpdates,
     Welcome,
@@ -55,14 +61,45 @@ class Parts(Protocol):
     def __aiter__(self) -> AsyncGenerator[pb.UploadPart, None]: ...
 
 
+def status_at_start(plan: TrainingPlan, records: PrivacyRecords, enrolment: Enrolment) -> Status:
+    """Where a run stands before any round is collected."""
+    budget, spent = records.budget, records.ledger.spent()
+    return Status(
+        run=plan.run,
+        round=0,
+        rounds=plan.rounds,
+        epsilon=budget.epsilon_of(spent),
+        epsilon_limit=budget.epsilon,
+        delta=budget.delta,
+        nodes_enrolled=len(enrolment.nodes),
+        nodes_connected=0,
+        users_enrolled=enrolment.population,
+        state=RunState.WAITING,
+    )
+
+
+class LedgerLines:
+    """The public ledger as `fedpriv ledger export` writes it, read again when it has grown."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._known: tuple[Head, bytes] | None = None
+
+    def __call__(self) -> bytes:
+        """All lines, in any thread; LedgerError if the ledger cannot be opened or verified."""
+        with self._lock, Ledger.open(self._path) as ledger:
+            head = ledger.head
+            if self._known is None or self._known[0] != head:
+                lines = io.StringIO()
+                ledger.export(lines)
+                self._known = (head, lines.getvalue().encode())
+            return self._known[1]
+
+
 class Transfers:
     """Bounds how many transfers there are at once and how long each takes; one per node.
 
-    For the event loop alone.
-
-    Args:
-        places: how many at once, at least 1.
-        seconds: how long one may take, not counting its wait for a place.
+    For the event loop alone. The seconds of a transfer do not count its wait for a place.
     """
 
     def __init__(self, places: int, seconds: float) -> None:
@@ -74,9 +111,7 @@ class Transfers:
         """End an older transfer of the node, and go on until a newer one comes.
 
         A node that lost its connection and came back must not wait for what is left of the old one.
-
-        Raises:
-            TimeoutError: a newer one came, `time.monotonic` is at `until`, or `end_all` was called.
+        TimeoutError: a newer one came, `time.monotonic` is at `until`, or `end_all` was called.
         """
         async with asyncio.timeout_at(until) as limit:
             if node in self._limits:
@@ -90,11 +125,7 @@ class Transfers:
 
     @asynccontextmanager
     async def turn(self, node: str, until: float | None = None) -> AsyncIterator[None]:
-        """As `newest`, and wait for a place and hold it.
-
-        Raises:
-            TimeoutError: as for `newest`, or it took longer than `seconds`.
-        """
+        """As `newest`, and wait for a place and hold it, for `seconds` at most."""
         async with self.newest(node, until), self.places, asyncio.timeout(self.seconds):
             yield
 
@@ -115,15 +146,10 @@ def _end(limit: asyncio.Timeout) -> None:
 
 @dataclass(frozen=True)
 class TransferLimits:
-    """Bounds of what is under way at once.
+    """Bounds of what is under way at once."""
 
-    Attributes:
-        uploads: sums in memory at once.
-        seconds: how long one transfer may take.
-    """
-
-    uploads: int
-    seconds: float
+    uploads: int  # sums in memory at once
+    seconds: float  # how long one transfer may take
 
     @classmethod
     def within(cls, memory: int, dimension: int, seconds: float) -> Self:
@@ -256,50 +282,40 @@ class Service:
             sentence = "the node is not asked in this round, or the round is over"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
         async with self._downloads.turn(node, collection.deadline):
-            for chunk in collection.model_chunks():
+            for chunk in collection.model_chunks:
                 await context.write(chunk)
                 self._monitor.sent(len(chunk))
 
     async def upload(self, parts: Parts, context: Context) -> pb.Receipt:
-        """Take a node's answer to the round that is collected."""
+        """Take a node's answer to the round that is collected, or say why it does not count.
+
+        A malformed answer settles the node: it counts as zero at once. A transfer that took too
+        long does not; the node may send again until the deadline.
+        """
         node, collection = NODE.get(), self.collection
         if collection is None:
             return encode_receipt(_refused("no round is collected"))
         # Neither read to its end nor closed, it would be kept until Python's collector runs, and
         # with it its stream, of which a connection may have few.
         async with aclosing(aiter(parts)) as received:
-            receipt = await self._receipt_of(node, received, collection, context)
+            try:
+                receipt = await self._taken(node, received, collection, context)
+            except TimeoutError:
+                receipt = _refused("it took too long, the node sent another, or the round is over")
+            except WireError as error:
+                # A stream whose connection broke looks like one that ended; then this fails.
+                await context.send_initial_metadata(())
+                await collection.settle(node, None)
+                receipt = _refused(str(error))
+            except UnknownPeerError:
+                await collection.settle(node, None)
+                self._monitor.refused(Refusal.IDENTITY)
+                raise
         if not receipt.accepted:
             self._monitor.answer_refused()
             name = self._enrolment.hosting.log_name(node)
             _log.warning("an answer of %s is refused: %s", name, receipt.reason)
         return encode_receipt(receipt)
-
-    async def _receipt_of(
-        self,
-        node: str,
-        parts: AsyncIterator[pb.UploadPart],
-        collection: Collection,
-        context: Context,
-    ) -> Receipt:
-        """Take an answer, or say why it does not count.
-
-        A malformed answer settles the node: it counts as zero at once. A transfer that took too
-        long does not; the node may send again until the deadline.
-        """
-        try:
-            return await self._taken(node, parts, collection, context)
-        except TimeoutError:
-            return _refused("it took too long, the node sent another, or the round is over")
-        except WireError as error:
-            # A stream whose connection broke looks like one that ended; then this fails.
-            await context.send_initial_metadata(())
-            await collection.settle(node, None)
-            return _refused(str(error))
-        except UnknownPeerError:
-            await collection.settle(node, None)
-            self._monitor.refused(Refusal.IDENTITY)
-            raise
 
     async def _taken(
         self,
