@@ -19,18 +19,16 @@ from fedpriv.server.certificates import check_node_name
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import Monitor, Refusal
 
-NODE: ContextVar[str] = ContextVar("NODE")
-"""The node that the handler of a call speaks with."""
-NODE_KEY = "fedpriv-node"
-"""Metadata with which a node without a certificate gives its name, percent-encoded."""
+NODE: ContextVar[str] = ContextVar("NODE")  # the node that the handler of a call speaks with
+NODE_KEY = "fedpriv-node"  # metadata with a node's name, percent-encoded, in plain text
 _TOO_LONG = "it took too long, the node began another, or the round is over"
 _OPEN_CALLS = 16  # of one node; it needs two or three, and some that are lost without a word
 
 Context: TypeAlias = grpc.aio.ServicerContext
+# A handler's implementation: takes the request, or an iterator of them, and the call's context.
 Method = Callable[[object, Context], Awaitable[object]]
-"""A handler's implementation: takes the request, or an iterator of them, and the call's context."""
+# Names the node behind a call, or raises UnknownPeerError.
 Identify = Callable[[Context], str]
-"""Names the node behind a call, or raises UnknownPeerError."""
 
 
 class RefusedCallError(Exception):
@@ -44,10 +42,9 @@ class RefusedCallError(Exception):
 class UnknownPeerError(RefusedCallError):
     """The caller may not call, or may no longer."""
 
-    def __init__(
-        self, sentence: str, code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED
-    ) -> None:
-        super().__init__(code, sentence)
+
+def _unknown(sentence: str) -> UnknownPeerError:
+    return UnknownPeerError(grpc.StatusCode.UNAUTHENTICATED, sentence)
 
 
 def by_certificate(certificates: EnrolledCertificates) -> Identify:
@@ -56,15 +53,15 @@ def by_certificate(certificates: EnrolledCertificates) -> Identify:
     def identify(context: Context) -> str:
         shown = context.auth_context().get("x509_pem_cert")
         if not shown:
-            raise UnknownPeerError("the connection shows no certificate")
+            raise _unknown("the connection shows no certificate")
         try:
             return certificates.node_of(shown[0], datetime.now(UTC))
         except CertificateError as error:
-            raise UnknownPeerError(f"the certificate is refused: {error}") from error
+            raise _unknown(f"the certificate is refused: {error}") from error
         except InvalidValueError as error:
             # Only the operator can mend the file, and only the operator should know its path.
             sentence = "the server cannot read its enrolment now"
-            raise UnknownPeerError(sentence, grpc.StatusCode.UNAVAILABLE) from error
+            raise UnknownPeerError(grpc.StatusCode.UNAVAILABLE, sentence) from error
 
     return identify
 
@@ -77,7 +74,7 @@ def by_declaration(context: Context) -> str:
             raise InvalidValueError(f"the call has {len(names)} metadata {NODE_KEY}; one is needed")
         return check_node_name(unquote(str(names[0]), errors="strict"))
     except ValueError as error:
-        raise UnknownPeerError(str(error)) from error
+        raise _unknown(str(error)) from error
 
 
 class RateLimit:
@@ -129,17 +126,12 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     ) -> grpc.RpcMethodHandler | None:
         """The handler of a method, behind the check."""
         handler = await continuation(handler_call_details)
-        if handler is None or (handler.request_streaming and handler.response_streaming):
-            return None  # no method streams both ways
         name = str(handler_call_details.method).rpartition("/")[2]
-        if handler.unary_stream:
-            wrap, method = grpc.unary_stream_rpc_method_handler, handler.unary_stream
-        elif handler.stream_unary:
-            wrap, method = grpc.stream_unary_rpc_method_handler, handler.stream_unary
-        else:
-            wrap, method = grpc.unary_unary_rpc_method_handler, handler.unary_unary
-        checked = self._checked(method, name, streaming=handler.response_streaming)
-        return wrap(checked, handler.request_deserializer, handler.response_serializer)
+        for kind in ("unary_unary", "unary_stream", "stream_unary"):  # no method streams both ways
+            if method := getattr(handler, kind, None):
+                checked = self._checked(method, name, streaming=kind == "unary_stream")
+                return handler._replace(**{kind: checked})
+        return None
 
     def _checked(self, method: Method, name: str, *, streaming: bool) -> Method:
         async def checked(request: object, context: Context) -> object:

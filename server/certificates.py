@@ -12,8 +12,7 @@ import ipaddress
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,14 +20,8 @@ from urllib.parse import quote
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
 from fedpriv.errors import InvalidValueError
@@ -110,17 +103,9 @@ def init(folder: Path, hosts: Sequence[str]) -> None:
     except OSError as error:
         raise InvalidValueError(f"{path} cannot be made: {error.strerror}") from error
     # Two authorities must not share a name, or messages could not tell them apart.
-    name = f"fedpriv authority {secrets.token_hex(4)}"
-    extensions = [
-        (x509.BasicConstraints(ca=True, path_length=0), True),
-        (_key_usage(authority=True), True),
-    ]
-    authority = _signed(
-        name, None, datetime.now(UTC) - _CLOCK_SKEW, _AUTHORITY_LIFETIME, extensions
-    )
-    with _writing(path):
-        _write_key(path / "ca.key", authority.key)
-        write_atomically(path / "ca.pem", authority.certificate.public_bytes(Encoding.PEM))
+    name, begin = f"fedpriv authority {secrets.token_hex(4)}", datetime.now(UTC) - _CLOCK_SKEW
+    authority = _signed(name, None, begin, _AUTHORITY_LIFETIME)
+    _write(path, "ca", authority, authority)
     issue_server(folder, hosts)
 
 
@@ -130,9 +115,10 @@ def issue_server(folder: Path, hosts: Sequence[str], *, lifetime: timedelta = YE
     Folder and hosts are as for `init`; InvalidValueError as for `issue`.
     """
     alternatives, begin = _alternatives_of(hosts), datetime.now(UTC) - _CLOCK_SKEW
-    usage, lifetime = ExtendedKeyUsageOID.SERVER_AUTH, lifetime + _CLOCK_SKEW
-    bundle = folder / "server" / "server"
-    _issue_bundle(folder, bundle, "fedpriv server", alternatives, usage, begin, lifetime)
+    usage, authority = ExtendedKeyUsageOID.SERVER_AUTH, _opened(folder)
+    lifetime += _CLOCK_SKEW
+    issued = _signed("fedpriv server", authority, begin, lifetime, usage, alternatives)
+    _write(folder / "server", "server", issued, authority)
 
 
 def issue(
@@ -155,45 +141,10 @@ def issue(
     """
     begin = datetime.now(UTC) - _CLOCK_SKEW if begin is None else begin
     uri = x509.UniformResourceIdentifier("fedpriv:node:" + quote(check_node_name(node)))
-    usage, bundle = ExtendedKeyUsageOID.CLIENT_AUTH, folder / "nodes" / node / "node"
-    certificate = _issue_bundle(folder, bundle, node, [uri], usage, begin, lifetime)
-    return Issued(bundle.parent, fingerprint_of(certificate))
-
-
-def _issue_bundle(
-    folder: Path,
-    bundle: Path,
-    name: str,
-    alternatives: Sequence[x509.GeneralName],
-    usage: ObjectIdentifier,
-    begin: datetime,
-    lifetime: timedelta,
-) -> x509.Certificate:
-    """Sign a certificate with the folder's authority, and write it beside its key and ca.pem."""
-    authority = _opened(folder)
-    if begin.tzinfo is None:
-        raise InvalidValueError(f"the validity begins at {begin}; it must have a time zone")
-    end = authority.certificate.not_valid_after_utc
-    if not timedelta(0) < lifetime <= end - begin:
-        raise InvalidValueError(
-            f"the lifetime is {lifetime}; it must be positive and end before the authority's, "
-            f"at {end}"
-        )
-    extensions: list[tuple[x509.ExtensionType, bool]] = [
-        (x509.BasicConstraints(ca=False, path_length=None), True),
-        (_key_usage(authority=False), True),
-        (x509.ExtendedKeyUsage([usage]), False),
-        (x509.SubjectAlternativeName(alternatives), False),
-    ]
-    issued = _signed(name, authority, begin, lifetime, extensions)
-    path = bundle.parent
-    with _writing(path):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(path / "ca.pem", authority.certificate.public_bytes(Encoding.PEM))
-        _write_key(path / f"{bundle.name}.key", issued.key)
-        pem = issued.certificate.public_bytes(Encoding.PEM)
-        write_atomically(path / f"{bundle.name}.pem", pem)
-    return issued.certificate
+    usage, authority = ExtendedKeyUsageOID.CLIENT_AUTH, _opened(folder)
+    issued = _signed(node, authority, begin, lifetime, usage, [uri])
+    _write(folder / "nodes" / node, "node", issued, authority)
+    return Issued(folder / "nodes" / node, fingerprint_of(issued.certificate))
 
 
 def _opened(folder: Path) -> _Signed:
@@ -204,7 +155,7 @@ def _opened(folder: Path) -> _Signed:
         raise InvalidValueError(f"{folder} holds no authority: {error}") from error
     ca = load_ca(path / "ca.pem")
     try:
-        key = load_pem_private_key(content, None)
+        key = serialization.load_pem_private_key(content, None)
     except MALFORMED as error:
         raise InvalidValueError(f"{path / 'ca.key'} cannot be read: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
@@ -217,26 +168,18 @@ def _signed(
     issuer: _Signed | None,
     begin: datetime,
     lifetime: timedelta,
-    extensions: Sequence[tuple[x509.ExtensionType, bool]],
+    usage: ObjectIdentifier | None = None,
+    alternatives: Sequence[x509.GeneralName] = (),
 ) -> _Signed:
-    """A certificate for a new key on the curve P-256; without an issuer it signs itself."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    signing = key if issuer is None else issuer.key
-    signer = subject if issuer is None else issuer.certificate.subject
-    public, serial = key.public_key(), x509.random_serial_number()
-    builder = x509.CertificateBuilder(signer, subject, public, serial, begin, begin + lifetime)
-    identifiers: list[tuple[x509.ExtensionType, bool]] = [
-        (x509.SubjectKeyIdentifier.from_public_key(public), False),
-        (x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key()), False),
-    ]
-    for extension, critical in [*identifiers, *extensions]:
-        builder = builder.add_extension(extension, critical)
-    return _Signed(builder.sign(signing, hashes.SHA256()), key)
-
-
-def _key_usage(*, authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
+    """A certificate for a new key on the curve P-256; an authority's own has no issuer."""
+    key, authority = ec.generate_private_key(ec.SECP256R1()), issuer is None
+    public, end = key.public_key(), begin + lifetime
+    subject = signer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    signing = key
+    if issuer is not None:
+        signer, signing = issuer.certificate.subject, issuer.key
+        _check_validity(begin, lifetime, issuer.certificate.not_valid_after_utc)
+    key_usage = x509.KeyUsage(
         digital_signature=not authority,
         key_cert_sign=authority,
         crl_sign=False,
@@ -247,6 +190,30 @@ def _key_usage(*, authority: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+    extensions: list[tuple[x509.ExtensionType, bool]] = [
+        (x509.SubjectKeyIdentifier.from_public_key(public), False),
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key()), False),
+        (x509.BasicConstraints(ca=authority, path_length=0 if authority else None), True),
+        (key_usage, True),
+    ]
+    if usage is not None:
+        extensions.append((x509.ExtendedKeyUsage([usage]), False))
+        extensions.append((x509.SubjectAlternativeName(alternatives), False))
+    serial = x509.random_serial_number()
+    builder = x509.CertificateBuilder(signer, subject, public, serial, begin, end)
+    for extension, critical in extensions:
+        builder = builder.add_extension(extension, critical)
+    return _Signed(builder.sign(signing, hashes.SHA256()), key)
+
+
+def _check_validity(begin: datetime, lifetime: timedelta, last: datetime) -> None:
+    if begin.tzinfo is None:
+        raise InvalidValueError(f"the validity begins at {begin}; it must have a time zone")
+    if not timedelta(0) < lifetime <= last - begin:
+        raise InvalidValueError(
+            f"the lifetime is {lifetime}; it must be positive and end before the authority's, "
+            f"at {last}"
+        )
 
 
 def _alternatives_of(hosts: Sequence[str]) -> list[x509.GeneralName]:
@@ -264,24 +231,25 @@ def _alternatives_of(hosts: Sequence[str]) -> list[x509.GeneralName]:
     return alternatives
 
 
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Turn a full disk or a file of another user into one sentence."""
+def _write(folder: Path, name: str, issued: _Signed, authority: _Signed) -> None:
+    """Write a certificate, its key and ca.pem into the folder of one machine."""
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    key = issued.key.private_bytes(pem, pkcs8, serialization.NoEncryption())
     try:
-        yield
-    except OSError as error:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        write_atomically(folder / "ca.pem", authority.certificate.public_bytes(pem))
+        partial = folder / f".{name}.key.partial"
+        partial.unlink(missing_ok=True)
+        # A new file, so that no other process has it open, with its final mode from the start.
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(folder / f"{name}.key")
+        # The key is durable with the certificate that follows into the same folder.
+        write_atomically(folder / f"{name}.pem", issued.certificate.public_bytes(pem))
+    except OSError as error:  # a full disk, or a file of another user
         sentence = f"{error.filename or folder} cannot be written: {error.strerror}"
         raise InvalidValueError(sentence) from error
-
-
-def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
-    path.parent.chmod(0o700)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    # A new file, so that no other process has it open, with its final mode from the first moment.
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)  # durable with the certificate that follows into the same folder

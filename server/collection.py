@@ -10,49 +10,36 @@ from functools import cached_property
 from time import monotonic
 from typing import Self
 
+from fedpriv import wire
 from fedpriv.config import Config
 from fedpriv.engine.metrics import own_metrics
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest
 from fedpriv.server.enrolment import Enrolment, Hosting, Positions
 from fedpriv.training.plan import TrainingPlan
-from fedpriv.wire import (
-    Answer,
-    Price,
-    RoundId,
-    RoundOffer,
-    SummedUpdates,
-    TaskDescription,
-    Welcome,
-    chunks,
-    layout_of_sums,
-    manifest_of,
-    model_of,
-    pieces,
-)
 
 _NOT_AWAITED = "no answer of this node is awaited"
 
 
-def task_of(config: Config) -> TaskDescription:
+def task_of(config: Config) -> wire.TaskDescription:
     """The task by name, for nodes to build."""
     model, metrics = config.model, tuple(own_metrics(config.metrics.report))
-    return TaskDescription(model.name, model.options, model.seed, model.loss, metrics)
+    return wire.TaskDescription(model.name, model.options, model.seed, model.loss, metrics)
 
 
-def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], Welcome]:
+def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], wire.Welcome]:
     """What to tell each node when it connects."""
     task, name, population = task_of(config), enrolment.population_id, enrolment.population
-    return lambda node: Welcome(name, population, enrolment.users_of(node).copy(), task)
+    return lambda node: wire.Welcome(name, population, enrolment.users_of(node).copy(), task)
 
 
-def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundRequest], Price]:
+def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundRequest], wire.Price]:
     """What a round costs; to be called in the thread that opened the records."""
 
-    def price_of(request: RoundRequest) -> Price:
+    def price_of(request: RoundRequest) -> wire.Price:
         norms = tuple(g.clipping_norm for g in request.clipping.groups[: len(plan.groups)])
         event = plan.mechanism_at(norms).event
-        return Price(
+        return wire.Price(
             plan.sampling.sampling_probability,
             plan.sampling.population,
             event.noise_multiplier,
@@ -67,7 +54,7 @@ def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundReques
 class RoundTerms:
     """Which attempt at a round nodes are asked to answer, and what an answer may hold."""
 
-    id: RoundId
+    id: wire.RoundId
     expected: Layout  # of sums
     drawn: Mapping[str, Positions]  # by node, the users that were drawn there; secret
 
@@ -75,17 +62,17 @@ class RoundTerms:
     def of(cls, request: RoundRequest, hosting: Hosting) -> Self:
         """The terms of a request to the nodes that host its users, under a new nonce."""
         nonce = secrets.randbits(64)
-        round_id = RoundId(request.run, request.round, request.attempt, nonce)
-        return cls(round_id, layout_of_sums(request.clipping), hosting.drawn(request.users))
+        round_id = wire.RoundId(request.run, request.round, request.attempt, nonce)
+        return cls(round_id, wire.layout_of_sums(request.clipping), hosting.drawn(request.users))
 
-    def misfit(self, node: str, answer: Answer) -> str | None:
+    def misfit(self, node: str, answer: wire.Answer) -> str | None:
         """Why an answer of a node cannot count, in one sentence, or None."""
         if answer.id != self.id:
             return "the answer is to another round or attempt than the one that is collected"
         if node not in self.drawn:
             return _NOT_AWAITED
         content = answer.content
-        if isinstance(content, SummedUpdates) and content.users > self.drawn[node].size:
+        if isinstance(content, wire.SummedUpdates) and content.users > self.drawn[node].size:
             return "the sum holds more users than were drawn at the node"
         return None
 
@@ -103,10 +90,10 @@ class Connection:
 
     def __init__(self) -> None:
         self._told = asyncio.Event()
-        self._offer: RoundOffer | None = None
+        self._offer: wire.RoundOffer | None = None
         self._end: End | None = None
 
-    def offer(self, offer: RoundOffer) -> None:
+    def offer(self, offer: wire.RoundOffer) -> None:
         """Tell the node of a round, in place of one that it has not been told of yet."""
         self._offer = offer
         self._told.set()
@@ -116,7 +103,7 @@ class Connection:
         self._end = self._end or why
         self._told.set()
 
-    async def next(self, seconds: float) -> RoundOffer | End | None:
+    async def next(self, seconds: float) -> wire.RoundOffer | End | None:
         """What to tell next; None if that is nothing for so many seconds."""
         try:
             async with asyncio.timeout(seconds):
@@ -192,7 +179,7 @@ class Collection:
     """
 
     def __init__(
-        self, request: RoundRequest, price: Price, enrolment: Enrolment, seconds: float
+        self, request: RoundRequest, price: wire.Price, enrolment: Enrolment, seconds: float
     ) -> None:
         self.terms = RoundTerms.of(request, enrolment.hosting)
         self.deadline = monotonic() + seconds
@@ -200,9 +187,9 @@ class Collection:
         self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()
         self._taken = asyncio.Semaphore(0)
         self._loop = asyncio.get_running_loop()
-        self._model = model_of(request)
-        manifest, nonce = manifest_of(self._model), self.terms.id.nonce
-        self._offer = RoundOffer.of(request, seconds, price, manifest, nonce)
+        self._model = wire.model_of(request)
+        manifest, nonce = wire.manifest_of(self._model), self.terms.id.nonce
+        self._offer = wire.RoundOffer.of(request, seconds, price, manifest, nonce)
         self._waiting = dict(self.terms.drawn)
         self._over = False
 
@@ -211,7 +198,7 @@ class Collection:
         """Nodes that are asked and have not answered."""
         return tuple(self._waiting)
 
-    def offer_to(self, node: str) -> RoundOffer | None:
+    def offer_to(self, node: str) -> wire.RoundOffer | None:
         """What to ask a node now; None if it is not asked, or has answered."""
         left = self.deadline - monotonic()
         if node not in self._waiting or left <= 0.0 or self._over:
@@ -221,9 +208,9 @@ class Collection:
     @cached_property
     def model_chunks(self) -> Sequence[bytes]:
         """The model as serialised chunks, which all calls share."""
-        return [chunk.SerializeToString() for chunk in chunks(pieces(self._model))]
+        return [chunk.SerializeToString() for chunk in wire.chunks(wire.pieces(self._model))]
 
-    def refusal(self, node: str, answer: Answer) -> str | None:
+    def refusal(self, node: str, answer: wire.Answer) -> str | None:
         """Why an answer cannot count, in one sentence; None if it can."""
         if reason := self.terms.misfit(node, answer):
             return reason

@@ -146,18 +146,9 @@ def serve(
     """Run or resume an experiment on the nodes that connect, and print how it went.
 
     SIGTERM and SIGINT end it cleanly: a round that is collected is abandoned without a charge, one
-    that is charged is released, and a checkpoint is written. A second one ends it at once.
-
-    Args:
-        file: the experiment, TOML, with a section `federation`.
-        assignments: "a.b=value" overrides.
-        out: folder of the run; by default a new one under runs/.
-        resume: go on with the run in `out`, or start it there.
-        insecure: plain text, on loopback only.
-        leave: end with the run; otherwise go on serving ledger and status until stopped.
-
-    Raises:
-        FedprivError: something is wrong with the input, or the run cannot go on.
+    that is charged is released, and a checkpoint is written. A second one ends it at once. Unless
+    told to leave, it goes on serving ledger and status after the run. FedprivError: something is
+    wrong with the input, or the run cannot go on.
     """
     setup = RunSetup.of(file, assignments, out, resume=resume)
     section = setup.config.federation

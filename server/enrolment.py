@@ -5,7 +5,7 @@ import secrets
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -62,19 +62,13 @@ class Enrolment:
           count twice, and the privacy statement would be void.
         * repr shows numbers, never an id.
 
-    Attributes:
-        population_id: name of the population in the ledger, 32 lower-case hexadecimal digits, drawn
-            at random when the users were enrolled. The ledger is public, and against a digest of
-            the users' ids, guesses of who is enrolled could be tested.
-        users: node → ids of its users; not empty, and every node has users.
-
-    Raises:
-        InvalidValueError: the population's id has another form, there is no node, a node has no
-            legal name or no user, or a user's id is not one printable line or occurs twice.
+    The population's id names it in the ledger: 32 lower-case hexadecimal digits, drawn at random
+    when the users were enrolled. The ledger is public, and against a digest of the users' ids,
+    guesses of who is enrolled could be tested.
     """
 
     population_id: str
-    users: Mapping[str, Sequence[str]] = field(repr=False)
+    users: Mapping[str, Sequence[str]]  # node → ids of its users, at least one
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.population_id):
@@ -106,12 +100,13 @@ class Enrolment:
         """Read an enrolment from TOML; docs/identity.md has the format."""
         table = read_toml(path)
         try:
-            _check_keys(table, ["population", "nodes"], "")
+            _check_keys(table, ["population", "nodes"], ["population", "nodes"], "")
             population_id, nodes = table["population"], table["nodes"]
             if not isinstance(population_id, str):
                 raise InvalidValueError(f"population is {population_id!r}; it must be a string")
+            users = {node: _users_in(node, entry) for node, entry in _tables_in(nodes).items()}
             _certificates_in(nodes)
-            return cls(population_id, _users_in(nodes))
+            return cls(population_id, users)
         except InvalidValueError as error:
             raise InvalidValueError(f"{path}: {error}") from error
 
@@ -170,7 +165,6 @@ class EnrolledCertificates:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._stamp: tuple[int, ...] | None = None
-        self._content: bytes | None = None
         self._nodes: dict[str, str] = {}
 
     def nodes(self) -> Mapping[str, str]:
@@ -179,11 +173,8 @@ class EnrolledCertificates:
             stamp = _stamp_of(self.path)
             if stamp is None or stamp != self._stamp:
                 self._stamp = None  # until all of it has been read
-                content = self.path.read_bytes()
-                if content != self._content:
-                    self._content = None
-                    self._nodes = _certificates_in(tomllib.loads(content.decode()).get("nodes"))
-                    self._content = content
+                table = tomllib.loads(self.path.read_bytes().decode())
+                self._nodes = _certificates_in(table.get("nodes"))
                 self._stamp = stamp
         except OSError as error:
             raise InvalidValueError(f"{self.path} cannot be read: {error.strerror}") from error
@@ -196,9 +187,7 @@ class EnrolledCertificates:
     def node_of(self, certificate_pem: bytes, now: datetime) -> str:
         """Node at which a certificate is enrolled; TLS has proven that the peer has its key.
 
-        Raises:
-            CertificateError: it cannot be parsed, is not enrolled, or is not valid at `now`.
-            InvalidValueError: the enrolment file cannot be used.
+        CertificateError: it cannot be parsed, is not enrolled, or is not valid at `now`.
         """
         try:
             certificate = x509.load_pem_x509_certificate(certificate_pem)
@@ -230,17 +219,15 @@ def _certificates_in(nodes: object) -> dict[str, str]:
     for node, entry in _tables_in(nodes).items():
         if not isinstance(entry, dict) or "certificate" not in entry:
             continue
-        where = f"nodes.{node}.certificate is"
-        fingerprint = parsed_fingerprint(entry["certificate"])
+        where, fingerprint = f"nodes.{node}.certificate", parsed_fingerprint(entry["certificate"])
         if fingerprint is None:
             raise InvalidValueError(
-                f"{where} {entry['certificate']!r}; it must be the SHA-256 fingerprint of a "
+                f"{where} is {entry['certificate']!r}; it must be the SHA-256 fingerprint of a "
                 "certificate, 64 hexadecimal digits"
             )
         if fingerprint in found:
-            raise InvalidValueError(
-                f"{where} that of node {found[fingerprint]!r}; each node must have its own"
-            )
+            other = found[fingerprint]
+            raise InvalidValueError(f"{where} is that of node {other!r}; each must have its own")
         found[fingerprint] = node
     return found
 
@@ -251,44 +238,36 @@ def _tables_in(nodes: object) -> dict[str, object]:
     return nodes
 
 
-def _users_in(nodes: object) -> dict[str, list[str]]:
-    users = {}
-    for node, entry in _tables_in(nodes).items():
-        where = f"nodes.{node}"
-        if not isinstance(entry, dict):
-            raise InvalidValueError(f"{where} is {entry!r}; it must be a table")
-        _check_keys(entry, ["users"], f"{where}.", optional=["certificate"])
-        if not isinstance(entry["users"], list):
-            raise InvalidValueError(
-                f"{where}.users is {entry['users']!r}; it must be a list of ids"
-            )
-        users[node] = entry["users"]
+def _users_in(node: str, entry: object) -> list[str]:
+    if not isinstance(entry, dict):
+        raise InvalidValueError(f"nodes.{node} is {entry!r}; it must be a table")
+    _check_keys(entry, ["users"], ["users", "certificate"], f"nodes.{node}.")
+    users = entry["users"]
+    if not isinstance(users, list):
+        raise InvalidValueError(f"nodes.{node}.users is {users!r}; it must be a list of ids")
     return users
 
 
 def _check_keys(
-    table: Mapping[str, object], required: Sequence[str], where: str, optional: Sequence[str] = ()
+    table: Mapping[str, object], required: Sequence[str], legal: Sequence[str], where: str
 ) -> None:
-    """Refuse a table that has unknown keys or lacks one."""
-    unknown = sorted(table.keys() - {*required, *optional})
+    unknown = sorted(table.keys() - {*legal})
     if "shared" in unknown:
         raise InvalidValueError(
             f"{where}shared is not supported: updates of one user from several nodes are not "
             "summed before clipping, so a user must have one node"
         )
     if unknown:
-        known = known_names(unknown[0], [*required, *optional])
+        known = known_names(unknown[0], legal)
         raise InvalidValueError(f"unknown key {where}{unknown[0]}; {known}")
-    for key in required:
-        if key in table:
-            continue
-        if key == "population":
-            raise InvalidValueError(
-                "key population is absent; it names the enrolled users in the ledger and is drawn "
-                f'once for all runs: put population = "{secrets.token_hex(16)}" in front of all '
-                "tables"
-            )
-        raise InvalidValueError(f"key {where}{key} is absent")
+    missing = [key for key in required if key not in table]
+    if "population" in missing:
+        raise InvalidValueError(
+            "key population is absent; it names the enrolled users in the ledger and is drawn once "
+            f'for all runs: put population = "{secrets.token_hex(16)}" in front of all tables'
+        )
+    if missing:
+        raise InvalidValueError(f"key {where}{missing[0]} is absent")
 
 
 def _check_node(node: str, ids: Sequence[str]) -> None:

@@ -33,9 +33,7 @@ _INTRODUCTION_SECONDS = 60.0
 _START_SECONDS = 600.0  # a worker imports torch and loads all users' data
 
 Headers = Mapping[str, bytes]
-"""What a node is told beside an offer, by name."""
-Reply = tuple[str, Message | None]
-"""The key of a message and its reply; None for one that cannot be received."""
+Reply = tuple[str, Message | None]  # key of a message, and None for one that cannot be received
 
 
 def exchange(
@@ -95,36 +93,20 @@ class GridTransport(Transport):
     * where answers are required, a round without all of them raises, so that it is not charged:
       a worker of a simulation that does not answer lacks the code, or has died, and to go on
       without its users would be another experiment.
-
-    Attributes:
-        grid: carries the messages.
-        hosting: which node hosts which users.
-        present: nodes that are there now, name → id on the grid; called at the start of a round.
-        headers: what to tell a node beside the offer.
-        price_of: what a round costs.
-        seconds: from the offer to the deadline.
-        stopping: when it is set, the round is abandoned, and every later one.
-        fixed: whether every round takes until its deadline.
-        required: whether all that are asked must answer.
     """
 
     grid: Grid
     hosting: Hosting
-    present: Callable[[], Mapping[str, int]]
-    headers: Callable[[str], Headers]
+    present: Callable[[], Mapping[str, int]]  # at the start of a round: name → id on the grid
+    headers: Callable[[str], Headers]  # what to tell a node beside the offer
     price_of: Callable[[RoundRequest], wire.Price]
-    seconds: float
-    stopping: threading.Event
-    fixed: bool = False
-    required: bool = False
+    seconds: float  # from the offer to the deadline
+    stopping: threading.Event  # once set, the round is abandoned, and every later one
+    fixed: bool = False  # whether every round takes until its deadline
+    required: bool = False  # whether all that are asked must answer
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
-        """Yield the contribution or sum of each node that answers in time.
-
-        Raises:
-            WorkerError: a required node has not answered.
-            StoppedError: it was asked to stop.
-        """
+        """Yield the contribution or sum of each node that answers in time."""
         terms, present = RoundTerms.of(request, self.hosting), self.present()
         model, price = wire.model_of(request), self.price_of(request)
         manifest, tensors = wire.manifest_of(model), flower.packed(model)
@@ -142,10 +124,8 @@ class GridTransport(Transport):
         if self.stopping.is_set():
             raise StoppedError("the server was asked to stop; nothing was charged for this round")
         if self.required and answered < len(terms.drawn):
-            raise WorkerError(
-                f"{answered} of {len(terms.drawn)} workers answered in round {request.round}; all "
-                "must"
-            )
+            found = f"{answered} of {len(terms.drawn)}"
+            raise WorkerError(f"{found} workers answered in round {request.round}; all must")
 
     def _messages(
         self,
@@ -211,19 +191,10 @@ def simulated_workers(
     headers: Headers,
     stopping: threading.Event,
 ) -> dict[str, int]:
-    """Wait for the workers of a simulation, each with a share of users; name → id on the grid.
+    """Wait for the workers of a simulation, each with a share of all users; name → id on the grid.
 
-    Args:
-        grid: of the simulation.
-        population: its name.
-        users: all of them.
-        workers: how many there must be.
-        headers: say which users the workers are to load.
-        stopping: ends the waiting when it is set.
-
-    Raises:
-        WorkerError: there are more or fewer workers, or one cannot load the same users' data.
-        StoppedError: it was asked to stop.
+    The headers say which users the workers are to load. WorkerError: there are more or fewer
+    workers, or one cannot load the same data.
     """
     end = monotonic() + _INTRODUCTION_SECONDS
     while len(ids := list(grid.get_node_ids())) < workers and monotonic() < end:

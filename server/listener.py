@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import logging
+import re
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from fedpriv.wire import federation_pb2 as pb
 
 _log = logging.getLogger(__name__)
 SERVICE = "fedpriv.v1.Federation"
+_ADDRESS = re.compile(r"(\[(?P<six>[^\[\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>[0-9]{1,5})")
 _SMALL = 8192  # bytes of a message without tensors
 _GRACE_SECONDS = 5.0
 _WATCH_SECONDS = 2.0
@@ -71,14 +73,16 @@ class Address:
     @classmethod
     def parse(cls, text: str, key: str) -> Self:
         """Read "host:port", "192.0.2.7:7443" or "[::1]:7443", the value of a key."""
-        host, separator, port = text.rpartition(":")
-        bracketed = host.startswith("[") and host.endswith("]")
-        legal = _is_ipv6(host[1:-1]) if bracketed else host and ":" not in host
-        number = int(port) if port.isascii() and port.isdecimal() and len(port) <= 5 else 2**16
-        if not (separator and legal and number < 2**16):
+        match = _ADDRESS.fullmatch(text)
+        try:
+            if match is None or int(match["port"]) >= 2**16:
+                raise ValueError
+            host = match["host"] or str(ipaddress.IPv6Address(match["six"]))
+        except ValueError as error:
             shown = text if len(text) <= 100 else f"{text[:100]}…"
-            raise InvalidValueError(f"{key} is {shown!r}; it must be HOST:PORT or [IPv6]:PORT")
-        return cls(host[1:-1] if bracketed else host, number)
+            sentence = f"{key} is {shown!r}; it must be HOST:PORT or [IPv6]:PORT"
+            raise InvalidValueError(sentence) from error
+        return cls(host, int(match["port"]))
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -94,14 +98,6 @@ class Address:
         # A scope such as "%lo" may follow an IPv6 address.
         addresses = {str(entry[4][0]).partition("%")[0] for entry in found}
         return all(ipaddress.ip_address(address).is_loopback for address in addresses)
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        ipaddress.IPv6Address(text)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -182,8 +178,7 @@ def _reading(
 
 
 def _part(data: bytes) -> pb.UploadPart:
-    """A part of an answer; raises WireError where the answer is read."""
-    return parse(pb.UploadPart, data, SERVER_RECEIVES_BYTES)
+    return parse(pb.UploadPart, data, SERVER_RECEIVES_BYTES)  # a WireError where it is read
 
 
 def _serialised(message: Message) -> bytes:
@@ -223,21 +218,21 @@ def listening(
     stop = threading.Event()
 
     async def serve() -> None:
-        bound = await _bind(service, authentication, address, credentials)
+        server, healthy, at = await _bind(service, authentication, address, credentials)
         loop = asyncio.get_running_loop()
-        started.set_result(Listener(bound.address, service, authentication, loop))
+        started.set_result(Listener(at, service, authentication, loop))
         stopping = loop.run_in_executor(None, stop.wait)
         while not (await asyncio.wait({stopping}, timeout=_WATCH_SECONDS))[0]:
-            if not await _accepts(bound.address):
-                _log.error("gRPC stopped listening on %s; the server listens again", bound.address)
-                await bound.server.stop(None)  # the nodes' calls end, and they connect again
+            if not await _accepts(at):
+                _log.error("gRPC stopped listening on %s; the server listens again", at)
+                await server.stop(None)  # the nodes' calls end, and they connect again
                 try:
-                    bound = await _bind(service, authentication, bound.address, credentials)
+                    server, healthy, at = await _bind(service, authentication, at, credentials)
                 except InvalidValueError as error:
                     _log.error("%s; the server will try again", error)
-        await bound.healthy.enter_graceful_shutdown()
+        await healthy.enter_graceful_shutdown()
         service.connections.end_all(End.SHUTTING_DOWN)
-        await bound.server.stop(_GRACE_SECONDS)
+        await server.stop(_GRACE_SECONDS)
 
     def run() -> None:
         try:
@@ -256,19 +251,12 @@ def listening(
         thread.join()
 
 
-@dataclass(frozen=True)
-class _Bound:
-    server: grpc.aio.Server
-    healthy: health.aio.HealthServicer
-    address: Address
-
-
 async def _bind(
     service: Service,
     authentication: Authentication,
     address: Address,
     credentials: grpc.ServerCredentials | None,
-) -> _Bound:
+) -> tuple[grpc.aio.Server, health.aio.HealthServicer, Address]:
     server = grpc.aio.server(interceptors=[authentication], options=OPTIONS)
     server.add_generic_rpc_handlers((_generic_handler(service),))
     healthy = health.aio.HealthServicer()
@@ -286,7 +274,7 @@ async def _bind(
     await server.start()
     for name in ("", SERVICE):
         await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return _Bound(server, healthy, Address(address.host, port))
+    return server, healthy, Address(address.host, port)
 
 
 async def _accepts(address: Address) -> bool:

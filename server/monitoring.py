@@ -1,6 +1,5 @@
 """What an operator may watch: a few numbers for Prometheus, none of them about users."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -15,21 +14,17 @@ if TYPE_CHECKING:
 
 _SMOOTHING = 0.1  # weight of the newest call in a method's mean
 _OPERATOR_ONLY = "They grow with the size of cohorts, which is secret: for the operator only."
-_GAUGES = {  # name: help, and the name of the label if there is one
-    "fedpriv_nodes_connected": ("Nodes that are connected.", None),
-    "fedpriv_round": ("Number of the next round, from 0.", None),
-    "fedpriv_epsilon": ("User-level ε spent so far.", None),
-    "fedpriv_answer_refused": (
-        "1 when an answer was refused since the start; the log says why.",
-        None,
-    ),
-    "fedpriv_state": ("1 for what the server does.", "state"),
-    "fedpriv_call_seconds": ("Mean duration, newer calls count more.", "method"),
-}
-_COUNTERS = {
-    "fedpriv_received_bytes": (f"Bytes of tensors received. {_OPERATOR_ONLY}", None),
-    "fedpriv_sent_bytes": (f"Bytes of tensors sent. {_OPERATOR_ONLY}", None),
-    "fedpriv_refused_calls": ("Calls that reached no handler, by reason.", "reason"),
+_REFUSED = "1 when an answer was refused since the start; the log says why."
+_SHOWN = {  # name: kind, help, and the name of the label if there is one
+    "fedpriv_nodes_connected": ("gauge", "Nodes that are connected.", ""),
+    "fedpriv_round": ("gauge", "Number of the next round, from 0.", ""),
+    "fedpriv_epsilon": ("gauge", "User-level ε spent so far.", ""),
+    "fedpriv_answer_refused": ("gauge", _REFUSED, ""),
+    "fedpriv_state": ("gauge", "1 for what the server does.", "state"),
+    "fedpriv_call_seconds": ("gauge", "Mean duration, newer calls count more.", "method"),
+    "fedpriv_received_bytes": ("counter", f"Bytes of tensors received. {_OPERATOR_ONLY}", ""),
+    "fedpriv_sent_bytes": ("counter", f"Bytes of tensors sent. {_OPERATOR_ONLY}", ""),
+    "fedpriv_refused_calls": ("counter", "Calls that reached no handler, by reason.", "reason"),
 }
 
 
@@ -57,12 +52,11 @@ class Monitor:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # By name, and by label or "" without one.
-        self._numbers: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        self._numbers["fedpriv_answer_refused"][""] = 0.0
+        # By name, and by label, which is "" where there is none.
+        self._numbers: dict[str, dict[str, float]] = {name: {} for name in _SHOWN}
         self._numbers["fedpriv_refused_calls"] |= dict.fromkeys(Refusal, 0.0)
-        for name in ("fedpriv_received_bytes", "fedpriv_sent_bytes"):
-            self._numbers[name][""] = 0.0
+        for name in ("fedpriv_answer_refused", "fedpriv_received_bytes", "fedpriv_sent_bytes"):
+            self._set(name, 0.0)
 
     def _set(self, name: str, number: float) -> None:
         with self._lock:
@@ -108,9 +102,9 @@ class Monitor:
 
     @contextmanager
     def served(self, host: str, port: int) -> Iterator[int]:
-        """Serve the numbers over HTTP at a port, 0 for a free one, until the block is left.
+        """Serve the numbers over HTTP until the block is left; yields the port in use.
 
-        Beyond loopback, all who reach it see what grows with cohorts. Yields the port in use.
+        Port 0 takes a free one. Beyond loopback, all who reach it see what grows with cohorts.
         """
         try:
             from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415
@@ -137,11 +131,11 @@ class Monitor:
         """The numbers as they are now, as a registry of prometheus-client asks for them."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
 
+        families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         with self._lock:
             numbers = {name: dict(labelled) for name, labelled in self._numbers.items()}
-        for declared, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
-            for name, (words, label) in declared.items():
-                shown = family(name, words, labels=[label] if label else [])
-                for value, number in numbers.get(name, {}).items():
-                    shown.add_metric([value] if label else [], number)
-                yield shown
+        for name, (kind, words, label) in _SHOWN.items():
+            family = families[kind](name, words, labels=[label] if label else [])
+            for value, number in numbers[name].items():
+                family.add_metric([value] if label else [], number)
+            yield family

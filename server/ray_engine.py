@@ -130,7 +130,8 @@ def run_on_ray(
         of_ray: dict[str, ConfigRecordValues] = {"log_to_driver": False}
         if "RAY_ADDRESS" not in os.environ:
             of_ray |= {"num_cpus": processes, "_temp_dir": folder}
-        resources = {"num_cpus": 1, "num_gpus": gpu_share(gpus, processes)}
+        resources: dict[str, ConfigRecordValues] = {"num_cpus": 1}
+        resources["num_gpus"] = gpu_share(gpus, processes)
         backend = {"init_args": of_ray, "client_resources": resources}
         try:
             run_simulation(server_app, client_app, nodes, backend_config=backend)

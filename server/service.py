@@ -12,8 +12,10 @@ from typing import Protocol, Self
 
 import grpc
 
+from fedpriv import wire
 from fedpriv.errors import WireError
 from fedpriv.ledger.ledger import Head, Ledger
+from fedpriv.logs import one_line
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.server.authentication import (
     NODE,
@@ -26,25 +28,7 @@ from fedpriv.server.collection import Collection, Connection, Connections, End
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.monitoring import Monitor, Refusal
 from fedpriv.training.plan import TrainingPlan
-from fedpriv.wire import (
-    CHUNK_BYTES,
-    Decline,
-    Receipt,
-    Receiver,
-    RunState,
-    Status,
-    SummedUpdates,
-    Welcome,
-    chunks,
-    decode_answer,
-    decode_hello,
-    decode_round_id,
-    digest_of,
-    encode_offer,
-    encode_receipt,
-    encode_status,
-    encode_welcome,
-)
+from fedpriv.wire import Receiver
 from fedpriv.wire import federation_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -61,20 +45,14 @@ class Parts(Protocol):
     def __aiter__(self) -> AsyncGenerator[pb.UploadPart, None]: ...
 
 
-def status_at_start(plan: TrainingPlan, records: PrivacyRecords, enrolment: Enrolment) -> Status:
+def status_at_start(
+    plan: TrainingPlan, records: PrivacyRecords, enrolment: Enrolment
+) -> wire.Status:
     """Where a run stands before any round is collected."""
-    budget, spent = records.budget, records.ledger.spent()
-    return Status(
-        run=plan.run,
-        round=0,
-        rounds=plan.rounds,
-        epsilon=budget.epsilon_of(spent),
-        epsilon_limit=budget.epsilon,
-        delta=budget.delta,
-        nodes_enrolled=len(enrolment.nodes),
-        nodes_connected=0,
-        users_enrolled=enrolment.population,
-        state=RunState.WAITING,
+    budget, nodes, users = records.budget, len(enrolment.nodes), enrolment.population
+    spent, limit, delta = budget.epsilon_of(records.ledger.spent()), budget.epsilon, budget.delta
+    return wire.Status(
+        plan.run, 0, plan.rounds, spent, limit, delta, nodes, 0, users, wire.RunState.WAITING
     )
 
 
@@ -103,7 +81,7 @@ class Transfers:
     """
 
     def __init__(self, places: int, seconds: float) -> None:
-        self.places, self.seconds = asyncio.Semaphore(places), seconds
+        self.places, self._seconds = asyncio.Semaphore(places), seconds
         self._limits: dict[str, asyncio.Timeout] = {}
 
     @asynccontextmanager
@@ -126,7 +104,7 @@ class Transfers:
     @asynccontextmanager
     async def turn(self, node: str, until: float | None = None) -> AsyncIterator[None]:
         """As `newest`, and wait for a place and hold it, for `seconds` at most."""
-        async with self.newest(node, until), self.places, asyncio.timeout(self.seconds):
+        async with self.newest(node, until), self.places, asyncio.timeout(self._seconds):
             yield
 
     def excuse(self, node: str) -> None:
@@ -154,7 +132,7 @@ class TransferLimits:
     @classmethod
     def within(cls, memory: int, dimension: int, seconds: float) -> Self:
         """As many uploads of `dimension` components as fit into `memory` bytes, at least one."""
-        one = _BYTES_PER_COMPONENT * dimension + CHUNK_BYTES
+        one = _BYTES_PER_COMPONENT * dimension + wire.CHUNK_BYTES
         return cls(max(1, memory // one), seconds)
 
 
@@ -171,23 +149,16 @@ class Service:
         * A node that does not read what it is sent, or does not send, ends no later than
           `limits.seconds` after its turn came, and with the round.
 
-    Args:
-        enrolment: which users there are, and where.
-        welcome_of: what to tell a node that connects.
-        ledger: lines of the public ledger as they are now; called in a thread of its own.
-        identify: names the node behind a call, as of now.
-        status: at first.
-        limits: of transfers.
-        monitor: is told what happens.
+    `ledger` gives the lines of the public ledger as they are now, and is called in a thread.
     """
 
     def __init__(
         self,
         enrolment: Enrolment,
-        welcome_of: Callable[[str], Welcome],
+        welcome_of: Callable[[str], wire.Welcome],
         ledger: Callable[[], bytes],
         identify: Identify,
-        status: Status,
+        status: wire.Status,
         limits: TransferLimits,
         monitor: Monitor,
     ) -> None:
@@ -207,7 +178,7 @@ class Service:
         if self.collection is not None:
             self.collection.changed.set()
 
-    def publish(self, status: Status) -> None:
+    def publish(self, status: wire.Status) -> None:
         """Tell all who ask, from now on, where the run stands."""
         self.status = status
         self._monitor.progress(status.state, status.round, status.epsilon)
@@ -225,7 +196,7 @@ class Service:
         connection = self.connections.connect(node)
         _log.info("connected: %s", node)
         try:
-            welcome = encode_welcome(self._welcome_of(node))
+            welcome = wire.encode_welcome(self._welcome_of(node))
             await self._say(pb.FromServer(welcome=welcome), context)
             if self.collection is not None and (offer := self.collection.offer_to(node)):
                 connection.offer(offer)
@@ -235,11 +206,11 @@ class Service:
             _log.info("disconnected: %s", node)
 
     def _check_hello(self, node: str, request: pb.Hello) -> None:
-        hello = decode_hello(request)
+        hello = wire.decode_hello(request)
         if hello.node != node:
             sentence = "the node that says hello is not the one of the certificate"
             raise RefusedCallError(grpc.StatusCode.PERMISSION_DENIED, sentence)
-        if hello.users_sha256 != digest_of(self._enrolment.users[node]):
+        if hello.users_sha256 != wire.digest_of(self._enrolment.users[node]):
             self._monitor.refused(Refusal.ENROLMENT)
             _log.warning("refused: %s holds other users than are enrolled at it", node)
             sentence = "the users that the node holds are not those that are enrolled at it"
@@ -250,7 +221,7 @@ class Service:
         while True:
             match await connection.next(_RECHECK_SECONDS):
                 case None:
-                    self._still_known(context)
+                    self._check_known(context)
                 case End.RUN_OVER:
                     return
                 case End.NEWER as why:
@@ -258,15 +229,15 @@ class Service:
                 case End() as why:
                     raise RefusedCallError(grpc.StatusCode.UNAVAILABLE, str(why))
                 case offer:
-                    self._still_known(context)
-                    await self._say(pb.FromServer(offer=encode_offer(offer)), context)
+                    self._check_known(context)
+                    await self._say(pb.FromServer(offer=wire.encode_offer(offer)), context)
 
     async def _say(self, message: pb.FromServer, context: Context) -> None:
         """Send a message; raises TimeoutError if the node does not read it."""
         async with asyncio.timeout(self._seconds):
             await context.write(message)
 
-    def _still_known(self, context: Context) -> None:
+    def _check_known(self, context: Context) -> None:
         """End the call if its node may no longer take part."""
         try:
             self._identify(context)
@@ -277,7 +248,7 @@ class Service:
     async def download(self, request: pb.RoundId, context: Context) -> None:
         """Send the model of the round to a node that is asked."""
         node, collection = NODE.get(), self.collection
-        round_id = decode_round_id(request)
+        round_id = wire.decode_round_id(request)
         if collection is None or round_id != collection.terms.id or node not in collection.waiting:
             sentence = "the node is not asked in this round, or the round is over"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
@@ -294,7 +265,7 @@ class Service:
         """
         node, collection = NODE.get(), self.collection
         if collection is None:
-            return encode_receipt(_refused("no round is collected"))
+            return wire.encode_receipt(_refused("no round is collected"))
         # Neither read to its end nor closed, it would be kept until Python's collector runs, and
         # with it its stream, of which a connection may have few.
         async with aclosing(aiter(parts)) as received:
@@ -309,13 +280,12 @@ class Service:
                 receipt = _refused(str(error))
             except UnknownPeerError:
                 await collection.settle(node, None)
-                self._monitor.refused(Refusal.IDENTITY)
                 raise
         if not receipt.accepted:
             self._monitor.answer_refused()
             name = self._enrolment.hosting.log_name(node)
             _log.warning("an answer of %s is refused: %s", name, receipt.reason)
-        return encode_receipt(receipt)
+        return wire.encode_receipt(receipt)
 
     async def _taken(
         self,
@@ -323,25 +293,25 @@ class Service:
         parts: AsyncIterator[pb.UploadPart],
         collection: Collection,
         context: Context,
-    ) -> Receipt:
+    ) -> wire.Receipt:
         async with self._uploads.newest(node, collection.deadline):
             header = await anext(parts, pb.UploadPart())
-            answer = decode_answer(header.answer, collection.terms.expected)
+            answer = wire.decode_answer(header.answer, collection.terms.expected)
             if reason := collection.refusal(node, answer):
                 return _refused(reason)
-            if isinstance(answer.content, Decline):
+            if isinstance(answer.content, wire.Decline):
                 name = self._enrolment.hosting.log_name(node)
-                _log.info("%s declines: %s", name, _one_line(answer.content.reason))
+                _log.info("%s declines: %s", name, one_line(answer.content.reason))
                 return _settled(counted=await collection.settle(node, None))
             async with self._uploads.places:
                 async with asyncio.timeout(self._seconds):
                     partial = await self._received(node, answer.content, parts)
                 self._uploads.excuse(node)  # what is left to do takes no time of the node
-                self._identify(context)
+                self._check_known(context)
                 return _settled(counted=await collection.settle(node, partial))
 
     async def _received(
-        self, node: str, content: SummedUpdates, parts: AsyncIterator[pb.UploadPart]
+        self, node: str, content: wire.SummedUpdates, parts: AsyncIterator[pb.UploadPart]
     ) -> PartialSum:
         """The sum that the chunks of an answer hold."""
         receiver = Receiver(content.tensors)
@@ -361,28 +331,23 @@ class Service:
         async with self._ledgers.turn(NODE.get()):
             lines = await asyncio.to_thread(self._ledger)
             await context.write(pb.LedgerPart(size=len(lines)))
-            for chunk in chunks([lines]):
+            for chunk in wire.chunks([lines]):
                 await context.write(pb.LedgerPart(chunk=chunk))
 
     async def get_status(self, request: pb.StatusRequest, context: Context) -> pb.Status:
         """Say where the run stands."""
         del request, context
-        return encode_status(replace(self.status, nodes_connected=len(self.connections)))
+        return wire.encode_status(replace(self.status, nodes_connected=len(self.connections)))
 
 
-def _finished(node: str, content: SummedUpdates, receiver: Receiver) -> PartialSum:
+def _finished(node: str, content: wire.SummedUpdates, receiver: Receiver) -> PartialSum:
     (total,) = receiver.finish().values()
     return content.partial_sum(node, total)
 
 
-def _one_line(text: str) -> str:
-    """Text of a node as a log may hold it."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+def _refused(reason: str) -> wire.Receipt:
+    return wire.Receipt(accepted=False, reason=reason[:_LONGEST_REASON])
 
 
-def _refused(reason: str) -> Receipt:
-    return Receipt(accepted=False, reason=reason[:_LONGEST_REASON])
-
-
-def _settled(*, counted: bool) -> Receipt:
-    return Receipt(accepted=True) if counted else _refused("the round is over")
+def _settled(*, counted: bool) -> wire.Receipt:
+    return wire.Receipt(accepted=True) if counted else _refused("the round is over")

@@ -110,7 +110,9 @@ class TaskDescription:
     seed: Annotated[int, below(63)]  # of the model's initial and frozen parameters
     loss: str
     metrics: tuple[str, ...] = ()  # import paths of those that are not built in
-    __post_init__ = check_fields
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -148,7 +150,9 @@ class RoundId:
     round: UInt32  # from 0
     attempt: UInt32  # from 0
     nonce: Annotated[int, below(64)] = 0
-    __post_init__ = check_fields
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,9 @@ class Price:
     noise_multiplier: NoiseMultiplier  # of the whole round
     epsilon_after: Epsilon  # of all charges of the ledger and this round, at delta
     delta: Delta
-    __post_init__ = check_fields
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,7 +294,9 @@ class Decline:
     """The node does not take part, and its users count as zero; the reason names no user."""
 
     reason: Text
-    __post_init__ = check_fields
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -305,7 +313,9 @@ class Receipt:
 
     accepted: bool
     reason: Text = ""
-    __post_init__ = check_fields
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class RunState(StrEnum):
@@ -332,7 +342,9 @@ class Status:
     nodes_connected: UInt32
     users_enrolled: UInt32
     state: RunState
-    __post_init__ = check_fields
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def _encode_options(options: Mapping[str, object]) -> str:
