@@ -88,12 +88,8 @@ class _Signed:
 def init(folder: Path, hosts: Sequence[str]) -> None:
     """Make an authority for ten years, and the server's certificate.
 
-    Args:
-        folder: gets `authority/` and `server/`.
-        hosts: DNS names and IP addresses under which nodes reach the server, at least one.
-
-    Raises:
-        InvalidValueError: a host is neither, or the folder holds an authority or cannot be made.
+    The hosts are DNS names and IP addresses under which nodes reach the server. A folder that holds
+    an authority is refused.
     """
     _alternatives_of(hosts)
     path = folder / "authority"
@@ -110,10 +106,7 @@ def init(folder: Path, hosts: Sequence[str]) -> None:
 
 
 def issue_server(folder: Path, hosts: Sequence[str], *, lifetime: timedelta = YEAR) -> None:
-    """Give the server a new key and certificate (serverAuth), in place of those it has.
-
-    Folder and hosts are as for `init`; InvalidValueError as for `issue`.
-    """
+    """Give the server a new key and certificate (serverAuth), in place of those it has."""
     alternatives, begin = _alternatives_of(hosts), datetime.now(UTC) - _CLOCK_SKEW
     usage, authority = ExtendedKeyUsageOID.SERVER_AUTH, _opened(folder)
     lifetime += _CLOCK_SKEW
@@ -127,17 +120,8 @@ def issue(
     """Give a node a new key and certificate (clientAuth, `fedpriv:node:NAME`).
 
     It replaces the node's bundle in the folder. The server knows the node by whichever certificate
-    is enrolled: an older one stays good until its fingerprint is struck off.
-
-    Args:
-        folder: as given to `init`.
-        node: its name, see `check_node_name`.
-        begin: when it becomes valid, with a time zone; None: at once.
-        lifetime: from `begin` on.
-
-    Raises:
-        InvalidValueError: the name is illegal, there is no authority, or the certificate would
-            never be valid or outlive the authority.
+    is enrolled: an older one stays good until its fingerprint is struck off. The new one is valid
+    from `begin` on, which has a time zone, by default at once; it must not outlive the authority.
     """
     begin = datetime.now(UTC) - _CLOCK_SKEW if begin is None else begin
     uri = x509.UniformResourceIdentifier("fedpriv:node:" + quote(check_node_name(node)))

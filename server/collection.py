@@ -120,9 +120,7 @@ class Connection:
 class Connections:
     """Which nodes are connected; at most one connection per node. For the event loop alone.
 
-    Args:
-        changed: called whenever a node came or went.
-        clock: seconds, monotonic.
+    `changed` is called whenever a node came or went.
     """
 
     def __init__(self, changed: Callable[[], None], clock: Callable[[], float] = monotonic) -> None:
@@ -238,10 +236,8 @@ class Collection:
     def seconds_left(self, connections: Connections, absent: float, *, fixed: bool) -> float:
         """How long to wait if nothing changes; 0 if the round can end.
 
-        Args:
-            connections: which nodes are connected.
-            absent: seconds to wait for a node that is not.
-            fixed: wait for the deadline whatever happens.
+        A node that is not connected is waited for `absent` seconds; if `fixed`, the deadline is
+        waited for whatever happens.
         """
         end = self.deadline
         if not fixed:

@@ -69,11 +69,7 @@ class GrpcTransport(Transport):
             self._service.collection.finish()
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
-        """Yield the contribution or sum of each node that answers in time.
-
-        Raises:
-            StoppedError: `stop` was called; what came was dropped.
-        """
+        """Yield what each node sends in time; StoppedError once `stop` was called."""
         self._await_nodes()
         price = self._price_of(request)
         collection = self._listener.call(lambda: self._open(request, price))

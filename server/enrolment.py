@@ -3,8 +3,8 @@
 import re
 import secrets
 import time
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -99,7 +99,7 @@ class Enrolment:
     def load(cls, path: Path) -> Self:
         """Read an enrolment from TOML; docs/identity.md has the format."""
         table = read_toml(path)
-        try:
+        with _naming(path):
             _check_keys(table, ["population", "nodes"], ["population", "nodes"], "")
             population_id, nodes = table["population"], table["nodes"]
             if not isinstance(population_id, str):
@@ -107,8 +107,6 @@ class Enrolment:
             users = {node: _users_in(node, entry) for node, entry in _tables_in(nodes).items()}
             _certificates_in(nodes)
             return cls(population_id, users)
-        except InvalidValueError as error:
-            raise InvalidValueError(f"{path}: {error}") from error
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -169,19 +167,13 @@ class EnrolledCertificates:
 
     def nodes(self) -> Mapping[str, str]:
         """Fingerprint → node, as the file is now; InvalidValueError if it cannot be used."""
-        try:
-            stamp = _stamp_of(self.path)
-            if stamp is None or stamp != self._stamp:
-                self._stamp = None  # until all of it has been read
-                table = tomllib.loads(self.path.read_bytes().decode())
+        stamp = _stamp_of(self.path)
+        if stamp is None or stamp != self._stamp:
+            self._stamp = None  # until all of it has been read
+            table = read_toml(self.path)
+            with _naming(self.path):
                 self._nodes = _certificates_in(table.get("nodes"))
-                self._stamp = stamp
-        except OSError as error:
-            raise InvalidValueError(f"{self.path} cannot be read: {error.strerror}") from error
-        except InvalidValueError as error:
-            raise InvalidValueError(f"{self.path}: {error}") from error
-        except ValueError as error:  # of TOML, or of UTF-8
-            raise InvalidValueError(f"{self.path} is not valid TOML: {error}") from error
+            self._stamp = stamp
         return self._nodes
 
     def node_of(self, certificate_pem: bytes, now: datetime) -> str:
@@ -203,14 +195,25 @@ class EnrolledCertificates:
 
 
 def _stamp_of(path: Path) -> tuple[int, ...] | None:
-    """A value that differs once the file has changed; None just after a change.
+    """A value that differs once the file has changed; None where that cannot be told.
 
     Two changes within one tick of the file system's clock leave equal times.
     """
-    found = path.stat()
-    if time.time_ns() - found.st_ctime_ns < _SETTLED_NANOSECONDS:
+    try:
+        found = path.stat()
+    except OSError:
         return None
-    return (found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns)
+    settled = time.time_ns() - found.st_ctime_ns >= _SETTLED_NANOSECONDS
+    return (found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns) if settled else None
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the name of the file in front of an error."""
+    try:
+        yield
+    except InvalidValueError as error:
+        raise InvalidValueError(f"{path}: {error}") from error
 
 
 def _certificates_in(nodes: object) -> dict[str, str]:

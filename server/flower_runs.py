@@ -115,11 +115,8 @@ class GridSimulation:
     ) -> None:
         """Run it to its end on the workers of a grid, and write and print as `fedpriv simulate`.
 
-        When `stopping` is set, the round that is collected is abandoned.
-
-        Raises:
-            WorkerError: a worker does not do its part.
-            FedprivError: the run cannot go on; the message says why.
+        When `stopping` is set, the round that is collected is abandoned. WorkerError: a worker does
+        not do its part.
         """
         plan, config, workers = self.experiment.plan, self.experiment.config, self.workers
         data, engine = config.data, config.engine

@@ -36,10 +36,7 @@ _NO_TELEMETRY = {
 
 
 def switch_off_telemetry() -> None:
-    """Switch off telemetry, update checks, run-time installation and usage statistics.
-
-    For this process and those that it starts; to be called before Flower is imported.
-    """
+    """For this process and those that it starts; to be called before Flower is imported."""
     os.environ.update(_NO_TELEMETRY)
 
 
@@ -55,12 +52,8 @@ def simulate_on_ray(
     """As `fedpriv.run.simulate.run_simulation`, with the users spread among workers of Ray.
 
     The input is checked before Ray is started; no process and no file except those of the run is
-    left on this machine.
-
-    Raises:
-        InvalidValueError: Flower or Ray is not installed, or no cluster answers at RAY_ADDRESS.
-        WorkerError: a worker does not do its part, e.g. because fedpriv is not installed there.
-        FedprivError: something is wrong with the input; the message says what.
+    left on this machine. WorkerError: a worker does not do its part, e.g. because fedpriv is not
+    installed there.
     """
     missing = [name for name in ("flwr", "ray") if find_spec(name) is None]
     if missing:
@@ -98,18 +91,9 @@ def run_on_ray(
 
     Where the environment variable RAY_ADDRESS is set, it runs on that cluster instead, which stays
     up. Only this process and its children can use the Ray that is started here, although its ports
-    are open to all. Whatever the ServerApp raises passes through.
-
-    Args:
-        server_app: what this process runs.
-        client_app: what nodes run; workers import it by its name.
-        nodes: how many there are.
-        processes: how many run nodes, each on a core; on a cluster, all cores do.
-        gpus: how many these share.
-
-    Raises:
-        InvalidValueError: no cluster answers at RAY_ADDRESS.
-        WorkerError: Ray does not start, or breaks.
+    are open to all. So many processes run the nodes, each on a core, and share the GPUs; workers
+    import the client app by its name. WorkerError: Ray does not start, or breaks. Whatever the
+    ServerApp raises passes through.
     """
     from flwr.simulation import run_simulation
 
