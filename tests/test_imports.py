@@ -124,7 +124,7 @@ def test_no_packages_import_each_other_in_a_circle() -> None:
         ("fedpriv.logs", "torch grpc numpy pydantic"),
         ("fedpriv.clients.status", "torch flwr sklearn altair pydantic"),
         ("fedpriv.clients.membership", "torch flwr sklearn altair"),
-        ("fedpriv.server.metrics", "torch flwr prometheus_client"),
+        ("fedpriv.server.monitoring", "torch flwr prometheus_client"),
         ("fedpriv.server.deployment", "flwr ray"),
         ("fedpriv.run.simulate", "flwr ray grpc"),
         ("fedpriv.mechanism", "torch flwr sklearn matplotlib pydantic"),
