@@ -37,7 +37,7 @@ It must look at nothing else: the guarantee holds for functions of the one user.
 
 
 @dataclass(frozen=True, eq=False)
-class Records:
+class UserValues:
     """The records of U users on one quantity; user u has values[offsets[u] : offsets[u + 1]].
 
     Attributes:
@@ -73,7 +73,7 @@ class Records:
         return csr_array((weights, columns, self.offsets), shape=(self.users, width))
 
     @classmethod
-    def of_column(cls, users: UserStore, column: str, scalar: Scalar) -> "Records":
+    def of_column(cls, users: UserStore, column: str, scalar: Scalar) -> "UserValues":
         """The column as records of the store's users; it must be `readable`."""
         return cls(_converted(users.fields[column], scalar), users.offsets)
 
@@ -84,7 +84,7 @@ class Records:
         positions: npt.NDArray[np.int64],
         function: Function,
         scalar: Scalar,
-    ) -> "Records":
+    ) -> "UserValues":
         """What a function returns for each of some users; total.
 
         A user has no records if the function raises, or returns anything but a value or a list of
@@ -182,7 +182,7 @@ class Question(ABC):
         """S, the bound on its L2 norm."""
 
     @abstractmethod
-    def contributions(self, records: Records) -> FloatMatrix:
+    def contributions(self, records: UserValues) -> FloatMatrix:
         """Vectors of users, before they are clipped: [users, d]."""
 
     @abstractmethod
@@ -237,7 +237,7 @@ def normal_answer(
 
 @dataclass(frozen=True)
 class Histogram(Question):
-    """Records of all enrolled users, counted by category.
+    """UserValues of all enrolled users, counted by category.
 
     What a user contributes is how many of its records are in each category, scaled down to the
     clipping norm if it is longer. Where users have one record each, 1 is enough, and the answer is
@@ -277,7 +277,7 @@ class Histogram(Question):
         """One count per category."""
         return len(self.categories)
 
-    def contributions(self, records: Records) -> FloatMatrix:
+    def contributions(self, records: UserValues) -> FloatMatrix:
         """Counts of users' records: [users, K]."""
         given, order = self._given, np.argsort(self._given)
         place = np.minimum(np.searchsorted(given[order], records.values), given.size - 1)
@@ -350,7 +350,7 @@ class Distribution(Question):
         """Norm of the longest column of R, the first; parts of several columns are no longer."""
         return float(np.linalg.norm(self._coefficients))
 
-    def contributions(self, records: Records) -> FloatMatrix:
+    def contributions(self, records: UserValues) -> FloatMatrix:
         """Columns of R that belong to users' bins: [users, m]."""
         known = np.isfinite(records.numbers)
         # NaN is sorted above all thresholds, where the column is zero.
@@ -424,7 +424,7 @@ class Quantiles(Question):
         """That of the curve."""
         return self._curve.clipping_norm
 
-    def contributions(self, records: Records) -> FloatMatrix:
+    def contributions(self, records: UserValues) -> FloatMatrix:
         """Those to the curve: [users, m]."""
         return self._curve.contributions(records)
 
@@ -512,7 +512,7 @@ class Mean(Question):
         """Half the range."""
         return _radius(self.low, self.high)
 
-    def contributions(self, records: Records) -> FloatMatrix:
+    def contributions(self, records: UserValues) -> FloatMatrix:
         """Values minus the centre: [users, 1]."""
         return _deviations(records, self.low, self.high)[:, np.newaxis]
 
@@ -553,7 +553,7 @@ class Sum(Question):
         """The larger of |low| and |high|."""
         return max(abs(self.low), abs(self.high))
 
-    def contributions(self, records: Records) -> FloatMatrix:
+    def contributions(self, records: UserValues) -> FloatMatrix:
         """Totals of users: [users, 1]."""
         known = np.isfinite(records.numbers)
         totals = records.sums(np.where(known, records.numbers, 0.0))
@@ -602,7 +602,7 @@ class Variance(Question):
         """√2, without a unit."""
         return math.sqrt(2.0)
 
-    def contributions(self, records: Records) -> FloatMatrix:
+    def contributions(self, records: UserValues) -> FloatMatrix:
         """Scaled values and their squares: [users, 2]."""
         scaled = _deviations(records, self.low, self.high) / _radius(self.low, self.high)
         return np.stack([scaled, scaled * scaled], axis=1)
@@ -638,7 +638,7 @@ def _radius(low: float, high: float) -> float:
     return max(high - centre, centre - low)
 
 
-def _deviations(records: Records, low: float, high: float) -> FloatVector:
+def _deviations(records: UserValues, low: float, high: float) -> FloatVector:
     """Mean over each user's finite records of clipped value minus centre, 0 without one: [U]."""
     known, centre = np.isfinite(records.numbers), _centre(low, high)
     moved = np.clip(np.where(known, records.numbers, centre), low, high) - centre

@@ -7,13 +7,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.analytics.questions import Answer, FloatMatrix, Question, Records, readable
+from fedpriv.analytics.questions import Answer, FloatMatrix, Question, UserValues, readable
 from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.gaussian_mechanism import PoissonGaussianMechanism
 from fedpriv.privacy.layout import FloatVector, Layout
-from fedpriv.privacy.mechanism import PoissonGaussianMechanism
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.query import given_shares, proportional_shares
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundAttempt, private_round
@@ -221,8 +221,8 @@ def usable(contributions: FloatMatrix) -> FloatMatrix:
 
 def _records(
     question: Question, users: UserStore, asked: UserStore, chunk: npt.NDArray[np.int64]
-) -> Records:
-    """Records of a chunk: columns from the store of its users, functions from that of all."""
+) -> UserValues:
+    """UserValues of a chunk: columns from the store of its users, functions from that of all."""
     if isinstance(question.of, str):
-        return Records.of_column(asked, question.of, question.scalar)
-    return Records.of_function(users, chunk, question.of, question.scalar)
+        return UserValues.of_column(asked, question.of, question.scalar)
+    return UserValues.of_function(users, chunk, question.of, question.scalar)

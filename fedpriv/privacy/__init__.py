@@ -16,8 +16,8 @@ cost what the accountant says (`fedpriv.accounting`). `docs/guarantee.md` walks 
 """
 
 from fedpriv.privacy.clipping import Clipping, clip
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Metric, PoissonGaussianMechanism
 from fedpriv.privacy.layout import Layout, VectorGroup, flat, joint, layers, per_layer
-from fedpriv.privacy.mechanism import AdaptiveClipping, Metric, PoissonGaussianMechanism
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.query import Averaging, GaussianQuery
 from fedpriv.privacy.round import (

@@ -13,13 +13,13 @@ import numpy.typing as npt
 from scipy.optimize import isotonic_regression
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.mechanism import Metric
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import RoundResult, ServerState, run_round
 
-KIND = "update-norms"
+UPDATE_NORMS_METRIC = "update-norms"
 """The metric that users' hosts compute: whether a group's norm is within each threshold."""
 _THRESHOLDS = 20
 _SHARE = 0.99
@@ -55,7 +55,7 @@ class NormQuantile:
     def metric(self) -> Metric:
         """What the next round asks users."""
         radius = math.sqrt(_THRESHOLDS) / 2.0
-        name = f"{KIND}:{self.group}"
+        name = f"{UPDATE_NORMS_METRIC}:{self.group}"
         return Metric(name, (_THRESHOLDS,), 0.5, radius, tuple(self.thresholds.tolist()))
 
     def narrowed(
@@ -108,7 +108,7 @@ def find_quantiles(
         plan: whose groups, local training and sampling are used, and whose number of rounds.
         state: where training would begin.
         quantile: γ in (0, 1), the share of users that are not to be clipped.
-        transport: reaches the users; its hosts know the metric `KIND`.
+        transport: reaches the users; its hosts know the metric `UPDATE_NORMS_METRIC`.
         records: ledger, participation record and budget.
         entropy: where cohorts and noise come from.
 

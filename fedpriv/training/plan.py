@@ -12,20 +12,14 @@ import numpy as np
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping, Indicator
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Metric, PoissonGaussianMechanism
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_partition
-from fedpriv.privacy.mechanism import (
-    AdaptiveClipping,
-    Metric,
-    PoissonGaussianMechanism,
-    indicator_group,
-    indicator_of,
-)
 from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer
 
-METRIC = "batch-norm"
+BATCH_NORM_METRIC = "batch-norm"
 """Name of the metric that moves the statistics."""
 _MOST = 4.0  # a variance grows or shrinks by at most this factor in a round, whatever the noise
 _LARGEST_MEAN, _LARGEST_VARIANCE = 1e15, 1e30
@@ -189,10 +183,11 @@ class TrainingPlan:
                 "round's privacy; they must leave some to the update"
             )
         shapes = {metric.name: metric.shape for metric in self.metrics}
-        if self.statistics is not None and shapes.get(METRIC) != self.statistics.shape:
+        if self.statistics is not None and shapes.get(BATCH_NORM_METRIC) != self.statistics.shape:
             raise InvalidValueError(
-                f"running statistics move by a metric {METRIC!r} of shape {self.statistics.shape}; "
-                f"the plan has {shapes.get(METRIC, 'none')}"
+                f"running statistics move by a metric {BATCH_NORM_METRIC!r} of shape "
+                f"{self.statistics.shape}; "
+                f"the plan has {shapes.get(BATCH_NORM_METRIC, 'none')}"
             )
         _ = self.mechanism  # groups, shares and sampling that do not fit are refused here
 
@@ -236,7 +231,7 @@ class TrainingPlan:
 
     @cached_property
     def _indicator(self) -> Indicator | None:
-        return indicator_of(self.groups) if self.adaptive else None
+        return Indicator.of(self.groups) if self.adaptive else None
 
     def _clipping(self, clipping_norms: tuple[float, ...]) -> Clipping:
         update = tuple(
@@ -247,7 +242,7 @@ class TrainingPlan:
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
         shapes |= {metric.tensor: metric.shape for metric in self.metrics}
         if self._indicator is not None:
-            side = (*side, indicator_group(self._indicator))
+            side = (*side, self._indicator.group)
             shapes[self._indicator.tensor] = (len(self._indicator.groups),)
         averaging = self.averaging
         plain = averaging.cap is None and averaging.floor is None

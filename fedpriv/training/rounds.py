@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import BudgetExceededError, StoppedError
-from fedpriv.privacy.mechanism import UNCLIPPED, released
+from fedpriv.privacy.clipping import UNCLIPPED
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import (
     PartialSum,
@@ -21,7 +21,7 @@ from fedpriv.privacy.round import (
     private_round,
 )
 from fedpriv.training.optimizers import OptimizerState, Parameters
-from fedpriv.training.plan import METRIC, TrainingPlan
+from fedpriv.training.plan import BATCH_NORM_METRIC, TrainingPlan
 
 
 @dataclass(frozen=True)
@@ -274,10 +274,10 @@ def close_round(
     if plan.adaptive is not None:
         unclipped = tuple(float(half) + 0.5 for half in tensors[UNCLIPPED])
         norms = tuple(map(plan.adaptive.step, norms, unclipped))
-    metrics = released(plan.metrics, release.average, query)
+    metrics = [metric.released(release.average, query) for metric in plan.metrics]
     statistics = state.statistics
     if plan.statistics is not None:
-        (deviation,) = [metric.value for metric in metrics if metric.name == METRIC]
+        (deviation,) = [metric.value for metric in metrics if metric.name == BATCH_NORM_METRIC]
         statistics = plan.statistics.moved(statistics, deviation)
     names = [group.name for group in plan.groups]
     result = RoundResult(

@@ -7,8 +7,8 @@ import pytest
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.mechanism import Metric, released
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.query import GaussianQuery
 
@@ -25,7 +25,7 @@ def query(stddevs: tuple[float, float, float]) -> GaussianQuery:
 def test_a_release_adds_the_centre_and_names_its_noise() -> None:
     of = query((1.0, 2.0, 3.0))
     average = np.array([9.0, 9.0, -0.25, 1.0, 2.0, 3.0])
-    accuracy, counts = released((ACCURACY, COUNTS), average, of)
+    accuracy, counts = (metric.released(average, of) for metric in (ACCURACY, COUNTS))
     assert (accuracy.name, float(accuracy.value), accuracy.noise_stddev) == ("accuracy", 0.25, 0.5)
     np.testing.assert_array_equal(counts.value, [1.0, 2.0, 3.0])
     assert counts.noise_stddev == 0.75
@@ -43,7 +43,7 @@ def test_the_average_of_a_metric_is_that_of_the_cohort_if_it_has_the_expected_si
         }
         total += clipping.contribution(sent)
     average, _ = of.noised_average(total, SeededEntropy(0), "test")
-    accuracy, counts = released((ACCURACY, COUNTS), average, of)
+    accuracy, counts = (metric.released(average, of) for metric in (ACCURACY, COUNTS))
     # Of four users, each truncated towards the centre by less than a step.
     assert abs(float(accuracy.value) - 0.625) < ACCURACY.group.granularity
     assert float(np.linalg.norm(counts.value)) == pytest.approx(2.0, rel=2.0**-19)

@@ -9,8 +9,8 @@ from federation import LAYOUT, PARAMETERS, make_plan, open_records
 
 from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Metric
 from fedpriv.privacy.layout import equal_split, flat, layers, per_layer
-from fedpriv.privacy.mechanism import AdaptiveClipping, Metric
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import RoundRequest
@@ -162,8 +162,8 @@ def test_a_floored_average_follows_the_cohort_and_doubles_the_noise(
         assert query.clipping_norm == pytest.approx(2.0 / np.sqrt(2.0))
     assert 1.0 <= plan.mechanism.event.noise_multiplier <= 1.0 + 1e-9
     plain = plan_with(averaging=averaging)
-    before, after = plain.mechanism.query.component_stddevs, plan.mechanism.query.component_stddevs
-    np.testing.assert_allclose(after, before * 2.0 / 0.5, rtol=1e-6)
+    before, after = plain.mechanism.query.tensor_stddevs, plan.mechanism.query.tensor_stddevs
+    assert after == pytest.approx({n: s * 2.0 / 0.5 for n, s in before.items()}, rel=1e-6)
     silent = plan_with(
         rounds=1,
         averaging=floored,
