@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from federation import LAYOUT, PARAMETERS, make_plan, open_records
+from federation import LAYOUT, PARAMETERS, FakeTransport, make_plan, open_records
 from torch import nn
 
 from fedpriv.data.population import UserStore
@@ -18,7 +18,6 @@ from fedpriv.privacy.layout import Layout, equal_split, flat, layers, per_layer
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import RoundRequest
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.training.fake import FakeTransport
 from fedpriv.training.norm_search import NormQuantile, find_quantiles
 from fedpriv.training.plan import BATCH_NORM_METRIC, RunningStatistics
 from fedpriv.training.rounds import initial_state

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import LAYOUT, PARAMETERS, make_plan, open_records
+from federation import LAYOUT, PARAMETERS, FakeTransport, make_plan, open_records
 
 from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError
@@ -16,7 +16,6 @@ from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import RoundRequest
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.checkpoint import Checkpoint, load_checkpoint, resume, save_checkpoint
-from fedpriv.training.fake import FakeTransport
 from fedpriv.training.optimizers import FedAvg
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import ServerState, initial_state, train
