@@ -32,10 +32,7 @@ MOST_THRESHOLDS = 4096
 FloatMatrix = npt.NDArray[np.float64]
 Scalar: TypeAlias = type[np.float64] | type[np.str_]  # whether values are numbers or texts
 Function: TypeAlias = Callable[[Mapping[str, npt.NDArray[np.generic]]], object]
-"""From the fields of one user, name → array [rows of the user, …], to a value or a list of them.
-
-It must look at nothing else: the guarantee holds for functions of the one user.
-"""
+"""From the fields of one user, name → array [rows, …], to values; it must look at nothing else."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +70,7 @@ class UserValues:
     def of_function(
         cls, users: UserStore, positions: npt.NDArray[np.int64], function: Function, scalar: Scalar
     ) -> "UserValues":
-        """What a function returns for each of some users; total.
-
-        A user has no values if the function raises, or returns anything but a value or a list of
-        values of the kind asked for.
-        """
+        """What a function returns for each of some users; none where it fails. Total."""
         returned = [_returned(users, user, function, scalar) for user in positions.tolist()]
         offsets = np.cumsum([0, *map(len, returned)], dtype=np.int64)
         return cls(np.concatenate([np.empty(0, scalar), *returned]), offsets)
@@ -91,7 +84,7 @@ def readable(dtype: np.dtype[np.generic], scalar: Scalar) -> bool:
 def _returned(
     users: UserStore, user: int, function: Function, scalar: Scalar
 ) -> npt.NDArray[np.generic]:
-    """Values of one user."""
+    """What a function returns for one user; none if it raises or that is not of the kind asked."""
     try:
         values = np.atleast_1d(np.asarray(function(users.examples_of(user))))
         if values.ndim == 1 and (values.size == 0 or readable(values.dtype, scalar)):
@@ -115,17 +108,13 @@ def _converted(values: npt.NDArray[np.generic], scalar: Scalar) -> npt.NDArray[n
 class Answer:
     """The answer to one question; all of it was released.
 
-    Attributes:
-        question: name of the question.
-        value: the noised answer; its shape is the question's.
-        noise_stddev: standard deviation of the noise in each component, in units of the value.
-        low: about 95 of 100 releases have low ≤ answer without noise and sampling ≤ high.
-        high: the other end; both account for the noise, and for the cohort standing for all users.
+    About 95 of 100 releases have low ≤ answer without noise and sampling ≤ high: both account for
+    the noise, and for the cohort standing for all users.
     """
 
     question: str
-    value: FloatVector
-    noise_stddev: FloatVector
+    value: FloatVector  # noised, of the question's shape
+    noise_stddev: FloatVector  # in each component, in units of the value
     low: FloatVector
     high: FloatVector
 
@@ -159,7 +148,7 @@ class Question(ABC):
         self._check()
         _ = self.group  # a norm to which nothing can be clipped is refused here
 
-    def _check(self) -> None:
+    def _check(self) -> None:  # noqa: B027 - most questions have nothing to add
         """Refuse the fields of a subclass that are out of range."""
 
     @property
@@ -190,10 +179,8 @@ class Question(ABC):
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """Turn a release into an answer: post-processing.
 
-        Args:
-            average: [d] noised sum of the cohort's vectors, divided by qN.
-            stddev: of the noise in each component of the average.
-            sampling: how the cohort was drawn.
+        The average [d] is the noised sum of the cohort's vectors, divided by qN; `stddev` is that
+        of the noise in each of its components.
         """
 
     def normal_answer(
@@ -221,17 +208,12 @@ class Histogram(Question):
 
     What a user contributes is how many of its values are in each category, scaled down to the
     clipping norm if it is longer. Where users have one value each, 1 is enough, and the answer is
-    unbiased; where they have more, long users count for less than they hold.
-
-    Attributes:
-        categories: K different integers, or K different strings; other values are not counted.
-        clipping_norm: S > 0, in values.
-
-    The answer has shape [K], in the order of the categories; noise can make a count negative.
+    unbiased; where they have more, long users count for less than they hold. The answer has shape
+    [K], in the order of the categories; noise can make a count negative.
     """
 
-    categories: Sequence[int] | Sequence[str]
-    clipping_norm: float = 1.0
+    categories: Sequence[int] | Sequence[str]  # K different ones; other values are not counted
+    clipping_norm: float = 1.0  # S > 0, in values
 
     def _check(self) -> None:
         given = np.asarray(self.categories)
@@ -268,22 +250,17 @@ class Histogram(Question):
         value, noise = users * average, users * stddev
         # A user's count c is from 0 to S, so all c² together are at most S times the sum of c.
         squares = self.clipping_norm * np.maximum(value + WIDTH * noise, 0.0)
-        return self.normal_answer(
-            value, noise, sampling_spread(sampling) * np.sqrt(users * squares)
-        )
+        spread = sampling_spread(sampling) * np.sqrt(users * squares)
+        return self.normal_answer(value, noise, spread)
 
     @cached_property
     def _given(self) -> npt.NDArray[np.generic]:
-        """The categories as values are: [K]."""
         return np.asarray(self.categories, dtype=self.scalar)
 
 
 @dataclass(frozen=True)
 class _Curve(Question):
-    """The share of all enrolled users whose value is at or below each threshold.
-
-    A user with several values counts as equal parts of each; one without a finite value counts as
-    above all thresholds.
+    """The share of users at or below each threshold, see `Distribution`.
 
     The curve is the running sum A·h of the histogram h of the bins between thresholds. Noising h
     and adding up would leave noise that grows as √m. Instead, users contribute their column of the
@@ -307,7 +284,6 @@ class _Curve(Question):
 
     @property
     def dimension(self) -> int:
-        """One number per threshold."""
         return len(self.thresholds)
 
     @cached_property
@@ -347,13 +323,9 @@ class _Curve(Question):
 class Distribution(_Curve):
     """The share of all enrolled users whose value is at or below each threshold.
 
-    A user with several values counts as equal parts of each; one without a finite value counts as
-    above all thresholds.
-
-    Attributes:
-        thresholds: m finite numbers, each above the one before.
-
-    The answer has shape [m] and is unbiased, hence at times outside [0, 1] or falling.
+    The m thresholds are finite and rise. A user with several values counts as equal parts of each;
+    one without a finite value counts as above all thresholds. The answer has shape [m] and is
+    unbiased, hence at times outside [0, 1] or falling.
     """
 
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
@@ -371,17 +343,11 @@ class Quantiles(_Curve):
     Error: the share of users at or below the value, and the share below it on the grid of
     thresholds, bracket p up to the noise of the curve at these two places. The value can be no
     finer than the thresholds, and noise moves it far where few users are: see `low` and `high`,
-    which hold for each quantile by itself.
-
-    Attributes:
-        thresholds: as in `Distribution`.
-        probabilities: k numbers p in (0, 1).
-
-    The answer has shape [k]; its noise_stddev is a quarter of the interval that noise alone makes,
-    0 where that falls on one threshold.
+    which hold for each quantile by itself. The answer has shape [k]; its noise_stddev is a quarter
+    of the interval that noise alone makes, 0 where that falls on one threshold.
     """
 
-    probabilities: Sequence[float] = (0.25, 0.5, 0.75)
+    probabilities: Sequence[float] = (0.25, 0.5, 0.75)  # k of them, each in (0, 1)
 
     def _check(self) -> None:
         super()._check()
@@ -404,7 +370,6 @@ class Quantiles(_Curve):
         return Answer(self.name, value, noise, self._threshold(earliest), self._threshold(latest))
 
     def _threshold(self, positions: npt.NDArray[np.int64]) -> FloatVector:
-        """Thresholds at some positions; the last one beyond them."""
         return np.asarray(self.thresholds)[np.minimum(positions, self.dimension - 1)]
 
 
@@ -459,7 +424,6 @@ class Mean(_Ranged):
 
     What a user contributes is its value minus the middle of [low, high], which has the smallest
     bound that the range allows, half of it. A user without a value counts as one in the middle.
-
     The denominator is the constant qN, never a noisy count of those who have a value: the answer,
     of shape (), is unbiased, which a ratio is not. The narrower the range, the smaller the noise.
     """
@@ -483,9 +447,8 @@ class Mean(_Ranged):
 class Sum(_Ranged):
     """The sum over all enrolled users of their totals, each clipped to [low, high].
 
-    Of a column or function of zeros and ones with low = 0 and high = 1 it is a count of users.
-
-    The answer has shape () and is unbiased; a user without a value adds nothing.
+    Of a column or function of zeros and ones with low = 0 and high = 1 it is a count of users. The
+    answer has shape () and is unbiased; a user without a value adds nothing.
     """
 
     @property
@@ -512,9 +475,8 @@ class Variance(_Ranged):
     """The variance over all users of their values, clipped to [low, high]: mean square − mean².
 
     What a user contributes is (t, t²), t being its value in units of half the range from the
-    centre, of norm at most √2. A user without a value counts as one in the middle.
-
-    The answer has shape () and is unbiased, hence at times negative. It is not linear in the
+    centre, of norm at most √2. A user without a value counts as one in the middle. The answer has
+    shape () and is unbiased, hence at times negative. It is not linear in the
     release: noise_stddev takes the released mean for the true one, and the interval the cohort's
     part of the error to first order.
     """

@@ -26,26 +26,20 @@ _COMPONENTS = 1 << 21  # of the contributions of a chunk, in float64: 16 MiB
 class Survey:
     """Questions that are asked of one cohort, answered together and charged as one round.
 
-    Attributes:
-        run: name of the run in the ledger.
-        questions: one or more, of different names.
-        sampling: who is enrolled and how the cohort is drawn; with q = 1 all users are asked, and
-            no error is due to sampling.
-        noise_multiplier: z ≥ 0 of the whole round.
-        shares: positive weights by name of question, in proportion to which they share the round's
-            privacy; None: equally. A question with share ω has noise σ = z·S/√ω on its sum.
-        round: number of the round in the run, from 0, where a run asks repeatedly.
+    With q = 1 all users are asked, and no error is due to sampling. Questions share the round's
+    privacy equally, or in proportion to positive weights by name: one with the share ω has noise
+    σ = z·S/√ω on its sum.
 
     Raises:
         InvalidValueError: a field is out of range or fields do not fit together.
     """
 
-    run: str
-    questions: Sequence[Question]
+    run: str  # name of the run in the ledger
+    questions: Sequence[Question]  # one or more, of different names
     sampling: PoissonSampling
-    noise_multiplier: float
+    noise_multiplier: float  # z ≥ 0 of the whole round
     shares: Mapping[str, float] | None = None
-    round: int = 0
+    round: int = 0  # number of the round in the run, where a run asks repeatedly
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "questions", tuple(self.questions))

@@ -1,8 +1,7 @@
 """User clipping: what one user adds to a sum, in whole numbers of steps, so that bounds are exact.
 
-`clip` is the clipping function π_S of McMahan et al. 2018 for one vector, `clip_rows` the same for
-many users, and `Clipping` applies it to every vector group of an update. This is the reference;
-`clipping_torch` batches it.
+`clip_rows` is the clipping function π_S of McMahan et al. 2018, and `Clipping` applies it to every
+vector group of an update. This is the reference; `clipping_torch` batches it.
 """
 
 import logging
@@ -20,7 +19,6 @@ from fedpriv.privacy.layout import (
     Layout,
     Tensors,
     VectorGroup,
-    check_clipping_norm,
     check_partition,
     granularity,
     squared_bound,
@@ -39,41 +37,27 @@ _BLOCK = 2**13  # numbers whose squares are added up at a time
 _log = logging.getLogger(__name__)
 
 
-def clip(vector: npt.NDArray[np.floating], clipping_norm: float) -> npt.NDArray[np.int64]:
-    """π_S(v) = v·min(1, S/‖v‖) in steps of γ = `granularity(S)`: a = trunc(π_S(v)/γ), int64 [d].
-
-    Guarantees:
-
-    * Σaᵢ² ≤ `squared_bound(S)`, in exact arithmetic, for every input;
-    * NaN or ±inf anywhere, or a norm whose square float64 does not hold (from 1.34e154 on), gives
-      the zero vector;
-    * where ‖v‖ ≤ S up to rounding, γ·a differs from v by less than γ per component, towards 0;
-    * otherwise γ·a has the direction of v up to 2γ per component, and a norm of at least
-      S·(1 − 2^-19) − 2γ·√d.
-
-    Raises:
-        InvalidValueError: S is outside [1e-30, 1e30].
-    """
-    check_clipping_norm(clipping_norm, "a vector")
-    row: FloatMatrix = vector.astype(np.float64)[np.newaxis]
-    clip_rows([row], clipping_norm)
-    clipped: npt.NDArray[np.int64] = row[0].astype(np.int64)
-    return clipped
-
-
 def clip_rows(
     pieces: Sequence[FloatMatrix],
     clipping_norm: float,
     weights: tuple[IntegerVector, int] | None = None,
 ) -> tuple[Flags, Flags]:
-    """Clip vectors of several users in place, each row by itself: v becomes trunc(w·π_S(v)/γ).
+    """Clip the vectors of several users in place, each row by itself.
 
-    Guarantees: those of `clip` for each row; with a weight w = m/c, Σaᵢ² ≤ ⌊m²·B/c²⌋. What a row
-    becomes is a function of that row and its weight alone, to the last bit.
+    With π_S(v) = v·min(1, S/‖v‖), a vector v of weight w = m/c becomes a = trunc(w·π_S(v)/γ), in
+    steps of γ = `granularity(S)`. With B = `squared_bound(S)`, for each row:
+
+    * Σaᵢ² ≤ B, or ⌊m²·B/c²⌋ with a weight, in exact arithmetic, for every input;
+    * NaN or ±inf anywhere, or a norm whose square float64 does not hold (from 1.34e154 on), gives
+      the zero vector;
+    * where w = 1 and ‖v‖ ≤ S up to rounding, γ·a differs from v by less than γ per component,
+      towards 0; where ‖v‖ is larger, γ·a has the direction of v up to 2γ per component, and a norm
+      of at least S·(1 − 2^-19) − 2γ·√d;
+    * what a row becomes is a function of that row and its weight alone, to the last bit.
 
     Args:
         pieces: [C, d_k] each, contiguous rows; together a user's vector lies in one row of each.
-        clipping_norm: S, legal for `check_clipping_norm`.
+        clipping_norm: S.
         weights: m [C], 0 ≤ m ≤ c, and c; None: all are 1.
 
     Returns:

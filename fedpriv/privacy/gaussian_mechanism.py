@@ -7,13 +7,10 @@ norms adapt. They are vector groups of the same query, with shares of the round'
 import math
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.layout import FloatVector, VectorGroup
+from fedpriv.privacy.layout import VectorGroup
 from fedpriv.privacy.query import Averaging, GaussianQuery, noise_stddevs, sensitivities
 from fedpriv.privacy.sampling import PoissonSampling
 
@@ -95,7 +92,9 @@ class Metric:
     """A vector m of each user, of which the average over the cohort is released.
 
     What a user contributes is m − centre, clipped to the radius. The tighter the ball around the
-    values that occur, the smaller the noise: it is proportional to the radius.
+    values that occur, the smaller the noise: it is proportional to the radius. The average is over
+    the expected cohort, and unbiased; a larger or smaller cohort moves it away from the centre or
+    towards it.
 
     Attributes:
         name: e.g. "accuracy"; the host of the users knows how to compute it.
@@ -132,24 +131,6 @@ class Metric:
     def group(self) -> VectorGroup:
         """Its vector group."""
         return VectorGroup.single(self.tensor, self.radius)
-
-    def released(self, average: FloatVector, query: GaussianQuery) -> "ReleasedMetric":
-        """This metric in an average [D] that a query released."""
-        value = query.clipping.layout.unflatten(average)[self.tensor] + self.centre
-        return ReleasedMetric(self.name, value, query.tensor_stddevs[self.tensor])
-
-
-@dataclass(frozen=True)
-class ReleasedMetric:
-    """A private average over the expected cohort, of the metric's shape.
-
-    It is unbiased; a cohort larger or smaller than expected moves it away from the centre or
-    towards it.
-    """
-
-    name: str
-    value: npt.NDArray[np.float64]
-    noise_stddev: float  # of each component
 
 
 @dataclass(frozen=True)

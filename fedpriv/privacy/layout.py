@@ -102,15 +102,6 @@ class Layout:
         }
 
 
-def check_clipping_norm(clipping_norm: float, owner: str) -> None:
-    """Raise InvalidValueError unless the norm is one that float32 engines can clip to."""
-    if not SMALLEST_CLIPPING_NORM <= clipping_norm <= LARGEST_CLIPPING_NORM:
-        raise InvalidValueError(
-            f"clipping_norm of {owner} is {clipping_norm}; it must be positive, "
-            f"from {SMALLEST_CLIPPING_NORM} to {LARGEST_CLIPPING_NORM}"
-        )
-
-
 def granularity(clipping_norm: float) -> float:
     """γ, the largest power of two that is at most S·2^-24: one step of a contribution.
 
@@ -148,7 +139,11 @@ class VectorGroup:
             raise InvalidValueError(
                 f"group {self.name!r} has no tensors; it must have at least one"
             )
-        check_clipping_norm(self.clipping_norm, f"group {self.name!r}")
+        if not SMALLEST_CLIPPING_NORM <= self.clipping_norm <= LARGEST_CLIPPING_NORM:
+            raise InvalidValueError(
+                f"clipping_norm of group {self.name!r} is {self.clipping_norm}; it must be "
+                f"positive, from {SMALLEST_CLIPPING_NORM} to {LARGEST_CLIPPING_NORM}"
+            )
         if len(self.scales) != len(self.tensors):
             raise InvalidValueError(
                 f"group {self.name!r} has {len(self.scales)} scales for {len(self.tensors)} "

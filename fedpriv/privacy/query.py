@@ -228,13 +228,10 @@ class GaussianQuery:
         Only `fedpriv.privacy.round.release` may call this: it holds the charge.
 
         Args:
-            total: [D] sum of the contributions of the cohort, in steps; left as it is.
+            total: int64 [D], sum of the contributions of the cohort, in steps; left as it is.
             entropy: where the noise comes from.
             purpose: names this release; must never be used for another.
             weight: sum of the m_i of the users in it, so that B = weight/c; for a floor.
-
-        Raises:
-            InvalidValueError: the weight is negative, or the total not int64[D].
         """
         clipping, dimension = self.clipping, self.clipping.layout.dimension
         if total.shape != (dimension,) or total.dtype != np.int64:

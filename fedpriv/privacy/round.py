@@ -76,48 +76,29 @@ class LocalTraining:
 
 @dataclass(frozen=True)
 class RoundRequest:
-    """All that a node needs to know to take part in an attempt at a round of training.
-
-    Attributes:
-        run: name of the run.
-        round: number of the round, from 0.
-        attempt: number of the attempt at this round, from 0.
-        parameters: the model at the start of the round, in the order of the update's layout.
-        clipping: how what each user sends is clipped: its update, metrics and the indicator.
-        local: how each user trains.
-        users: positions of the cohort's users in the enrolled population, ascending; secret.
-        local_key: 32 bytes from which nodes derive the order of examples and dropout masks.
-        metrics: what users report beside their update, of the round's parameters.
-        statistics: running statistics of normalisations at the start of the round, by name.
-    """
+    """All that a node needs to know to take part in an attempt at a round of training."""
 
     run: str
-    round: int
-    attempt: int
-    parameters: Mapping[str, npt.NDArray[np.float32]]
-    clipping: Clipping
+    round: int  # from 0
+    attempt: int  # at this round, from 0
+    parameters: Mapping[str, npt.NDArray[np.float32]]  # in the order of the update's layout
+    clipping: Clipping  # of all that a user sends: its update, metrics and the indicator
     local: LocalTraining
-    users: npt.NDArray[np.int64]
-    local_key: bytes
-    metrics: tuple[Metric, ...] = ()
+    users: npt.NDArray[np.int64]  # positions of the cohort in the population, ascending; secret
+    local_key: bytes  # 32, from which nodes derive the order of examples and dropout masks
+    metrics: tuple[Metric, ...] = ()  # what users report beside their update
+    # Running statistics of normalisations at the start of the round, by name.
     statistics: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PartialSum:
-    """Sum of the clipped contributions of some users of the cohort; secret until it is noised.
+    """Sum of the clipped contributions of some users of the cohort; secret until it is noised."""
 
-    Attributes:
-        node: the sender; a second partial sum of the same node in a round is dropped.
-        users: how many contributions it holds.
-        total: int64 [D], in steps of each group's granularity.
-        weight: sum of these users' weights in units of 1/c, c the clipping's `weight_cap`.
-    """
-
-    node: str
-    users: int
-    total: IntegerVector
-    weight: int
+    node: str  # the sender; a second partial sum of the same node in a round is dropped
+    users: int  # how many contributions it holds
+    total: IntegerVector  # [D], in steps of each group's granularity
+    weight: int  # sum of these users' weights in units of 1/c, c the clipping's `weight_cap`
 
 
 class Transport(ABC):
@@ -137,8 +118,7 @@ class Transport(ABC):
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the partial sums of a round, in any order; there may be none.
 
-        Raises:
-            StoppedError: the server was asked to stop; the round is abandoned.
+        StoppedError means that the server was asked to stop; the round is then abandoned.
         """
 
 
@@ -256,7 +236,7 @@ def private_round(
     records: PrivacyRecords,
     entropy: Entropy,
 ) -> Release:
-    """Run one round of a mechanism.
+    """Run a round of a mechanism: draw the cohort, collect its sums, charge, noise and release.
 
     Guarantees:
 
@@ -265,14 +245,6 @@ def private_round(
     * where the budget would be passed, no user is asked, nothing is charged and nothing released;
     * an empty cohort is charged and released like any other;
     * a round that was interrupted or is repeated is a new attempt: fresh cohort, noise and charge.
-
-    Args:
-        mechanism: draws the cohort, clips, noises, and names the event.
-        run: name of the run.
-        number: of the round, from 0.
-        collect: asks the users of the cohort.
-        records: where the round is recorded and charged.
-        entropy: where cohort and noise come from.
 
     Raises:
         BudgetExceededError: the budget would be passed.

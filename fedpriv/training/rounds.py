@@ -229,11 +229,10 @@ def close_round(
     if plan.adaptive is not None:
         unclipped = tuple(float(half) + 0.5 for half in tensors[UNCLIPPED])
         norms = tuple(map(plan.adaptive.step, norms, unclipped))
-    metrics = [metric.released(release.average, query) for metric in plan.metrics]
+    metrics = {metric.name: tensors[metric.tensor] + metric.centre for metric in plan.metrics}
     statistics = state.statistics
     if plan.statistics is not None:
-        (deviation,) = [metric.value for metric in metrics if metric.name == BATCH_NORM_METRIC]
-        statistics = plan.statistics.moved(statistics, deviation)
+        statistics = plan.statistics.moved(statistics, metrics[BATCH_NORM_METRIC])
     names = [group.name for group in plan.groups]
     result = RoundResult(
         run=plan.run,
@@ -245,7 +244,7 @@ def close_round(
         delta=delta,
         clipping_norms=dict(zip(names, state.clipping_norms, strict=True)),
         unclipped=dict(zip(names, unclipped, strict=False)),
-        metrics={metric.name: metric.value.tolist() for metric in metrics},
-        metrics_noise_stddev={metric.name: metric.noise_stddev for metric in metrics},
+        metrics={name: value.tolist() for name, value in metrics.items()},
+        metrics_noise_stddev={m.name: query.tensor_stddevs[m.tensor] for m in plan.metrics},
     )
     return ServerState(state.round + 1, parameters, optimizer, norms, statistics), result
