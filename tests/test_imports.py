@@ -112,7 +112,7 @@ def test_no_packages_import_each_other_in_a_circle() -> None:
         ("fedpriv", "torch flwr numpy scipy"),
         ("fedpriv.accounting.registry", "torch flwr sklearn altair pydantic"),
         ("fedpriv.ledger.ledger", "torch flwr sklearn altair pydantic"),
-        ("fedpriv.privacy.mechanism", "torch flwr sklearn altair"),
+        ("fedpriv.privacy.gaussian_mechanism", "torch flwr sklearn altair"),
         ("fedpriv.training.rounds", "torch flwr sklearn altair"),
         ("fedpriv.analytics", "torch flwr sklearn altair pydantic"),
         ("fedpriv.studies", "torch grpc flwr sklearn altair"),
