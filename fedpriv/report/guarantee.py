@@ -19,11 +19,10 @@ from fedpriv.accounting.pricing import (
     weakest_arithmetic,
     weakest_randomness,
 )
-from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import NeighbouringRelation, Randomness, SamplingPolicy
-from fedpriv.report.charts import Axis, Chart, Series, save
-from fedpriv.report.page import Section, Term
-from fedpriv.report.tables import Column, Table, format_epsilon, format_epsilon_low
+from fedpriv.report.charts import Axis, Chart, Series, save, writing
+from fedpriv.report.page import Section
+from fedpriv.report.tables import Column, Table, format_epsilon, format_epsilon_low, lower_end
 
 _RELATIONS = {
     NeighbouringRelation.ADD_OR_REMOVE_ONE: (
@@ -80,12 +79,8 @@ def warnings(delta: float, ledger: LedgerContent) -> list[str]:
 
 
 def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> Section:
-    """What ε rests on, for readers who did not write the paper.
-
-    Args:
-        loss: what the ledger costs.
-        ledger: with at least one charge.
-    """
+    """What the ε of a ledger with charges rests on, for readers who did not write the paper."""
+    seeded = weakest_randomness(ledger.charges) is Randomness.SEEDED
     terms = {
         "ε": _epsilon(loss),
         "Unit of privacy": "A user, with all of their data in all rounds.",
@@ -104,12 +99,12 @@ def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> Section:
         ),
         "Randomness": (
             "Seeded: reproducible, and no guarantee against anyone who may know the seed."
-            if weakest_randomness(ledger.charges) is Randomness.SEEDED
+            if seeded
             else "Cohorts and noise come from the operating system's cryptographic generator."
         ),
         "Arithmetic": _ARITHMETICS[weakest_arithmetic(ledger.charges)],
     }
-    return Section("assumptions", "What ε says", terms=[Term(*each) for each in terms.items()])
+    return Section("assumptions", "What ε says", terms=terms)
 
 
 def privacy_sections(
@@ -121,12 +116,8 @@ def privacy_sections(
 ) -> list[Section]:
     """ε of a ledger by every accountant, and its trade-off function.
 
-    Args:
-        loss: what the ledger costs; None if nothing was charged.
-        cost: its curves, or the sentence why it has none.
-        ledger: the ledger.
-        of: whose ledgers these are, if the page has several kinds.
-        number: of the kind.
+    Where there are no curves, `cost` says why. A page that has ledgers of several kinds numbers
+    them and says `of` which runs they are.
     """
     notes = [f"Of {of}."] if of else []
     if loss is None:
@@ -135,22 +126,18 @@ def privacy_sections(
     if isinstance(cost, str):
         why = f"No curve is drawn: {cost}."
         return [_of_kind(Section("privacy", "Privacy", notes, warnings=[why]), number)]
-    table = Table(
-        f"All {len(ledger.charges)} charges of the ledger at δ = {cost.delta:g}",
-        tuple(
-            Column(name, number=name.startswith("ε"))
-            for name in ("accountant", "what ε is", "ε, lower end", "ε")
-        ),
-        [
-            (
-                curve.accountant,
-                str(curve.bound),
-                format_epsilon_low(curve.epsilon_low[-1]) or "–",
-                format_epsilon(curve.epsilon[-1]),
-            )
-            for curve in cost.by_rounds
-        ],
-    )
+    columns = [Column("accountant", "text"), Column("what ε is", "text")]
+    rows = [
+        (
+            curve.accountant,
+            str(curve.bound),
+            format_epsilon_low(curve.epsilon_low[-1]) or "–",
+            format_epsilon(curve.epsilon[-1]),
+        )
+        for curve in cost.by_rounds
+    ]
+    caption = f"All {len(ledger.charges)} charges of the ledger at δ = {cost.delta:g}"
+    table = Table(caption, [*columns, Column("ε, lower end"), Column("ε")], rows)
     by_rounds, errors = epsilon_chart(cost), trade_off_chart(cost)
     sections = [
         Section(by_rounds.name, "ε by round", notes, tables=[table], charts=[by_rounds]),
@@ -170,10 +157,7 @@ def _of_kind(section: Section, number: int) -> Section:
 
 
 def epsilon_chart(cost: Cost) -> Chart:
-    """ε by the number of charges, by every accountant that can price the ledger.
-
-    An interval is drawn with its lower end, where there is one.
-    """
+    """ε by the number of charges, by every accountant that can price the ledger."""
     series = []
     for curve in cost.by_rounds:
         proven = curve.bound is Bound.INTERVAL and min(curve.epsilon_low) > 0.0
@@ -204,6 +188,10 @@ def delta_chart(curves: Curves) -> Chart:
     """δ by ε of the whole ledger, by every accountant, with the point that is reported."""
     cost = curves.cost
     reported = f"reported: ε = {format_epsilon(cost.epsilon)} at δ = {cost.delta:g}"
+    series = [
+        Series(f"{c.accountant}: {c.bound}", c.epsilon, c.delta, dashed=c.bound is Bound.ESTIMATE)
+        for c in curves.by_epsilon
+    ]
     return Chart(
         "delta",
         "All pairs (ε, δ) of the ledger",
@@ -211,18 +199,7 @@ def delta_chart(curves: Curves) -> Chart:
         "is an estimate, which can be below the truth.",
         Axis("user-level ε", "no unit"),
         Axis("user-level δ", "probability", log=True),
-        [
-            *(
-                Series(
-                    f"{curve.accountant}: {curve.bound}",
-                    curve.epsilon,
-                    curve.delta,
-                    dashed=curve.bound is Bound.ESTIMATE,
-                )
-                for curve in curves.by_epsilon
-            ),
-            Series(reported, [cost.epsilon], [cost.delta], joined=False, colour=7),
-        ],
+        [*series, Series(reported, [cost.epsilon], [cost.delta], joined=False, colour=7)],
     )
 
 
@@ -231,6 +208,7 @@ def trade_off_chart(cost: Cost) -> Chart:
     off = cost.trade_off
     x = off.type_one.tolist()
     same = f"one Gaussian of the same ε: μ = {off.mu:.3g}"
+    guessing, ends = "perfect privacy: guessing", [0.0, 1.0]
     return Chart(
         "trade-off",
         "Trade-off function f(α): how well anyone can tell whether a user took part",
@@ -240,14 +218,7 @@ def trade_off_chart(cost: Cost) -> Chart:
         [
             Series(f"the ledger, by {off.accountant}", x, off.type_two.tolist()),
             Series(same, x, off.gaussian.tolist(), dashed=True),
-            Series(
-                "perfect privacy: guessing",
-                [0.0, 1.0],
-                [1.0, 0.0],
-                dashed=True,
-                marked=False,
-                colour=7,
-            ),
+            Series(guessing, ends, ends[::-1], dashed=True, marked=False, colour=7),
         ],
     )
 
@@ -261,13 +232,8 @@ def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
     * trade_off.csv: `type_one`, `type_two` (at least this), `type_two_gaussian` (G_μ),
       `type_two_perfect` (no information).
 
-    Args:
-        curves: what to write.
-        folder: made if it does not exist; files of these names are replaced.
-        suffix: "png" or "svg".
-
-    Raises:
-        InvalidValueError: the folder cannot be written.
+    The folder is made if it does not exist; files of these names are replaced. The suffix is that
+    of the figures, "png" or "svg".
     """
     cost, off = curves.cost, curves.cost.trade_off
     by_rounds = [
@@ -281,34 +247,22 @@ def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
         for point in zip(curve.epsilon, curve.delta, strict=True)
     ]
     errors = np.stack([off.type_one, off.type_two, off.gaussian, 1 - off.type_one], axis=1)
-    written: tuple[tuple[Chart, str, Sequence[Sequence[object]]], ...] = (
-        (
-            replace(epsilon_chart(cost), name="epsilon_by_rounds"),
-            "accountant bound delta rounds epsilon_low epsilon",
-            by_rounds,
-        ),
-        (
-            replace(delta_chart(curves), name="delta_by_epsilon"),
-            "accountant bound epsilon delta",
-            by_epsilon,
-        ),
-        (
-            replace(trade_off_chart(cost), name="trade_off"),
-            "type_one type_two type_two_gaussian type_two_perfect",
-            errors.tolist(),
-        ),
+    rounds_columns = "accountant bound delta rounds epsilon_low epsilon"
+    errors_columns = "type_one type_two type_two_gaussian type_two_perfect"
+    written: tuple[tuple[str, Chart, str, Sequence[Sequence[object]]], ...] = (
+        ("epsilon_by_rounds", epsilon_chart(cost), rounds_columns, by_rounds),
+        ("delta_by_epsilon", delta_chart(curves), "accountant bound epsilon delta", by_epsilon),
+        ("trade_off", trade_off_chart(cost), errors_columns, errors.tolist()),
     )
     files = []
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for chart, columns, rows in written:
-            titled = replace(chart, title=f"{curves.population}: {chart.title}")
-            table = folder / f"{chart.name}.csv"
+        for name, chart, columns, rows in written:
+            titled = replace(chart, name=name, title=f"{curves.population}: {chart.title}")
+            table = folder / f"{name}.csv"
             files += [*save(titled, folder, [suffix]), table]
             with table.open("w", newline="", encoding="utf-8") as stream:
                 csv.writer(stream).writerows([columns.split(), *rows])
-    except OSError as error:
-        raise InvalidValueError(f"{folder} cannot be written: {error.strerror}") from error
     return files
 
 
@@ -348,7 +302,6 @@ def _sampling(ledger: LedgerContent) -> str:
 
 
 def _range(values: set[float] | set[int]) -> str:
-    """One number or the least and the largest; counts in full, others to six digits."""
     ends = dict.fromkeys((min(values), max(values)))
     return " to ".join(f"{end:,}" if isinstance(end, int) else f"{end:g}" for end in ends)
 
@@ -356,11 +309,8 @@ def _range(values: set[float] | set[int]) -> str:
 def _accountant(loss: PrivacyLoss) -> str:
     if loss.bound is Bound.ESTIMATE:
         return f"{loss.accountant} gives an estimate, which can be below the truth: no guarantee."
-    low = format_epsilon_low(loss.epsilon_low) if math.isfinite(loss.epsilon) else ""
-    known = (
-        f"the true ε lies between {low} and {format_epsilon(loss.epsilon)}"
-        if low
-        else "the true ε is at most this"
-    )
+    low, known = lower_end(loss), "the true ε is at most this"
+    if low:
+        known = f"the true ε lies between {low} and {format_epsilon(loss.epsilon)}"
     article = "an" if loss.bound[0] in "aeiou" else "a"
     return f"{loss.accountant} gives ε as {article} {loss.bound}: {known}."

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -14,7 +14,7 @@ from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.budget import merge_equal
 from fedpriv.report.charts import ROUNDS, Axis, Chart, Series, save
 from fedpriv.report.guarantee import assumptions, privacy_sections, users_of, warnings
-from fedpriv.report.page import Card, Page, Section, Term
+from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import Figures, RunRecord, versions
 from fedpriv.report.tables import format_epsilon
 from fedpriv.training.rounds import RoundResult
@@ -30,6 +30,47 @@ _NO_GUARANTEE = (
 )
 
 
+@dataclass(frozen=True)
+class Measure:
+    """How good a model is, in the units of its axis: an attribute of rounds and arms, scaled."""
+
+    name: str
+    axis: Axis
+    unit: str  # of a difference
+    better: str  # where a chart shows what is better
+    scale: float
+    caption: str
+
+    def of(self, result: RoundResult) -> float | None:
+        """Its value after a round, None if it was not measured."""
+        value: float | None = getattr(result, self.name)
+        return None if value is None else self.scale * value
+
+    def line(self, rounds: Sequence[RoundResult]) -> tuple[list[RoundResult], list[float]]:
+        """The rounds after which it was measured, and its values."""
+        found = [(each, value) for each in rounds if (value := self.of(each)) is not None]
+        return [each for each, _ in found], [value for _, value in found]
+
+
+ACCURACY = Measure(
+    "accuracy",
+    Axis("accuracy on held-out rows", "%"),
+    "points",
+    "higher",
+    100.0,
+    "Share of held-out rows that the released model classifies correctly. The rows belong to no "
+    "enrolled user, and the guarantee does not cover them.",
+)
+LOSS = Measure(
+    "loss",
+    Axis("mean loss of held-out rows", "unit of the loss"),
+    "unit of the loss",
+    "lower",
+    1.0,
+    "Mean loss of the released model on the same held-out rows.",
+)
+
+
 def page_of_run(record: RunRecord) -> Page:
     """The page of a run: what came out, what it cost, and how both can be checked.
 
@@ -39,15 +80,11 @@ def page_of_run(record: RunRecord) -> Page:
     loss = loss_of(record)
     front = front_chart(record)
     norms = [*norms_charts([record]), *_clipped_charts(record)] if record.rounds else []
+    nothing = [] if record.rounds else ["No round was released."]
     sections = [
         _summary(record, loss),
         *([assumptions(loss, record.ledger)] if loss else []),
-        Section(
-            "accuracy",
-            "How good the model is",
-            [] if record.rounds else ["No round was released."],
-            charts=round_charts(record.rounds),
-        ),
+        Section("accuracy", "How good the model is", nothing, charts=round_charts(record.rounds)),
         *([Section("front", "Accuracy and privacy", charts=[front])] if front else []),
         *privacy_sections(loss, cost_or_reason(record), record.ledger),
         *([Section("norms", "Clipping", charts=norms)] if norms else []),
@@ -66,17 +103,9 @@ def page_of_run(record: RunRecord) -> Page:
 def write_run_figures(
     rounds: Sequence[RoundResult], name: str, delta: float, budget: float, folder: Path
 ) -> None:
-    """Write accuracy, loss, ε and private metrics by round as PNG and SVG.
+    """Write accuracy, loss, ε and private metrics by round as PNG and SVG into a run's folder.
 
-    Args:
-        rounds: of the run, in order.
-        name: of the run.
-        delta: δ at which ε was computed.
-        budget: the most ε; infinity if there is none.
-        folder: of the run; figures in it are replaced.
-
-    Raises:
-        OSError: a file cannot be written.
+    A budget that is infinite is not drawn. An OSError says that a file cannot be written.
     """
     charts = round_charts(rounds)
     if rounds and all(math.isfinite(each.epsilon) for each in rounds):
@@ -107,33 +136,25 @@ def software_section() -> Section:
         "With these versions the ledger was verified and priced and this page was written. The "
         "versions a run began with are at the head of its plan."
     )
-    terms = [Term(*each) for each in versions().items()]
-    return Section("software", "Software", [note], terms=terms)
+    return Section("software", "Software", [note], terms=versions())
 
 
 def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
     last = next((each for each in reversed(record.rounds) if each.loss is not None), None)
     cards = []
     if last is not None:
-        measured = (
-            ("loss", f"{last.loss:.4g}")
-            if last.accuracy is None
-            else ("accuracy", f"{last.accuracy:.2%}")
-        )
+        measured = ("loss", f"{last.loss:.4g}")
+        if last.accuracy is not None:
+            measured = ("accuracy", f"{last.accuracy:.2%}")
         cards.append(Card(*measured, "on held-out rows, last model"))
     cards += [
         Card("user-level ε", format_epsilon(loss.epsilon if loss else 0.0), _epsilon_note(record)),
         Card("δ", f"{record.delta:g}", f"N = {users_of(record.ledger):,} users enrolled"),
         Card("rounds", f"{len(record.rounds):,}", f"of {record.rounds_planned:,} planned"),
     ]
-    return Section(
-        "summary",
-        "Summary",
-        [_statement(record, loss)],
-        answers=1,
-        warnings=warnings(record.delta, record.ledger),
-        cards=cards,
-    )
+    warned = warnings(record.delta, record.ledger)
+    answer = [_statement(record, loss)]
+    return Section("summary", "Summary", answer, answers=1, warnings=warned, cards=cards)
 
 
 def _epsilon_note(record: RunRecord) -> str:
@@ -161,50 +182,40 @@ def _ledger_section(record: RunRecord) -> Section:
     """What was checked of the ledger."""
     checked = record.verification
     head = f"{checked.head.count}:{checked.head.hash}"
+    cohorts = "Not checked: the record of who took part is not here, as is right in a copy."
+    if checked.cohorts:
+        cohorts = "Each recorded cohort fits the commitment in its charge."
     terms = {
         "Hash chain": f"Intact: {checked.head.count} charges, none altered.",
-        "Cohorts": (
-            "Each recorded cohort fits the commitment in its charge."
-            if checked.cohorts
-            else "Not checked: the record of who took part is not here, as is right in a copy."
-        ),
+        "Cohorts": cohorts,
         "Releases": f"All {checked.releases} releases of this run have their charge in the ledger.",
         "Population": record.ledger.population,
         "Runs in the ledger": ", ".join(record.ledger.runs()) or "none",
         "Head": head,
         "Check it yourself": f"fedpriv ledger verify {record.ledger.path.name} --head {head}",
     }
-    return Section("ledger", "Ledger verification", terms=[Term(*each) for each in terms.items()])
+    return Section("ledger", "Ledger verification", terms=terms)
 
 
 def round_charts(rounds: Sequence[RoundResult]) -> list[Chart]:
     """Accuracy and loss by round where they were measured, and private metrics with their noise."""
     charts = []
-    measured = [each for each in rounds if each.accuracy is not None]
-    if measured:
-        caption = (
-            "Share of held-out rows that the released model classifies correctly. The rows belong "
-            "to no enrolled user, and the guarantee does not cover them."
-        )
-        axis = Axis("accuracy on held-out rows", "%")
-        line = Series("accuracy", *_by_round(measured, [_percent(r.accuracy) for r in measured]))
-        charts.append(Chart("accuracy", "Accuracy by round", caption, ROUNDS, axis, [line]))
-    measured = [each for each in rounds if each.loss is not None]
-    if measured:
-        caption = "Mean loss of the released model on the same held-out rows."
-        axis = Axis("mean loss of held-out rows", "unit of the loss")
-        line = Series("loss", *_by_round(measured, [each.loss for each in measured]))
-        charts.append(Chart("loss", "Loss by round", caption, ROUNDS, axis, [line]))
+    for measure in (ACCURACY, LOSS):
+        measured, values = measure.line(rounds)
+        if measured:
+            line = Series(measure.name, _numbers(measured), values)
+            title = f"{measure.name.capitalize()} by round"
+            caption, axis = measure.caption, measure.axis
+            charts.append(Chart(measure.name, title, caption, ROUNDS, axis, [line]))
     names = dict.fromkeys(name for each in rounds for name in each.scalar_metrics)
     return [*charts, *(_metric_chart(rounds, name) for name in names)]
 
 
 def front_chart(record: RunRecord) -> Chart | None:
     """Accuracy against the ε spent until then; None if accuracy was not measured."""
-    points = [each for each in record.rounds if each.accuracy is not None]
+    points, values = ACCURACY.line(record.rounds)
     if not points:
         return None
-    spent = [each.epsilon for each in points]
     return Chart(
         "front",
         "Accuracy against ε",
@@ -212,8 +223,8 @@ def front_chart(record: RunRecord) -> Chart | None:
         "up to it cost. A curve that rises late pays for its accuracy with privacy; one that has "
         "gone flat pays for nothing.",
         Axis(f"user-level ε spent, at δ = {record.delta:g}", "no unit"),
-        Axis("accuracy on held-out rows", "%"),
-        [Series("models of this run", spent, [_percent(each.accuracy) for each in points])],
+        ACCURACY.axis,
+        [Series("models of this run", [each.epsilon for each in points], values)],
     )
 
 
@@ -221,12 +232,9 @@ def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
     found = [each for each in rounds if name in each.scalar_metrics]
     values = [each.scalar_metrics[name] for each in found]
     noise = [2.0 * each.metrics_noise_stddev.get(name, 0.0) for each in found]
-    line = Series(
-        "released, ± 2 std. dev. of its noise",
-        *_by_round(found, values),
-        low=[value - width for value, width in zip(values, noise, strict=True)],
-        high=[value + width for value, width in zip(values, noise, strict=True)],
-    )
+    low = [value - width for value, width in zip(values, noise, strict=True)]
+    high = [value + width for value, width in zip(values, noise, strict=True)]
+    line = Series("released, ± 2 std. dev. of its noise", _numbers(found), values, low, high)
     return Chart(
         f"metric-{quote(name, safe='')}",
         f"Private metric {name} by round",
@@ -239,26 +247,19 @@ def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
 
 
 def _spent_chart(rounds: Sequence[RoundResult], delta: float, budget: float) -> Chart:
-    series = [Series("spent", *_by_round(rounds, [each.epsilon for each in rounds]))]
+    series = [Series("spent", _numbers(rounds), [each.epsilon for each in rounds])]
     if math.isfinite(budget):
         ends = [rounds[0].number, rounds[-1].number]
         series.append(Series("budget", ends, [budget, budget], dashed=True, marked=False, colour=7))
-    return Chart(
-        "epsilon",
-        "ε by round",
-        "What all charges of the ledger up to each round cost together.",
-        ROUNDS,
-        Axis(f"user-level ε spent, at δ = {delta:g}", "no unit", from_zero=True),
-        series,
-    )
+    caption = "What all charges of the ledger up to each round cost together."
+    axis = Axis(f"user-level ε spent, at δ = {delta:g}", "no unit", from_zero=True)
+    return Chart("epsilon", "ε by round", caption, ROUNDS, axis, series)
 
 
 def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
     """Clipping norms by round, and, where all runs recorded them, the norms they were applied to.
 
-    Args:
-        records: the run, or the runs of an arm under each seed; at least one.
-        of: identifies them, if the page has several.
+    Records are one run, or the runs of an arm, called `of`, under each seed.
     """
     end, beginning = (f"-{of}", f"{of}: ") if of else ("", "")
     seeds = f"Means over {len(records)} seeds, bands from the least seed to the largest. "
@@ -309,7 +310,7 @@ def _clipped_charts(record: RunRecord) -> list[Chart]:
             "Users that were clipped, by vector group",
             "Share of the users of a round whose part was longer. ",
             Axis("users clipped", "%", ends=(0.0, 100.0)),
-            [replace(line, y=[_percent(share) for share in line.y]) for line in shares],
+            [replace(line, y=[y and 100.0 * y for y in line.y]) for line in shares],
         ),
         _simulation_only(
             "signal",
@@ -363,11 +364,5 @@ def _lines(runs: Iterable[Iterable[tuple[int, Figures]]]) -> list[Series]:
     return lines
 
 
-def _by_round(
-    rounds: Sequence[RoundResult], values: Sequence[float | None]
-) -> tuple[list[float], Sequence[float | None]]:
-    return [each.number for each in rounds], values
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100.0 * share
+def _numbers(rounds: Iterable[RoundResult]) -> list[float]:
+    return [each.number for each in rounds]

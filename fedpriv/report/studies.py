@@ -5,18 +5,18 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.report.charts import Axis, Chart, Series, save, spans_decades
+from fedpriv.errors import DataError
+from fedpriv.report.charts import Axis, Chart, Series, save, spans_decades, writing
+from fedpriv.report.run_page import ACCURACY, LOSS, Measure
 from fedpriv.report.tables import Column, Table, format_epsilon, number, print_table
-from fedpriv.studies import ArmSummary, Interval, ReadStudy, RunResult, Study, Target
+from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target
 from fedpriv.studies.results import verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes
-from fedpriv.training.rounds import RoundResult
 
 CAVEAT = (
     "Intervals are Student's 95% over seeds on the same users; differences are paired by seed. ε "
@@ -34,67 +34,37 @@ _NAMES = {
 }
 _WIDTH = 0.6  # of the distance between two ε that points of several arms take
 _NONE = "–"
-
-
-@dataclass(frozen=True)
-class Measure:
-    """What arms are compared by.
-
-    Attributes:
-        name: attribute of rounds and arms that holds it.
-        axis: what a chart names it.
-        unit: of a difference.
-        better: where a chart shows what is better.
-        scale: what values are multiplied by to be in these units.
-    """
-
-    name: str
-    axis: Axis
-    unit: str
-    better: str
-    scale: float
-
-    def of(self, each: RoundResult) -> float | None:
-        """Its value after a round, None if it was not measured."""
-        value: float | None = getattr(each, self.name)
-        return None if value is None else self.scale * value
-
-    def end(self, arm: ArmSummary) -> Interval | None:
-        """Its mean over seeds at the end."""
-        return self._scaled(getattr(arm, self.name))
-
-    def difference(self, arm: ArmSummary) -> Interval | None:
-        """Its mean paired difference from the baseline at the end; None without one."""
-        return self._scaled(getattr(arm, f"{self.name}_difference"))
-
-    def _scaled(self, found: Interval | None) -> Interval | None:
-        if found is None or found.half_width is None:
-            return found and replace(found, mean=self.scale * found.mean)
-        return replace(
-            found, mean=self.scale * found.mean, half_width=self.scale * found.half_width
-        )
-
-
-_ACCURACY = Measure("accuracy", Axis("accuracy on held-out rows", "%"), "points", "higher", 100.0)
-_LOSS = Measure(
-    "loss",
-    Axis("mean loss of held-out rows", "unit of the loss"),
-    "unit of the loss",
-    "lower",
-    1.0,
-)
+_Of = Callable[[ArmSummary], Interval | None]
 
 
 def measure_of(arms: Sequence[ArmSummary]) -> Measure:
     """Accuracy, or loss if an arm has no accuracy."""
-    return _ACCURACY if all(arm.accuracy is not None for arm in arms) else _LOSS
+    return ACCURACY if all(arm.accuracy is not None for arm in arms) else LOSS
+
+
+def _reader(measure: Measure, suffix: str = "") -> _Of:
+    """Reads a measure of an arm at the end, or its paired difference from the baseline."""
+
+    def read(arm: ArmSummary) -> Interval | None:
+        found: Interval | None = getattr(arm, measure.name + suffix)
+        if found is None:
+            return None
+        half_width = found.half_width
+        return replace(
+            found,
+            mean=measure.scale * found.mean,
+            half_width=None if half_width is None else measure.scale * half_width,
+        )
+
+    return read
 
 
 def line_of(name: str, x: Sequence[float], found: Sequence[Interval | None]) -> Series:
     """Means over seeds with their intervals, where more than one seed gives one."""
-    low = [None if interval is None else interval.low for interval in found]
-    high = [None if interval is None else interval.high for interval in found]
-    means = [None if interval is None else interval.mean for interval in found]
+    low, high, means = (
+        [None if interval is None else getattr(interval, end) for interval in found]
+        for end in ("low", "high", "mean")
+    )
     known = any(end is not None for end in low)
     return Series(name, x, means, low if known else (), high if known else ())
 
@@ -102,18 +72,19 @@ def line_of(name: str, x: Sequence[float], found: Sequence[Interval | None]) -> 
 def front_chart(arms: Sequence[ArmSummary]) -> Chart:
     """Accuracy in the end against ε spent, a line for each arm with all its targets."""
     measure = measure_of(arms)
-    series = []
-    for name in _names(arms):
-        of_arm = [arm for arm in arms if arm.arm == name]
-        series.append(_with_bars(name, [arm.epsilon for arm in of_arm], of_arm, measure.end))
-    spent = [arm.epsilon for arm in arms]
+    series = [
+        _with_bars(name, [arm.epsilon for arm in of_arm], of_arm, _reader(measure))
+        for name, of_arm in _by_name(arms).items()
+    ]
     return Chart(
         "front",
         f"{measure.name.capitalize()} against ε",
         "Each point is an arm that was trained from the beginning with the noise of its ε. "
         f"{_BARS} {measure.better.capitalize()} and further left is better; where lines are flat, "
         "less ε would have cost nothing.",
-        _axis(f"user-level ε at δ = {arms[0].target.delta:g}", "no unit", spent),
+        _axis(
+            f"user-level ε at δ = {arms[0].target.delta:g}", "no unit", [a.epsilon for a in arms]
+        ),
         measure.axis,
         series,
     )
@@ -121,16 +92,11 @@ def front_chart(arms: Sequence[ArmSummary]) -> Chart:
 
 def arms_chart(arms: Sequence[ArmSummary]) -> Chart:
     """Accuracy in the end, arms beside each other at each target."""
-    measure = measure_of(arms)
-    targets = _targets(arms)
-    return Chart(
-        "arms",
-        f"{measure.name.capitalize()} of each arm",
-        f"{_BARS} Arms at the same ε stand beside each other.",
-        _targets_axis(targets),
-        measure.axis,
-        _beside(_names(arms), arms, targets, measure.end),
-    )
+    measure, targets = measure_of(arms), _targets(arms)
+    title = f"{measure.name.capitalize()} of each arm"
+    caption = f"{_BARS} Arms at the same ε stand beside each other."
+    series = _beside(list(_by_name(arms)), arms, targets, _reader(measure))
+    return Chart("arms", title, caption, _targets_axis(targets), measure.axis, series)
 
 
 def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
@@ -139,19 +105,15 @@ def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
     None if no arm has a seed in common with the baseline.
     """
     measure = measure_of(arms)
-    found = [arm for arm in arms if measure.difference(arm) is not None]
+    difference = _reader(measure, "_difference")
+    found = [arm for arm in arms if difference(arm) is not None]
     if not found:
         return None
-    targets, names = _targets(found), _names(arms)
-    series = _beside(names, found, targets, measure.difference)
+    targets, names = _targets(found), list(_by_name(arms))
+    series = _beside(names, found, targets, difference)
     # In the place of the baseline, so that arms keep the colour and marker of other charts.
-    series[names.index(study.baseline)] = Series(
-        f"{study.baseline}, the baseline",
-        [-0.5, len(targets) - 0.5],
-        [0.0, 0.0],
-        dashed=True,
-        marked=False,
-    )
+    zero, ends = f"{study.baseline}, the baseline", [-0.5, len(targets) - 0.5]
+    series[names.index(study.baseline)] = Series(zero, ends, [0.0, 0.0], dashed=True, marked=False)
     return Chart(
         "differences",
         f"Difference in {measure.name} from {study.baseline}",
@@ -185,84 +147,88 @@ def varied_charts(study: Study, arms: Sequence[ArmSummary]) -> list[Chart]:
     return charts
 
 
+def _varied_chart(
+    axis: NumericAxis,
+    lines: Sequence[tuple[str, Line, Target]],
+    arms: Sequence[ArmSummary],
+    name: str,
+    at: str = "",
+) -> Chart:
+    """Accuracy against a number, a series for each line at its target."""
+    measure = measure_of(arms)
+    found = {(arm.arm, arm.target): arm for arm in arms}
+    series, all_values = [], []
+    for label, line, target in lines:
+        points = [(x, found[arm, target]) for x, arm in line.arms if (arm, target) in found]
+        values = [x for x, _ in points]
+        series.append(_with_bars(label, values, [arm for _, arm in points], _reader(measure)))
+        all_values += values
+    title, unit = _NAMES.get(axis.key, (axis.key, "as in the study's file"))
+    with_it = f" With it change: {', '.join(axis.follows)}." if axis.follows else ""
+    return Chart(
+        name,
+        f"{measure.name.capitalize()} against {title}{at}",
+        f"Each point was trained from the beginning, its noise calibrated to its ε.{with_it} "
+        f"{_BARS}",
+        _axis(title, unit, all_values),
+        measure.axis,
+        series,
+    )
+
+
 def write_study_figures(read: ReadStudy, folder: Path) -> list[Path]:
-    """Write the figures of a study as PNG and SVG, and return the files.
+    """Write the figures of a study as PNG and SVG, and return the files; ledgers are not read.
 
     * front: accuracy in the end against ε spent, a line for each arm, with Student's intervals;
       arms: the same without lines, instead, where the study has one ε.
     * differences: from the baseline, paired by seed, where there are any.
     * along-…: accuracy against each number that the arms vary.
-
-    Args:
-        read: the study and its results; ledgers are not looked at.
-        folder: made if it does not exist; files of these names are replaced.
-
-    Raises:
-        DataError: no run is finished.
-        InvalidValueError: the folder cannot be written.
     """
     if not read.arms:
         raise DataError(f"no run of the study in {read.folder} is finished; run it first")
     end = front_chart if len(_targets(read.arms)) > 1 else arms_chart
     compared = differences_chart(read.study, read.arms)
-    charts = [
-        end(read.arms),
-        *([compared] if compared else []),
-        *varied_charts(read.study, read.arms),
-    ]
-    try:
+    charts = [end(read.arms), *([compared] if compared else [])]
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        charts += varied_charts(read.study, read.arms)
         return [file for chart in charts for file in save(chart, folder)]
-    except OSError as error:
-        raise InvalidValueError(f"{folder} cannot be written: {error.strerror}") from error
 
 
 def results_table(read: ReadStudy, target: Target) -> Table:
     """How arms compare at a target."""
-    arms = [arm for arm in read.arms if arm.target == target]
-    measure = measure_of(arms)
-    levels = read.study.accuracies
+    study, arms = read.study, [arm for arm in read.arms if arm.target == target]
+    measure, levels = measure_of(arms), read.study.accuracies
+    end, difference = _reader(measure), _reader(measure, "_difference")
     columns = (
-        Column("arm", number=False),
-        Column("accuracy\n(%)" if measure is _ACCURACY else "loss"),
+        Column("arm", "text"),
+        Column("accuracy\n(%)" if measure is ACCURACY else "loss"),
         Column("difference"),
         *(Column(f"rounds\nto {100 * level:g}%") for level in levels),
         Column("noise\nz"),
         Column("ε\nspent"),
     )
-    rows = [
-        (
-            _named(arm, read.study),
-            _text(measure.end(arm)),
-            "baseline" if arm.arm == read.study.baseline else _text(measure.difference(arm), "+"),
-            *(_rounds(arm, level) for level in levels),
-            f"{arm.noise_multiplier:.4g}",
-            format_epsilon(arm.epsilon),
-        )
-        for arm in arms
-    ]
-    seeds, baseline = len(read.study.seeds), read.study.baseline
+    rows = []
+    for arm in arms:
+        finished = len(arm.seeds)
+        some = "" if finished == len(study.seeds) else f" ({finished} seeds)"
+        against = "baseline" if arm.arm == study.baseline else _text(difference(arm), "+")
+        reached = [_rounds(arm, level) for level in levels]
+        spent = (f"{arm.noise_multiplier:.4g}", format_epsilon(arm.epsilon))
+        rows.append((f"{arm.arm}{some}", _text(end(arm)), against, *reached, *spent))
     caption = (
-        f"At ε = {target.epsilon:g}, δ = {target.delta:g}: means over {seeds} seeds ± Student's "
-        f"95% interval, differences from {baseline} paired by seed"
+        f"At ε = {target.epsilon:g}, δ = {target.delta:g}: means over {len(study.seeds)} seeds ± "
+        f"Student's 95% interval, differences from {study.baseline} paired by seed"
     )
     return Table(caption, columns, rows)
 
 
 def clipping_table(read: ReadStudy, target: Target) -> Table:
     """What arms clipped at a target, and how the rest stands against the noise."""
-    columns = (
-        Column("arm", number=False),
-        Column("users clipped (%)", number=False),
-        Column("layer", number=False),
-        Column("mean update\nnorm (L2)"),
-        Column("signal\nto noise"),
-        Column("users/s"),
-    )
+    texts = [Column(name, "text") for name in ("arm", "users clipped (%)", "layer")]
+    numbers = [Column(name) for name in ("mean update\nnorm (L2)", "signal\nto noise", "users/s")]
     rows = []
-    for arm in read.arms:
-        if arm.target != target:
-            continue
+    for arm in (arm for arm in read.arms if arm.target == target):
         shares = ", ".join(
             f"{name}: {100 * share:.0f}" for name, share in arm.simulation_only_clipped.items()
         )
@@ -276,7 +242,7 @@ def clipping_table(read: ReadStudy, target: Target) -> Table:
         f"At ε = {target.epsilon:g}: means over rounds and seeds, from users' data without "
         "noise; they must not be published of real users"
     )
-    return Table(caption, columns, rows, simulation_only=True)
+    return Table(caption, [*texts, *numbers], rows, simulation_only=True)
 
 
 def print_study(read: ReadStudy, console: Console) -> None:
@@ -315,65 +281,42 @@ def results_csv(read: ReadStudy) -> str:
 
 def runs_csv(read: ReadStudy) -> str:
     """The finished runs as a table."""
-    return _csv(_flat(_run_row(run)) for run in read.runs)
+    rows = [asdict(run) for run in read.runs]
+    return _csv(_flat({k: v for k, v in row.items() if k != "evaluations"}) for row in rows)
 
 
-def _names(arms: Sequence[ArmSummary]) -> list[str]:
-    return list(dict.fromkeys(arm.arm for arm in arms))
+def _arm_row(arm: ArmSummary) -> dict[str, object]:
+    row = asdict(arm)
+    for name in ("accuracy", "loss", "accuracy_difference", "loss_difference"):
+        found: Interval | None = getattr(arm, name)
+        row[name] = {end: found and getattr(found, end) for end in ("mean", "low", "high")}
+    row["rounds_to"] = {f"{level:g}": asdict(found) for level, found in arm.rounds_to.items()}
+    row["seeds"] = len(arm.seeds)
+    return row
+
+
+def _by_name(arms: Sequence[ArmSummary]) -> dict[str, list[ArmSummary]]:
+    found: dict[str, list[ArmSummary]] = {}
+    for arm in arms:
+        found.setdefault(arm.arm, []).append(arm)
+    return found
 
 
 def _targets(arms: Sequence[ArmSummary]) -> list[Target]:
     return list(dict.fromkeys(arm.target for arm in arms))
 
 
-def _varied_chart(
-    axis: NumericAxis,
-    lines: Sequence[tuple[str, Line, Target]],
-    arms: Sequence[ArmSummary],
-    name: str,
-    at: str = "",
-) -> Chart:
-    """Accuracy against a number, a series for each line at its target."""
-    measure = measure_of(arms)
-    found = {(arm.arm, arm.target): arm for arm in arms}
-    series, all_values = [], []
-    for label, line, target in lines:
-        points = [(x, found[arm, target]) for x, arm in line.arms if (arm, target) in found]
-        values = [x for x, _ in points]
-        series.append(_with_bars(label, values, [arm for _, arm in points], measure.end))
-        all_values += values
-    title, unit = _NAMES.get(axis.key, (axis.key, "as in the study's file"))
-    with_it = f" With it change: {', '.join(axis.follows)}." if axis.follows else ""
-    return Chart(
-        name,
-        f"{measure.name.capitalize()} against {title}{at}",
-        f"Each point was trained from the beginning, its noise calibrated to its ε.{with_it} "
-        f"{_BARS}",
-        _axis(title, unit, all_values),
-        measure.axis,
-        series,
-    )
-
-
-def _with_bars(
-    name: str,
-    x: Sequence[float],
-    arms: Sequence[ArmSummary],
-    of: Callable[[ArmSummary], Interval | None],
-) -> Series:
+def _with_bars(name: str, x: Sequence[float], arms: Sequence[ArmSummary], of: _Of) -> Series:
     return replace(line_of(name, x, [of(arm) for arm in arms]), bars=True)
 
 
 def _beside(
-    names: Sequence[str],
-    arms: Sequence[ArmSummary],
-    targets: Sequence[Target],
-    of: Callable[[ArmSummary], Interval | None],
+    names: Sequence[str], arms: Sequence[ArmSummary], targets: Sequence[Target], of: _Of
 ) -> list[Series]:
     """Points of each arm around the place of each target."""
-    series = []
+    series, by_name = [], _by_name(arms)
     for count, name in enumerate(names):
-        of_arm = [arm for arm in arms if arm.arm == name]
+        of_arm = by_name.get(name, [])
         shift = _WIDTH * ((count + 0.5) / len(names) - 0.5)
         x = [targets.index(arm.target) + shift for arm in of_arm]
         series.append(replace(_with_bars(name, x, of_arm, of), joined=False))
@@ -413,35 +356,11 @@ def _rounds(arm: ArmSummary, level: float) -> str:
     return f"{median}\n({found.reached} of {len(arm.seeds)})" if some else median
 
 
-def _named(arm: ArmSummary, study: Study) -> str:
-    """The name of an arm, and how many of its seeds are finished, if some are not."""
-    finished = len(arm.seeds)
-    return arm.arm if finished == len(study.seeds) else f"{arm.arm} ({finished} seeds)"
-
-
-def _arm_row(arm: ArmSummary) -> dict[str, object]:
-    row = asdict(arm)
-    for name in ("accuracy", "loss", "accuracy_difference", "loss_difference"):
-        found: Interval | None = getattr(arm, name)
-        row[name] = {end: found and getattr(found, end) for end in ("mean", "low", "high")}
-    row["rounds_to"] = {f"{level:g}": asdict(found) for level, found in arm.rounds_to.items()}
-    row["seeds"] = len(arm.seeds)
-    return row
-
-
-def _run_row(run: RunResult) -> dict[str, object]:
-    row = asdict(run)
-    del row["evaluations"]
-    return row
-
-
 def _flat(row: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     flat: dict[str, object] = {}
     for key, value in row.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        inner = isinstance(value, Mapping)
+        flat |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
     return flat
 
 

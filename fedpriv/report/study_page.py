@@ -13,6 +13,7 @@ from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import RunRecord
 from fedpriv.report.run_page import (
     FOOTER,
+    Measure,
     cost_or_reason,
     loss_of,
     norms_charts,
@@ -20,7 +21,6 @@ from fedpriv.report.run_page import (
 )
 from fedpriv.report.studies import (
     CAVEAT,
-    Measure,
     clipping_table,
     differences_chart,
     front_chart,
@@ -46,11 +46,7 @@ class _Arm:
 
 
 def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
-    """The page of a study.
-
-    Args:
-        read: the study and its results.
-        records: each finished run, its ledger verified.
+    """The page of a study, from its results and the verified record of each finished run.
 
     Raises:
         DataError: no run is finished, or a result says less ε than its ledger holds.
@@ -61,6 +57,8 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
     targets = [target for target in read.study.targets if _at(arms, target)]
     compared = differences_chart(read.study, read.arms)
     varied = varied_charts(read.study, read.arms)
+    note = "With base and arms written out; it can be run again. Each run's resolved plan is in "
+    text = (read.folder / STUDY).read_text(encoding="utf-8")
     by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
     front = front_chart(read.arms) if len(targets) > 1 else _spent_chart(arms, targets[0])
     sections = [
@@ -72,15 +70,7 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
         *_privacy(arms),
         _clipping(read, arms, targets),
         Section("ledger", "Ledger verification", tables=[_ledgers_table(arms)]),
-        Section(
-            "plan",
-            "Resolved study",
-            [
-                "With base and arms written out; it can be run again. Each run's resolved plan is "
-                "in its folder."
-            ],
-            listing=(read.folder / STUDY).read_text(encoding="utf-8"),
-        ),
+        Section("plan", "Resolved study", [f"{note}its folder."], listing=text),
         software_section(),
     ]
     return Page(read.study.name, f"A study on {_who(arms)}, by fedpriv", sections, FOOTER)
@@ -176,10 +166,8 @@ def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]
     """Rounds that were measured under every seed, and what was found."""
     values: dict[int, list[float]] = {}
     for record in arm.records:
-        for each in record.rounds:
-            value = measure.of(each)
-            if value is not None:
-                values.setdefault(each.number, []).append(value)
+        for each, value in zip(*measure.line(record.rounds), strict=True):
+            values.setdefault(each.number, []).append(value)
     rounds = [number for number in sorted(values) if len(values[number]) == len(arm.records)]
     return rounds, [Interval.of(values[number]) for number in rounds]
 
@@ -215,9 +203,7 @@ def _priced_alike(record: RunRecord) -> object:
 
 def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -> Section:
     last = targets[-1]
-    note = (
-        f"Charts show all seeds of each arm at ε = {last.epsilon:g}; there is a table for each ε."
-    )
+    note = f"Charts show all seeds of each arm at ε = {last.epsilon:g}; tables are for each ε."
     charts = [
         chart for arm in _at(arms, last) for chart in norms_charts(arm.records, arm.summary.arm)
     ]
@@ -228,12 +214,10 @@ def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) 
 def _ledgers_table(arms: Sequence[_Arm]) -> Table:
     """The ledger of each run, as it was verified."""
     columns = (
-        Column("arm", number=False),
-        Column("target ε"),
-        Column("seed"),
-        Column("charges"),
-        Column("cohorts checked", number=False),
-        Column("head of the chain", number=False, long=True),
+        Column("arm", "text"),
+        *(Column(name) for name in ("target ε", "seed", "charges")),
+        Column("cohorts checked", "text"),
+        Column("head of the chain", "long"),
     )
     rows = [
         (
