@@ -1,16 +1,19 @@
 """Charts: one declaration is the page's interactive figure and a document's PNG or SVG.
 
-`figure` draws it with Altair, `save` writes it to files, and `embedded` gives the Vega-Lite
-specification that a page draws with `library`.
+`declared` fills in one of the charts in `templates/texts.toml`, `figure` draws a chart with Altair,
+`save` writes it to files, and `embedded` gives the Vega-Lite specification that a page draws with
+`library`.
 """
 
 import json
 import math
 import textwrap
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +117,39 @@ class Chart:
     y: Axis
     series: Sequence[Series]
     simulation_only: bool = False  # whether it shows what no guarantee covers
+
+
+@cache
+def texts() -> dict[str, Any]:
+    """What reports say: the content of `templates/texts.toml`."""
+    file = files("fedpriv.report") / "templates" / "texts.toml"
+    return tomllib.loads(file.read_text("utf-8"))
+
+
+def declared(
+    kind: str,
+    series: Sequence[Series],
+    name: str = "",
+    x: Axis | None = None,
+    y: Axis | None = None,
+    **words: object,
+) -> Chart:
+    """A chart of a kind in `texts`, filled in with words; its name and axes may be given."""
+    told = texts()["charts"][kind]
+    private = not told.get("simulation_only")
+    caption = told["caption"] if private else f"{told['caption']} {texts()['simulation_only']}"
+    axes = []
+    for given, key in ((x, "x"), (y, "y")):
+        filled = {k: v.format(**words) if k == "name" else v for k, v in told.get(key, {}).items()}
+        axes.append(given or Axis(**filled))
+    return Chart(
+        name or kind,
+        told["title"].format(**words),
+        caption.format(**words),
+        *axes,
+        series,
+        simulation_only=not private,
+    )
 
 
 def spans_decades(values: Sequence[float]) -> bool:

@@ -12,7 +12,7 @@ from fedpriv.accounting.pricing import Cost, cost_of
 from fedpriv.accounting.registry import accountant_named
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.budget import merge_equal
-from fedpriv.report.charts import ROUNDS, Axis, Chart, Series, save
+from fedpriv.report.charts import Axis, Chart, Series, declared, save
 from fedpriv.report.guarantee import assumptions, privacy_sections, users_of, warnings
 from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import Figures, RunRecord, versions
@@ -23,10 +23,6 @@ FOOTER = (
     f"Written by fedpriv {__version__}. Everything on this page was released by the run and is "
     "covered by its (ε, δ), except accuracy and loss on held-out rows, and what is marked as "
     "simulation only."
-)
-_NO_GUARANTEE = (
-    "Dashed lines were computed from users' data without noise: they exist in simulations only, "
-    "and must not be published of real users."
 )
 
 
@@ -39,7 +35,6 @@ class Measure:
     unit: str  # of a difference
     better: str  # where a chart shows what is better
     scale: float
-    caption: str
 
     def of(self, result: RoundResult) -> float | None:
         """Its value after a round, None if it was not measured."""
@@ -52,23 +47,12 @@ class Measure:
         return [each for each, _ in found], [value for _, value in found]
 
 
-ACCURACY = Measure(
-    "accuracy",
-    Axis("accuracy on held-out rows", "%"),
-    "points",
-    "higher",
-    100.0,
-    "Share of held-out rows that the released model classifies correctly. The rows belong to no "
-    "enrolled user, and the guarantee does not cover them.",
-)
-LOSS = Measure(
-    "loss",
-    Axis("mean loss of held-out rows", "unit of the loss"),
-    "unit of the loss",
-    "lower",
-    1.0,
-    "Mean loss of the released model on the same held-out rows.",
-)
+def _measure(name: str, unit: str, better: str, scale: float) -> Measure:
+    return Measure(name, declared(name, []).y, unit, better, scale)
+
+
+ACCURACY = _measure("accuracy", "points", "higher", 100.0)
+LOSS = _measure("loss", "unit of the loss", "lower", 1.0)
 
 
 def page_of_run(record: RunRecord) -> Page:
@@ -204,9 +188,7 @@ def round_charts(rounds: Sequence[RoundResult]) -> list[Chart]:
         measured, values = measure.line(rounds)
         if measured:
             line = Series(measure.name, _numbers(measured), values)
-            title = f"{measure.name.capitalize()} by round"
-            caption, axis = measure.caption, measure.axis
-            charts.append(Chart(measure.name, title, caption, ROUNDS, axis, [line]))
+            charts.append(declared(measure.name, [line]))
     names = dict.fromkeys(name for each in rounds for name in each.scalar_metrics)
     return [*charts, *(_metric_chart(rounds, name) for name in names)]
 
@@ -214,18 +196,8 @@ def round_charts(rounds: Sequence[RoundResult]) -> list[Chart]:
 def front_chart(record: RunRecord) -> Chart | None:
     """Accuracy against the ε spent until then; None if accuracy was not measured."""
     points, values = ACCURACY.line(record.rounds)
-    if not points:
-        return None
-    return Chart(
-        "front",
-        "Accuracy against ε",
-        "Each point is a released model: how accurate it is, and what all releases of the ledger "
-        "up to it cost. A curve that rises late pays for its accuracy with privacy; one that has "
-        "gone flat pays for nothing.",
-        Axis(f"user-level ε spent, at δ = {record.delta:g}", "no unit"),
-        ACCURACY.axis,
-        [Series("models of this run", [each.epsilon for each in points], values)],
-    )
+    line = Series("models of this run", [each.epsilon for each in points], values)
+    return declared("front", [line], delta=record.delta) if points else None
 
 
 def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
@@ -235,15 +207,7 @@ def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
     low = [value - width for value, width in zip(values, noise, strict=True)]
     high = [value + width for value, width in zip(values, noise, strict=True)]
     line = Series("released, ± 2 std. dev. of its noise", _numbers(found), values, low, high)
-    return Chart(
-        f"metric-{quote(name, safe='')}",
-        f"Private metric {name} by round",
-        "Average over the users of a round, measured at the model before it and released with "
-        "noise: the guarantee covers it.",
-        ROUNDS,
-        Axis("average over users", "unit of the metric"),
-        [line],
-    )
+    return declared("metric", [line], f"metric-{quote(name, safe='')}", metric=name)
 
 
 def _spent_chart(rounds: Sequence[RoundResult], delta: float, budget: float) -> Chart:
@@ -251,9 +215,7 @@ def _spent_chart(rounds: Sequence[RoundResult], delta: float, budget: float) -> 
     if math.isfinite(budget):
         ends = [rounds[0].number, rounds[-1].number]
         series.append(Series("budget", ends, [budget, budget], dashed=True, marked=False, colour=7))
-    caption = "What all charges of the ledger up to each round cost together."
-    axis = Axis(f"user-level ε spent, at δ = {delta:g}", "no unit", from_zero=True)
-    return Chart("epsilon", "ε by round", caption, ROUNDS, axis, series)
+    return declared("spent", series, "epsilon", delta=delta)
 
 
 def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
@@ -261,78 +223,41 @@ def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
 
     Records are one run, or the runs of an arm, called `of`, under each seed.
     """
-    end, beginning = (f"-{of}", f"{of}: ") if of else ("", "")
-    seeds = f"Means over {len(records)} seeds, bands from the least seed to the largest. "
-    noted = seeds if len(records) > 1 else ""
+    end = f"-{of}" if of else ""
+    seeds = f"Means over {len(records)} seeds, bands from the least seed to the largest."
+    words = {"of": f"{of}: " if of else "", "seeds": seeds if len(records) > 1 else ""}
     norms = _lines([(each.number, each.clipping_norms) for each in run.rounds] for run in records)
     colours = {line.name: number for number, line in enumerate(norms)}
     released = [
         replace(line, name=f"clipping norm of {line.name}", colour=colours[line.name])
         for line in norms
     ]
-    caption = (
-        "A user's part of a vector group is scaled down to the group's clipping norm where it is "
-        f"longer. Clipping norms were released with the model. {noted}"
-    )
     if not all(record.simulation_only for record in records):
-        axis = Axis("clipping norm", "scaled L2", from_zero=True)
-        title = f"{beginning}Clipping norms by round"
-        return [Chart(f"norms{end}", title, caption, ROUNDS, axis, released)]
+        return [declared("norms", released, f"norms{end}", **words)]
     true = [
         replace(line, name=f"mean update norm of {line.name}", colour=colours[line.name])
-        for line in _recorded(records, "simulation_only_group_norms")
+        for line in _recorded(records, "group_norms")
         if line.name in colours
     ]
+    layers = _recorded(records, "update_norms")
     return [
-        _simulation_only(
-            f"norms{end}",
-            f"{beginning}Update norms against clipping norms, by vector group",
-            caption,
-            Axis("norm of a user's part", "scaled L2", log=True),
-            [*released, *true],
-        ),
-        _simulation_only(
-            f"layers{end}",
-            f"{beginning}Update norms by layer",
-            f"Mean over the users of a round, before clipping. {noted}",
-            Axis("norm of a user's update", "L2", log=True),
-            _recorded(records, "simulation_only_update_norms"),
-        ),
+        declared("update-norms", [*released, *true], f"norms{end}", **words),
+        declared("layers", layers, f"layers{end}", **words),
     ]
 
 
 def _clipped_charts(record: RunRecord) -> list[Chart]:
     """Share of users clipped and signal to noise by round, where they were recorded."""
-    shares = _recorded([record], "simulation_only_clipped")
-    charts = [
-        _simulation_only(
-            "clipped",
-            "Users that were clipped, by vector group",
-            "Share of the users of a round whose part was longer. ",
-            Axis("users clipped", "%", ends=(0.0, 100.0)),
-            [replace(line, y=[y and 100.0 * y for y in line.y]) for line in shares],
-        ),
-        _simulation_only(
-            "signal",
-            "Signal to noise, by layer",
-            "Norm of the sum of clipped updates over that of the noise on it: below 1 a single "
-            "round moves the model more by noise than by users. ",
-            Axis("signal to noise", "no unit", log=True),
-            _recorded([record], "simulation_only_signal_to_noise"),
-        ),
-    ]
+    shares = _recorded([record], "clipped")
+    percent = [replace(line, y=[y and 100.0 * y for y in line.y]) for line in shares]
+    signal = _recorded([record], "signal_to_noise")
+    charts = [declared("clipped", percent), declared("signal", signal)]
     return [chart for chart in charts if chart.series]
 
 
-def _simulation_only(
-    name: str, title: str, caption: str, axis: Axis, series: Sequence[Series]
-) -> Chart:
-    warned = f"{caption}{_NO_GUARANTEE}"
-    return Chart(name, title, warned, ROUNDS, axis, series, simulation_only=True)
-
-
 def _recorded(records: Sequence[RunRecord], name: str) -> list[Series]:
-    """Dashed lines of true figures of rounds, an attribute of `SimulationOnlyRound`."""
+    """Dashed lines of true figures of rounds, of an attribute of `SimulationOnlyRound`."""
+    name = f"simulation_only_{name}"
     lines = _lines(
         [(each.number, getattr(each, name)) for each in run.simulation_only] for run in records
     )

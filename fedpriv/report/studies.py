@@ -11,19 +11,23 @@ from pathlib import Path
 from rich.console import Console
 
 from fedpriv.errors import DataError
-from fedpriv.report.charts import Axis, Chart, Series, save, spans_decades, writing
+from fedpriv.report.charts import (
+    Axis,
+    Chart,
+    Series,
+    declared,
+    save,
+    spans_decades,
+    texts,
+    writing,
+)
 from fedpriv.report.run_page import ACCURACY, LOSS, Measure
 from fedpriv.report.tables import Column, Table, format_epsilon, number, print_table
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target
 from fedpriv.studies.results import verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes
 
-CAVEAT = (
-    "Intervals are Student's 95% over seeds on the same users; differences are paired by seed. ε "
-    "is what each run cost alone. All runs on the same users cost more together, and anyone who "
-    "knows a seed knows the noise: a study is for simulated users or for public data."
-)
-_BARS = "Bars are Student's 95% intervals over seeds on the same users."
+CAVEAT: str = texts()["study"]["caveat"]
 _NAMES = {
     "data.options.users": ("users enrolled", "count"),
     "rounds": ("rounds", "count"),
@@ -76,27 +80,16 @@ def front_chart(arms: Sequence[ArmSummary]) -> Chart:
         _with_bars(name, [arm.epsilon for arm in of_arm], of_arm, _reader(measure))
         for name, of_arm in _by_name(arms).items()
     ]
-    return Chart(
-        "front",
-        f"{measure.name.capitalize()} against ε",
-        "Each point is an arm that was trained from the beginning with the noise of its ε. "
-        f"{_BARS} {measure.better.capitalize()} and further left is better; where lines are flat, "
-        "less ε would have cost nothing.",
-        _axis(
-            f"user-level ε at δ = {arms[0].target.delta:g}", "no unit", [a.epsilon for a in arms]
-        ),
-        measure.axis,
-        series,
-    )
+    spent = [arm.epsilon for arm in arms]
+    x = _axis(f"user-level ε at δ = {arms[0].target.delta:g}", "no unit", spent)
+    return measure_chart("study-front", measure, series, "front", x)
 
 
 def arms_chart(arms: Sequence[ArmSummary]) -> Chart:
     """Accuracy in the end, arms beside each other at each target."""
     measure, targets = measure_of(arms), _targets(arms)
-    title = f"{measure.name.capitalize()} of each arm"
-    caption = f"{_BARS} Arms at the same ε stand beside each other."
     series = _beside(list(_by_name(arms)), arms, targets, _reader(measure))
-    return Chart("arms", title, caption, _targets_axis(targets), measure.axis, series)
+    return measure_chart("arms", measure, series, x=_targets_axis(targets))
 
 
 def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
@@ -114,17 +107,9 @@ def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
     # In the place of the baseline, so that arms keep the colour and marker of other charts.
     zero, ends = f"{study.baseline}, the baseline", [-0.5, len(targets) - 0.5]
     series[names.index(study.baseline)] = Series(zero, ends, [0.0, 0.0], dashed=True, marked=False)
-    return Chart(
-        "differences",
-        f"Difference in {measure.name} from {study.baseline}",
-        f"An arm minus the baseline, seed by seed; {measure.better} is better. {_BARS} An arm "
-        "whose bar does not cross the dashed line differs from the baseline; the others cannot be "
-        "told apart from it. Each bar is for one arm: of twenty arms that are all alike, one is "
-        "expected not to cross.",
-        _targets_axis(targets),
-        Axis(f"{measure.name} minus baseline's", measure.unit),
-        series,
-    )
+    y = Axis(f"{measure.name} minus baseline's", measure.unit)
+    words = _words(measure) | {"baseline": study.baseline}
+    return declared("differences", series, x=_targets_axis(targets), y=y, **words)
 
 
 def varied_charts(study: Study, arms: Sequence[ArmSummary]) -> list[Chart]:
@@ -164,16 +149,31 @@ def _varied_chart(
         series.append(_with_bars(label, values, [arm for _, arm in points], _reader(measure)))
         all_values += values
     title, unit = _NAMES.get(axis.key, (axis.key, "as in the study's file"))
-    with_it = f" With it change: {', '.join(axis.follows)}." if axis.follows else ""
-    return Chart(
-        name,
-        f"{measure.name.capitalize()} against {title}{at}",
-        f"Each point was trained from the beginning, its noise calibrated to its ε.{with_it} "
-        f"{_BARS}",
-        _axis(title, unit, all_values),
-        measure.axis,
-        series,
-    )
+    follows = f"With it change: {', '.join(axis.follows)}. " if axis.follows else ""
+    x = _axis(title, unit, all_values)
+    return measure_chart("varied", measure, series, name, x, number=title, at=at, follows=follows)
+
+
+def measure_chart(
+    kind: str,
+    measure: Measure,
+    series: Sequence[Series],
+    name: str = "",
+    x: Axis | None = None,
+    **words: object,
+) -> Chart:
+    """A chart of a measure against something."""
+    return declared(kind, series, name, x, measure.axis, **_words(measure), **words)
+
+
+def _words(measure: Measure) -> dict[str, str]:
+    return {
+        "measure": measure.name,
+        "Measure": measure.name.capitalize(),
+        "better": measure.better,
+        "Better": measure.better.capitalize(),
+        "bars": texts()["study"]["bars"],
+    }
 
 
 def write_study_figures(read: ReadStudy, folder: Path) -> list[Path]:

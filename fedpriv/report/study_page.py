@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fedpriv.errors import DataError
 from fedpriv.ledger.budget import merge_equal
 from fedpriv.ledger.events import SamplingPolicy
-from fedpriv.report.charts import ROUNDS, Axis, Chart
+from fedpriv.report.charts import Chart
 from fedpriv.report.guarantee import assumptions, privacy_sections, users_of
 from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import RunRecord
@@ -25,6 +25,7 @@ from fedpriv.report.studies import (
     differences_chart,
     front_chart,
     line_of,
+    measure_chart,
     measure_of,
     results_table,
     varied_charts,
@@ -130,16 +131,8 @@ def _summary(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -
 def _by_round_chart(arms: Sequence[_Arm], target: Target, name: str) -> Chart:
     """Mean accuracy by round with 95% intervals over seeds, for each arm at a target."""
     measure = measure_of([arm.summary for arm in arms])
-    return Chart(
-        name,
-        f"{measure.name.capitalize()} by round at ε = {target.epsilon:g}",
-        "Mean over seeds, each arm with its own noise, calibrated to the same ε. Bands are "
-        "Student's 95% intervals: they speak of other seeds on the same users, and of one round at "
-        "a time. The rows belong to no enrolled user, and the guarantee does not cover them.",
-        ROUNDS,
-        measure.axis,
-        [line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms],
-    )
+    series = [line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms]
+    return measure_chart("study-rounds", measure, series, name, epsilon=target.epsilon)
 
 
 def _spent_chart(arms: Sequence[_Arm], target: Target) -> Chart:
@@ -150,16 +143,7 @@ def _spent_chart(arms: Sequence[_Arm], target: Target) -> Chart:
         rounds, found = _over_seeds(arm, measure)
         spent = {each.number: each.epsilon for each in arm.records[0].rounds}
         series.append(line_of(arm.summary.arm, [spent[each] for each in rounds], found))
-    return Chart(
-        "front",
-        f"{measure.name.capitalize()} against ε spent until then",
-        "Each arm's models on their way to the end of the budget, mean over seeds with Student's "
-        "95% intervals. An arm that stopped early would have paid what is below its last point; "
-        "planned for fewer rounds, it would have needed less noise.",
-        Axis(f"user-level ε spent, δ = {target.delta:g}", "no unit"),
-        measure.axis,
-        series,
-    )
+    return measure_chart("study-spent", measure, series, "front", delta=target.delta)
 
 
 def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]:
