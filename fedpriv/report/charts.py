@@ -26,7 +26,6 @@ from fedpriv.errors import InvalidValueError
 # tell lines apart where colour cannot, as in print.
 COLOURS = ("#3a86c8", "#d9622b", "#1a9a72", "#c973a6", "#c98a00", "#8a74c9", "#2aa3b8", "#8a8a8a")
 _SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-left")
-_INK = "currentColor"  # of the page's theme; black in a file
 _MARKERS = 20  # on a line, at most
 _DODGE = 0.008  # of the axis, between error bars at the same x
 _BREAK = 40  # characters of an axis title that fit on a phone
@@ -39,31 +38,7 @@ _LOG_LABEL = (
     "indexof('125', slice(format(datum.value, '.0e'), 0, 1)) >= 0 ? "
     "format(datum.value, '.4~g') : ''"
 )
-_CONFIG = alt.Config(
-    font="sans-serif",
-    view=alt.ViewConfig(stroke=None),
-    axis=alt.AxisConfig(
-        labelColor=_INK,
-        titleColor=_INK,
-        domainColor=_INK,
-        tickColor=_INK,
-        gridColor=_INK,
-        gridOpacity=0.12,
-        labelFontSize=12,
-        titleFontSize=12,
-        titleFontWeight="normal",
-    ),
-    legend=alt.LegendConfig(labelColor=_INK, labelFontSize=12, symbolSize=100, symbolStrokeWidth=2),
-    title=alt.TitleConfig(
-        color=_INK,
-        subtitleColor=_INK,
-        anchor="start",
-        frame="bounds",
-        fontSize=14,
-        subtitleFontSize=11,
-        offset=14,
-    ),
-)
+_TEMPLATES = files("fedpriv.report") / "templates"
 
 
 @dataclass(frozen=True)
@@ -122,8 +97,12 @@ class Chart:
 @cache
 def texts() -> dict[str, Any]:
     """What reports say: the content of `templates/texts.toml`."""
-    file = files("fedpriv.report") / "templates" / "texts.toml"
-    return tomllib.loads(file.read_text("utf-8"))
+    return tomllib.loads(_TEMPLATES.joinpath("texts.toml").read_text("utf-8"))
+
+
+@cache
+def _style() -> alt.Config:
+    return alt.Config.from_dict(json.loads(_TEMPLATES.joinpath("charts.json").read_text("utf-8")))
 
 
 def declared(
@@ -162,14 +141,13 @@ def figure(*charts: Chart) -> alt.HConcatChart:
     parts = []
     for chart in charts:
         marked = f"{chart.title} (simulation only)" if chart.simulation_only else chart.title
-        title = alt.TitleParams(
-            textwrap.wrap(marked, 80), subtitle=textwrap.wrap(chart.caption, 115)
-        )
+        caption = textwrap.wrap(chart.caption, 115)
+        title = alt.TitleParams(textwrap.wrap(marked, 80), subtitle=caption)
         drawn = alt.LayerChart(data=_rows(chart), layer=_layers(chart, clip=False), title=title)
         parts.append(drawn.properties(width=_SIZE[0], height=_SIZE[1]))
     apart = alt.Resolve(scale=alt.ScaleResolveMap(color="independent", shape="independent"))
     return alt.HConcatChart(
-        hconcat=parts, resolve=apart, config=_CONFIG, background="white", padding=12
+        hconcat=parts, resolve=apart, config=_style(), background="white", padding=12
     )
 
 
@@ -212,7 +190,7 @@ def embedded(chart: Chart) -> str:
     drawn = alt.LayerChart(
         data=_rows(chart),
         layer=[*layers, targets.add_params(chosen, moved)],
-        config=_CONFIG,
+        config=_style(),
         width="container",
         height=_SIZE[1],
         autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),

@@ -42,10 +42,16 @@ class Section:
     listing: str = ""  # preformatted
     linked: bool = True  # whether the table of contents names it
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing below its heading."""
+        content = (self.paragraphs, self.warnings, self.cards, self.tables, self.terms, self.charts)
+        return not (self.listing or any(content))
+
 
 @dataclass(frozen=True)
 class Page:
-    """A page: heading, a line below it, sections in order, and the last line."""
+    """A page: heading, a line below it, sections that are not empty, and the last line."""
 
     title: str
     lead: str

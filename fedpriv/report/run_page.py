@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -12,47 +12,15 @@ from fedpriv.accounting.pricing import Cost, cost_of
 from fedpriv.accounting.registry import accountant_named
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.budget import merge_equal
-from fedpriv.report.charts import Axis, Chart, Series, declared, save
+from fedpriv.report.charts import Chart, Series, declared, save, texts
 from fedpriv.report.guarantee import assumptions, privacy_sections, users_of, warnings
 from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import Figures, RunRecord, versions
+from fedpriv.report.studies import ACCURACY, LOSS
 from fedpriv.report.tables import format_epsilon
 from fedpriv.training.rounds import RoundResult
 
-FOOTER = (
-    f"Written by fedpriv {__version__}. Everything on this page was released by the run and is "
-    "covered by its (ε, δ), except accuracy and loss on held-out rows, and what is marked as "
-    "simulation only."
-)
-
-
-@dataclass(frozen=True)
-class Measure:
-    """How good a model is, in the units of its axis: an attribute of rounds and arms, scaled."""
-
-    name: str
-    axis: Axis
-    unit: str  # of a difference
-    better: str  # where a chart shows what is better
-    scale: float
-
-    def of(self, result: RoundResult) -> float | None:
-        """Its value after a round, None if it was not measured."""
-        value: float | None = getattr(result, self.name)
-        return None if value is None else self.scale * value
-
-    def line(self, rounds: Sequence[RoundResult]) -> tuple[list[RoundResult], list[float]]:
-        """The rounds after which it was measured, and its values."""
-        found = [(each, value) for each in rounds if (value := self.of(each)) is not None]
-        return [each for each, _ in found], [value for _, value in found]
-
-
-def _measure(name: str, unit: str, better: str, scale: float) -> Measure:
-    return Measure(name, declared(name, []).y, unit, better, scale)
-
-
-ACCURACY = _measure("accuracy", "points", "higher", 100.0)
-LOSS = _measure("loss", "unit of the loss", "lower", 1.0)
+FOOTER: str = texts()["footer"].format(version=__version__)
 
 
 def page_of_run(record: RunRecord) -> Page:
@@ -62,23 +30,17 @@ def page_of_run(record: RunRecord) -> Page:
         UnsupportedEventError: the plan's accountant has no analysis of the ledger's events.
     """
     loss = loss_of(record)
-    front = front_chart(record)
     norms = [*norms_charts([record]), *_clipped_charts(record)] if record.rounds else []
     nothing = [] if record.rounds else ["No round was released."]
     sections = [
         _summary(record, loss),
         *([assumptions(loss, record.ledger)] if loss else []),
         Section("accuracy", "How good the model is", nothing, charts=round_charts(record.rounds)),
-        *([Section("front", "Accuracy and privacy", charts=[front])] if front else []),
+        Section("front", "Accuracy and privacy", charts=_front_charts(record)),
         *privacy_sections(loss, cost_or_reason(record), record.ledger),
-        *([Section("norms", "Clipping", charts=norms)] if norms else []),
+        Section("norms", "Clipping", charts=norms),
         _ledger_section(record),
-        Section(
-            "plan",
-            "Resolved plan",
-            ["As it was run, with every default filled in; it can be run again."],
-            listing=record.plan,
-        ),
+        Section("plan", "Resolved plan", [texts()["plan"]["run"]], listing=record.plan),
         software_section(),
     ]
     return Page(record.name, f"A run on {record.ledger.population}, by fedpriv", sections, FOOTER)
@@ -116,11 +78,7 @@ def cost_or_reason(record: RunRecord) -> Cost | str:
 
 def software_section() -> Section:
     """The versions that wrote the page; those of a run are in its plan."""
-    note = (
-        "With these versions the ledger was verified and priced and this page was written. The "
-        "versions a run began with are at the head of its plan."
-    )
-    return Section("software", "Software", [note], terms=versions())
+    return Section("software", "Software", [texts()["plan"]["versions"]], terms=versions())
 
 
 def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
@@ -165,19 +123,16 @@ def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
 def _ledger_section(record: RunRecord) -> Section:
     """What was checked of the ledger."""
     checked = record.verification
-    head = f"{checked.head.count}:{checked.head.hash}"
-    cohorts = "Not checked: the record of who took part is not here, as is right in a copy."
-    if checked.cohorts:
-        cohorts = "Each recorded cohort fits the commitment in its charge."
-    terms = {
-        "Hash chain": f"Intact: {checked.head.count} charges, none altered.",
-        "Cohorts": cohorts,
-        "Releases": f"All {checked.releases} releases of this run have their charge in the ledger.",
-        "Population": record.ledger.population,
-        "Runs in the ledger": ", ".join(record.ledger.runs()) or "none",
-        "Head": head,
-        "Check it yourself": f"fedpriv ledger verify {record.ledger.path.name} --head {head}",
+    told = texts()["ledger"]
+    words = {
+        "checked": checked,
+        "cohorts": told["checked"] if checked.cohorts else told["not_checked"],
+        "population": record.ledger.population,
+        "runs": ", ".join(record.ledger.runs()) or "none",
+        "head": f"{checked.head.count}:{checked.head.hash}",
+        "file": record.ledger.path.name,
     }
+    terms = {term: text.format(**words) for term, text in told["terms"].items()}
     return Section("ledger", "Ledger verification", terms=terms)
 
 
@@ -193,11 +148,11 @@ def round_charts(rounds: Sequence[RoundResult]) -> list[Chart]:
     return [*charts, *(_metric_chart(rounds, name) for name in names)]
 
 
-def front_chart(record: RunRecord) -> Chart | None:
-    """Accuracy against the ε spent until then; None if accuracy was not measured."""
+def _front_charts(record: RunRecord) -> list[Chart]:
+    """Accuracy against the ε spent until then, if accuracy was measured."""
     points, values = ACCURACY.line(record.rounds)
     line = Series("models of this run", [each.epsilon for each in points], values)
-    return declared("front", [line], delta=record.delta) if points else None
+    return [declared("front", [line], delta=record.delta)] if points else []
 
 
 def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:

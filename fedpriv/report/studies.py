@@ -2,12 +2,11 @@
 
 import csv
 import io
-import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pydantic_core import to_json
 from rich.console import Console
 
 from fedpriv.errors import DataError
@@ -21,11 +20,11 @@ from fedpriv.report.charts import (
     texts,
     writing,
 )
-from fedpriv.report.run_page import ACCURACY, LOSS, Measure
-from fedpriv.report.tables import Column, Table, format_epsilon, number, print_table
+from fedpriv.report.tables import Column, Table, format_epsilon, print_table
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target
 from fedpriv.studies.results import verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes
+from fedpriv.training.rounds import RoundResult
 
 CAVEAT: str = texts()["study"]["caveat"]
 _NAMES = {
@@ -41,26 +40,47 @@ _NONE = "–"
 _Of = Callable[[ArmSummary], Interval | None]
 
 
+@dataclass(frozen=True)
+class Measure:
+    """How good a model is, in the units of its axis: an attribute of rounds and arms, scaled."""
+
+    name: str
+    axis: Axis
+    unit: str  # of a difference
+    better: str  # where a chart shows what is better
+    scale: float
+
+    def end(self, arm: ArmSummary) -> Interval | None:
+        """Its mean over seeds at the end."""
+        return self._scaled(getattr(arm, self.name))
+
+    def difference(self, arm: ArmSummary) -> Interval | None:
+        """Its mean paired difference from the baseline at the end; None without one."""
+        return self._scaled(getattr(arm, f"{self.name}_difference"))
+
+    def _scaled(self, found: Interval | None) -> Interval | None:
+        if found is None:
+            return None
+        half_width = found.half_width and self.scale * found.half_width
+        return replace(found, mean=self.scale * found.mean, half_width=half_width)
+
+    def line(self, rounds: Sequence[RoundResult]) -> tuple[list[RoundResult], list[float]]:
+        """The rounds after which it was measured, and its values."""
+        found = [each for each in rounds if getattr(each, self.name) is not None]
+        return found, [self.scale * getattr(each, self.name) for each in found]
+
+
+def _measure(name: str, unit: str, better: str, scale: float) -> Measure:
+    return Measure(name, declared(name, []).y, unit, better, scale)
+
+
+ACCURACY = _measure("accuracy", "points", "higher", 100.0)
+LOSS = _measure("loss", "unit of the loss", "lower", 1.0)
+
+
 def measure_of(arms: Sequence[ArmSummary]) -> Measure:
     """Accuracy, or loss if an arm has no accuracy."""
     return ACCURACY if all(arm.accuracy is not None for arm in arms) else LOSS
-
-
-def _reader(measure: Measure, suffix: str = "") -> _Of:
-    """Reads a measure of an arm at the end, or its paired difference from the baseline."""
-
-    def read(arm: ArmSummary) -> Interval | None:
-        found: Interval | None = getattr(arm, measure.name + suffix)
-        if found is None:
-            return None
-        half_width = found.half_width
-        return replace(
-            found,
-            mean=measure.scale * found.mean,
-            half_width=None if half_width is None else measure.scale * half_width,
-        )
-
-    return read
 
 
 def line_of(name: str, x: Sequence[float], found: Sequence[Interval | None]) -> Series:
@@ -77,7 +97,7 @@ def front_chart(arms: Sequence[ArmSummary]) -> Chart:
     """Accuracy in the end against ε spent, a line for each arm with all its targets."""
     measure = measure_of(arms)
     series = [
-        _with_bars(name, [arm.epsilon for arm in of_arm], of_arm, _reader(measure))
+        _with_bars(name, [arm.epsilon for arm in of_arm], of_arm, measure.end)
         for name, of_arm in _by_name(arms).items()
     ]
     spent = [arm.epsilon for arm in arms]
@@ -88,7 +108,7 @@ def front_chart(arms: Sequence[ArmSummary]) -> Chart:
 def arms_chart(arms: Sequence[ArmSummary]) -> Chart:
     """Accuracy in the end, arms beside each other at each target."""
     measure, targets = measure_of(arms), _targets(arms)
-    series = _beside(list(_by_name(arms)), arms, targets, _reader(measure))
+    series = _beside(list(_by_name(arms)), arms, targets, measure.end)
     return measure_chart("arms", measure, series, x=_targets_axis(targets))
 
 
@@ -98,12 +118,11 @@ def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
     None if no arm has a seed in common with the baseline.
     """
     measure = measure_of(arms)
-    difference = _reader(measure, "_difference")
-    found = [arm for arm in arms if difference(arm) is not None]
+    found = [arm for arm in arms if measure.difference(arm) is not None]
     if not found:
         return None
     targets, names = _targets(found), list(_by_name(arms))
-    series = _beside(names, found, targets, difference)
+    series = _beside(names, found, targets, measure.difference)
     # In the place of the baseline, so that arms keep the colour and marker of other charts.
     zero, ends = f"{study.baseline}, the baseline", [-0.5, len(targets) - 0.5]
     series[names.index(study.baseline)] = Series(zero, ends, [0.0, 0.0], dashed=True, marked=False)
@@ -146,7 +165,7 @@ def _varied_chart(
     for label, line, target in lines:
         points = [(x, found[arm, target]) for x, arm in line.arms if (arm, target) in found]
         values = [x for x, _ in points]
-        series.append(_with_bars(label, values, [arm for _, arm in points], _reader(measure)))
+        series.append(_with_bars(label, values, [arm for _, arm in points], measure.end))
         all_values += values
     title, unit = _NAMES.get(axis.key, (axis.key, "as in the study's file"))
     follows = f"With it change: {', '.join(axis.follows)}. " if axis.follows else ""
@@ -199,7 +218,6 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     """How arms compare at a target."""
     study, arms = read.study, [arm for arm in read.arms if arm.target == target]
     measure, levels = measure_of(arms), read.study.accuracies
-    end, difference = _reader(measure), _reader(measure, "_difference")
     columns = (
         Column("arm", "text"),
         Column("accuracy\n(%)" if measure is ACCURACY else "loss"),
@@ -212,10 +230,10 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     for arm in arms:
         finished = len(arm.seeds)
         some = "" if finished == len(study.seeds) else f" ({finished} seeds)"
-        against = "baseline" if arm.arm == study.baseline else _text(difference(arm), "+")
+        against = "baseline" if arm.arm == study.baseline else _text(measure.difference(arm), "+")
         reached = [_rounds(arm, level) for level in levels]
         spent = (f"{arm.noise_multiplier:.4g}", format_epsilon(arm.epsilon))
-        rows.append((f"{arm.arm}{some}", _text(end(arm)), against, *reached, *spent))
+        rows.append((f"{arm.arm}{some}", _text(measure.end(arm)), against, *reached, *spent))
     caption = (
         f"At ε = {target.epsilon:g}, δ = {target.delta:g}: means over {len(study.seeds)} seeds ± "
         f"Student's 95% interval, differences from {study.baseline} paired by seed"
@@ -260,7 +278,8 @@ def print_study(read: ReadStudy, console: Console) -> None:
 def results_json(read: ReadStudy) -> str:
     """One JSON object: the study's name, seeds, baseline and verdict, and a row for each arm.
 
-    Means have the ends of their 95% intervals beside them; null where one seed has none.
+    Means have the ends of their 95% intervals beside them; null where one seed has none. Numbers
+    that are not finite are the strings "Infinity" and "NaN".
     """
     study = read.study
     content = {
@@ -271,7 +290,7 @@ def results_json(read: ReadStudy) -> str:
         "verdict": list(verdict(study, read.arms)),
         "arms": [_arm_row(arm) for arm in read.arms],
     }
-    return json.dumps(_as_json(content), indent=2, allow_nan=False) + "\n"
+    return to_json(content, indent=2, inf_nan_mode="strings").decode() + "\n"
 
 
 def results_csv(read: ReadStudy) -> str:
@@ -373,13 +392,3 @@ def _csv(rows: Iterable[Mapping[str, object]]) -> str:
     writer.writeheader()
     writer.writerows(found)
     return text.getvalue()
-
-
-def _as_json(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {key: _as_json(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(inner) for inner in value]
-    if isinstance(value, float):
-        return None if math.isnan(value) else number(value)
-    return value

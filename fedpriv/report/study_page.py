@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from fedpriv.errors import DataError
 from fedpriv.ledger.budget import merge_equal
 from fedpriv.ledger.events import SamplingPolicy
-from fedpriv.report.charts import Chart
+from fedpriv.report.charts import Chart, texts
 from fedpriv.report.guarantee import assumptions, privacy_sections, users_of
 from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import RunRecord
 from fedpriv.report.run_page import (
     FOOTER,
-    Measure,
     cost_or_reason,
     loss_of,
     norms_charts,
@@ -21,6 +20,7 @@ from fedpriv.report.run_page import (
 )
 from fedpriv.report.studies import (
     CAVEAT,
+    Measure,
     clipping_table,
     differences_chart,
     front_chart,
@@ -58,20 +58,19 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
     targets = [target for target in read.study.targets if _at(arms, target)]
     compared = differences_chart(read.study, read.arms)
     varied = varied_charts(read.study, read.arms)
-    note = "With base and arms written out; it can be run again. Each run's resolved plan is in "
     text = (read.folder / STUDY).read_text(encoding="utf-8")
     by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
     front = front_chart(read.arms) if len(targets) > 1 else _spent_chart(arms, targets[0])
     sections = [
         _summary(read, arms, targets),
-        *([Section("differences", "Against the baseline", charts=[compared])] if compared else []),
+        Section("differences", "Against the baseline", charts=[compared] if compared else []),
         Section("accuracy", "How good the models are", charts=by_round),
         Section("front", "Accuracy and privacy", charts=[front]),
-        *([Section("varied", "What was varied", charts=varied)] if varied else []),
+        Section("varied", "What was varied", charts=varied),
         *_privacy(arms),
         _clipping(read, arms, targets),
         Section("ledger", "Ledger verification", tables=[_ledgers_table(arms)]),
-        Section("plan", "Resolved study", [f"{note}its folder."], listing=text),
+        Section("plan", "Resolved study", [texts()["plan"]["study"]], listing=text),
         software_section(),
     ]
     return Page(read.study.name, f"A study on {_who(arms)}, by fedpriv", sections, FOOTER)
