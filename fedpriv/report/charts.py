@@ -9,8 +9,7 @@ import json
 import math
 import textwrap
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -198,15 +197,6 @@ def embedded(chart: Chart) -> str:
         description=f"{chart.title}. {chart.caption}",
     )
     return json.dumps(drawn.to_dict(), separators=(",", ":"), allow_nan=False)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raise InvalidValueError if the file system refuses what is written below a path."""
-    try:
-        yield
-    except OSError as error:
-        raise InvalidValueError(f"{path} cannot be written: {error.strerror}") from error
 
 
 @cache

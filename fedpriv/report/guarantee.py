@@ -17,8 +17,9 @@ from fedpriv.accounting.pricing import (
     weakest_arithmetic,
     weakest_randomness,
 )
+from fedpriv.errors import writing
 from fedpriv.ledger.events import Randomness, SamplingPolicy
-from fedpriv.report.charts import Chart, Series, declared, save, texts, writing
+from fedpriv.report.charts import Chart, Series, declared, save, texts
 from fedpriv.report.page import Section
 from fedpriv.report.tables import Column, Table, format_epsilon, format_epsilon_low, lower_end
 

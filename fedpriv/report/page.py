@@ -11,7 +11,8 @@ from tempfile import NamedTemporaryFile
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fedpriv.report.charts import Chart, embedded, library, writing
+from fedpriv.errors import writing
+from fedpriv.report.charts import Chart, embedded, library
 from fedpriv.report.tables import Table
 
 _TEMPLATES = files("fedpriv.report") / "templates"

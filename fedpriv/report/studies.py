@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic_core import to_json
 from rich.console import Console
 
-from fedpriv.errors import DataError
+from fedpriv.errors import DataError, writing
 from fedpriv.report.charts import (
     Axis,
     Chart,
@@ -18,7 +18,6 @@ from fedpriv.report.charts import (
     save,
     spans_decades,
     texts,
-    writing,
 )
 from fedpriv.report.tables import Column, Table, format_epsilon, print_table
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target
