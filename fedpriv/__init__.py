@@ -28,32 +28,13 @@ if TYPE_CHECKING:
     from fedpriv.training.rounds import RoundResult
 
 __version__ = "0.1.0"
+# fmt: off
 __all__ = [
-    "SGD",
-    "AdaptiveClipping",
-    "Averaging",
-    "Comparison",
-    "FedAdagrad",
-    "FedAdam",
-    "FedAvg",
-    "FedAvgM",
-    "FedYogi",
-    "Flat",
-    "Grouped",
-    "Joint",
-    "Mechanism",
-    "Part",
-    "PerLayer",
-    "Poisson",
-    "Population",
-    "RoundResult",
-    "Run",
-    "Task",
-    "__version__",
-    "compare",
-    "epsilon",
-    "simulate",
+    "SGD", "AdaptiveClipping", "Averaging", "Comparison", "FedAdagrad", "FedAdam", "FedAvg",
+    "FedAvgM", "FedYogi", "Flat", "Grouped", "Joint", "Mechanism", "Part", "PerLayer", "Poisson",
+    "Population", "RoundResult", "Run", "Task", "__version__", "compare", "epsilon", "simulate",
 ]
+# fmt: on
 
 _NAMES_IN = {
     "accounting.registry": "epsilon",

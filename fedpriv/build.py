@@ -109,7 +109,7 @@ def build(
     held_out: HeldOut,
     spent: Sequence[RoundEvent] = (),
 ) -> Experiment:
-    """The experiment that a configuration describes; args and errors as for `resolve`."""
+    """The experiment that a configuration describes; see `resolve`."""
     model, mechanism, local = config.model, config.mechanism(), config.local.build()
     task = build_task(model.name, model.options, model.seed, model.loss, config.metrics.report)
     description = f"{model!r} {_kinds(local, mechanism)} seed={config.seed}"
@@ -133,20 +133,10 @@ def resolve(
 ) -> Experiment:
     """Calibrate the noise if asked to, and check that all parts of a run fit together.
 
-    Args:
-        config: rounds, seed, engine, output and callbacks; the rest is a record of the values.
-        run: name of the run in the ledger, if the configuration has none.
-        enrolled: the users the plan is for.
-        held_out: rows of no enrolled user.
-        task: model and loss.
-        mechanism: without a noise multiplier it is calibrated to its budget and `config.rounds`.
-        local: how each user trains.
-        optimizer: how the server steps.
-        description: binds checkpoints to model and data; see `TrainingPlan`.
-        spent: what the ledger holds already; calibrated noise keeps all of it together within ε.
-
-    Raises:
-        FedprivError: something does not fit; the message says what.
+    Of the configuration, rounds, seed, engine, output and callbacks are read; the rest is a record
+    of the values. A mechanism without a noise multiplier is calibrated so that `config.rounds` and
+    what was `spent` in the ledger stay within its budget together. `run` is the name in the ledger
+    if the configuration has none; `description` binds checkpoints to model and data.
     """
     device = device_named(config.engine.device)
     few = {name: column[:4] for name, column in held_out.items()}
@@ -260,17 +250,8 @@ def build_task(
 ) -> Task:
     """The task of these names, with equal initial and frozen parameters wherever it is built.
 
-    Args:
-        model: one of `MODELS`, or the import path of a function that returns a module.
-        options: arguments of that function.
-        seed: of the parameters.
-        loss: one of `LOSSES`, or an import path.
-        metrics: names of metrics; those that are import paths become the task's own.
-
-    Raises:
-        ModelError: a name is unknown, or what it names cannot be used.
-        InvalidValueError: an option does not fit.
-        OSError: the model's function raises it.
+    Metrics that are import paths become the task's own. A FedprivError says that a name is unknown
+    or what it names cannot be used; an OSError may come from the model's function.
     """
     return Task(build_model(model, options, seed), loss, metrics=own_metrics(metrics))
 

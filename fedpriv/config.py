@@ -1,4 +1,4 @@
-"""The configuration of an experiment: TOML, checked key by key.
+"""The configuration of an experiment: TOML, checked key by key; docs/configuration.md has all keys.
 
 Each section builds its values (`build`), and says what it would say of given values (`of`), so that
 a name of a configuration is mapped once in each direction.
@@ -142,10 +142,7 @@ class ModelSection(Section):
 
 
 class LocalSection(Section):
-    """How each user trains; `batch_size = "all"` with `steps = 1` is FedSGD.
-
-    `options` are fields that another algorithm has beside those of all algorithms.
-    """
+    """How each user trains; `options` are further fields of an algorithm of one's own."""
 
     algorithm: Annotated[str, _one_of(_ALGORITHM)] = "sgd"
     learning_rate: Positive
@@ -243,10 +240,7 @@ _CLIPPING_KEYS = ("norm", "parts", "split", "scales")
 
 
 class ClippedSection(Section):
-    """One key, `strategy`, chooses how to clip.
-
-    `parts` and `split` are read by per-layer clipping, `scales` by joint clipping.
-    """
+    """How to clip; per-layer clipping reads `parts` and `split`, joint clipping `scales`."""
 
     norm: Positive | None = None
     strategy: Annotated[str, _one_of(_STRATEGY)] = "flat"
@@ -261,16 +255,12 @@ class ClippedSection(Section):
 
 
 class GroupSection(ClippedSection):
-    """Tensors that are clipped in their own way: those that fit one of the patterns first.
-
-    `tensors` are globs over parameter names, such as "conv*" or "*.bias". `share` is a weight: how
-    much of the update's privacy these tensors get; all groups have one, or none.
-    """
+    """Tensors that are clipped in their own way: those that fit one of the patterns first."""
 
     name: Name
-    tensors: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
+    tensors: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]  # globs, as "*.bias"
     norm: Positive
-    share: Positive | None = None
+    share: Positive | None = None  # weight in the update's privacy; all groups have one, or none
 
 
 class AdaptiveSection(Section):
@@ -322,23 +312,14 @@ class ClippingSection(ClippedSection):
 
 
 class MetricsSection(Section):
-    """What is released beside the update, and the share of a round's privacy for all of it.
-
-    `report` has a table of options for each metric, by its name.
-    """
+    """What is released beside the update, and the share of a round's privacy for all of it."""
 
     share: float = 0.05
-    report: dict[str, dict[str, int | float | list[float]]] = {}
+    report: dict[str, dict[str, int | float | list[float]]] = {}  # options of metrics by name
 
 
 class AveragingSection(Section):
-    """How much users count, and what sums are divided by.
-
-    With `weights = "examples"` a user with n examples counts min(n, cap)/cap. `total_weight`, about
-    the sum of all weights, is a public constant that divides averages: if it were computed from the
-    users, each of them would move all averages. With `floor` the denominator is the cohort's own
-    weight, but at least that share of the expected.
-    """
+    """How much users count, and what sums are divided by; see `Averaging`."""
 
     weights: Literal["equal", "examples"] = "equal"
     cap: Count | None = None
@@ -364,12 +345,7 @@ class NoiseSection(Section):
 
 
 class EngineSection(Section):
-    """Where and how fast; nothing here changes the guarantee.
-
-    The result changes only by rounding: to 8 bits while users train, with `activations` of
-    "bfloat16". On a CPU users train side by side in `processes` that are forked; absent, one for
-    each of torch's threads.
-    """
+    """Where and how fast; nothing here changes the guarantee, nor the result but for rounding."""
 
     device: str = "auto"
     chunk_mebibytes: Count = 128
@@ -378,11 +354,7 @@ class EngineSection(Section):
 
 
 class OutputSection(Section):
-    """What is written, and how often, in rounds; `tensorboard` adds event files.
-
-    With `simulation_only` a simulation in this process records true figures of each round, which no
-    guarantee covers.
-    """
+    """What is written, and how often, in rounds; no guarantee covers what is `simulation_only`."""
 
     evaluate_every: Count = 1
     checkpoint_every: Count = 1
@@ -399,14 +371,9 @@ class CallbacksSection(Section):
 class FederationSection(Section):
     """Where real nodes take part, and how long the server waits for them.
 
-    `enrolment` is a file of nodes, their users and their certificates' fingerprints. `certificates`
-    is a folder with ca.pem, server.pem and server.key. `held_out` is an .npz file of the server's
-    own rows; absent, the model is measured on those of `data`.
-
     A round ends when all have answered; at the latest after `deadline_seconds`; and before if only
     nodes are missing that have not been connected for `absent_seconds`. With `fixed_length` it
-    always takes `deadline_seconds`, so that its length says nothing of who was drawn. Updates in
-    transfer take `transfer_mebibytes` of memory at most, each for `transfer_seconds`.
+    always takes `deadline_seconds`, so that its length says nothing of who was drawn.
     """
 
     address: str = "127.0.0.1:7443"
@@ -423,16 +390,17 @@ class FederationSection(Section):
     metrics_address: str | None = None
 
 
+_MECHANISM_KEYS = ("delta", "epsilon", "noise_multiplier", "accountant", "unsafe_no_privacy")
+"""Keys of the section privacy that are attributes of a mechanism."""
+
+
 class Config(Section):
     """One experiment."""
 
     name: Name
     rounds: Count
-    run: Name | None = None
-    """Name of the run in the ledger; made up from `name` if absent."""
-    seed: Seed | None = None
-    """Makes cohorts, noise and local training reproducible; the guarantee then does not hold
-    against those who know it, and every report says so. Absent: the operating system's."""
+    run: Name | None = None  # in the ledger; made up from the name if absent
+    seed: Seed | None = None  # no guarantee holds against those who know it
     data: DataSection
     model: ModelSection
     local: LocalSection
@@ -450,28 +418,23 @@ class Config(Section):
 
     def mechanism(self) -> Mechanism:
         """The mechanism, not calibrated yet."""
-        privacy, averaging, adaptive = self.privacy, self.averaging, self.clipping.adaptive
+        adaptive = self.clipping.adaptive
         return Mechanism(
-            sampling=self.sampling.build(privacy.sampling_probability),
+            sampling=self.sampling.build(self.privacy.sampling_probability),
             clipping=self.clipping.build(),
-            noise_multiplier=privacy.noise_multiplier,
-            epsilon=privacy.epsilon,
-            delta=privacy.delta,
             allocation=self.noise.allocation,
             adaptive=AdaptiveClipping(**adaptive.model_dump()) if adaptive else None,
-            averaging=Averaging(averaging.cap, averaging.total_weight, averaging.floor),
+            averaging=Averaging(**self.averaging.model_dump(exclude={"weights"})),
             metrics=self.metrics.report,
             metrics_share=self.metrics.share,
-            accountant=privacy.accountant,
-            unsafe_no_privacy=privacy.unsafe_no_privacy,
+            **self.privacy.model_dump(include=set(_MECHANISM_KEYS)),
         )
 
 
 def mechanism_tables(mechanism: Mechanism) -> dict[str, Table]:
     """What the sections of a configuration say of a mechanism."""
     averaging, adaptive = mechanism.averaging, mechanism.adaptive
-    names = ("delta", "epsilon", "noise_multiplier", "accountant", "unsafe_no_privacy")
-    privacy = {name: getattr(mechanism, name) for name in names}
+    privacy = {key: getattr(mechanism, key) for key in _MECHANISM_KEYS}
     return {
         "sampling": SamplingSection.of(mechanism.sampling),
         "privacy": privacy
@@ -499,12 +462,7 @@ def _scalars(value: object, except_for: Collection[str] = ()) -> Table:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read an experiment from TOML.
-
-    Args:
-        path: the file.
-        overrides: assignments "a.b=value" that replace keys of the file; the value is TOML, or
-            text if it is not.
+    """Read an experiment from a TOML file, of which overrides "a.b=value" replace keys.
 
     Raises:
         InvalidValueError: the file is absent or not valid TOML, a key is unknown, absent or of the
@@ -534,11 +492,7 @@ def spelled_out(table: Mapping[str, object]) -> dict[str, object]:
 
 
 def assign(table: dict[str, object], override: str) -> None:
-    """Replace a key of a table in place, given "a.b=value" with a value in TOML or text.
-
-    Raises:
-        InvalidValueError: it is not an assignment, or a key on its way does not hold a table.
-    """
+    """Replace a key of a table in place, given "a.b=value" with a value in TOML, or else text."""
     path, separator, text = override.partition("=")
     keys = [key.strip() for key in path.split(".")]
     if not separator or not all(keys):

@@ -1,20 +1,4 @@
-"""Every error that fedpriv raises on purpose.
-
-FedprivError
-├── InvalidValueError        a setting outside its legal range (also a ValueError)
-├── DataError                users' data that cannot be read or is inconsistent
-├── ModelError               a model that cannot be trained for users separately
-├── UnsupportedEventError    an accountant has no analysis of this event
-├── BudgetExceededError      the next release would pass the privacy budget
-├── LedgerError              a ledger that cannot be opened, extended or believed
-├── AuditError               a ledger of another machine breaks its promises
-├── CheckpointError          a checkpoint that does not fit the plan or the ledger
-├── StoppedError             the operator asked the server to stop
-├── WorkerError              a worker of a simulation does not do its part
-└── WireError                a message of another machine that is malformed or does not fit
-
-Each message is one sentence that says what is wrong, its value and what is legal.
-"""
+"""Every error that fedpriv raises on purpose: one sentence says what is wrong and what is legal."""
 
 import difflib
 from collections.abc import Iterable, Iterator

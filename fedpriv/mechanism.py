@@ -102,12 +102,9 @@ class Flat(ClippingPolicy):
 
 @dataclass(frozen=True)
 class PerLayer(ClippingPolicy):
-    """Each layer, or each tensor, to its own norm S_g.
+    """Each layer, or each tensor, to its own norm S_g, with Σ S_g² = S².
 
-    Attributes:
-        norm: S with Σ S_g² = S²; not read where `split` names every norm.
-        parts: what has a norm of its own.
-        split: "equal" norms, norms ∝ √"dimension", or S_g by name.
+    The norms are equal, or ∝ √dimension, or S_g by name; S is then not read.
     """
 
     norm: float
@@ -131,15 +128,10 @@ class PerLayer(ClippingPolicy):
 
 @dataclass(frozen=True)
 class Joint(ClippingPolicy):
-    """The whole update to one norm S, each tensor measured in units of its scale α.
+    """The whole update to one norm S, each tensor measured in units of its scale α."""
 
-    Attributes:
-        norm: S, the bound on the norm of the scaled update.
-        scales: α ∝ "dimension"^(−1/4), or α by tensor.
-    """
-
-    norm: float
-    scales: Literal["dimension"] | Mapping[str, float] = "dimension"
+    norm: float  # S, of the scaled update
+    scales: Literal["dimension"] | Mapping[str, float] = "dimension"  # α ∝ dimension^(−1/4), or α
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
         """One group."""
@@ -151,17 +143,11 @@ class Joint(ClippingPolicy):
 
 @dataclass(frozen=True)
 class Part:
-    """Tensors that are clipped in their own way.
+    """Tensors that are clipped in their own way."""
 
-    Attributes:
-        tensors: globs over parameter names, such as "conv*" or "*.bias".
-        clipping: of these tensors.
-        share: weight of the noise budget that they get; all parts have one, or none has.
-    """
-
-    tensors: Sequence[str]
+    tensors: Sequence[str]  # globs over parameter names, such as "conv*" or "*.bias"
     clipping: ClippingPolicy
-    share: float | None = None
+    share: float | None = None  # weight of the noise budget they get; all parts have one, or none
 
 
 @dataclass(frozen=True)
