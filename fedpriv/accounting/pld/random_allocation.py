@@ -35,8 +35,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from scipy.special import logsumexp, ndtri
+from scipy.special import ndtri
 
+from fedpriv.accounting.pld.dominating_pairs import PoissonPair, gaussian_masses
 from fedpriv.accounting.pld.lattice import (
     LEAST_NOISE,
     MOST_NOISE,
@@ -48,7 +49,6 @@ from fedpriv.accounting.pld.lattice import (
     dominated,
     dominating,
 )
-from fedpriv.accounting.pld.sampling import PoissonPair, gaussian_masses
 from fedpriv.accounting.rounds import Direction, Vector
 
 _ULP = 2.0**-53
@@ -419,8 +419,7 @@ _TAILS = (1e-40, 1e-120, 1e-290)
 _LOST = 1e-90
 """More than the probability of all that may underflow."""
 _MOST_ROUNDS = 1 << 30
-_NODES = 1024
-"""Nodes of a sketch: groups of more than a few points would hide how fast tails fall."""
+_NODES = 1024  # of a sketch: groups of more than a few points would hide how fast tails fall
 
 
 def allocation_pairs(rounds: int, participations: int, noise_multiplier: float) -> Pairs:
@@ -470,7 +469,7 @@ class AllocationPair:
         """The pair of the same kind with other noise."""
         return replace(self, z=z)
 
-    def sketch(self, tail: float, direction: Direction) -> Sketch:
+    def sketch(self, tail: float) -> Sketch:
         """The loss, roughly, without losses that are rarer than `tail`."""
         ratios = self._ratios(tail, spread)
         value, mass = coarse(ratios, _NODES)
@@ -479,9 +478,8 @@ class AllocationPair:
         # One node beyond, as ε lies below the first loss that is rarer than δ.
         first = max(0, int((loss < low).sum()) - 1)
         seen = slice(first, int((loss <= high).sum()) + 1)
-        log_mass = (np.log(mass) + (loss if direction is Direction.REMOVE else 0.0))[seen]
-        centre = float(loss[int(np.searchsorted(np.cumsum(mass), 0.5))])
-        return Sketch(log_mass - logsumexp(log_mass), direction * loss[seen], direction * centre)
+        middle = float(loss[int(np.searchsorted(np.cumsum(mass), 0.5))])
+        return Sketch(np.log(mass[seen]), loss[seen], middle)
 
     def dominating(self, lattice: Lattice, direction: Direction) -> LossAtoms:
         """A loss on the lattice that is at least as bad as that of the pass."""

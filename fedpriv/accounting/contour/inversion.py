@@ -11,35 +11,27 @@ from dataclasses import replace
 
 import numpy as np
 
+from fedpriv.accounting.contour.cumulant import log_absent
 from fedpriv.accounting.contour.integral import Contour, contour, cumulant_bound
-from fedpriv.accounting.contour.plan import (
+from fedpriv.accounting.contour.saddle_point import (
     LEAST_LOG_DELTA,
-    Plan,
-    Setting,
+    ContourPlan,
+    DirectedRounds,
     plan_at_delta,
     plan_at_epsilon,
 )
-from fedpriv.accounting.contour.privacy_loss import log_absent
+from fedpriv.accounting.gaussian import Ends, check_delta, check_epsilon
 from fedpriv.accounting.rounds import Direction, Rounds, arrays, check_rounds, summary
-from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from fedpriv.errors import UnsupportedEventError
 
-_WIDEST = 1e-3
-"""Largest width of an interval, relative to its upper end."""
-_NARROW = 1e-7
-"""Width at which no second contour is tried."""
-_SHIFTS = (1.0, 0.85)
-"""Where contours cross the real axis, relative to the plan; many rounds have the first alone."""
-_NEGLIGIBLE = 1e-9
-"""A width of ε that never matters; of δ, the least δ that is told from 0."""
+_WIDEST = 1e-3  # largest width of an interval, relative to its upper end
+_NARROW = 1e-7  # width at which no second contour is tried
+_SHIFTS = (1.0, 0.85)  # where contours cross the real axis, relative to the plan
 _LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.1, 1e6, 1e-12
+# Distances at which a bound is looked for, relative to the estimated one.
 _STEPS = [0.0] + [1.01 * 1.5**k for k in range(40)]
-"""Distances at which a bound is looked for, relative to the estimated one."""
-_PLANNED = 48
-"""Groups of rounds that are enough for a plan."""
-_BEYOND = 1e150
-"""A loss instead of ∞."""
-
-Ends = tuple[float, float]
+_PLANNED = 48  # groups of rounds that are enough for a plan; only so few get a second contour
+_BEYOND = 1e150  # a loss instead of ∞
 
 
 class ContourUnsuitableError(UnsupportedEventError):
@@ -58,25 +50,21 @@ def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
         ContourUnsuitableError: the interval would be wider, or z is outside [0.1, 1e6], q below
             1e-12 or δ below 1e-100.
     """
-    if not 0.0 < delta < 1.0:
-        raise InvalidValueError(f"delta is {delta}; it must be in (0, 1)")
+    check_delta(delta)
     log_delta = math.log(delta)
     if log_delta < LEAST_LOG_DELTA:
         raise ContourUnsuitableError(f"delta is {delta}; the contour needs at least 1e-100")
 
-    def ceiling(setting: Setting, plan: Plan) -> float:
+    def ceiling(setting: DirectedRounds, plan: ContourPlan) -> float:
         """The largest loss or a Rényi bound (Canonne, Kamath & Steinke 2020, Proposition 12)."""
-        allowed = _allowed(log_delta, setting.rounds * math.exp(plan.log_tail))
+        allowed = _log_allowed(log_delta, setting.number * math.exp(plan.log_tail))
         renyi = (cumulant_bound(setting, plan) - allowed - conversion(plan.c)) / plan.c
         return max(0.0, min(renyi, _largest_loss(setting)))
 
-    return _worse(
-        rounds,
-        lambda setting: plan_at_delta(setting, log_delta),
-        lambda found: _epsilon_ends(found, log_delta),
-        ceiling,
-        _NEGLIGIBLE,
-    )
+    def ends(found: Contour) -> Ends:
+        return _epsilon_ends(found, log_delta)
+
+    return _worse(rounds, lambda each: plan_at_delta(each, log_delta), ends, ceiling, 1e-9)
 
 
 def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
@@ -89,24 +77,23 @@ def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
     Raises:
         As `epsilon_interval`.
     """
-    if not 0.0 <= epsilon < math.inf:
-        raise InvalidValueError(f"epsilon is {epsilon}; it must be finite and not negative")
+    check_epsilon(epsilon)
 
-    def ceiling(setting: Setting, plan: Plan) -> float:
+    def ceiling(setting: DirectedRounds, plan: ContourPlan) -> float:
         if epsilon >= _largest_loss(setting):
             return 0.0
         exponent = cumulant_bound(setting, plan) - plan.c * epsilon - conversion(plan.c)
-        dropped = setting.rounds * math.exp(plan.log_tail)
+        dropped = setting.number * math.exp(plan.log_tail)
         return min(1.0, math.exp(min(exponent, 0.0)) + dropped)
 
     def ends(found: Contour) -> Ends:
-        below, above = found.bounds(epsilon)
+        below, above = (_log(bound) for bound in found.bounds(epsilon))
         scale = found.log_scale(epsilon)
-        low = math.exp(min(math.log(below) + scale, 0.0)) if below > 0.0 else 0.0
-        up = math.exp(min(math.log(above) + scale, 0.0)) if above > 0.0 else 1.0
-        return low, min(max(up + found.dropped, math.exp(LEAST_LOG_DELTA)), 1.0)
+        up = math.exp(min(above + scale, 0.0)) if above > -math.inf else 1.0
+        up = min(max(up + found.dropped, math.exp(LEAST_LOG_DELTA)), 1.0)
+        return math.exp(min(below + scale, 0.0)), up
 
-    return _worse(rounds, lambda setting: plan_at_epsilon(setting, epsilon), ends, ceiling, 1e-90)
+    return _worse(rounds, lambda each: plan_at_epsilon(each, epsilon), ends, ceiling, 1e-90)
 
 
 def conversion(c: float) -> float:
@@ -116,12 +103,12 @@ def conversion(c: float) -> float:
 
 def _worse(
     rounds: Rounds,
-    plan_of: Callable[[Setting], Plan],
+    plan_of: Callable[[DirectedRounds], ContourPlan],
     ends_of: Callable[[Contour], Ends],
-    ceiling: Callable[[Setting, Plan], float],
+    ceiling: Callable[[DirectedRounds, ContourPlan], float],
     negligible: float,
 ) -> Ends:
-    """The answer in the worse direction; the second is worked out if its ceiling is too high."""
+    """The ends in the worse direction; the second is computed only if its ceiling is too high."""
     check_rounds(rounds)
     if not rounds:
         return 0.0, 0.0
@@ -131,12 +118,12 @@ def _worse(
     few = arrays(summary(rounds, _PLANNED))
     low = up = 0.0
     for direction in Direction:
-        setting = Setting(q, z, counts, direction)
-        plan = plan_of(Setting(*few, direction))
-        most = ceiling(setting, plan) if direction is Direction.ADD else math.inf
-        if most <= low:
+        setting = DirectedRounds(q, z, counts, direction)
+        plan = plan_of(DirectedRounds(*few, direction))
+        below = 0.0
+        above = ceiling(setting, plan) if direction is Direction.ADD else math.inf
+        if above <= low:
             continue
-        below, above = 0.0, most
         for shift in _SHIFTS if len(q) <= _PLANNED else _SHIFTS[:1]:
             moved = replace(plan, c=shift * plan.c, period=plan.period / shift)
             found = contour(setting, moved)
@@ -159,52 +146,44 @@ def _worse(
 
 def _epsilon_ends(found: Contour, log_delta: float) -> Ends:
     """δ falls with ε, so the ends are where its bounds are surely below and above."""
-    epsilon = _crossing(found, log_delta)
-    value, slope = found.value(epsilon)
-    below, above = found.bounds(epsilon)
-    if not (value > 0.0 and slope > 0.0):
-        return 0.0, math.inf
-    allowed = _allowed(log_delta, found.dropped)
-
-    def small(at: float) -> bool:
-        bound = found.bounds(at)[1]
-        return bound > 0.0 and math.log(bound) + found.log_scale(at) <= allowed
-
-    def large(at: float) -> bool:
-        bound = found.bounds(at)[0]
-        return bound > 0.0 and math.log(bound) + found.log_scale(at) >= log_delta
-
-    least = 1e-13 * (epsilon + value / slope)
-    ups = (epsilon + step * ((above - value) / slope + least) for step in _STEPS)
-    up = next((at for at in ups if small(at)), math.inf)
-    if not below > 0.0:
-        return 0.0, up
-    lows = (epsilon - step * ((value - below) / slope + least) for step in _STEPS)
-    return max(next((at for at in lows if at <= 0.0 or large(at)), 0.0), 0.0), up
-
-
-def _crossing(found: Contour, log_delta: float) -> float:
-    """About the ε ≥ 0 with that δ, by Newton's method for log δ."""
     epsilon = found.plan.epsilon
-    for _ in range(50):
+    for _ in range(50):  # Newton's method for log δ
         value, slope = found.value(epsilon)
         if not (value > 0.0 and slope > 0.0):
-            break
+            return 0.0, math.inf
         excess = math.log(value) + found.log_scale(epsilon) - log_delta
         before, epsilon = epsilon, max(epsilon + excess * value / slope, 0.0)
         if abs(epsilon - before) <= 1e-13 * (epsilon + value / slope):
             break
-    return epsilon
+    below, above = found.bounds(epsilon)
+    allowed = _log_allowed(log_delta, found.dropped)
+    least = 1e-13 * (epsilon + value / slope)
+
+    def log_bound(at: float, side: int) -> float:
+        return _log(found.bounds(at)[side]) + found.log_scale(at)
+
+    ups = (epsilon + step * ((above - value) / slope + least) for step in _STEPS)
+    up = next((at for at in ups if -math.inf < log_bound(at, 1) <= allowed), math.inf)
+    if not below > 0.0:
+        return 0.0, up
+    lows = (epsilon - step * ((value - below) / slope + least) for step in _STEPS)
+    low = next((at for at in lows if at <= 0.0 or log_bound(at, 0) >= log_delta), 0.0)
+    return max(low, 0.0), up
 
 
-def _allowed(log_delta: float, dropped: float) -> float:
+def _log(x: float) -> float:
+    """log x, −∞ where x is not positive."""
+    return math.log(x) if x > 0.0 else -math.inf
+
+
+def _log_allowed(log_delta: float, dropped: float) -> float:
     """log(δ − dropped)."""
     share = dropped * math.exp(-log_delta)
     return log_delta + math.log1p(-share) if share < 1.0 else -math.inf
 
 
-def _largest_loss(setting: Setting) -> float:
-    """What the loss of all rounds surely stays below, rounded up."""
+def _largest_loss(setting: DirectedRounds) -> float:
+    """An upper bound on the loss of all rounds, rounded up."""
     if setting.direction is Direction.REMOVE:
         return math.inf
     loss = np.minimum(-log_absent(setting.q), _BEYOND)
