@@ -63,7 +63,13 @@ def subsampled_gaussian_rdp(q: float, noise_multiplier: float, orders: Sequence[
     Returns:
         [orders] RDP ε(α) ≥ the exact value, by less than a part in 10⁹.
     """
-    return np.array(_cached_rdp(q, noise_multiplier, tuple(float(a) for a in orders)))
+    alpha = np.asarray(orders, dtype=np.float64)
+    if noise_multiplier == 0.0:
+        return np.full(alpha.shape, np.inf)
+    if q == 1.0:
+        return alpha / 2 / noise_multiplier / noise_multiplier
+    log_moments = np.array([_log_moment(q, noise_multiplier, float(a)) for a in alpha])
+    return log_moments * (1 + _SLACK) / (alpha - 1)
 
 
 def composed_rdp(rounds: Rounds, orders: Sequence[float]) -> Vector:
@@ -118,15 +124,7 @@ def delta_from_rdp(orders: Sequence[float], rdp: Vector, epsilon: float) -> floa
     return math.exp(min(0.0, float(logs.min())))
 
 
-@lru_cache(maxsize=256)
-def _cached_rdp(q: float, z: float, orders: tuple[float, ...]) -> tuple[float, ...]:
-    if z == 0.0:
-        return (math.inf,) * len(orders)
-    if q == 1.0:
-        return tuple(alpha / 2 / z / z for alpha in orders)
-    return tuple(_log_moment(q, z, alpha) * (1 + _SLACK) / (alpha - 1) for alpha in orders)
-
-
+@lru_cache(maxsize=1 << 15)
 def _log_moment(q: float, z: float, alpha: float) -> float:
     """log E_Q[(1 + u)^α], or more."""
     if alpha.is_integer():

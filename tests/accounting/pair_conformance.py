@@ -232,16 +232,20 @@ class PairConformance(ABC):
         assert low * (1 - 1e-4) <= pessimistic
         assert optimistic <= up * (1 + 1e-4)
 
-    @pytest.mark.parametrize("direction", Direction)
-    def test_beyond_the_computed_range_bounds_stay_bounds(self, direction: Direction) -> None:
-        lattice = Lattice(0.1, 1.0, 0.03, 1e-10)
-        hardly_any_noise = self.pair(0.5, 0.01)
-        assert hardly_any_noise.dominating(lattice, direction).infinite == 1.0
-        assert hardly_any_noise.dominated(lattice, direction).mass.sum() > 0
+    def test_beyond_the_computed_range_bounds_stay_bounds(self) -> None:
+        hardly_any_noise = {self.pair(0.5, 0.01): 1}
+        low, up = epsilon_interval_of(hardly_any_noise, 1e-5)
+        assert 0.0 < low < up == math.inf
+        low, up = delta_interval_of(hardly_any_noise, 3.0)
+        assert 0.0 < low < up == 1.0
         for q, z in ((1e-13, 1.0), (0.5, 2e6)):
-            assert not self.pair(q, z).dominated(lattice, direction).mass.any()
-            above = self.pair(q, z).dominating(lattice, direction)
-            assert above.mass.sum() + above.infinite == pytest.approx(1.0)
+            exact = max(self.exact_delta(q, z, 1e-9, direction) for direction in Direction)
+            low, up = delta_interval_of({self.pair(q, z): 1}, 1e-9)
+            assert low == 0.0
+            assert exact <= up < 1.0
+            # What is left out below does not take the rest with it.
+            both = {self.pair(q, z): 1, self.pair(0.5, 3.0): 1}
+            assert epsilon_interval_of(both, 1e-5)[0] > 0.0
 
     def test_equal_pairs_are_one_key(self) -> None:
         pairs = [self.pair(q, z) for q, z in itertools.product((0.1, 0.2), (1.0, 2.0))]

@@ -229,14 +229,20 @@ def test_atoms_are_distributions_and_the_sketch_has_their_moments(
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_beyond_the_computed_range_bounds_stay_bounds(direction: Direction) -> None:
-    assert AllocationPair(5, 1.0).at(0.5, 2.0) == AllocationPair(5, 2.0)
-    lattice = Lattice(0.1, 1.0, 0.03, 1e-10)
-    hardly_any_noise = AllocationPair(5, 0.01)
-    assert hardly_any_noise.dominating(lattice, direction).infinite == 1.0
-    assert hardly_any_noise.dominated(lattice, direction).mass.sum() > 0
-    for pair in (AllocationPair(5, 2e6), AllocationPair((1 << 30) + 1, 1.0)):
-        assert not pair.dominated(lattice, direction).mass.any()
-        above = pair.dominating(lattice, direction)
-        assert above.mass.sum() + above.infinite == pytest.approx(1.0, abs=2e-3)
+def test_more_rounds_than_computed_are_fewer_rounds_above_and_nothing_below(
+    direction: Direction,
+) -> None:
+    lattice, pair = Lattice(0.1, 1.0, 0.03, 1e-10), AllocationPair((1 << 30) + 1, 1.0)
+    assert not pair.dominated(lattice, direction).mass.any()
+    above = pair.dominating(lattice, direction)
+    assert above.mass.sum() + above.infinite == pytest.approx(1.0, abs=2e-3)
     assert AllocationPair(5, 1.0).dominating(lattice, direction).infinite >= 1e-90
+
+
+def test_beyond_the_computed_noise_bounds_stay_bounds() -> None:
+    assert AllocationPair(5, 1.0).at(0.5, 2.0) == AllocationPair(5, 2.0)
+    low, up = epsilon_interval_of({AllocationPair(5, 0.01): 1}, 1e-5)
+    assert 0.0 < low < up == math.inf
+    low, up = delta_interval_of({AllocationPair(5, 2e6): 1}, 1e-9)
+    assert low == 0.0
+    assert gaussian.delta(1e-9, 2e6) / 10 < up < 1e-3

@@ -41,14 +41,9 @@ class ContourUnsuitableError(UnsupportedEventError):
 def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
     """Interval around the least ε for which the rounds are (ε, δ)-DP, in the worse direction.
 
-    Returns:
-        (low, up) with 0 ≤ low ≤ true ε ≤ up; they differ by at most a thousandth of up, or 1e-9,
-        and usually by less than 1e-8 of it.
-
-    Raises:
-        InvalidValueError: a value is out of range.
-        ContourUnsuitableError: the interval would be wider, or z is outside [0.1, 1e6], q below
-            1e-12 or δ below 1e-100.
+    Its width is at most a thousandth of its upper end, or 1e-9, and usually below 1e-8 of it; where
+    it would be wider, z is outside [0.1, 1e6], q below 1e-12 or δ below 1e-100, the contour raises
+    ContourUnsuitableError.
     """
     check_delta(delta)
     log_delta = math.log(delta)
@@ -70,12 +65,8 @@ def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
 def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
     """Interval around the least δ for which the rounds are (ε, δ)-DP, in the worse direction.
 
-    Returns:
-        (low, up) with 0 ≤ low ≤ true δ ≤ up ≤ 1; they differ by at most a thousandth of up, or
-        1e-90, and usually by 1e-8 of it. Upper ends are at least 1e-100.
-
-    Raises:
-        As `epsilon_interval`.
+    As `epsilon_interval`, but for a width of 1e-90 that never matters. Upper ends are at least
+    1e-100.
     """
     check_epsilon(epsilon)
 

@@ -15,8 +15,6 @@ from scipy.special import erf, log_ndtr, ndtr, ndtri, ndtri_exp
 
 from fedpriv.accounting.contour.cumulant import log_likelihood_ratio
 from fedpriv.accounting.pld.lattice import (
-    LEAST_NOISE,
-    MOST_NOISE,
     SKETCHED,
     DiscreteLaw,
     GaussianPair,
@@ -93,7 +91,7 @@ class PoissonPair(GaussianPair):
         low, high = privacy_loss(np.array(sample_range(self.q, self.z, tail)), self.q, self.z)
         return float(low), float(high)
 
-    def nodes(self, tail: float) -> Sketch:
+    def sketch(self, tail: float) -> Sketch:
         """The loss at evenly spaced outputs."""
         x = np.linspace(*sample_range(self.q, self.z, tail), SKETCHED)
         middle = float(privacy_loss(np.zeros(1), self.q, self.z)[0])
@@ -172,7 +170,7 @@ class ReplacePair(GaussianPair):
             [common + self.q * present, common + self.q * other, self.q * (present - other)]
         )
 
-    def nodes(self, tail: float) -> Sketch:
+    def sketch(self, tail: float) -> Sketch:
         """The loss at evenly spaced outputs."""
         _, high = sample_range(self.q, 2 * self.z, tail)
         x = np.linspace(-high, high, SKETCHED)
@@ -225,7 +223,7 @@ class FixedSizePair(GaussianPair):
         found[:2, np.searchsorted(edges, 0.0)] += self.at_zero
         return found
 
-    def nodes(self, tail: float) -> Sketch:
+    def sketch(self, tail: float) -> Sketch:
         """The loss at evenly spaced outputs and at 0."""
         _, high = sample_range(self.q, self.z, tail)
         width = max(high - 0.5, self.z) / (SKETCHED // 2)
@@ -266,7 +264,7 @@ class LargestBatchPair:
     """
 
     batches: int  # n ≥ 1
-    z: float  # noise_stddev per sensitivity, ≥ 0; below 0.05 it is taken to be that
+    z: float  # noise_stddev per sensitivity
     base: float  # b
 
     @property
@@ -288,13 +286,12 @@ class LargestBatchPair:
 
     def dominated(self, lattice: Lattice, direction: Direction) -> LossAtoms:
         """A loss on the lattice that is at most as bad as that of the pass."""
-        below = dominated(self._law, lattice, direction)
-        return below if self.z <= MOST_NOISE else replace(below, mass=np.zeros_like(below.mass))
+        return dominated(self._law, lattice, direction)
 
     @cached_property
     def _law(self) -> DiscreteLaw:
         """The largest sum, told to within one of some thousand intervals."""
-        z = min(max(self.z, LEAST_NOISE), MOST_NOISE)
+        z = self.z
         low = z * float(ndtri_exp(_LOG_BATCH_TAIL / self.batches))
         edges = np.linspace(low, self.base + 1 + _BATCH_RANGE * z, _BATCH_EDGES + 1)
         means = (self.base + 1, self.base)

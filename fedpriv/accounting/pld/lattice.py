@@ -21,11 +21,8 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.accounting.rounds import Direction, Vector, folded
-from fedpriv.accounting.rounds import grouped as grouped_rounds
+from fedpriv.accounting.rounds import Direction, Vector
 
-# Noise per sensitivity, and sampling probability, that is computed with.
-LEAST_NOISE, MOST_NOISE, LEAST_PROBABILITY = 0.05, 1e6, 1e-12
 ROUNDING = 1e-12
 """Relative error allowed to a mass: ten times the largest that tests find, not a proved bound."""
 _SMALLEST = 1e-290
@@ -48,12 +45,12 @@ class Lattice:
 
 @dataclass(frozen=True)
 class LatticePoints:
-    """[points] the points in use for one pair: loss = offset + step·index; [points − 1] spacing."""
+    """The points in use for one pair."""
 
     offset: float
-    index: NDArray[np.int64]
-    loss: Vector
-    spacing: Vector
+    index: NDArray[np.int64]  # [points]
+    loss: Vector  # [points] offset + step·index
+    spacing: Vector  # [points − 1]
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ class Sketch:
 
 
 class LossPair(Protocol):
-    """The pair (P, Q) of some event; equal ones are equal and hash alike.
+    """The pair (P, Q) of some event, for z in [0.05, 10⁶]; equal ones are equal and hash alike.
 
     The code that chooses a pair says what events it bounds, and from which side.
     """
@@ -130,14 +127,7 @@ Pairs = Mapping[LossPair, int]
 
 @dataclass(frozen=True)
 class GaussianPair(ABC):
-    """The pair of one release with Gaussian noise, which depends on q and z alone.
-
-    * z below 0.05 has a loss at least as bad that is infinite, and one at most as bad at z = 0.05.
-    * Sampling probabilities below 1e-12 and z above 10⁶ are rounded to these for a loss at least
-      as bad, and have no mass in one at most as bad.
-
-    `span`, `centre`, `masses` and `nodes` are for q and z in this range, as of a `LossLaw`.
-    """
+    """The pair of one release with Gaussian noise, which depends on q and z alone; a `LossLaw`."""
 
     q: float  # how likely a user is to be in the cohort, in (0, 1]
     z: float  # noise_stddev per sensitivity, ≥ 0
@@ -150,13 +140,13 @@ class GaussianPair(ABC):
     def masses(self, edges: Vector) -> Vector:
         """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
 
+    @abstractmethod
+    def sketch(self, tail: float) -> Sketch:
+        """The loss at evenly spaced outputs."""
+
     def centre(self, step: float) -> float:  # noqa: ARG002
         """0, where outputs of opposite losses merge if the loss is symmetric."""
         return 0.0
-
-    @abstractmethod
-    def nodes(self, tail: float) -> Sketch:
-        """The loss at evenly spaced outputs."""
 
     @property
     def resolution(self) -> float:
@@ -172,39 +162,13 @@ class GaussianPair(ABC):
         """The pair of the same kind at another setting."""
         return replace(self, q=q, z=z)
 
-    @property
-    def law(self) -> Self:
-        """The pair at the nearest setting that is computed with."""
-        return self.at(max(self.q, LEAST_PROBABILITY), min(max(self.z, LEAST_NOISE), MOST_NOISE))
-
-    def sketch(self, tail: float) -> Sketch:
-        """The loss, roughly, without losses that are rarer than `tail`."""
-        return self.law.nodes(tail)
-
     def dominating(self, lattice: Lattice, direction: Direction) -> LossAtoms:
         """A loss on the lattice that is at least as bad."""
-        above = dominating(self.law, lattice, direction)
-        return above if self.z >= LEAST_NOISE else replace(above, infinite=1.0)
+        return dominating(self, lattice, direction)
 
     def dominated(self, lattice: Lattice, direction: Direction) -> LossAtoms:
         """A loss on the lattice that is at most as bad."""
-        below = dominated(self.law, lattice, direction)
-        inside = self.q >= LEAST_PROBABILITY and self.z <= MOST_NOISE
-        return below if inside else replace(below, mass=np.zeros_like(below.mass))
-
-
-def grouped(pairs: Pairs, most: int) -> tuple[Pairs, Pairs]:
-    """Pairs in at most so many groups of each kind: at least, and at most as bad; see `rounds`."""
-    kinds: dict[LossPair, dict[tuple[float, float], int]] = {}
-    for pair, count in pairs.items():
-        kinds.setdefault(pair.at(1.0, 1.0), {})[pair.setting] = count
-    above: dict[LossPair, int] = {}
-    below: dict[LossPair, int] = {}
-    for kind, settings in kinds.items():
-        rounds = folded(settings) if isinstance(kind, GaussianPair) else settings
-        for found, moved in zip((above, below), grouped_rounds(rounds, most), strict=True):
-            found.update((kind.at(q, z), count) for (q, z), count in moved.items())
-    return above, below
+        return dominated(self, lattice, direction)
 
 
 def lattice_points(law: LossLaw, lattice: Lattice, direction: Direction) -> LatticePoints:

@@ -17,8 +17,14 @@ from fedpriv.accounting import gaussian
 from fedpriv.accounting.contour.inversion import conversion
 from fedpriv.accounting.gaussian import Ends
 from fedpriv.accounting.pld.fft import Composition, Window, compose_atoms
-from fedpriv.accounting.pld.lattice import GaussianPair, Lattice, Pairs, grouped
-from fedpriv.accounting.rounds import Direction, Vector, unsampled_noise_multiplier
+from fedpriv.accounting.pld.lattice import GaussianPair, Lattice, LossPair, Pairs
+from fedpriv.accounting.rounds import (
+    Direction,
+    Vector,
+    folded,
+    grouped,
+    unsampled_noise_multiplier,
+)
 
 # How wide an interval of ε should be, relative to its upper end and in addition, and one of δ.
 _WIDTH, _LEAST_WIDTH, _DELTA_WIDTH = 1e-3, 1e-6, 0.05
@@ -28,6 +34,8 @@ _TRIES, _FINEST, _PROGRESS = 6, 1 / 64, 0.8
 # Numbers of different pairs, each of which needs a transform: up to the first they are composed
 # again where that helps, up to the second once, and more are grouped.
 _REFINED, _GROUPS = 16, 32
+# Noise per sensitivity, and sampling probability, that is computed with.
+_LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.05, 1e6, 1e-12
 _TAIL = 1e-4  # share of δ that may come from losses that are taken to be infinite
 _TOLERANCE = 2e-4  # share of ε that the lattice of the upper bound may cost
 _CERTAINTY = 10.0  # minus the log of the share of δ that may wrap around the window
@@ -42,19 +50,13 @@ _FAINTEST = 31.0
 
 
 def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
-    """Interval (low, up) that holds the least ε that holds at δ for all these losses together.
+    """Interval (low, up) that holds the least ε for all these losses together at δ ≥ 1e-60.
 
     * No event: [0, 0]. An event without noise: [∞, ∞], by convention even where a user is so rarely
       sampled that δ alone would cover it. Noise multipliers below 0.05 have the upper end ∞.
     * Up to 16 different pairs are tried again until the width is at most up/1000 + 1e-6; whether
       it is, the ends say.
-
-    Args:
-        pairs: number of events by the pair whose loss they have.
-        delta: δ in [1e-60, 1).
     """
-    if any(pair.setting[1] == 0.0 for pair in pairs):
-        return math.inf, math.inf
     z = _closed_form(pairs)
     if z is not None:
         return gaussian.epsilon_interval(delta, z)
@@ -68,13 +70,10 @@ def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
 
 
 def delta_interval(pairs: Pairs, epsilon: float) -> Ends:
-    """Interval (low, up) that holds the least δ that holds at ε for all these losses together.
+    """Interval (low, up) that holds the least δ for all these losses together at a finite ε ≥ 0.
 
-    ε ≥ 0 is finite. Without events it is [0, 0], with one without noise [0, 1]. Upper ends do not
-    go far below 1e-100.
+    No event: [0, 0]. An event without noise: [0, 1]. Upper ends do not go far below 1e-100.
     """
-    if any(pair.setting[1] == 0.0 for pair in pairs):
-        return 0.0, 1.0
     z = _closed_form(pairs)
     if z is not None:
         return gaussian.delta_interval(epsilon, z)
@@ -88,7 +87,9 @@ def delta_interval(pairs: Pairs, epsilon: float) -> Ends:
 
 
 def _closed_form(pairs: Pairs) -> float | None:
-    """The z of the one Gaussian mechanism that the pairs are; None if they are none."""
+    """The z of the one Gaussian that the pairs are, 0 if one has no noise; None otherwise."""
+    if any(pair.setting[1] == 0.0 for pair in pairs):
+        return 0.0
     if not all(isinstance(pair, GaussianPair) and pair.q == 1.0 for pair in pairs):
         return None
     rounds: dict[tuple[float, float], int] = {}
@@ -104,12 +105,10 @@ def _refined(
     up_of: Callable[[Composition], float],
     allowed: Callable[[float], float],
 ) -> Ends:
-    """What all tries together say, which get finer until the interval is as wide as allowed.
-
-    Many pairs are tried once: a finer lattice would cost much, and not help where they are grouped.
-    """
-    worst, best = grouped(pairs, _GROUPS)
+    """What all tries together say, which get finer until the interval is as wide as allowed."""
+    worst, best = _few(pairs)
     low, up, precision = 0.0, math.inf, 1.0
+    # A finer lattice would cost much for many pairs, and not help where they are grouped.
     for _ in range(_TRIES if len(pairs) <= _REFINED else 1):
         width, below, above = up - low, 0.0, 0.0
         for direction in Direction:
@@ -119,7 +118,10 @@ def _refined(
             if known:
                 below = max(below, low_of(compose_atoms(known, window)))
             most = [(pair.dominating(lattice, direction), n) for pair, n in worst.items()]
-            above = max(above, up_of(compose_atoms(most, window)))
+            composition = compose_atoms(most, window)
+            if any(pair.setting[1] < _LEAST_NOISE for pair in pairs):
+                composition = replace(composition, infinite=1.0)
+            above = max(above, up_of(composition))
         low, up = max(low, below), min(up, above)
         if not allowed(up) < up - low < min(math.inf, _PROGRESS * width):
             break
@@ -127,6 +129,30 @@ def _refined(
     if not low <= up:
         raise AssertionError(f"the ends contradict each other: {low} > {up}")
     return low, up
+
+
+def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
+    """At least, and at most as bad pairs, in few groups of each kind and in the computed range.
+
+    To get there, q may grow and z fall for pairs at least as bad, and z grow for those at most as
+    bad; what else would be moved for these is left out. A z that grows for the former makes their
+    loss infinite in the end.
+    """
+    kinds: dict[LossPair, dict[tuple[float, float], int]] = {}
+    for pair, count in pairs.items():
+        kinds.setdefault(pair.at(1.0, 1.0), {})[pair.setting] = count
+    above: dict[LossPair, int] = {}
+    below: dict[LossPair, int] = {}
+    for kind, settings in kinds.items():
+        rounds = folded(settings) if isinstance(kind, GaussianPair) else settings
+        worse, better = grouped(rounds, _GROUPS)
+        for found, moved in ((above, worse), (below, better)):
+            for (q, z), count in moved.items():
+                if found is above or (q >= _LEAST_PROBABILITY and z <= _MOST_NOISE):
+                    near = min(max(z, _LEAST_NOISE), _MOST_NOISE)
+                    pair = kind.at(max(q, _LEAST_PROBABILITY), near)
+                    found[pair] = found.get(pair, 0) + count
+    return above, below
 
 
 @dataclass(frozen=True)
@@ -254,7 +280,7 @@ def _chernoff(k: _Cumulant, epsilon: float, least: float) -> tuple[float, float]
 
 
 def _step(k: _Cumulant, aim: _Aim, precision: float) -> float:
-    """Largest step whose cost to the upper bound is within the tolerance.
+    """About the largest step whose cost to the upper bound is within the tolerance.
 
     Spreading a loss u above a lattice point to both neighbours adds the variance u·(h − u), h²/6 on
     average, or u·h near the centre, which is a lattice point; a variance A adds about (θ + 1)·A/2
