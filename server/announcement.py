@@ -42,7 +42,7 @@ def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundReques
             plan.sampling.sampling_probability,
             plan.sampling.population,
             event.noise_multiplier,
-            records.budget.epsilon_of([*records.ledger.spent(), event]),
+            records.ledger.epsilon(records.budget, event),
             records.budget.delta,
         )
 
@@ -55,7 +55,7 @@ def status_at_start(plan: TrainingPlan, records: PrivacyRecords, enrolment: Enro
         run=plan.run,
         round=0,
         rounds=plan.rounds,
-        epsilon=records.budget.epsilon_of(records.ledger.spent()),
+        epsilon=records.ledger.epsilon(records.budget),
         epsilon_limit=records.budget.epsilon,
         delta=records.budget.delta,
         nodes_enrolled=len(enrolment.nodes),

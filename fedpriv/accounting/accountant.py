@@ -8,9 +8,15 @@ from enum import StrEnum
 from fedpriv.accounting.rounds import Rounds
 from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
-from fedpriv.ledger.events import NeighbouringRelation, Pair, RoundEvent, SamplingPolicy, names_of
+from fedpriv.ledger.events import (
+    EventKind,
+    NeighbouringRelation,
+    RoundEvent,
+    SamplingPolicy,
+    kinds_text,
+)
 
-GAUSSIAN: tuple[Pair, ...] = (
+GAUSSIAN: tuple[EventKind, ...] = (
     (SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE),
     (SamplingPolicy.EVERY_USER, NeighbouringRelation.ADD_OR_REMOVE_ONE),
     (SamplingPolicy.EVERY_USER, NeighbouringRelation.REPLACE_ONE),
@@ -26,10 +32,6 @@ exact. A shuffled pass costs at most one Gaussian, because in every order of the
 its batches has the user (joint convexity). It can cost less, though much more than a Poisson sample
 (Chua et al. 2024).
 """
-
-
-LEAST_DELTA = 1e-60
-"""A smaller δ is refused, and not told from this one."""
 
 
 class Bound(StrEnum):
@@ -176,7 +178,7 @@ class CheckedEvents:
 
 
 def checked(
-    events: Iterable[RoundEvent], name: str, legal: tuple[Pair, ...] = GAUSSIAN
+    events: Iterable[RoundEvent], name: str, legal: tuple[EventKind, ...] = GAUSSIAN
 ) -> CheckedEvents:
     """The events, once every one is known to be legal and all have one neighbouring relation.
 
@@ -190,7 +192,7 @@ def checked(
         if (sampling.policy, sampling.relation) not in legal:
             raise UnsupportedEventError(
                 f"the {name} accountant has no analysis of {sampling.policy} sampling with "
-                f"{sampling.relation} neighbours; legal is: {names_of(legal)}"
+                f"{sampling.relation} neighbours; legal is: {kinds_text(legal)}"
             )
     relations = dict.fromkeys(event.sampling.relation for event in kept)
     if len(relations) > 1:
@@ -199,17 +201,6 @@ def checked(
             "an ε compares one kind of neighbours"
         )
     return CheckedEvents(kept, next(iter(relations), NeighbouringRelation.ADD_OR_REMOVE_ONE))
-
-
-def check_delta(delta: float) -> None:
-    """Raise InvalidValueError unless δ is in [1e-60, 1).
-
-    A smaller δ would be lost in what doubles cannot hold.
-    """
-    if not 0.0 < delta < 1.0:
-        raise InvalidValueError(f"delta is {delta}; it must be in (0, 1)")
-    if delta < LEAST_DELTA:
-        raise InvalidValueError(f"delta is {delta}; no accountant tells it from 0 below 1e-60")
 
 
 def check_epsilon(epsilon: float) -> None:

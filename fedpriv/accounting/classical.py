@@ -17,12 +17,12 @@ from fedpriv.accounting.accountant import (
     Accountant,
     Bound,
     PrivacyLoss,
-    check_delta,
     check_epsilon,
     checked,
 )
 from fedpriv.accounting.rounds import Rounds, Vector, check_rounds, unsampled_noise_multiplier
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.budget import check_delta
 from fedpriv.ledger.events import RoundEvent
 
 _LARGEST_EXPONENT = 700.0

@@ -13,12 +13,10 @@ from types import MappingProxyType
 from fedpriv.accounting import pld, tight
 from fedpriv.accounting.accountant import (
     GAUSSIAN,
-    LEAST_DELTA,
     Accountant,
     Bound,
     CheckedEvents,
     PrivacyLoss,
-    check_delta,
     check_epsilon,
     checked,
 )
@@ -41,13 +39,19 @@ from fedpriv.accounting.rdp import (
 from fedpriv.accounting.rounds import Vector
 from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError, known_names
-from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy, Schedule
-from fedpriv.ledger.events import Pair as Kind
+from fedpriv.ledger.budget import LEAST_DELTA, check_delta
+from fedpriv.ledger.events import (
+    EventKind,
+    NeighbouringRelation,
+    RoundEvent,
+    SamplingPolicy,
+    Schedule,
+)
 
 Interval = Callable[[Pairs, float], tuple[float, float]]
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
 
-WITH_FIXED_SIZE: tuple[Kind, ...] = (*GAUSSIAN, (SamplingPolicy.FIXED_SIZE, REPLACE))
+WITH_FIXED_SIZE: tuple[EventKind, ...] = (*GAUSSIAN, (SamplingPolicy.FIXED_SIZE, REPLACE))
 """What the RDP accountant can price."""
 _BELOW = 1.0 - 2.0**-30
 """Keeps lower ends below, though `compose` counts noise that is smaller by up to a part in 2³⁶."""
@@ -70,7 +74,7 @@ class PairBounds:
 
 def bounds_of(events: Iterable[RoundEvent]) -> PairBounds:
     """Bounds of all events together, each of a kind in `ANALYSES`."""
-    kinds: dict[Kind, list[RoundEvent]] = {}
+    kinds: dict[EventKind, list[RoundEvent]] = {}
     for event in events:
         kinds.setdefault((event.sampling.policy, event.sampling.relation), []).append(event)
     return _together(ANALYSES[kind](alike) for kind, alike in kinds.items())
@@ -160,7 +164,7 @@ def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
     return _together(one(event, schedule) for event, schedule in _scheduled(events))
 
 
-ANALYSES: Mapping[Kind, Callable[[Sequence[RoundEvent]], PairBounds]] = MappingProxyType(
+ANALYSES: Mapping[EventKind, Callable[[Sequence[RoundEvent]], PairBounds]] = MappingProxyType(
     {
         (SamplingPolicy.POISSON, ADD_OR_REMOVE): _poisson,
         (SamplingPolicy.POISSON, REPLACE): _poisson_replaced,

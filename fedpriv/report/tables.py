@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
+from fractions import Fraction
 from pathlib import Path
 from typing import TextIO
 
@@ -354,7 +355,9 @@ def _query_text(query: SumQueryEvent) -> str:
     text = f"{_shown(query.group)}: {query.clipping_norm:.4g}, {query.noise_stddev:.4g}"
     if query.granularity is None:
         return f"{text}; {Arithmetic.FLOATING_POINT}"
-    return f"{text}; {Arithmetic.EXACT}: B = {query.squared_bound}, σ/γ = {query.noise_steps:.4g}"
+    squared_bound = math.floor(Fraction(query.clipping_norm / query.granularity) ** 2)
+    steps = query.noise_stddev / query.granularity
+    return f"{text}; {Arithmetic.EXACT}: B = {squared_bound}, σ/γ = {steps:.4g}"
 
 
 def _sampling_text(sampling: SamplingEvent) -> str:

@@ -230,7 +230,7 @@ class TestChangedLines:
         header[name] = header[name][::-1]
         message = complaint([json.dumps(header), *lines[1:]], 2)
         assert message.endswith(
-            "does not follow the text that names the ledger: one of them was replaced"
+            "does not follow the text that identifies the ledger: one of them was replaced"
         )
 
     @pytest.mark.parametrize(("name", "value"), [("hash", "0" * 64), ("count", 2), ("count", 5.0)])
@@ -318,7 +318,7 @@ class TestForgersWhoHash:
                     assert cell.run.isprintable()
                     assert 0 <= cell.event.noise_multiplier < float("inf")
                     granularity = cell.event.queries[0].granularity
-                    assert granularity is None or cell.event.queries[0].squared_bound > 0
+                    assert granularity is None or granularity > 0.0
 
     @pytest.mark.parametrize(
         ("name", "value"),
