@@ -14,8 +14,8 @@ from datetime import UTC, datetime, timedelta
 import grpc
 
 from fedpriv.accounting.accountant import PrivacyLoss
+from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.accounting.registry import epsilon as priced
 from fedpriv.clients.connection import Backoff, fetch_ledger, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, TakenPart

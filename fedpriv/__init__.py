@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fedpriv.accounting.registry import epsilon
+    from fedpriv.accounting.accountants import epsilon
     from fedpriv.data.population import Population
     from fedpriv.engine.task import Task
     from fedpriv.mechanism import Flat, Grouped, Joint, Mechanism, Part, PerLayer, Poisson
@@ -51,7 +51,7 @@ _HOMES = {
     "SGD": "privacy.round:LocalTraining",
     "Task": "engine.task",
     "compare": "run.compare",
-    "epsilon": "accounting.registry",
+    "epsilon": "accounting.accountants",
     "simulate": "run.simulate",
 }
 __all__ = [

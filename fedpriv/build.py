@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.accounting.accountant import Bound
-from fedpriv.accounting.registry import accountant_named
+from fedpriv.accounting.accountants import accountant_named
 from fedpriv.config import ClippedSection, ClippingSection, Config, parse_config
 from fedpriv.data.population import Population, UserStore
 from fedpriv.data.registry import load_population

@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pytest
 
-from fedpriv.accounting.registry import epsilon as epsilon_of
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.ledger.ledger import Ledger
 from tests.commandline import fedpriv, refused
 

@@ -12,10 +12,10 @@ import pytest
 from scipy.stats import norm
 
 from fedpriv.accounting.accountant import Bound
+from fedpriv.accounting.accountants import ACCOUNTANTS
+from fedpriv.accounting.accountants import delta as delta_of
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.accounting.registry import ACCOUNTANTS
-from fedpriv.accounting.registry import delta as delta_of
-from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,

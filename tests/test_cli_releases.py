@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from fedpriv.accounting.registry import epsilon
+from fedpriv.accounting.accountants import epsilon
 from fedpriv.ledger.ledger import Ledger
 from tests.commandline import printed, refused, table
 

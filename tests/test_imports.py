@@ -103,7 +103,7 @@ def test_imports_follow_the_layout(name: str, path: Path) -> None:
     ("name", "forbidden"),
     [
         ("fedpriv", "torch flwr numpy scipy"),
-        ("fedpriv.accounting.registry", "torch flwr sklearn altair pydantic"),
+        ("fedpriv.accounting.accountants", "torch flwr sklearn altair pydantic"),
         ("fedpriv.ledger.ledger", "torch flwr sklearn altair pydantic"),
         ("fedpriv.privacy.mechanism", "torch flwr sklearn altair"),
         ("fedpriv.training.rounds", "torch flwr sklearn altair"),

@@ -20,7 +20,7 @@ from fedpriv.accounting.accountant import (
     check_epsilon,
     checked,
 )
-from fedpriv.accounting.rounds import Rounds, Vector, check_rounds, unsampled_noise_multiplier
+from fedpriv.accounting.round_counts import Rounds, Vector, check_rounds, unsampled_noise_multiplier
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.budget import check_delta
 from fedpriv.ledger.events import RoundEvent

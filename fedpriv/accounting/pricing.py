@@ -17,8 +17,8 @@ from scipy.special import ndtr
 
 from fedpriv.accounting import classical
 from fedpriv.accounting.accountant import Accountant, Bound, PrivacyLoss
-from fedpriv.accounting.registry import ACCOUNTANTS, accountant_named
-from fedpriv.accounting.rounds import Vector
+from fedpriv.accounting.accountants import ACCOUNTANTS, accountant_named
+from fedpriv.accounting.round_counts import Vector
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.budget import merge_equal
 from fedpriv.ledger.events import Randomness, RoundEvent

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from fedpriv.accounting import contour, gaussian, pld
 from fedpriv.accounting.pld.lattice import Pairs
 from fedpriv.accounting.pld.sampling import PoissonPair
-from fedpriv.accounting.rounds import Rounds, folded, grouped, unsampled_noise_multiplier
+from fedpriv.accounting.round_counts import Rounds, folded, grouped, unsampled_noise_multiplier
 
 _GROUPS = (64, 512, 2048)
 """How many groups of rounds are tried, one after another."""

@@ -167,7 +167,7 @@ def print_plan(plan: Plan) -> None:
     values = {
         "noise_multiplier": ("noise multiplier z", "smallest", plan.noise_multiplier),
         "rounds": ("rounds T", "largest", plan.rounds),
-        "sampling_probability": ("sampling probability q", "largest", plan.sampling_probability),
+        "sampling_probability": ("sampling probability q", "largest", plan.sampling.sampling_probability),
     }
     loss = plan.loss
     title = f"within ε = {plan.target_epsilon:g} at δ = {loss.delta:g}"
@@ -179,7 +179,7 @@ def print_plan(plan: Plan) -> None:
         noise = f"noise {plan.share_noise_multiplier:.6g} times its clipping norm"
         table.add_row("one more sum query per round", noise, "least that fits")
         table.add_row("its share of the round", f"{plan.share:.2%}", "largest that fits")
-    table.add_row("sampling", str(plan.sampled.policy), str(plan.sampled.relation))
+    table.add_row("sampling", str(plan.sampling.policy), str(plan.sampling.relation))
     table.add_row("user-level ε", format_epsilon(loss.epsilon), _kind(loss))
     table.add_row("accountant", loss.accountant, "")
     console = Console()
@@ -263,11 +263,11 @@ def write_plan(plan: Plan, stream: TextIO) -> None:
     content = {
         "found": plan.found,
         "rounds": plan.rounds,
-        "sampling_probability": plan.sampling_probability,
+        "sampling_probability": plan.sampling.sampling_probability,
         "noise_multiplier": plan.noise_multiplier,
         "share": plan.share,
         "share_noise_multiplier": plan.share_noise_multiplier,
-        "policy": str(plan.sampled.policy),
+        "policy": str(plan.sampling.policy),
         "target_epsilon": plan.target_epsilon,
         "epsilon_low": plan.loss.epsilon_low,
         "epsilon": plan.loss.epsilon,

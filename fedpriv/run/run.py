@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.numpy import save
 
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
-from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.build import Experiment
 from fedpriv.ledger.ledger import Head
 from fedpriv.privacy.noise import Entropy

@@ -19,7 +19,7 @@ from fedpriv.accounting.contour.privacy_loss import (
     tilt,
     window,
 )
-from fedpriv.accounting.rounds import Direction, arrays
+from fedpriv.accounting.round_counts import Direction, arrays
 
 LOG_TAIL = -60.0
 DIRECTIONS = list(Direction)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from fedpriv.accounting.accountants import ANALYSES, bounds_of
 from fedpriv.accounting.pld.random_allocation import allocation_pairs
 from fedpriv.accounting.pld.sampling import (
     FixedSizePair,
@@ -20,7 +21,6 @@ from fedpriv.accounting.policies import (
     separated_gaussian,
     shuffled_gaussian,
 )
-from fedpriv.accounting.registry import ANALYSES, bounds_of
 from fedpriv.ledger.events import ANALYSED, NeighbouringRelation, RoundEvent
 
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation

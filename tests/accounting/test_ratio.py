@@ -22,7 +22,7 @@ from fedpriv.accounting.pld.random_allocation import (
     spread,
     steps_to,
 )
-from fedpriv.accounting.rounds import Vector
+from fedpriv.accounting.round_counts import Vector
 
 Law = list[tuple[Fraction, Fraction]]
 few = settings(max_examples=40, deadline=None)

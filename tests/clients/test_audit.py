@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import (
     every_user_gaussian,
     poisson_gaussian,
     poisson_replace_gaussian,
 )
-from fedpriv.accounting.registry import epsilon
 from fedpriv.clients.audit import Examined, charged_already, confirm, examine, price_with
 from fedpriv.clients.journal import Journal
 from fedpriv.errors import AuditError, InvalidValueError

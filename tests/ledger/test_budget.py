@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedpriv.accounting.accountants import ACCOUNTANTS, epsilon
 from fedpriv.accounting.policies import every_user_gaussian, poisson_gaussian
-from fedpriv.accounting.registry import ACCOUNTANTS, epsilon
 from fedpriv.errors import BudgetExceededError, InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.budget import PrivacyBudget, merge_equal, repeated
 from fedpriv.ledger.events import NeighbouringRelation, Randomness

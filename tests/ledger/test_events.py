@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedpriv.accounting.accountants import ACCOUNTANTS, Accountant, PrivacyLoss
 from fedpriv.accounting.policies import (
     every_user_gaussian,
     fixed_size_gaussian,
@@ -18,7 +19,6 @@ from fedpriv.accounting.policies import (
     separated_gaussian,
     shuffled_gaussian,
 )
-from fedpriv.accounting.registry import ACCOUNTANTS, Accountant, PrivacyLoss
 from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import (

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import poisson_gaussian, separated_gaussian, shuffled_gaussian
-from fedpriv.accounting.registry import epsilon
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, SumQueryEvent
 from fedpriv.ledger.export import MAX_LINE, ExportedLedger

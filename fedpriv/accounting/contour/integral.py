@@ -27,7 +27,7 @@ from fedpriv.accounting.contour.privacy_loss import (
     support,
     tilt,
 )
-from fedpriv.accounting.rounds import Direction, Vector
+from fedpriv.accounting.round_counts import Direction, Vector
 
 _HEIGHTS = (0.2, 0.5, 1.2, 2.4, 4.8)
 """Semiaxes of ellipses in the imaginary direction, cut where A could vanish."""

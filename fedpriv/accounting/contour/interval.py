@@ -20,7 +20,7 @@ from fedpriv.accounting.contour.plan import (
     plan_at_epsilon,
 )
 from fedpriv.accounting.contour.privacy_loss import log_absent
-from fedpriv.accounting.rounds import Direction, Rounds, arrays, check_rounds, summary
+from fedpriv.accounting.round_counts import Direction, Rounds, arrays, check_rounds, summary
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 
 _WIDEST = 1e-3

@@ -16,7 +16,7 @@ from fedpriv.accounting import gaussian
 from fedpriv.accounting.contour.interval import conversion
 from fedpriv.accounting.pld.fft import Composition, Window, compose_atoms
 from fedpriv.accounting.pld.lattice import GaussianPair, Lattice, Pairs, grouped
-from fedpriv.accounting.rounds import Direction, Vector, unsampled_noise_multiplier
+from fedpriv.accounting.round_counts import Direction, Vector, unsampled_noise_multiplier
 
 _WIDTH, _LEAST_WIDTH = 1e-3, 1e-6
 """How wide an interval of ε should be, relative to its upper end and in addition."""

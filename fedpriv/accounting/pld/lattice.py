@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
-from fedpriv.accounting.rounds import Direction, Vector, folded
-from fedpriv.accounting.rounds import grouped as grouped_rounds
+from fedpriv.accounting.round_counts import Direction, Vector, folded
+from fedpriv.accounting.round_counts import grouped as grouped_rounds
 
 LEAST_NOISE, MOST_NOISE = 0.05, 1e6
 """Noise per sensitivity that is computed with."""

@@ -25,7 +25,7 @@ from fedpriv.accounting.pld.lattice import (
     dominated,
     dominating,
 )
-from fedpriv.accounting.rounds import Direction, Vector
+from fedpriv.accounting.round_counts import Direction, Vector
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(6)
 _SKETCHED = 256

@@ -36,7 +36,7 @@ from fedpriv.accounting.rdp import (
     delta_from_rdp,
     epsilon_from_rdp,
 )
-from fedpriv.accounting.rounds import Vector
+from fedpriv.accounting.round_counts import Vector
 from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.ledger.budget import LEAST_DELTA, check_delta

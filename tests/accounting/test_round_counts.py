@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from poisson_rounds import epsilon_interval as pld_interval
 
 from fedpriv.accounting import poisson_gaussian
+from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.contour import interval as contour
-from fedpriv.accounting.registry import epsilon
-from fedpriv.accounting.rounds import (
+from fedpriv.accounting.round_counts import (
     folded,
     grouped,
     summary,
