@@ -39,7 +39,7 @@ def ledger_of(
     randomness: Randomness = Randomness.OPERATING_SYSTEM,
 ) -> Path:
     """A ledger of these rounds, run by run."""
-    with Ledger.create(path, population) as ledger:
+    with Ledger.open_or_create(path, population) as ledger:
         for run, events in runs.items():
             for number, event in enumerate(events):
                 ledger.charge(ProposedCharge(run, number, 0, randomness, event, "0" * 64))

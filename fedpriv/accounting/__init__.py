@@ -5,18 +5,20 @@
 >>> round(spent.low, 6), round(spent.up, 6)
 (0.946867, 0.946867)
 
-`accountant` says what an accountant is, `accountants` lists them. Which analysis serves which event:
+`accountant` says what an accountant is, `accountants` lists them. Which analysis serves which
+event:
 
 | users in a round | neighbours | analysis | written in |
 | --- | --- | --- | --- |
-| all, or a series with correlated noise | either | one Gaussian, closed form | `gaussian`, `strategy` |
+| all | either | one Gaussian, in closed form | `gaussian` |
+| series with correlated noise | either | one Gaussian, in closed form | `strategy` |
 | Poisson sample | one added or removed | exact: along a contour, else by FFT | `contour`, `pld` |
 | Poisson sample | one replaced | exact pair, by FFT | `pld.sampling` |
 | fixed number | one replaced | between two pairs, by FFT | `pld.sampling` |
 | shuffled passes | either | between two pairs, by FFT | `pld.sampling` |
 | random allocation | one added or removed | pair of a pass, by FFT | `pld.random_allocation` |
 
-`tight` chooses among the first five. For comparison: moments (`rdp`), and zCDP, the CLT, basic and
+`tight` chooses among them. For comparison: moments (`rdp`), and zCDP, the CLT, basic and
 advanced composition (`classical`). `round_counts` counts rounds by setting and groups different
 ones outward. `policies` makes events, `calibration` turns a budget into a setting, `pricing` prices
 whole ledgers.

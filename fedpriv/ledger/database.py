@@ -72,47 +72,13 @@ class Database:
                 raise
 
     @classmethod
-    def create(cls, path: Path, file_format: FileFormat, rows: Rows) -> Self:
-        """Create a file with one row in each table of `rows`; it appears whole or not at all."""
-        if Path(f"{path}-wal").exists() and not path.exists():
-            # SQLite would replay it into the new file; it may also hold charges of a lost one.
-            raise LedgerError(
-                f"{path}-wal is left of another {file_format.kind}; restore that file beside it, "
-                "or move it away"
-            )
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        try:
-            os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, file_format.mode))
-            with closing(sqlite3.connect(draft, isolation_level=None)) as connection:
-                connection.executescript(
-                    f"PRAGMA application_id = {file_format.application_id};"
-                    f"PRAGMA user_version = {file_format.version};"
-                    f"PRAGMA journal_mode = WAL; {file_format.schema}"
-                )
-                for table, row in rows.items():
-                    connection.execute(_insertion(table, row), row)
-            _fsync(draft)
-            os.link(draft, path)  # refuses to replace a file, unlike a rename
-            _fsync(path.parent)
-        except FileExistsError as error:
-            raise LedgerError(
-                f"{path} exists already; a new {file_format.kind} needs a path of its own"
-            ) from error
-        except (OSError, sqlite3.Error, UnicodeError) as error:
-            raise LedgerError(f"{file_format.kind} {path} cannot be created: {error}") from error
-        finally:
-            draft.unlink(missing_ok=True)
-        return cls(path, file_format)
-
-    @classmethod
     def open_or_create(cls, path: Path, file_format: FileFormat, rows: Rows) -> Self:
-        """Open the file, or create it if there is none; several processes may do so at once."""
+        """Open the file, or create it with one row in each table of `rows` if there is none.
+
+        It appears whole or not at all. Several processes may do so at once.
+        """
         if not path.exists():
-            try:
-                return cls.create(path, file_format, rows)
-            except LedgerError:
-                if not path.exists():
-                    raise
+            _create(path, file_format, rows)
         return cls(path, file_format)
 
     def read(self, sql: str, parameters: Sequence[object] = ()) -> list[sqlite3.Row]:
@@ -125,20 +91,16 @@ class Database:
         """Everything inside is written together, or not at all if anything raises."""
         with self._lock:
             self._refuse_if_moved()
-            self.write("BEGIN IMMEDIATE", {})
+            self.write("BEGIN IMMEDIATE")
             try:
                 yield
-                self.write("COMMIT", {})
+                self.write("COMMIT")
             except BaseException:
                 with suppress(sqlite3.Error):  # SQLite may have rolled back already
                     self._connection.execute("ROLLBACK")
                 raise
 
-    def insert(self, table: str, row: Row) -> None:
-        """Insert one row; for use within a transaction."""
-        self.write(_insertion(table, row), row)
-
-    def write(self, sql: str, parameters: Row) -> None:
+    def write(self, sql: str, parameters: Row | Sequence[object] = ()) -> None:
         """Execute one statement; for use within a transaction."""
         with self._failing("extended, so nothing was written"):
             self._connection.execute(sql, parameters)
@@ -199,7 +161,36 @@ class Database:
             raise LedgerError(f"{self._name} cannot be {done}: {error}") from error
 
 
-def _insertion(table: str, row: Row) -> str:
+def _create(path: Path, file_format: FileFormat, rows: Rows) -> None:
+    if Path(f"{path}-wal").exists():
+        # SQLite would replay it into the new file; it may also hold charges of a lost one.
+        raise LedgerError(
+            f"{path}-wal is left of another {file_format.kind}; restore that file beside it, "
+            "or move it away"
+        )
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, file_format.mode))
+        with closing(sqlite3.connect(draft, isolation_level=None)) as connection:
+            connection.executescript(
+                f"PRAGMA application_id = {file_format.application_id};"
+                f"PRAGMA user_version = {file_format.version};"
+                f"PRAGMA journal_mode = WAL; {file_format.schema}"
+            )
+            for table, row in rows.items():
+                connection.execute(insertion(table, row), row)
+        _fsync(draft)
+        with suppress(FileExistsError):  # another process was first
+            os.link(draft, path)  # never replaces a file, unlike a rename
+        _fsync(path.parent)
+    except (OSError, sqlite3.Error, UnicodeError) as error:
+        raise LedgerError(f"{file_format.kind} {path} cannot be created: {error}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def insertion(table: str, row: Row) -> str:
+    """SQL that inserts a row."""
     return f"INSERT INTO {table} ({', '.join(row)}) VALUES ({', '.join(f':{n}' for n in row)})"
 
 

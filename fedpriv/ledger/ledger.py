@@ -23,7 +23,7 @@ from typing import Any, Self, TextIO
 
 from fedpriv.errors import BudgetExceededError, LedgerError
 from fedpriv.ledger.budget import PrivacyBudget, repeated
-from fedpriv.ledger.database import Database, FileFormat
+from fedpriv.ledger.database import Database, FileFormat, insertion
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
@@ -237,7 +237,7 @@ class Ledger:
         * no charge is returned by this class that does not fit the chain: methods that read charges
           raise a LedgerError that names the first one that is missing, changed or out of order.
 
-    Use `create`, `open` or `open_or_create`, and close it or use it as a context manager.
+    Use `open` or `open_or_create`, and close it or use it as a context manager.
     """
 
     def __init__(self, database: Database) -> None:
@@ -256,11 +256,6 @@ class Ledger:
         self._known = self._genesis.head  # the head up to which `_rounds` counts the charges
         self._rounds = Counter[RoundEvent]()
         self._price: tuple[object, float] = (None, 0.0)  # the last one, and what it was asked for
-
-    @classmethod
-    def create(cls, path: Path, population: str) -> Self:
-        """Create an empty ledger for a population."""
-        return cls(Database.create(path, LEDGER, _first_rows(population)))
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -313,7 +308,8 @@ class Ledger:
             row = ChargedRow(
                 last.count + 1, **vars(charge), charged_at=_now(), previous_hash=last.hash
             )
-            self._database.insert("chain", _columns(row))
+            columns = _columns(row)
+            self._database.write(insertion("chain", columns), columns)
             self._database.write("UPDATE head SET count = :count, hash = :hash", asdict(row.head))
             self._price = (row.head, None, budget), epsilon
         return Charge(row.run, row.round, row.attempt, row.event, row.hash)
@@ -473,16 +469,9 @@ def next_row(last: Head, text: str) -> ChargedRow:
 
 def confirm_cohort(row: ChargedRow, participation: ParticipationRecord) -> None:
     """Raise LedgerError unless the cohort of a charge is recorded and fits its round."""
+    attempt, population = (row.run, row.round, row.attempt), row.event.sampling.population
     try:
-        cohort = participation.cohort_of(row.cohort_commitment)
-        if (cohort.run, cohort.round, cohort.attempt) != (row.run, row.round, row.attempt):
-            raise LedgerError(
-                f"its cohort is that of run {cohort.run}, round {cohort.round}, "
-                f"attempt {cohort.attempt}"
-            )
-        last, population = cohort.users[-1:], row.event.sampling.population
-        if (last >= population).any():
-            raise LedgerError(f"its cohort has user {last[0]} of a population of {population}")
+        participation.confirm(row.cohort_commitment, attempt, population)
     except LedgerError as error:
         raise LedgerError(f"{row}: {error}") from error
 

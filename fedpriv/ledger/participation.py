@@ -8,7 +8,6 @@ import hashlib
 import json
 import secrets
 import zlib
-from dataclasses import dataclass
 from operator import index
 from pathlib import Path
 from typing import Self
@@ -22,6 +21,8 @@ from fedpriv.ledger.events import require
 
 Users = npt.NDArray[np.int64]
 """Positions of users in the population, ascending: [cohort]."""
+Attempt = tuple[str, int, int]
+"""Name of the run, number of the round, number of the attempt at it."""
 
 _SALT_BYTES = 32
 _SCHEMA = """
@@ -38,16 +39,6 @@ CREATE INDEX participation_by_attempt ON participation (run, round, attempt);
 _FORMAT = FileFormat("participation record", 0x66707077, _SCHEMA, 0o600)
 
 
-@dataclass(frozen=True, eq=False)
-class Cohort:
-    """The users who were asked to take part in one attempt at a round."""
-
-    run: str
-    round: int
-    attempt: int
-    users: Users
-
-
 class ParticipationRecord:
     """A SQLite file of cohorts, readable and writable by its owner alone.
 
@@ -56,16 +47,11 @@ class ParticipationRecord:
         * the salt comes from the operating system, in seeded runs too;
         * a cohort that is read back is the one that was committed to.
 
-    Use `create`, `open` or `open_or_create`, and close it or use it as a context manager.
+    Use `open` or `open_or_create`, and close it or use it as a context manager.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
-
-    @classmethod
-    def create(cls, path: Path) -> Self:
-        """Create an empty record with mode 0600."""
-        return cls(Database.create(path, _FORMAT, {}))
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -91,19 +77,15 @@ class ParticipationRecord:
             attempt: number of the attempt at the round, from 0.
             users: distinct positions in the population, in any order: [cohort]; may be empty.
         """
-        cohort = Cohort(run, index(round_number), index(attempt), _ascending(users))
+        attempted = run, index(round_number), index(attempt)
+        cohort = _ascending(users)
         salt = secrets.token_bytes(_SALT_BYTES)
-        commitment = _commitment(salt, cohort)
-        row = {
-            "commitment": commitment,
-            "run": run,
-            "round": cohort.round,
-            "attempt": cohort.attempt,
-            "salt": salt,
-            "users": zlib.compress(_encoded(cohort.users), level=1),
-        }
+        commitment = _commitment(salt, attempted, cohort)
         with self._database.transaction():
-            self._database.insert("participation", row)
+            self._database.write(
+                "INSERT INTO participation VALUES (?, ?, ?, ?, ?, ?)",
+                (commitment, *attempted, salt, zlib.compress(_encoded(cohort), level=1)),
+            )
         return commitment
 
     def next_attempt(self, run: str, round_number: int) -> int:
@@ -111,26 +93,36 @@ class ParticipationRecord:
         sql = "SELECT max(attempt) + 1 AS next FROM participation WHERE run = ? AND round = ?"
         return int(self._database.read(sql, (run, round_number))[0]["next"] or 0)
 
-    def cohort_of(self, commitment: str) -> Cohort:
-        """The cohort that was committed to; a LedgerError if there is none or it was changed."""
-        sql = "SELECT * FROM participation WHERE commitment = ?"
-        rows = self._database.read(sql, (commitment,))
+    def users_of(self, commitment: str) -> Users:
+        """Positions of the users of a cohort; a LedgerError if there is none or it was changed."""
+        return self._cohort_of(commitment)[1]
+
+    def confirm(self, commitment: str, attempt: Attempt, population: int) -> None:
+        """Raise LedgerError unless a cohort is recorded, of this attempt and of the population."""
+        recorded, users = self._cohort_of(commitment)
+        if recorded != attempt:
+            run, round_number, number = recorded
+            raise LedgerError(
+                f"its cohort is that of run {run}, round {round_number}, attempt {number}"
+            )
+        if (users >= population).any():
+            raise LedgerError(f"its cohort has user {users[-1]} of a population of {population}")
+
+    def _cohort_of(self, commitment: str) -> tuple[Attempt, Users]:
+        rows = self._database.read(
+            "SELECT * FROM participation WHERE commitment = ?", (commitment,)
+        )
         if not rows:
             raise LedgerError(f"no cohort with commitment {commitment} is recorded")
-        row = rows[0]
+        _, *attempt, salt, compressed = rows[0]
+        recorded: Attempt = tuple(attempt)
         try:
-            users = np.frombuffer(zlib.decompress(row["users"]), dtype="<i8").astype(np.int64)
-            cohort = Cohort(row["run"], row["round"], row["attempt"], users)
-            unchanged = _commitment(row["salt"], cohort) == commitment
+            users = np.frombuffer(zlib.decompress(compressed), dtype="<i8").astype(np.int64)
+            if _commitment(salt, recorded, users) == commitment:
+                return recorded, users
         except (TypeError, ValueError, zlib.error):
-            unchanged = False
-        if not unchanged:
-            raise LedgerError(f"the cohort with commitment {commitment} was changed")
-        return cohort
-
-    def users_of(self, commitment: str) -> Users:
-        """Positions of the users of a cohort, ascending: [cohort]."""
-        return self.cohort_of(commitment).users
+            pass
+        raise LedgerError(f"the cohort with commitment {commitment} was changed")
 
     def close(self) -> None:
         """Close the file."""
@@ -160,7 +152,6 @@ def _encoded(users: Users) -> bytes:
     return users.astype("<i8").tobytes()
 
 
-def _commitment(salt: bytes, cohort: Cohort) -> str:
+def _commitment(salt: bytes, attempt: Attempt, users: Users) -> str:
     # The JSON array ends itself, so no two cohorts have the same encoding.
-    attempt = json.dumps([cohort.run, cohort.round, cohort.attempt]).encode()
-    return hashlib.sha256(salt + attempt + _encoded(cohort.users)).hexdigest()
+    return hashlib.sha256(salt + json.dumps(attempt).encode() + _encoded(users)).hexdigest()

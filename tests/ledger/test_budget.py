@@ -33,7 +33,7 @@ def propose(round_number, event=DEAR):
 
 @pytest.fixture
 def ledger(tmp_path):
-    with Ledger.create(tmp_path / "ledger", "users") as ledger:
+    with Ledger.open_or_create(tmp_path / "ledger", "users") as ledger:
         yield ledger
 
 
@@ -158,7 +158,7 @@ class TestPrices:
         held = []
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "ledger"
-            with Ledger.create(path, "users") as one, Ledger.open(path) as other:
+            with Ledger.open_or_create(path, "users") as one, Ledger.open(path) as other:
                 for number, (writer, charges, event, budget) in enumerate(questions):
                     ledger = (one, other)[writer]
                     affordable = budget.admits([*held, event])

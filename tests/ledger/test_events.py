@@ -140,7 +140,7 @@ def test_a_round_that_releases_anything_without_noise_has_no_noise() -> None:
 
 def test_a_ledger_keeps_every_policy_and_relation(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
-    with Ledger.create(path, "users") as ledger:
+    with Ledger.open_or_create(path, "users") as ledger:
         for number, event in enumerate(ONE_OF_EACH):
             randomness = Randomness.OPERATING_SYSTEM
             ledger.charge(ProposedCharge("run", number, 0, randomness, event, "00" * 32))

@@ -49,7 +49,7 @@ def proposal(number):
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     path = tmp_path_factory.mktemp("ledger") / "original"
-    with Ledger.create(path, "users") as ledger:
+    with Ledger.open_or_create(path, "users") as ledger:
         for number in range(ROWS):
             ledger.charge(proposal(number))
         ledger.verify()
