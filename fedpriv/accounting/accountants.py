@@ -64,6 +64,10 @@ class PairBounds:
     complete: bool = True
 
 
+Analysis = Callable[[Sequence[RoundEvent]], PairBounds]
+"""From events of one kind, at least one, to their bounds."""
+
+
 def bounds_of(events: Iterable[RoundEvent]) -> PairBounds:
     """Bounds of all events together, each of a kind in `ANALYSES`."""
     kinds: dict[EventKind, list[RoundEvent]] = {}
@@ -86,15 +90,14 @@ def _of(kind: type[GaussianPair], events: Iterable[RoundEvent]) -> Pairs:
     }
 
 
-def _poisson(events: Sequence[RoundEvent]) -> PairBounds:
-    """Poisson samples when a user is added or removed; all users are a sample with q = 1."""
-    pairs = _of(PoissonPair, events)
-    return PairBounds(pairs, pairs)
+def _exact(kind: type[GaussianPair]) -> Analysis:
+    """The pairs of this kind themselves; all users are a Poisson sample with q = 1."""
 
+    def bounds(events: Sequence[RoundEvent]) -> PairBounds:
+        pairs = _of(kind, events)
+        return PairBounds(pairs, pairs)
 
-def _poisson_replaced(events: Sequence[RoundEvent]) -> PairBounds:
-    pairs = _of(ReplacePair, events)
-    return PairBounds(pairs, pairs)
+    return bounds
 
 
 def _fixed_size(events: Sequence[RoundEvent]) -> PairBounds:
@@ -144,12 +147,12 @@ def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
     return PairBounds(above, below)
 
 
-ANALYSES: Mapping[EventKind, Callable[[Sequence[RoundEvent]], PairBounds]] = MappingProxyType(
+ANALYSES: Mapping[EventKind, Analysis] = MappingProxyType(
     {
-        (SamplingPolicy.POISSON, ADD_OR_REMOVE): _poisson,
-        (SamplingPolicy.POISSON, REPLACE): _poisson_replaced,
-        (SamplingPolicy.EVERY_USER, ADD_OR_REMOVE): _poisson,
-        (SamplingPolicy.EVERY_USER, REPLACE): _poisson,
+        (SamplingPolicy.POISSON, ADD_OR_REMOVE): _exact(PoissonPair),
+        (SamplingPolicy.POISSON, REPLACE): _exact(ReplacePair),
+        (SamplingPolicy.EVERY_USER, ADD_OR_REMOVE): _exact(PoissonPair),
+        (SamplingPolicy.EVERY_USER, REPLACE): _exact(PoissonPair),
         (SamplingPolicy.FIXED_SIZE, REPLACE): _fixed_size,
         (SamplingPolicy.SHUFFLED, ADD_OR_REMOVE): _shuffled,
         (SamplingPolicy.SHUFFLED, REPLACE): _shuffled,
@@ -158,7 +161,7 @@ ANALYSES: Mapping[EventKind, Callable[[Sequence[RoundEvent]], PairBounds]] = Map
         (SamplingPolicy.SEPARATED, REPLACE): _separated,
     }
 )
-"""The analysis of events, at least one, of each policy under each relation."""
+"""The analysis of each policy under each relation."""
 
 
 @dataclass(frozen=True)
@@ -233,13 +236,11 @@ class RDPAccountant(Accountant):
 
     def _rdp(self, priced: CheckedEvents) -> Vector:
         """[orders] RDP of all events together."""
-        fixed, others = list[RoundEvent](), list[RoundEvent]()
+        sizes = {True: list[RoundEvent](), False: list[RoundEvent]()}
         for event in priced.events:
-            is_fixed = event.sampling.policy is SamplingPolicy.FIXED_SIZE
-            (fixed if is_fixed else others).append(event)
-        return composed_rdp(compose(others), self.orders) + composed_fixed_size_rdp(
-            compose(fixed), self.orders
-        )
+            sizes[event.sampling.policy is SamplingPolicy.FIXED_SIZE].append(event)
+        fixed, others = compose(sizes[True]), compose(sizes[False])
+        return composed_rdp(others, self.orders) + composed_fixed_size_rdp(fixed, self.orders)
 
 
 _TIGHT = IntervalAccountant("tight", tight.epsilon_interval_of, tight.delta_interval_of)

@@ -131,8 +131,8 @@ def smallest_query_noise(
 
     >>> from fedpriv.accounting.policies import poisson_gaussian
     >>> others = poisson_gaussian(q=0.01, noise_multiplier=1.0, count=1000)
-    >>> round(smallest_query_noise(2.5, 1e-5, others), 2)
-    1.78
+    >>> round(smallest_query_noise(2.5, 1e-5, others), 1)
+    1.8
     """
     price = _price(target_epsilon, delta, lambda _: [others], accountant)
     alone = price(1.0)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -148,22 +149,19 @@ def price(
     if delta is None and epsilon is None:
         delta = default_delta(ledgers)
 
-    def answer(part: Part, accountant: Accountant) -> Price:
+    def ask(part: Part, accountant: Accountant) -> Price:
         if delta is not None:
             loss = accountant.epsilon(part.events, delta)
             return Price(part, loss.epsilon, delta, loss)
         at = epsilon or 0.0
-        found = accountant.delta(part.events, at)
         # Only the words of this loss are used, and they are the same at any δ.
-        return Price(part, at, found, accountant.epsilon(part.events, 0.5))
+        words = accountant.epsilon(part.events, 0.5)
+        return Price(part, at, accountant.delta(part.events, at), words)
 
-    prices: list[Price] = []
-    refusals: dict[str, None] = {}
-    for part in _parts(ledgers):
-        found, refused = _answers(accountants, lambda each, part=part: answer(part, each))
-        prices += found
-        refusals.update(dict.fromkeys(map(str, refused)))
-    return Spending(ledgers, tuple(prices), tuple(refusals), delta, epsilon)
+    answers = [_answers(accountants, partial(ask, part)) for part in _parts(ledgers)]
+    prices = tuple(price for found, _ in answers for price in found)
+    refusals = tuple(dict.fromkeys(str(error) for _, refused in answers for error in refused))
+    return Spending(ledgers, prices, refusals, delta, epsilon)
 
 
 def default_delta(ledgers: Iterable[LedgerContent]) -> float:
@@ -293,16 +291,17 @@ def cost_of(ledger: LedgerContent, delta: float) -> Cost:
     """
     losses = _losses(ledger, delta)
     basis = _basis(losses)
-    return _cost(ledger, losses, _delta_curve(ledger, basis, basis))
+    by_rounds = tuple(_epsilon_curve(ledger, each) for each in losses)
+    mu = classical.equivalent_mu(basis.epsilon, delta)
+    trade_off = trade_off_of(_delta_curve(ledger, basis, basis), mu)
+    return Cost(basis.epsilon, delta, by_rounds, trade_off)
 
 
 def curves_of(ledger: LedgerContent, delta: float) -> Curves:
     """Compute `cost_of`, and δ by ε, for which each accountant is asked 30 times more."""
     losses = _losses(ledger, delta)
-    basis = _basis(losses)
-    by_epsilon = tuple(_delta_curve(ledger, each, basis) for each in losses)
-    cost = _cost(ledger, losses, by_epsilon[losses.index(basis)])
-    return Curves(ledger.population, cost, by_epsilon)
+    by_epsilon = tuple(_delta_curve(ledger, each, _basis(losses)) for each in losses)
+    return Curves(ledger.population, cost_of(ledger, delta), by_epsilon)
 
 
 def trade_off_of(curve: DeltaCurve, mu: float) -> TradeOff:
@@ -339,14 +338,6 @@ def _losses(ledger: LedgerContent, delta: float) -> list[PrivacyLoss]:
 def _basis(losses: Iterable[PrivacyLoss]) -> PrivacyLoss:
     """The first bound, from which the trade-off is made."""
     return next(loss for loss in losses if loss.bound is not Bound.ESTIMATE)
-
-
-def _cost(ledger: LedgerContent, losses: Iterable[PrivacyLoss], basis: DeltaCurve) -> Cost:
-    kept = tuple(losses)
-    whole = _basis(kept)
-    curves = tuple(_epsilon_curve(ledger, each) for each in kept)
-    mu = classical.equivalent_mu(whole.epsilon, whole.delta)
-    return Cost(whole.epsilon, whole.delta, curves, trade_off_of(basis, mu))
 
 
 def _epsilon_curve(ledger: LedgerContent, whole: PrivacyLoss) -> EpsilonCurve:

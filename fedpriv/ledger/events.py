@@ -152,30 +152,19 @@ class SamplingEvent:
 
     def _check_schedule(self) -> None:
         schedule, policy = self.schedule, self.policy
-        many = (
-            SamplingPolicy.SHUFFLED,
-            SamplingPolicy.RANDOM_ALLOCATION,
-            SamplingPolicy.SEPARATED,
-        )
+        shuffled, separated = SamplingPolicy.SHUFFLED, SamplingPolicy.SEPARATED
+        of_many = policy in (shuffled, separated, SamplingPolicy.RANDOM_ALLOCATION)
         if schedule is None:
-            # Accountants need not know how many batches a shuffled pass had.
-            required = policy in many and policy is not SamplingPolicy.SHUFFLED
-            require(not required, f"the schedule is None; {policy} sampling must have one")
+            # How many batches a shuffled pass had may be unknown.
+            optional = policy is shuffled or not of_many
+            require(optional, f"the schedule is None; {policy} sampling must have one")
             return
-        require(
-            policy in many,
-            f"the schedule is {schedule}; {policy} sampling is of one round and must have none",
-        )
+        one_round = f"{policy} sampling is of one round and must have none"
+        require(of_many, f"the schedule is {schedule}; {one_round}")
         k, b = schedule.participations, schedule.separation
         legal = f"with {policy} sampling it must be 1"
-        require(
-            k == 1 or policy is not SamplingPolicy.SHUFFLED,
-            f"participations of the schedule is {k}; {legal}",
-        )
-        require(
-            b == 1 or policy is SamplingPolicy.SEPARATED,
-            f"separation of the schedule is {b}; {legal}",
-        )
+        require(k == 1 or policy is not shuffled, f"participations of the schedule is {k}; {legal}")
+        require(b == 1 or policy is separated, f"separation of the schedule is {b}; {legal}")
 
 
 def kinds_text(kinds: Iterable[EventKind]) -> str:

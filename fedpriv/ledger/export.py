@@ -17,7 +17,6 @@ from fedpriv.ledger.ledger import (
     Genesis,
     Head,
     confirm_cohort,
-    head_line,
     never_had,
     next_row,
 )
@@ -54,7 +53,7 @@ class ExportedLedger:
         last, rows, attempts = genesis.head, list[ChargedRow](), set[tuple[str, int, int]]()
         for number, line in numbered:
             with _naming(number, line):
-                if line == head_line(last):
+                if line == last.line:
                     break
                 if line.startswith('{"head"'):
                     raise LedgerError(f"the head is not {last.count} charges, hash {last.hash}")

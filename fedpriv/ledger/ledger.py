@@ -81,6 +81,11 @@ class Head:
     count: int
     hash: str
 
+    @property
+    def line(self) -> str:
+        """The last line of an export."""
+        return json.dumps({"head": asdict(self)})
+
 
 @dataclass(frozen=True)
 class Genesis:
@@ -178,7 +183,15 @@ class ChargedRow:
                 "relation": sampling.relation,
                 "schedule": schedule and {name: int(n) for name, n in asdict(schedule).items()},
                 "strategy": [float(c) for c in self.event.strategy],
-                "sum_queries": [_query_fields(query) for query in self.event.queries],
+                "sum_queries": [
+                    {
+                        "group": str(query.group),
+                        "clipping_norm": float(query.clipping_norm),
+                        "noise_stddev": float(query.noise_stddev) + 0.0,  # there is one zero
+                        "granularity": query.granularity and float(query.granularity),
+                    }
+                    for query in self.event.queries
+                ],
                 "randomness": self.randomness,
                 "cohort_commitment": self.cohort_commitment,
                 "charged_at": self.charged_at,
@@ -285,11 +298,9 @@ class Ledger:
             charge: what is about to be released.
             budget: what all charges of this ledger together may cost; None: no limit.
 
-        Raises:
+        Raises, without charging anything:
             BudgetExceededError: the budget would be passed.
-            LedgerError: this attempt was charged before, or the ledger is broken or cannot be
-                written.
-            In each case, nothing was charged.
+            LedgerError: this attempt was charged before, or the ledger is broken or not writable.
         """
         name = f"run {charge.run}, round {charge.round}, attempt {charge.attempt}"
         with self._lock, self._database.transaction():
@@ -387,7 +398,7 @@ class Ledger:
         head = self.head
         stream.write(f"{self._genesis.text}\n")
         stream.writelines(f"{row.text}\n" for row in self._walk(self._genesis.head, head))
-        stream.write(f"{head_line(head)}\n")
+        stream.write(f"{head.line}\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -439,11 +450,6 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
-def head_line(head: Head) -> str:
-    """The last line of an export."""
-    return json.dumps({"head": asdict(head)})
-
-
 def next_row(last: Head, text: str) -> ChargedRow:
     """The charge that a text describes, after `last`.
 
@@ -482,15 +488,6 @@ def never_had(head: Head) -> LedgerError:
         f"the ledger never had the head of {head.count} charges with hash {head.hash}: "
         "it is another ledger, or was set back or rewritten"
     )
-
-
-def _query_fields(query: SumQueryEvent) -> dict[str, object]:
-    return {
-        "group": str(query.group),
-        "clipping_norm": float(query.clipping_norm),
-        "noise_stddev": float(query.noise_stddev) + 0.0,  # there is one zero
-        "granularity": None if query.granularity is None else float(query.granularity),
-    }
 
 
 def _proposed(fields: dict[str, Any]) -> ProposedCharge:
