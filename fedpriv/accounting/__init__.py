@@ -13,9 +13,9 @@ event:
 | all | either | one Gaussian, in closed form | `gaussian` |
 | series with correlated noise | either | one Gaussian, in closed form | `strategy` |
 | Poisson sample | one added or removed | exact: along a contour, else by FFT | `contour`, `pld` |
-| Poisson sample | one replaced | exact pair, by FFT | `pld.sampling` |
-| fixed number | one replaced | between two pairs, by FFT | `pld.sampling` |
-| shuffled passes | either | between two pairs, by FFT | `pld.sampling` |
+| Poisson sample | one replaced | exact pair, by FFT | `pld.dominating_pairs` |
+| fixed number | one replaced | between two pairs, by FFT | `pld.dominating_pairs` |
+| shuffled passes | either | between two pairs, by FFT | `pld.dominating_pairs` |
 | random allocation | one added or removed | pair of a pass, by FFT | `pld.random_allocation` |
 
 `tight` chooses among them. For comparison: moments (`rdp`), and zCDP, the CLT, basic and

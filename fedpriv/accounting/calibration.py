@@ -245,6 +245,11 @@ class Plan:
     share: float | None = None  # ω of one more sum query per round, the largest; None: not asked
     share_noise_multiplier: float | None = None  # its noise over its clipping norm
 
+    @property
+    def sampling_probability(self) -> float:
+        """q in (0, 1]."""
+        return self.sampling.sampling_probability
+
 
 def plan_within(
     target_epsilon: float,

@@ -11,7 +11,7 @@ from poisson_rounds import epsilon_interval as pld_interval
 
 from fedpriv.accounting import poisson_gaussian
 from fedpriv.accounting.accountants import epsilon
-from fedpriv.accounting.contour import interval as contour
+from fedpriv.accounting.contour import inversion as contour
 from fedpriv.accounting.round_counts import (
     folded,
     grouped,
