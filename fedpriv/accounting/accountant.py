@@ -25,7 +25,7 @@ GAUSSIAN: tuple[EventKind, ...] = tuple(
 )
 """What costs no more than the Poisson-subsampled Gaussian of `strategy.compose`, q = 1 included.
 
-Poisson and every-user rounds cost just that, and so does a separated series whose sensitivity is
+Poisson and every-user rounds cost exactly that, and so does a separated series whose sensitivity is
 exact. A shuffled pass costs at most one Gaussian, because in every order of the users only one of
 its batches has the user (joint convexity). It can cost less, though much more than a Poisson sample
 (Chua et al. 2024).

@@ -55,7 +55,7 @@ class PairBounds:
 
     Attributes:
         above: together they dominate the events, adaptively chosen ones included.
-        below: together they are something that the events may show. Equal to `above`: exact.
+        below: an observer of the events can tell as much. Equal to `above`: exact.
         complete: whether `below` has a share in every event, so that the two are an interval.
     """
 

@@ -183,7 +183,7 @@ def last_within(
     """
 
     def excess(setting: float) -> float:
-        """log(price / target) within ±40, below 0 just where the setting is within the target."""
+        """log(price / target) within ±40, below 0 if and only if it is within the target."""
         found = price(setting)
         size = abs(math.log(found) - math.log(target)) if found > 0.0 else _FAR
         return math.copysign(min(max(size, _NEAR), _FAR), -1.0 if found <= target else 1.0)

@@ -231,7 +231,7 @@ def _answers(
 
 @dataclass(frozen=True)
 class EpsilonCurve:
-    """ε at one δ after so many rounds, by one accountant."""
+    """ε at one δ by number of rounds, by one accountant."""
 
     accountant: str
     bound: Bound

@@ -54,7 +54,7 @@ def arrays(rounds: Rounds) -> tuple[Vector, Vector, Vector]:
 
 
 def unsampled_noise_multiplier(rounds: Rounds) -> float:
-    """The z of the one Gaussian mechanism that the rounds are if nobody is left out of a cohort.
+    """The z of the one Gaussian mechanism that the rounds are together if all users take part.
 
     Gaussian mechanisms compose exactly: 1/z² = Σ count/zᵢ² (Dong, Roth & Su 2019, Section 3). With
     q = 1 its curve is exact; with any q it is an upper bound, as sampling never costs. ∞ for no
@@ -84,9 +84,9 @@ def folded(rounds: Rounds) -> Rounds:
 
 
 def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:
-    """Rounds that cost at least, and that cost at most as much, each in at most so many groups.
+    """Rounds that cost at least, and rounds that cost at most as much, in up to `most` groups.
 
-    Up to `most` ≥ 1 different rounds stay as they are; others, of z > 0, move to a corner.
+    Up to `most` different rounds stay as they are; otherwise each, of z > 0, moves to a corner.
     """
     if len(rounds) <= most:
         return rounds, rounds
@@ -103,7 +103,7 @@ def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:
 
 
 def summary(rounds: Rounds, most: int) -> Rounds:
-    """Rounds that cost about as much, in at most so many groups: for plans, not for bounds."""
+    """Rounds that cost about as much, in up to `most` groups: for plans, not for bounds."""
     if len(rounds) <= most:
         return rounds
     q, z, counts = arrays(rounds)
@@ -118,7 +118,7 @@ def summary(rounds: Rounds, most: int) -> Rounds:
 def _boxes(q: Vector, z: Vector, counts: Vector, most: int) -> list[NDArray[np.int64]]:
     """The members of each group, which are split where that tells most of their variance apart.
 
-    In the end there are `most` groups, or none is wider than 1e-4 of q and z.
+    It stops when there are `most` groups, or none is wider than 1e-4 of q and z.
     """
     settings = np.stack([np.log(q), np.log(z)])
     boxes = [_box(settings, counts, np.arange(len(q)))]

@@ -61,7 +61,7 @@ def _first_rounds(c: Vector, rounds: int, participations: int, separation: int) 
     """‖Σ_i C[:, i]‖² over the rounds i = 1, 1 + b, …: k of them, which fit into n."""
     width = min(separation, len(c))
     blocks = np.pad(c, (0, -len(c) % width)).reshape(-1, width)
-    # From so many participations on, one more only repeats a period of b rounds.
+    # Each further participation only repeats a period of b rounds.
     repeated = max(0, participations - len(blocks))
     period = blocks.sum(axis=0)
     left = participations - repeated

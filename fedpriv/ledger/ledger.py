@@ -102,7 +102,7 @@ class Genesis:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the first text of a ledger; a LedgerError if it is none."""
+        """Read the first text of a ledger; a LedgerError if the text is something else."""
         try:
             fields = json.loads(text)
             found = cls(fields["ledger_id"], fields["population"], fields["created_at"])
