@@ -43,7 +43,7 @@ def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundReques
             plan.sampling.sampling_probability,
             plan.sampling.population,
             event.noise_multiplier,
-            records.budget.epsilon_of([*records.ledger.spent(), event]),
+            records.ledger.epsilon(records.budget, event),
             records.budget.delta,
         )
 

@@ -50,7 +50,7 @@ def status_at_start(
 ) -> wire.Status:
     """Where a run stands before any round is collected."""
     budget, nodes, users = records.budget, len(enrolment.nodes), enrolment.population
-    spent, limit, delta = budget.epsilon_of(records.ledger.spent()), budget.epsilon, budget.delta
+    spent, limit, delta = records.ledger.epsilon(budget), budget.epsilon, budget.delta
     return wire.Status(
         plan.run, 0, plan.rounds, spent, limit, delta, nodes, 0, users, wire.RunState.WAITING
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from fedpriv.accounting.registry import ACCOUNTANTS
+from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.config import EngineSection
 from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import schedule

@@ -178,7 +178,7 @@ def run_round(
 
     mechanism = plan.mechanism_at(state.clipping_norms)
     release = private_round(mechanism, plan.run, state.round, collect, records, entropy)
-    epsilon = records.budget.epsilon_of(records.ledger.spent())
+    epsilon = records.ledger.epsilon(records.budget)
     return close_round(plan, state, release, epsilon, records.budget.delta)
 
 
