@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, Tensors, VectorGroup
-from fedpriv.privacy.mechanism import Metric
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import (

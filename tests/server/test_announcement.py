@@ -11,7 +11,7 @@ from federation import PARAMETERS, make_plan, open_records
 from fedpriv.config import Config
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
-from fedpriv.privacy.mechanism import AdaptiveClipping
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.server.collection import prices, welcomes

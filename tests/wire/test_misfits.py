@@ -8,8 +8,8 @@ import pytest
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.mechanism import Metric
 from fedpriv.privacy.round import LocalTraining, PartialSum
 from fedpriv.wire import (
     Answer,
