@@ -176,11 +176,9 @@ class GridTransport(Transport):
 
 def shards(population: int, workers: int) -> Hosting:
     """Which worker of a simulation hosts which users."""
-    numbers = np.empty(population, np.int64)
-    for worker in range(workers):
-        shard = flower.shard_of(population, worker, workers)
-        numbers[shard.start : shard.stop] = worker
-    return Hosting([f"worker-{k}" for k in range(workers)], numbers, frozenset())
+    sizes = [len(flower.shard_of(population, worker, workers)) for worker in range(workers)]
+    names = [f"worker-{worker}" for worker in range(workers)]
+    return Hosting(names, np.repeat(np.arange(workers), sizes), frozenset())
 
 
 def simulated_workers(
