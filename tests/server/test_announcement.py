@@ -14,8 +14,9 @@ from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
-from fedpriv.server.announcement import LedgerLines, prices, status_at_start, welcomes
+from fedpriv.server.collection import prices, welcomes
 from fedpriv.server.enrolment import Enrolment
+from fedpriv.server.service import LedgerLines, status_at_start
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import initial_state, open_round
 from fedpriv.wire import RunState, decode_welcome, encode_welcome
