@@ -29,13 +29,13 @@ class SignSGD(LocalTraining):
 
 class Sign(Algorithm):
     learning_rate = 0.05
-    linear = plain = False
+    linear = False
     memories = 0
 
     def direction(
-        self, gradient: torch.Tensor, place: object, memory: torch.Tensor | None
+        self, gradient: torch.Tensor, displacement: object, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        del place, memory
+        del displacement, memory
         return gradient.sign(), None
 
 
