@@ -347,7 +347,7 @@ class LowRankLinear:
             inner = product(rows.float(), self._inputs[:, : self._seen].transpose(1, 2))
             if self._bias is not None:  # lost in fewer bits beside products of long rows
                 inner += 1.0
-            return self._corrections(inner, self._gradients).add_(y).to(y.dtype)
+            return y.add_(self._corrections(inner, self._gradients))  # never a view
 
     def by_inputs(self, gradient: torch.Tensor) -> torch.Tensor:
         """The losses' gradient by its inputs [C, r, in], from that by its outputs [C, r, out]."""

@@ -27,9 +27,9 @@ from fedpriv.engine.task import MetricFunction, RoundParameters, RunningNorm, Ta
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, known_names
 from fedpriv.importing import check_options, import_function
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.clipping_torch import TorchTensors, Updates, group_norms, sent
+from fedpriv.privacy.clipping_torch import TorchTensors, Updates, rows_of
+from fedpriv.privacy.gaussian_mechanism import METRIC_PREFIX, Metric
 from fedpriv.privacy.layout import Layout, VectorGroup, layers, per_layer
-from fedpriv.privacy.mechanism import PREFIX, Metric
 from fedpriv.privacy.round import RoundRequest
 
 _UPDATE_NORMS = "update-norms"
@@ -302,6 +302,22 @@ def user_metrics(
     return {m.tensor: (values[m] - m.centre).float() for m in metrics}
 
 
+def group_norms(updates: Updates, groups: Iterable[VectorGroup]) -> TorchTensors:
+    """L2 norm of each user's scaled part of each group before clipping: float64 [C] by group."""
+    asked = tuple(groups)
+    names = [tensor for group in asked for tensor in group.tensors]
+    layout = Layout(tuple(names), tuple(tuple(updates[name].shape[1:]) for name in names))
+    lengths: dict[str, list[torch.Tensor]] = {group.name: [] for group in asked}
+    for _, rows in rows_of(updates, layout, len(next(iter(updates.values())))):
+        for group in asked:
+            parts = [
+                torch.linalg.vector_norm(rows[:, layout.slices[tensor]], dim=1) / scale
+                for tensor, scale in zip(group.tensors, group.scales, strict=True)
+            ]
+            lengths[group.name].append(torch.linalg.vector_norm(torch.stack(parts), dim=0))
+    return {name: torch.cat(some) for name, some in lengths.items()}
+
+
 @torch.no_grad()
 def _measured(
     measuring: Measuring, examples: Examples, kinds: Mapping[Metric, _Kind]
@@ -387,7 +403,7 @@ def _check_update_norms(one: Metric, clipping: Clipping) -> None:
             "must have one component for each"
         )
     group = _group_of(one.name)
-    known = [g.name for g in sent(clipping) if not g.name.startswith(PREFIX)]
+    known = [g.name for g in clipping.sent if not g.name.startswith(METRIC_PREFIX)]
     if group not in known:
         raise InvalidValueError(
             f"metric {one.name!r} is of vector group {group!r}; {known_names(str(group), known)}"
@@ -423,7 +439,7 @@ def diagnose_chunk(
 
     Columns: mean loss; per group whether it was clipped; norms of groups; norms of layers.
     """
-    groups = sent(request.clipping)
+    groups = request.clipping.sent
     norms = torch.stack([*group_norms(tensors, groups).values()], 1)
     bounds = norms.new_tensor([group.clipping_norm * _ROUNDING for group in groups])
     by_layer = torch.stack([*group_norms(tensors, _layers_of(request)).values()], 1)
@@ -440,7 +456,7 @@ def diagnose_round(
     request: RoundRequest, chunks: Sequence[npt.NDArray[np.float64]]
 ) -> SimulationOnlyDiagnostics:
     """Diagnostics of a round from those of its chunks."""
-    groups = [group.name for group in sent(request.clipping)]
+    groups = [group.name for group in request.clipping.sent]
     by_layer = [layer.name for layer in _layers_of(request)]
     columns = 1 + 2 * len(groups) + len(by_layer)
     rows = np.concatenate([np.empty((0, columns)), *chunks])
