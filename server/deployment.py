@@ -18,7 +18,7 @@ from fedpriv.build import Enrolled, Experiment
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, StoppedError
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
-from fedpriv.run.run import Outcome, Rounds, carry_out, released_text
+from fedpriv.run.run import Outcome, carry_out, released_text
 from fedpriv.run.setup import RunSetup
 from fedpriv.server.announcement import LedgerLines, prices, status_at_start, welcomes
 from fedpriv.server.authentication import Authentication, RateLimit
@@ -28,7 +28,7 @@ from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.listener import Listener, listening
 from fedpriv.server.metrics import Monitor
 from fedpriv.server.service import Service, TransferLimits
-from fedpriv.training.rounds import Stop
+from fedpriv.training.rounds import OnRound, RoundResult, Stop
 from fedpriv.wire import Price, RunState, Status, encode_welcome
 
 _log = logging.getLogger(__name__)
@@ -208,25 +208,22 @@ class Deployment:
         price_of = prices(self.experiment.plan, records)
         return GrpcTransport(listener, self.enrolment, price_of, patience)
 
-    def follow(self, listener: Listener, rows: Rounds, first: int) -> Outcome:
+    def follow(self, listener: Listener, first: int, run: Callable[[OnRound], Outcome]) -> Outcome:
         """Run the rounds and publish each; then tell nodes that the run is over, or the server."""
         service, rounds = listener.service, self.experiment.plan.rounds
 
         def publish(status: Status) -> None:
             listener.call(lambda: service.publish(status))
 
+        def show(result: RoundResult) -> None:
+            _log.info(released_text(result, rounds))
+            waiting = replace(service.status, epsilon=result.epsilon, state=RunState.WAITING)
+            publish(replace(waiting, round=result.number))
+
         publish(replace(service.status, round=first))
         state, end = RunState.STOPPED, End.SHUTTING_DOWN
         try:
-            while True:
-                try:
-                    row = next(rows)
-                except StopIteration as stopped:
-                    outcome: Outcome = stopped.value
-                    break
-                _log.info(released_text(row, rounds))
-                waiting = replace(service.status, epsilon=row.epsilon, state=RunState.WAITING)
-                publish(replace(waiting, round=row.round + 1))
+            outcome = run(show)
             _log.info("the run ended: %s", outcome.stop)
             if outcome.stop is not Stop.ASKED:
                 state, end = RunState.FINISHED, End.RUN_OVER
@@ -293,7 +290,9 @@ def _run(deployment: Deployment, beginning: RunSetup, *, leave: bool) -> None:
             stack.enter_context(_stop_signals(asked, transport.stop))
             return transport
 
-        def follow(rows: Rounds, experiment: Experiment, first: int) -> Outcome:
+        def follow(
+            experiment: Experiment, first: int, run: Callable[[OnRound], Outcome]
+        ) -> Outcome:
             (listener,) = started
             console.print(
                 f"{experiment.plan.run}: listening on {listener.address}, "
@@ -303,7 +302,7 @@ def _run(deployment: Deployment, beginning: RunSetup, *, leave: bool) -> None:
                 soft_wrap=True,
                 highlight=False,
             )
-            return deployment.follow(listener, rows, first)
+            return deployment.follow(listener, first, run)
 
         carry_out(beginning, deployment.experiment, hosted, console, follow, clock=None)
         if not (leave or asked.is_set()):

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from fedpriv.accounting.registry import ACCOUNTANTS
-from fedpriv.config import EngineSection
+from fedpriv.config import EngineSection, OutputSection
 from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import schedule
 from fedpriv.engine.low_rank import train_layers_chunk
@@ -35,7 +35,7 @@ from fedpriv.privacy.round import PrivacyRecords, draw_cohort, release
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run.evaluation import Evaluation
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.run import Cadence, conduct
+from fedpriv.run.run import conduct
 from fedpriv.training.checkpoint import save_checkpoint
 from fedpriv.training.optimizers import FedAvg, Parameters
 from fedpriv.training.plan import TrainingPlan
@@ -90,10 +90,9 @@ def run(folder: Path, engine: InProcessTransport, rounds: int) -> None:
     files = folder / "ledger", folder / "participation"
     with PrivacyRecords.open(*files, plan.population, budget) as records:
         state, entropy = initial_state(plan, task.parameters()), OperatingSystemEntropy()
-        cadence = Cadence(evaluate=rounds, checkpoint=1)
-        given = RunFolder(folder), plan, state, engine, records, entropy, unmeasured, cadence
-        for _ in conduct(*given, time.monotonic):
-            pass
+        output = OutputSection(evaluate_every=rounds)
+        given = RunFolder(folder), plan, state, engine, records, entropy, unmeasured, output
+        conduct(*given, lambda _result: None, time.monotonic)
 
 
 def unmeasured(model: Parameters) -> Evaluation:

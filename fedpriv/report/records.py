@@ -22,20 +22,27 @@ class SimulationOnlyRound:
     A figure is None in a round to which nobody contributed.
 
     Attributes:
-        number: rounds released so far, this one included.
+        round: number of the round, from 0.
         simulation_only_group_norms: mean norm of users' updates before clipping, by vector group,
             in the units of its clipping norm.
         simulation_only_update_norms: mean L2 norm of users' updates before clipping, by layer.
         simulation_only_clipped: share of users that were clipped, by vector group.
         simulation_only_signal_to_noise: norm of the sum of clipped updates over the root mean
             square norm of its noise, by layer.
+        attempt: number of the attempt, from 0.
     """
 
-    number: int
+    round: int
     simulation_only_group_norms: Figures = field(default_factory=dict)
     simulation_only_update_norms: Figures = field(default_factory=dict)
     simulation_only_clipped: Figures = field(default_factory=dict)
     simulation_only_signal_to_noise: Figures = field(default_factory=dict)
+    attempt: int = 0
+
+    @property
+    def number(self) -> int:
+        """Rounds released so far, this one included."""
+        return self.round + 1
 
 
 @dataclass(frozen=True)

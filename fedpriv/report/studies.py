@@ -1,10 +1,8 @@
 """What a study found: charts and tables of its arms, printed, drawn, and for other programs."""
 
-import csv
-import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from rich.console import Console
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.report.charts import Axis, Chart, Series, save, spans_decades
 from fedpriv.report.tables import Column, Table, format_epsilon, number, print_table
-from fedpriv.studies import ArmSummary, Interval, ReadStudy, RunResult, Study, Target
+from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target
 from fedpriv.studies.results import verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes
 from fedpriv.training.rounds import RoundResult
@@ -308,16 +306,6 @@ def results_json(read: ReadStudy) -> str:
     return json.dumps(_as_json(content), indent=2, allow_nan=False) + "\n"
 
 
-def results_csv(read: ReadStudy) -> str:
-    """The arms as a table; entries of inner tables have columns of their own, a.b."""
-    return _csv(_flat(_arm_row(arm)) for arm in read.arms)
-
-
-def runs_csv(read: ReadStudy) -> str:
-    """The finished runs as a table."""
-    return _csv(_flat(_run_row(run)) for run in read.runs)
-
-
 def _names(arms: Sequence[ArmSummary]) -> list[str]:
     return list(dict.fromkeys(arm.arm for arm in arms))
 
@@ -427,33 +415,6 @@ def _arm_row(arm: ArmSummary) -> dict[str, object]:
     row["rounds_to"] = {f"{level:g}": asdict(found) for level, found in arm.rounds_to.items()}
     row["seeds"] = len(arm.seeds)
     return row
-
-
-def _run_row(run: RunResult) -> dict[str, object]:
-    row = asdict(run)
-    del row["evaluations"]
-    return row
-
-
-def _flat(row: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def _csv(rows: Iterable[Mapping[str, object]]) -> str:
-    """Rows with the columns of any of them, in the order they come."""
-    found = list(rows)
-    columns = dict.fromkeys(column for row in found for column in row)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(found)
-    return text.getvalue()
 
 
 def _as_json(value: object) -> object:

@@ -1,6 +1,5 @@
 """`fedpriv compare` with real processes: what is finished stands, what is not is run."""
 
-import csv
 import fcntl
 import json
 import os
@@ -15,7 +14,7 @@ import pytest
 import tomli_w
 
 from fedpriv.studies import read_study
-from fedpriv.studies.results import RESULT, read_all_results
+from fedpriv.studies.results import ALL_RESULTS, RESULT, read_results
 from tests.commandline import printed, refused
 from tests.studies.studying import BASE, study_file
 
@@ -105,15 +104,7 @@ def test_a_study_of_an_own_model_and_own_data(folder: Path) -> None:
         assert row["arm"] == arm.arm
         assert row["accuracy"]["mean"] == arm.accuracy.mean
         assert row["accuracy"]["low"] == arm.accuracy.low
-    with (study / "runs.csv").open() as stream:
-        rows = list(csv.DictReader(stream))
-    assert [(row["arm"], int(row["seed"])) for row in rows] == [(r.arm, r.seed) for r in read.runs]
-    assert [float(row["accuracy"]) for row in rows] == [run.accuracy for run in read.runs]
-    with (study / "results.csv").open() as stream:
-        assert [float(row["accuracy.mean"]) for row in csv.DictReader(stream)] == [
-            arm.accuracy.mean for arm in read.arms
-        ]
-    assert read_all_results(study) == list(read.runs)
+    assert read_results(study / ALL_RESULTS) == list(read.runs)
     # What was written is a study that runs again; here there is nothing left to run.
     before = {path: path.stat().st_mtime_ns for path in study.glob(f"runs/*/*/*/{RESULT}")}
     printed("compare", study / "study.toml", "--out", study, cwd=folder)

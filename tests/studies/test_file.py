@@ -74,7 +74,7 @@ def test_the_example_of_the_guide_is_a_study(tmp_path: Path) -> None:
     before, _, _ = re.sub("baseline.*", "", example).partition("[axes]")
     (tmp_path / "arms.toml").write_text(before + arms)
     (arm,) = load_study(tmp_path / "arms.toml").arms
-    assert arm.assignments == ("server.options={learning_rate=0.5}", "rounds=200")
+    assert arm.set == ("server.options={learning_rate=0.5}", "rounds=200")
 
 
 STUDIES = [
