@@ -171,9 +171,11 @@ def compare(
 
     numbers = tuple(range(seeds) if isinstance(seeds, int) else seeds)
     of_arms = {arm: parts(arm, next(iter(numbers), 0)) for arm in arms}
-    settings = {"output": {"evaluate_every": evaluate_every}, "engine": {"device": device}}
     study = study_of_settings(
-        {arm: _settings(population, *of_arm, **settings) for arm, of_arm in of_arms.items()},
+        {
+            arm: _settings(population, *of_arm, evaluate_every, device)
+            for arm, of_arm in of_arms.items()
+        },
         name=name,
         target=_common_target({arm: of_arm[1] for arm, of_arm in of_arms.items()}),
         seeds=numbers,
@@ -200,7 +202,7 @@ def compare(
     return Comparison(_complete(study, folder, start, Console(quiet=quiet)))
 
 
-def _common_target(mechanisms: Mapping[str, Mechanism]) -> dict[str, float]:
+def _common_target(mechanisms: Mapping[str, Mechanism]) -> dict[str, object]:
     for arm, mechanism in mechanisms.items():
         if mechanism.rounds is None:
             raise InvalidValueError(f"the mechanism of arm {arm!r} is not calibrated; it must be")
@@ -217,13 +219,19 @@ def _settings(
     mechanism: Mechanism,
     local: LocalTraining,
     server: ServerOptimizer,
-    **others: object,
+    evaluate_every: int,
+    device: str,
 ) -> dict[str, object]:
     """What the file of a study would say of an arm."""
-    unset = {"noise_multiplier": None}  # is calibrated
     parts = task, mechanism, local, server
     config = settings_of(
-        "arm", population, *parts, rounds=mechanism.rounds, privacy=unset, **others
+        "arm",
+        population,
+        *parts,
+        rounds=mechanism.rounds,
+        privacy={"noise_multiplier": None},  # is calibrated
+        output={"evaluate_every": evaluate_every},
+        engine={"device": device},
     )
     return config.model_dump(exclude_none=True, exclude={"name"})
 

@@ -71,11 +71,7 @@ class RunFolder:
         return self.path / "tensorboard"
 
     def create(self) -> None:
-        """Make the folder.
-
-        Raises:
-            InvalidValueError: it holds a run already, or cannot be made.
-        """
+        """Make the folder, unless it holds a run already."""
         if self.plan.exists():
             raise InvalidValueError(
                 f"{self.path} holds a run already; resume it or choose another folder"
@@ -95,36 +91,29 @@ class RunFolder:
         return _read(self.metrics)
 
     def results(self) -> list[RoundResult]:
-        """Results of all rounds, of the last attempt at each, in order.
-
-        Raises:
-            DataError: a line cannot be read.
-        """
+        """Results of all rounds, of the last attempt at each, in order."""
         last = {row.round: row for row in _rows(RoundResult, self.metrics, "metrics")}
         return [last[number] for number in sorted(last)]
 
     def collected(self) -> list[SimulationOnlyRound]:
-        """Figures of all rounds that were collected, released or not; likewise."""
+        """Figures of all rounds that were collected, released or not."""
         return _rows(SimulationOnlyRound, self.simulation_only, "figures of rounds")
 
 
 def _rows(kind: type[_Row], path: Path, what: str) -> list[_Row]:
     try:
-        return TypeAdapter(list[kind]).validate_python(list(_read(path)))  # type: ignore[valid-type]
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} cannot be read as {what}: {error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise DataError(f"{path} cannot be read as {what}: {where}: {first['msg']}") from error
+        rows: list[_Row] = TypeAdapter(list[kind]).validate_python(list(_read(path)))  # type: ignore[valid-type]
+    except (UnicodeDecodeError, ValidationError) as error:
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise DataError(f"{path} cannot be read as {what}: {reason}") from error
+    return rows
 
 
 def make(folder: Path) -> None:
-    """Make a folder and those above it.
-
-    Raises:
-        InvalidValueError: it cannot be made.
-    """
+    """Make a folder and those above it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -135,10 +124,8 @@ def make(folder: Path) -> None:
 def held(path: Path, what: str) -> Iterator[None]:
     """Keep other processes from a file or a folder until the block is left or this process ends.
 
-    Two that went on with one run would write over each other's checkpoints.
-
-    Raises:
-        InvalidValueError: another process holds it; the message begins with `what`.
+    Two that went on with one run would write over each other's checkpoints. If another process
+    holds it, an InvalidValueError begins with `what`.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:

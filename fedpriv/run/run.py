@@ -64,11 +64,7 @@ Follow = Callable[[Experiment, int, Callable[[OnRound], Outcome]], Outcome]
 def state_to_start_from(
     folder: RunFolder, plan: TrainingPlan, records: PrivacyRecords, initial: ServerState
 ) -> ServerState:
-    """State of the newest checkpoint, or the initial state if there is none.
-
-    Raises:
-        CheckpointError: the checkpoint does not fit the plan or the ledger.
-    """
+    """State of the newest checkpoint, or the initial state; it must fit the plan and the ledger."""
     found = checkpoints(folder.checkpoints)
     return resume(found[-1], plan, records.ledger) if found else initial
 
@@ -91,19 +87,13 @@ def conduct(
     called and the next round begins. So if every round has a checkpoint, a crash leaves at most one
     round that was charged and is in no checkpoint. A run that is resumed repeats the rounds since
     its last checkpoint as new attempts, with new charges. The last round always has a checkpoint.
-
-    Args:
-        folder: where to write; exists.
-        plan: the plan.
-        state: where to start, from `state_to_start_from`.
-        transport: reaches the users.
-        records: ledger, participation record and budget.
-        entropy: where cohorts and noise come from.
-        evaluate: measures a released model on rows of no enrolled user.
-        output: how often to evaluate and to write checkpoints.
-        on_round: is called with the result of each round.
-        clock: seconds, to time the rounds of a simulation; None in a deployment.
+    `clock` gives the seconds that time the rounds of a simulation; it is None in a deployment.
     """
+
+    def keep() -> None:
+        checkpoint = Checkpoint(state, plan.digest, records.ledger.head)
+        save_checkpoint(folder.checkpoints, checkpoint)
+
     rounds = train(plan, state, transport, records, entropy)
     while True:
         began = clock() if clock else 0.0
@@ -119,16 +109,12 @@ def conduct(
             result = replace(result, loss=measured.loss, accuracy=measured.accuracy)
         folder.append_metrics(asdict(result))
         if state.round % output.checkpoint_every == 0:
-            _save(folder, plan, state, records.ledger)
+            keep()
         on_round(result)
-    _save(folder, plan, state, records.ledger)
+    keep()
     tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
     write_atomically(folder.model, save(tensors))
     return Outcome(stop, state, evaluate(state.model))
-
-
-def _save(folder: RunFolder, plan: TrainingPlan, state: ServerState, ledger: Ledger) -> None:
-    save_checkpoint(folder.checkpoints, Checkpoint(state, plan.digest, ledger.head))
 
 
 def run_rounds(
@@ -147,6 +133,7 @@ def run_rounds(
         )
     setup.write_plan(experiment)
     record = folder.participation_of(setup.ledger)
+    evaluate = Evaluator(experiment.task, experiment.held_out, experiment.device)
     with (
         held(folder.plan, f"{folder.path} holds a run"),
         PrivacyRecords.open(setup.ledger, record, plan.population, experiment.budget) as records,
@@ -157,8 +144,6 @@ def run_rounds(
         if output.tensorboard:
             events = stack.enter_context(_event_files(folder.tensorboard, state.round))
             callbacks = {"tensorboard": events, **callbacks}
-
-        evaluate = Evaluator(experiment.task, experiment.held_out, experiment.device)
         parts = plan, state, hosted(experiment, records), records, experiment.entropy, evaluate
 
         def run(show: OnRound) -> Outcome:
@@ -209,18 +194,8 @@ def carry_out(
 ) -> Outcome:
     """Run an experiment to its end, with all that it writes and prints.
 
-    Callbacks are called after every round; they are not told how long it took.
-
-    Args:
-        setup: how it starts or goes on.
-        experiment: what is run.
-        hosted: makes the transport to the users.
-        console: where to print.
-        follow: shows each round; None: a progress bar.
-        clock: seconds, to time the rounds of a simulation; None in a deployment.
-
-    Raises:
-        FedprivError: the run cannot go on; the message says why.
+    Callbacks are called after every round; they are not told how long it took. `follow` shows each
+    round, by default in a progress bar; `clock` is as for `conduct`.
     """
 
     def shown(experiment: Experiment, first: int, run: Callable[[OnRound], Outcome]) -> Outcome:
@@ -243,38 +218,36 @@ def carry_out(
 @contextmanager
 def _progress(experiment: Experiment, first: int, console: Console) -> Iterator[OnRound]:
     """A progress bar, in a terminal or a notebook, that moves with each result."""
+    figures, plan, last = TextColumn("{task.fields[figures]}"), experiment.plan, ""
     columns = (
-        TextColumn("{task.description}"),
+        "{task.description}",
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
+        figures,
         TimeRemainingColumn(),
     )
-    plan, accuracy = experiment.plan, ""
     with Progress(*columns, console=console) as progress:
         line = progress.add_task(plan.run, total=plan.rounds, completed=first, figures="")
 
         def show(result: RoundResult) -> None:
-            nonlocal accuracy
+            nonlocal last
             if result.accuracy is not None:
-                accuracy = f"accuracy {result.accuracy:.1%}  "
+                last = f"accuracy {result.accuracy:.1%}"
             seconds = result.simulation_only_seconds or math.inf
             # From the expected cohort, since the realised one is private.
-            speed = plan.sampling.expected_cohort_size / seconds
-            private = "".join(f"{text}  " for text in result.metrics_text)
-            spent = f"ε {format_epsilon(result.epsilon)}"
-            figures = f"{accuracy}{private}{spent}  {speed:,.0f} users/s"
-            progress.update(line, completed=result.number, figures=figures)
+            speed = f"{plan.sampling.expected_cohort_size / seconds:,.0f} users/s"
+            shown = (last, *result.metrics_text, f"ε {format_epsilon(result.epsilon)}", speed)
+            progress.update(line, completed=result.number, figures="  ".join(filter(None, shown)))
 
         yield show
 
 
 def released_text(result: RoundResult, rounds: int) -> str:
     """One line on a release, for a log."""
-    accuracy = "" if result.accuracy is None else f", accuracy {result.accuracy:.1%}"
-    private = "".join(f", {text}" for text in result.metrics_text)
+    accuracy = () if result.accuracy is None else (f"accuracy {result.accuracy:.1%}",)
     spent = f"ε {format_epsilon(result.epsilon)} at δ {result.delta:g}"
-    return f"round {result.number} of {rounds} released{accuracy}{private}, {spent}"
+    released = f"round {result.number} of {rounds} released"
+    return ", ".join((released, *accuracy, *result.metrics_text, spent))
 
 
 def _warn(experiment: Experiment, console: Console) -> None:
@@ -306,45 +279,34 @@ def _print_result(
         spent, charges, head = ledger.spent(), list(ledger.charges()), ledger.head
         of_run, runs = ledger.events(plan.run), ledger.runs()
     loss = epsilon_of(spent, privacy.delta, privacy.accountant)
-    metrics = results[-1].metrics_text if results else ()
-    rows = [
-        ("loss on held-out rows", f"{evaluation.loss:.4f}"),
-        *(("private metric before the last round", text) for text in metrics),
-        ("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})"),
-    ]
-    if evaluation.accuracy is not None:
-        rows.insert(0, ("accuracy on held-out rows", f"{evaluation.accuracy:.2%}"))
-    if len(runs) > 1:
-        alone = epsilon_of(of_run, privacy.delta, privacy.accountant)
-        rows.append(("of which this run alone", format_epsilon(alone.epsilon)))
-    if of_run:
-        rows += [
-            ("what it means", loss.assumptions),
-            ("randomness", str(weakest_randomness(charges))),
-            ("sums and noise", str(weakest_arithmetic(charges))),
-        ]
-    stopped = "" if outcome.stop is Stop.ROUNDS else f": stopped, {outcome.stop}"
-    rows += [
-        ("rounds", f"{outcome.state.round} of {plan.rounds}, {len(of_run)} charged{stopped}"),
-        (
-            "mechanism",
-            f"q = {plan.sampling.sampling_probability:g} of N = {plan.sampling.population} users, "
-            f"z = {plan.noise_multiplier:.4g}, {_clipping_text(experiment)}",
-        ),
-        ("ledger", f"{setup.ledger}\nhead {head.count}:{head.hash}"),
-        ("folder", str(setup.folder.path)),
-    ]
     table = Table(title=plan.run, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, text in rows:
-        table.add_row(name, text)
-    console.print(table)
-
-
-def _clipping_text(experiment: Experiment) -> str:
-    plan, clipping = experiment.plan, experiment.config.clipping
-    what = f"{clipping.strategy} clipping"
+    if evaluation.accuracy is not None:
+        table.add_row("accuracy on held-out rows", f"{evaluation.accuracy:.2%}")
+    table.add_row("loss on held-out rows", f"{evaluation.loss:.4f}")
+    for text in results[-1].metrics_text if results else ():
+        table.add_row("private metric before the last round", text)
+    table.add_row("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})")
+    if len(runs) > 1:
+        alone = epsilon_of(of_run, privacy.delta, privacy.accountant)
+        table.add_row("of which this run alone", format_epsilon(alone.epsilon))
+    if of_run:
+        table.add_row("what it means", loss.assumptions)
+        table.add_row("randomness", str(weakest_randomness(charges)))
+        table.add_row("sums and noise", str(weakest_arithmetic(charges)))
+    stopped = "" if outcome.stop is Stop.ROUNDS else f": stopped, {outcome.stop}"
+    rounds = f"{outcome.state.round} of {plan.rounds}, {len(of_run)} charged{stopped}"
+    table.add_row("rounds", rounds)
+    clipping = experiment.config.clipping
+    clipped = f"{clipping.strategy} clipping"
     if clipping.groups:
-        what = f"{len(plan.groups)} vector groups in {len(clipping.groups)} parts"
-    return f"{what} that adapts" if plan.adaptive else what
+        clipped = f"{len(plan.groups)} vector groups in {len(clipping.groups)} parts"
+    table.add_row(
+        "mechanism",
+        f"q = {plan.sampling.sampling_probability:g} of N = {plan.sampling.population} users, "
+        f"z = {plan.noise_multiplier:.4g}, {clipped}{' that adapts' if plan.adaptive else ''}",
+    )
+    table.add_row("ledger", f"{setup.ledger}\nhead {head.count}:{head.hash}")
+    table.add_row("folder", str(setup.folder.path))
+    console.print(table)

@@ -112,11 +112,7 @@ def results_text(results: Iterable[RunResult]) -> str:
 
 
 def read_results(path: Path) -> list[RunResult]:
-    """What `results_text` wrote into a file; nothing if there is no file.
-
-    Raises:
-        DataError: the file cannot be read as results.
-    """
+    """What `results_text` wrote into a file; nothing if there is no file."""
     try:
         return [_RESULT.validate_json(line) for line in path.read_bytes().splitlines()]
     except FileNotFoundError:
@@ -160,14 +156,10 @@ def finished_runs(study: Study, folder: Path) -> dict[Cell, RunResult]:
 
 @dataclass(frozen=True)
 class RoundsTo:
-    """When an arm reached an accuracy.
+    """When an arm reached an accuracy; a seed that never did counts as later than all rounds."""
 
-    The median is over seeds, of which those that never reached it count as later than all rounds;
-    it is None if the median seed never did. `reached` is the number of seeds that did.
-    """
-
-    median: float | None
-    reached: int
+    median: float | None  # over seeds; None if the median seed never did
+    reached: int  # seeds that did
 
 
 @dataclass(frozen=True)
@@ -290,9 +282,7 @@ class ReadStudy:
 
 
 def read_study(folder: Path) -> ReadStudy:
-    """Read the folder of a study; runs that are not finished are left out.
-
-    A folder without its runs, as it is kept beside code, is read from the file of all results.
+    """Read the folder of a study, from `runs.jsonl` if it is kept without its runs.
 
     Raises:
         InvalidValueError: the folder holds no study.
@@ -319,10 +309,10 @@ class _Standing(NamedTuple):
 def verdict(study: Study, arms: Sequence[ArmSummary]) -> tuple[str, ...]:
     """For each target, which arm is best, and which arms are better or worse than the baseline.
 
-    They are where the interval of their paired differences leaves zero out. Arms that share one
-    seed with the baseline, or none, are left out, and so are targets with no other arms. Each
-    interval is for one arm alone: among twenty arms that are all alike, one is expected to leave
-    zero out.
+    They are where the interval of their paired differences leaves zero out. Arms that share less
+    than two seeds with the baseline are left out, and so are targets with no other arms. Each
+    interval is for one arm alone: of twenty arms that are all alike, one is expected to seem
+    different.
     """
     said = []
     for target in study.targets:

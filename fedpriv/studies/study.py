@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -91,32 +91,23 @@ class Cell:
 
 
 class Study(Section):
-    """One experiment under several arms, at equal privacy, on equal users and seeds.
-
-    Attributes:
-        name: short name.
-        base: the experiment that arms vary, as a table.
-        seeds: the seeds, or how many, from 0.
-        target: what runs may cost.
-        baseline: name of the arm that others are compared with; by default the first.
-        accuracies: levels; the first round in which an arm reached them is reported.
-        arms: the arms; no two of them alike.
-    """
+    """One experiment under several arms, at equal privacy, on equal users and seeds."""
 
     name: _Name
-    base: dict[str, object]
-    seeds: _Seeds = tuple(range(5))
+    base: dict[str, object]  # the experiment that arms vary
+    seeds: _Seeds = tuple(range(5))  # or how many, from 0
     target: _Targets
-    baseline: str = ""
+    baseline: str = ""  # the arm that others are compared with; by default the first
+    # Levels; the first round in which an arm reached them is reported.
     accuracies: Annotated[tuple[_Accuracy, ...], Field(strict=False)] = ()
     arms: Annotated[tuple[Arm, ...], Field(strict=False)]
 
     @model_validator(mode="after")
     def _must_fit_together(self) -> Self:
-        _refuse_repeated("arms", [arm.name for arm in self.arms])
+        names = [arm.name for arm in self.arms]
+        _refuse_repeated("arms", names)
         _refuse_repeated("seeds", self.seeds)
         _refuse_repeated("target.epsilon", [target.epsilon for target in self.targets])
-        names = [arm.name for arm in self.arms]
         if self.baseline and self.baseline not in names:
             raise ValueError(
                 f"baseline is {self.baseline!r}, which is no arm; "
@@ -167,11 +158,7 @@ class Study(Section):
         }
 
     def config_of(self, cell: Cell) -> Config:
-        """The experiment of a run.
-
-        Raises:
-            InvalidValueError: a key is unknown, absent or out of range.
-        """
+        """The experiment of a run."""
         return parse_config(self.table_of(cell), f"arm {cell.arm.name!r}")
 
     def digest_of(self, cell: Cell) -> str:
@@ -203,38 +190,31 @@ def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     return flat
 
 
-def _levels(key: str, axis: object) -> tuple[Arm, ...]:
+def _levels(key: str, axis: object) -> list[Arm]:
     """Levels of an axis: assignments by name, or values of the key, which name their levels."""
-    levels = []
-    if isinstance(axis, Mapping):
-        for name, given in axis.items():
-            if not re.match(_NAME, name):
-                raise InvalidValueError(
-                    f"axis {key!r} has the level {name!r}; its name must be of letters, digits, "
-                    "dots, underscores and hyphens"
-                )
-            if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
-                raise InvalidValueError(
-                    f"level {name!r} of axis {key!r} is {given!r}; it must be a list of "
-                    'assignments "a.b=value"'
-                )
-            levels.append(Arm(name=name, set=given))
-    elif isinstance(axis, list):
-        for value in axis:
-            name = f"{key.rpartition('.')[2]}-{value}"
-            if not isinstance(value, str | int | float) or not re.match(_NAME, name):
-                raise InvalidValueError(
-                    f"axis {key!r} has the value {value!r}, which makes no name of an arm; a "
-                    "table of levels with names of their own can set it"
-                )
-            levels.append(Arm(name=name, set=[f"{key}={json.dumps(value)}"]))
+    if isinstance(axis, list):
+        last = key.rpartition(".")[2]
+        levels = [(f"{last}-{value}", [f"{key}={_inline(value)}"]) for value in axis]
+    elif isinstance(axis, Mapping):
+        levels = list(axis.items())
     else:
         raise InvalidValueError(
             f"axis {key!r} is {axis!r}; it must be a table of levels or a list of values"
         )
     if not levels:
         raise InvalidValueError(f"axis {key!r} has no level; it must have at least one")
-    return tuple(levels)
+    for name, assignments in levels:
+        if not re.match(_NAME, name):
+            raise InvalidValueError(
+                f"axis {key!r} has the level {name!r}, which makes no name of an arm; a table of "
+                "levels can name them, with letters, digits, dots, underscores and hyphens"
+            )
+        if not isinstance(assignments, list) or not all(isinstance(a, str) for a in assignments):
+            raise InvalidValueError(
+                f"level {name!r} of axis {key!r} is {assignments!r}; it must be a list of "
+                'assignments "a.b=value"'
+            )
+    return [Arm(name=name, set=tuple(assignments)) for name, assignments in levels]
 
 
 def _crossed(axes: Mapping[str, object]) -> list[Arm]:
@@ -252,9 +232,8 @@ def load_study(path: Path) -> Study:
     `base` may be a file beside it, and `axes` may stand in place of arms.
 
     Raises:
-        InvalidValueError: a file is absent or not valid TOML, a key is unknown, absent or out of
-            range, names, seeds or targets are not unique, or an arm sets what the study sets for
-            all.
+        InvalidValueError: a file cannot be read, a key is unknown, absent or out of range, names,
+            seeds or targets are not unique, or an arm sets what the study sets for all.
     """
     table = read_toml(path)
     base, axes = table.get("base"), table.pop("axes", {})
@@ -272,11 +251,7 @@ def load_study(path: Path) -> Study:
 
 
 def study_of_settings(settings: Mapping[str, Mapping[str, object]], **others: object) -> Study:
-    """The study whose arms have these settings, which are tables with the same sections.
-
-    Raises:
-        InvalidValueError: arms or others do not fit together.
-    """
+    """The study whose arms have these settings, which are tables with the same sections."""
     base = next(iter(settings.values()))
     arms = [
         Arm(name=arm, set=tuple(f"{k}={_inline(v)}" for k, v in table.items() if base[k] != v))
@@ -350,25 +325,26 @@ def numeric_axes(study: Study) -> tuple[NumericAxis, ...]:
     only the one that arms set first is an axis.
     """
     settings = {arm.name: study.flat_settings(arm) for arm in study.arms}
-    tables = settings.values()
     written = [text.partition("=")[0].strip() for arm in study.arms for text in arm.set]
-    known = dict.fromkeys([*written, *(key for each in tables for key in each)])
-    varied = [key for key in known if len({repr(each.get(key)) for each in tables}) > 1]
-    numbers = [key for key in varied if all(_is_number(each.get(key)) for each in tables)]
+    known = dict.fromkeys([*written, *(key for each in settings.values() for key in each)])
+    columns = {key: [each.get(key) for each in settings.values()] for key in known}
+    varied = {key: [*map(repr, values)] for key, values in columns.items()}
+    varied = {key: values for key, values in varied.items() if len(set(values)) > 1}
+    numbers = [key for key in varied if {type(value) for value in columns[key]} <= {int, float}]
+
+    def settles(key: str, other: str) -> bool:
+        pairs = set(zip(varied[key], varied[other], strict=True))
+        return len(pairs) == len(set(varied[key]))
+
     axes: list[NumericAxis] = []
     for key in numbers:
-        follows = [k for k in numbers if k != key and _settles(tables, key, k)]
-        lines = _lines(settings, key, [k for k in varied if k != key and k not in follows])
+        follows = [other for other in numbers if other != key and settles(key, other)]
+        others = [other for other in varied if other != key and other not in follows]
+        lines = _lines(settings, key, others)
         seen = any(key in axis.follows and axis.key in follows for axis in axes)
         if not seen and any(len(line.arms) > 1 for line in lines):
             axes.append(NumericAxis(key, tuple(follows), lines))
     return tuple(axes)
-
-
-def _settles(tables: Collection[Mapping[str, object]], key: str, other: str) -> bool:
-    """Whether each value of a key goes with one value of the other."""
-    pairs = {(repr(each[key]), repr(each[other])) for each in tables}
-    return len(pairs) == len({value for value, _ in pairs})
 
 
 def _lines(
@@ -394,7 +370,3 @@ def _shared(names: Sequence[str]) -> str:
     if len({len(each) for each in parts}) > 1:
         return ""
     return "_".join(level[0] for level in zip(*parts, strict=True) if len(set(level)) == 1)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
