@@ -48,11 +48,6 @@ def run_study(file: Path, out: Path | None, workers: int | None) -> None:
     run again; of a run that was cut short nothing counts; a run that fails does not stop the
     others; no process is left when this ends, however it ends.
 
-    Args:
-        file: the study, TOML.
-        out: folder of the study; by default studies/NAME.
-        workers: how many runs at once; by default as many as there are cores.
-
     Raises:
         WorkerError: a run failed, which is reported once all others ended, or a process was killed.
         FedprivError: something is wrong with the input; the message says what.
@@ -170,14 +165,26 @@ def compare(
         return task, chosen["mechanism"], chosen["local"], chosen["server"]
 
     numbers = tuple(range(seeds) if isinstance(seeds, int) else seeds)
-    of_arms = {arm: parts(arm, next(iter(numbers), 0)) for arm in arms}
+
+    def settings(arm: str) -> dict[str, object]:
+        of_arm = parts(arm, next(iter(numbers), 0))
+        rounds = of_arm[1].rounds
+        if rounds is None:
+            raise InvalidValueError(f"the mechanism of arm {arm!r} is not calibrated; it must be")
+        config = settings_of(
+            "arm",
+            population,
+            *of_arm,
+            rounds=rounds,
+            privacy={"noise_multiplier": None},  # is calibrated
+            output={"evaluate_every": evaluate_every},
+            engine={"device": device},
+        )
+        return config.model_dump(exclude_none=True, exclude={"name"})
+
     study = study_of_settings(
-        {
-            arm: _settings(population, *of_arm, evaluate_every, device)
-            for arm, of_arm in of_arms.items()
-        },
+        {arm: settings(arm) for arm in arms},
         name=name,
-        target=_common_target({arm: of_arm[1] for arm, of_arm in of_arms.items()}),
         seeds=numbers,
         baseline=baseline or "",
         accuracies=tuple(accuracies),
@@ -200,40 +207,6 @@ def compare(
 
     folder = Path(out or Path("studies") / name)
     return Comparison(_complete(study, folder, start, Console(quiet=quiet)))
-
-
-def _common_target(mechanisms: Mapping[str, Mechanism]) -> dict[str, object]:
-    for arm, mechanism in mechanisms.items():
-        if mechanism.rounds is None:
-            raise InvalidValueError(f"the mechanism of arm {arm!r} is not calibrated; it must be")
-    targets = {arm: (each.epsilon, each.delta) for arm, each in mechanisms.items()}
-    if len(set(targets.values())) != 1:
-        raise InvalidValueError(f"arms are calibrated to {targets}; all must be to the same (ε, δ)")
-    epsilon, delta = next(iter(targets.values()))
-    return {"epsilon": epsilon, "delta": delta}
-
-
-def _settings(
-    population: Population,
-    task: Task,
-    mechanism: Mechanism,
-    local: LocalTraining,
-    server: ServerOptimizer,
-    evaluate_every: int,
-    device: str,
-) -> dict[str, object]:
-    """What the file of a study would say of an arm."""
-    parts = task, mechanism, local, server
-    config = settings_of(
-        "arm",
-        population,
-        *parts,
-        rounds=mechanism.rounds,
-        privacy={"noise_multiplier": None},  # is calibrated
-        output={"evaluate_every": evaluate_every},
-        engine={"device": device},
-    )
-    return config.model_dump(exclude_none=True, exclude={"name"})
 
 
 def _complete(
@@ -275,12 +248,8 @@ def _progress(
     study: Study, folder: Path, finished: Mapping[Cell, RunResult], console: Console
 ) -> Iterator[Callable[[], None]]:
     """A line for each arm and target; call what is yielded to bring it up to date."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TimeRemainingColumn(),
-    )
+    figures = TextColumn("{task.fields[figures]}")
+    columns = "{task.description}", BarColumn(), figures, TimeRemainingColumn()
     with Progress(*columns, console=console) as display:
         lines = {}
         for target, arm in itertools.product(study.targets, study.arms):
@@ -296,8 +265,8 @@ def _progress(
                 mean = f", accuracy {statistics.fmean(accuracies):.1%}" if accuracies else ""
                 metrics = [RunFolder(folder / cell.path).metrics for cell in cells]
                 rounds = sum(path.read_bytes().count(b"\n") for path in metrics if path.exists())
-                figures = f"{len(results)} of {len(cells)} seeds{mean}"
-                display.update(line, completed=rounds, figures=figures)
+                seeds = f"{len(results)} of {len(cells)} seeds{mean}"
+                display.update(line, completed=rounds, figures=seeds)
 
         show()
         yield show

@@ -22,10 +22,8 @@ from safetensors.numpy import save
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
 from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.build import Experiment
-from fedpriv.config import OutputSection
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.report.run_page import write_run_figures
 from fedpriv.report.tables import format_epsilon
@@ -39,7 +37,6 @@ from fedpriv.training.checkpoint import (
     save_checkpoint,
     write_atomically,
 )
-from fedpriv.training.optimizers import Parameters
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import OnRound, RoundResult, ServerState, Stop, train
 
@@ -71,17 +68,14 @@ def state_to_start_from(
 
 def conduct(
     folder: RunFolder,
-    plan: TrainingPlan,
+    experiment: Experiment,
     state: ServerState,
     transport: Transport,
     records: PrivacyRecords,
-    entropy: Entropy,
-    evaluate: Callable[[Parameters], Evaluation],
-    output: OutputSection,
     on_round: OnRound,
     clock: Callable[[], float] | None = None,
 ) -> Outcome:
-    """Run a plan to its end or to the end of its budget, writing everything into a folder.
+    """Run an experiment to its end or to the end of its budget, writing everything into a folder.
 
     A line of metrics is written after each release, and then the checkpoint, before `on_round` is
     called and the next round begins. So if every round has a checkpoint, a crash leaves at most one
@@ -89,12 +83,14 @@ def conduct(
     its last checkpoint as new attempts, with new charges. The last round always has a checkpoint.
     `clock` gives the seconds that time the rounds of a simulation; it is None in a deployment.
     """
+    plan, output = experiment.plan, experiment.config.output
+    evaluate = Evaluator(experiment.task, experiment.held_out, experiment.device)
 
     def keep() -> None:
         checkpoint = Checkpoint(state, plan.digest, records.ledger.head)
         save_checkpoint(folder.checkpoints, checkpoint)
 
-    rounds = train(plan, state, transport, records, entropy)
+    rounds = train(plan, state, transport, records, experiment.entropy)
     while True:
         began = clock() if clock else 0.0
         try:
@@ -133,7 +129,6 @@ def run_rounds(
         )
     setup.write_plan(experiment)
     record = folder.participation_of(setup.ledger)
-    evaluate = Evaluator(experiment.task, experiment.held_out, experiment.device)
     with (
         held(folder.plan, f"{folder.path} holds a run"),
         PrivacyRecords.open(setup.ledger, record, plan.population, experiment.budget) as records,
@@ -144,14 +139,14 @@ def run_rounds(
         if output.tensorboard:
             events = stack.enter_context(_event_files(folder.tensorboard, state.round))
             callbacks = {"tensorboard": events, **callbacks}
-        parts = plan, state, hosted(experiment, records), records, experiment.entropy, evaluate
+        transport = hosted(experiment, records)
 
         def run(show: OnRound) -> Outcome:
             def on_round(result: RoundResult) -> None:
                 _tell(callbacks, replace(result, simulation_only_seconds=None))
                 show(result)
 
-            return conduct(folder, *parts, output, on_round, clock)
+            return conduct(folder, experiment, state, transport, records, on_round, clock)
 
         return follow(experiment, state.round, run)
 

@@ -31,16 +31,9 @@ class RunSetup:
 
     @classmethod
     def of(cls, file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Self:
-        """Read an experiment, and the folder of the run if it is to go on.
+        """Read an experiment, with "a.b=value" overrides; by default `out` is new, under runs/.
 
-        Args:
-            file: the experiment, TOML.
-            assignments: "a.b=value" overrides.
-            out: folder of the run; by default a new one under runs/.
-            resume: go on with the run in `out`, or start it if there is none.
-
-        Raises:
-            InvalidValueError: a file cannot be read or used.
+        With `resume` the run in `out` goes on, or is started if there is none.
         """
         return cls.at(load_config(file, assignments), out, resume=resume)
 
@@ -66,11 +59,7 @@ class RunSetup:
             return ledger.spent()
 
     def on_nodes(self, section: FederationSection, users: Enrolled) -> Experiment:
-        """The experiment with these users, who are at nodes.
-
-        Raises:
-            FedprivError: something does not fit, or one user could take all the time of a node.
-        """
+        """The experiment with these users, who are at nodes."""
         self.refuse_true_figures("on nodes")
         if self.config.local.max_examples is None:
             raise InvalidValueError(
@@ -81,11 +70,7 @@ class RunSetup:
         return build(self.config, self.run, users, held_out, self.spent)
 
     def refuse_true_figures(self, where: str) -> None:
-        """Refuse to record what only a simulation in one process can know.
-
-        Raises:
-            InvalidValueError: the configuration asks for it.
-        """
+        """Refuse to record what only a simulation in one process can know."""
         if self.config.output.simulation_only:
             raise InvalidValueError(
                 f"output.simulation_only is true; {where} it must be false, since only a "
@@ -93,12 +78,7 @@ class RunSetup:
             )
 
     def write_plan(self, experiment: Experiment) -> None:
-        """Make the folder with the resolved plan; of a run that goes on, refuse another one.
-
-        Raises:
-            InvalidValueError: the folder holds a run already, or cannot be made; or as for
-                `refuse_other_plan`.
-        """
+        """Make the folder with the resolved plan; if the run goes on, refuse another plan."""
         if self.resuming:
             self.refuse_other_plan(experiment.plan)
             return
@@ -108,11 +88,7 @@ class RunSetup:
         write_atomically(self.folder.plan, _resolved_plan(experiment).encode())
 
     def refuse_other_plan(self, plan: TrainingPlan) -> None:
-        """Refuse to go on with another plan than the run began with, however far it has come.
-
-        Raises:
-            InvalidValueError: the run goes on and its plan is another, or not known any more.
-        """
+        """Refuse to go on with another plan than the run began with, however far it has come."""
         path = self.folder.plan_digest
         begun = path.read_text("ascii", "replace").strip() if path.exists() else "unknown"
         if self.resuming and begun != plan.digest:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import tomli_w
 from pydantic import BeforeValidator, Field, model_validator
@@ -250,14 +250,15 @@ def load_study(path: Path) -> Study:
     return checked(Study, table, str(path))
 
 
-def study_of_settings(settings: Mapping[str, Mapping[str, object]], **others: object) -> Study:
-    """The study whose arms have these settings, which are tables with the same sections."""
-    base = next(iter(settings.values()))
+def study_of_settings(settings: Mapping[str, Mapping[str, Any]], **others: object) -> Study:
+    """The study whose arms have these settings: tables with the same sections and (ε, δ)."""
+    base = next(iter(settings.values()), {})
     arms = [
         Arm(name=arm, set=tuple(f"{k}={_inline(v)}" for k, v in table.items() if base[k] != v))
         for arm, table in settings.items()
     ]
-    return checked(Study, {"base": base, "arms": arms, **others}, "the study")
+    target = {key: base["privacy"].get(key) for key in ("epsilon", "delta")} if arms else {}
+    return checked(Study, {"base": base, "arms": arms, "target": target, **others}, "the study")
 
 
 def _inline(value: object) -> str:
