@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,12 @@ def test_imports_follow_the_layout(name: str, path: Path) -> None:
             assert package in FLOWER, f"{name} imports {imported}"
         elif package in FOREIGN and top not in sys.stdlib_module_names:
             assert top in FOREIGN[package], f"{name} imports {imported}"
+
+
+def test_no_packages_import_each_other_in_a_circle() -> None:
+    TopologicalSorter(ALLOWED).prepare()
+    with pytest.raises(CycleError):
+        TopologicalSorter(ALLOWED | {"fedpriv.ledger": {"fedpriv.accounting"}}).prepare()
 
 
 @pytest.mark.parametrize(
