@@ -65,28 +65,23 @@ def run_study(file: Path, out: Path | None, workers: int | None) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A study that was run; everything in it is also in its folder."""
+    """A study that was run; everything in it is also in its folder.
 
-    read: ReadStudy
+    Attributes:
+        folder: where it is written.
+        runs: the result of each run.
+        arms: what the runs say of each arm: means over seeds with their intervals.
+        verdict: which arm is best, and which differ from the baseline, in sentences.
+    """
 
-    @property
-    def folder(self) -> Path:
-        """Where it is written."""
-        return self.read.folder
-
-    @property
-    def arms(self) -> tuple[ArmSummary, ...]:
-        """What the runs say of each arm: means over seeds with their intervals."""
-        return self.read.arms
-
-    @property
-    def verdict(self) -> str:
-        """Which arm is best, and which differ from the baseline, in sentences."""
-        return " ".join(verdict(self.read.study, self.arms))
+    folder: Path
+    runs: tuple[RunResult, ...]
+    arms: tuple[ArmSummary, ...]
+    verdict: str
 
     def to_pandas(self) -> "pd.DataFrame":
         """One row for each run; pandas must be installed."""
-        return frame(asdict(each) for each in self.read.runs)
+        return frame(asdict(each) for each in self.runs)
 
     def report(self, out: Path | str | None = None) -> Path:
         """Verify all ledgers, write the report as one HTML file, and return its path.
@@ -206,7 +201,8 @@ def compare(
         return (run(cell) for cell in missing)
 
     folder = Path(out or Path("studies") / name)
-    return Comparison(_complete(study, folder, start, Console(quiet=quiet)))
+    read = _complete(study, folder, start, Console(quiet=quiet))
+    return Comparison(folder, read.runs, read.arms, " ".join(verdict(study, read.arms)))
 
 
 def _complete(

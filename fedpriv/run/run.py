@@ -213,14 +213,8 @@ def carry_out(
 @contextmanager
 def _progress(experiment: Experiment, first: int, console: Console) -> Iterator[OnRound]:
     """A progress bar, in a terminal or a notebook, that moves with each result."""
-    figures, plan, last = TextColumn("{task.fields[figures]}"), experiment.plan, ""
-    columns = (
-        "{task.description}",
-        BarColumn(),
-        MofNCompleteColumn(),
-        figures,
-        TimeRemainingColumn(),
-    )
+    text, plan, last = TextColumn("{task.fields[figures]}"), experiment.plan, ""
+    columns = "{task.description}", BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
         line = progress.add_task(plan.run, total=plan.rounds, completed=first, figures="")
 

@@ -33,7 +33,7 @@ from fedpriv.run.reader import write_report
 from fedpriv.run.run import Outcome, carry_out
 from fedpriv.run.setup import RunSetup
 from fedpriv.training.optimizers import FedAvg, ServerOptimizer
-from fedpriv.training.rounds import OnRound, RoundResult, Stop
+from fedpriv.training.rounds import OnRound, RoundResult, ServerState, Stop
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,13 +47,19 @@ class Run:
 
     Attributes:
         folder: where the run is written: plan, ledger, metrics, checkpoints, model.
-        experiment: what was run.
-        outcome: how it ended.
+        task: model and loss.
+        stop: why it ended.
+        state: the server's state at the end, all of it released.
+        accuracy: of the last model on held-out rows; None if targets are not classes.
+        loss: mean loss of the last model on held-out rows.
     """
 
     folder: Path
-    experiment: Experiment
-    outcome: Outcome
+    task: Task
+    stop: Stop
+    state: ServerState
+    accuracy: float | None
+    loss: float
 
     @cached_property
     def rounds(self) -> tuple[RoundResult, ...]:
@@ -66,25 +72,10 @@ class Run:
         return self.rounds[-1].epsilon if self.rounds else 0.0
 
     @property
-    def accuracy(self) -> float | None:
-        """Accuracy of the last model on held-out rows; None if targets are not classes."""
-        return self.outcome.evaluation.accuracy
-
-    @property
-    def loss(self) -> float:
-        """Mean loss of the last model on held-out rows."""
-        return self.outcome.evaluation.loss
-
-    @property
-    def stop(self) -> Stop:
-        """Why the run ended."""
-        return self.outcome.stop
-
-    @property
     def model(self) -> nn.Module:
         """A copy of the task's model with the released parameters and running statistics."""
-        model = copy.deepcopy(self.experiment.task.model)
-        tensors = {n: torch.tensor(t) for n, t in self.outcome.state.model.items()}
+        model = copy.deepcopy(self.task.model)
+        tensors = {n: torch.tensor(t) for n, t in self.state.model.items()}
         model.load_state_dict(tensors, strict=False)
         return model
 
@@ -199,8 +190,10 @@ def simulate(
     experiment = experiment_of(setup.config, population, task, mechanism, local, server, setup.run)
     callbacks = {f"{number}: {path_of(each)}": each for number, each in enumerate(on_round)}
     experiment = replace(experiment, on_round=callbacks)
-    outcome = _run(setup, experiment, experiment.in_process(population.users), Console(quiet=quiet))
-    return Run(setup.folder.path, experiment, outcome)
+    transport, console = experiment.in_process(population.users), Console(quiet=quiet)
+    outcome = _run(setup, experiment, transport, console)
+    accuracy, loss = outcome.evaluation.accuracy, outcome.evaluation.loss
+    return Run(setup.folder.path, task, outcome.stop, outcome.state, accuracy, loss)
 
 
 def experiment_of(

@@ -20,10 +20,10 @@ from pathlib import Path
 from time import monotonic
 
 import tomli_w
+import torch
 from rich.console import Console
 
 from fedpriv.build import Experiment, on_population
-from fedpriv.config import Config
 from fedpriv.data.population import Population
 from fedpriv.data.registry import load_population
 from fedpriv.engine.transport import InProcessTransport
@@ -60,8 +60,10 @@ def calibrated(study: Study) -> dict[tuple[Arm, Target], float]:
     for arm, target in itertools.product(study.arms, study.targets):
         config = study.config_of(Cell(arm, target, study.seeds[0]))
         with naming_arm(arm):
-            experiment, _ = on_population(config, str(config.run), _population(config))
+            population = _loaded(tomli_w.dumps(config.data.model_dump()))
+            experiment, _ = on_population(config, str(config.run), population)
         noise[arm, target] = experiment.plan.noise_multiplier
+    _loaded.cache_clear()
     return noise
 
 
@@ -133,14 +135,6 @@ def _result(
     )
 
 
-def _cores() -> int:
-    """Cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Linux
-        return os.cpu_count() or 1
-
-
 def in_processes(
     study: Study,
     folder: Path,
@@ -152,7 +146,7 @@ def in_processes(
     """Run cells in processes; yields each that ended, and None whenever some time has passed."""
     failures = []
     try:
-        with _pool(max(1, min(workers or _cores(), len(missing)))) as pool:
+        with _pool(max(1, min(workers or torch.get_num_threads(), len(missing)))) as pool:
             running = {
                 pool.submit(_run_in_worker, study, cell, folder, noise[cell.arm, cell.target])
                 for cell in missing
@@ -205,7 +199,7 @@ def _end_with(sentinel: int) -> None:
 def _run_in_worker(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> Ended:
     """Run a cell with one thread, so that results do not depend on the number of workers."""
     try:
-        population = _population(study.config_of(cell))
+        population = _loaded(tomli_w.dumps(study.config_of(cell).data.model_dump()))
         with computing_with(1):
             return cell, run_cell(study, cell, folder, noise_multiplier, population)
     except Exception as error:
@@ -213,11 +207,8 @@ def _run_in_worker(study: Study, cell: Cell, folder: Path, noise_multiplier: flo
         raise WorkerError(f"arm {cell.arm.name!r}, seed {cell.seed}: {kind}{error}") from error
 
 
-def _population(config: Config) -> Population:
-    return _loaded(config.data.name, tomli_w.dumps(config.data.options))
-
-
 @lru_cache(maxsize=1)
-def _loaded(name: str, options: str) -> Population:
-    """A population by its name and options (TOML), kept for the next run of this process."""
-    return load_population(name, tomllib.loads(options))
+def _loaded(data: str) -> Population:
+    """The population of a section `data`, as TOML, kept for the next run of this process."""
+    section = tomllib.loads(data)
+    return load_population(section["name"], section["options"])

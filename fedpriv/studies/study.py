@@ -252,12 +252,14 @@ def load_study(path: Path) -> Study:
 
 def study_of_settings(settings: Mapping[str, Mapping[str, Any]], **others: object) -> Study:
     """The study whose arms have these settings: tables with the same sections and (ε, δ)."""
-    base = next(iter(settings.values()), {})
+    if not settings:
+        raise InvalidValueError("arms are none; there must be at least one")
+    base = next(iter(settings.values()))
     arms = [
         Arm(name=arm, set=tuple(f"{k}={_inline(v)}" for k, v in table.items() if base[k] != v))
         for arm, table in settings.items()
     ]
-    target = {key: base["privacy"].get(key) for key in ("epsilon", "delta")} if arms else {}
+    target = {key: base["privacy"].get(key) for key in ("epsilon", "delta")}
     return checked(Study, {"base": base, "arms": arms, "target": target, **others}, "the study")
 
 

@@ -206,4 +206,8 @@ def test_arms_of_other_budgets_or_arguments_are_refused(tmp_path: Path) -> None:
         fedpriv.compare(*given, {"a": {}, "b": {"mechanism": other}}, **more)
     with pytest.raises(InvalidValueError, match="arm 'b' sets 'servr'; did you mean 'server'"):
         fedpriv.compare(*given, {"a": {}, "b": {"servr": Damped()}}, **more)
+    with pytest.raises(InvalidValueError, match="seeds are none"):
+        fedpriv.compare(*given, {"a": {}}, seeds=0, **more)
+    with pytest.raises(InvalidValueError, match="arms are none"):
+        fedpriv.compare(*given, {}, **more)
     assert not (tmp_path / "study").exists()
