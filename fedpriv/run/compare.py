@@ -14,11 +14,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from fedpriv.build import Experiment, settings_of
 from fedpriv.data.population import Population
 from fedpriv.engine.task import Task
-from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.errors import InvalidValueError, known_names, writing
 from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.report.studies import print_study, results_json
-from fedpriv.run.folder import RunFolder, held, make
+from fedpriv.run.folder import RunFolder, held
 from fedpriv.run.reader import write_report
 from fedpriv.run.simulate import FEDAVG, experiment_of, frame
 from fedpriv.run.study_runs import Ended, calibrated, in_processes, naming_arm, run_prepared
@@ -213,8 +213,9 @@ def _complete(
 ) -> ReadStudy:
     """Run what is missing of a study, show how far it is, and print how its arms compare.
 
-    Other processes are kept from the folder meanwhile, and what the finished runs say is written in
-    the end, however it comes. What `start` returns yields runs that ended, and None now and then.
+    Meanwhile other processes are kept from the folder. The results of the finished runs are written
+    in the end, even after an error or an interrupt. What `start` returns yields each run that
+    ended, and None now and then.
     """
     if holds_results_alone(folder):
         raise InvalidValueError(
@@ -222,7 +223,8 @@ def _complete(
         )
     finished = finished_runs(study, folder)
     runs = start([cell for cell in study.cells if cell not in finished])
-    make(folder)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     with held(folder, f"{folder} holds a study"):
         write_atomically(folder / STUDY, study_toml(study).encode())
         try:

@@ -15,10 +15,10 @@ from fedpriv.training.plan import TrainingPlan
 
 
 class ObservedTransport(Transport):
-    """A transport of a simulation that tells what nobody may know of real users.
+    """A transport of a simulation that also reports figures nobody may know about real users.
 
-    It yields what the transport within yields, and gives `tell` a row for each round, whose figures
-    are named simulation_only.
+    It yields what the wrapped transport yields, and calls `tell` with a row for each round, whose
+    figures are named simulation_only.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ObservedTransport(Transport):
         self._plan, self._tell = plan, tell
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
-        """Yield the partial sums of a round, and then tell about it."""
+        """Yield the partial sums of a round, then report its figures."""
         total = np.zeros(request.clipping.layout.dimension, np.int64)
         for partial in self._transport.collect(request):
             total += partial.total

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.errors import DataError, InvalidValueError, writing
 from fedpriv.report.records import SimulationOnlyRound
 from fedpriv.training.checkpoint import naming
 from fedpriv.training.rounds import RoundResult
@@ -76,7 +76,8 @@ class RunFolder:
             raise InvalidValueError(
                 f"{self.path} holds a run already; resume it or choose another folder"
             )
-        make(self.path)
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
         """Add a line; a line that a crash cut short is ended first."""
@@ -110,14 +111,6 @@ def _rows(kind: type[_Row], path: Path, what: str) -> list[_Row]:
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise DataError(f"{path} cannot be read as {what}: {reason}") from error
     return rows
-
-
-def make(folder: Path) -> None:
-    """Make a folder and those above it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidValueError(f"{folder} cannot be made: {error.strerror}") from error
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class Outcome:
 Hosted = Callable[[Experiment, PrivacyRecords], Transport]
 """Makes the transport to the users of an experiment, once its records are open."""
 Follow = Callable[[Experiment, int, Callable[[OnRound], Outcome]], Outcome]
-"""Shows a run: is given the first round to come, and calls what runs it with an observer."""
+"""Shows a run: gets the first round to come, and the function that runs it with an observer."""
 
 
 def state_to_start_from(
@@ -120,7 +120,7 @@ def run_rounds(
     follow: Follow,
     clock: Callable[[], float] | None,
 ) -> Outcome:
-    """Start or go on with an experiment in its folder, and run it to its end; see `carry_out`."""
+    """Start or resume an experiment in its folder, and run it to its end; see `carry_out`."""
     folder, plan, output = setup.folder, experiment.plan, experiment.config.output
     if output.tensorboard and find_spec("tensorboard") is None:
         raise InvalidValueError(

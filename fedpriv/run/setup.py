@@ -1,4 +1,4 @@
-"""How a run starts or goes on: its name, its folder, its settings, and what they must not be."""
+"""How a run starts or resumes: its name, folder and settings, and which settings are refused."""
 
 import os
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from fedpriv.training.plan import TrainingPlan
 class RunSetup:
     """What is known of a run before its plan is made."""
 
-    config: Config  # of a run that goes on, with the noise that it started with
+    config: Config  # of a resumed run, with the noise that it started with
     run: str  # its name in the ledger
     folder: RunFolder
     ledger: Path
@@ -34,7 +34,7 @@ class RunSetup:
     def of(cls, file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Self:
         """Read an experiment, with "a.b=value" overrides; by default `out` is new, under runs/.
 
-        With `resume` the run in `out` goes on, or is started if there is none.
+        With `resume`, the run in `out` is resumed, or started if there is none.
         """
         return cls.at(load_config(file, assignments), out, resume=resume)
 
@@ -53,7 +53,7 @@ class RunSetup:
 
     @property
     def spent(self) -> list[RoundEvent]:
-        """What the noise is calibrated to; a run that goes on was calibrated when it started."""
+        """What the noise is calibrated beside; a resumed run was calibrated when it started."""
         if self.resuming or not self.ledger.exists():
             return []
         with Ledger.open(self.ledger) as ledger:
@@ -84,7 +84,7 @@ class RunSetup:
             )
 
     def write_plan(self, experiment: Experiment) -> None:
-        """Make the folder with the resolved plan; if the run goes on, refuse another plan."""
+        """Make the folder with the resolved plan; of a resumed run, refuse another plan."""
         if self.resuming:
             self.refuse_other_plan(experiment.plan)
             return
@@ -94,7 +94,7 @@ class RunSetup:
         write_atomically(self.folder.plan, _resolved_plan(experiment).encode())
 
     def refuse_other_plan(self, plan: TrainingPlan) -> None:
-        """Refuse to go on with another plan than the run began with, however far it has come."""
+        """Refuse to resume with another plan than the run began with, however far it has come."""
         path = self.folder.plan_digest
         begun = path.read_text("ascii", "replace").strip() if path.exists() else "unknown"
         if self.resuming and begun != plan.digest:

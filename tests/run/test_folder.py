@@ -39,7 +39,7 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidValueError, match="cannot be made"):
+    with pytest.raises(InvalidValueError, match="cannot be written"):
         RunFolder(tmp_path / "file" / "run").create()
 
 
