@@ -20,55 +20,34 @@ from fedpriv.training.rounds import RoundResult
 _Row = TypeVar("_Row")
 
 
+class _File:
+    """Where a file or a folder lies in that of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: "RunFolder", _kind: object) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Files of one run."""
 
     path: Path
 
-    @property
-    def plan(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "plan.toml"
-
-    @property
-    def plan_digest(self) -> Path:
-        """Digest of the plan that the run began with, to which resuming it is bound."""
-        return self.path / "plan.sha256"
-
-    @property
-    def ledger(self) -> Path:
-        """The ledger, unless the run charges a shared one."""
-        return self.path / "ledger.sqlite"
+    plan = _File("plan.toml")  # the resolved configuration
+    plan_digest = _File("plan.sha256")  # of the plan it began with; resuming is bound to it
+    ledger = _File("ledger.sqlite")  # unless the run charges a shared one
+    metrics = _File("metrics.jsonl")  # one object per release, in the order of release
+    simulation_only = _File("simulation_only.jsonl")  # per round, what no guarantee covers
+    checkpoints = _File("checkpoints")  # of the server's states
+    model = _File("model.safetensors")  # after the last round
+    tensorboard = _File("tensorboard")  # event files, if they were asked for
 
     def participation_of(self, ledger: Path) -> Path:
         """Who took part, beside the ledger that commits to it; readable by its owner only."""
         return ledger.with_suffix(".participation.sqlite")
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per release, in the order of release."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def simulation_only(self) -> Path:
-        """One JSON object per round of a simulation, of figures that no guarantee covers."""
-        return self.path / "simulation_only.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the server's states."""
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """The model after the last round."""
-        return self.path / "model.safetensors"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of event files, if they were asked for."""
-        return self.path / "tensorboard"
 
     def create(self) -> None:
         """Make the folder, unless it holds a run already."""

@@ -78,12 +78,9 @@ def _verified(ledger: Ledger, participation: Path) -> bool:
 
 
 def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -> Path:
-    """Write the report of a run or a study as one HTML page and return the file.
+    """Write the report of a run or a study as one HTML page, and return the file.
 
-    Args:
-        folder: of the run or the study.
-        out: the file; by default report.html in the folder.
-        show: whether to open it in the browser of the machine.
+    By default it is report.html in the folder; `show` opens it in the browser of this machine.
 
     Raises:
         FedprivError: the folder holds no run or study that can be read, its ledger cannot be
