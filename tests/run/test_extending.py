@@ -277,8 +277,12 @@ def test_arms_of_other_budgets_or_arguments_are_refused(tmp_path: Path) -> None:
     other = mechanism().calibrate(epsilon=4.0, delta=1e-3, rounds=3)
     given = (population(), task(), mechanism())
     more = {"local": LOCAL, "out": tmp_path / "study"}
-    with pytest.raises(InvalidValueError, match="same"):
+    with pytest.raises(InvalidValueError, match="the study's target is that of every arm"):
         fedpriv.compare(*given, {"a": {}, "b": {"mechanism": other}}, **more)
     with pytest.raises(InvalidValueError, match="arm 'b' sets 'servr'; did you mean 'server'"):
         fedpriv.compare(*given, {"a": {}, "b": {"servr": Damped()}}, **more)
+    with pytest.raises(InvalidValueError, match="seeds are none"):
+        fedpriv.compare(*given, {"a": {}}, seeds=0, **more)
+    with pytest.raises(InvalidValueError, match="arms are none"):
+        fedpriv.compare(*given, {}, **more)
     assert not (tmp_path / "study").exists()
