@@ -127,7 +127,7 @@ def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
     series[names.index(study.baseline)] = Series(zero, ends, [0.0, 0.0], dashed=True, marked=False)
     y = Axis(f"{measure.name} minus baseline's", measure.unit)
     words = _words(measure) | {"baseline": study.baseline}
-    return declared("differences", series, x=_targets_axis(targets), y=y, **words)
+    return declared("differences", series, words, x=_targets_axis(targets), y=y)
 
 
 def varied_charts(study: Study, arms: Sequence[ArmSummary]) -> list[Chart]:
@@ -181,10 +181,10 @@ def measure_chart(
     **words: object,
 ) -> Chart:
     """A chart of a measure against something."""
-    return declared(kind, series, name, x, measure.axis, **_words(measure), **words)
+    return declared(kind, series, _words(measure) | words, name, x, measure.axis)
 
 
-def _words(measure: Measure) -> dict[str, str]:
+def _words(measure: Measure) -> dict[str, object]:
     return {
         "measure": measure.name,
         "Measure": measure.name.capitalize(),
@@ -377,8 +377,10 @@ def _rounds(arm: ArmSummary, level: float) -> str:
 def _flat(row: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     flat: dict[str, object] = {}
     for key, value in row.items():
-        inner = isinstance(value, Mapping)
-        flat |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
