@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedpriv.engine.task import Task
     from fedpriv.local import SGD
     from fedpriv.mechanism import Flat, Grouped, Joint, Mechanism, Part, PerLayer, Poisson
-    from fedpriv.privacy.mechanism import AdaptiveClipping
+    from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
     from fedpriv.privacy.query import Averaging
     from fedpriv.run.compare import Comparison, compare
     from fedpriv.run.simulate import Run, simulate
@@ -42,7 +42,7 @@ _NAMES_IN = {
     "engine.task": "Task",
     "local": "SGD",
     "mechanism": "Flat Grouped Joint Mechanism Part PerLayer Poisson",
-    "privacy.mechanism": "AdaptiveClipping",
+    "privacy.gaussian_mechanism": "AdaptiveClipping",
     "privacy.query": "Averaging",
     "run.compare": "Comparison compare",
     "run.simulate": "Run simulate",

@@ -26,7 +26,7 @@ from fedpriv.mechanism import (
     SamplingPolicy,
     check_private,
 )
-from fedpriv.privacy.mechanism import AdaptiveClipping
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
 from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.training.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
