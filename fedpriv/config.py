@@ -331,9 +331,9 @@ class AveragingSection(Section):
         weighted = self.weights == "examples"
         if {self.cap is not None, self.total_weight is not None} != {weighted}:
             raise ValueError(
-                f"cap is {self.cap} and total_weight is {self.total_weight}; both must be given "
-                'with weights = "examples", so that no user can move the average without bound, '
-                "and neither otherwise"
+                f"cap is {self.cap} and total_weight is {self.total_weight}; with weights = "
+                '"examples" both must be given, a bound on what one user can move and a public '
+                'estimate of the sum of all users\' weights, and with "equal" neither'
             )
         return self
 
