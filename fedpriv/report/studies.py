@@ -125,7 +125,7 @@ def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
     series[names.index(study.baseline)] = Series(zero, ends, [0.0, 0.0], dashed=True, marked=False)
     y = Axis(f"{measure.name} minus baseline's", measure.unit)
     words = _words(measure) | {"baseline": study.baseline}
-    return declared("differences", series, x=_targets_axis(targets), y=y, **words)
+    return declared("differences", series, words, x=_targets_axis(targets), y=y)
 
 
 def varied_charts(study: Study, arms: Sequence[ArmSummary]) -> list[Chart]:
@@ -179,10 +179,10 @@ def measure_chart(
     **words: object,
 ) -> Chart:
     """A chart of a measure against something."""
-    return declared(kind, series, name, x, measure.axis, **_words(measure), **words)
+    return declared(kind, series, _words(measure) | words, name, x, measure.axis)
 
 
-def _words(measure: Measure) -> dict[str, str]:
+def _words(measure: Measure) -> dict[str, object]:
     return {
         "measure": measure.name,
         "Measure": measure.name.capitalize(),

@@ -270,19 +270,24 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
     ]
     by_delta = spending.epsilon is None
     rows = [
-        {"ledger": price.part.ledger, "run": price.part.run, "rounds": price.part.rounds}
-        | {"accountant": price.loss.accountant}
-        | ({"epsilon_low": number(price.loss.epsilon_low)} if by_delta else {})
-        | {"epsilon": number(price.epsilon), "delta": price.delta}
-        | _statement(price.loss)
+        {
+            "ledger": price.part.ledger,
+            "run": price.part.run,
+            "rounds": price.part.rounds,
+            "accountant": price.loss.accountant,
+            **({"epsilon_low": number(price.loss.epsilon_low)} if by_delta else {}),
+            "epsilon": number(price.epsilon),
+            "delta": price.delta,
+            **_statement(price.loss),
+        }
         for price in spending.prices
     ]
     content = {
         "ledgers": ledgers,
         "runs": runs,
         **({"delta": spending.delta} if by_delta else {"epsilon": spending.epsilon}),
-        "randomness": str(spending.randomness),
-        "arithmetic": str(spending.arithmetic),
+        "randomness": spending.randomness,
+        "arithmetic": spending.arithmetic,
         "rows": rows,
         "refusals": list(spending.refusals),
     }
@@ -291,11 +296,7 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
 
 def _statement(loss: PrivacyLoss) -> dict[str, str]:
     """What kind of statement an ε is."""
-    return {
-        "bound": str(loss.bound),
-        "relation": str(loss.relation),
-        "assumptions": loss.assumptions,
-    }
+    return {"bound": loss.bound, "relation": loss.relation, "assumptions": loss.assumptions}
 
 
 def write_plan(plan: Plan, stream: TextIO) -> None:
