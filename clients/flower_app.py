@@ -19,8 +19,7 @@ from fedpriv.clients.connection import answer_of
 from fedpriv.clients.consent import misfit
 from fedpriv.clients.messages import Source
 from fedpriv.clients.training import Host, Trainer, check_machine
-from fedpriv.data.population import Population
-from fedpriv.data.registry import load_population
+from fedpriv.data.population import Population, load_population
 from fedpriv.engine.task import activations_named
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, WireError

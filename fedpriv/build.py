@@ -18,8 +18,7 @@ import torch
 from fedpriv.accounting.accountant import Bound
 from fedpriv.accounting.registry import accountant_named
 from fedpriv.config import ClippedSection, ClippingSection, Config, parse_config
-from fedpriv.data.population import Population, UserStore
-from fedpriv.data.registry import load_population
+from fedpriv.data.population import Population, UserStore, load_population
 from fedpriv.engine.losses import LOSSES
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
 from fedpriv.engine.task import Task, check_task, running_norms

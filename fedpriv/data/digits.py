@@ -19,8 +19,8 @@ def load_digits(
 ) -> Population:
     """Deal the training images of DIGITS to synthetic users, about five images each.
 
-    Sort the images by digit, stably: every fifth, from the first, is a test image, 360 in all and
-    the same for every seed; the 1,437 others are dealt. DIGITS does not say who wrote an image,
+    Of the images sorted (stably) by digit every fifth, from the first, is a test image, 360 in all
+    and the same for every seed; the 1,437 others are dealt. DIGITS does not say who wrote an image,
     so a test image may be by a writer whose other images train.
 
     Args:
@@ -46,9 +46,7 @@ def load_digits(
     is_test = np.zeros(len(digits), dtype=bool)
     is_test[np.argsort(digits, kind="stable")[::_TEST_EVERY]] = True
     train = {name: array[~is_test] for name, array in rows.items()}
-    how, user_of_row = _deal(
-        train["y"], users, seed, partition, alpha=alpha, shards_per_user=shards_per_user
-    )
+    how, user_of_row = _deal(train["y"], users, seed, partition, alpha, shards_per_user)
     return Population(
         name=f"digits: {users} users, {how}, seed {seed}",
         users=partitioners.partition(train, user_of_row),
@@ -61,21 +59,19 @@ def _deal(
     users: int,
     seed: int,
     partition: str,
-    *,
     alpha: float | None,
     shards_per_user: int | None,
 ) -> tuple[str, NDArray[np.int64]]:
-    """How the rows are dealt, in words for the population's name, and the user of each row."""
-    if (alpha is not None) != (partition == "dirichlet"):
-        raise InvalidValueError(
-            f"alpha is {alpha} with partition {partition!r}; "
-            "it must be given for 'dirichlet' and for nothing else"
-        )
-    if (shards_per_user is not None) != (partition == "shards"):
-        raise InvalidValueError(
-            f"shards_per_user is {shards_per_user} with partition {partition!r}; "
-            "it must be given for 'shards' and for nothing else"
-        )
+    """How the rows are dealt, for the population's name, and the user of each row."""
+    for name, value, needed_by in (
+        ("alpha", alpha, "dirichlet"),
+        ("shards_per_user", shards_per_user, "shards"),
+    ):
+        if (value is not None) != (partition == needed_by):
+            raise InvalidValueError(
+                f"{name} is {value} with partition {partition!r}; "
+                f"it must be given for {needed_by!r} and for nothing else"
+            )
     if alpha is not None:
         return f"dirichlet alpha {alpha}", partitioners.dirichlet(labels, users, alpha, seed)
     if shards_per_user is not None:

@@ -27,8 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedpriv.build import Experiment, on_population, settings_of
-from fedpriv.data.population import Population
-from fedpriv.data.registry import load_population
+from fedpriv.data.population import Population, load_population
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.engine.workers import computing_with

@@ -36,7 +36,7 @@ class Simulated:
     """A population that every worker of a simulation can load by itself.
 
     Attributes:
-        name: as `fedpriv.data.registry.load_population` reads it.
+        name: as `fedpriv.data.population.load_population` reads it.
         options: of the loader.
         device: where to train.
         chunk_mebibytes: memory that a chunk of users may take, roughly.
