@@ -11,8 +11,7 @@ from fedpriv.accounting.pricing import delta_below
 from fedpriv.config import NonNegative, Positive, Section, checked, read_toml
 from fedpriv.wire import RoundOffer, Welcome
 
-_ROUNDING = 1e-9
-"""Relative difference that splitting a norm or the noise among groups may make."""
+_ROUNDING = 1e-9  # relative; splitting a norm or the noise among groups may make such a difference
 
 
 class Consent(Section):
@@ -43,7 +42,7 @@ class Consent(Section):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read limits from TOML: the attributes, as keys of the file.
+        """Read limits from TOML, by the names of the attributes.
 
         Raises:
             InvalidValueError: the file cannot be read or is not valid TOML, a key is unknown or of
@@ -61,7 +60,7 @@ class Consent(Section):
         """Why the node does not take part, in one sentence that says nothing of users, or None.
 
         Clipping norm and noise multiplier may miss their limits by the rounding of sums over
-        groups, a part in 10⁹. Whatever cannot be compared, NaN, is an objection.
+        groups, one part in 10⁹. Whatever cannot be compared, NaN, is an objection.
 
         Args:
             offer: what is offered.
@@ -122,8 +121,8 @@ def reach_of(offer: RoundOffer) -> float:
 def misfit(welcome: Welcome, offer: RoundOffer) -> str | None:
     """Why no node can take part in an offer, whatever it consents to, or None.
 
-    It is not of the population that the node was welcomed to, or the work that one user makes has
-    no bound. The sentence says nothing of users.
+    The offer is of another population than the node was welcomed to, or sets no bound on the work
+    for one user. The sentence says nothing of users.
     """
     if offer.price.population != welcome.population:
         return (
