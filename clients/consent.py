@@ -42,12 +42,7 @@ class Consent(Section):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read limits from TOML, by the names of the attributes.
-
-        Raises:
-            InvalidValueError: the file cannot be read or is not valid TOML, a key is unknown or of
-                the wrong type, a limit is out of range, or there is a total ε without a δ.
-        """
+        """Read limits from TOML, by the names of the attributes."""
         return checked(cls, read_toml(path), str(path))
 
     def delta_for(self, population: int) -> float:
@@ -62,12 +57,8 @@ class Consent(Section):
         Clipping norm and noise multiplier may miss their limits by the rounding of sums over
         groups, one part in 10⁹. Whatever cannot be compared, NaN, is an objection.
 
-        Args:
-            offer: what is offered.
-            rounds_today: in how many rounds users of the node were trained in the last 24 hours.
-            epsilon_after: ε at `delta` of all charges and this round, from the node's own
-                reading of the ledger; None: it did not read it, and the server's word counts, if it
-                is given at no larger δ.
+        `epsilon_after` is ε at `delta` of all charges and this round, from the node's own reading
+        of the ledger; without it the server's word counts, if it is given at no larger δ.
         """
         norm, largest = reach_of(offer), self.largest_clipping_norm
         if largest is not None and not norm <= largest * (1.0 + _ROUNDING):

@@ -120,11 +120,7 @@ class Journal:
         return tuple(TakenPart(*row) for row in self._read(sql, population_name))
 
     def remember_head(self, ledger_id: str, population_name: str, head: Head) -> None:
-        """Keep the newest verified head of a ledger; that of fewer charges changes nothing.
-
-        Raises:
-            InvalidValueError: the population has another ledger, or it cannot be written.
-        """
+        """Keep the newest verified head of a ledger; that of fewer charges changes nothing."""
         known = self.ledger_of(population_name)
         if known not in (None, ledger_id):
             raise InvalidValueError(

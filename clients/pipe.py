@@ -69,22 +69,13 @@ class OneByOne:
 
 
 def send(channel: BufferedRWPair, value: object) -> None:
-    """Send a value to a trusted process; arrays in it are not copied.
-
-    Raises:
-        OSError: the other end is closed.
-    """
+    """Send a value to a trusted process; arrays in it are not copied."""
     pickle.dump(value, channel, protocol=5)
     channel.flush()
 
 
 def receive(channel: BufferedRWPair) -> object:
-    """Receive what a trusted process sent, each array in memory of its own.
-
-    Raises:
-        EOFError: the other end is closed.
-        OSError: this end is.
-    """
+    """Receive what a trusted process sent; EOFError if it has closed its end."""
     try:
         value: object = pickle.load(channel)
     except pickle.UnpicklingError as error:

@@ -45,21 +45,12 @@ def load_users(source: str) -> UserStore:
     Guarantees: nothing is unpickled, and no message holds a user's data. One may name a user, and
     a fedpriv error that a function raises passes as it is; both are for the node's operator alone.
 
-    Args:
-        source: one of
-
-            * a folder saved by `UserStore.save`; its fields are mapped, not read;
-            * a folder with one file ID.npz per user, holding the fields; a user may have zero rows;
-            * one .npz file, holding the fields and `user_id`, the id of each row's user, in any
-              order;
-            * "package.module:function" of a function without arguments that returns a `UserStore`,
-              or a `Population`, whose users are taken. Naming a function runs it.
-
-            What exists as a file or folder is read as such.
-
-    Raises:
-        DataError: there is no such source, or it does not hold users.
-        InvalidValueError: the loader refuses a setting of its own.
+    The source is what exists of the first three, or else a function:
+        * a folder saved by `UserStore.save`; its fields are mapped, not read;
+        * a folder with one file ID.npz per user, holding the fields; a user may have zero rows;
+        * one .npz file, holding the fields and `user_id`, the id of each row's user, in any order;
+        * "package.module:function" of a function without arguments that returns a `UserStore`, or a
+          `Population`, whose users are taken. Naming a function runs it.
     """
     path = Path(source)
     try:
@@ -118,10 +109,7 @@ def enrolled_positions(store: UserStore, positions: NDArray[np.int64]) -> NDArra
     """Where in the enrolled population each user of a store is: int64 [N].
 
     Ids are compared as strings by code points: the store's k-th in this order is at the k-th of
-    the positions.
-
-    Raises:
-        InvalidValueError: there are more or fewer positions than users.
+    the positions. InvalidValueError if there are more or fewer positions than users.
     """
     if len(positions) != store.population:
         raise InvalidValueError(
@@ -154,12 +142,7 @@ class Host:
         return Loaded(self.users.population, digest_of(ids))
 
     def trainer(self, welcome: Welcome) -> "Trainer":
-        """Build the task and refuse one that cannot train, without touching the users' data.
-
-        Raises:
-            ModelError: the task cannot be built, or cannot train on such data.
-            InvalidValueError: an option does not fit, or the enrolled users are not these.
-        """
+        """Build the task and refuse one that cannot train, without touching the users' data."""
         hosted = enrolled_positions(self.users, welcome.users)
         named, settings = welcome.task, self.settings
         task = build_task(named.model, named.options, named.seed, named.loss, named.metrics)
@@ -236,14 +219,8 @@ class Trainer:
         """Train the node's users of a round; say chunk by chunk which are done.
 
         If only one user is hosted here, nothing of its training is logged: that would say that it
-        was drawn.
-
-        Raises:
-            InvalidValueError: the model is not that of the task, or a metric does not fit.
-            ModelError: a metric cannot be computed on the users' fields.
-            MemoryError: there is not enough memory.
-            WorkerError: a process in which users trained side by side has ended.
-            RuntimeError: the device no longer works.
+        was drawn. Besides fedpriv's errors it raises MemoryError, and RuntimeError where the device
+        no longer works.
         """
         _check_tensors("parameters", request.parameters, self._parameters)
         if request.statistics:
@@ -275,11 +252,9 @@ def _check_tensors(what: str, given: Tensors, known: Tensors) -> None:
 
 
 def serve(channel: BufferedRWPair) -> None:
-    """Answer the messages of `fedpriv.clients.pipe`.
+    """Answer the messages of `fedpriv.clients.pipe` until the other end is closed, an EOFError.
 
-    Raises:
-        EOFError: the other end is closed.
-        Exception: anything else that cannot be answered; its text may hold users' data.
+    Anything else that is raised cannot be answered; its text may hold users' data.
     """
     host: Host | None = None
     trainer: Trainer | None = None
@@ -309,8 +284,10 @@ def serve(channel: BufferedRWPair) -> None:
 
 def _plain(error: FedprivError) -> FedprivError:
     """The error as one of `fedpriv.errors`, which the other process can read without imports."""
-    kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-    return kind(str(error))
+    for kind in type(error).__mro__:
+        if issubclass(kind, FedprivError) and kind.__module__ == errors.__name__:
+            return kind(str(error))
+    return error
 
 
 @contextmanager

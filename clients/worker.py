@@ -68,11 +68,9 @@ class Process:
         return self._gone is None and self._process.is_alive()
 
     async def ask(self, message: object) -> object:
-        """Send a message and wait for its first answer.
+        """Send a message and wait for its first answer, raising a FedprivError that it is.
 
-        Raises:
-            FedprivError: it is the answer.
-            ChildProcessError: the process has ended.
+        ChildProcessError if the process has ended.
         """
         return await self._answer(self._exchange, message)
 
@@ -208,12 +206,7 @@ class Worker:
     async def prepare(self, welcome: Welcome) -> None:
         """Build the task that the node is welcomed to.
 
-        Raises:
-            ModelError: the task cannot be built, cannot train on data like the users', or ends the
-                process.
-            InvalidValueError: an option does not fit, the enrolled users are not those of the node,
-                or the worker is busy or closed.
-            DataError: the process had ended, and the users cannot be loaded again.
+        Raises ModelError, InvalidValueError, or DataError if users cannot be loaded again.
         """
         with self._alone():
             self._welcome = None
@@ -221,26 +214,12 @@ class Worker:
             self._welcome = welcome
 
     async def train(self, request: RoundRequest, seconds: float) -> PartialSum | None:
-        """Train those users of a request that the node has.
+        """Train those users of a request that the node has; their sum, with an empty `node`.
 
         Users who are done count, whatever happens to the others. If training users together ends
         the process, or no more are done within half of the time that is left, the rest are trained
-        one by one, each within an equal share of the time.
-
-        Args:
-            request: of a round; users that the node does not have are left to other nodes.
-            seconds: until the answer is of no use. The limit of the settings holds too.
-
-        Returns:
-            The sum over the node's users of the request, with an empty `node`. None if no training
-            ended well and in time.
-
-        Raises:
-            InvalidValueError: nothing is prepared, the request does not fit the task, or the
-                worker is busy or closed.
-            ModelError: a metric cannot be computed, or the task cannot be built again after the
-                process had ended.
-            DataError: the users cannot be loaded again after the process had ended.
+        one by one, each within an equal share of the time. None if no training ended well within
+        `seconds` and the limit of the settings. Raises what `prepare` raises.
         """
         with self._alone():
             if self._welcome is None:

@@ -30,14 +30,10 @@ Column: TypeAlias = NDArray[np.generic] | Tensor | Sequence[object]
 
 
 def from_arrays(fields: Mapping[str, Column], user_ids: Column) -> UserStore:
-    """Group rows in any order by the user id of each.
+    """Group rows in any order by the user id of each, all strings or all integers.
 
     Users come in order of first appearance, and a user's rows keep their order. Rows that are
     grouped already are held without a copy: do not write to them afterwards.
-
-    Args:
-        fields: name → array or tensor [rows, ...].
-        user_ids: [rows] ids, all strings or all integers.
 
     Raises:
         DataError: the ids are not strings or integers, there is no row, or the fields differ in
@@ -54,12 +50,8 @@ def from_grouped(
 ) -> UserStore:
     """Put users whose rows are grouped already one after the other; users may have zero rows.
 
-    Args:
-        users: user id → fields, or pairs of the two; every user has the same fields, and a field
-            has the same dtype and row shape for every user.
-
-    Raises:
-        DataError: an id comes twice, there is no user, or a user's fields do not match the others'.
+    Every user id comes once, with the same fields of the same dtypes and row shapes, else
+    DataError.
     """
     parts: dict[str, dict[str, NDArray[np.generic]]] = {}
     for user_id, fields in users.items() if isinstance(users, Mapping) else users:
@@ -77,11 +69,7 @@ def from_grouped(
 
 
 def to_array(what: str, column: Column) -> NDArray[np.generic]:
-    """Turn an array, tensor or nested list into an array; arrays and CPU tensors share memory.
-
-    Raises:
-        DataError: the values make no array, such as rows of different shapes.
-    """
+    """Turn an array, tensor or nested list into an array; arrays and CPU tensors share memory."""
     try:
         return column.detach().cpu().numpy() if isinstance(column, Tensor) else np.asarray(column)
     except (TypeError, ValueError) as error:

@@ -23,18 +23,9 @@ def load_digits(
     and the same for every seed; the 1,437 others are dealt. DIGITS does not say who wrote an image,
     so a test image may be by a writer whose other images train.
 
-    Args:
-        users: number of users, at most 1,437.
-        seed: of the dealing, any integer ≥ 0.
-        partition: "iid", "dirichlet" or "shards", see `fedpriv.data.partition`.
-        alpha: concentration, given exactly when `partition` is "dirichlet".
-        shards_per_user: given exactly when `partition` is "shards".
-
-    Returns:
-        Population with x float32 [rows, 1, 8, 8] in [0, 1] and y int64 [rows] in 0..9.
-
-    Raises:
-        InvalidValueError: a setting is out of range, missing, or would have no effect.
+    The partition is "iid", "dirichlet" (with `alpha`) or "shards" (with `shards_per_user`), see
+    `fedpriv.data.partition`; x is float32 [rows, 1, 8, 8] in [0, 1] and y int64 [rows] in 0..9.
+    InvalidValueError if a setting is out of range, missing, or would have no effect.
     """
     from sklearn.datasets import load_digits as load_embedded  # noqa: PLC0415
 

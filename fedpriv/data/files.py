@@ -14,9 +14,7 @@ _ENVIRONMENT = "FEDPRIV_DATA"
 def find_folder(folder: str | Path | None, title: str, file: str, source: str) -> Path:
     """Folder with a data set's file: the one given or else FEDPRIV_DATA's, or `title` inside it.
 
-    Raises:
-        DataError: no folder is named, or the file is in neither place; the sentence says which
-            file, where it was looked for, and where to get it, the phrase `source`.
+    `source` is a phrase for the DataError that says where to get the file.
     """
     named = os.environ.get(_ENVIRONMENT) if folder is None else folder
     if not isinstance(named, (str, Path, type(None))):
@@ -36,9 +34,7 @@ def find_folder(folder: str | Path | None, title: str, file: str, source: str) -
 def read_npz(path: Path) -> dict[str, NDArray[np.generic]]:
     """Read all arrays of a file into memory, by name; nothing is unpickled.
 
-    Raises:
-        DataError: it cannot be read, or holds something other than arrays whose first axis is the
-            rows; the message says nothing of the content.
+    The message of a DataError says nothing of the content.
     """
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:

@@ -58,10 +58,6 @@ def from_dataset(
         user_column: column of the user's id, all strings or all integers, none missing.
         columns: field of the store → column of the dataset; or a list of columns of numbers, such
             as those of a table, which become one field float32 [rows, number of columns].
-
-    Raises:
-        DataError: the package is not installed, `dataset` is not one split, a column is absent,
-            a user id is missing, or the rows of a column differ in shape.
     """
     return from_arrays(_read_columns(dataset, columns), _read_ids(dataset, user_column))
 
@@ -73,10 +69,6 @@ def from_partitioner(
 
     User i is part i, which may be empty. No row has two users, and a row in no part is left out.
     The partitioner must have no dataset yet; it is assigned this one, with a column more.
-
-    Raises:
-        DataError: as for `from_dataset`; or a row is in two parts, or parts are not whole rows.
-        InvalidValueError: the partitioner refuses the dataset.
     """
     return _dealt(_read_columns(dataset, columns), dataset, partitioner)
 
@@ -107,12 +99,8 @@ def load_hugging_face(
     `train` (users' rows) and `test` (held-out rows) are paths as for `open_dataset`, `columns` and
     `user_column` are as for `from_dataset`, `partitioner` and its `arguments` as for
     `partitioner_named`. The field x of images, uint8 [rows, height, width] or [..., channels],
-    becomes float32 [rows, channels, height, width] in [0, 1].
-
-    Raises:
-        DataError: a dataset cannot be read or lacks what is asked for, a field is text, or a test
-            row belongs to an enrolled user: a figure measured on it would escape the ledger.
-        InvalidValueError: a setting is out of range, missing, or would have no effect.
+    becomes float32 [rows, channels, height, width] in [0, 1]. Test rows of an enrolled user are
+    refused: a figure measured on them would escape the ledger.
     """
     _check_columns_option(columns)
     rows = open_dataset(_text("train", train))
@@ -181,10 +169,6 @@ def partitioner_named(name: str, arguments: Mapping[str, object]) -> Partitioner
 
     The name is a class of `flwr_datasets.partitioner`, such as "DirichletPartitioner", or
     "package.module:function" of a function or class that makes a `Partitioner`.
-
-    Raises:
-        DataError: there is no such class or function, or flwr-datasets is not installed.
-        InvalidValueError: an argument is unknown or missing, or its value is refused.
     """
     what = f"partitioner {name!r}"
     if ":" not in name:

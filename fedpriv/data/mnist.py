@@ -29,20 +29,13 @@ def load_mnist_writers(folder: str | Path | None = None) -> Population:
     """Load MNIST, each training writer a user: 539 users of 19 to 131 images.
 
     The test rows are MNIST's 10,000 test images; their 297 writers are none of the users. Writers
-    are NIST's numbers as QMNIST publishes them (Yadav and Bottou 2019, arXiv:1905.10498).
+    are NIST's numbers as QMNIST publishes them (Yadav and Bottou 2019, arXiv:1905.10498); they are
+    the user ids.
 
-    Args:
-        folder: holds the files, or a folder `mnist` with them; None means the environment
-            variable FEDPRIV_DATA. Files: MNIST's four idx .gz files under their usual names, and
-            mnist_writers.npz (train_writer, integers [60000]) or
-            qmnist-train-labels-idx2-int.gz.
-
-    Returns:
-        Population with x float32 [rows, 1, 28, 28], pixels scaled to [0, 1], less 0.1307, divided
-        by 0.3081, and y int64 [rows] in 0..9. User ids are the writers' numbers.
-
-    Raises:
-        DataError: a file is absent, damaged, or does not match the others.
+    The folder, or one `mnist` in it, holds MNIST's four idx .gz files under their usual names, and
+    mnist_writers.npz (train_writer, integers [60000]) or qmnist-train-labels-idx2-int.gz; None
+    means the environment variable FEDPRIV_DATA. Pixels are scaled to [0, 1], less 0.1307, divided
+    by 0.3081: x is float32 [rows, 1, 28, 28], y int64 [rows] in 0..9.
     """
     place = find_folder(folder, "MNIST", _TRAIN[0], _MNIST_SOURCE)
     for name in (*_TRAIN, *_TEST):

@@ -41,13 +41,7 @@ def dirichlet(
     by at most one. A label that is used up is dropped from q_u and the rest renormalised; when
     all of q_u is used up the user takes the rows that are left, in proportion to their labels,
     so the last users are less skewed than the first. α → ∞ gives every user the shares p,
-    α → 0 one label.
-
-    Args:
-        labels: [rows] labels of any sortable dtype.
-        users: number of users, at most the number of rows.
-        alpha: concentration α > 0, finite.
-        seed: any integer ≥ 0.
+    α → 0 one label. Labels are [rows], of any sortable dtype.
     """
     check_count("users", users)
     if not isinstance(alpha, Real) or not 0.0 < alpha < math.inf:
@@ -115,15 +109,9 @@ def partition(
 ) -> UserStore:
     """Group rows by user; each user's rows keep their order.
 
-    Args:
-        fields: name → array [rows, ...]; held without a copy if the rows are grouped already.
-        user_of_row: [rows] positions of users. Without `user_ids` there are max + 1 users; a
-            position that does not occur is a user with zero rows.
-        user_ids: [N] ids by position, or None to use the positions as ids.
-
-    Raises:
-        DataError: a position is negative or beyond the ids, there is no row and no id, or the
-            fields do not make a UserStore.
+    Rows that are grouped already are held without a copy. `user_of_row` is [rows] positions in
+    `user_ids`, or without them of max + 1 users; a position that does not occur is a user with
+    zero rows. DataError if a position is negative or beyond the ids, or there is no row and no id.
     """
     owners = np.asarray(user_of_row)
     if owners.ndim != 1 or owners.dtype.kind not in "iu" or (owners.size and owners.min() < 0):

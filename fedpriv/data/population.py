@@ -157,10 +157,7 @@ class UserStore:
 
         Parts are consumed lazily, so a generator can make a population larger than memory; the
         offsets and ids of all users are held in memory. A crash leaves a whole store or none.
-
-        Raises:
-            DataError: `folder` exists, there is no part, parts have different fields, or an id
-                occurs twice or only some parts have ids.
+        DataError if the folder exists or parts do not fit each other.
         """
         place = Path(folder)
         if place.exists():
@@ -178,11 +175,7 @@ class UserStore:
 
     @classmethod
     def load(cls, folder: str | Path, *, mmap: bool = True) -> Self:
-        """Open a saved store; with `mmap`, fields are mapped read-only and not yet read.
-
-        Raises:
-            DataError: `folder` is not a whole saved store of a known version.
-        """
+        """Open a saved store; with `mmap`, fields are mapped read-only and not yet read."""
         place = Path(folder)
         names, with_ids = _read_description(place / "store.json")
         fields = {name: _read_array(place / f"field-{name}.npy", mapped=mmap) for name in names}
@@ -288,13 +281,7 @@ def load_population(name: str, options: Mapping[str, object]) -> Population:
     The name is one of fedpriv's loaders, or "package.module:function" of a function that returns
     a population; naming a function runs it. Options are keyword arguments, checked against its
     signature first. Of an error that is not fedpriv's own only type and line are reported, because
-    its text may hold users' data.
-
-    Raises:
-        DataError: there is no such name, module or function, or the function raises, or returns
-            something other than a Population.
-        InvalidValueError: an option is unknown or missing, or the loader refuses its value.
-        OSError: the function raises it.
+    its text may hold users' data; an OSError passes.
     """
     if name not in _LOADERS and ":" not in name:
         raise DataError(

@@ -38,28 +38,18 @@ def load_shakespeare_roles(
 
     Users and held-out texts are those of TensorFlow Federated's data set (first made by Caldas et
     al. 2018, "LEAF", arXiv:1812.01097). The texts of a role are joined, one per line, and cut into
-    adjoining windows; the target of each character is the one that follows it, across windows too.
-    Up to `length` characters at the end are dropped, so no row has padding. A role that says too
-    little for one window is a user without rows.
+    adjoining windows of `length` characters; the target of each character is the one that follows
+    it, across windows too. What is left at the end is dropped, so no row has padding. A role that
+    says too little for one window is a user without rows. A role trains on its first
+    `windows_per_role` windows at most; the largest has 1,731 of 40, the median one 23.
 
     The held-out texts are by the same roles: what is measured on them concerns other texts of
     enrolled users, which the guarantee does not cover.
 
-    Args:
-        folder: holds tff_shakespeare.jsonl.gz, or a folder `shakespeare` with it; None means the
-            environment variable FEDPRIV_DATA.
-        length: characters of a window, at least 1.
-        windows_per_role: a role trains on at most so many, its first ones; None: on all. The
-            largest role has 1,731 windows of 40, the median one 23.
-
-    Returns:
-        Population with x and y int64 [rows, length], indices into `CHARACTERS`. User ids are the
-        file's names of roles. The name does not depend on `length`, as the users are the same.
-
-    Raises:
-        DataError: the file is absent or damaged, holds another character or a role twice, or
-            no role says enough for a window.
-        InvalidValueError: a number is not whole or below 1.
+    The folder, or one `shakespeare` in it, holds tff_shakespeare.jsonl.gz; None means the
+    environment variable FEDPRIV_DATA. x and y are int64 [rows, length], indices into `CHARACTERS`;
+    user ids are the file's names of roles. The name does not depend on `length`, as the users are
+    the same.
     """
     check_count("length", length)
     if windows_per_role is not None:

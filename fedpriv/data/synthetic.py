@@ -30,19 +30,8 @@ def synthetic_population(
     test row has a shift of its own, as if it came from an unseen user. Memory beyond that of the
     result is a few times the largest user's.
 
-    Args:
-        users: number of users.
-        examples_per_user: rows of each user, or (low, high) for a uniform number, low ≥ 0.
-        shape: shape of one x, each side at least 1.
-        classes: number of classes.
-        seed: any integer ≥ 0; it fixes the result.
-        test_rows: number of held-out rows.
-
-    Returns:
-        Population with x float32 [rows, *shape] and y int64 [rows] in 0..classes - 1.
-
-    Raises:
-        InvalidValueError: a setting is out of range.
+    A user has `examples_per_user` rows, or a uniform number in (low, high), low ≥ 0. The result is
+    fixed by the seed: x float32 [rows, *shape] and y int64 [rows] in 0..classes - 1.
     """
     check_count("users", users)
     check_count("classes", classes)
