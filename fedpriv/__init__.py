@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedpriv.data.population import Population
     from fedpriv.engine.task import Task
     from fedpriv.mechanism import Flat, Grouped, Joint, Mechanism, Part, PerLayer, Poisson
-    from fedpriv.privacy.mechanism import AdaptiveClipping
+    from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
     from fedpriv.privacy.query import Averaging
     from fedpriv.privacy.round import LocalTraining as SGD  # noqa: N814 - a method's name
     from fedpriv.run.compare import Comparison, compare
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AdaptiveClipping": "privacy.mechanism",
+    "AdaptiveClipping": "privacy.gaussian_mechanism",
     "Averaging": "privacy.query",
     "Comparison": "run.compare",
     "FedAdagrad": "training.optimizers",

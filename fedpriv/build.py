@@ -42,13 +42,13 @@ from fedpriv.mechanism import (
     Poisson,
 )
 from fedpriv.models import build_model
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Metric
 from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.mechanism import AdaptiveClipping, Metric
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.training.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
-from fedpriv.training.plan import METRIC, RunningStatistics, TrainingPlan
+from fedpriv.training.plan import BATCH_NORM_METRIC, RunningStatistics, TrainingPlan
 from fedpriv.training.rounds import OnRound, ServerState, initial_state
 
 HeldOut = Mapping[str, npt.NDArray[np.generic]]
@@ -269,7 +269,7 @@ def _metric(
     task: Task,
     statistics: RunningStatistics | None,
 ) -> Metric:
-    if name == METRIC and statistics is not None:
+    if name == BATCH_NORM_METRIC and statistics is not None:
         numbers = {"channels": sum(statistics.channels), **numbers}
     if name in task.metrics and ":" not in name:
         found = metric(f"task:{name}", **numbers)  # the kind that a function of the task has
@@ -280,7 +280,7 @@ def _metric(
 def _statistics(mechanism: Mechanism, task: Task) -> RunningStatistics | None:
     """How running statistics move: by the metric of that name, if it is asked for."""
     layers = running_norms(task.model)
-    if METRIC not in mechanism.metrics or not layers:
+    if BATCH_NORM_METRIC not in mechanism.metrics or not layers:
         return None
     channels = tuple(layer.channels for layer in layers.values())
     return RunningStatistics(tuple(layers), channels, tuple(e.eps for e in layers.values()))

@@ -2,9 +2,8 @@
 
 Read `deployment` first: `fedpriv serve` as a whole. Below it, `enrolment` and `certificates` say
 which users and nodes there are, `authentication` who is calling, `collection` and `service` what
-happens during a round, `listener` and `endpoint` how gRPC carries it, `metrics` what an operator
-sees. `flower_runs`, `flower_grid` and `ray_engine` run the same rounds on Flower's runtime.
-`commands` is what the command line offers of all this.
+happens during a round, `listener` how gRPC carries it, `monitoring` what an operator sees.
+`flower_runs`, `flower_grid` and `ray_engine` run the same rounds on Flower's runtime.
 """
 
 if __name__ != "fedpriv.server":

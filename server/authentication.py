@@ -17,20 +17,18 @@ import grpc
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.server.certificates import check_node_name
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
-from fedpriv.server.metrics import Monitor, Refusal
+from fedpriv.server.monitoring import Monitor, Refusal
 
-NODE: ContextVar[str] = ContextVar("NODE")
-"""The node that the handler of a call speaks with."""
-NODE_KEY = "fedpriv-node"
-"""Metadata with which a node without a certificate gives its name, percent-encoded."""
+NODE: ContextVar[str] = ContextVar("NODE")  # the node that the handler of a call speaks with
+NODE_KEY = "fedpriv-node"  # metadata with a node's name, percent-encoded, in plain text
 _TOO_LONG = "it took too long, the node began another, or the round is over"
 _OPEN_CALLS = 16  # of one node; it needs two or three, and some that are lost without a word
 
 Context: TypeAlias = grpc.aio.ServicerContext
+# A handler's implementation: takes the request, or an iterator of them, and the call's context.
 Method = Callable[[object, Context], Awaitable[object]]
-"""A handler's implementation: takes the request, or an iterator of them, and the call's context."""
+# Names the node behind a call, or raises UnknownPeerError.
 Identify = Callable[[Context], str]
-"""Names the node behind a call, or raises UnknownPeerError."""
 
 
 class RefusedCallError(Exception):
@@ -44,10 +42,9 @@ class RefusedCallError(Exception):
 class UnknownPeerError(RefusedCallError):
     """The caller may not call, or may no longer."""
 
-    def __init__(
-        self, sentence: str, code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED
-    ) -> None:
-        super().__init__(code, sentence)
+
+def _unknown(sentence: str) -> UnknownPeerError:
+    return UnknownPeerError(grpc.StatusCode.UNAUTHENTICATED, sentence)
 
 
 def by_certificate(certificates: EnrolledCertificates) -> Identify:
@@ -56,15 +53,15 @@ def by_certificate(certificates: EnrolledCertificates) -> Identify:
     def identify(context: Context) -> str:
         shown = context.auth_context().get("x509_pem_cert")
         if not shown:
-            raise UnknownPeerError("the connection shows no certificate")
+            raise _unknown("the connection shows no certificate")
         try:
             return certificates.node_of(shown[0], datetime.now(UTC))
         except CertificateError as error:
-            raise UnknownPeerError(f"the certificate is refused: {error}") from error
+            raise _unknown(f"the certificate is refused: {error}") from error
         except InvalidValueError as error:
             # Only the operator can mend the file, and only the operator should know its path.
             sentence = "the server cannot read its enrolment now"
-            raise UnknownPeerError(sentence, grpc.StatusCode.UNAVAILABLE) from error
+            raise UnknownPeerError(grpc.StatusCode.UNAVAILABLE, sentence) from error
 
     return identify
 
@@ -77,17 +74,13 @@ def by_declaration(context: Context) -> str:
             raise InvalidValueError(f"the call has {len(names)} metadata {NODE_KEY}; one is needed")
         return check_node_name(unquote(str(names[0]), errors="strict"))
     except ValueError as error:
-        raise UnknownPeerError(str(error)) from error
+        raise _unknown(str(error)) from error
 
 
 class RateLimit:
     """A token bucket per node: `per_minute` calls at once, and as many again in every minute.
 
     Nodes are those of an enrolment, so the number of buckets is bounded.
-
-    Args:
-        per_minute: calls, at least 1.
-        clock: seconds, monotonic.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = monotonic) -> None:
@@ -111,6 +104,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         * No handler is entered by a caller whose certificate is expired, not enrolled or struck
           off, whose node is not enrolled, who calls too often, or has too many calls open.
         * However many calls a node leaves open, their number and their memory are bounded.
+        * What a handler refuses, cannot parse or waits too long for ends its call with a status.
     """
 
     def __init__(
@@ -132,36 +126,49 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     ) -> grpc.RpcMethodHandler | None:
         """The handler of a method, behind the check."""
         handler = await continuation(handler_call_details)
-        if handler is None or (handler.request_streaming and handler.response_streaming):
-            return None  # no method streams both ways
         name = str(handler_call_details.method).rpartition("/")[2]
-        if handler.unary_stream:
-            wrap, method = grpc.unary_stream_rpc_method_handler, _begun(handler.unary_stream)
-        elif handler.stream_unary:
-            wrap, method = grpc.stream_unary_rpc_method_handler, handler.stream_unary
-        else:
-            wrap, method = grpc.unary_unary_rpc_method_handler, handler.unary_unary
-        checked = self._checked(method, name)
-        return wrap(checked, handler.request_deserializer, handler.response_serializer)
+        for kind in ("unary_unary", "unary_stream", "stream_unary"):  # no method streams both ways
+            if method := getattr(handler, kind, None):
+                checked = self._checked(method, name, streaming=kind == "unary_stream")
+                return handler._replace(**{kind: checked})
+        return None
 
-    def _checked(self, method: Method, name: str) -> Method:
-        refusing = _refusing(method)
-
+    def _checked(self, method: Method, name: str, *, streaming: bool) -> Method:
         async def checked(request: object, context: Context) -> object:
-            node = self._admitted(context)
-            NODE.set(node)
-            began = monotonic()
-            self._open[node] += 1
+            began, node = monotonic(), None
             try:
-                return await refusing(request, context)
+                try:
+                    node = self._admitted(context)
+                    self._open[node] += 1
+                    NODE.set(node)
+                    if streaming:
+                        # Sent with the first message instead, a node that does not read it could
+                        # not be sent a status.
+                        await context.send_initial_metadata(())
+                    return await method(request, context)
+                except RefusedCallError as error:
+                    refused = error.code, str(error)
+                except WireError as error:
+                    refused = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+                except TimeoutError:
+                    refused = grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG
+                await _abort(context, *refused)
+                return None
+            except grpc.aio.InternalError as error:
+                # The connection is lost; gRPC would log a traceback of any other error than this.
+                raise asyncio.CancelledError from error
             finally:
-                self._ended = monotonic()
-                self._open[node] -= 1
-                if not self._open[node]:
-                    del self._open[node]
-                self._monitor.handled(name, self._ended - began)
+                if node is not None:
+                    self._end_call(node, name, began)
 
-        return _refusing(checked)
+        return checked
+
+    def _end_call(self, node: str, name: str, began: float) -> None:
+        self._ended = monotonic()
+        self._open[node] -= 1
+        if not self._open[node]:
+            del self._open[node]
+        self._monitor.handled(name, self._ended - began)
 
     def _admitted(self, context: Context) -> str:
         try:
@@ -179,41 +186,6 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             self._monitor.refused(Refusal.RATE)
             raise RefusedCallError(grpc.StatusCode.RESOURCE_EXHAUSTED, busy)
         return node
-
-
-def _begun(method: Method) -> Method:
-    """The method, after headers were sent.
-
-    Sent with the first message instead, a node that does not read it could not be sent a status.
-    """
-
-    async def begun(request: object, context: Context) -> object:
-        await context.send_initial_metadata(())
-        return await method(request, context)
-
-    return begun
-
-
-def _refusing(method: Method) -> Method:
-    """The method; what it refuses, cannot parse or waits too long for ends its call."""
-
-    async def refusing(request: object, context: Context) -> object:
-        try:
-            try:
-                return await method(request, context)
-            except RefusedCallError as error:
-                refused = error.code, str(error)
-            except WireError as error:
-                refused = grpc.StatusCode.INVALID_ARGUMENT, str(error)
-            except TimeoutError:
-                refused = grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG
-            await _abort(context, *refused)
-            return None
-        except grpc.aio.InternalError as error:
-            # The connection is lost; gRPC would log a traceback of any other error than this.
-            raise asyncio.CancelledError from error
-
-    return refusing
 
 
 async def _abort(context: Context, code: grpc.StatusCode, sentence: str) -> None:

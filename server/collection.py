@@ -1,66 +1,78 @@
-"""One attempt at a round: which nodes are asked, until when, and whose answer counts."""
+"""One attempt at a round: what nodes are told and asked, until when, and whose answer counts."""
 
 import asyncio
 import queue
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from time import monotonic
 from typing import Self
 
+from fedpriv import wire
+from fedpriv.config import Config
+from fedpriv.engine.metrics import own_metrics
 from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.round import PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest
 from fedpriv.server.enrolment import Enrolment, Hosting, Positions
-from fedpriv.wire import (
-    Answer,
-    Price,
-    RoundId,
-    RoundOffer,
-    SummedUpdates,
-    chunks,
-    layout_of_sums,
-    manifest_of,
-    model_of,
-    pieces,
-)
+from fedpriv.training.plan import TrainingPlan
 
-_KEPT_BYTES = 2**26  # of a model; serialising a larger one again costs less than holding it twice
 _NOT_AWAITED = "no answer of this node is awaited"
+
+
+def task_of(config: Config) -> wire.TaskDescription:
+    """The task by name, for nodes to build."""
+    model, metrics = config.model, tuple(own_metrics(config.metrics.report))
+    return wire.TaskDescription(model.name, model.options, model.seed, model.loss, metrics)
+
+
+def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], wire.Welcome]:
+    """What to tell each node when it connects."""
+    task, name, population = task_of(config), enrolment.population_id, enrolment.population
+    return lambda node: wire.Welcome(name, population, enrolment.users_of(node).copy(), task)
+
+
+def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundRequest], wire.Price]:
+    """What a round costs; to be called in the thread that opened the records."""
+
+    def price_of(request: RoundRequest) -> wire.Price:
+        norms = tuple(g.clipping_norm for g in request.clipping.groups[: len(plan.groups)])
+        event = plan.mechanism_at(norms).event
+        return wire.Price(
+            plan.sampling.sampling_probability,
+            plan.sampling.population,
+            event.noise_multiplier,
+            records.budget.epsilon_of([*records.ledger.spent(), event]),
+            records.budget.delta,
+        )
+
+    return price_of
 
 
 @dataclass(frozen=True, eq=False)
 class RoundTerms:
-    """Which attempt at a round nodes are asked to answer, and what an answer may hold.
+    """Which attempt at a round nodes are asked to answer, and what an answer may hold."""
 
-    Attributes:
-        id: which attempt at which round.
-        expected: layout that sums must have.
-        drawn: by node, the users that were drawn there; secret.
-    """
-
-    id: RoundId
-    expected: Layout
-    drawn: Mapping[str, Positions]
+    id: wire.RoundId
+    expected: Layout  # of sums
+    drawn: Mapping[str, Positions]  # by node, the users that were drawn there; secret
 
     @classmethod
     def of(cls, request: RoundRequest, hosting: Hosting) -> Self:
         """The terms of a request to the nodes that host its users, under a new nonce."""
-        return cls(
-            RoundId(request.run, request.round, request.attempt, secrets.randbits(64)),
-            layout_of_sums(request.clipping),
-            hosting.drawn(request.users),
-        )
+        nonce = secrets.randbits(64)
+        round_id = wire.RoundId(request.run, request.round, request.attempt, nonce)
+        return cls(round_id, wire.layout_of_sums(request.clipping), hosting.drawn(request.users))
 
-    def misfit(self, node: str, answer: Answer) -> str | None:
+    def misfit(self, node: str, answer: wire.Answer) -> str | None:
         """Why an answer of a node cannot count, in one sentence, or None."""
         if answer.id != self.id:
             return "the answer is to another round or attempt than the one that is collected"
         if node not in self.drawn:
             return _NOT_AWAITED
         content = answer.content
-        if isinstance(content, SummedUpdates) and content.users > self.drawn[node].size:
+        if isinstance(content, wire.SummedUpdates) and content.users > self.drawn[node].size:
             return "the sum holds more users than were drawn at the node"
         return None
 
@@ -78,10 +90,10 @@ class Connection:
 
     def __init__(self) -> None:
         self._told = asyncio.Event()
-        self._offer: RoundOffer | None = None
+        self._offer: wire.RoundOffer | None = None
         self._end: End | None = None
 
-    def offer(self, offer: RoundOffer) -> None:
+    def offer(self, offer: wire.RoundOffer) -> None:
         """Tell the node of a round, in place of one that it has not been told of yet."""
         self._offer = offer
         self._told.set()
@@ -91,7 +103,7 @@ class Connection:
         self._end = self._end or why
         self._told.set()
 
-    async def next(self, seconds: float) -> RoundOffer | End | None:
+    async def next(self, seconds: float) -> wire.RoundOffer | End | None:
         """What to tell next; None if that is nothing for so many seconds."""
         try:
             async with asyncio.timeout(seconds):
@@ -108,9 +120,7 @@ class Connection:
 class Connections:
     """Which nodes are connected; at most one connection per node. For the event loop alone.
 
-    Args:
-        changed: called whenever a node came or went.
-        clock: seconds, monotonic.
+    `changed` is called whenever a node came or went.
     """
 
     def __init__(self, changed: Callable[[], None], clock: Callable[[], float] = monotonic) -> None:
@@ -164,16 +174,10 @@ class Collection:
         * A node's answer counts once, whatever it sends again and in whatever order; a node
           whose users were not drawn, and another round or attempt, is refused.
         * Nothing counts after the end.
-
-    Args:
-        request: of the whole round.
-        price: what it costs.
-        enrolment: where the users are.
-        seconds: until the deadline.
     """
 
     def __init__(
-        self, request: RoundRequest, price: Price, enrolment: Enrolment, seconds: float
+        self, request: RoundRequest, price: wire.Price, enrolment: Enrolment, seconds: float
     ) -> None:
         self.terms = RoundTerms.of(request, enrolment.hosting)
         self.deadline = monotonic() + seconds
@@ -181,9 +185,9 @@ class Collection:
         self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()
         self._taken = asyncio.Semaphore(0)
         self._loop = asyncio.get_running_loop()
-        self._model = model_of(request)
-        manifest, nonce = manifest_of(self._model), self.terms.id.nonce
-        self._offer = RoundOffer.of(request, seconds, price, manifest, nonce)
+        self._model = wire.model_of(request)
+        manifest, nonce = wire.manifest_of(self._model), self.terms.id.nonce
+        self._offer = wire.RoundOffer.of(request, seconds, price, manifest, nonce)
         self._waiting = dict(self.terms.drawn)
         self._over = False
 
@@ -192,25 +196,19 @@ class Collection:
         """Nodes that are asked and have not answered."""
         return tuple(self._waiting)
 
-    def offer_to(self, node: str) -> RoundOffer | None:
+    def offer_to(self, node: str) -> wire.RoundOffer | None:
         """What to ask a node now; None if it is not asked, or has answered."""
         left = self.deadline - monotonic()
         if node not in self._waiting or left <= 0.0 or self._over:
             return None
         return replace(self._offer, seconds=left, users=self._waiting[node].copy())
 
-    def model_chunks(self) -> Iterable[bytes]:
-        """The model as serialised chunks, which calls share unless the model is large."""
-        return self._kept if self._offer.model.size <= _KEPT_BYTES else self._serialised()
-
     @cached_property
-    def _kept(self) -> list[bytes]:
-        return list(self._serialised())
+    def model_chunks(self) -> Sequence[bytes]:
+        """The model as serialised chunks, which all calls share."""
+        return [chunk.SerializeToString() for chunk in wire.chunks(wire.pieces(self._model))]
 
-    def _serialised(self) -> Iterator[bytes]:
-        return (chunk.SerializeToString() for chunk in chunks(pieces(self._model)))
-
-    def refusal(self, node: str, answer: Answer) -> str | None:
+    def refusal(self, node: str, answer: wire.Answer) -> str | None:
         """Why an answer cannot count, in one sentence; None if it can."""
         if reason := self.terms.misfit(node, answer):
             return reason
@@ -238,10 +236,8 @@ class Collection:
     def seconds_left(self, connections: Connections, absent: float, *, fixed: bool) -> float:
         """How long to wait if nothing changes; 0 if the round can end.
 
-        Args:
-            connections: which nodes are connected.
-            absent: seconds to wait for a node that is not.
-            fixed: wait for the deadline whatever happens.
+        A node that is not connected is waited for `absent` seconds; if `fixed`, the deadline is
+        waited for whatever happens.
         """
         end = self.deadline
         if not fixed:

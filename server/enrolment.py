@@ -3,9 +3,9 @@
 import re
 import secrets
 import time
-import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -24,25 +24,18 @@ from fedpriv.server.certificates import (
     parsed_fingerprint,
 )
 
-Positions = NDArray[np.int64]
-"""Users, as ascending positions in the population."""
+Positions = NDArray[np.int64]  # users, as ascending positions in the population
 _ID = re.compile("[0-9a-f]{32}")
 _SETTLED_NANOSECONDS = 2_000_000_000
 
 
 @dataclass(frozen=True, eq=False)
 class Hosting:
-    """Which node hosts which users.
-
-    Attributes:
-        nodes: names.
-        numbers: [N] for each position of the population, the number of its node in `nodes`.
-        alone: nodes with one user, which no log may name.
-    """
+    """Which node hosts which users."""
 
     nodes: Sequence[str]
-    numbers: Positions
-    alone: frozenset[str]
+    numbers: Positions  # [N] for each position of the population, the number of its node in `nodes`
+    alone: frozenset[str]  # nodes with one user, which no log may name
 
     def drawn(self, users: Positions) -> dict[str, Positions]:
         """The drawn users by node; only nodes that have some."""
@@ -69,19 +62,13 @@ class Enrolment:
           count twice, and the privacy statement would be void.
         * repr shows numbers, never an id.
 
-    Attributes:
-        population_id: name of the population in the ledger, 32 lower-case hexadecimal digits, drawn
-            at random when the users were enrolled. The ledger is public, and against a digest of
-            the users' ids, guesses of who is enrolled could be tested.
-        users: node → ids of its users; not empty, and every node has users.
-
-    Raises:
-        InvalidValueError: the population's id has another form, there is no node, a node has no
-            legal name or no user, or a user's id is not one printable line or occurs twice.
+    The population's id names it in the ledger: 32 lower-case hexadecimal digits, drawn at random
+    when the users were enrolled. The ledger is public, and against a digest of the users' ids,
+    guesses of who is enrolled could be tested.
     """
 
     population_id: str
-    users: Mapping[str, Sequence[str]] = field(repr=False)
+    users: Mapping[str, Sequence[str]]  # node → ids of its users, at least one
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.population_id):
@@ -91,10 +78,18 @@ class Enrolment:
             )
         if not self.users:
             raise InvalidValueError("nodes: there is none; there must be at least one")
-        for node, ids in self.users.items():
-            _check_node(node, ids)
         users = {node: tuple(self.users[node]) for node in sorted(self.users)}
-        _check_once(users)
+        node_of: dict[str, str] = {}
+        for node, ids in users.items():
+            _check_node(node, ids)
+            for number, user in enumerate(ids):
+                if user in node_of:
+                    raise InvalidValueError(
+                        f"nodes.{node}.users[{number}] is {user!r}, who is enrolled at node "
+                        f"{node_of[user]!r} already; a user must be enrolled once, because updates "
+                        "of one user from several nodes are not summed before clipping"
+                    )
+                node_of[user] = node
         object.__setattr__(self, "users", users)
 
     def __repr__(self) -> str:
@@ -102,25 +97,16 @@ class Enrolment:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read an enrolment from TOML; docs/identity.md has the format.
-
-        Raises:
-            InvalidValueError: the file cannot be read, is not TOML, has a key that is unknown,
-                absent or of the wrong type, or enrols what `Enrolment` refuses.
-        """
+        """Read an enrolment from TOML; docs/identity.md has the format."""
         table = read_toml(path)
-        try:
-            keys = ["population", "nodes"]
-            population_id, nodes = (_value(table, key, keys, "") for key in keys)
+        with _naming(path):
+            _check_keys(table, ["population", "nodes"], ["population", "nodes"], "")
+            population_id, nodes = table["population"], table["nodes"]
             if not isinstance(population_id, str):
                 raise InvalidValueError(f"population is {population_id!r}; it must be a string")
-            if not isinstance(nodes, dict):
-                raise InvalidValueError("nodes is not a table; it must have one table per node")
-            users = {node: _users_in(node, entry) for node, entry in nodes.items()}
+            users = {node: _users_in(node, entry) for node, entry in _tables_in(nodes).items()}
             _certificates_in(nodes)
             return cls(population_id, users)
-        except InvalidValueError as error:
-            raise InvalidValueError(f"{path}: {error}") from error
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -138,13 +124,9 @@ class Enrolment:
         return tuple(sorted(user for ids in self.users.values() for user in ids))
 
     def users_of(self, node: str) -> Positions:
-        """Positions of a node's users in the population; read-only.
-
-        Raises:
-            InvalidValueError: the node is not enrolled; the message names no other node.
-        """
+        """Positions of a node's users in the population; read-only."""
         if node not in self._positions:
-            raise InvalidValueError(f"node {node!r} is not enrolled")
+            raise InvalidValueError(f"node {node!r} is not enrolled")  # and no other node is named
         return self._positions[node]
 
     @cached_property
@@ -176,47 +158,28 @@ class EnrolledCertificates:
     Guarantees:
         * A certificate that is struck off the file is refused from the next call on.
         * A file that cannot be read lets no certificate pass.
-
-    Attributes:
-        path: the enrolment file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._stamp: tuple[int, ...] | None = None
-        self._content: bytes | None = None
         self._nodes: dict[str, str] = {}
 
     def nodes(self) -> Mapping[str, str]:
-        """Fingerprint → node, as the file is now.
-
-        Raises:
-            InvalidValueError: it cannot be read, or a fingerprint is malformed or enrolled twice.
-        """
-        try:
-            stamp = _stamp_of(self.path)
-            if stamp is None or stamp != self._stamp:
-                self._stamp = None  # until all of it has been read
-                content = self.path.read_bytes()
-                if content != self._content:
-                    self._content = None
-                    self._nodes = _certificates_in(tomllib.loads(content.decode()).get("nodes"))
-                    self._content = content
-                self._stamp = stamp
-        except OSError as error:
-            raise InvalidValueError(f"{self.path} cannot be read: {error.strerror}") from error
-        except InvalidValueError as error:
-            raise InvalidValueError(f"{self.path}: {error}") from error
-        except ValueError as error:  # of TOML, or of UTF-8
-            raise InvalidValueError(f"{self.path} is not valid TOML: {error}") from error
+        """Fingerprint → node, as the file is now; InvalidValueError if it cannot be used."""
+        stamp = _stamp_of(self.path)
+        if stamp is None or stamp != self._stamp:
+            self._stamp = None  # until all of it has been read
+            table = read_toml(self.path)
+            with _naming(self.path):
+                self._nodes = _certificates_in(table.get("nodes"))
+            self._stamp = stamp
         return self._nodes
 
     def node_of(self, certificate_pem: bytes, now: datetime) -> str:
         """Node at which a certificate is enrolled; TLS has proven that the peer has its key.
 
-        Raises:
-            CertificateError: it cannot be parsed, is not enrolled, or is not valid at `now`.
-            InvalidValueError: as for `nodes`.
+        CertificateError: it cannot be parsed, is not enrolled, or is not valid at `now`.
         """
         try:
             certificate = x509.load_pem_x509_certificate(certificate_pem)
@@ -232,37 +195,82 @@ class EnrolledCertificates:
 
 
 def _stamp_of(path: Path) -> tuple[int, ...] | None:
-    """A value that differs once the file has changed; None just after a change.
+    """A value that differs once the file has changed; None where that cannot be told.
 
     Two changes within one tick of the file system's clock leave equal times.
     """
-    found = path.stat()
-    if time.time_ns() - found.st_ctime_ns < _SETTLED_NANOSECONDS:
+    try:
+        found = path.stat()
+    except OSError:
         return None
-    return (found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns)
+    settled = time.time_ns() - found.st_ctime_ns >= _SETTLED_NANOSECONDS
+    return (found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns) if settled else None
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the name of the file in front of an error."""
+    try:
+        yield
+    except InvalidValueError as error:
+        raise InvalidValueError(f"{path}: {error}") from error
 
 
 def _certificates_in(nodes: object) -> dict[str, str]:
-    """Fingerprint → node of the tables of nodes that have one."""
-    if not isinstance(nodes, dict):
-        raise InvalidValueError("nodes is not a table; it must have one table per node")
+    """Fingerprint → node of the tables of nodes that have a certificate."""
     found: dict[str, str] = {}
-    for node, entry in nodes.items():
+    for node, entry in _tables_in(nodes).items():
         if not isinstance(entry, dict) or "certificate" not in entry:
             continue
-        fingerprint = parsed_fingerprint(entry["certificate"])
+        where, fingerprint = f"nodes.{node}.certificate", parsed_fingerprint(entry["certificate"])
         if fingerprint is None:
             raise InvalidValueError(
-                f"nodes.{node}.certificate is {entry['certificate']!r}; it must be the SHA-256 "
-                "fingerprint of a certificate, 64 hexadecimal digits"
+                f"{where} is {entry['certificate']!r}; it must be the SHA-256 fingerprint of a "
+                "certificate, 64 hexadecimal digits"
             )
         if fingerprint in found:
-            raise InvalidValueError(
-                f"nodes.{node}.certificate is that of node {found[fingerprint]!r}; each node must "
-                "have its own"
-            )
+            other = found[fingerprint]
+            raise InvalidValueError(f"{where} is that of node {other!r}; each must have its own")
         found[fingerprint] = node
     return found
+
+
+def _tables_in(nodes: object) -> dict[str, object]:
+    if not isinstance(nodes, dict):
+        raise InvalidValueError("nodes is not a table; it must have one table per node")
+    return nodes
+
+
+def _users_in(node: str, entry: object) -> list[str]:
+    if not isinstance(entry, dict):
+        raise InvalidValueError(f"nodes.{node} is {entry!r}; it must be a table")
+    _check_keys(entry, ["users"], ["users", "certificate"], f"nodes.{node}.")
+    users = entry["users"]
+    if not isinstance(users, list):
+        raise InvalidValueError(f"nodes.{node}.users is {users!r}; it must be a list of ids")
+    return users
+
+
+def _check_keys(
+    table: Mapping[str, object], required: Sequence[str], legal: Sequence[str], where: str
+) -> None:
+    unknown = sorted(table.keys() - {*legal})
+    if "shared" in unknown:
+        raise InvalidValueError(
+            f"{where}shared is not supported: updates of one user from several nodes are not "
+            "summed before clipping, so a user must have one node"
+        )
+    if unknown:
+        known = known_names(unknown[0], legal)
+        raise InvalidValueError(f"unknown key {where}{unknown[0]}; {known}")
+    missing = [key for key in required if key not in table]
+    if "population" in missing:
+        raise InvalidValueError(
+            "key population is absent; it names the enrolled users in the ledger and is drawn once "
+            f'for all runs: put population = "{secrets.token_hex(16)}" in front of all tables'
+        )
+    if missing:
+        raise InvalidValueError(f"key {where}{missing[0]} is absent")
 
 
 def _check_node(node: str, ids: Sequence[str]) -> None:
@@ -284,47 +292,3 @@ def _check_node(node: str, ids: Sequence[str]) -> None:
                 f"{where}[{number}] is {user!r}; an id must be one printable line without spaces "
                 "at its ends"
             )
-
-
-def _check_once(users: Mapping[str, Sequence[str]]) -> None:
-    node_of: dict[str, str] = {}
-    for node, ids in users.items():
-        for number, user in enumerate(ids):
-            if user in node_of:
-                raise InvalidValueError(
-                    f"nodes.{node}.users[{number}] is {user!r}, who is enrolled at node "
-                    f"{node_of[user]!r} already; a user must be enrolled once, because updates of "
-                    "one user from several nodes are not summed before clipping"
-                )
-            node_of[user] = node
-
-
-def _users_in(node: str, entry: object) -> list[str]:
-    users = _value(entry, "users", ["users", "certificate"], f"nodes.{node}.")
-    if not isinstance(users, list):
-        raise InvalidValueError(f"nodes.{node}.users is {users!r}; it must be a list of ids")
-    return users
-
-
-def _value(table: object, key: str, legal: Sequence[str], where: str) -> object:
-    """Value of a key that a table must have; it may have no keys but the legal ones."""
-    if not isinstance(table, dict):
-        raise InvalidValueError(f"{where.rstrip('.')} is {table!r}; it must be a table")
-    unknown = sorted(table.keys() - {*legal})
-    if "shared" in unknown:
-        raise InvalidValueError(
-            f"{where}shared is not supported: updates of one user from several nodes are not "
-            "summed before clipping, so a user must have one node"
-        )
-    if unknown:
-        raise InvalidValueError(
-            f"unknown key {where}{unknown[0]}; {known_names(unknown[0], legal)}"
-        )
-    if key in table:
-        return table[key]
-    if key == "population":
-        raise InvalidValueError(
-            "key population is absent; it names the enrolled users in the ledger and is drawn once "
-            f'for all runs: put population = "{secrets.token_hex(16)}" in front of all tables'
-        )
-    raise InvalidValueError(f"key {where}{key} is absent")

@@ -3,48 +3,24 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Self
 
 import numpy as np
 from flwr.app import Array, Message, MessageType
 from flwr.serverapp import Grid
 
+from fedpriv import wire
 from fedpriv.data.population import UserStore
 from fedpriv.errors import StoppedError, WireError, WorkerError
 from fedpriv.logs import one_line
 from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
 from fedpriv.server.collection import RoundTerms
 from fedpriv.server.enrolment import Enrolment, Hosting
-from fedpriv.wire import (
-    SERVER_RECEIVES_BYTES,
-    Decline,
-    Hello,
-    Price,
-    RoundOffer,
-    decode_answer,
-    decode_hello,
-    digest_of,
-    encode_offer,
-    manifest_of,
-    model_of,
-    parse,
-)
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.flower import (
-    ANSWER,
-    HELLO,
-    OFFER,
-    TROUBLE,
-    content_of,
-    digest_of_shard,
-    header_in,
-    packed,
-    shard_of,
-    tensors_in,
-)
+from fedpriv.wire import flower
 
 _log = logging.getLogger(__name__)
 _FIRST_POLL_SECONDS = 0.005
@@ -57,97 +33,56 @@ _INTRODUCTION_SECONDS = 60.0
 _START_SECONDS = 600.0  # a worker imports torch and loads all users' data
 
 Headers = Mapping[str, bytes]
-"""What a node is told beside an offer, by name."""
+Reply = tuple[str, Message | None]  # key of a message, and None for one that cannot be received
 
 
-class Replies:
-    """Sends messages, and waits for the reply to each in a thread of its own.
+def exchange(
+    grid: Grid, messages: Iterable[tuple[str, Message]], deadline: float, stopping: threading.Event
+) -> Generator[Reply, None, None]:
+    """Send messages by key, and yield the reply to each as it comes.
 
-    A pull for several messages waits for the slowest, and a node that dies in mid-upload holds it
-    for minutes, whatever its timeout.
-
-    Guarantees:
-        * each message that was sent has one reply at most, whatever its node sends again;
-        * there is none after the deadline, the end of the block, or the stop;
-        * threads end with the block; one that Flower holds up does not keep the process alive.
-
-    Args:
-        grid: carries the messages.
-        stopping: ends the waiting when it is set.
+    A message that the grid does not take, as for a node that has gone, has no reply; the others
+    have one at most, whatever their nodes send again, and none after the deadline, on the clock of
+    `time.monotonic`, or the stop. Each reply has a thread of its own: a pull for several messages
+    waits for the slowest, and a node that dies in mid-upload holds it for minutes, whatever its
+    timeout. A thread that Flower holds up does not keep the process alive.
     """
+    over, replies = threading.Event(), queue.SimpleQueue[Reply]()
 
-    def __init__(self, grid: Grid, stopping: threading.Event) -> None:
-        self._grid, self._stopping = grid, stopping
-        self._over = threading.Event()
-        self._queue: queue.SimpleQueue[tuple[str, Message | None]] = queue.SimpleQueue()
-        self._outstanding = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-
-    def send(self, node: str, message: Message) -> bool:
-        """Send a message; False if the grid does not take it, as for a node that has gone."""
-        # A grid may leave out the ids of messages that it does not take: so one at a time.
-        message_id: str | None = next(iter(self._grid.push_messages([message])), None)
-        if message_id is None:
-            return False
-        self._outstanding += 1
-        threading.Thread(target=self._await, args=(node, message_id), daemon=True).start()
-        return True
-
-    def until(self, deadline: float) -> Iterator[tuple[str, Message | None]]:
-        """Node and reply of each message that is answered; None for one that cannot be received.
-
-        Args:
-            deadline: on the clock of `time.monotonic`.
-        """
-        while self._outstanding and not self._stopping.is_set():
-            left = deadline - monotonic()
-            if left <= 0.0:
-                return
-            try:
-                node, reply = self._queue.get(timeout=min(left, _STOP_CHECK_SECONDS))
-            except queue.Empty:
-                continue
-            self._outstanding -= 1
-            yield node, reply
-
-    def _await(self, node: str, message_id: str) -> None:
+    def await_reply(key: str, message_id: str) -> None:
         pause = _FIRST_POLL_SECONDS
-        while not self._over.is_set():
+        while not over.is_set():
             try:
-                for reply in self._grid.pull_messages([message_id]):
+                for reply in grid.pull_messages([message_id]):
                     if reply.metadata.reply_to_message_id == message_id:
-                        self._queue.put((node, reply))
+                        replies.put((key, reply))
                         return
             except Exception as error:  # of the connection, or of bytes that are no message
                 _log.warning("a reply cannot be received: %s", type(error).__name__)
-                self._queue.put((node, None))
+                replies.put((key, None))
                 return
-            self._over.wait(pause)
+            over.wait(pause)
             pause = min(_POLL_GROWTH * pause, _LONGEST_POLL_SECONDS)
 
+    outstanding = 0
+    try:
+        for key, message in messages:
+            # A grid may leave out the ids of messages that it does not take: so one at a time.
+            for message_id in filter(None, grid.push_messages([message])):
+                threading.Thread(target=await_reply, args=(key, message_id), daemon=True).start()
+                outstanding += 1
+        while outstanding and not stopping.is_set() and (left := deadline - monotonic()) > 0.0:
+            try:
+                reply = replies.get(timeout=min(left, _STOP_CHECK_SECONDS))
+            except queue.Empty:
+                continue
+            outstanding -= 1
+            yield reply
+    finally:
+        over.set()
 
-@dataclass(frozen=True)
-class Nodes:
-    """The nodes of a grid.
 
-    Attributes:
-        hosting: which node hosts which users.
-        present: nodes that are there now, name → id on the grid; called at the start of a round.
-        headers: what to tell a node beside the offer.
-        required: whether all that are asked must answer.
-    """
-
-    hosting: Hosting
-    present: Callable[[], Mapping[str, int]]
-    headers: Callable[[str], Headers]
-    required: bool = False
-
-
+@dataclass(frozen=True, eq=False)
 class GridTransport(Transport):
     """Asks the nodes of the drawn users, each once a round, and takes what comes in time.
 
@@ -155,111 +90,95 @@ class GridTransport(Transport):
 
     * a reply counts for the node that was asked, once, if it answers this attempt at this round;
     * of a reply that is an error only the code is logged, and nothing of a node of one user;
-    * where nodes are required, a round without all their answers raises, so that it is not charged:
+    * where answers are required, a round without all of them raises, so that it is not charged:
       a worker of a simulation that does not answer lacks the code, or has died, and to go on
       without its users would be another experiment.
-
-    Args:
-        grid: carries the messages.
-        nodes: which can be asked.
-        price_of: what a round costs.
-        seconds: from the offer to the deadline.
-        stopping: when it is set, the round is abandoned, and every later one.
-        fixed: whether every round takes until its deadline.
     """
 
-    def __init__(
-        self,
-        grid: Grid,
-        nodes: Nodes,
-        price_of: Callable[[RoundRequest], Price],
-        seconds: float,
-        stopping: threading.Event,
-        *,
-        fixed: bool = False,
-    ) -> None:
-        self._grid, self._nodes, self._price_of = grid, nodes, price_of
-        self._seconds, self._stopping, self._fixed = seconds, stopping, fixed
+    grid: Grid
+    hosting: Hosting
+    present: Callable[[], Mapping[str, int]]  # at the start of a round: name → id on the grid
+    headers: Callable[[str], Headers]  # what to tell a node beside the offer
+    price_of: Callable[[RoundRequest], wire.Price]
+    seconds: float  # from the offer to the deadline
+    stopping: threading.Event  # once set, the round is abandoned, and every later one
+    fixed: bool = False  # whether every round takes until its deadline
+    required: bool = False  # whether all that are asked must answer
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
-        """Yield the contribution or sum of each node that answers in time.
-
-        Raises:
-            WorkerError: a required node has not answered.
-            StoppedError: it was asked to stop.
-        """
-        terms, present = RoundTerms.of(request, self._nodes.hosting), self._nodes.present()
-        model = model_of(request)
-        price = self._price_of(request)
-        offer = RoundOffer.of(request, self._seconds, price, manifest_of(model), terms.id.nonce)
-        tensors, answered = packed(model), 0
-        deadline = monotonic() + self._seconds
-        with Replies(self._grid, self._stopping) as replies:
-            for node, users in terms.drawn.items():
-                left = deadline - monotonic()
-                if node in present and left > 0.0:
-                    of_node = replace(offer, seconds=left, users=users.copy())
-                    replies.send(node, self._message(node, present[node], of_node, tensors))
-            for node, reply in replies.until(deadline):
+        """Yield the contribution or sum of each node that answers in time."""
+        terms, present = RoundTerms.of(request, self.hosting), self.present()
+        model, price = wire.model_of(request), self.price_of(request)
+        manifest, tensors = wire.manifest_of(model), flower.packed(model)
+        offer = wire.RoundOffer.of(request, self.seconds, price, manifest, terms.id.nonce)
+        deadline, answered = monotonic() + self.seconds, 0
+        messages = self._messages(offer, tensors, terms, present, deadline)
+        with closing(exchange(self.grid, messages, deadline, self.stopping)) as replies:
+            for node, reply in replies:
                 partial = self._counted(terms, node, present[node], reply)
                 if partial is not None:
                     answered += 1
                     yield partial
-        if self._fixed:
-            self._stopping.wait(max(0.0, deadline - monotonic()))
-        if self._stopping.is_set():
+        if self.fixed:
+            self.stopping.wait(max(0.0, deadline - monotonic()))
+        if self.stopping.is_set():
             raise StoppedError("the server was asked to stop; nothing was charged for this round")
-        if self._nodes.required and answered < len(terms.drawn):
-            raise WorkerError(
-                f"{answered} of {len(terms.drawn)} workers answered in round {request.round}; all "
-                "must"
-            )
+        if self.required and answered < len(terms.drawn):
+            found = f"{answered} of {len(terms.drawn)}"
+            raise WorkerError(f"{found} workers answered in round {request.round}; all must")
 
-    def _message(self, node: str, node_id: int, offer: RoundOffer, tensors: Array) -> Message:
-        headers = {OFFER: encode_offer(offer).SerializeToString(), **self._nodes.headers(node)}
-        content = content_of(headers, tensors)
-        return Message(content, node_id, MessageType.TRAIN, ttl=offer.seconds)
+    def _messages(
+        self,
+        offer: wire.RoundOffer,
+        tensors: Array,
+        terms: RoundTerms,
+        present: Mapping[str, int],
+        deadline: float,
+    ) -> Iterator[tuple[str, Message]]:
+        """The offer to each node that is there and hosts drawn users."""
+        for node, users in terms.drawn.items():
+            left = deadline - monotonic()
+            if node in present and left > 0.0:
+                of_node = wire.encode_offer(replace(offer, seconds=left, users=users.copy()))
+                headers = {flower.OFFER: of_node.SerializeToString(), **self.headers(node)}
+                content = flower.content_of(headers, tensors)
+                yield node, Message(content, present[node], MessageType.TRAIN, ttl=left)
 
     def _counted(
         self, terms: RoundTerms, node: str, node_id: int, reply: Message | None
     ) -> PartialSum | None:
         """What a reply adds to the sum; None if it does not count."""
-        name = self._nodes.hosting.log_name(node)
+        name = self.hosting.log_name(node)
         if reply is None:
             return None
         if reply.has_error():
             _log.warning("%s counts as zero: error %d of Flower", name, reply.error.code)
             return None
         try:
-            return self._partial(terms, node, node_id, reply)
+            if reply.metadata.src_node_id != node_id:
+                raise WireError("it comes from another node than the one that was asked")
+            header = flower.header_in(reply.content, flower.ANSWER, wire.SERVER_RECEIVES_BYTES)
+            if header is None:
+                raise WireError("it holds no answer")
+            message = wire.parse(pb.Answer, header, wire.SERVER_RECEIVES_BYTES)
+            answer = wire.decode_answer(message, terms.expected)
+            if reason := terms.misfit(node, answer):
+                raise WireError(reason)
+            if isinstance(answer.content, wire.Decline):
+                _log.info("%s declines: %s", name, one_line(answer.content.reason))
+                return None
+            (total,) = flower.tensors_in(reply.content, answer.content.tensors).values()
+            return answer.content.partial_sum(node, total)
         except WireError as error:
             _log.warning("an answer of %s is refused: %s", name, one_line(str(error)))
             return None
-
-    def _partial(
-        self, terms: RoundTerms, node: str, node_id: int, reply: Message
-    ) -> PartialSum | None:
-        if reply.metadata.src_node_id != node_id:
-            raise WireError("it comes from another node than the one that was asked")
-        header = header_in(reply.content, ANSWER, SERVER_RECEIVES_BYTES)
-        if header is None:
-            raise WireError("it holds no answer")
-        answer = decode_answer(parse(pb.Answer, header, SERVER_RECEIVES_BYTES), terms.expected)
-        if reason := terms.misfit(node, answer):
-            raise WireError(reason)
-        if isinstance(answer.content, Decline):
-            reason = one_line(answer.content.reason)
-            _log.info("%s declines: %s", self._nodes.hosting.log_name(node), reason)
-            return None
-        (total,) = tensors_in(reply.content, answer.content.tensors).values()
-        return answer.content.partial_sum(node, total)
 
 
 def shards(population: int, workers: int) -> Hosting:
     """Which worker of a simulation hosts which users."""
     numbers = np.empty(population, np.int64)
     for worker in range(workers):
-        shard = shard_of(population, worker, workers)
+        shard = flower.shard_of(population, worker, workers)
         numbers[shard.start : shard.stop] = worker
     return Hosting([f"worker-{k}" for k in range(workers)], numbers, frozenset())
 
@@ -272,19 +191,10 @@ def simulated_workers(
     headers: Headers,
     stopping: threading.Event,
 ) -> dict[str, int]:
-    """Wait for the workers of a simulation; name → id on the grid.
+    """Wait for the workers of a simulation, each with a share of all users; name → id on the grid.
 
-    Args:
-        grid: of the simulation.
-        population: its name.
-        users: all of its users, of whom each worker has a share.
-        workers: how many there must be.
-        headers: say which users the workers are to load.
-        stopping: ends the waiting when it is set.
-
-    Raises:
-        WorkerError: there are more or fewer workers, or one cannot load the same users' data.
-        StoppedError: it was asked to stop.
+    The headers say which users the workers are to load. WorkerError: there are more or fewer
+    workers, or one cannot load the same data.
     """
     end = monotonic() + _INTRODUCTION_SECONDS
     while len(ids := list(grid.get_node_ids())) < workers and monotonic() < end:
@@ -294,9 +204,10 @@ def simulated_workers(
         raise WorkerError(
             f"there are {len(ids)} workers (SuperNodes); the run is configured for {workers}"
         )
-    shares = (shard_of(users.population, k, workers) for k in range(workers))
+    shares = (flower.shard_of(users.population, k, workers) for k in range(workers))
     expected = {
-        f"worker-{k}": digest_of_shard(population, users, share) for k, share in enumerate(shares)
+        f"worker-{k}": flower.digest_of_shard(population, users, share)
+        for k, share in enumerate(shares)
     }
     found: dict[str, int] = {}
     for node_id, hello in _introduced(grid, ids, headers, _START_SECONDS, stopping):
@@ -315,15 +226,8 @@ def simulated_workers(
 class EnrolledNodes:
     """The enrolled nodes that are on a grid, asked again whenever others are there.
 
-    Guarantees:
-        * a node is known by the name that it says, if it holds exactly the users enrolled there;
-        * of several with one name, the one that came last counts.
-
-    Args:
-        grid: of the run.
-        enrolment: where users are.
-        least: a round waits until so many are there.
-        stopping: ends the waiting when it is set.
+    A node is known by the name that it says, if it holds exactly the users enrolled there; of
+    several with one name, the one that came last counts. A round waits until `least` are there.
     """
 
     def __init__(
@@ -334,11 +238,7 @@ class EnrolledNodes:
         self._names: dict[int, str | None] = {}
 
     def __call__(self) -> Mapping[str, int]:
-        """Name → id of those that are there now.
-
-        Raises:
-            StoppedError: it was asked to stop.
-        """
+        """Name → id of those that are there now; StoppedError if it was asked to stop."""
         while len(present := self._present()) < self._least:
             _log.info("waiting for %d nodes; %d are there", self._least, len(present))
             if self._stopping.wait(_NODES_CHECK_SECONDS):
@@ -355,41 +255,37 @@ class EnrolledNodes:
         for node_id, hello in said:
             if isinstance(hello, str):  # asked again in the next round
                 _log.warning("a node cannot take part now: %s", hello)
-            else:
-                self._names[node_id] = self._name(hello)
+                continue
+            enrolled = self._enrolment.users.get(hello.node)
+            known = enrolled is not None and wire.digest_of(enrolled) == hello.users_sha256
+            if not known:
+                _log.warning("a node is not enrolled, or holds other users than are enrolled at it")
+            self._names[node_id] = hello.node if known else None
         return {name: node_id for node_id, name in self._names.items() if name is not None}
-
-    def _name(self, hello: Hello) -> str | None:
-        enrolled = self._enrolment.users.get(hello.node)
-        if enrolled is None or digest_of(enrolled) != hello.users_sha256:
-            _log.warning("a node is not enrolled, or holds other users than are enrolled at it")
-            return None
-        return hello.node
 
 
 def _introduced(
     grid: Grid, ids: Iterable[int], headers: Headers, seconds: float, stopping: threading.Event
-) -> Iterator[tuple[int, Hello | str]]:
+) -> Iterator[tuple[int, wire.Hello | str]]:
     """Id, and what a node says of itself or in one sentence why it cannot, as answers come."""
-    with Replies(grid, stopping) as replies:
-        for node_id in ids:
-            content = content_of(headers)
-            message = Message(content, node_id, MessageType.QUERY, ttl=seconds)
-            replies.send(str(node_id), message)
-        for key, reply in replies.until(monotonic() + seconds):
-            yield int(key), _said(reply)
+    messages = (
+        (str(i), Message(flower.content_of(headers), i, MessageType.QUERY, ttl=seconds))
+        for i in ids
+    )
+    for key, reply in exchange(grid, messages, monotonic() + seconds, stopping):
+        yield int(key), _said(reply)
 
 
-def _said(reply: Message | None) -> Hello | str:
+def _said(reply: Message | None) -> wire.Hello | str:
     if reply is None:
         return "its reply cannot be received"
     if reply.has_error():
         return f"error {reply.error.code} of Flower; fedpriv must be installed there"
     try:
-        trouble = header_in(reply.content, TROUBLE, _HELLO_BYTES)
+        trouble = flower.header_in(reply.content, flower.TROUBLE, _HELLO_BYTES)
         if trouble is not None:
             return one_line(trouble.decode(errors="replace"))
-        header = header_in(reply.content, HELLO, _HELLO_BYTES)
-        return decode_hello(parse(pb.Hello, header or b"", _HELLO_BYTES))
+        header = flower.header_in(reply.content, flower.HELLO, _HELLO_BYTES)
+        return wire.decode_hello(wire.parse(pb.Hello, header or b"", _HELLO_BYTES))
     except WireError as error:
         return one_line(str(error))

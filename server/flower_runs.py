@@ -16,24 +16,23 @@ from typing import Self
 import numpy as np
 from flwr.app import DEFAULT_TTL, Context
 from flwr.serverapp import Grid, ServerApp
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 from rich.console import Console
 
 from fedpriv.build import Enrolled, Experiment, simulated
-from fedpriv.config import Count, FederationSection, Section
+from fedpriv.config import Count, FederationSection, Section, checked
 from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError
 from fedpriv.logs import LogFormat, configure
 from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.run.run import Follow, Outcome, Rounds, carry_out, released_text
 from fedpriv.run.setup import RunSetup
-from fedpriv.server.announcement import prices, task_of, welcomes
+from fedpriv.server.collection import prices, task_of, welcomes
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.flower_grid import (
     EnrolledNodes,
     GridTransport,
     Headers,
-    Nodes,
     shards,
     simulated_workers,
 )
@@ -44,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def run_on_nodes(
-    beginning: RunSetup,
+    setup: RunSetup,
     section: FederationSection,
     grid: Grid,
     stopping: threading.Event,
@@ -55,17 +54,13 @@ def run_on_nodes(
 
     Of the section, the keys count that say where users are and how long nodes are waited for; how
     they connect is Flower's. When `stopping` is set, the round that is collected is abandoned.
-
-    Raises:
-        FedprivError: something is wrong with the input, or the run cannot go on.
     """
     enrolment = Enrolment.load(Path(section.enrolment))
     users = Enrolled(enrolment.population_id, enrolment.population)
-    experiment = beginning.on_nodes(section, users)
-    if section.least_nodes > len(enrolment.nodes):
+    experiment, least = setup.on_nodes(section, users), section.least_nodes
+    if least > len(enrolment.nodes):
         raise InvalidValueError(
-            f"federation.least_nodes is {section.least_nodes}; {len(enrolment.nodes)} nodes are "
-            "enrolled"
+            f"federation.least_nodes is {least}; {len(enrolment.nodes)} nodes are enrolled"
         )
     welcome_of = welcomes(experiment.config, enrolment)
 
@@ -73,34 +68,27 @@ def run_on_nodes(
         return {WELCOME: encode_welcome(welcome_of(node)).SerializeToString()}
 
     def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
-        present = EnrolledNodes(grid, enrolment, section.least_nodes, stopping)
-        nodes, price_of = (
-            Nodes(enrolment.hosting, present, headers),
+        return GridTransport(
+            grid,
+            enrolment.hosting,
+            EnrolledNodes(grid, enrolment, least, stopping),
+            headers,
             prices(experiment.plan, records),
+            section.deadline_seconds,
+            stopping,
+            fixed=section.fixed_length,
         )
-        seconds, fixed = section.deadline_seconds, section.fixed_length
-        return GridTransport(grid, nodes, price_of, seconds, stopping, fixed=fixed)
 
-    carry_out(beginning, experiment, hosted, console, follow, clock=None)
+    carry_out(setup, experiment, hosted, console, follow, clock=None)
 
 
 @dataclass(frozen=True)
 class GridSimulation:
-    """A simulation that is ready to begin on a grid.
+    """A simulation that is ready to begin on the workers of a grid, among whom users are spread."""
 
-    Attributes:
-        beginning: how it begins or goes on.
-        experiment: what is run.
-        users: all enrolled users.
-        workers: among how many they are spread.
-
-    Raises:
-        InvalidValueError: there are no workers, or more than users.
-    """
-
-    beginning: RunSetup
+    setup: RunSetup
     experiment: Experiment
-    users: UserStore
+    users: UserStore  # all
     workers: int
 
     def __post_init__(self) -> None:
@@ -111,15 +99,12 @@ class GridSimulation:
             )
 
     @classmethod
-    def of(cls, beginning: RunSetup, workers: int) -> Self:
-        """Load the users of an experiment, and refuse what cannot be run or resumed.
-
-        Errors as for `simulated` and `RunSetup.refuse_other_plan`, and those of the class.
-        """
-        beginning.refuse_true_figures("on workers")
-        experiment, here = simulated(beginning.config, beginning.run, beginning.spent)
-        beginning.refuse_other_plan(experiment.plan)
-        return cls(beginning, experiment, here.users, workers)
+    def of(cls, setup: RunSetup, workers: int) -> Self:
+        """Load the users of an experiment, and refuse what cannot be run or resumed."""
+        setup.refuse_true_figures("on workers")
+        experiment, here = simulated(setup.config, setup.run, setup.spent)
+        setup.refuse_other_plan(experiment.plan)
+        return cls(setup, experiment, here.users, workers)
 
     def run(
         self,
@@ -130,17 +115,13 @@ class GridSimulation:
     ) -> None:
         """Run it to its end on the workers of a grid, and write and print as `fedpriv simulate`.
 
-        When `stopping` is set, the round that is collected is abandoned.
-
-        Raises:
-            WorkerError: a worker does not do its part.
-            FedprivError: the run cannot go on; the message says why.
+        When `stopping` is set, the round that is collected is abandoned. WorkerError: a worker does
+        not do its part.
         """
-        plan, config = self.experiment.plan, self.experiment.config
+        plan, config, workers = self.experiment.plan, self.experiment.config, self.workers
         data, engine = config.data, config.engine
         trained = engine.device, engine.chunk_mebibytes, engine.activations
         loaded = {SIMULATED: Simulated(data.name, data.options, *trained).encode()}
-        workers = self.workers
         present = simulated_workers(grid, plan.population, self.users, workers, loaded, stopping)
         # Which users a worker has follows from its number.
         no_users = np.empty(0, np.int64)
@@ -148,35 +129,28 @@ class GridSimulation:
         headers = loaded | {WELCOME: encode_welcome(welcome).SerializeToString()}
 
         def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
-            hosting = shards(self.users.population, workers)
-            nodes = Nodes(hosting, lambda: present, lambda _worker: headers, required=True)
             return GridTransport(
-                grid, nodes, prices(experiment.plan, records), DEFAULT_TTL, stopping
+                grid,
+                shards(self.users.population, workers),
+                lambda: present,
+                lambda _worker: headers,
+                prices(experiment.plan, records),
+                DEFAULT_TTL,
+                stopping,
+                required=True,
             )
 
-        carry_out(self.beginning, self.experiment, hosted, console, follow)
+        carry_out(self.setup, self.experiment, hosted, console, follow)
 
 
 class RunConfig(Section):
-    """What Flower calls the run config.
+    """What Flower calls the run config; docs/flower.md says what its keys mean."""
 
-    Attributes:
-        experiment: path of a TOML file, absolute or relative to the app; or the TOML itself.
-        set: assignments "a.b=value" that replace keys, separated by semicolons.
-        out: folder of the run; empty: a new one under runs/ where the ServerApp runs.
-        resume: go on with the run in `out`, or start it if there is none.
-        workers: among how many SuperNodes simulated users are spread.
-
-    Raises:
-        pydantic.ValidationError: a value is of another type, a key is unknown, or `resume` is given
-            without `out`.
-    """
-
-    experiment: str
-    set: str = ""
-    out: str = ""
+    experiment: str  # path of a TOML file, absolute or relative to the app; or the TOML itself
+    set: str = ""  # assignments "a.b=value", separated by semicolons
+    out: str = ""  # empty: a new folder under runs/ where the ServerApp runs
     resume: bool = False
-    workers: Count = 2
+    workers: Count = 2  # SuperNodes among whom simulated users are spread
 
     @model_validator(mode="after")
     def _resume_needs_out(self) -> Self:
@@ -186,24 +160,11 @@ class RunConfig(Section):
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Self:
-        """Read a run config.
+        """Read a run config, and refuse what is not legal."""
+        return checked(cls, given, "run config")
 
-        Raises:
-            InvalidValueError: it is not legal.
-        """
-        try:
-            return cls.model_validate(dict(given))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise InvalidValueError(f"run config: {where or 'a value'}: {first['msg']}") from error
-
-    def beginning(self) -> RunSetup:
-        """Read the experiment, and the folder of the run if it is to go on.
-
-        Raises:
-            InvalidValueError: a file cannot be read or used.
-        """
+    def setup(self) -> RunSetup:
+        """Read the experiment, and the folder of the run if it is to go on."""
         assignments = [part.strip() for part in self.set.split(";") if part.strip()]
         out = Path(self.out) if self.out else None
         if "\n" not in self.experiment:
@@ -222,23 +183,19 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run or resume an experiment.
-
-    Raises:
-        FedprivError: something is wrong with the input, or the run cannot go on.
-    """
+    """Run or resume an experiment; FedprivError if its input is wrong or the run cannot go on."""
     configure(LogFormat.TEXT)
     logging.getLogger("flwr").propagate = False  # it has a handler of its own
     logging.getLogger("httpx").setLevel(logging.WARNING)  # Flower's calls, several a second
-    given = RunConfig.of(context.run_config)
-    beginning, stopping, console = given.beginning(), threading.Event(), Console()
-    console.print(f"folder {beginning.folder.path.absolute()}", soft_wrap=True, highlight=False)
-    section = beginning.config.federation
+    config = RunConfig.of(context.run_config)
+    setup, stopping, console = config.setup(), threading.Event(), Console()
+    console.print(f"folder {setup.folder.path.absolute()}", soft_wrap=True, highlight=False)
+    section = setup.config.federation
     try:
         if section is None:
-            GridSimulation.of(beginning, given.workers).run(grid, stopping, console, _log_rounds)
+            GridSimulation.of(setup, config.workers).run(grid, stopping, console, _log_rounds)
         else:
-            run_on_nodes(beginning, section, grid, stopping, console, _log_rounds)
+            run_on_nodes(setup, section, grid, stopping, console, _log_rounds)
     finally:
         stopping.set()
 

@@ -1,28 +1,41 @@
-"""The gRPC server in a thread of its own, from bind to a clean end."""
+"""Where the server listens, what callers must show there, and the gRPC server in its own thread."""
 
 import asyncio
+import ipaddress
 import logging
+import re
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.authentication import Authentication, Context
+from fedpriv.server.authentication import (
+    Authentication,
+    Context,
+    Identify,
+    by_certificate,
+    by_declaration,
+)
+from fedpriv.server.certificates import load_ca
 from fedpriv.server.collection import End
-from fedpriv.server.endpoint import Address
+from fedpriv.server.enrolment import EnrolledCertificates
 from fedpriv.server.service import Service
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, parse
 from fedpriv.wire import federation_pb2 as pb
 
 _log = logging.getLogger(__name__)
 SERVICE = "fedpriv.v1.Federation"
+_ADDRESS = re.compile(r"(\[(?P<six>[^\[\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>[0-9]{1,5})")
 _SMALL = 8192  # bytes of a message without tensors
 _GRACE_SECONDS = 5.0
 _WATCH_SECONDS = 2.0
@@ -50,19 +63,102 @@ Kind = TypeVar("Kind", bound=Message)
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True)
+class Address:
+    """A place to listen: a DNS name or IP address, without brackets; port 0 takes a free one."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str, key: str) -> Self:
+        """Read "host:port", "192.0.2.7:7443" or "[::1]:7443", the value of a key."""
+        match = _ADDRESS.fullmatch(text)
+        try:
+            if match is None or int(match["port"]) >= 2**16:
+                raise ValueError
+            host = match["host"] or str(ipaddress.IPv6Address(match["six"]))
+        except ValueError as error:
+            shown = text if len(text) <= 100 else f"{text[:100]}…"
+            sentence = f"{key} is {shown!r}; it must be HOST:PORT or [IPv6]:PORT"
+            raise InvalidValueError(sentence) from error
+        return cls(host, int(match["port"]))
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except (OSError, ValueError):  # unknown, or not a name at all
+            return False
+        # A scope such as "%lo" may follow an IPv6 address.
+        addresses = {str(entry[4][0]).partition("%")[0] for entry in found}
+        return all(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An address, and how callers are known there."""
+
+    address: Address
+    credentials: grpc.ServerCredentials | None  # of TLS; None: plain text
+    identify: Identify
+
+
+def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
+    """The endpoint that a configuration describes.
+
+    With `insecure` it speaks plain text, where a node is believed to be the one it says: on
+    loopback only. Otherwise certificates must be there and usable, and some enrolled.
+    """
+    address = Address.parse(section.address, "federation.address")
+    if insecure:
+        if not address.on_loopback:
+            raise InvalidValueError(
+                f"federation.address is {section.address!r}; without TLS it must be on loopback, "
+                "such as 127.0.0.1:7443"
+            )
+        _log.warning("plain text: any process on this machine can claim to be any node")
+        return Endpoint(address, None, by_declaration)
+    if section.certificates is None:
+        raise InvalidValueError(
+            "federation.certificates is absent; it must be a folder with ca.pem, server.pem "
+            "and server.key, as `fedpriv certs init` makes it, or --insecure be given"
+        )
+    certificates = EnrolledCertificates(Path(section.enrolment))
+    credentials = tls_credentials(Path(section.certificates))
+    if not certificates.nodes():
+        raise InvalidValueError(
+            f"{section.enrolment} enrols no certificate; each node's table must have the key "
+            "certificate, with the fingerprint that `fedpriv certs issue` prints"
+        )
+    return Endpoint(address, credentials, by_certificate(certificates))
+
+
+def tls_credentials(folder: Path) -> grpc.ServerCredentials:
+    """Credentials that show the server's certificate and demand one of every peer."""
+    load_ca(folder / "ca.pem")
+    try:
+        ca, certificate, key = (
+            (folder / name).read_bytes() for name in ("ca.pem", "server.pem", "server.key")
+        )
+    except OSError as error:
+        raise InvalidValueError(f"{error.filename} cannot be read: {error.strerror}") from error
+    return grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
+
+
 def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
     """The methods of federation.proto; a message that is too long or malformed ends its call."""
+    stream = grpc.unary_stream_rpc_method_handler
     methods = {
-        "Connect": grpc.unary_stream_rpc_method_handler(
-            _reading(pb.Hello, service.connect), None, _serialised
-        ),
-        "Download": grpc.unary_stream_rpc_method_handler(
-            _reading(pb.RoundId, service.download)  # writes what is serialised already
-        ),
+        "Connect": stream(_reading(pb.Hello, service.connect), None, _serialised),
+        "Download": stream(_reading(pb.RoundId, service.download)),  # writes what is serialised
         "Upload": grpc.stream_unary_rpc_method_handler(service.upload, _part, _serialised),
-        "FetchLedger": grpc.unary_stream_rpc_method_handler(
-            _reading(pb.LedgerRequest, service.fetch_ledger), None, _serialised
-        ),
+        "FetchLedger": stream(_reading(pb.LedgerRequest, service.fetch_ledger), None, _serialised),
         "GetStatus": grpc.unary_unary_rpc_method_handler(
             _reading(pb.StatusRequest, service.get_status), None, _serialised
         ),
@@ -82,8 +178,7 @@ def _reading(
 
 
 def _part(data: bytes) -> pb.UploadPart:
-    """A part of an answer; raises WireError where the answer is read."""
-    return parse(pb.UploadPart, data, SERVER_RECEIVES_BYTES)
+    return parse(pb.UploadPart, data, SERVER_RECEIVES_BYTES)  # a WireError where it is read
 
 
 def _serialised(message: Message) -> bytes:
@@ -92,17 +187,10 @@ def _serialised(message: Message) -> bytes:
 
 @dataclass(frozen=True)
 class Listener:
-    """A running server.
-
-    Attributes:
-        address: where it listens; its port is the one in use.
-        service: its handlers, for the event loop alone.
-        authentication: what calls pass before them.
-        loop: of the server's thread.
-    """
+    """A running server; the port of its address is the one in use."""
 
     address: Address
-    service: Service
+    service: Service  # for the event loop alone
     authentication: Authentication
     loop: asyncio.AbstractEventLoop
 
@@ -117,40 +205,34 @@ class Listener:
 
 @contextmanager
 def listening(
-    make_service: Callable[[], tuple[Service, Authentication]],
+    service: Service,
+    authentication: Authentication,
     address: Address,
     credentials: grpc.ServerCredentials | None,
 ) -> Iterator[Listener]:
     """Serve in a thread until the block is left; then end all connections.
 
-    Args:
-        make_service: makes handlers and what calls pass before them, on the event loop.
-        address: where to listen.
-        credentials: of TLS; None: plain text.
-
-    Raises:
-        InvalidValueError: it cannot listen there.
+    Without credentials of TLS it is plain text. InvalidValueError: it cannot listen there.
     """
     started: Future[Listener] = Future()
     stop = threading.Event()
 
     async def serve() -> None:
-        service, authentication = make_service()
-        bound = await _bind(service, authentication, address, credentials)
+        server, healthy, at = await _bind(service, authentication, address, credentials)
         loop = asyncio.get_running_loop()
-        started.set_result(Listener(bound.address, service, authentication, loop))
+        started.set_result(Listener(at, service, authentication, loop))
         stopping = loop.run_in_executor(None, stop.wait)
         while not (await asyncio.wait({stopping}, timeout=_WATCH_SECONDS))[0]:
-            if not await _accepts(bound.address):
-                _log.error("gRPC stopped listening on %s; the server listens again", bound.address)
-                await bound.server.stop(None)  # the nodes' calls end, and they connect again
+            if not await _accepts(at):
+                _log.error("gRPC stopped listening on %s; the server listens again", at)
+                await server.stop(None)  # the nodes' calls end, and they connect again
                 try:
-                    bound = await _bind(service, authentication, bound.address, credentials)
+                    server, healthy, at = await _bind(service, authentication, at, credentials)
                 except InvalidValueError as error:
                     _log.error("%s; the server will try again", error)
-        await bound.healthy.enter_graceful_shutdown()
+        await healthy.enter_graceful_shutdown()
         service.connections.end_all(End.SHUTTING_DOWN)
-        await bound.server.stop(_GRACE_SECONDS)
+        await server.stop(_GRACE_SECONDS)
 
     def run() -> None:
         try:
@@ -169,19 +251,12 @@ def listening(
         thread.join()
 
 
-@dataclass(frozen=True)
-class _Bound:
-    server: grpc.aio.Server
-    healthy: health.aio.HealthServicer
-    address: Address
-
-
 async def _bind(
     service: Service,
     authentication: Authentication,
     address: Address,
     credentials: grpc.ServerCredentials | None,
-) -> _Bound:
+) -> tuple[grpc.aio.Server, health.aio.HealthServicer, Address]:
     server = grpc.aio.server(interceptors=[authentication], options=OPTIONS)
     server.add_generic_rpc_handlers((_generic_handler(service),))
     healthy = health.aio.HealthServicer()
@@ -199,7 +274,7 @@ async def _bind(
     await server.start()
     for name in ("", SERVICE):
         await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return _Bound(server, healthy, Address(address.host, port))
+    return server, healthy, Address(address.host, port)
 
 
 async def _accepts(address: Address) -> bool:

@@ -36,10 +36,7 @@ _NO_TELEMETRY = {
 
 
 def switch_off_telemetry() -> None:
-    """Switch off telemetry, update checks, run-time installation and usage statistics.
-
-    For this process and those that it starts; to be called before Flower is imported.
-    """
+    """For this process and those that it starts; to be called before Flower is imported."""
     os.environ.update(_NO_TELEMETRY)
 
 
@@ -54,13 +51,9 @@ def simulate_on_ray(
 ) -> None:
     """As `fedpriv.run.simulate.run_simulation`, with the users spread among workers of Ray.
 
-    Guarantees: the input is checked before Ray is started; no process and no file except those of
-    the run is left on this machine.
-
-    Raises:
-        InvalidValueError: Flower or Ray is not installed, or no cluster answers at RAY_ADDRESS.
-        WorkerError: a worker does not do its part, e.g. because fedpriv is not installed there.
-        FedprivError: something is wrong with the input; the message says what.
+    The input is checked before Ray is started; no process and no file except those of the run is
+    left on this machine. WorkerError: a worker does not do its part, e.g. because fedpriv is not
+    installed there.
     """
     missing = [name for name in ("flwr", "ray") if find_spec(name) is None]
     if missing:
@@ -75,8 +68,8 @@ def simulate_on_ray(
     from fedpriv.run.setup import RunSetup
     from fedpriv.server.flower_runs import GridSimulation
 
-    beginning = RunSetup.of(file, assignments, out, resume=resume)
-    simulation = GridSimulation.of(beginning, workers)
+    setup = RunSetup.of(file, assignments, out, resume=resume)
+    simulation = GridSimulation.of(setup, workers)
     server_app, stopping = ServerApp(), threading.Event()
 
     @server_app.main()
@@ -97,22 +90,10 @@ def run_on_ray(
     """Run an app in Flower's simulation, on a Ray that is started for it and ends with it.
 
     Where the environment variable RAY_ADDRESS is set, it runs on that cluster instead, which stays
-    up.
-
-    Guarantees: only this process and its children can use the Ray that is started here, although
-    its ports are open to all.
-
-    Args:
-        server_app: what this process runs.
-        client_app: what nodes run; workers import it by its name.
-        nodes: how many there are.
-        processes: how many run nodes, each on a core; on a cluster, all cores do.
-        gpus: how many these share.
-
-    Raises:
-        InvalidValueError: no cluster answers at RAY_ADDRESS.
-        WorkerError: Ray does not start, or breaks.
-        Exception: whatever the ServerApp raises.
+    up. Only this process and its children can use the Ray that is started here, although its ports
+    are open to all. So many processes run the nodes, each on a core, and share the GPUs; workers
+    import the client app by its name. WorkerError: Ray does not start, or breaks. Whatever the
+    ServerApp raises passes through.
     """
     from flwr.simulation import run_simulation
 
@@ -130,8 +111,13 @@ def run_on_ray(
         prefix="fedpriv-", dir=short, ignore_cleanup_errors=True
     ) as folder:
         os.environ["FLWR_HOME"] = folder  # it writes an id there, even with telemetry off
+        of_ray: dict[str, ConfigRecordValues] = {"log_to_driver": False}
+        if "RAY_ADDRESS" not in os.environ:
+            of_ray |= {"num_cpus": processes, "_temp_dir": folder}
+        resources: dict[str, ConfigRecordValues] = {"num_cpus": 1}
+        resources["num_gpus"] = gpu_share(gpus, processes)
+        backend = {"init_args": of_ray, "client_resources": resources}
         try:
-            backend = _backend(processes, gpus, folder)
             run_simulation(server_app, client_app, nodes, backend_config=backend)
         except RuntimeError as error:  # Flower's, when Ray does not start or breaks
             cause: BaseException = error
@@ -141,27 +127,14 @@ def run_on_ray(
             raise WorkerError(f"Ray cannot run the workers: {sentence}") from error
 
 
-def _backend(processes: int, gpus: int, folder: str) -> "dict[str, dict[str, ConfigRecordValues]]":
-    """What Flower is to ask of Ray: one core for each process, and shares of the GPUs."""
-    of_ray: dict[str, ConfigRecordValues] = {"log_to_driver": False}
-    if "RAY_ADDRESS" not in os.environ:
-        of_ray |= {"num_cpus": processes, "_temp_dir": folder}
-    share = gpu_share(gpus, processes)
-    return {"init_args": of_ray, "client_resources": {"num_cpus": 1, "num_gpus": share}}
-
-
 def gpu_share(gpus: int, workers: int) -> float:
-    """Share of one GPU for each worker, so that all of them are placed at once.
+    """Share of one of the machine's GPUs for each worker, so that all are placed at once.
 
     Ray places a worker on one GPU: shares of 2/3 on two GPUs would leave the third of three
     workers waiting for ever.
 
     >>> [gpu_share(gpus, 3) for gpus in (0, 2, 3, 4)]
     [0.0, 0.5, 1.0, 1.0]
-
-    Args:
-        gpus: of the machine; 0 to train on its cores.
-        workers: at least one.
     """
     return 1.0 / math.ceil(workers / gpus) if gpus else 0.0
 

@@ -1,16 +1,22 @@
 """The service that nodes call: what happens on the server's event loop."""
 
 import asyncio
+import io
 import logging
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol, Self
 
 import grpc
 
+from fedpriv import wire
 from fedpriv.errors import WireError
-from fedpriv.privacy.round import PartialSum
+from fedpriv.ledger.ledger import Head, Ledger
+from fedpriv.logs import one_line
+from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.server.authentication import (
     NODE,
     Context,
@@ -20,25 +26,9 @@ from fedpriv.server.authentication import (
 )
 from fedpriv.server.collection import Collection, Connection, Connections, End
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.metrics import Monitor, Refusal
-from fedpriv.wire import (
-    CHUNK_BYTES,
-    Decline,
-    Receipt,
-    Receiver,
-    Status,
-    SummedUpdates,
-    Welcome,
-    chunks,
-    decode_answer,
-    decode_hello,
-    decode_round_id,
-    digest_of,
-    encode_offer,
-    encode_receipt,
-    encode_status,
-    encode_welcome,
-)
+from fedpriv.server.monitoring import Monitor, Refusal
+from fedpriv.training.plan import TrainingPlan
+from fedpriv.wire import Receiver
 from fedpriv.wire import federation_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -55,18 +45,43 @@ class Parts(Protocol):
     def __aiter__(self) -> AsyncGenerator[pb.UploadPart, None]: ...
 
 
+def status_at_start(
+    plan: TrainingPlan, records: PrivacyRecords, enrolment: Enrolment
+) -> wire.Status:
+    """Where a run stands before any round is collected."""
+    budget, nodes, users = records.budget, len(enrolment.nodes), enrolment.population
+    spent, limit, delta = budget.epsilon_of(records.ledger.spent()), budget.epsilon, budget.delta
+    return wire.Status(
+        plan.run, 0, plan.rounds, spent, limit, delta, nodes, 0, users, wire.RunState.WAITING
+    )
+
+
+class LedgerLines:
+    """The public ledger as `fedpriv ledger export` writes it, read again when it has grown."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._known: tuple[Head, bytes] | None = None
+
+    def __call__(self) -> bytes:
+        """All lines, in any thread; LedgerError if the ledger cannot be opened or verified."""
+        with self._lock, Ledger.open(self._path) as ledger:
+            head = ledger.head
+            if self._known is None or self._known[0] != head:
+                lines = io.StringIO()
+                ledger.export(lines)
+                self._known = (head, lines.getvalue().encode())
+            return self._known[1]
+
+
 class Transfers:
     """Bounds how many transfers there are at once and how long each takes; one per node.
 
-    For the event loop alone.
-
-    Args:
-        places: how many at once, at least 1.
-        seconds: how long one may take, not counting its wait for a place.
+    For the event loop alone. The seconds of a transfer do not count its wait for a place.
     """
 
     def __init__(self, places: int, seconds: float) -> None:
-        self.places, self.seconds = asyncio.Semaphore(places), seconds
+        self.places, self._seconds = asyncio.Semaphore(places), seconds
         self._limits: dict[str, asyncio.Timeout] = {}
 
     @asynccontextmanager
@@ -74,9 +89,7 @@ class Transfers:
         """End an older transfer of the node, and go on until a newer one comes.
 
         A node that lost its connection and came back must not wait for what is left of the old one.
-
-        Raises:
-            TimeoutError: a newer one came, `time.monotonic` is at `until`, or `end_all` was called.
+        TimeoutError: a newer one came, `time.monotonic` is at `until`, or `end_all` was called.
         """
         async with asyncio.timeout_at(until) as limit:
             if node in self._limits:
@@ -90,12 +103,8 @@ class Transfers:
 
     @asynccontextmanager
     async def turn(self, node: str, until: float | None = None) -> AsyncIterator[None]:
-        """As `newest`, and wait for a place and hold it.
-
-        Raises:
-            TimeoutError: as for `newest`, or it took longer than `seconds`.
-        """
-        async with self.newest(node, until), self.places, asyncio.timeout(self.seconds):
+        """As `newest`, and wait for a place and hold it, for `seconds` at most."""
+        async with self.newest(node, until), self.places, asyncio.timeout(self._seconds):
             yield
 
     def excuse(self, node: str) -> None:
@@ -115,20 +124,15 @@ def _end(limit: asyncio.Timeout) -> None:
 
 @dataclass(frozen=True)
 class TransferLimits:
-    """Bounds of what is under way at once.
+    """Bounds of what is under way at once."""
 
-    Attributes:
-        uploads: sums in memory at once.
-        seconds: how long one transfer may take.
-    """
-
-    uploads: int
-    seconds: float
+    uploads: int  # sums in memory at once
+    seconds: float  # how long one transfer may take
 
     @classmethod
     def within(cls, memory: int, dimension: int, seconds: float) -> Self:
         """As many uploads of `dimension` components as fit into `memory` bytes, at least one."""
-        one = _BYTES_PER_COMPONENT * dimension + CHUNK_BYTES
+        one = _BYTES_PER_COMPONENT * dimension + wire.CHUNK_BYTES
         return cls(max(1, memory // one), seconds)
 
 
@@ -145,23 +149,16 @@ class Service:
         * A node that does not read what it is sent, or does not send, ends no later than
           `limits.seconds` after its turn came, and with the round.
 
-    Args:
-        enrolment: which users there are, and where.
-        welcome_of: what to tell a node that connects.
-        ledger: lines of the public ledger as they are now; called in a thread of its own.
-        identify: names the node behind a call, as of now.
-        status: at first.
-        limits: of transfers.
-        monitor: is told what happens.
+    `ledger` gives the lines of the public ledger as they are now, and is called in a thread.
     """
 
     def __init__(
         self,
         enrolment: Enrolment,
-        welcome_of: Callable[[str], Welcome],
+        welcome_of: Callable[[str], wire.Welcome],
         ledger: Callable[[], bytes],
         identify: Identify,
-        status: Status,
+        status: wire.Status,
         limits: TransferLimits,
         monitor: Monitor,
     ) -> None:
@@ -181,7 +178,7 @@ class Service:
         if self.collection is not None:
             self.collection.changed.set()
 
-    def publish(self, status: Status) -> None:
+    def publish(self, status: wire.Status) -> None:
         """Tell all who ask, from now on, where the run stands."""
         self.status = status
         self._monitor.progress(status.state, status.round, status.epsilon)
@@ -199,7 +196,7 @@ class Service:
         connection = self.connections.connect(node)
         _log.info("connected: %s", node)
         try:
-            welcome = encode_welcome(self._welcome_of(node))
+            welcome = wire.encode_welcome(self._welcome_of(node))
             await self._say(pb.FromServer(welcome=welcome), context)
             if self.collection is not None and (offer := self.collection.offer_to(node)):
                 connection.offer(offer)
@@ -209,11 +206,11 @@ class Service:
             _log.info("disconnected: %s", node)
 
     def _check_hello(self, node: str, request: pb.Hello) -> None:
-        hello = decode_hello(request)
+        hello = wire.decode_hello(request)
         if hello.node != node:
             sentence = "the node that says hello is not the one of the certificate"
             raise RefusedCallError(grpc.StatusCode.PERMISSION_DENIED, sentence)
-        if hello.users_sha256 != digest_of(self._enrolment.users[node]):
+        if hello.users_sha256 != wire.digest_of(self._enrolment.users[node]):
             self._monitor.refused(Refusal.ENROLMENT)
             _log.warning("refused: %s holds other users than are enrolled at it", node)
             sentence = "the users that the node holds are not those that are enrolled at it"
@@ -224,7 +221,7 @@ class Service:
         while True:
             match await connection.next(_RECHECK_SECONDS):
                 case None:
-                    self._still_known(context)
+                    self._check_known(context)
                 case End.RUN_OVER:
                     return
                 case End.NEWER as why:
@@ -232,15 +229,15 @@ class Service:
                 case End() as why:
                     raise RefusedCallError(grpc.StatusCode.UNAVAILABLE, str(why))
                 case offer:
-                    self._still_known(context)
-                    await self._say(pb.FromServer(offer=encode_offer(offer)), context)
+                    self._check_known(context)
+                    await self._say(pb.FromServer(offer=wire.encode_offer(offer)), context)
 
     async def _say(self, message: pb.FromServer, context: Context) -> None:
         """Send a message; raises TimeoutError if the node does not read it."""
         async with asyncio.timeout(self._seconds):
             await context.write(message)
 
-    def _still_known(self, context: Context) -> None:
+    def _check_known(self, context: Context) -> None:
         """End the call if its node may no longer take part."""
         try:
             self._identify(context)
@@ -251,55 +248,44 @@ class Service:
     async def download(self, request: pb.RoundId, context: Context) -> None:
         """Send the model of the round to a node that is asked."""
         node, collection = NODE.get(), self.collection
-        round_id = decode_round_id(request)
+        round_id = wire.decode_round_id(request)
         if collection is None or round_id != collection.terms.id or node not in collection.waiting:
             sentence = "the node is not asked in this round, or the round is over"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
         async with self._downloads.turn(node, collection.deadline):
-            for chunk in collection.model_chunks():
+            for chunk in collection.model_chunks:
                 await context.write(chunk)
                 self._monitor.sent(len(chunk))
 
     async def upload(self, parts: Parts, context: Context) -> pb.Receipt:
-        """Take a node's answer to the round that is collected."""
-        node, collection = NODE.get(), self.collection
-        if collection is None:
-            return encode_receipt(_refused("no round is collected"))
-        # Neither read to its end nor closed, it would be kept until Python's collector runs, and
-        # with it its stream, of which a connection may have few.
-        async with aclosing(aiter(parts)) as received:
-            receipt = await self._receipt_of(node, received, collection, context)
-        if not receipt.accepted:
-            self._monitor.answer_refused()
-            name = self._enrolment.hosting.log_name(node)
-            _log.warning("an answer of %s is refused: %s", name, receipt.reason)
-        return encode_receipt(receipt)
-
-    async def _receipt_of(
-        self,
-        node: str,
-        parts: AsyncIterator[pb.UploadPart],
-        collection: Collection,
-        context: Context,
-    ) -> Receipt:
-        """Take an answer, or say why it does not count.
+        """Take a node's answer to the round that is collected, or say why it does not count.
 
         A malformed answer settles the node: it counts as zero at once. A transfer that took too
         long does not; the node may send again until the deadline.
         """
-        try:
-            return await self._taken(node, parts, collection, context)
-        except TimeoutError:
-            return _refused("it took too long, the node sent another, or the round is over")
-        except WireError as error:
-            # A stream whose connection broke looks like one that ended; then this fails.
-            await context.send_initial_metadata(())
-            await collection.settle(node, None)
-            return _refused(str(error))
-        except UnknownPeerError:
-            await collection.settle(node, None)
-            self._monitor.refused(Refusal.IDENTITY)
-            raise
+        node, collection = NODE.get(), self.collection
+        if collection is None:
+            return wire.encode_receipt(_refused("no round is collected"))
+        # Neither read to its end nor closed, it would be kept until Python's collector runs, and
+        # with it its stream, of which a connection may have few.
+        async with aclosing(aiter(parts)) as received:
+            try:
+                receipt = await self._taken(node, received, collection, context)
+            except TimeoutError:
+                receipt = _refused("it took too long, the node sent another, or the round is over")
+            except WireError as error:
+                # A stream whose connection broke looks like one that ended; then this fails.
+                await context.send_initial_metadata(())
+                await collection.settle(node, None)
+                receipt = _refused(str(error))
+            except UnknownPeerError:
+                await collection.settle(node, None)
+                raise
+        if not receipt.accepted:
+            self._monitor.answer_refused()
+            name = self._enrolment.hosting.log_name(node)
+            _log.warning("an answer of %s is refused: %s", name, receipt.reason)
+        return wire.encode_receipt(receipt)
 
     async def _taken(
         self,
@@ -307,25 +293,25 @@ class Service:
         parts: AsyncIterator[pb.UploadPart],
         collection: Collection,
         context: Context,
-    ) -> Receipt:
+    ) -> wire.Receipt:
         async with self._uploads.newest(node, collection.deadline):
             header = await anext(parts, pb.UploadPart())
-            answer = decode_answer(header.answer, collection.terms.expected)
+            answer = wire.decode_answer(header.answer, collection.terms.expected)
             if reason := collection.refusal(node, answer):
                 return _refused(reason)
-            if isinstance(answer.content, Decline):
+            if isinstance(answer.content, wire.Decline):
                 name = self._enrolment.hosting.log_name(node)
-                _log.info("%s declines: %s", name, _one_line(answer.content.reason))
+                _log.info("%s declines: %s", name, one_line(answer.content.reason))
                 return _settled(counted=await collection.settle(node, None))
             async with self._uploads.places:
                 async with asyncio.timeout(self._seconds):
                     partial = await self._received(node, answer.content, parts)
                 self._uploads.excuse(node)  # what is left to do takes no time of the node
-                self._identify(context)
+                self._check_known(context)
                 return _settled(counted=await collection.settle(node, partial))
 
     async def _received(
-        self, node: str, content: SummedUpdates, parts: AsyncIterator[pb.UploadPart]
+        self, node: str, content: wire.SummedUpdates, parts: AsyncIterator[pb.UploadPart]
     ) -> PartialSum:
         """The sum that the chunks of an answer hold."""
         receiver = Receiver(content.tensors)
@@ -345,28 +331,23 @@ class Service:
         async with self._ledgers.turn(NODE.get()):
             lines = await asyncio.to_thread(self._ledger)
             await context.write(pb.LedgerPart(size=len(lines)))
-            for chunk in chunks([lines]):
+            for chunk in wire.chunks([lines]):
                 await context.write(pb.LedgerPart(chunk=chunk))
 
     async def get_status(self, request: pb.StatusRequest, context: Context) -> pb.Status:
         """Say where the run stands."""
         del request, context
-        return encode_status(replace(self.status, nodes_connected=len(self.connections)))
+        return wire.encode_status(replace(self.status, nodes_connected=len(self.connections)))
 
 
-def _finished(node: str, content: SummedUpdates, receiver: Receiver) -> PartialSum:
+def _finished(node: str, content: wire.SummedUpdates, receiver: Receiver) -> PartialSum:
     (total,) = receiver.finish().values()
     return content.partial_sum(node, total)
 
 
-def _one_line(text: str) -> str:
-    """Text of a node as a log may hold it."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+def _refused(reason: str) -> wire.Receipt:
+    return wire.Receipt(accepted=False, reason=reason[:_LONGEST_REASON])
 
 
-def _refused(reason: str) -> Receipt:
-    return Receipt(accepted=False, reason=reason[:_LONGEST_REASON])
-
-
-def _settled(*, counted: bool) -> Receipt:
-    return Receipt(accepted=True) if counted else _refused("the round is over")
+def _settled(*, counted: bool) -> wire.Receipt:
+    return wire.Receipt(accepted=True) if counted else _refused("the round is over")

@@ -54,10 +54,10 @@ def noises() -> Iterator[Noise]:
         clipping = Clipping(LAYOUT, groups)
         shares = proportional_shares(groups)
         stddevs = noise_stddevs(sensitivities(clipping), NOISE_MULTIPLIER, shares)
-        variances = GaussianQuery(clipping, stddevs).component_stddevs ** 2
+        by_tensor = GaussianQuery(clipping, stddevs).tensor_stddevs
         yield Noise(
             name,
-            {tensor: float(variances[LAYOUT.slices[tensor]].mean()) for tensor in LAYOUT.names},
+            {tensor: by_tensor[tensor] ** 2 for tensor in LAYOUT.names},
             any(_changes(clipping, user) for user in extreme_users()),
         )
 

@@ -16,10 +16,9 @@ from fedpriv.privacy.round import add_up
 from fedpriv.server.authentication import Authentication, RateLimit, by_certificate
 from fedpriv.server.collection import End
 from fedpriv.server.deployment import GrpcTransport, Patience
-from fedpriv.server.endpoint import Address
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
-from fedpriv.server.listener import Listener, listening
-from fedpriv.server.metrics import Monitor
+from fedpriv.server.listener import Address, Listener, listening
+from fedpriv.server.monitoring import Monitor
 from fedpriv.server.service import Service, TransferLimits
 from fedpriv.wire import CHUNK_BYTES, Price, RunState, Status, TaskDescription, Welcome
 from simulations.load_site import Site
@@ -79,13 +78,9 @@ def serve(pipe: Connection, site: Site, limits: TransferLimits) -> None:
     def welcome_of(node: str) -> Welcome:
         return Welcome("load", site.nodes, enrolment.users_of(node).copy(), _TASK)
 
-    def make() -> tuple[Service, Authentication]:
-        rates = RateLimit(_CALLS_PER_MINUTE)
-        authentication = Authentication(identify, enrolment, rates, monitor)
-        service = Service(enrolment, welcome_of, bytes, identify, status, limits, monitor)
-        return service, authentication
-
-    with listening(make, Address("127.0.0.1", 0), site.credentials) as server:
+    authentication = Authentication(identify, enrolment, RateLimit(_CALLS_PER_MINUTE), monitor)
+    service = Service(enrolment, welcome_of, bytes, identify, status, limits, monitor)
+    with listening(service, authentication, Address("127.0.0.1", 0), site.credentials) as server:
         transport = GrpcTransport(server, enrolment, lambda _: price, _PATIENCE)
         pipe.send(server.address.port)
         with suppress(EOFError):

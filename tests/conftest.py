@@ -4,9 +4,6 @@ import logging
 import os
 from collections.abc import Iterator
 
-# Kernels of another processor, if a caller asks NumPy for them, may round a row by its place.
-os.environ.pop("OPENBLAS_CORETYPE", None)
-
 import pytest
 import torch
 from hypothesis import settings

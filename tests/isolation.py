@@ -19,6 +19,7 @@ from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import Task, running_norms
 from fedpriv.models import build_model
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Metric
 from fedpriv.privacy.layout import (
     Layout,
     VectorGroup,
@@ -29,7 +30,6 @@ from fedpriv.privacy.layout import (
     per_layer,
     scales_by_dimension,
 )
-from fedpriv.privacy.mechanism import AdaptiveClipping, Metric
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining, RoundRequest, Transport, add_up
@@ -326,7 +326,8 @@ def assert_additive(transport: Transport, request: RoundRequest) -> None:
 def assert_bounded(request: RoundRequest, contribution: np.ndarray) -> None:
     """One user's integers are within the bound of each group, exactly."""
     clipping, weight = request.clipping, int(contribution[-1])
-    for group, spans in zip(clipping.groups, clipping.spans, strict=True):
+    for group in clipping.groups:
+        spans = clipping.spans[group.name]
         square = sum(x * x for span in spans for x in contribution[span].tolist())
         assert square <= group.squared_bound, group.name
         if group.name in clipping.weighted:

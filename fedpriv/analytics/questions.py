@@ -1,8 +1,8 @@
 """The questions of a survey: what a user contributes to each, and what a release answers.
 
 `Histogram`, `Distribution`, `Quantiles`, `Mean`, `Sum` and `Variance` are questions about one
-quantity: a column of the users' data, or a function of one user's fields. To add one, subclass
-`Question`.
+quantity: a column of the users' data, or a function of one user's fields. To add one, derive a
+frozen dataclass from `Question`.
 """
 
 import logging
@@ -26,32 +26,21 @@ from fedpriv.privacy.sampling import PoissonSampling
 
 _log = logging.getLogger(__name__)
 
-FloatMatrix = npt.NDArray[np.float64]
-Scalar: TypeAlias = type[np.float64] | type[np.str_]
-"""What the values of a quantity are: numbers or texts."""
-Function: TypeAlias = Callable[[Mapping[str, npt.NDArray[np.generic]]], object]
-"""From the fields of one user, name → array [rows of the user, …], to a value or a list of them.
+WIDTH = 2.0  # standard deviations to either side of an interval: 95.4% of a normal law
+MOST_THRESHOLDS = 4096
 
-It must look at nothing else: the guarantee holds for functions of the one user.
-"""
+FloatMatrix = npt.NDArray[np.float64]
+Scalar: TypeAlias = type[np.float64] | type[np.str_]  # whether values are numbers or texts
+Function: TypeAlias = Callable[[Mapping[str, npt.NDArray[np.generic]]], object]
+"""From the fields of one user, name → array [rows, …], to values; it must look at nothing else."""
 
 
 @dataclass(frozen=True, eq=False)
-class Records:
-    """The records of U users on one quantity; user u has values[offsets[u] : offsets[u + 1]].
+class UserValues:
+    """What U users hold of one quantity; user u has values[offsets[u] : offsets[u + 1]]."""
 
-    Attributes:
-        values: [R] float64, or strings.
-        offsets: int64 [U + 1].
-    """
-
-    values: npt.NDArray[np.generic]
-    offsets: npt.NDArray[np.int64]
-
-    @property
-    def users(self) -> int:
-        """U, the number of users, with or without records."""
-        return len(self.offsets) - 1
+    values: npt.NDArray[np.generic]  # [R] float64, or strings
+    offsets: npt.NDArray[np.int64]  # [U + 1]
 
     @cached_property
     def numbers(self) -> FloatVector:
@@ -60,36 +49,28 @@ class Records:
 
     @cached_property
     def owners(self) -> npt.NDArray[np.int64]:
-        """The user of each record: [R]."""
-        return np.repeat(np.arange(self.users), np.diff(self.offsets))
+        """The user of each value: [R]."""
+        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
-    def sums(self, weights: FloatVector) -> FloatVector:
-        """Sum over each user's records of a number per record: [R] → [U]."""
-        summed = np.bincount(self.owners, weights, minlength=self.users)
+    def sums(self, weights: npt.NDArray[np.generic]) -> FloatVector:
+        """Sum over each user's values of a number per value: [R] → [U]."""
+        summed = np.bincount(self.owners, weights, minlength=len(self.offsets) - 1)
         return np.asarray(summed, dtype=np.float64)
 
     def spread(self, weights: FloatVector, columns: npt.NDArray[np.int64], width: int) -> csr_array:
         """Each user's weights added up by column: [R] weights and columns → sparse [U, width]."""
-        return csr_array((weights, columns, self.offsets), shape=(self.users, width))
+        return csr_array((weights, columns, self.offsets), shape=(len(self.offsets) - 1, width))
 
     @classmethod
-    def of_column(cls, users: UserStore, column: str, scalar: Scalar) -> "Records":
-        """The column as records of the store's users; it must be `readable`."""
+    def of_column(cls, users: UserStore, column: str, scalar: Scalar) -> "UserValues":
+        """A column of the store, which must be `readable`."""
         return cls(_converted(users.fields[column], scalar), users.offsets)
 
     @classmethod
     def of_function(
-        cls,
-        users: UserStore,
-        positions: npt.NDArray[np.int64],
-        function: Function,
-        scalar: Scalar,
-    ) -> "Records":
-        """What a function returns for each of some users; total.
-
-        A user has no records if the function raises, or returns anything but a value or a list of
-        values of the kind asked for.
-        """
+        cls, users: UserStore, positions: npt.NDArray[np.int64], function: Function, scalar: Scalar
+    ) -> "UserValues":
+        """What a function returns for each of some users; none where it fails. Total."""
         returned = [_returned(users, user, function, scalar) for user in positions.tolist()]
         offsets = np.cumsum([0, *map(len, returned)], dtype=np.int64)
         return cls(np.concatenate([np.empty(0, scalar), *returned]), offsets)
@@ -103,7 +84,7 @@ def readable(dtype: np.dtype[np.generic], scalar: Scalar) -> bool:
 def _returned(
     users: UserStore, user: int, function: Function, scalar: Scalar
 ) -> npt.NDArray[np.generic]:
-    """Values of one user: [records]."""
+    """What a function returns for one user; none if it raises or that is not of the kind asked."""
     try:
         values = np.atleast_1d(np.asarray(function(users.examples_of(user))))
         if values.ndim == 1 and (values.size == 0 or readable(values.dtype, scalar)):
@@ -123,36 +104,29 @@ def _converted(values: npt.NDArray[np.generic], scalar: Scalar) -> npt.NDArray[n
         return values.astype(np.float64)
 
 
-WIDTH = 2.0
-"""Standard deviations to either side of an interval: 95.4% of a normal law."""
-
-
 @dataclass(frozen=True, eq=False)
 class Answer:
     """The answer to one question; all of it was released.
 
-    Attributes:
-        question: name of the question.
-        value: the noised answer; its shape is the question's.
-        noise_stddev: standard deviation of the noise in each component, in units of the value.
-        low: about 95 of 100 releases have low ≤ answer without noise and sampling ≤ high.
-        high: the other end; both account for the noise, and for the cohort standing for all users.
+    About 95 of 100 releases have low ≤ answer without noise and sampling ≤ high: both account for
+    the noise, and for the cohort standing for all users.
     """
 
     question: str
-    value: FloatVector
-    noise_stddev: FloatVector
+    value: FloatVector  # noised, of the question's shape
+    noise_stddev: FloatVector  # in each component, in units of the value
     low: FloatVector
     high: FloatVector
 
 
+@dataclass(frozen=True)
 class Question(ABC):
     """A vector of each user, of which the sum over the cohort is noised and turned into an answer.
 
     Every question keeps these promises:
 
-    * what a user contributes has an L2 norm of at most `clipping_norm`, whatever its records are;
-    * a user without a record that counts contributes the zero vector, and so does NaN;
+    * what a user contributes has an L2 norm of at most `clipping_norm`, whatever it holds;
+    * a user without a value that counts contributes the zero vector, and so does NaN;
     * the answer is a function of the released average and of public numbers alone.
 
     Attributes:
@@ -166,54 +140,56 @@ class Question(ABC):
     name: str
     of: str | Function
 
+    def __post_init__(self) -> None:
+        if not self.name or not self.name.isprintable():
+            raise InvalidValueError(
+                f"a question is named {self.name!r}; a name must be printable and not empty"
+            )
+        self._check()
+        _ = self.group  # a norm to which nothing can be clipped is refused here
+
+    def _check(self) -> None:  # noqa: B027 - most questions have nothing to add
+        """Refuse the fields of a subclass that are out of range."""
+
     @property
     def scalar(self) -> Scalar:
-        """Whether the quantity is numbers or texts."""
+        """Whether the quantity is numbers, or texts."""
         return np.float64
 
     @property
-    @abstractmethod
     def dimension(self) -> int:
         """Length d of a user's vector."""
+        return 1
 
     @property
     @abstractmethod
     def clipping_norm(self) -> float:
         """S, the bound on its L2 norm."""
 
+    @property
+    def group(self) -> VectorGroup:
+        """The vector group of the question."""
+        return VectorGroup.single(self.name, self.clipping_norm)
+
     @abstractmethod
-    def contributions(self, records: Records) -> FloatMatrix:
+    def contributions(self, held: UserValues) -> FloatMatrix:
         """Vectors of users, before they are clipped: [users, d]."""
 
     @abstractmethod
-    def answer(
-        self, average: FloatVector, noise_stddev: float, sampling: PoissonSampling
-    ) -> Answer:
+    def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """Turn a release into an answer: post-processing.
 
-        Args:
-            average: [d] noised sum of the cohort's vectors, divided by qN.
-            noise_stddev: of the noise in each component of the average.
-            sampling: how the cohort was drawn.
+        The average [d] is the noised sum of the cohort's vectors, divided by qN; `stddev` is that
+        of the noise in each of its components.
         """
 
-    @property
-    def group(self) -> VectorGroup:
-        """The vector group of the question.
-
-        Raises:
-            InvalidValueError: nothing can be clipped to its norm.
-        """
-        return VectorGroup.single(self.name, self.clipping_norm)
-
-
-def check_question(question: Question) -> None:
-    """Raise InvalidValueError unless the question has a printable name and a legal norm."""
-    if not question.name or not question.name.isprintable():
-        raise InvalidValueError(
-            f"a question is named {question.name!r}; a name must be printable and not empty"
-        )
-    _ = question.group
+    def normal_answer(
+        self, value: FloatVector, noise_stddev: FloatVector | float, spread: FloatVector | float
+    ) -> Answer:
+        """Answer whose errors are about normal, from the noise and from sampling (at most)."""
+        noise = np.full(value.shape, noise_stddev)
+        half = WIDTH * np.hypot(noise, spread)
+        return Answer(self.name, value, noise, np.asarray(value - half), np.asarray(value + half))
 
 
 def sampling_spread(sampling: PoissonSampling) -> float:
@@ -226,36 +202,20 @@ def sampling_spread(sampling: PoissonSampling) -> float:
     return math.sqrt((1.0 - q) / sampling.expected_cohort_size)
 
 
-def normal_answer(
-    name: str, value: FloatVector, noise_stddev: FloatVector, sampling_stddev: FloatVector
-) -> Answer:
-    """Answer whose errors are about normal: from the noise, and at most so much from sampling."""
-    half = WIDTH * np.hypot(noise_stddev, sampling_stddev)
-    low, high = np.asarray(value - half), np.asarray(value + half)
-    return Answer(name, np.asarray(value), noise_stddev, low, high)
-
-
 @dataclass(frozen=True)
 class Histogram(Question):
-    """Records of all enrolled users, counted by category.
+    """Values of all enrolled users, counted by category.
 
-    What a user contributes is how many of its records are in each category, scaled down to the
-    clipping norm if it is longer. Where users have one record each, 1 is enough, and the answer is
-    unbiased; where they have more, long users count for less than they hold.
-
-    Attributes:
-        categories: K different integers, or K different strings; other values are not counted.
-        clipping_norm: S > 0, in records.
-
-    The answer has shape [K], in the order of the categories; noise can make a count negative.
+    What a user contributes is how many of its values are in each category, scaled down to the
+    clipping norm if it is longer. Where users have one value each, 1 is enough, and the answer is
+    unbiased; where they have more, long users count for less than they hold. The answer has shape
+    [K], in the order of the categories; noise can make a count negative.
     """
 
-    name: str
-    of: str | Function
-    categories: Sequence[int] | Sequence[str]
-    clipping_norm: float = 1.0
+    categories: Sequence[int] | Sequence[str]  # K different ones; other values are not counted
+    clipping_norm: float = 1.0  # S > 0, in values
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         given = np.asarray(self.categories)
         # NumPy makes texts of numbers that stand beside texts.
         alike = given.dtype.kind in "iuU" and given.tolist() == list(self.categories)
@@ -265,7 +225,6 @@ class Histogram(Question):
                 f"question {self.name!r} has the categories {self.categories}; they must be "
                 "different, all integers or all strings, and at least one"
             )
-        check_question(self)
 
     @property
     def scalar(self) -> Scalar:
@@ -277,40 +236,31 @@ class Histogram(Question):
         """One count per category."""
         return len(self.categories)
 
-    def contributions(self, records: Records) -> FloatMatrix:
-        """Counts of users' records: [users, K]."""
+    def contributions(self, held: UserValues) -> FloatMatrix:
+        """Counts of users' values: [users, K]."""
         given, order = self._given, np.argsort(self._given)
-        place = np.minimum(np.searchsorted(given[order], records.values), given.size - 1)
+        place = np.minimum(np.searchsorted(given[order], held.values), given.size - 1)
         columns = order[place]
-        counted = (given[columns] == records.values).astype(np.float64)
-        return np.asarray(records.spread(counted, columns, given.size).toarray())
+        counted = (given[columns] == held.values).astype(np.float64)
+        return np.asarray(held.spread(counted, columns, given.size).toarray())
 
-    def answer(
-        self, average: FloatVector, noise_stddev: float, sampling: PoissonSampling
-    ) -> Answer:
+    def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """The counts: N times the average."""
         users = float(sampling.population)
-        value, noise = users * average, np.full(average.shape, users * noise_stddev)
+        value, noise = users * average, users * stddev
         # A user's count c is from 0 to S, so all c² together are at most S times the sum of c.
         squares = self.clipping_norm * np.maximum(value + WIDTH * noise, 0.0)
         spread = sampling_spread(sampling) * np.sqrt(users * squares)
-        return normal_answer(self.name, value, noise, spread)
+        return self.normal_answer(value, noise, spread)
 
     @cached_property
     def _given(self) -> npt.NDArray[np.generic]:
-        """The categories as values of records are: [K]."""
         return np.asarray(self.categories, dtype=self.scalar)
 
 
-MOST_THRESHOLDS = 4096
-
-
 @dataclass(frozen=True)
-class Distribution(Question):
-    """The share of all enrolled users whose value is at or below each threshold.
-
-    A user with several records counts as equal parts of each; one without a finite record counts
-    as above all thresholds.
+class _Curve(Question):
+    """The share of users at or below each threshold, see `Distribution`.
 
     The curve is the running sum A·h of the histogram h of the bins between thresholds. Noising h
     and adding up would leave noise that grows as √m. Instead, users contribute their column of the
@@ -318,18 +268,11 @@ class Distribution(Question):
     sum by R once more. The noise of each share is then less than 1.07 + ln(m)/π times that of a
     single count, 2.4 times for m = 64 (Fichtenberger, Henzinger and Upadhyay 2023,
     arXiv:2202.11205).
-
-    Attributes:
-        thresholds: m finite numbers, each above the one before.
-
-    The answer has shape [m] and is unbiased, hence at times outside [0, 1] or falling.
     """
 
-    name: str
-    of: str | Function
     thresholds: Sequence[float]
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         object.__setattr__(self, "thresholds", tuple(map(float, self.thresholds)))
         points = np.asarray(self.thresholds)
         rises = bool(np.all(points[1:] > points[:-1]) and np.all(np.isfinite(points)))
@@ -338,11 +281,9 @@ class Distribution(Question):
                 f"question {self.name!r} has {points.size} thresholds; there must be 1 to "
                 f"{MOST_THRESHOLDS} finite ones, each above the one before"
             )
-        check_question(self)
 
     @property
     def dimension(self) -> int:
-        """One number per threshold."""
         return len(self.thresholds)
 
     @cached_property
@@ -350,24 +291,22 @@ class Distribution(Question):
         """Norm of the longest column of R, the first; parts of several columns are no longer."""
         return float(np.linalg.norm(self._coefficients))
 
-    def contributions(self, records: Records) -> FloatMatrix:
+    def contributions(self, held: UserValues) -> FloatMatrix:
         """Columns of R that belong to users' bins: [users, m]."""
-        known = np.isfinite(records.numbers)
+        known = np.isfinite(held.numbers)
         # NaN is sorted above all thresholds, where the column is zero.
-        bins = np.searchsorted(self.thresholds, records.numbers)
-        sizes = np.maximum(records.sums(known.astype(np.float64)), 1.0)
-        parts = records.spread(known / sizes[records.owners], bins, self.dimension + 1)
+        bins = np.searchsorted(self.thresholds, held.numbers)
+        sizes = np.maximum(held.sums(known), 1.0)
+        parts = held.spread(known / sizes[held.owners], bins, self.dimension + 1)
         return np.asarray(parts @ np.vstack([self._root.T, np.zeros(self.dimension)]))
 
-    def answer(
-        self, average: FloatVector, noise_stddev: float, sampling: PoissonSampling
-    ) -> Answer:
+    def curve(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """The curve: R times the average. Row i of R has the first i + 1 coefficients."""
         value = self._root @ average
-        noise = noise_stddev * np.sqrt(np.cumsum(self._coefficients**2))
+        noise = stddev * np.sqrt(np.cumsum(self._coefficients**2))
         # A user's part of each share is from 0 to 1, and so no less than its square.
         most = np.clip(value + WIDTH * noise, 0.0, 1.0)
-        return normal_answer(self.name, value, noise, sampling_spread(sampling) * np.sqrt(most))
+        return self.normal_answer(value, noise, sampling_spread(sampling) * np.sqrt(most))
 
     @cached_property
     def _coefficients(self) -> FloatVector:
@@ -381,7 +320,21 @@ class Distribution(Question):
 
 
 @dataclass(frozen=True)
-class Quantiles(Question):
+class Distribution(_Curve):
+    """The share of all enrolled users whose value is at or below each threshold.
+
+    The m thresholds are finite and rise. A user with several values counts as equal parts of each;
+    one without a finite value counts as above all thresholds. The answer has shape [m] and is
+    unbiased, hence at times outside [0, 1] or falling.
+    """
+
+    def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
+        """The curve."""
+        return self.curve(average, stddev, sampling)
+
+
+@dataclass(frozen=True)
+class Quantiles(_Curve):
     """Quantiles over all enrolled users: the least threshold with a share p of them at or below.
 
     All are read off one released `Distribution`, made rising by least squares; so ten quantiles
@@ -390,23 +343,14 @@ class Quantiles(Question):
     Error: the share of users at or below the value, and the share below it on the grid of
     thresholds, bracket p up to the noise of the curve at these two places. The value can be no
     finer than the thresholds, and noise moves it far where few users are: see `low` and `high`,
-    which hold for each quantile by itself.
-
-    Attributes:
-        thresholds: as in `Distribution`.
-        probabilities: k numbers p in (0, 1).
-
-    The answer has shape [k]; its noise_stddev is a quarter of the interval that noise alone makes,
-    0 where that falls on one threshold.
+    which hold for each quantile by itself. The answer has shape [k]; its noise_stddev is a quarter
+    of the interval that noise alone makes, 0 where that falls on one threshold.
     """
 
-    name: str
-    of: str | Function
-    thresholds: Sequence[float]
-    probabilities: Sequence[float] = (0.25, 0.5, 0.75)
+    probabilities: Sequence[float] = (0.25, 0.5, 0.75)  # k of them, each in (0, 1)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "thresholds", self._curve.thresholds)
+    def _check(self) -> None:
+        super()._check()
         object.__setattr__(self, "probabilities", tuple(map(float, self.probabilities)))
         if not self.probabilities or not all(0.0 < p < 1.0 for p in self.probabilities):
             raise InvalidValueError(
@@ -414,25 +358,9 @@ class Quantiles(Question):
                 "one or more, each in (0, 1)"
             )
 
-    @property
-    def dimension(self) -> int:
-        """One number per threshold."""
-        return self._curve.dimension
-
-    @property
-    def clipping_norm(self) -> float:
-        """That of the curve."""
-        return self._curve.clipping_norm
-
-    def contributions(self, records: Records) -> FloatMatrix:
-        """Those to the curve: [users, m]."""
-        return self._curve.contributions(records)
-
-    def answer(
-        self, average: FloatVector, noise_stddev: float, sampling: PoissonSampling
-    ) -> Answer:
+    def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """Where the released curve reaches each probability."""
-        curve = self._curve.answer(average, noise_stddev, sampling)
+        curve = self.curve(average, stddev, sampling)
         levels = np.asarray(self.probabilities)
         rising = np.asarray(isotonic_regression(curve.value).x)
         value = self._threshold(np.searchsorted(rising, levels))
@@ -441,30 +369,18 @@ class Quantiles(Question):
         earliest, latest = crossings(curve.value, curve.high - curve.value, levels)
         return Answer(self.name, value, noise, self._threshold(earliest), self._threshold(latest))
 
-    @cached_property
-    def _curve(self) -> Distribution:
-        return Distribution(self.name, self.of, self.thresholds)
-
     def _threshold(self, positions: npt.NDArray[np.int64]) -> FloatVector:
-        """Thresholds at some positions; the last one beyond them."""
         return np.asarray(self.thresholds)[np.minimum(positions, self.dimension - 1)]
 
 
 def crossings(
     curve: FloatVector, margin: FloatVector, levels: FloatVector
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The first and the last place where a rising curve known up to errors may reach each level.
+    """The first and the last place [k] where a rising curve [m] may reach each level [k].
 
-    If the true curve first reaches level p at place t, then a result after t takes an error below
-    −margin at t, and one before t takes an error of margin or more at t − 1.
-
-    Args:
-        curve: [m] the curve with errors.
-        margin: [m] how large an error is allowed for.
-        levels: [k].
-
-    Returns:
-        Places [k] in the curve; m where it stays below.
+    The curve is known up to errors of the margin [m]. If the true curve first reaches level p at
+    place t, then a result after t takes an error below −margin at t, and one before t takes an
+    error of margin or more at t − 1. The place is m where the curve stays below.
     """
     reached = curve + margin >= levels[:, np.newaxis]
     below = curve - margin < levels[:, np.newaxis]
@@ -473,124 +389,97 @@ def crossings(
     return first, last
 
 
-def check_range(question: Question, low: float, high: float) -> None:
-    """Raise InvalidValueError unless low < high, both finite."""
-    if not -math.inf < low < high < math.inf:
-        raise InvalidValueError(
-            f"question {question.name!r} has low {low} and high {high}; low must be below high and "
-            "both finite"
-        )
+@dataclass(frozen=True)
+class _Ranged(Question):
+    """A question about values that are clipped to [low, high]."""
+
+    low: float
+    high: float
+
+    def _check(self) -> None:
+        if not -math.inf < self.low < self.high < math.inf:
+            raise InvalidValueError(
+                f"question {self.name!r} has low {self.low} and high {self.high}; low must be "
+                "below high and both finite"
+            )
+
+    @property
+    def _centre(self) -> float:
+        return self.low + (self.high - self.low) / 2.0
+
+    @property
+    def _radius(self) -> float:
+        return max(self.high - self._centre, self._centre - self.low)
+
+    def _deviations(self, held: UserValues) -> FloatVector:
+        """Mean over each user's finite values, clipped, minus the centre; 0 without one: [U]."""
+        known = np.isfinite(held.numbers)
+        clipped = np.clip(np.where(known, held.numbers, self._centre), self.low, self.high)
+        return held.sums(clipped - self._centre) / np.maximum(held.sums(known), 1.0)
 
 
 @dataclass(frozen=True)
-class Mean(Question):
+class Mean(_Ranged):
     """The mean over all enrolled users of their values, each clipped to [low, high].
 
     What a user contributes is its value minus the middle of [low, high], which has the smallest
     bound that the range allows, half of it. A user without a value counts as one in the middle.
-
     The denominator is the constant qN, never a noisy count of those who have a value: the answer,
     of shape (), is unbiased, which a ratio is not. The narrower the range, the smaller the noise.
     """
 
-    name: str
-    of: str | Function
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        check_range(self, self.low, self.high)
-        check_question(self)
-
-    @property
-    def dimension(self) -> int:
-        """One number."""
-        return 1
-
     @property
     def clipping_norm(self) -> float:
         """Half the range."""
-        return _radius(self.low, self.high)
+        return self._radius
 
-    def contributions(self, records: Records) -> FloatMatrix:
+    def contributions(self, held: UserValues) -> FloatMatrix:
         """Values minus the centre: [users, 1]."""
-        return _deviations(records, self.low, self.high)[:, np.newaxis]
+        return self._deviations(held)[:, np.newaxis]
 
-    def answer(
-        self, average: FloatVector, noise_stddev: float, sampling: PoissonSampling
-    ) -> Answer:
+    def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """The mean: the centre and the average deviation from it."""
-        value = _centre(self.low, self.high) + average.reshape(())
-        spread = self.clipping_norm * sampling_spread(sampling)
-        return normal_answer(self.name, value, np.asarray(noise_stddev), np.asarray(spread))
+        value = self._centre + average.reshape(())
+        return self.normal_answer(value, stddev, self._radius * sampling_spread(sampling))
 
 
 @dataclass(frozen=True)
-class Sum(Question):
+class Sum(_Ranged):
     """The sum over all enrolled users of their totals, each clipped to [low, high].
 
-    Of a column or function of zeros and ones with low = 0 and high = 1 it is a count of users.
-
-    The answer has shape () and is unbiased; a user without a value adds nothing.
+    Of a column or function of zeros and ones with low = 0 and high = 1 it is a count of users. The
+    answer has shape () and is unbiased; a user without a value adds nothing.
     """
-
-    name: str
-    of: str | Function
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        check_range(self, self.low, self.high)
-        check_question(self)
-
-    @property
-    def dimension(self) -> int:
-        """One number."""
-        return 1
 
     @property
     def clipping_norm(self) -> float:
         """The larger of |low| and |high|."""
         return max(abs(self.low), abs(self.high))
 
-    def contributions(self, records: Records) -> FloatMatrix:
+    def contributions(self, held: UserValues) -> FloatMatrix:
         """Totals of users: [users, 1]."""
-        known = np.isfinite(records.numbers)
-        totals = records.sums(np.where(known, records.numbers, 0.0))
+        known = np.isfinite(held.numbers)
+        totals = held.sums(np.where(known, held.numbers, 0.0))
         clipped = np.clip(totals, self.low, self.high)
-        answered = records.sums(known.astype(np.float64)) > 0.0
-        return np.where(answered, clipped, 0.0)[:, np.newaxis]
+        return np.where(held.sums(known) > 0.0, clipped, 0.0)[:, np.newaxis]
 
-    def answer(
-        self, average: FloatVector, noise_stddev: float, sampling: PoissonSampling
-    ) -> Answer:
+    def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """The sum: N times the average."""
         users = float(sampling.population)
         spread = users * self.clipping_norm * sampling_spread(sampling)
-        noise = np.asarray(users * noise_stddev)
-        return normal_answer(self.name, users * average.reshape(()), noise, np.asarray(spread))
+        return self.normal_answer(users * average.reshape(()), users * stddev, spread)
 
 
 @dataclass(frozen=True)
-class Variance(Question):
+class Variance(_Ranged):
     """The variance over all users of their values, clipped to [low, high]: mean square − mean².
 
     What a user contributes is (t, t²), t being its value in units of half the range from the
-    centre, of norm at most √2. A user without a value counts as one in the middle.
-
-    The answer has shape () and is unbiased, hence at times negative. It is not linear in the
+    centre, of norm at most √2. A user without a value counts as one in the middle. The answer has
+    shape () and is unbiased, hence at times negative. It is not linear in the
     release: noise_stddev takes the released mean for the true one, and the interval the cohort's
     part of the error to first order.
     """
-
-    name: str
-    of: str | Function
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        check_range(self, self.low, self.high)
-        check_question(self)
 
     @property
     def dimension(self) -> int:
@@ -602,44 +491,24 @@ class Variance(Question):
         """√2, without a unit."""
         return math.sqrt(2.0)
 
-    def contributions(self, records: Records) -> FloatMatrix:
+    def contributions(self, held: UserValues) -> FloatMatrix:
         """Scaled values and their squares: [users, 2]."""
-        scaled = _deviations(records, self.low, self.high) / _radius(self.low, self.high)
+        scaled = self._deviations(held) / self._radius
         return np.stack([scaled, scaled * scaled], axis=1)
 
-    def answer(
-        self, average: FloatVector, noise_stddev: float, sampling: PoissonSampling
-    ) -> Answer:
+    def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """The variance, freed of what the noise and the cohort add to the squared mean.
 
         With averages a of t and b of t², E[a²] is the squared mean plus σ² of the noise plus
         (1 − q)/(qN) times the mean square, of which b is an unbiased estimate.
         """
         first, second = average.tolist()
-        spread, noise = sampling_spread(sampling), noise_stddev
-        variance = second * (1.0 + spread**2) - first**2 + noise**2
+        spread, unit = sampling_spread(sampling), self._radius**2
+        variance = second * (1.0 + spread**2) - first**2 + stddev**2
         # Var(a²) of a = m + e is 4m²σ² + 2σ⁴ for normal e.
         of_noise = math.hypot(
-            noise * (1.0 + spread**2), 2.0 * first * noise, math.sqrt(2.0) * noise**2
+            stddev * (1.0 + spread**2), 2.0 * first * stddev, math.sqrt(2.0) * stddev**2
         )
         # One user moves b − a² by t² − 2at to first order, with |t| ≤ 1.
         of_cohort = spread * (1.0 + 2.0 * abs(first))
-        unit = _radius(self.low, self.high) ** 2
-        value, stddev = np.asarray(unit * variance), np.asarray(unit * of_noise)
-        return normal_answer(self.name, value, stddev, np.asarray(unit * of_cohort))
-
-
-def _centre(low: float, high: float) -> float:
-    return low + (high - low) / 2.0
-
-
-def _radius(low: float, high: float) -> float:
-    centre = _centre(low, high)
-    return max(high - centre, centre - low)
-
-
-def _deviations(records: Records, low: float, high: float) -> FloatVector:
-    """Mean over each user's finite records of clipped value minus centre, 0 without one: [U]."""
-    known, centre = np.isfinite(records.numbers), _centre(low, high)
-    moved = np.clip(np.where(known, records.numbers, centre), low, high) - centre
-    return records.sums(moved) / np.maximum(records.sums(known.astype(np.float64)), 1.0)
+        return self.normal_answer(np.asarray(unit * variance), unit * of_noise, unit * of_cohort)

@@ -7,15 +7,15 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.analytics.questions import Answer, FloatMatrix, Question, Records, readable
+from fedpriv.analytics.questions import Answer, FloatMatrix, Question, UserValues, readable
 from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.gaussian_mechanism import PoissonGaussianMechanism
 from fedpriv.privacy.layout import FloatVector, Layout
-from fedpriv.privacy.mechanism import PoissonGaussianMechanism
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.query import given_shares, proportional_shares
+from fedpriv.privacy.query import given_shares
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundAttempt, private_round
 from fedpriv.privacy.sampling import PoissonSampling
 
@@ -26,26 +26,20 @@ _COMPONENTS = 1 << 21  # of the contributions of a chunk, in float64: 16 MiB
 class Survey:
     """Questions that are asked of one cohort, answered together and charged as one round.
 
-    Attributes:
-        run: name of the run in the ledger.
-        questions: one or more, of different names.
-        sampling: who is enrolled and how the cohort is drawn; with q = 1 all users are asked, and
-            no error is due to sampling.
-        noise_multiplier: z ≥ 0 of the whole round.
-        shares: positive weights by name of question, in proportion to which they share the round's
-            privacy; None: equally. A question with share ω has noise σ = z·S/√ω on its sum.
-        round: number of the round in the run, from 0, where a run asks repeatedly.
+    With q = 1 all users are asked, and no error is due to sampling. Questions share the round's
+    privacy equally, or in proportion to positive weights by name: one with the share ω has noise
+    σ = z·S/√ω on its sum.
 
     Raises:
         InvalidValueError: a field is out of range or fields do not fit together.
     """
 
-    run: str
-    questions: Sequence[Question]
+    run: str  # name of the run in the ledger
+    questions: Sequence[Question]  # one or more, of different names
     sampling: PoissonSampling
-    noise_multiplier: float
+    noise_multiplier: float  # z ≥ 0 of the whole round
     shares: Mapping[str, float] | None = None
-    round: int = 0
+    round: int = 0  # number of the round in the run, where a run asks repeatedly
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "questions", tuple(self.questions))
@@ -64,15 +58,14 @@ class Survey:
     def mechanism(self) -> PoissonGaussianMechanism:
         """Draws the cohort, noises its sum and names the event."""
         groups = tuple(question.group for question in self.questions)
-        layout = Layout(
-            tuple(group.name for group in groups),
-            tuple((question.dimension,) for question in self.questions),
-        )
-        equal = self.shares is None
-        shares = proportional_shares(groups) if equal else given_shares(groups, self.shares or {})
-        clipping = Clipping(layout, groups)
+        names = tuple(group.name for group in groups)
+        weights = dict.fromkeys(names, 1.0) if self.shares is None else self.shares
+        layout = Layout(names, tuple((question.dimension,) for question in self.questions))
         return PoissonGaussianMechanism.calibrated(
-            self.sampling, clipping, self.noise_multiplier, shares
+            self.sampling,
+            Clipping(layout, groups),
+            self.noise_multiplier,
+            given_shares(groups, weights),
         )
 
     @property
@@ -89,58 +82,37 @@ class Survey:
         )
 
     def check(self, users: UserStore) -> None:
-        """Refuse users that the survey does not fit.
-
-        Raises:
-            InvalidValueError: there are more or fewer users than are enrolled.
-            DataError: a column is absent, has more than one value per row, or is not of the kind
-                that its question asks for.
-        """
+        """Raise DataError or InvalidValueError if the survey does not fit the users."""
         if users.population != self.sampling.population:
             raise InvalidValueError(
                 f"the store holds {users.population} users; the sampling is of "
                 f"{self.sampling.population}"
             )
         for question in self.questions:
-            if isinstance(question.of, str):
-                _check_column(users, question, question.of)
-
-
-def _check_column(users: UserStore, question: Question, column: str) -> None:
-    if column not in users.fields:
-        raise DataError(
-            f"question {question.name!r} asks for column {column!r}; "
-            f"{known_names(column, users.fields)}"
-        )
-    field = users.fields[column]
-    if field.ndim != 1 or not readable(field.dtype, question.scalar):
-        kind = "text" if question.scalar is np.str_ else "number"
-        raise DataError(
-            f"question {question.name!r} asks for column {column!r}, which is {field.dtype}"
-            f"{list(field.shape)}; it must hold one {kind} per row"
-        )
+            if not isinstance(question.of, str):
+                continue
+            asking = f"question {question.name!r} asks for column {question.of!r}"
+            if question.of not in users.fields:
+                raise DataError(f"{asking}; {known_names(question.of, users.fields)}")
+            field = users.fields[question.of]
+            if field.ndim != 1 or not readable(field.dtype, question.scalar):
+                kind = "text" if question.scalar is np.str_ else "number"
+                raise DataError(
+                    f"{asking}, which is {field.dtype}{list(field.shape)}; it must hold one {kind} "
+                    "per row"
+                )
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """What one survey released; safe to show.
+    """What one survey released; safe to show. `answers[name]` is the answer to one question."""
 
-    Attributes:
-        answers: one per question, in their order.
-        attempt: which attempt at the round succeeded, from 0.
-        charge_hash: hash of the round's row in the ledger.
-    """
-
-    answers: tuple[Answer, ...]
-    attempt: int
-    charge_hash: str
+    answers: tuple[Answer, ...]  # one per question, in their order
+    attempt: int  # which attempt at the round succeeded, from 0
+    charge_hash: str  # of the round's row in the ledger
 
     def __getitem__(self, question: str) -> Answer:
-        """The answer to the question of this name.
-
-        Raises:
-            InvalidValueError: there is none.
-        """
+        """The answer to the question of this name."""
         by_name = {answer.question: answer for answer in self.answers}
         if question not in by_name:
             raise InvalidValueError(
@@ -179,19 +151,14 @@ def ask(survey: Survey, users: UserStore, records: PrivacyRecords, entropy: Entr
 def collect(
     survey: Survey, users: UserStore, cohort: npt.NDArray[np.int64]
 ) -> Iterator[PartialSum]:
-    """Yield the sums of clipped contributions of the cohort, in chunks.
+    """Yield the sums of clipped contributions of a cohort [positions, ascending], in chunks.
 
     Guarantees:
 
     * what a user adds to the sum of each question has a norm of at most the question's;
-    * a user whose records of one question cannot be used adds zero to that one, whatever it holds,
+    * a user whose values of one question cannot be used adds zero to that one, whatever it holds,
       and nothing that a user holds, nor a function of a question, raises here;
     * columns are read for many users at once, and only those and the rows that are asked for.
-
-    Args:
-        survey: what is asked; it must fit the users, see `Survey.check`.
-        users: data of all enrolled users.
-        cohort: positions of the users to ask, ascending: [cohort].
     """
     columns = {q.of: users.fields[q.of] for q in survey.questions if isinstance(q.of, str)}
     store = UserStore(columns, users.offsets) if columns else users
@@ -200,13 +167,14 @@ def collect(
     for number, start in enumerate(range(0, cohort.size, step)):
         chunk = cohort[start : start + step]
         asked = store.subset(chunk) if columns else store
-        rows = np.concatenate(
-            [
-                usable(question.contributions(_records(question, users, asked, chunk)))
-                for question in survey.questions
-            ],
-            axis=1,
-        )
+        vectors = []
+        for question in survey.questions:
+            if isinstance(question.of, str):
+                held = UserValues.of_column(asked, question.of, question.scalar)
+            else:
+                held = UserValues.of_function(users, chunk, question.of, question.scalar)
+            vectors.append(usable(question.contributions(held)))
+        rows = np.concatenate(vectors, axis=1)
         clipping.clip_rows(rows, np.ones(chunk.size, np.int64))
         total = rows.sum(axis=0).astype(np.int64)
         yield PartialSum(f"chunk {number}", chunk.size, total, chunk.size)
@@ -217,12 +185,3 @@ def usable(contributions: FloatMatrix) -> FloatMatrix:
     with np.errstate(over="ignore", invalid="ignore"):
         finite = np.isfinite(np.sqrt(np.vecdot(contributions, contributions)))
     return contributions if finite.all() else np.where(finite[:, np.newaxis], contributions, 0.0)
-
-
-def _records(
-    question: Question, users: UserStore, asked: UserStore, chunk: npt.NDArray[np.int64]
-) -> Records:
-    """Records of a chunk: columns from the store of its users, functions from that of all."""
-    if isinstance(question.of, str):
-        return Records.of_column(asked, question.of, question.scalar)
-    return Records.of_function(users, chunk, question.of, question.scalar)

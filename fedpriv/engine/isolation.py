@@ -26,7 +26,8 @@ from fedpriv.engine.batches import Integers, Rung, by_rung
 from fedpriv.engine.task import RoundParameters
 from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.errors import ModelError
-from fedpriv.privacy.clipping_torch import lanes_as_rows
+from fedpriv.privacy.clipping_torch import rows_of
+from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import LocalTraining, RoundRequest
 
 _log = logging.getLogger(__name__)
@@ -208,7 +209,8 @@ class _RandomUsers:
         """SHA-256 of all bits that users who are not broken get if all train in this order."""
         chunk, found = Chunk(self.rung, lanes, together, order), []
         updates = self.trainer.sent(self.request, self.start, chunk)
-        for _, rows in lanes_as_rows(updates, len(order)):
+        shapes = tuple(tuple(update.shape[1:]) for update in updates.values())
+        for _, rows in rows_of(updates, Layout(tuple(updates), shapes), len(order)):
             for row in rows.cpu().numpy():
                 row[np.isnan(row)] = np.nan  # one of the many
                 found.append(hashlib.sha256(row).digest())

@@ -38,9 +38,9 @@ from fedpriv.engine.task import MetricFunction, RoundParameters, RunningNorm, Ta
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, known_names
 from fedpriv.importing import check_options, import_function
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.clipping_torch import TorchTensors, Updates, group_norms, sent
+from fedpriv.privacy.clipping_torch import TorchTensors, Updates, rows_of
+from fedpriv.privacy.gaussian_mechanism import METRIC_PREFIX, Metric
 from fedpriv.privacy.layout import Layout, VectorGroup, layers, per_layer
-from fedpriv.privacy.mechanism import PREFIX, Metric
 from fedpriv.privacy.round import RoundRequest
 
 _UPDATE_NORMS = "update-norms"
@@ -352,6 +352,22 @@ def user_metrics(
     return {m.tensor: (values[m] - m.centre).float() for m in metrics}
 
 
+def group_norms(updates: Updates, groups: Iterable[VectorGroup]) -> TorchTensors:
+    """L2 norm of each user's scaled part of each group before clipping: float64 [C] by group."""
+    asked = tuple(groups)
+    names = [tensor for group in asked for tensor in group.tensors]
+    layout = Layout(tuple(names), tuple(tuple(updates[name].shape[1:]) for name in names))
+    lengths: dict[str, list[torch.Tensor]] = {group.name: [] for group in asked}
+    for _, rows in rows_of(updates, layout, len(next(iter(updates.values())))):
+        for group in asked:
+            parts = [
+                torch.linalg.vector_norm(rows[:, layout.slices[tensor]], dim=1) / scale
+                for tensor, scale in zip(group.tensors, group.scales, strict=True)
+            ]
+            lengths[group.name].append(torch.linalg.vector_norm(torch.stack(parts), dim=0))
+    return {name: torch.cat(some) for name, some in lengths.items()}
+
+
 def mean_losses(measuring: Measuring, examples: Examples) -> torch.Tensor:
     """Mean loss of each lane's examples, without a bound: float64 [L]."""
     loss = {Metric("loss"): _Kind(_make_loss, _losses, _mean)}
@@ -452,7 +468,7 @@ def _check_update_norms(one: Metric, clipping: Clipping) -> None:
             "must have one component for each"
         )
     group = _group_of(one.name)
-    known = [g.name for g in sent(clipping) if not g.name.startswith(PREFIX)]
+    known = [g.name for g in clipping.sent if not g.name.startswith(METRIC_PREFIX)]
     if group not in known:
         raise InvalidValueError(
             f"metric {one.name!r} is of vector group {group!r}; {known_names(str(group), known)}"
@@ -517,7 +533,7 @@ def diagnose_chunk(
 
     Losses are the mean losses of the lanes' examples, [L].
     """
-    groups = sent(request.clipping)
+    groups = request.clipping.sent
     norms = {name: norm[:users] for name, norm in group_norms(tensors, groups).items()}
     layers = group_norms(tensors, _layers_of(request))
     finite = torch.isfinite(torch.stack(list(norms.values()))).all(0)
@@ -541,7 +557,7 @@ def diagnose_round(
     """Diagnostics of a round from those of its chunks."""
     users = sum(chunk.users for chunk in chunks)
     share = 1.0 / users if users else math.nan
-    groups = [group.name for group in sent(request.clipping)]
+    groups = [group.name for group in request.clipping.sent]
     layers = [layer.name for layer in _layers_of(request)]
 
     def averages(names: Sequence[str], sums: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -294,15 +294,15 @@ class Trainer:
         return one + other
 
     def _sum(self, request: RoundRequest, start: RoundParameters, chunk: Chunk) -> ChunkSum:
-        with self.lock:
+        with self.lock, plain_arithmetic(self.device):
             examples = self._examples(request, chunk)
             tensors = self._sent(request, start, chunk, examples)
             diagnostics: tuple[ChunkDiagnostics, ...] = ()
             if self.observed:
                 losses = mean_losses(self._measuring(start), examples)
                 diagnostics = (diagnose_chunk(tensors, request, losses, len(chunk.users)),)
-        weights = np.minimum(examples.counts, request.clipping.weight_cap)
-        total = integer_sum(tensors, request.clipping, weights)
+            weights = np.minimum(examples.counts, request.clipping.weight_cap)
+            total = integer_sum(tensors, request.clipping, weights)
         name, weight = str(chunk.users[0]), int(weights.sum())
         return ChunkSum(name, len(chunk.users), total, weight, diagnostics)
 

@@ -1,8 +1,7 @@
 """User clipping: what one user adds to a sum, in whole numbers of steps, so that bounds are exact.
 
-`clip` is the clipping function π_S of McMahan et al. 2018 for one vector, `clip_rows` the same for
-many users, and `Clipping` applies it to every vector group of an update. This is the reference;
-`clipping_torch` batches it.
+`clip_rows` is the clipping function π_S of McMahan et al. 2018, and `Clipping` applies it to every
+vector group of an update. This is the reference; `clipping_torch` batches it.
 """
 
 import logging
@@ -20,7 +19,6 @@ from fedpriv.privacy.layout import (
     Layout,
     Tensors,
     VectorGroup,
-    check_clipping_norm,
     check_partition,
     granularity,
     squared_bound,
@@ -28,10 +26,10 @@ from fedpriv.privacy.layout import (
 
 FloatMatrix = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
-
 IntegerVector = npt.NDArray[np.int64]
 
 MOST_WEIGHT = 2**31
+UNCLIPPED = "unclipped"  # tensor and vector group of the indicator
 COARSE = ~((1 << 29) - 1)  # keeps the first 24 bits of a float64
 SHRINK = 1.0 - 2.0**-20
 _BLOCK = 2**13  # numbers whose squares are added up at a time
@@ -39,50 +37,31 @@ _BLOCK = 2**13  # numbers whose squares are added up at a time
 _log = logging.getLogger(__name__)
 
 
-def clip(vector: npt.NDArray[np.floating], clipping_norm: float) -> npt.NDArray[np.int64]:
-    """π_S(v) = v·min(1, S/‖v‖) in steps, a = trunc(π_S(v)/γ).
-
-    Args:
-        vector: [d]; any values.
-        clipping_norm: S, in the units of the vector.
-
-    Returns:
-        int64[d], in steps of `granularity(S)`. Guarantees:
-
-        * Σaᵢ² ≤ `squared_bound(S)`, in exact arithmetic, for every input;
-        * NaN or ±inf anywhere, or a norm whose square float64 does not hold (from 1.34e154 on),
-          gives the zero vector;
-        * where ‖v‖ ≤ S up to rounding, γ·a differs from v by less than γ per component, towards 0;
-        * otherwise γ·a has the direction of v up to 2γ per component, and a norm of at least
-          S·(1 − 2^-19) − 2γ·√d.
-
-    Raises:
-        InvalidValueError: S is outside [1e-30, 1e30].
-    """
-    check_clipping_norm(clipping_norm, "a vector")
-    row: FloatMatrix = vector.astype(np.float64)[np.newaxis]
-    clip_rows([row], clipping_norm)
-    clipped: npt.NDArray[np.int64] = row[0].astype(np.int64)
-    return clipped
-
-
 def clip_rows(
     pieces: Sequence[FloatMatrix],
     clipping_norm: float,
-    weights: tuple[npt.NDArray[np.int64], int] | None = None,
+    weights: tuple[IntegerVector, int] | None = None,
 ) -> tuple[Flags, Flags]:
-    """Clip vectors of several users in place, each row by itself: v becomes trunc(w·π_S(v)/γ).
+    """Clip the vectors of several users in place, each row by itself.
 
-    Guarantees: those of `clip` for each row; with a weight w = m/c, Σaᵢ² ≤ ⌊m²·B/c²⌋. What a row
-    becomes is a function of that row and its weight alone, to the last bit.
+    With π_S(v) = v·min(1, S/‖v‖), a vector v of weight w = m/c becomes a = trunc(w·π_S(v)/γ), in
+    steps of γ = `granularity(S)`. With B = `squared_bound(S)`, for each row:
+
+    * Σaᵢ² ≤ B, or ⌊m²·B/c²⌋ with a weight, in exact arithmetic, for every input;
+    * NaN or ±inf anywhere, or a norm whose square float64 does not hold (from 1.34e154 on), gives
+      the zero vector;
+    * where w = 1 and ‖v‖ ≤ S up to rounding, γ·a differs from v by less than γ per component,
+      towards 0; where ‖v‖ is larger, γ·a has the direction of v up to 2γ per component, and a norm
+      of at least S·(1 − 2^-19) − 2γ·√d;
+    * what a row becomes is a function of that row and its weight alone, to the last bit.
 
     Args:
         pieces: [C, d_k] each, contiguous rows; together a user's vector lies in one row of each.
-        clipping_norm: S, legal for `check_clipping_norm`.
+        clipping_norm: S.
         weights: m [C], 0 ≤ m ≤ c, and c; None: all are 1.
 
     Returns:
-        Which rows were within S, and which were finite: [C] each. Others are zero.
+        Which rows were within S, and which were finite: [C] each. The others become zero.
     """
     step, bound = granularity(clipping_norm), squared_bound(clipping_norm)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -95,7 +74,8 @@ def clip_rows(
     within = norms <= math.sqrt(bound)
     # Rounding factors down to 24 bits mostly keeps what is off by rounding within the norm, and
     # norms that are added up in another order give the same integers.
-    shares = _coarse(math.sqrt(bound) / np.maximum(norms, math.sqrt(bound)))
+    ratios = math.sqrt(bound) / np.maximum(norms, math.sqrt(bound))
+    shares = (ratios.view(np.int64) & COARSE).view(np.float64)
     limits = np.full(len(norms), float(bound))
     if weights is not None:
         units, whole = weights
@@ -113,17 +93,12 @@ def clip_rows(
     return within & finite, finite
 
 
-def _squares(pieces: Sequence[FloatMatrix]) -> npt.NDArray[np.float64]:
+def _squares(pieces: Sequence[FloatMatrix]) -> FloatVector:
     """Sum of squares of each row, [C]; the bits of a row do not depend on its place."""
-    total: npt.NDArray[np.float64] = np.vecdot(pieces[0], pieces[0])
+    total: FloatVector = np.vecdot(pieces[0], pieces[0])
     for piece in pieces[1:]:
         total += np.vecdot(piece, piece)
     return total
-
-
-def _coarse(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Positive numbers with their first 24 bits only, hence no larger."""
-    return (numbers.view(np.int64) & COARSE).view(np.float64)
 
 
 @dataclass(frozen=True)
@@ -132,14 +107,25 @@ class Indicator:
 
     Each component is +1/2 if the group's part was within its norm, −1/2 if it was clipped, and 0
     for a user that contributes zero. Centring halves the sensitivity.
-
-    Attributes:
-        tensor: its name in the layout; its shape is [number of groups].
-        groups: names of the groups, in order.
     """
 
     tensor: str
-    groups: tuple[str, ...]
+    groups: tuple[str, ...]  # one component for each
+
+    @classmethod
+    def of(cls, groups: tuple[VectorGroup, ...]) -> "Indicator":
+        """The indicator that tells of all these groups whether they were clipped."""
+        return cls(UNCLIPPED, tuple(group.name for group in groups))
+
+    @property
+    def group(self) -> VectorGroup:
+        """Its vector group: G halves have the norm √G/2.
+
+        The factor outweighs the rounding of root and product, so that all halves are within the
+        norm; and a half is a whole number of steps, since γ is a power of two below 1.
+        """
+        norm = math.sqrt(len(self.groups)) / 2.0
+        return VectorGroup.single(self.tensor, norm * (1.0 + 2.0**-50))
 
 
 @dataclass(frozen=True)
@@ -172,33 +158,61 @@ class Clipping:
                 f"weight_cap is {self.weight_cap}; it must be from 1 to {MOST_WEIGHT}"
             )
         names = [group.name for group in self.groups]
-        asked = self.indicator.groups if self.indicator else ()
-        for name in (*self.weighted, *asked):
+        for name in (*self.weighted, *(self.indicator.groups if self.indicator else ())):
             if name not in names:
                 raise InvalidValueError(f"there is no vector group {name!r}; there are {names}")
         if self.indicator is not None:
             self._check_indicator(self.indicator)
 
     def _check_indicator(self, indicator: Indicator) -> None:
-        """Its values are not clipped themselves, so its group's norm must allow all of them."""
         count, size = len(indicator.groups), self.layout.sizes.get(indicator.tensor)
         if size != count:
             raise InvalidValueError(
                 f"tensor {indicator.tensor!r} has size {size}; it must be the {count} of its groups"
             )
+        # Its values are written, not clipped, so its group must be the one that holds all of them.
         (group,) = [g for g in self.groups if indicator.tensor in g.tensors]
-        if group.tensors != (indicator.tensor,) or group.scales != (1.0,):
+        if group != indicator.group or group.name in self.weighted:
             raise InvalidValueError(
-                f"tensor {indicator.tensor!r} shares group {group.name!r} or has a scale; it must "
-                "be alone in its group, at scale 1"
+                f"the vector group of tensor {indicator.tensor!r} is {group}; it must be "
+                f"{indicator.group}, without a weight"
             )
-        # A half must be a whole number of steps, and all halves together within the bound.
-        half = int(0.5 / group.granularity)
-        if group.name in self.weighted or not 1 <= count * half**2 <= group.squared_bound:
-            raise InvalidValueError(
-                f"group {group.name!r} is weighted or has clipping_norm {group.clipping_norm}; it "
-                f"must have no weight and a norm of at least {math.sqrt(count) / 2}, below 2^24"
-            )
+
+    @cached_property
+    def sent(self) -> tuple[VectorGroup, ...]:
+        """The groups that users send: all but the indicator's, which follows from the others."""
+        own = self.indicator.group.name if self.indicator else None
+        return tuple(group for group in self.groups if group.name != own)
+
+    @cached_property
+    def spans(self) -> dict[str, tuple[slice, ...]]:
+        """Where each group lies in the vector; tensors that follow each other share a slice."""
+        spans = {}
+        for group in self.groups:
+            joined: list[slice] = []
+            for piece in (self.layout.slices[tensor] for tensor in group.tensors):
+                follows = joined and joined[-1].stop == piece.start
+                start = joined.pop().start if follows else piece.start
+                joined.append(slice(start, piece.stop))
+            spans[group.name] = tuple(joined)
+        return spans
+
+    def spread(self, numbers: Iterable[float]) -> FloatVector:
+        """One number for each group as one for each of its components: [D]."""
+        components = np.empty(self.layout.dimension)
+        for group, number in zip(self.groups, numbers, strict=True):
+            for span in self.spans[group.name]:
+                components[span] = number
+        return components
+
+    @property
+    def steps(self) -> FloatVector:
+        """What one step of each component is in the units of users' tensors, α·γ: [D]."""
+        steps = self.spread(group.granularity for group in self.groups)
+        for group in self.groups:
+            for tensor, scale in zip(group.tensors, group.scales, strict=True):
+                steps[self.layout.slices[tensor]] *= scale
+        return steps
 
     def contribution(self, tensors: Tensors, weight: int | None = None) -> IntegerVector:
         """What one user adds to the sum, in steps: [D]; total.
@@ -217,8 +231,10 @@ class Clipping:
         if not 0 <= units <= self.weight_cap or units != int(units):
             _log.warning("a user counts as zero: its weight is not from 0 to %d", self.weight_cap)
             return np.zeros(self.layout.dimension, np.int64)
+        indicator = self.indicator
+        blank = {indicator.tensor: np.zeros(len(indicator.groups))} if indicator else {}
         try:
-            row: FloatMatrix = self.layout.flatten({**tensors, **self._blank})[np.newaxis]
+            row: FloatMatrix = self.layout.flatten({**tensors, **blank})[np.newaxis]
         except InvalidValueError as error:
             _log.warning("a malformed update counts as zero: %s", error)
             return np.zeros(self.layout.dimension, np.int64)
@@ -238,27 +254,21 @@ class Clipping:
         """
         within: dict[str, Flags] = {}
         finite = np.ones(len(rows), np.bool_)
-        written = self.indicator.tensor if self.indicator else None
-        for group, spans in zip(self.groups, self.spans, strict=True):
-            if group.tensors == (written,):
-                continue
-            self._divide_by_scales(rows, group)
+        for group in self.sent:
+            for tensor, scale in zip(group.tensors, group.scales, strict=True):
+                if scale != 1.0:
+                    with np.errstate(over="ignore"):  # an infinite component zeroes the user
+                        rows[:, self.layout.slices[tensor]] /= scale
             weighing = (weights, self.weight_cap) if group.name in self.weighted else None
-            pieces = [rows[:, span] for span in spans]
+            pieces = [rows[:, span] for span in self.spans[group.name]]
             within[group.name], sound = clip_rows(pieces, group.clipping_norm, weighing)
             finite &= sound
         if self.indicator is not None:
-            (step,) = (g.granularity for g in self.groups if g.tensors == (written,))
+            step = self.indicator.group.granularity
             said = np.stack([within[name] for name in self.indicator.groups], axis=1)
             rows[:, self.layout.slices[self.indicator.tensor]] = (said - 0.5) / step
         if not finite.all():
             rows[~finite] = 0.0
-
-    def _divide_by_scales(self, rows: FloatMatrix, group: VectorGroup) -> None:
-        for tensor, scale in zip(group.tensors, group.scales, strict=True):
-            if scale != 1.0:
-                with np.errstate(over="ignore"):  # an infinite component zeroes the user
-                    rows[:, self.layout.slices[tensor]] /= scale
 
     def admits(self, total: IntegerVector, users: int, weight: int) -> bool:
         """Whether `total` can be the sum of the contributions of this many users, of this weight.
@@ -268,46 +278,16 @@ class Clipping:
         """
         if total.shape != (self.layout.dimension,) or total.dtype != np.int64:
             return False
-        for group, spans in zip(self.groups, self.spans, strict=True):
+        for group in self.groups:
             heavy = group.name in self.weighted
             most, whole = (weight, self.weight_cap) if heavy else (users, 1)
             limit = most * most * group.squared_bound // whole**2
             # An honest sum of many users must not fail by rounding; one user's squares are exact.
             slack = 1.0 + 2.0**-30 if limit >= 2**53 else 1.0
-            if not _integer_squares(total[span] for span in spans) <= limit * slack:
+            parts = (total[span] for span in self.spans[group.name])
+            if not _integer_squares(parts) <= limit * slack:
                 return False
         return True
-
-    @property
-    def _blank(self) -> dict[str, FloatVector]:
-        """The indicator before it is written."""
-        indicator = self.indicator
-        return {indicator.tensor: np.zeros(len(indicator.groups))} if indicator else {}
-
-    @cached_property
-    def spans(self) -> tuple[tuple[slice, ...], ...]:
-        """Where each group lies in the vector; tensors that follow each other share a slice."""
-        return tuple(
-            _joined(self.layout.slices[tensor] for tensor in group.tensors) for group in self.groups
-        )
-
-    @property
-    def steps(self) -> FloatVector:
-        """What one step of each component is in the units of users' tensors, α·γ: [D]."""
-        steps = np.empty(self.layout.dimension)
-        for group in self.groups:
-            for tensor, scale in zip(group.tensors, group.scales, strict=True):
-                steps[self.layout.slices[tensor]] = scale * group.granularity
-        return steps
-
-
-def _joined(slices: Iterable[slice]) -> tuple[slice, ...]:
-    """The same positions in the same order, in as few slices as possible."""
-    joined: list[slice] = []
-    for piece in slices:
-        start = joined.pop().start if joined and joined[-1].stop == piece.start else piece.start
-        joined.append(slice(start, piece.stop))
-    return tuple(joined)
 
 
 def _integer_squares(parts: Iterable[IntegerVector]) -> float:

@@ -5,7 +5,7 @@ does the same in torch. Both give the same integers (`tests/engine/test_clipping
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -46,15 +46,10 @@ _NUMBERS_CUDA = 2**24
 _ALIGNED = 8  # rows begin where a vector instruction reads a whole cache line
 
 
-def whole(updates: Updates, lanes: slice = slice(None)) -> TorchTensors:
-    """Tensors of some users of a chunk: [c, *shape]."""
-    return {name: update[lanes] for name, update in updates.items()}
-
-
 def integer_sum(
     updates: Updates, clipping: Clipping, weights: npt.NDArray[np.int64]
 ) -> torch.Tensor:
-    """Sum of the contributions of the first users of a chunk, in steps: int64[D] on their device.
+    """Sum of the contributions of the first users of a chunk, in steps: int64 [D] on their device.
 
     Guarantees: what a user adds is `Clipping.contribution` of its tensors, and depends on no other
     user's.
@@ -67,40 +62,31 @@ def integer_sum(
     """
     layout, device = clipping.layout, _device_of(updates)
     total = torch.zeros(layout.dimension, dtype=torch.float64, device=device)
-    written = clipping.indicator.tensor if clipping.indicator else None
-    for lanes, rows in _rows(updates, layout, len(weights), written):
+    indicator = clipping.indicator.tensor if clipping.indicator else None
+    for users, rows in rows_of(updates, layout, len(weights), indicator):
         if device.type == "cpu":
-            clipping.clip_rows(rows.numpy(), weights[lanes])
+            clipping.clip_rows(rows.numpy(), weights[users])
         else:
-            clip_rows(rows, clipping, weights[lanes])
+            clip_rows(rows, clipping, weights[users])
         total += rows[0] if len(rows) == 1 else rows.sum(0)
     return total.to(torch.int64)
 
 
 def clip_rows(rows: torch.Tensor, clipping: Clipping, weights: npt.NDArray[np.int64]) -> None:
-    """`Clipping.clip_rows` in torch: in place, waiting for a GPU only to learn when to stop.
-
-    Args:
-        rows: [C, D] float64.
-        clipping: how users are clipped.
-        weights: m of each user, [C].
-    """
-    written = clipping.indicator.tensor if clipping.indicator else None
+    """`Clipping.clip_rows` in torch: in place, waiting for a GPU only to learn when to stop."""
     within: dict[str, torch.Tensor] = {}
     finite = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-    for group, spans in zip(clipping.groups, clipping.spans, strict=True):
-        if group.tensors == (written,):
-            continue
+    for group in clipping.sent:
         for tensor, scale in zip(group.tensors, group.scales, strict=True):
             if scale != 1.0:
                 rows[:, clipping.layout.slices[tensor]] /= scale
         heavy = group.name in clipping.weighted
         units = weights if heavy else np.full_like(weights, clipping.weight_cap)
-        pieces = [rows[:, span] for span in spans]
+        pieces = [rows[:, span] for span in clipping.spans[group.name]]
         within[group.name], sound = _clip_group(pieces, group, units, clipping.weight_cap)
         finite &= sound
     if clipping.indicator is not None:
-        (step,) = (g.granularity for g in clipping.groups if g.tensors == (written,))
+        step = clipping.indicator.group.granularity
         said = torch.stack([within[name] for name in clipping.indicator.groups], 1).double()
         rows[:, clipping.layout.slices[clipping.indicator.tensor]] = (said - 0.5) / step
     rows.masked_fill_(~finite[:, None], 0.0)
@@ -129,48 +115,16 @@ def _clip_group(
     return within & finite, finite
 
 
-def group_norms(updates: Updates, groups: Iterable[VectorGroup]) -> TorchTensors:
-    """L2 norm of each user's scaled part of each group before clipping: name of group → [C].
-
-    Float64; not finite where a component is not.
-
-    Args:
-        updates: at least those of the groups.
-        groups: the groups.
-    """
-    asked = tuple(groups)
-    names = [tensor for group in asked for tensor in group.tensors]
-    layout = Layout(tuple(names), tuple(tuple(updates[name].shape[1:]) for name in names))
-    lengths: dict[str, list[torch.Tensor]] = {group.name: [] for group in asked}
-    for _, rows in _rows(updates, layout, len(next(iter(updates.values())))):
-        for group in asked:
-            parts = [
-                torch.linalg.vector_norm(rows[:, layout.slices[tensor]], dim=1) / scale
-                for tensor, scale in zip(group.tensors, group.scales, strict=True)
-            ]
-            lengths[group.name].append(torch.linalg.vector_norm(torch.stack(parts), dim=0))
-    return {name: torch.cat(some) for name, some in lengths.items()}
-
-
-def sent(clipping: Clipping) -> tuple[VectorGroup, ...]:
-    """The groups that users send: all but the indicator's, which follows from the others."""
-    written = (clipping.indicator.tensor,) if clipping.indicator else ()
-    return tuple(group for group in clipping.groups if group.tensors != written)
-
-
-def lanes_as_rows(updates: Updates, lanes: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """All that the first lanes of a chunk send, as rows of float64: which lanes, and [c, D]."""
-    shapes = tuple(tuple(update.shape[1:]) for update in updates.values())
-    return _rows(updates, Layout(tuple(updates), shapes), lanes)
-
-
-def _rows(
-    updates: Updates, layout: Layout, users: int, written: str | None = None
+def rows_of(
+    updates: Updates, layout: Layout, users: int, indicator: str | None = None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The tensors of a layout as rows [c, D] of float64, for a few users at a time.
+    """The tensors of the first users as rows [c, D] of float64, a few users at a time.
 
-    The tensor that is written after clipping is left as it is. All rows are in the same memory: on
-    a CPU, fresh pages cost more than the arithmetic.
+    The tensor of the indicator is left as it is. All rows are in the same memory: on a CPU, fresh
+    pages cost more than the arithmetic.
+
+    Yields:
+        Which users, and their rows.
     """
     device = _device_of(updates)
     most = _NUMBERS_CUDA if device.type == "cuda" else _NUMBERS
@@ -179,15 +133,15 @@ def _rows(
     width = -(-layout.dimension // _ALIGNED) * _ALIGNED
     memory = torch.empty((few, width), dtype=torch.float64, device=device)
     for start in range(0, users, few):
-        # The number of lanes does not depend on who is in them: factors are multiplied in one
-        # shape, so that a user's bits do not depend on how many others there are.
-        lanes = slice(start, min(start + few, trained))
-        rows = memory[: lanes.stop - start, : layout.dimension]
+        # How many are copied does not depend on who they are: factors are multiplied in one shape,
+        # so that a user's bits do not depend on how many others there are.
+        copied = slice(start, min(start + few, trained))
+        rows = memory[: copied.stop - start, : layout.dimension]
         for name, shape in zip(layout.names, layout.shapes, strict=True):
-            if name != written:
+            if name != indicator:
                 place = rows[:, layout.slices[name]].view(len(rows), *shape)
-                place.copy_(updates[name][lanes])
-        yield slice(start, min(lanes.stop, users)), rows[: users - start]
+                place.copy_(updates[name][copied])
+        yield slice(start, min(copied.stop, users)), rows[: users - start]
 
 
 def _squares(pieces: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,12 +1,12 @@
 """Named tensors as one flat vector, and the vector groups that are clipped together.
 
-Flat, per-layer and joint clipping are three ways to make groups; everything after them sees groups
-only (McMahan et al. 2018, section 3).
+Flat, per-layer and joint clipping are three ways of making groups; all later code sees only groups
+(McMahan et al. 2018, section 3).
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -20,27 +20,18 @@ from fedpriv.errors import InvalidValueError
 FloatVector = npt.NDArray[np.float64]
 Scalar = TypeVar("Scalar", bound=np.generic)
 Tensors = Mapping[str, npt.NDArray[np.generic]]
+Parts = Mapping[str, tuple[str, ...]]  # names of tensors, by name of the part
 
-SMALLEST_CLIPPING_NORM = 1e-30
-LARGEST_CLIPPING_NORM = 1e30
-
+SMALLEST_CLIPPING_NORM, LARGEST_CLIPPING_NORM = 1e-30, 1e30  # float32 can be clipped to these
 _BITS = 24  # of a clipping norm, in steps: the precision of float32
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes of the tensors of an update, in the order of the flat vector.
-
-    Attributes:
-        names: tensor names, each once.
-        shapes: one shape per name; () is a scalar and a dimension may be 0.
-
-    Raises:
-        InvalidValueError: a name occurs twice, or names and shapes differ in number.
-    """
+    """Names and shapes of the tensors of an update, in the order of the flat vector [D]."""
 
     names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]  # () is a scalar; a dimension may be 0
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.shapes):
@@ -100,11 +91,7 @@ class Layout:
         return vector
 
     def unflatten(self, vector: npt.NDArray[Scalar]) -> dict[str, npt.NDArray[Scalar]]:
-        """Split a vector [D] into named views of it; inverse of `flatten`.
-
-        Raises:
-            InvalidValueError: the vector has another length.
-        """
+        """Split a vector [D] into named views of it; inverse of `flatten`."""
         if vector.shape != (self.dimension,):
             raise InvalidValueError(
                 f"vector has shape {list(vector.shape)}; it must be [{self.dimension}]"
@@ -113,15 +100,6 @@ class Layout:
             name: vector[self.slices[name]].reshape(shape)
             for name, shape in zip(self.names, self.shapes, strict=True)
         }
-
-
-def check_clipping_norm(clipping_norm: float, owner: str) -> None:
-    """Raise InvalidValueError unless the norm is one that float32 engines can clip to."""
-    if not SMALLEST_CLIPPING_NORM <= clipping_norm <= LARGEST_CLIPPING_NORM:
-        raise InvalidValueError(
-            f"clipping_norm of {owner} is {clipping_norm}; it must be positive, "
-            f"from {SMALLEST_CLIPPING_NORM} to {LARGEST_CLIPPING_NORM}"
-        )
 
 
 def granularity(clipping_norm: float) -> float:
@@ -149,9 +127,6 @@ class VectorGroup:
         tensors: names of its tensors.
         clipping_norm: S_g, the bound on ‖u‖₂.
         scales: α_j > 0 of each tensor; all 1 unless the group is clipped jointly.
-
-    Raises:
-        InvalidValueError: no tensors, a bad clipping norm, or a scale out of range.
     """
 
     name: str
@@ -164,7 +139,11 @@ class VectorGroup:
             raise InvalidValueError(
                 f"group {self.name!r} has no tensors; it must have at least one"
             )
-        check_clipping_norm(self.clipping_norm, f"group {self.name!r}")
+        if not SMALLEST_CLIPPING_NORM <= self.clipping_norm <= LARGEST_CLIPPING_NORM:
+            raise InvalidValueError(
+                f"clipping_norm of group {self.name!r} is {self.clipping_norm}; it must be "
+                f"positive, from {SMALLEST_CLIPPING_NORM} to {LARGEST_CLIPPING_NORM}"
+            )
         if len(self.scales) != len(self.tensors):
             raise InvalidValueError(
                 f"group {self.name!r} has {len(self.scales)} scales for {len(self.tensors)} "
@@ -211,9 +190,34 @@ def check_partition(layout: Layout, groups: tuple[VectorGroup, ...]) -> None:
         raise InvalidValueError(f"names of vector groups {[g.name for g in groups]} are not unique")
 
 
+# Ways of making groups.
+
+
 def flat(layout: Layout, clipping_norm: float) -> tuple[VectorGroup, ...]:
     """One group that holds everything."""
-    return (VectorGroup("update", layout.names, clipping_norm, (1.0,) * len(layout.names)),)
+    return joint(layout, clipping_norm, dict.fromkeys(layout.names, 1.0))
+
+
+def joint(
+    layout: Layout, clipping_norm: float, scales: Mapping[str, float]
+) -> tuple[VectorGroup, ...]:
+    """One group that holds everything, tensor j measured in units of its scale α_j > 0."""
+    _check_names("scales and tensors", scales, layout.names)
+    ordered = tuple(scales[name] for name in layout.names)
+    return (VectorGroup("update", layout.names, clipping_norm, ordered),)
+
+
+def per_layer(
+    layout: Layout, parts: Parts, clipping_norms: Mapping[str, float]
+) -> tuple[VectorGroup, ...]:
+    """One group per part, e.g. of `layers`, each with its own norm, e.g. of `equal_split`."""
+    _check_names("clipping norms and parts", clipping_norms, parts)
+    groups = tuple(
+        VectorGroup(name, tensors, clipping_norms[name], (1.0,) * len(tensors))
+        for name, tensors in parts.items()
+    )
+    check_partition(layout, groups)
+    return groups
 
 
 def layers(layout: Layout) -> dict[str, tuple[str, ...]]:
@@ -229,54 +233,16 @@ def layers(layout: Layout) -> dict[str, tuple[str, ...]]:
     return by_layer
 
 
-def per_layer(
-    layout: Layout, parts: Mapping[str, tuple[str, ...]], clipping_norms: Mapping[str, float]
-) -> tuple[VectorGroup, ...]:
-    """One group per part, e.g. of `layers`, each with a norm of its own, e.g. of `equal_split`.
-
-    Raises:
-        InvalidValueError: a part has no norm, a norm has no part, or parts are no partition.
-    """
-    if set(parts) != set(clipping_norms):
-        odd = sorted(set(parts) ^ set(clipping_norms))
-        raise InvalidValueError(
-            f"clipping norms and parts differ in {odd}; each of {list(parts)} needs one norm"
-        )
-    groups = tuple(
-        VectorGroup(name, tensors, clipping_norms[name], (1.0,) * len(tensors))
-        for name, tensors in parts.items()
-    )
-    check_partition(layout, groups)
-    return groups
-
-
-def equal_split(parts: Mapping[str, tuple[str, ...]], clipping_norm: float) -> dict[str, float]:
+def equal_split(parts: Parts, clipping_norm: float) -> dict[str, float]:
     """S_g = S/√G, so that Σ S_g² = S²."""
     return {name: clipping_norm / math.sqrt(len(parts)) for name in parts}
 
 
-def split_by_dimension(
-    layout: Layout, parts: Mapping[str, tuple[str, ...]], clipping_norm: float
-) -> dict[str, float]:
+def split_by_dimension(layout: Layout, parts: Parts, clipping_norm: float) -> dict[str, float]:
     """S_g = S·√(d_g/D), so that Σ S_g² = S² and every component has the same share."""
     dimensions = {name: sum(layout.sizes[t] for t in tensors) for name, tensors in parts.items()}
     total = layout.dimension
     return {name: clipping_norm * math.sqrt(d / total) for name, d in dimensions.items()}
-
-
-def joint(
-    layout: Layout, clipping_norm: float, scales: Mapping[str, float]
-) -> tuple[VectorGroup, ...]:
-    """One group that holds everything, tensor j measured in units of its scale α_j > 0.
-
-    Raises:
-        InvalidValueError: a tensor has no scale or a scale no tensor.
-    """
-    if set(scales) != set(layout.names):
-        odd = sorted(set(scales) ^ set(layout.names))
-        raise InvalidValueError(f"scales and tensors differ in {odd}; each tensor needs one scale")
-    ordered = tuple(scales[name] for name in layout.names)
-    return (VectorGroup("update", layout.names, clipping_norm, ordered),)
 
 
 def scales_by_dimension(layout: Layout) -> dict[str, float]:
@@ -291,3 +257,9 @@ def scales_by_dimension(layout: Layout) -> dict[str, float]:
     energy = math.fsum(math.sqrt(size) for size in sizes.values())
     total = math.fsum(sizes.values())
     return {name: math.sqrt(total / energy) * size**-0.25 for name, size in sizes.items()}
+
+
+def _check_names(what: str, given: Mapping[str, object], wanted: Iterable[str]) -> None:
+    odd = sorted(set(given) ^ set(wanted))
+    if odd:
+        raise InvalidValueError(f"{what} differ in {odd}; each of {list(wanted)} needs one")

@@ -47,13 +47,9 @@ _AES_BLOCK_BYTES = 16
 
 
 class Entropy(ABC):
-    """A source of keys.
+    """A source of keys."""
 
-    Attributes:
-        randomness: what the ledger records about this source.
-    """
-
-    randomness: ClassVar[Randomness]
+    randomness: ClassVar[Randomness]  # what the ledger records about this source
 
     @abstractmethod
     def key(self, purpose: str) -> bytes:
@@ -62,10 +58,7 @@ class Entropy(ABC):
 
 @dataclass(frozen=True)
 class OperatingSystemEntropy(Entropy):
-    """Keys of the operating system's CSPRNG, for releases.
-
-    Each call gives a fresh key, independent of all others, even for a purpose asked before.
-    """
+    """Keys of the operating system's CSPRNG, for releases: each is fresh, whatever its purpose."""
 
     randomness: ClassVar[Randomness] = Randomness.OPERATING_SYSTEM
 
@@ -81,15 +74,9 @@ class SeededEntropy(Entropy):
     The guarantee is **void for anyone who knows or guesses the seed**: they can compute the cohort
     and subtract the noise. The key is HMAC-SHA-256 (RFC 2104) of the purpose, keyed with the seed's
     hexadecimal digits, and the same on every machine.
-
-    Attributes:
-        seed: any integer from 0 up, of any size.
-
-    Raises:
-        InvalidValueError: the seed is not an integer or is negative.
     """
 
-    seed: int
+    seed: int  # ≥ 0, of any size
 
     randomness: ClassVar[Randomness] = Randomness.SEEDED
 
@@ -110,16 +97,10 @@ def keystream(key: bytes, size: int, *, stream: int = 0, start: int = 0) -> NDAr
     stream·2^64, so streams do not overlap. A key is for one draw, so no nonce is needed.
 
     Args:
-        key: 32 secret bytes.
+        key: 32 secret bytes; no error message contains them.
         size: number of bytes, 0 or more.
         stream: which stream, in [0, 2^64).
         start: position of the first byte in the stream, with start + size ≤ 2^68.
-
-    Returns:
-        uint8[size], a new array.
-
-    Raises:
-        InvalidValueError: an argument is out of range; the message never contains the key.
     """
     if len(key) != _KEY_BYTES:
         raise InvalidValueError(f"the key has {len(key)} bytes; it must have {_KEY_BYTES}")
@@ -139,29 +120,17 @@ def keystream(key: bytes, size: int, *, stream: int = 0, start: int = 0) -> NDAr
 
 
 def words(key: bytes, count: int, *, stream: int = 0, start: int = 0) -> NDArray[np.uint64]:
-    """Words `start` to `start + count` of a stream: its bytes as little-endian 64-bit integers.
+    """Words `start` to `start + count` of a `keystream`: its bytes as little-endian integers.
 
-    Args:
-        key: 32 secret bytes.
-        count: number of words, 0 or more.
-        stream: which stream, in [0, 2^64).
-        start: position of the first word in the stream, with start + count ≤ 2^65.
-
-    Returns:
-        uint64[count], a new array, uniform on [0, 2^64) to anyone who does not know the key.
-
-    Raises:
-        InvalidValueError: an argument is out of range.
+    They are uint64 [count], uniform on [0, 2^64) to anyone who does not know the key.
     """
     little_endian = keystream(key, 8 * count, stream=stream, start=8 * start).view("<u8")
     return little_endian.astype(np.uint64, copy=False)
 
 
-Interval = tuple[tuple[int, ...], tuple[int, ...]]
-"""Lower and upper end, in the format of mpmath's `libmp`."""
+Interval = tuple[tuple[int, ...], tuple[int, ...]]  # both ends, in the format of mpmath's `libmp`
 
-LARGEST_STDDEV = 2.0**40
-"""In steps. The band of float64 would decide little beyond."""
+LARGEST_STDDEV = 2.0**40  # in steps; the band of float64 would decide little beyond
 
 # Even, because normals come in pairs; words and normals of a block stay in a core's cache.
 _BLOCK = 1 << 14
@@ -198,12 +167,6 @@ def rounded_gaussian(key: bytes, count: int, stddev: float) -> NDArray[np.int64]
         key: 32 secret bytes, used for nothing else.
         count: number of integers, 0 or more.
         stddev: σ, in [0, 2^40]; 0 gives zeros.
-
-    Returns:
-        int64[count].
-
-    Raises:
-        InvalidValueError: an argument is out of range.
     """
     if count < 0:
         raise InvalidValueError(f"count is {count}; it must not be negative")
@@ -260,11 +223,8 @@ def _undecided(
 ) -> list[int]:
     """Places of the normals whose band may contain the middle between two integers.
 
-    Args:
-        off: [n] distance of each from its nearest integer.
-        radii: [n/2] of their pairs, before scaling by σ.
-        drawn: [n] the words that they were made of.
-        stddev: σ; no normal is in doubt where it is 0.
+    `off` [n] is the distance of each from its nearest integer, `radii` [n/2] are those of pairs,
+    before scaling by σ, and `drawn` [n] the words that they were made of.
     """
     if stddev == 0.0:
         return []
@@ -280,30 +240,20 @@ def _undecided(
 def _exactly(key: bytes, number: int, first: int, second: int, which: int, stddev: float) -> int:
     """One rounded normal of a pair, from as many bits as it takes.
 
-    Args:
-        key: of the keystream.
-        number: position of the first word of the pair in its stream.
-        first: that word, the first bits of u.
-        second: the next word, the first bits of θ/2π.
-        which: 0 for the cosine, 1 for the sine.
-        stddev: σ > 0.
+    The pair's words, of which the first has this number in its stream, are the first bits of u and
+    of θ/2π; `which` is 0 for the cosine and 1 for the sine.
     """
     turn = second - (1 << 64) if second >= 1 << 63 else second
     size = 8
     while True:
-        more = [
-            int.from_bytes(
+        u, angle = (
+            (head << 8 * size)
+            + int.from_bytes(
                 keystream(key, size, stream=_MORE_BITS, start=at * _MORE_BYTES).tobytes(), "big"
             )
-            for at in (number, number + 1)
-        ]
-        low, high = _enclosed(
-            (first << 8 * size) + more[0],
-            (turn << 8 * size) + more[1],
-            64 + 8 * size,
-            which,
-            stddev,
+            for at, head in ((number, first), (number + 1, turn))
         )
+        low, high = _enclosed(u, angle, 64 + 8 * size, which, stddev)
         if low == high:
             return low
         size *= 2
@@ -312,12 +262,7 @@ def _exactly(key: bytes, number: int, first: int, second: int, which: int, stdde
 def _enclosed(u: int, turn: int, bits: int, which: int, stddev: float) -> tuple[int, int]:
     """Both ends, rounded, of the interval in which the normal lies whatever its unread bits are.
 
-    Args:
-        u: the first bits of u, as an integer.
-        turn: those of θ/2π, with its sign.
-        bits: how many of each were read.
-        which: 0 for the cosine, 1 for the sine.
-        stddev: σ > 0.
+    `u` and `turn` are the first bits of u and, with its sign, of θ/2π, as integers.
     """
     if u == 0:  # its logarithm is unbounded
         return -1, 1

@@ -60,6 +60,9 @@ def check_floor(floor: float | None) -> None:
         raise InvalidValueError(f"floor is {floor}; it must be in (0, 1]")
 
 
+# How vector groups share the privacy of a round, and the noise that follows.
+
+
 def proportional_shares(groups: tuple[VectorGroup, ...]) -> tuple[float, ...]:
     """ω_g = 1/G: each group pays the same, so σ_g = z·√G·S_g."""
     return (1.0 / len(groups),) * len(groups)
@@ -73,34 +76,27 @@ def dimension_shares(layout: Layout, groups: tuple[VectorGroup, ...]) -> tuple[f
 def given_shares(
     groups: tuple[VectorGroup, ...], weights: Mapping[str, float]
 ) -> tuple[float, ...]:
-    """ω_g in proportion to positive weights, one per group name.
-
-    Raises:
-        InvalidValueError: a group has no weight, a weight no group, or a weight is not positive.
-    """
+    """ω_g in proportion to positive weights, one per group name."""
     names = [group.name for group in groups]
-    if set(names) != set(weights):
-        odd = sorted(set(names) ^ set(weights))
+    odd = sorted(set(names) ^ set(weights))
+    if odd:
         raise InvalidValueError(f"weights and groups differ in {odd}; each of {names} needs one")
     for name, weight in weights.items():
-        if not (weight > 0.0 and math.isfinite(weight)):
+        if not 0.0 < weight < math.inf:
             raise InvalidValueError(f"weight of group {name!r} is {weight}; it must be positive")
     total = math.fsum(weights.values())
     return tuple(weights[name] / total for name in names)
 
 
 def sensitivities(clipping: Clipping, least_weight: float | None = None) -> tuple[float, ...]:
-    """How far one user more or less moves each group of what is noised, in L2 norm: [G].
+    """Δ_g: how far one user more or less moves each group of what is noised, in L2 norm: [G].
 
     That is S_g for a sum. For a weighted group that is divided by the cohort's own weight, it is
     twice S_g, see `GaussianQuery._numerator`, and what rounding to whole steps adds: at most
     e = ½ + m·√B_g·2^-50 in each component of either of two neighbours, hence 2·e·√d in their
     difference, which is about √d·2^-25 clipping norms. Sums of nodes are admitted up to a part in
-    2^30 beyond their norm.
-
-    Args:
-        clipping: bounds what each user contributes.
-        least_weight: m, the least weight that weighted groups are divided by; None: a constant.
+    2^30 beyond their norm. Here m is `least_weight`, the least that weighted groups are divided by;
+    None: a constant.
     """
     moved = []
     for group in clipping.groups:
@@ -116,20 +112,12 @@ def sensitivities(clipping: Clipping, least_weight: float | None = None) -> tupl
 def noise_stddevs(
     sensitivities: tuple[float, ...], noise_multiplier: float, shares: tuple[float, ...]
 ) -> tuple[float, ...]:
-    """σ_g = z·Δ_g/√ω_g, under which the round's effective noise multiplier is z.
+    """σ_g = z·Δ_g/√ω_g, for shares ω_g > 0 that sum to 1: the round's noise multiplier is z.
 
     By equation (1) of McMahan et al. 2018, z_eff = (Σ (Δ_g/σ_g)²)^(−1/2) = z·(Σ ω_g)^(−1/2) = z.
     The result is rounded up, so that the effective multiplier is never below z.
-
-    Args:
-        sensitivities: Δ_g of each vector group.
-        noise_multiplier: z ≥ 0, the noise multiplier wanted of the whole round.
-        shares: ω_g > 0, summing to 1 up to rounding.
-
-    Raises:
-        InvalidValueError: z is negative or not finite, or the shares are illegal.
     """
-    if not (noise_multiplier >= 0.0 and math.isfinite(noise_multiplier)):
+    if not 0.0 <= noise_multiplier < math.inf:
         raise InvalidValueError(
             f"noise_multiplier is {noise_multiplier}; it must be finite and not negative"
         )
@@ -213,6 +201,15 @@ class GaussianQuery:
         )
 
     @property
+    def divisors(self) -> tuple[float, ...]:
+        """What the noised part of each group is divided by: qN, or qW or m where it is weighted."""
+        weighted = self._least_weight or self.weighted_denominator or self.denominator
+        return tuple(
+            weighted if group.name in self.clipping.weighted else self.denominator
+            for group in self.clipping.groups
+        )
+
+    @property
     def tensor_stddevs(self) -> dict[str, float]:
         """Standard deviation of the noise in each component of a tensor of a release, by tensor."""
         return {
@@ -223,23 +220,6 @@ class GaussianQuery:
             for tensor, scale in zip(group.tensors, group.scales, strict=True)
         }
 
-    @property
-    def component_stddevs(self) -> FloatVector:
-        """Standard deviation of the noise in each component of a release: [D]."""
-        stddevs = np.empty(self.clipping.layout.dimension)
-        for tensor, stddev in self.tensor_stddevs.items():
-            stddevs[self.clipping.layout.slices[tensor]] = stddev
-        return stddevs
-
-    @property
-    def denominators(self) -> FloatVector:
-        """What each component of the noised sum is divided by: [D]."""
-        divisors = np.empty(self.clipping.layout.dimension)
-        for spans, divisor in zip(self.clipping.spans, self.divisors, strict=True):
-            for span in spans:
-                divisors[span] = divisor
-        return divisors
-
     def noised_average(
         self, total: IntegerVector, entropy: Entropy, purpose: str, weight: int = 0
     ) -> tuple[FloatVector, tuple[SumQueryEvent, ...]]:
@@ -248,13 +228,10 @@ class GaussianQuery:
         Only `fedpriv.privacy.round.release` may call this: it holds the charge.
 
         Args:
-            total: [D] sum of the contributions of the cohort, in steps; left as it is.
+            total: int64 [D], sum of the contributions of the cohort, in steps; left as it is.
             entropy: where the noise comes from.
             purpose: names this release; must never be used for another.
             weight: sum of the m_i of the users in it, so that B = weight/c; for a floor.
-
-        Raises:
-            InvalidValueError: the weight is negative, or the total not int64[D].
         """
         clipping, dimension = self.clipping, self.clipping.layout.dimension
         if total.shape != (dimension,) or total.dtype != np.int64:
@@ -270,22 +247,16 @@ class GaussianQuery:
         # by group, all parts together change by at most √(Σ_g (Δ_g/σ_g)²) = 1/z, and in these units
         # the noise is N(0, I): equation (1). Rounding it to whole steps is post-processing, since
         # what it is added to is whole.
-        for group, spans, stddev in zip(
-            clipping.groups, clipping.spans, self.noise_stddevs, strict=True
-        ):
+        for group, stddev in zip(clipping.groups, self.noise_stddevs, strict=True):
             key = entropy.key(f"{purpose}/{group.name}")
-            count = sum(span.stop - span.start for span in spans)
+            count = group.dimension(clipping.layout)
             noise = rounded_gaussian(key, count, stddev / group.granularity)
-            for span in spans:
+            for span in clipping.spans[group.name]:
                 size = span.stop - span.start
                 np.add(numerator[span], noise[:size], out=noised[span])
                 noise = noise[size:]
         # Post-processing: steps and denominators are public.
-        average = noised * clipping.steps
-        for spans, divisor in zip(clipping.spans, self.divisors, strict=True):
-            for span in spans:
-                average[span] /= divisor
-        return average, self.events
+        return noised * clipping.steps / clipping.spread(self.divisors), self.events
 
     def _numerator(self, total: IntegerVector, weight: int) -> IntegerVector:
         """What is noised, in whole steps: A, or m·A/max(m, B) where there is a floor: [D].
@@ -301,10 +272,9 @@ class GaussianQuery:
         if share == 1.0:
             return total
         numerator = total.copy()
-        for group, spans in zip(clipping.groups, clipping.spans, strict=True):
-            if group.name in clipping.weighted:
-                for span in spans:  # at most m·√B_g steps each
-                    numerator[span] = np.rint(total[span] * share)
+        for name in clipping.weighted:
+            for span in clipping.spans[name]:  # at most m·√B_g steps each
+                numerator[span] = np.rint(total[span] * share)
         return numerator
 
     @property
@@ -312,12 +282,3 @@ class GaussianQuery:
         """m, the least weight that the weighted groups are divided by; None without a floor."""
         weight = self.weighted_denominator
         return None if self.floor is None or weight is None else self.floor * weight
-
-    @property
-    def divisors(self) -> tuple[float, ...]:
-        """What the noised part of each group is divided by: qN, or qW or m where it is weighted."""
-        weighted = self._least_weight or self.weighted_denominator or self.denominator
-        return tuple(
-            weighted if group.name in self.clipping.weighted else self.denominator
-            for group in self.clipping.groups
-        )

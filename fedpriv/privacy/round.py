@@ -22,8 +22,8 @@ from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Charge, Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping import Clipping, IntegerVector
+from fedpriv.privacy.gaussian_mechanism import Metric, PoissonGaussianMechanism
 from fedpriv.privacy.layout import FloatVector
-from fedpriv.privacy.mechanism import Metric, PoissonGaussianMechanism
 from fedpriv.privacy.noise import Entropy
 
 _log = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class LocalTraining:
     """How a user trains: minibatch SGD from the round's parameters on the user's own examples.
+
+    One step on all examples is FedSGD; the update is then −learning_rate × gradient.
 
     Attributes:
         learning_rate: step size > 0.
@@ -42,8 +44,6 @@ class LocalTraining:
         proximal: μ ≥ 0 of FedProx, pulling towards the round's parameters (Li et al. 2020).
         max_examples: the most examples of a user that count in a round, chosen by the user's key;
             None: all do. It bounds the work that one user can make for a node.
-
-    One step on all examples is FedSGD; the update is then −learning_rate × gradient.
 
     Raises:
         InvalidValueError: a field is out of range, or not exactly one of epochs and steps is given.
@@ -76,48 +76,29 @@ class LocalTraining:
 
 @dataclass(frozen=True)
 class RoundRequest:
-    """All that a node needs to know to take part in a round of training.
-
-    Attributes:
-        run: name of the run.
-        round: number of the round, from 0.
-        attempt: number of the attempt at this round, from 0.
-        parameters: the model at the start of the round, in the order of the update's layout.
-        clipping: how what each user sends is clipped: its update, metrics and the indicator.
-        local: how each user trains.
-        users: positions of the cohort's users in the enrolled population, ascending; secret.
-        local_key: 32 bytes from which nodes derive the order of examples and dropout masks.
-        metrics: what users report beside their update, of the round's parameters.
-        statistics: running statistics of normalisations at the start of the round, by name.
-    """
+    """All that a node needs to know to take part in an attempt at a round of training."""
 
     run: str
-    round: int
-    attempt: int
-    parameters: Mapping[str, npt.NDArray[np.float32]]
-    clipping: Clipping
+    round: int  # from 0
+    attempt: int  # at this round, from 0
+    parameters: Mapping[str, npt.NDArray[np.float32]]  # in the order of the update's layout
+    clipping: Clipping  # of all that a user sends: its update, metrics and the indicator
     local: LocalTraining
-    users: npt.NDArray[np.int64]
-    local_key: bytes
-    metrics: tuple[Metric, ...] = ()
+    users: npt.NDArray[np.int64]  # positions of the cohort in the population, ascending; secret
+    local_key: bytes  # 32, from which nodes derive the order of examples and dropout masks
+    metrics: tuple[Metric, ...] = ()  # what users report beside their update
+    # Running statistics of normalisations at the start of the round, by name.
     statistics: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PartialSum:
-    """Sum of the clipped contributions of some users of the cohort.
+    """Sum of the clipped contributions of some users of the cohort; secret until it is noised."""
 
-    Attributes:
-        node: the sender; a second partial sum of the same node in a round is dropped.
-        users: how many contributions it holds; secret.
-        total: int64[D], in steps of each group's granularity.
-        weight: sum of these users' weights in units of 1/c, c the clipping's `weight_cap`; secret.
-    """
-
-    node: str
-    users: int
-    total: IntegerVector
-    weight: int
+    node: str  # the sender; a second partial sum of the same node in a round is dropped
+    users: int  # how many contributions it holds
+    total: IntegerVector  # [D], in steps of each group's granularity
+    weight: int  # sum of these users' weights in units of 1/c, c the clipping's `weight_cap`
 
 
 class Transport(ABC):
@@ -137,38 +118,35 @@ class Transport(ABC):
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the partial sums of a round, in any order; there may be none.
 
-        Raises:
-            StoppedError: the server was asked to stop; the round is abandoned.
+        StoppedError means that the server was asked to stop; the round is then abandoned.
         """
 
 
-@dataclass(frozen=True)
-class CohortSum:
-    """What a cohort sent; secret until it is noised.
-
-    Attributes:
-        total: int64[D] sum of contributions, in steps.
-        weight: sum of the weights of the users in it, in units of 1/c.
-    """
-
-    total: IntegerVector
-    weight: int
+def merged(node: str, partials: Iterable[PartialSum], dimension: int) -> PartialSum:
+    """One partial sum of disjoint ones over `dimension` numbers; there may be none."""
+    total = np.zeros(dimension, np.int64)
+    users = weight = 0
+    for partial in partials:
+        total += partial.total
+        users += partial.users
+        weight += partial.weight
+    return PartialSum(node, users, total, weight)
 
 
-def add_up(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> CohortSum:
-    """Sum the partial sums that can be believed.
+def add_up(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> PartialSum:
+    """Sum the partial sums of a cohort of so many users, as far as they can be believed.
 
     A partial sum counts as zero if its node was heard before, if it has the wrong shape or is not
     of integers, if a group's norm passes (users in it) × S_g or, if the group is weighted, (their
     weight) × S_g, if its weight is not from 0 to c × its users, or if more users would have
     contributed than are in the cohort. Nothing here changes a fixed denominator.
-
-    Args:
-        partials: in any order.
-        clipping: how contributions were made.
-        users: size of the cohort.
     """
-    total, weight = np.zeros(clipping.layout.dimension, np.int64), 0
+    return merged("cohort", _believed(partials, clipping, users), clipping.layout.dimension)
+
+
+def _believed(
+    partials: Iterable[PartialSum], clipping: Clipping, users: int
+) -> Iterator[PartialSum]:
     heard: set[str] = set()
     contributed = 0
     for partial in partials:
@@ -182,46 +160,23 @@ def add_up(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> Co
             _log.warning("a partial sum counts as zero: it is not valid")
             continue
         contributed += partial.users
-        weight += partial.weight
-        total += partial.total
-    return CohortSum(total, weight)
-
-
-def merged(node: str, partials: Iterable[PartialSum], dimension: int) -> PartialSum:
-    """One partial sum of a node, of disjoint ones over `dimension` numbers; there may be none."""
-    total = np.zeros(dimension, np.int64)
-    users = weight = 0
-    for partial in partials:
-        total += partial.total
-        users += partial.users
-        weight += partial.weight
-    return PartialSum(node, users, total, weight)
+        yield partial
 
 
 @dataclass(frozen=True)
 class PrivacyRecords:
-    """What all releases about a population are recorded in, and limited by.
+    """What all releases about a population are recorded in, and limited by."""
 
-    Attributes:
-        ledger: what was spent; public.
-        participation: who took part; secret, and never exported.
-        budget: what all runs of the ledger may spend together.
-    """
-
-    ledger: Ledger
-    participation: ParticipationRecord
-    budget: PrivacyBudget
+    ledger: Ledger  # what was spent; public
+    participation: ParticipationRecord  # who took part; secret, and never exported
+    budget: PrivacyBudget  # what all runs of the ledger may spend together
 
     @classmethod
     @contextmanager
     def open(
         cls, ledger: Path, participation: Path, population: str, budget: PrivacyBudget
     ) -> Iterator[Self]:
-        """Open or create ledger and participation record, and close them in the end.
-
-        Raises:
-            LedgerError: one cannot be opened or created, or is of another population.
-        """
+        """Open or create ledger and participation record, and close them in the end."""
         with (
             Ledger.open_or_create(ledger, population) as opened,
             ParticipationRecord.open_or_create(participation) as record,
@@ -229,11 +184,7 @@ class PrivacyRecords:
             yield cls(opened, record, budget)
 
     def refuse_if_beyond(self, event: RoundEvent, what: str) -> None:
-        """Ask the budget before users are asked; the charge asks again, atomically.
-
-        Raises:
-            BudgetExceededError: the event would pass the budget; the message calls it `what`.
-        """
+        """Raise BudgetExceededError before users are asked; the charge asks again, atomically."""
         if not self.ledger.admits(event, self.budget):
             raise BudgetExceededError(
                 f"{what} would pass the budget of ε = {self.budget.epsilon} at "
@@ -260,7 +211,7 @@ class RoundAttempt:
     attempt: int
 
     def purpose(self, stream: str) -> str:
-        """Names the draw of a stream: "sampling", "noise" or "local"."""
+        """Name the draw of a stream: "sampling", "noise" or "local"."""
         return f"{stream}/{self.run}/{self.round}/{self.attempt}"
 
 
@@ -270,17 +221,11 @@ Collect = Callable[[RoundAttempt, npt.NDArray[np.int64]], Iterable[PartialSum]]
 
 @dataclass(frozen=True)
 class Release:
-    """What one round made public.
+    """What one round made public."""
 
-    Attributes:
-        attempt: which attempt at the round succeeded, from 0.
-        average: [D] the noised average.
-        charge_hash: hash of the round's row in the ledger.
-    """
-
-    attempt: int
-    average: FloatVector
-    charge_hash: str
+    attempt: int  # which attempt at the round succeeded, from 0
+    average: FloatVector  # [D], noised
+    charge_hash: str  # of the round's row in the ledger
 
 
 def private_round(
@@ -291,7 +236,7 @@ def private_round(
     records: PrivacyRecords,
     entropy: Entropy,
 ) -> Release:
-    """Run one round of a mechanism.
+    """Run a round of a mechanism: draw the cohort, collect its sums, charge, noise and release.
 
     Guarantees:
 
@@ -300,14 +245,6 @@ def private_round(
     * where the budget would be passed, no user is asked, nothing is charged and nothing released;
     * an empty cohort is charged and released like any other;
     * a round that was interrupted or is repeated is a new attempt: fresh cohort, noise and charge.
-
-    Args:
-        mechanism: draws the cohort, clips, noises, and names the event.
-        run: name of the run.
-        number: of the round, from 0.
-        collect: asks the users of the cohort.
-        records: ledger, participation record and budget.
-        entropy: where cohort and noise come from.
 
     Raises:
         BudgetExceededError: the budget would be passed.
@@ -318,10 +255,10 @@ def private_round(
     records.refuse_if_beyond(event, f"run {run}, round {number}")
     users = draw_cohort(mechanism, at, entropy)
     commitment = records.participation.record(run, number, at.attempt, users)
-    total = add_up(collect(at, users), mechanism.clipping, users.size)
+    cohort = add_up(collect(at, users), mechanism.clipping, users.size)
     proposed = ProposedCharge(run, number, at.attempt, entropy.randomness, event, commitment)
     charge = records.ledger.charge(proposed, records.budget)
-    return Release(at.attempt, release(mechanism, at, total, charge, entropy), charge.hash)
+    return Release(at.attempt, release(mechanism, at, cohort, charge, entropy), charge.hash)
 
 
 def draw_cohort(
@@ -334,18 +271,13 @@ def draw_cohort(
 def release(
     mechanism: PoissonGaussianMechanism,
     at: RoundAttempt,
-    total: CohortSum,
+    cohort: PartialSum,
     charge: Charge,
     entropy: Entropy,
 ) -> FloatVector:
     """Noise a cohort's sum once and average it: [D].
 
-    Args:
-        mechanism: of the round.
-        at: the attempt that the sum is of.
-        total: from `add_up`.
-        charge: the ledger's receipt for exactly this; used up by this call.
-        entropy: where the noise comes from.
+    The charge is the ledger's receipt for exactly this, and is used up by this call.
 
     Raises:
         LedgerError: there is no charge, or it is of another run, round, attempt or event, or was
@@ -363,7 +295,7 @@ def release(
         raise LedgerError(f"the event charged is {charge.event}, not {mechanism.event}")
     charged = charge.redeem()
     purpose = at.purpose("noise")
-    average, queries = mechanism.query.noised_average(total.total, entropy, purpose, total.weight)
+    average, queries = mechanism.query.noised_average(cohort.total, entropy, purpose, cohort.weight)
     realised = RoundEvent(mechanism.sampling.event(), queries)
     if realised != charged:
         raise LedgerError(f"the event realised is {realised}, not the one charged, {charged}")

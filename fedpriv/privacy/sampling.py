@@ -12,8 +12,7 @@ from fedpriv.privacy.noise import keystream, words
 
 _MOST_PASSED = 128
 _WORDS_AT_ONCE = 1 << 14
-_WORDS = 0
-_MORE_BITS = 1
+_WORDS, _MORE_BITS = 0, 1  # streams of a key
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,8 @@ class PoissonSampling:
 
     Guarantees, for an observer who does not know the key and cannot tell AES-256 from random bits:
 
-    * the probability to join is exactly the float64 sampling_probability, not merely at most,
-      for every legal value down to the smallest subnormal (2^-1074); the accountant prices
-      exactly what is drawn;
+    * the probability to join is exactly the float64 sampling_probability, for every legal value
+      down to the smallest subnormal (2^-1074): what is priced is what is drawn;
     * users join independently of each other, and of draws with other keys;
     * the cohort depends on the key, the population and the probability only, and is the same on
       every machine: integer arithmetic throughout;
@@ -68,19 +66,13 @@ class PoissonSampling:
         )
 
     def draw(self, key: bytes) -> NDArray[np.int64]:
-        """Draw the cohort that a key determines.
+        """Draw the cohort that a key determines: positions in [0, N), ascending; a secret.
 
         Reads a 64-bit word for each member and one for each G users passed over; memory is twice
         the cohort and some megabytes, whatever the population.
 
         Args:
             key: 32 secret bytes, used for nothing else.
-
-        Returns:
-            int64[cohort size], the members' positions in [0, N), ascending; a secret.
-
-        Raises:
-            InvalidValueError: the key does not have 32 bytes.
         """
         limits = _limits(self.sampling_probability)
         most = limits.size

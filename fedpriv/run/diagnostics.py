@@ -67,11 +67,11 @@ def signal_to_noise(
     norms = [group.clipping_norm for group in request.clipping.groups[: len(plan.groups)]]
     query = plan.mechanism_at(tuple(norms)).query
     clipping = query.clipping
-    signal = clipping.layout.unflatten(total * clipping.steps / query.denominators)
-    noise = clipping.layout.unflatten(query.component_stddevs)
+    average = total * clipping.steps / clipping.spread(query.divisors)
+    signal, stddevs = clipping.layout.unflatten(average), query.tensor_stddevs
     ratios = {}
     for layer, tensors in layers(Layout.of(request.parameters)).items():
-        energy = math.fsum(float(np.square(noise[name]).sum()) for name in tensors)
+        energy = math.fsum(signal[name].size * stddevs[name] ** 2 for name in tensors)
         power = math.fsum(float(np.square(signal[name]).sum()) for name in tensors)
         ratios[layer] = math.sqrt(power / energy) if energy else math.inf
     return ratios

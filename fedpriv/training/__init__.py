@@ -1,39 +1,23 @@
-"""One round as pure functions, the plan that governs it, and the loop around it."""
+"""One round as pure functions, the plan that governs it, and the loop around it.
 
-from fedpriv.training.fake import FakeTransport
-from fedpriv.training.optimizers import (
-    FedAdagrad,
-    FedAdam,
-    FedAvg,
-    FedAvgM,
-    FedYogi,
-    ServerOptimizer,
-)
+Read `plan` first, then `rounds`. Nothing here can weaken the guarantee: users are reached and sums
+released by `fedpriv.privacy` alone.
+"""
+
+from fedpriv.training.optimizers import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
 from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import (
-    RoundResult,
-    ServerState,
-    Stop,
-    close_round,
-    initial_state,
-    open_round,
-    train,
-)
+from fedpriv.training.rounds import RoundResult, ServerState, Stop, initial_state, train
 
 __all__ = [
-    "FakeTransport",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
     "FedAvgM",
     "FedYogi",
     "RoundResult",
-    "ServerOptimizer",
     "ServerState",
     "Stop",
     "TrainingPlan",
-    "close_round",
     "initial_state",
-    "open_round",
     "train",
 ]

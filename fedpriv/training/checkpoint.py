@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -25,7 +24,6 @@ from fedpriv.training.rounds import ServerState
 
 _FORMAT = "fedpriv checkpoint 3"
 _KEPT = 3
-_PARTS = ("parameters", "first", "second", "statistics")
 
 
 @dataclass(frozen=True)
@@ -38,23 +36,22 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint so that a crash leaves either all of it or nothing; keep the last three.
+    """Write `round-NNNNNN.safetensors`, NNNNNN the number of the next round; keep the last three.
 
-    The oldest is overwritten, since freeing its space and taking other may take as long as a round;
-    a reader of it finds it damaged meanwhile.
-
-    Returns:
-        The file written: `round-NNNNNN.safetensors`, NNNNNN the number of the next round.
+    A crash leaves either all of it or nothing.
     """
     state = checkpoint.state
-    tensors: dict[str, np.ndarray] = {}
-    for part, values in (
-        ("parameters", state.parameters),
-        ("first", state.optimizer.first),
-        ("second", state.optimizer.second),
-        ("statistics", state.statistics),
-    ):
-        tensors |= {f"{part}/{name}": np.asarray(v, order="C") for name, v in values.items()}
+    parts = {
+        "parameters": state.parameters,
+        "first": state.optimizer.first,
+        "second": state.optimizer.second,
+        "statistics": state.statistics,
+    }
+    tensors: dict[str, np.ndarray] = {
+        f"{part}/{name}": np.asarray(tensor, order="C")
+        for part, named in parts.items()
+        for name, tensor in named.items()
+    }
     metadata = {
         "format": _FORMAT,
         "round": str(state.round),
@@ -66,21 +63,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     metadata["digest"] = _digest(metadata, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"round-{state.round:06d}.safetensors"
-    others = [file for file in checkpoints(folder) if file != path]
-    oldest = others[-_KEPT] if len(others) >= _KEPT else None
-    write_atomically(path, save(tensors, metadata), oldest)
+    write_atomically(path, save(tensors, metadata))
     for old in checkpoints(folder)[:-_KEPT]:
         old.unlink(missing_ok=True)
     return path
-
-
-def _digest(metadata: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 of all that a checkpoint holds."""
-    digest = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(json.dumps([name, tensor.dtype.str, tensor.shape]).encode())
-        digest.update(tensor.data)
-    return digest.hexdigest()
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -89,11 +75,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint.
-
-    Raises:
-        CheckpointError: the file is absent, damaged or of another format.
-    """
+    """Read a checkpoint; CheckpointError if it is absent, damaged or of another format."""
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -108,19 +90,28 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path} is damaged; delete it to resume from the checkpoint before it"
         )
-    parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
-    for key, tensor in tensors.items():
-        part, _, name = key.partition("/")
-        parts[part][name] = tensor
+    parameters, first, second, statistics = (
+        {key.removeprefix(part): t for key, t in tensors.items() if key.startswith(part)}
+        for part in ("parameters/", "first/", "second/", "statistics/")
+    )
     state = ServerState(
         int(metadata["round"]),
-        parts["parameters"],
-        OptimizerState(parts["first"], parts["second"]),
+        parameters,
+        OptimizerState(first, second),
         tuple(map(float, metadata["clipping_norms"].split())),
-        parts["statistics"],
+        statistics,
     )
     head = Head(int(metadata["ledger_count"]), metadata["ledger_hash"])
     return Checkpoint(state, metadata["plan_digest"], head)
+
+
+def _digest(metadata: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of all that a checkpoint holds."""
+    digest = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(json.dumps([name, tensor.dtype.str, tensor.shape]).encode())
+        digest.update(tensor.data)
+    return digest.hexdigest()
 
 
 def resume(path: Path, plan: TrainingPlan, ledger: Ledger) -> ServerState:
@@ -155,23 +146,16 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def write_atomically(path: Path, content: bytes, over: Path | None = None) -> None:
-    """Replace `path` by `content`, durably; a crash leaves the old file or the new one.
-
-    Args:
-        path: where to write.
-        content: what to write.
-        over: a file in the same folder that is not needed any more and may be overwritten; it is
-            left alone if it has other hard links.
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` by `content`, durably; a crash or a full disk leaves the old file as it was.
 
     Raises:
-        OSError: it cannot be written, e.g. because the disk is full; the old file is left.
+        OSError: it cannot be written; the message names the file.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with naming(path), _opened(partial, over) as file:
+        with naming(path), partial.open("wb") as file:
             file.write(content)
-            file.truncate()
             file.flush()
             os.fsync(file.fileno())
     except OSError:
@@ -183,11 +167,3 @@ def write_atomically(path: Path, content: bytes, over: Path | None = None) -> No
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def _opened(partial: Path, over: Path | None) -> BinaryIO:
-    """A file to write to from its start, reusing the space of another if possible."""
-    if over is None or over.stat().st_nlink > 1:
-        return partial.open("wb")
-    over.replace(partial)
-    return partial.open("r+b")

@@ -13,19 +13,17 @@ import numpy.typing as npt
 from scipy.optimize import isotonic_regression
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.mechanism import Metric
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import RoundResult, ServerState, run_round
 
-KIND = "update-norms"
+UPDATE_NORMS_METRIC = "update-norms"
 """The metric that users' hosts compute: whether a group's norm is within each threshold."""
 _THRESHOLDS = 20
-_SHARE = 0.99
-"""Of a round's privacy; the update, though not used, needs a share of its own."""
-_LEAST, _MOST = 1e-6, 1e6
-"""Norms outside count as these."""
+_SHARE = 0.99  # of a round's privacy; the update, though not used, needs a share of its own
+_LEAST, _MOST = 1e-6, 1e6  # norms outside count as these
 
 
 @dataclass(frozen=True)
@@ -55,22 +53,15 @@ class NormQuantile:
     def metric(self) -> Metric:
         """What the next round asks users."""
         radius = math.sqrt(_THRESHOLDS) / 2.0
-        name = f"{KIND}:{self.group}"
+        name = f"{UPDATE_NORMS_METRIC}:{self.group}"
         return Metric(name, (_THRESHOLDS,), 0.5, radius, tuple(self.thresholds.tolist()))
 
     def narrowed(
         self, within: npt.NDArray[np.float64], noise_stddev: float, quantile: float
     ) -> "NormQuantile":
-        """What is known after a round.
-
-        Args:
-            within: [thresholds] noised share of users within each threshold.
-            noise_stddev: of each of them.
-            quantile: γ in (0, 1).
-        """
+        """What is known after a round that released the share of users within each threshold."""
         # Shares grow with the threshold, so the nearest growing sequence has less noise.
-        shares = isotonic_regression(within).x
-        thresholds = self.thresholds
+        shares, thresholds = isotonic_regression(within).x, self.thresholds
         above = int(np.searchsorted(shares, quantile))
         if above in {0, len(thresholds)}:
             nearest = float(thresholds[min(above, len(thresholds) - 1)])
@@ -98,22 +89,12 @@ def find_quantiles(
     records: PrivacyRecords,
     entropy: Entropy,
 ) -> Iterator[tuple[RoundResult, tuple[NormQuantile, ...]]]:
-    """Look for a quantile of the norms of every vector group of a plan's update.
+    """Look for a quantile γ in (0, 1) of the norms of every vector group of a plan's update.
 
-    Every round is charged at the plan's noise multiplier before it is released. The model stays as
-    it is, and so do running statistics of normalisations, which users train with as in the first
-    round of training: the norms are those of its updates.
-
-    Args:
-        plan: whose groups, local training and sampling are used, and whose number of rounds.
-        state: where training would begin.
-        quantile: γ in (0, 1), the share of users that are not to be clipped.
-        transport: reaches the users; its hosts know the metric `KIND`.
-        records: ledger, participation record and budget.
-        entropy: where cohorts and noise come from.
-
-    Yields:
-        The result of each round and what is known after it.
+    Yields the result of each of the plan's rounds and what is known after it. Every round is
+    charged at the plan's noise multiplier before it is released. The model stays as it is, and so
+    do running statistics of normalisations, which users train with as in the first round of
+    training: the norms are those of its updates.
 
     Raises:
         InvalidValueError: the quantile is out of range.

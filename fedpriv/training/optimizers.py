@@ -5,6 +5,7 @@ The released average Δ of the users' updates takes the place of the negative gr
 released quantities only.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
 
+Array = npt.NDArray[np.float64]
 Parameters = Mapping[str, npt.NDArray[np.float32]]
-Average = Mapping[str, npt.NDArray[np.float64]]
-Moments = Mapping[str, npt.NDArray[np.float64]]
+Average = Moments = Mapping[str, Array]
 
 
 @dataclass(frozen=True)
@@ -27,17 +28,18 @@ class OptimizerState:
     second: Moments
 
 
+Step = tuple[Parameters, OptimizerState]
+
+
 class ServerOptimizer(ABC):
     """Turns the released average into the next model."""
 
-    @abstractmethod
-    def init(self, parameters: Parameters) -> OptimizerState:
-        """State before the first round."""
+    def init(self, parameters: Parameters) -> OptimizerState:  # noqa: ARG002
+        """State before the first round; no moments, unless an optimiser keeps some."""
+        return OptimizerState({}, {})
 
     @abstractmethod
-    def update(
-        self, average: Average, state: OptimizerState, parameters: Parameters
-    ) -> tuple[Parameters, OptimizerState]:
+    def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """Next parameters and next state; the arguments are left as they are."""
 
 
@@ -48,18 +50,11 @@ class FedAvg(ServerOptimizer):
     learning_rate: float = 1.0
 
     def __post_init__(self) -> None:
-        _check("learning_rate", self.learning_rate)
+        _check(self)
 
-    def init(self, parameters: Parameters) -> OptimizerState:
-        """No moments."""
-        del parameters
-        return OptimizerState({}, {})
-
-    def update(
-        self, average: Average, state: OptimizerState, parameters: Parameters
-    ) -> tuple[Parameters, OptimizerState]:
+    def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """One step along the average."""
-        return _stepped(parameters, average, self.learning_rate), state
+        return _moved(parameters, average, self.learning_rate), state
 
 
 @dataclass(frozen=True)
@@ -70,23 +65,49 @@ class FedAvgM(ServerOptimizer):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        _check("learning_rate", self.learning_rate)
-        _check("momentum", self.momentum, below=1.0)
+        _check(self)
 
     def init(self, parameters: Parameters) -> OptimizerState:
         """No velocity: m = 0."""
         return OptimizerState(_filled(parameters, 0.0), {})
 
-    def update(
-        self, average: Average, state: OptimizerState, parameters: Parameters
-    ) -> tuple[Parameters, OptimizerState]:
+    def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """One step along the velocity."""
         velocity = {name: self.momentum * m + average[name] for name, m in state.first.items()}
-        return _stepped(parameters, velocity, self.learning_rate), OptimizerState(velocity, {})
+        return _moved(parameters, velocity, self.learning_rate), OptimizerState(velocity, {})
+
+
+class _Adaptive(ServerOptimizer):
+    """m ← β₁·m + (1 − β₁)·Δ;  x ← x + η·m / (√v + τ), with v starting at τ²."""
+
+    learning_rate: float
+    beta1: float
+    tau: float
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @abstractmethod
+    def second_moment(self, v: Array, square: Array) -> Array:
+        """The next v, given Δ²."""
+
+    def init(self, parameters: Parameters) -> OptimizerState:
+        """No velocity, m = 0, and v = τ²."""
+        return OptimizerState(_filled(parameters, 0.0), _filled(parameters, self.tau**2))
+
+    def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
+        """One adaptive step."""
+        first = {
+            name: self.beta1 * m + (1.0 - self.beta1) * average[name]
+            for name, m in state.first.items()
+        }
+        second = {n: self.second_moment(v, average[n] ** 2) for n, v in state.second.items()}
+        direction = {name: m / (np.sqrt(second[name]) + self.tau) for name, m in first.items()}
+        return _moved(parameters, direction, self.learning_rate), OptimizerState(first, second)
 
 
 @dataclass(frozen=True)
-class FedAdam(ServerOptimizer):
+class FedAdam(_Adaptive):
     """m ← β₁·m + (1 − β₁)·Δ;  v ← β₂·v + (1 − β₂)·Δ²;  x ← x + η·m / (√v + τ).
 
     No bias correction, and v starts at τ², as in Reddi et al. 2021; so in the two below.
@@ -103,50 +124,26 @@ class FedAdam(ServerOptimizer):
     beta2: float = 0.99
     tau: float = 1e-3
 
-    def __post_init__(self) -> None:
-        _check_adaptive(self)
-        _check("beta2", self.beta2, below=1.0)
-
-    def init(self, parameters: Parameters) -> OptimizerState:
-        """No velocity, m = 0, and v = τ²."""
-        return OptimizerState(_filled(parameters, 0.0), _filled(parameters, self.tau**2))
-
-    def update(
-        self, average: Average, state: OptimizerState, parameters: Parameters
-    ) -> tuple[Parameters, OptimizerState]:
-        """One adaptive step."""
-        second = {
-            name: self.beta2 * v + (1.0 - self.beta2) * average[name] ** 2
-            for name, v in state.second.items()
-        }
-        return _adaptive_step(self, average, state, second, parameters)
+    def second_moment(self, v: Array, square: Array) -> Array:
+        """A decaying average."""
+        return self.beta2 * v + (1.0 - self.beta2) * square
 
 
 @dataclass(frozen=True)
-class FedAdagrad(ServerOptimizer):
+class FedAdagrad(_Adaptive):
     """FedAdam with v ← v + Δ²."""
 
     learning_rate: float = 0.1
     beta1: float = 0.9
     tau: float = 1e-3
 
-    def __post_init__(self) -> None:
-        _check_adaptive(self)
-
-    def init(self, parameters: Parameters) -> OptimizerState:
-        """No velocity, m = 0, and v = τ²."""
-        return OptimizerState(_filled(parameters, 0.0), _filled(parameters, self.tau**2))
-
-    def update(
-        self, average: Average, state: OptimizerState, parameters: Parameters
-    ) -> tuple[Parameters, OptimizerState]:
-        """One adaptive step."""
-        second = {name: v + average[name] ** 2 for name, v in state.second.items()}
-        return _adaptive_step(self, average, state, second, parameters)
+    def second_moment(self, v: Array, square: Array) -> Array:
+        """A sum."""
+        return v + square
 
 
 @dataclass(frozen=True)
-class FedYogi(ServerOptimizer):
+class FedYogi(_Adaptive):
     """FedAdam with v ← v − (1 − β₂)·Δ²·sign(v − Δ²)."""
 
     learning_rate: float = 0.1
@@ -154,24 +151,9 @@ class FedYogi(ServerOptimizer):
     beta2: float = 0.99
     tau: float = 1e-3
 
-    def __post_init__(self) -> None:
-        _check_adaptive(self)
-        _check("beta2", self.beta2, below=1.0)
-
-    def init(self, parameters: Parameters) -> OptimizerState:
-        """No velocity, m = 0, and v = τ²."""
-        return OptimizerState(_filled(parameters, 0.0), _filled(parameters, self.tau**2))
-
-    def update(
-        self, average: Average, state: OptimizerState, parameters: Parameters
-    ) -> tuple[Parameters, OptimizerState]:
-        """One adaptive step."""
-        squares = {name: average[name] ** 2 for name in state.second}
-        second = {
-            name: v - (1.0 - self.beta2) * squares[name] * np.sign(v - squares[name])
-            for name, v in state.second.items()
-        }
-        return _adaptive_step(self, average, state, second, parameters)
+    def second_moment(self, v: Array, square: Array) -> Array:
+        """A step towards Δ² whose size does not depend on v."""
+        return v - (1.0 - self.beta2) * square * np.sign(v - square)
 
 
 SERVER_OPTIMIZERS: Mapping[str, type[ServerOptimizer]] = {
@@ -183,50 +165,25 @@ SERVER_OPTIMIZERS: Mapping[str, type[ServerOptimizer]] = {
 }
 """The values of server.optimizer in a configuration."""
 
-Array = npt.NDArray[np.float64]
 
-
-def _adaptive_step(
-    optimizer: FedAdam | FedAdagrad | FedYogi,
-    average: Average,
-    state: OptimizerState,
-    second: Moments,
-    parameters: Parameters,
-) -> tuple[Parameters, OptimizerState]:
-    beta, tau = optimizer.beta1, optimizer.tau
-    first = {name: beta * m + (1.0 - beta) * average[name] for name, m in state.first.items()}
-    direction = {name: first[name] / (np.sqrt(second[name]) + tau) for name in first}
-    after = OptimizerState(first, second)
-    return _stepped(parameters, direction, optimizer.learning_rate), after
-
-
-def _check_adaptive(optimizer: FedAdam | FedAdagrad | FedYogi) -> None:
-    _check("learning_rate", optimizer.learning_rate)
-    _check("beta1", optimizer.beta1, below=1.0)
-    _check("tau", optimizer.tau)
-    if optimizer.tau == 0.0:
-        raise InvalidValueError("tau is 0; it must be positive")
+def _check(optimizer: ServerOptimizer) -> None:
+    for name, value in vars(optimizer).items():
+        below = math.inf if name in {"learning_rate", "tau"} else 1.0
+        if not 0.0 <= value < below:
+            raise InvalidValueError(f"{name} is {value}; it must be in [0, {below})")
+        if name == "tau" and value == 0.0:
+            raise InvalidValueError("tau is 0; it must be positive")
 
 
 def _filled(parameters: Parameters, value: float) -> Moments:
     return {name: np.full(p.shape, value) for name, p in parameters.items()}
 
 
-def _stepped(parameters: Parameters, direction: Average, learning_rate: float) -> Parameters:
+def _moved(parameters: Parameters, direction: Average, learning_rate: float) -> Parameters:
     """Parameters after a step, saturated to what float32 holds so that a model stays finite."""
-    return {name: _moved(p, direction[name], learning_rate) for name, p in parameters.items()}
-
-
-def _moved(
-    parameter: npt.NDArray[np.float32], direction: Array, learning_rate: float
-) -> npt.NDArray[np.float32]:
     limit = np.finfo(np.float32).max
-    # In one array: fresh memory costs more than the arithmetic.
-    moved = np.multiply(direction, learning_rate, out=np.empty_like(direction))
-    moved += parameter
-    return np.clip(moved, -limit, limit, out=moved).astype(np.float32)
-
-
-def _check(name: str, value: float, below: float = float("inf")) -> None:
-    if not 0.0 <= value < below:
-        raise InvalidValueError(f"{name} is {value}; it must be in [0, {below})")
+    after = {}
+    for name, parameter in parameters.items():
+        moved = learning_rate * direction[name] + parameter
+        after[name] = np.clip(moved, -limit, limit, out=moved).astype(np.float32)
+    return after

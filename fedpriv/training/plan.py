@@ -12,21 +12,15 @@ import numpy as np
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping, Indicator
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Metric, PoissonGaussianMechanism
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_partition
-from fedpriv.privacy.mechanism import (
-    AdaptiveClipping,
-    Metric,
-    PoissonGaussianMechanism,
-    indicator_group,
-    indicator_of,
-)
 from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer
 
-METRIC = "batch-norm"
-"""Name of the metric that moves the statistics."""
+BATCH_NORM_METRIC = "batch-norm"
+"""Name of the metric that moves running statistics."""
 _MOST = 4.0  # a variance grows or shrinks by at most this factor in a round, whatever the noise
 _LARGEST_MEAN, _LARGEST_VARIANCE = 1e15, 1e30
 
@@ -40,21 +34,12 @@ class RunningStatistics:
     momentum: they are m₁ = β·a and m₂ = 1 + β·b, and so μ moves by s·m₁ and s² by m₂ − m₁². Where
     all users' moments are those of the running statistics, a = b = 0 and nothing moves. All of this
     is post-processing of what was released.
-
-    Attributes:
-        layers: names of the layers, in the order of the model.
-        channels: number of channels of each.
-        eps: eps ≥ 0 of each.
-        momentum: β in (0, 1].
-
-    Raises:
-        InvalidValueError: fields differ in length, or a number is out of range.
     """
 
-    layers: tuple[str, ...]
-    channels: tuple[int, ...]
-    eps: tuple[float, ...]
-    momentum: float = 0.1
+    layers: tuple[str, ...]  # names, in the order of the model
+    channels: tuple[int, ...]  # of each
+    eps: tuple[float, ...]  # ≥ 0, of each
+    momentum: float = 0.1  # β in (0, 1]
 
     def __post_init__(self) -> None:
         if not len(self.layers) == len(self.channels) == len(self.eps) > 0:
@@ -78,33 +63,23 @@ class RunningStatistics:
         return (2 * sum(self.channels),)
 
     def moved(self, statistics: Parameters, released: FloatVector) -> dict[str, np.ndarray]:
-        """Statistics after a round.
+        """Statistics after a round, by name, given the released metric [2ΣC].
 
         Guarantees: variances are finite and not negative, means finite, for any released vector;
         s² changes by a factor of at least 1/4 and at most 4.
-
-        Args:
-            statistics: running_mean and running_var of each layer, float32 [channels], by name.
-            released: the released metric, [2ΣC].
         """
         after: dict[str, np.ndarray] = {}
         start = 0
         for layer, channels, eps in zip(self.layers, self.channels, self.eps, strict=True):
             first, second = released[start : start + 2 * channels].reshape(2, channels)
             start += 2 * channels
-            mean, var = (statistics[name].astype(np.float64) for name in _names(layer))
-            square = var + eps
+            mean_name, var_name = _names(layer)
+            square = statistics[var_name].astype(np.float64) + eps
             m1, m2 = self.momentum * first, 1.0 + self.momentum * second
-            moved = mean + np.sqrt(square) * m1
-            square = square * np.clip(m2 - m1**2, 1.0 / _MOST, _MOST)
-            for name, value, low, high in zip(
-                _names(layer),
-                (moved, square - eps),
-                (-_LARGEST_MEAN, 0.0),
-                (_LARGEST_MEAN, _LARGEST_VARIANCE),
-                strict=True,
-            ):
-                after[name] = np.clip(value, low, high).astype(np.float32)
+            mean = statistics[mean_name] + np.sqrt(square) * m1
+            var = square * np.clip(m2 - m1**2, 1.0 / _MOST, _MOST) - eps
+            after[mean_name] = np.clip(mean, -_LARGEST_MEAN, _LARGEST_MEAN).astype(np.float32)
+            after[var_name] = np.clip(var, 0.0, _LARGEST_VARIANCE).astype(np.float32)
         return after
 
     def check(self, statistics: Mapping[str, np.ndarray]) -> None:
@@ -129,48 +104,28 @@ def _names(layer: str) -> tuple[str, str]:
 class TrainingPlan:
     """What is trained, on whom, for how long and under which mechanism.
 
-    Attributes:
-        run: name of the run in the ledger.
-        population: name of the enrolled population, as in the ledger.
-        rounds: T ≥ 1.
-        layout: tensors that are trained.
-        groups: how each user's update is clipped, at first; a partition of the layout.
-        noise_shares: ω_g > 0 of each group, summing to 1: how they split what metrics and the
-            counting of the clipped leave them.
-        noise_multiplier: z ≥ 0 of the whole round.
-        sampling: who is enrolled and how a cohort is drawn.
-        local: how each user trains.
-        optimizer: how the server steps.
-        description: whatever else decides the result (model, data, loss, initial parameters), in
-            words or as a digest; it binds checkpoints to the plan.
-        metrics: what is released beside the update.
-        metrics_share: share in (0, 1) of the round's privacy that all metrics get, in equal parts;
-            0 if there are none.
-        adaptive: how the groups' clipping norms move; None: they stay.
-        averaging: how much each user counts, and what sums are divided by.
-        statistics: how running statistics of normalisations move; None: there are none, or they
-            stay.
-
     Raises:
         InvalidValueError: a field is out of range or fields do not fit together.
     """
 
-    run: str
-    population: str
-    rounds: int
-    layout: Layout
-    groups: tuple[VectorGroup, ...]
-    noise_shares: tuple[float, ...]
-    noise_multiplier: float
+    run: str  # name in the ledger
+    population: str  # name of the enrolled population, as in the ledger
+    rounds: int  # T ≥ 1
+    layout: Layout  # of the tensors that are trained
+    groups: tuple[VectorGroup, ...]  # how an update is clipped at first: a partition of the layout
+    noise_shares: tuple[float, ...]  # ω_g: how groups split what metrics and counting leave them
+    noise_multiplier: float  # z ≥ 0 of the whole round
     sampling: PoissonSampling
     local: LocalTraining
     optimizer: ServerOptimizer = FedAvg()  # noqa: RUF009 - frozen, so sharing it is safe
+    # Whatever else decides the result (model, data, loss, initial parameters), in words or as a
+    # digest; it binds checkpoints to the plan.
     description: str = ""
-    metrics: tuple[Metric, ...] = ()
-    metrics_share: float = 0.0
-    adaptive: AdaptiveClipping | None = None
+    metrics: tuple[Metric, ...] = ()  # what is released beside the update
+    metrics_share: float = 0.0  # of the round's privacy, for all metrics in equal parts
+    adaptive: AdaptiveClipping | None = None  # how clipping norms move; None: they stay
     averaging: Averaging = Averaging()  # noqa: RUF009
-    statistics: RunningStatistics | None = None
+    statistics: RunningStatistics | None = None  # how running statistics move, if they do
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -189,10 +144,11 @@ class TrainingPlan:
                 "round's privacy; they must leave some to the update"
             )
         shapes = {metric.name: metric.shape for metric in self.metrics}
-        if self.statistics is not None and shapes.get(METRIC) != self.statistics.shape:
+        if self.statistics is not None and shapes.get(BATCH_NORM_METRIC) != self.statistics.shape:
             raise InvalidValueError(
-                f"running statistics move by a metric {METRIC!r} of shape {self.statistics.shape}; "
-                f"the plan has {shapes.get(METRIC, 'none')}"
+                f"running statistics move by a metric {BATCH_NORM_METRIC!r} of shape "
+                f"{self.statistics.shape}; "
+                f"the plan has {shapes.get(BATCH_NORM_METRIC, 'none')}"
             )
         _ = self.mechanism  # groups, shares and sampling that do not fit are refused here
 
@@ -215,12 +171,24 @@ class TrainingPlan:
         return self.mechanism if first else self._mechanism_at(clipping_norms)
 
     def _mechanism_at(self, clipping_norms: tuple[float, ...]) -> PoissonGaussianMechanism:
+        groups = [
+            replace(group, clipping_norm=norm)
+            for group, norm in zip(self.groups, clipping_norms, strict=True)
+        ]
+        groups += [metric.group for metric in self.metrics]
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        shapes |= {metric.tensor: metric.shape for metric in self.metrics}
+        indicator = Indicator.of(self.groups) if self.adaptive else None
+        if indicator is not None:
+            groups.append(indicator.group)
+            shapes[indicator.tensor] = (len(indicator.groups),)
+        averaging = self.averaging
+        plain = averaging.cap is None and averaging.floor is None
+        weighted = () if plain else tuple(group.name for group in self.groups)
+        layout = Layout(tuple(shapes), tuple(shapes.values()))
+        clipping = Clipping(layout, tuple(groups), indicator, weighted, averaging.cap or 1)
         return PoissonGaussianMechanism.calibrated(
-            self.sampling,
-            self._clipping(clipping_norms),
-            self.noise_multiplier,
-            self.shares,
-            self.averaging,
+            self.sampling, clipping, self.noise_multiplier, self.shares, averaging
         )
 
     @cached_property
@@ -235,33 +203,9 @@ class TrainingPlan:
         return 1.0 - self.metrics_share - (self.adaptive.share if self.adaptive else 0.0)
 
     @cached_property
-    def _indicator(self) -> Indicator | None:
-        return indicator_of(self.groups) if self.adaptive else None
-
-    def _clipping(self, clipping_norms: tuple[float, ...]) -> Clipping:
-        update = tuple(
-            replace(group, clipping_norm=norm)
-            for group, norm in zip(self.groups, clipping_norms, strict=True)
-        )
-        side = tuple(metric.group for metric in self.metrics)
-        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
-        shapes |= {metric.tensor: metric.shape for metric in self.metrics}
-        if self._indicator is not None:
-            side = (*side, indicator_group(self._indicator))
-            shapes[self._indicator.tensor] = (len(self._indicator.groups),)
-        averaging = self.averaging
-        plain = averaging.cap is None and averaging.floor is None
-        weighted = () if plain else tuple(group.name for group in self.groups)
-        layout = Layout(tuple(shapes), tuple(shapes.values()))
-        cap = averaging.cap or 1
-        return Clipping(layout, (*update, *side), self._indicator, weighted, cap)
-
-    @cached_property
     def digest(self) -> str:
         """SHA-256 of the whole plan; equal plans have equal digests."""
-        text = json.dumps(self._as_json(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    def _as_json(self) -> Mapping[str, object]:
         optimizer = type(self.optimizer).__name__
-        return {**dataclasses.asdict(self), "optimizer_class": optimizer}
+        fields = {**dataclasses.asdict(self), "optimizer_class": optimizer}
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()

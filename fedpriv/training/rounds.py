@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import BudgetExceededError, StoppedError
-from fedpriv.privacy.mechanism import UNCLIPPED, released
+from fedpriv.privacy.clipping import UNCLIPPED
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import (
     PartialSum,
@@ -21,26 +21,18 @@ from fedpriv.privacy.round import (
     private_round,
 )
 from fedpriv.training.optimizers import OptimizerState, Parameters
-from fedpriv.training.plan import METRIC, TrainingPlan
+from fedpriv.training.plan import BATCH_NORM_METRIC, TrainingPlan
 
 
 @dataclass(frozen=True)
 class ServerState:
-    """What the server carries from round to round; all of it was released.
+    """What the server carries from round to round; all of it was released."""
 
-    Attributes:
-        round: number of the next round, from 0.
-        parameters: the model, float32 tensors in the order of the plan's layout.
-        optimizer: moments of the server optimiser.
-        clipping_norms: S_g of each group of the update in the next round.
-        statistics: running statistics of normalisations, float32, by name.
-    """
-
-    round: int
-    parameters: Parameters
+    round: int  # number of the next round, from 0
+    parameters: Parameters  # in the order of the plan's layout
     optimizer: OptimizerState
-    clipping_norms: tuple[float, ...]
-    statistics: Parameters = field(default_factory=dict)
+    clipping_norms: tuple[float, ...]  # S_g of each group of the update in the next round
+    statistics: Parameters = field(default_factory=dict)  # running statistics, by name
 
     @property
     def model(self) -> Parameters:
@@ -115,19 +107,12 @@ class RoundResult:
         >>> result.scalars
         {'test/accuracy': 0.9, 'privacy/epsilon': 0.25, 'clipping_norm/update': 0.5}
         """
-        tables: tuple[tuple[str, Mapping[str, float | None]], ...] = (
-            ("test", {"loss": self.loss, "accuracy": self.accuracy}),
-            ("privacy", {"epsilon": self.epsilon}),
-            ("clipping_norm", self.clipping_norms),
-            ("unclipped", self.unclipped),
-            ("metric", self.scalar_metrics),
-        )
-        return {
-            f"{table}/{name}": float(value)
-            for table, values in tables
-            for name, value in values.items()
-            if value is not None
-        }
+        own = {"test/loss": self.loss, "test/accuracy": self.accuracy}
+        released = {name: value for name, value in own.items() if value is not None}
+        released["privacy/epsilon"] = self.epsilon
+        released |= {f"clipping_norm/{name}": norm for name, norm in self.clipping_norms.items()}
+        released |= {f"unclipped/{name}": share for name, share in self.unclipped.items()}
+        return released | {f"metric/{name}": value for name, value in self.scalar_metrics.items()}
 
     @property
     def metrics_text(self) -> tuple[str, ...]:
@@ -138,23 +123,13 @@ class RoundResult:
         )
 
 
-OnRound = Callable[[RoundResult], object]
-"""Is called after each round; what it returns is not read."""
+OnRound = Callable[[RoundResult], object]  # called after each round; its result is not read
 
 
 def initial_state(
     plan: TrainingPlan, parameters: Parameters, statistics: Parameters | None = None
 ) -> ServerState:
-    """State before the first round.
-
-    Args:
-        plan: the plan of the run.
-        parameters: of the model; they must follow the plan's layout.
-        statistics: running statistics of the model's normalisations, if it has any.
-
-    Raises:
-        InvalidValueError: the statistics are not those that the plan moves.
-    """
+    """State before the first round, with the model's parameters and running statistics."""
     statistics = dict(statistics or {})
     if plan.statistics is not None:
         plan.statistics.check(statistics)
@@ -176,17 +151,7 @@ def train(
 
     Each round has the guarantees of `private_round`. Training stops *before* the budget would be
     passed, or when the transport was asked to stop, with nothing charged for the round that did
-    not happen.
-
-    Args:
-        plan: the plan of the run.
-        state: where to start, from `initial_state` or a checkpoint.
-        transport: reaches the users.
-        records: ledger, participation record and budget.
-        entropy: where cohorts and noise come from.
-
-    Returns:
-        Why training ended (the value of the generator).
+    not happen. The generator returns why training ended.
     """
     while state.round < plan.rounds:
         try:
@@ -206,11 +171,7 @@ def run_round(
     records: PrivacyRecords,
     entropy: Entropy,
 ) -> tuple[ServerState, RoundResult]:
-    """One round of `train`: the state after it, and its result.
-
-    Raises:
-        BudgetExceededError: the budget would be passed; nothing was charged or released.
-    """
+    """One round of `train`: the state after it, and its result."""
 
     def collect(at: RoundAttempt, users: npt.NDArray[np.int64]) -> Iterator[PartialSum]:
         return transport.collect(_request(plan, state, at, users, entropy))
@@ -256,14 +217,8 @@ def close_round(
 ) -> tuple[ServerState, RoundResult]:
     """Step the server by what a round released, and only then move clipping norms.
 
-    All of this is post-processing.
-
-    Args:
-        plan: the plan of the run.
-        state: the state with which the round was opened.
-        release: of the mechanism of that round.
-        epsilon: ε of all charges so far.
-        delta: at this δ.
+    All of this is post-processing. `state` is that with which the round was opened, `epsilon` the ε
+    of all charges so far, at `delta`.
     """
     query = plan.mechanism_at(state.clipping_norms).query
     tensors = query.clipping.layout.unflatten(release.average)
@@ -274,11 +229,10 @@ def close_round(
     if plan.adaptive is not None:
         unclipped = tuple(float(half) + 0.5 for half in tensors[UNCLIPPED])
         norms = tuple(map(plan.adaptive.step, norms, unclipped))
-    metrics = released(plan.metrics, release.average, query)
+    metrics = {metric.name: tensors[metric.tensor] + metric.centre for metric in plan.metrics}
     statistics = state.statistics
     if plan.statistics is not None:
-        (deviation,) = [metric.value for metric in metrics if metric.name == METRIC]
-        statistics = plan.statistics.moved(statistics, deviation)
+        statistics = plan.statistics.moved(statistics, metrics[BATCH_NORM_METRIC])
     names = [group.name for group in plan.groups]
     result = RoundResult(
         run=plan.run,
@@ -290,7 +244,7 @@ def close_round(
         delta=delta,
         clipping_norms=dict(zip(names, state.clipping_norms, strict=True)),
         unclipped=dict(zip(names, unclipped, strict=False)),
-        metrics={metric.name: metric.value.tolist() for metric in metrics},
-        metrics_noise_stddev={metric.name: metric.noise_stddev for metric in metrics},
+        metrics={name: value.tolist() for name, value in metrics.items()},
+        metrics_noise_stddev={m.name: query.tensor_stddevs[m.tensor] for m in plan.metrics},
     )
     return ServerState(state.round + 1, parameters, optimizer, norms, statistics), result

@@ -3,13 +3,10 @@
 Read `messages` first; `codec` holds the limits and the one way a value becomes a message and back,
 `tensors` the streams, and `flower` the same messages on Flower's runtime.
 
-Guarantees of every decoder here, whatever the bytes:
-
-* it returns a value that our own constructors accepted, or raises `WireError`, and nothing else;
-* its work is bounded by the length of the message and the limits of `fedpriv.wire.codec`;
-* what it holds is bounded by the message, or by the content it was told to expect.
-
-What an encoder returns, the decoder of the other side reads as an equal value.
+Guarantees of every decoder here, whatever the bytes: it returns a value that our own constructors
+accepted or raises `WireError`, its work is bounded by the length of the message and the limits of
+`codec`, and its memory by the message or the content it was told to expect. The decoder of the
+other side reads what an encoder returns as an equal value.
 """
 
 from fedpriv.wire.codec import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, parse
@@ -57,45 +54,11 @@ from fedpriv.wire.tensors import (
 )
 
 __all__ = [
-    "CHUNK_BYTES",
-    "NODE_RECEIVES_BYTES",
-    "SERVER_RECEIVES_BYTES",
-    "VERSION",
-    "Answer",
-    "Assembler",
-    "Decline",
-    "Hello",
-    "Manifest",
-    "Price",
-    "Receipt",
-    "Receiver",
-    "RoundId",
-    "RoundOffer",
-    "RunState",
-    "Status",
-    "SummedUpdates",
-    "TaskDescription",
-    "Welcome",
-    "chunks",
-    "decode_answer",
-    "decode_hello",
-    "decode_offer",
-    "decode_receipt",
-    "decode_round_id",
-    "decode_status",
-    "decode_welcome",
-    "digest_of",
-    "encode_answer",
-    "encode_hello",
-    "encode_offer",
-    "encode_receipt",
-    "encode_round_id",
-    "encode_status",
-    "encode_welcome",
-    "layout_of_sums",
-    "manifest_of",
-    "model_of",
-    "parse",
-    "pieces",
-    "tensors_of",
-]
+    "CHUNK_BYTES", "NODE_RECEIVES_BYTES", "SERVER_RECEIVES_BYTES", "VERSION", "Answer", "Assembler",
+    "Decline", "Hello", "Manifest", "Price", "Receipt", "Receiver", "RoundId", "RoundOffer",
+    "RunState", "Status", "SummedUpdates", "TaskDescription", "Welcome", "chunks", "decode_answer",
+    "decode_hello", "decode_offer", "decode_receipt", "decode_round_id", "decode_status",
+    "decode_welcome", "digest_of", "encode_answer", "encode_hello", "encode_offer",
+    "encode_receipt", "encode_round_id", "encode_status", "encode_welcome", "layout_of_sums",
+    "manifest_of", "model_of", "parse", "pieces", "tensors_of",
+]  # fmt: skip

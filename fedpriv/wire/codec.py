@@ -1,29 +1,26 @@
 """How a frozen value becomes a protobuf message and back, within limits on what a message holds.
 
-A `Codec` declares both directions at once: value and message have fields of the same names.
+A `Codec` declares both directions at once: value and message have fields of the same names. What a
+field of a value may hold stands in its annotation, and `check_fields` holds the value to it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from inspect import get_annotations
+from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from fedpriv.errors import InvalidValueError, WireError
 
-SERVER_RECEIVES_BYTES = 2**20 + 2**16
-"""Longest message that a server takes from a node: a chunk, or the header of an answer."""
-NODE_RECEIVES_BYTES = 16 * 2**20
-"""Longest message that a node takes from the server: an offer to 2^20 users."""
-ENVELOPE_BYTES = 16
-"""Room for the tag and length of a message inside another."""
+SERVER_RECEIVES_BYTES = 2**20 + 2**16  # of one message: a chunk, or the header of an answer
+NODE_RECEIVES_BYTES = 16 * 2**20  # of one message: an offer to 2^20 users
+ENVELOPE_BYTES = 16  # for the tag and length of a message inside another
 MAX_USERS = 2**20
-MAX_NAME = 1024
-"""Characters of any text that has no limit of its own."""
+MAX_NAME = 1024  # characters of any text that has no limit of its own
+# Elements of any list without a limit of its own; checks of `Layout` take time with its square.
 MAX_TENSORS = 4096
-"""Elements of any list without a limit of its own; checks of `Layout` take time with its square."""
-
 _LONGEST_REASON = 400  # a sentence about hostile input must not be as long as the input
 
 Value = TypeVar("Value")
@@ -31,16 +28,7 @@ Kind = TypeVar("Kind", bound=Message)
 
 
 def parse(kind: type[Kind], data: bytes, most: int) -> Kind:
-    """Read a protobuf message; total.
-
-    Args:
-        kind: class of the message.
-        data: any bytes.
-        most: longest legal length, e.g. `SERVER_RECEIVES_BYTES`.
-
-    Raises:
-        WireError: the bytes are too long, or are not such a message.
-    """
+    """Read a protobuf message of at most so many bytes; total: any other bytes raise WireError."""
     at_most(f"bytes in a {kind.__name__}", len(data), most)
     try:
         message: Kind = kind.FromString(data)
@@ -60,6 +48,8 @@ def refusing(what: str) -> Iterator[None]:
     """Raise WireError for what one of our constructors, or a field of protobuf, refuses."""
     try:
         yield
+    except RecursionError as error:
+        raise WireError(f"{what} is nested too deeply") from error
     except (InvalidValueError, TypeError, ValueError) as error:
         reason = str(error)
         if len(reason) > _LONGEST_REASON:
@@ -68,78 +58,84 @@ def refusing(what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Part:
-    """How a field that is not the same on both sides is converted.
+class Legal:
+    """What a field may hold, as an annotation of it."""
 
-    Attributes:
-        encode: from the value's field to the message's.
-        decode: back; total, or raises WireError or ValueError.
-        optional: whether None stands for an absent message.
-    """
+    holds: Callable[[Any], bool]
+    reading: str  # what it must be or have
+
+
+def length(least: int, most: int) -> Legal:
+    """So many characters or bytes."""
+    return Legal(lambda text: least <= len(text) <= most, f"have {least} to {most}")
+
+
+def below(power: int) -> Legal:
+    """Whole numbers of so many bits."""
+    return Legal(lambda number: 0 <= number < 2**power, f"be from 0 to 2^{power} - 1")
+
+
+def check_fields(value: object) -> None:
+    """Raise InvalidValueError if a field does not hold what its annotation allows."""
+    for name, annotation in get_annotations(type(value)).items():
+        for legal in getattr(annotation, "__metadata__", ()):
+            content = getattr(value, name)
+            if not legal.holds(content):
+                found = f"is {content}"
+                if isinstance(content, str | bytes):
+                    unit = "characters" if isinstance(content, str) else "bytes"
+                    found = f"has {len(content)} {unit}"
+                raise InvalidValueError(f"{name} {found}; it must {legal.reading}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """How a field that differs between value and message is converted."""
 
     encode: Callable[..., object]
-    decode: Callable[..., object]
-    optional: bool = False
+    decode: Callable[..., object]  # total, or raises WireError or ValueError
+    optional: bool = False  # whether None stands for an absent message
 
 
 @dataclass(frozen=True)
 class Codec(Generic[Value, Kind]):
-    """Both directions between a frozen value and a protobuf message.
-
-    Attributes:
-        value: constructor of the value, by the names of the message's fields.
-        message: class of the message.
-        what: how errors call it, with its article.
-        parts: fields that are not the same on both sides; other lists become tuples.
-        limits: of the elements of lists and the characters of texts, where they are not
-            `MAX_TENSORS` and `MAX_NAME`.
-        check: raises WireError for what else a message must not hold.
-        longest: bytes of a message.
-    """
+    """Both directions between a frozen value and a protobuf message."""
 
     value: Callable[..., Value]
     message: type[Kind]
-    what: str
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    what: str  # in errors, with its article
+    parts: Mapping[str, Part] = field(default_factory=dict)  # other lists become tuples
+    # Of the elements of lists and the characters of texts, where not MAX_TENSORS and MAX_NAME.
     limits: Mapping[str, int] = field(default_factory=dict)
-    check: Callable[[Kind], None] = lambda _: None
-    longest: int = NODE_RECEIVES_BYTES
+    check: Callable[[Kind], None] = lambda _: None  # raises WireError
 
     def encode(self, value: Value) -> Kind:
-        """The message of a value, which the other side decodes as an equal value.
-
-        Raises:
-            WireError: it passes a limit, or a field cannot hold it.
-        """
-        given: dict[str, object] = {}
+        """The message of a value; WireError if the other side would not decode an equal value."""
+        contents: dict[str, object] = {}
         with refusing(self.what):
             for name in self.message.DESCRIPTOR.fields_by_name:
                 content, part = getattr(value, name), self.parts.get(name)
                 if part is not None and not (part.optional and content is None):
                     content = part.encode(content)
-                given[name] = content
-            message: Kind = self.message(**given)
+                contents[name] = content
+            message: Kind = self.message(**contents)
         self._check_limits(message)
         return message
 
     def decode(self, message: Kind) -> Value:
-        """The value of a message; total.
-
-        Raises:
-            WireError: it is not legal, or passes a limit.
-        """
+        """The value of a message; total, or WireError."""
         self._check_limits(message)
-        given: dict[str, object] = {}
+        contents: dict[str, object] = {}
         with refusing(self.what):
             for name in message.DESCRIPTOR.fields_by_name:
                 content, part = getattr(message, name), self.parts.get(name)
                 if part is not None:
                     absent = part.optional and not message.HasField(name)
-                    given[name] = None if absent else part.decode(content)
+                    contents[name] = None if absent else part.decode(content)
                 else:
                     repeated = isinstance(content, MutableSequence)
-                    given[name] = tuple(content) if repeated else content
-            return self.value(**given)
+                    contents[name] = tuple(content) if repeated else content
+            return self.value(**contents)
 
     def _check_limits(self, message: Kind) -> None:
         """Refuse what is too long before any of it is converted."""
@@ -153,7 +149,7 @@ class Codec(Generic[Value, Kind]):
                 longest = max(map(len, texts))
                 at_most(f"characters in {name} of {self.what}", longest, most or MAX_NAME)
         self.check(message)
-        at_most(f"bytes in {self.what}", message.ByteSize(), self.longest)
+        at_most(f"bytes in {self.what}", message.ByteSize(), NODE_RECEIVES_BYTES - ENVELOPE_BYTES)
 
 
 def one(codec: Codec[Value, Kind], *, optional: bool = False) -> Part:

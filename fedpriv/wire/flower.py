@@ -21,10 +21,8 @@ from fedpriv.privacy.layout import Tensors
 from fedpriv.wire import Manifest, Receiver, chunks, pieces
 from fedpriv.wire.codec import MAX_NAME, at_most, refusing
 
-OFFER, ANSWER, HELLO, WELCOME = "offer", "answer", "hello", "welcome"
-"""Names of headers that are messages of `fedpriv.wire`."""
-SIMULATED, TROUBLE = "simulated", "trouble"
-"""Names of headers that are text: a `Simulated`, and why a node cannot take part."""
+OFFER, ANSWER, HELLO, WELCOME = "offer", "answer", "hello", "welcome"  # headers: wire messages
+SIMULATED, TROUBLE = "simulated", "trouble"  # headers: a `Simulated`, and why a node cannot join
 _RECORD = "fedpriv"
 _VERSION = "version"
 _RAW = "bytes"  # neither side lets Flower read the tensors by itself
@@ -33,20 +31,12 @@ _BYTES_AT_ONCE = 2**24
 
 @dataclass(frozen=True)
 class Simulated:
-    """A population that every worker of a simulation can load by itself.
+    """A population that every worker of a simulation can load by itself."""
 
-    Attributes:
-        name: as `fedpriv.data.population.load_population` reads it.
-        options: of the loader.
-        device: where to train.
-        chunk_mebibytes: memory that a chunk of users may take, roughly.
-        activations: of the model while users train, as `InProcessTransport` has them.
-    """
-
-    name: str
-    options: Mapping[str, object]
+    name: str  # as `fedpriv.data.population.load_population` reads it
+    options: Mapping[str, object]  # of the loader
     device: str
-    chunk_mebibytes: int
+    chunk_mebibytes: int  # memory that a chunk of users may take, roughly
     activations: str = "float32"
 
     def encode(self) -> bytes:
@@ -69,9 +59,8 @@ def shard_of(population: int, worker: int, workers: int) -> range:
 def digest_of_shard(population: str, users: UserStore, shard: range) -> bytes:
     """What a worker of a simulation says of its users, so that all load the same: 32 bytes.
 
-    Guarantees: another name of the population, and other ids, fields, rows, or numbers of rows of
-    the users of the shard give another digest. Guesses of users' data can be tested against it: it
-    is for workers and server alone.
+    Any other population, ids, fields, rows or numbers of rows of the shard's users give another
+    digest. Guesses of users' data can be tested against it: it is for workers and server alone.
     """
     fields = sorted(users.fields.items())
     cuts = users.offsets[shard.start : shard.stop + 1].tolist()
@@ -106,12 +95,7 @@ def content_of(headers: Mapping[str, bytes], tensors: Array | None = None) -> Re
 
 
 def header_in(content: RecordDict, name: str, most: int) -> bytes | None:
-    """The header of a name, or None if there is none; total.
-
-    Raises:
-        WireError: the message is not of fedpriv, of another version, or the header is longer than
-            `most` bytes.
-    """
+    """The header of a name in a message of this version of fedpriv, if there is one; total."""
     record = content.get(_RECORD)
     if not isinstance(record, ConfigRecord):
         raise WireError("a message holds no record of fedpriv")
@@ -131,11 +115,7 @@ def header_in(content: RecordDict, name: str, most: int) -> bytes | None:
 
 
 def tensors_in(content: RecordDict, manifest: Manifest) -> dict[str, npt.NDArray[np.generic]]:
-    """The tensors that a header has declared, read-only; total.
-
-    Raises:
-        WireError: they are missing, or not those that were declared.
-    """
+    """The tensors that a header has declared, read-only; total, or raises WireError."""
     arrays = content.get(_RECORD + ".tensors")
     array = arrays.get(_RECORD) if isinstance(arrays, ArrayRecord) else None
     if array is None:

@@ -1,39 +1,41 @@
 """What server and nodes say to each other: a frozen value for each message, and its codec.
 
 In the order of a connection: hello and welcome, the offer of a round with its price, the answer
-and its receipt, and the status of the federation. Each `decode_x` is total: it returns a value
-that the constructor accepted, or raises WireError. Each `encode_x` raises WireError for a value
-that the other side would refuse. Each constructor raises InvalidValueError for a field that is out
-of range or does not fit the others.
+and its receipt, and the status of the federation. Each constructor raises InvalidValueError for a
+field that is out of range or does not fit the others; each `decode_x` is total, or raises
+WireError; each `encode_x` raises WireError for a value that the other side would refuse.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NoReturn
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, Tensors, VectorGroup
-from fedpriv.privacy.mechanism import Metric
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import (
     ENVELOPE_BYTES,
     MAX_NAME,
     MAX_USERS,
-    NODE_RECEIVES_BYTES,
     SERVER_RECEIVES_BYTES,
     Codec,
+    Legal,
     Part,
     at_most,
+    below,
+    check_fields,
     each,
+    length,
     one,
     refusing,
 )
@@ -42,47 +44,35 @@ from fedpriv.wire.tensors import (
     INT32,
     INT64,
     LAYOUT,
+    SHAPE,
     Manifest,
     Number,
-    check_shape,
     decode_manifest,
     encode_manifest,
     expect_manifest,
 )
 
-VERSION = 1
-"""Of the protocol."""
-MAX_OPTIONS = 100_000
-"""Of one metric."""
-LONGEST_OPTIONS = 2**16
-"""Characters of a model's options."""
-_POSITIONS = Part(np.ndarray.tolist, lambda users: np.array(users, np.int64))
+VERSION = 1  # of the protocol
+SUM = "sum"  # name of the one vector that users' contributions add up to
+_MAX_OPTIONS = 100_000  # of one metric
+_LONGEST_OPTIONS = 2**16  # characters of a model's options
+_USERS_OF_32_BITS = 63  # each adds less than 2^25 to a component
 
 Parameters = Mapping[str, npt.NDArray[np.float32]]
+Positions = npt.NDArray[np.int64]
+Name = Annotated[str, length(1, MAX_NAME)]
+Text = Annotated[str, length(0, MAX_NAME)]
+Bytes32 = Annotated[bytes, length(32, 32)]
+Population = Annotated[int, Legal(lambda n: 1 <= n < 2**63, "be from 1 to 2^63 - 1")]
+UInt32 = Annotated[int, below(32)]
+Epsilon = Annotated[float, Legal(lambda epsilon: epsilon >= 0.0, "be a number, not negative")]
+NoiseMultiplier = Annotated[
+    float, Legal(lambda z: 0.0 <= z < math.inf, "be finite and not negative")
+]
+Delta = Annotated[float, Legal(lambda delta: 0.0 <= delta < 1.0, "be in [0, 1)")]
 
 
-def _check(owner: object, name: str, legal: Callable[..., bool], reading: str) -> None:
-    value = getattr(owner, name)
-    if not legal(value):
-        raise InvalidValueError(f"{name} is {value}; it must be {reading}")
-
-
-def _check_length(what: str, text: str | bytes, least: int, most: int) -> None:
-    if not least <= len(text) <= most:
-        unit = "characters" if isinstance(text, str) else "bytes"
-        raise InvalidValueError(f"{what} has {len(text)} {unit}; legal are {least} to {most}")
-
-
-def _check_bits(owner: object, bits: int, *names: str) -> None:
-    for name in names:
-        _check(owner, name, lambda n: 0 <= n < 2**bits, f"from 0 to 2^{bits} - 1")
-
-
-def _check_population(owner: object) -> None:
-    _check(owner, "population", lambda n: 1 <= n < 2**63, "from 1 to 2^63 - 1")
-
-
-def _check_positions(users: npt.NDArray[np.int64], population: int) -> None:
+def _check_positions(users: Positions, population: int) -> None:
     """Refuse other than ascending positions in the population, and make them read-only."""
     if users.ndim != 1 or users.dtype != np.int64 or np.any(users[1:] <= users[:-1]):
         raise InvalidValueError("users are not an ascending vector of int64, each once")
@@ -93,28 +83,16 @@ def _check_positions(users: npt.NDArray[np.int64], population: int) -> None:
 
 @dataclass(frozen=True)
 class Hello:
-    """A node says who it is.
+    """A node says who it is, with the `digest_of` the ids of its users."""
 
-    Attributes:
-        node: its name, from 1 to 1024 printable characters; must be that in its certificate.
-        users_sha256: `digest_of` the ids of the users that it holds, 32 bytes.
-        version: of the protocol that it speaks; must be `VERSION`.
-    """
-
-    node: str
-    users_sha256: bytes
-    version: int = VERSION
+    node: Name  # must be that in its certificate
+    users_sha256: Bytes32
+    version: Annotated[int, Legal(lambda n: n == VERSION, f"be {VERSION}, as here")] = VERSION
 
     def __post_init__(self) -> None:
-        _check_length("node", self.node, 1, MAX_NAME)
+        check_fields(self)
         if not self.node.isprintable():
             raise InvalidValueError(f"node is {self.node!r}; all characters must be printable")
-        _check(self, "version", lambda version: version == VERSION, f"{VERSION}, of this side")
-        _check_length("users_sha256", self.users_sha256, 32, 32)
-
-
-_HELLO = Codec(Hello, pb.Hello, "a hello")
-encode_hello, decode_hello = _HELLO.encode, _HELLO.decode
 
 
 def digest_of(user_ids: Iterable[str]) -> bytes:
@@ -125,24 +103,16 @@ def digest_of(user_ids: Iterable[str]) -> bytes:
 
 @dataclass(frozen=True)
 class TaskDescription:
-    """Model and loss by name, as `fedpriv.build.build_task` reads them.
+    """Model and loss by name, as `fedpriv.build.build_task` reads them."""
 
-    Attributes:
-        model: name of a model, or import path of a function that makes one.
-        options: arguments of that function; values that JSON has, so lists and no tuples.
-        seed: of the model's initial and frozen parameters, in 63 bits.
-        loss: name of a loss, or import path.
-        metrics: import paths of the metrics that are not built in.
-    """
-
-    model: str
-    options: Mapping[str, object]
-    seed: int
+    model: str  # a name, or the import path of a function that makes one
+    options: Mapping[str, object]  # arguments of that function, as JSON has them
+    seed: Annotated[int, below(63)]  # of the model's initial and frozen parameters
     loss: str
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()  # import paths of those that are not built in
 
     def __post_init__(self) -> None:
-        _check_bits(self, 63, "seed")
+        check_fields(self)
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -154,157 +124,70 @@ class TaskDescription:
 class Welcome:
     """What the server says to a node that has connected.
 
-    Attributes:
-        population_name: as in the ledger, from 1 to 1024 characters.
-        population: N, the number of enrolled users, at least 1.
-        users: positions of the node's users, ascending: the k-th is that of the node's k-th user,
-            ids sorted by code points; at most 2^20, read-only.
-        task: what is trained.
+    `users` are the ascending positions of the node's users in the population, read-only: the k-th
+    is that of the node's k-th user, ids sorted by code points.
     """
 
-    population_name: str
-    population: int
-    users: npt.NDArray[np.int64] = field(repr=False)
+    population_name: Name  # as in the ledger
+    population: Population  # N
+    users: Positions = field(repr=False)
     task: TaskDescription
 
     def __post_init__(self) -> None:
-        _check_length("population_name", self.population_name, 1, MAX_NAME)
-        _check_population(self)
+        check_fields(self)
         _check_positions(self.users, self.population)
-
-
-def _encode_options(options: Mapping[str, object]) -> str:
-    try:
-        text = json.dumps(dict(options), allow_nan=False)
-    except RecursionError as error:
-        raise WireError("the options of a model are nested too deeply") from error
-    # Tuples and keys that are numbers would arrive as something else.
-    if json.loads(text) != options:
-        raise WireError("the options of a model hold values that JSON does not have")
-    return text
-
-
-def _decode_options(text: str) -> dict[str, object]:
-    try:
-        options = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
-    except RecursionError as error:
-        raise WireError("the options of a model are nested too deeply") from error
-    if not isinstance(options, dict):
-        raise WireError("the options of a model are not a JSON object")
-    return options
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    return number if math.isfinite(number) else _refuse_number(digits)
-
-
-def _refuse_number(number: str) -> NoReturn:
-    raise WireError(f"the options of a model hold {number[:20]}, which is not a JSON number")
-
-
-_TASK = Codec(
-    TaskDescription,
-    pb.Task,
-    "a task",
-    {"options": Part(_encode_options, _decode_options)},
-    limits={"options": LONGEST_OPTIONS},
-)
-_WELCOME = Codec(
-    Welcome,
-    pb.Welcome,
-    "a welcome",
-    {"users": _POSITIONS, "task": one(_TASK)},
-    limits={"users": MAX_USERS},
-    longest=NODE_RECEIVES_BYTES - ENVELOPE_BYTES,
-)
-encode_welcome, decode_welcome = _WELCOME.encode, _WELCOME.decode
 
 
 @dataclass(frozen=True)
 class RoundId:
     """One attempt at a round of a run.
 
-    Attributes:
-        run: name of the run, from 1 to 1024 characters.
-        round: number of the round, from 0.
-        attempt: number of the attempt at this round, from 0.
-        nonce: random, in 64 bits: tells apart two attempts of one number, of which the first was
-            abandoned without a charge.
+    The random nonce tells apart two attempts of one number, of which the first was abandoned
+    without a charge.
     """
 
-    run: str
-    round: int
-    attempt: int
-    nonce: int = 0
+    run: Name
+    round: UInt32  # from 0
+    attempt: UInt32  # from 0
+    nonce: Annotated[int, below(64)] = 0
 
     def __post_init__(self) -> None:
-        _check_length("run", self.run, 1, MAX_NAME)
-        _check_bits(self, 32, "round", "attempt")
-        _check_bits(self, 64, "nonce")
-
-
-_ROUND_ID = Codec(RoundId, pb.RoundId, "the name of a round")
-encode_round_id, decode_round_id = _ROUND_ID.encode, _ROUND_ID.decode
+        check_fields(self)
 
 
 @dataclass(frozen=True)
 class Price:
-    """What a round costs the users, for a node to consent to or not.
+    """What a round costs the users, for a node to consent to or not."""
 
-    Attributes:
-        sampling_probability: q in (0, 1].
-        population: N, the number of enrolled users, at least 1.
-        noise_multiplier: z ≥ 0 of the whole round.
-        epsilon_after: ε ≥ 0 at `delta` of all charges of the ledger and this round; may be inf.
-        delta: δ in [0, 1).
-    """
-
-    sampling_probability: float
-    population: int
-    noise_multiplier: float
-    epsilon_after: float
-    delta: float
+    sampling_probability: Annotated[float, Legal(lambda q: 0.0 < q <= 1.0, "be in (0, 1]")]
+    population: Population  # N
+    noise_multiplier: NoiseMultiplier  # of the whole round
+    epsilon_after: Epsilon  # of all charges of the ledger and this round, at delta
+    delta: Delta
 
     def __post_init__(self) -> None:
-        _check(self, "sampling_probability", lambda q: 0.0 < q <= 1.0, "in (0, 1]")
-        _check_population(self)
-        _check(self, "noise_multiplier", lambda z: 0.0 <= z < math.inf, "finite and not negative")
-        _check(self, "epsilon_after", lambda epsilon: epsilon >= 0.0, "a number, not negative")
-        _check(self, "delta", lambda delta: 0.0 <= delta < 1.0, "in [0, 1)")
+        check_fields(self)
 
 
 @dataclass(frozen=True, eq=False)
 class RoundOffer:
-    """A `RoundRequest` to one node; the tensors of the model follow separately.
+    """A `RoundRequest` to one node; the tensors that `model` declares follow separately.
 
-    Attributes:
-        id: which round.
-        seconds: until the deadline, > 0.
-        users: the drawn users of the node, positions in the enrolled population, ascending;
-            secret, and read-only.
-        clipping: as in the request.
-        local: as in the request.
-        local_key: as in the request, 32 bytes.
-        metrics: as in the request.
-        price: what the round costs.
-        model: what follows: float32, the update's tensors as `clipping` orders them, then running
-            statistics.
+    They are float32: the update's tensors as `clipping` orders them, then running statistics.
     """
 
     id: RoundId
-    seconds: float
-    users: npt.NDArray[np.int64]
+    seconds: Annotated[float, Legal(lambda s: 0.0 < s < math.inf, "be positive and finite")]
+    users: Positions  # drawn at the node: ascending, read-only and secret
     clipping: Clipping
     local: LocalTraining
-    local_key: bytes
+    local_key: Bytes32
     metrics: tuple[Metric, ...]
     price: Price
     model: Manifest
 
     def __post_init__(self) -> None:
-        _check(self, "seconds", lambda seconds: 0.0 < seconds < math.inf, "positive and finite")
-        _check_length("local_key", self.local_key, 32, 32)
+        check_fields(self)
         _check_positions(self.users, self.price.population)
         layout = self.clipping.layout
         shapes = dict(zip(layout.names, layout.shapes, strict=True))
@@ -326,29 +209,17 @@ class RoundOffer:
     def of(
         cls, request: RoundRequest, seconds: float, price: Price, model: Manifest, nonce: int = 0
     ) -> "RoundOffer":
-        """The offer of a request to a node that hosts all of its users.
+        """The offer to a node that hosts all users of the request; else `replace` its users.
 
-        For a node that hosts some, `dataclasses.replace` the users. The model is that of
-        `manifest_of(model_of(request))`, the same for all nodes.
+        The model is that of `manifest_of(model_of(request))`, the same for all nodes.
         """
-        return cls(
-            RoundId(request.run, request.round, request.attempt, nonce),
-            seconds,
-            request.users.copy(),
-            request.clipping,
-            request.local,
-            request.local_key,
-            request.metrics,
-            price,
-            model,
-        )
+        round_id = RoundId(request.run, request.round, request.attempt, nonce)
+        users, clipping, local = request.users.copy(), request.clipping, request.local
+        key, metrics = request.local_key, request.metrics
+        return cls(round_id, seconds, users, clipping, local, key, metrics, price, model)
 
     def request(self, tensors: Parameters) -> RoundRequest:
-        """The request that was offered.
-
-        Raises:
-            InvalidValueError: the tensors are not those of `model`.
-        """
+        """The request that was offered, of the tensors that `model` declares."""
         if Layout.of(tensors) != self.model.layout:
             raise InvalidValueError("the tensors are not those of the offered model")
         update = set(self.clipping.layout.names)
@@ -374,87 +245,19 @@ def model_of(request: RoundRequest) -> Parameters:
     return {**request.parameters, **request.statistics}
 
 
-def _check_groups(message: pb.Clipping) -> None:
-    groups, tensors = len(message.groups), len(message.layout.names)
-    grouped = sum(len(group.tensors) for group in message.groups)
-    if grouped != tensors:
-        raise WireError(f"vector groups hold {grouped} tensors; it must be all {tensors}, once")
-    at_most("weighted groups", len(message.weighted), groups)
-    at_most("groups of an indicator", len(message.indicator.groups), groups)
-
-
-_NONE_IS_ZERO = Part(lambda number: number or 0, lambda number: number or None)
-PRICE = Codec(Price, pb.Price, "a price")
-CLIPPING = Codec(
-    Clipping,
-    pb.Clipping,
-    "a clipping",
-    {
-        "layout": one(LAYOUT),
-        "groups": each(Codec(VectorGroup, pb.VectorGroup, "a vector group")),
-        "indicator": one(Codec(Indicator, pb.Indicator, "an indicator"), optional=True),
-    },
-    check=_check_groups,
-)
-LOCAL_TRAINING = Codec(
-    LocalTraining,
-    pb.LocalTraining,
-    "local training",
-    dict.fromkeys(("batch_size", "epochs", "steps", "max_examples"), _NONE_IS_ZERO),
-)
-METRIC = Codec(
-    Metric,
-    pb.Metric,
-    "a metric",
-    {"shape": Part(lambda shape: pb.Shape(sizes=shape), lambda shape: tuple(shape.sizes))},
-    limits={"options": MAX_OPTIONS},
-    check=lambda message: check_shape(message.shape),
-)
-_OFFER = Codec(
-    RoundOffer,
-    pb.Offer,
-    "an offer",
-    {
-        "id": one(_ROUND_ID),
-        "users": _POSITIONS,
-        "clipping": one(CLIPPING),
-        "local": one(LOCAL_TRAINING),
-        "metrics": each(METRIC),
-        "price": one(PRICE),
-        "model": Part(encode_manifest, decode_manifest),
-    },
-    limits={"users": MAX_USERS},
-    longest=NODE_RECEIVES_BYTES - ENVELOPE_BYTES,
-)
-encode_offer, decode_offer = _OFFER.encode, _OFFER.decode
-
-
-SUM = "sum"
-"""Name of the one vector that users' contributions add up to."""
-_USERS_OF_32_BITS = 63  # each adds less than 2^25 to a component
-
-
 @dataclass(frozen=True)
 class SummedUpdates:
-    """The header of a `PartialSum`, whose total follows.
+    """The header of a `PartialSum`, whose total follows; both numbers are secret."""
 
-    Attributes:
-        users: how many contributions it holds, at most 2^20; secret.
-        weight: sum of their weights, in units of 1/c; secret.
-        tensors: what follows: one vector of integers named `SUM`.
-    """
-
-    users: int
-    weight: int
-    tensors: Manifest
+    users: int  # how many contributions it holds, at most 2^20
+    weight: int  # sum of their weights, in units of 1/c
+    tensors: Manifest  # of one vector of integers named `SUM`
 
     def __post_init__(self) -> None:
         if not 0 <= self.users <= MAX_USERS:
             raise InvalidValueError(f"the number of users is not from 0 to {MAX_USERS}")
         if not 0 <= self.weight <= self.users * MOST_WEIGHT:
-            raise InvalidValueError(
-                "the weight of users is negative, or too large for their number"
-            )
+            raise InvalidValueError("the weight of users is negative or too large for their number")
 
     @classmethod
     def of(cls, partial: PartialSum) -> "SummedUpdates":
@@ -463,11 +266,7 @@ class SummedUpdates:
         return cls(partial.users, partial.weight, Manifest(layout, _dtype_of(partial)))
 
     def partial_sum(self, node: str, total: npt.NDArray[np.generic]) -> PartialSum:
-        """The partial sum of a node.
-
-        Raises:
-            InvalidValueError: the total, [D], is not what `tensors` declares.
-        """
+        """The partial sum of a node, whose total [D] must be what `tensors` declares."""
         if (total.shape,) != self.tensors.layout.shapes or total.dtype != self.tensors.dtype:
             raise InvalidValueError(
                 f"total is {total.dtype}{list(total.shape)}; it must be {self.tensors.dtype}"
@@ -492,29 +291,123 @@ def layout_of_sums(clipping: Clipping) -> Layout:
 
 @dataclass(frozen=True)
 class Decline:
-    """The node does not take part; its users count as zero.
+    """The node does not take part, and its users count as zero; the reason names no user."""
 
-    Attributes:
-        reason: for the operator's log, at most 1024 characters; must say nothing of users.
-    """
-
-    reason: str
+    reason: Text
 
     def __post_init__(self) -> None:
-        _check_length("reason", self.reason, 0, MAX_NAME)
+        check_fields(self)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a node says to an offer.
-
-    Attributes:
-        id: which round it was offered.
-        content: what it sends.
-    """
+    """What a node says to the offer of a round."""
 
     id: RoundId
     content: SummedUpdates | Decline
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Whether the server took an answer, and why not."""
+
+    accepted: bool
+    reason: Text = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+class RunState(StrEnum):
+    """What the server is doing."""
+
+    WAITING = "waiting"
+    COLLECTING = "collecting"
+    RELEASING = "releasing"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a federation stands; nothing about who was drawn."""
+
+    run: Name
+    round: UInt32  # the next one, from 0
+    rounds: UInt32  # of the plan
+    epsilon: Epsilon  # spent, at delta
+    epsilon_limit: Epsilon
+    delta: Delta
+    nodes_enrolled: UInt32
+    nodes_connected: UInt32
+    users_enrolled: UInt32
+    state: RunState
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def _encode_options(options: Mapping[str, object]) -> str:
+    text = json.dumps(dict(options), allow_nan=False)
+    if json.loads(text) != options:  # tuples and keys that are numbers would arrive as others
+        raise ValueError("the options hold values that JSON does not have")
+    return text
+
+
+def _decode_options(text: str) -> dict[str, object]:
+    options = json.loads(text)
+    if not isinstance(options, dict):
+        raise ValueError("the options are not a JSON object")
+    json.dumps(options, allow_nan=False)  # refuses NaN and infinity, which `loads` takes
+    return options
+
+
+def _check_groups(message: pb.Clipping) -> None:
+    groups, tensors = len(message.groups), len(message.layout.names)
+    grouped = sum(len(group.tensors) for group in message.groups)
+    if grouped != tensors:
+        raise WireError(f"vector groups hold {grouped} tensors; it must be all {tensors}, once")
+    at_most("weighted groups", len(message.weighted), groups)
+    at_most("groups of an indicator", len(message.indicator.groups), groups)
+
+
+_JSON = Part(_encode_options, _decode_options)
+_POSITIONS = Part(np.ndarray.tolist, lambda users: np.array(users, np.int64))
+_NONE_IS_ZERO = Part(lambda number: number or 0, lambda number: number or None)
+_HELLO = Codec(Hello, pb.Hello, "a hello")
+encode_hello, decode_hello = _HELLO.encode, _HELLO.decode
+_TASK = Codec(TaskDescription, pb.Task, "a task", {"options": _JSON}, {"options": _LONGEST_OPTIONS})
+_AT_NODE = {"users": _POSITIONS, "task": one(_TASK)}
+_WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _AT_NODE, {"users": MAX_USERS})
+encode_welcome, decode_welcome = _WELCOME.encode, _WELCOME.decode
+_ROUND_ID = Codec(RoundId, pb.RoundId, "the name of a round")
+encode_round_id, decode_round_id = _ROUND_ID.encode, _ROUND_ID.decode
+PRICE = Codec(Price, pb.Price, "a price")
+_CLIPPED = {
+    "layout": one(LAYOUT),
+    "groups": each(Codec(VectorGroup, pb.VectorGroup, "a vector group")),
+    "indicator": one(Codec(Indicator, pb.Indicator, "an indicator"), optional=True),
+}
+CLIPPING = Codec(Clipping, pb.Clipping, "a clipping", _CLIPPED, check=_check_groups)
+_ABSENT = dict.fromkeys(("batch_size", "epochs", "steps", "max_examples"), _NONE_IS_ZERO)
+LOCAL_TRAINING = Codec(LocalTraining, pb.LocalTraining, "local training", _ABSENT)
+METRIC = Codec(Metric, pb.Metric, "a metric", {"shape": SHAPE}, {"options": _MAX_OPTIONS})
+_OFFERED = {
+    "id": one(_ROUND_ID),
+    "users": _POSITIONS,
+    "clipping": one(CLIPPING),
+    "local": one(LOCAL_TRAINING),
+    "metrics": each(METRIC),
+    "price": one(PRICE),
+    "model": Part(encode_manifest, decode_manifest),
+}
+_OFFER = Codec(RoundOffer, pb.Offer, "an offer", _OFFERED, {"users": MAX_USERS})
+encode_offer, decode_offer = _OFFER.encode, _OFFER.decode
+_DECLINE = Codec(Decline, pb.Decline, "a decline")
+_RECEIPT = Codec(Receipt, pb.Receipt, "a receipt")
+encode_receipt, decode_receipt = _RECEIPT.encode, _RECEIPT.decode
+_STATUS = Codec(Status, pb.Status, "a status", {"state": Part(str, RunState)})
+encode_status, decode_status = _STATUS.encode, _STATUS.decode
 
 
 def encode_answer(answer: Answer) -> pb.Answer:
@@ -531,10 +424,7 @@ def encode_answer(answer: Answer) -> pb.Answer:
 
 
 def decode_answer(message: pb.Answer, expected: Layout) -> Answer:
-    """The answer in a message from a node; total, or raises WireError.
-
-    The expected layout is that of a sum of the round, from `layout_of_sums`.
-    """
+    """The answer in a message, to a round with that `layout_of_sums`; total, or WireError."""
     round_id = decode_round_id(message.id)
     match message.WhichOneof("what"):
         case "sum":
@@ -546,75 +436,3 @@ def decode_answer(message: pb.Answer, expected: Layout) -> Answer:
             return Answer(round_id, _DECLINE.decode(message.decline))
         case _:
             raise WireError("an answer is empty; it must be a sum or a decline")
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """Whether the server took an answer.
-
-    Attributes:
-        accepted: whether it did.
-        reason: why not, at most 1024 characters.
-    """
-
-    accepted: bool
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        _check_length("reason", self.reason, 0, MAX_NAME)
-
-
-_DECLINE = Codec(Decline, pb.Decline, "a decline")
-_RECEIPT = Codec(Receipt, pb.Receipt, "a receipt")
-encode_receipt, decode_receipt = _RECEIPT.encode, _RECEIPT.decode
-
-
-class RunState(StrEnum):
-    """What the server is doing."""
-
-    WAITING = "waiting"
-    COLLECTING = "collecting"
-    RELEASING = "releasing"
-    FINISHED = "finished"
-    STOPPED = "stopped"
-
-
-@dataclass(frozen=True)
-class Status:
-    """Where a federation stands; nothing about who was drawn.
-
-    Attributes:
-        run: name of the run, from 1 to 1024 characters.
-        round: number of the next round, from 0.
-        rounds: of the plan.
-        epsilon: ε ≥ 0 spent at `delta`; may be inf.
-        epsilon_limit: ε ≥ 0 of the budget; may be inf.
-        delta: δ in [0, 1).
-        nodes_enrolled: how many.
-        nodes_connected: how many of them are connected.
-        users_enrolled: N.
-        state: what the server is doing.
-    """
-
-    run: str
-    round: int
-    rounds: int
-    epsilon: float
-    epsilon_limit: float
-    delta: float
-    nodes_enrolled: int
-    nodes_connected: int
-    users_enrolled: int
-    state: RunState
-
-    def __post_init__(self) -> None:
-        _check_length("run", self.run, 1, MAX_NAME)
-        _check_bits(self, 32, "round", "rounds", "nodes_enrolled", "nodes_connected")
-        _check_bits(self, 32, "users_enrolled")
-        for name in ("epsilon", "epsilon_limit"):
-            _check(self, name, lambda epsilon: epsilon >= 0.0, "a number, not negative")
-        _check(self, "delta", lambda delta: 0.0 <= delta < 1.0, "in [0, 1)")
-
-
-_STATUS = Codec(Status, pb.Status, "a status", {"state": Part(str, RunState)})
-encode_status, decode_status = _STATUS.encode, _STATUS.decode

@@ -16,23 +16,24 @@ from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import Codec, Part, at_most
 
-MAX_DIMENSIONS = 32
-"""Of one tensor; NumPy 1 has no more."""
-MAX_COMPONENTS = 2**30
-"""Of all tensors together."""
-CHUNK_BYTES = 2**20
-"""Data in every chunk but the last, which holds the rest."""
+MAX_DIMENSIONS = 32  # of one tensor; NumPy 1 has no more
+MAX_COMPONENTS = 2**30  # of all tensors together
+CHUNK_BYTES = 2**20  # in every chunk but the last, which holds the rest
 
 Bytes = bytes | bytearray | memoryview
+Number = np.dtype[np.float32] | np.dtype[np.int32] | np.dtype[np.int64]
+FLOAT32: Number = np.dtype("<f4")
+INT32: Number = np.dtype("<i4")
+INT64: Number = np.dtype("<i8")
+_ON_WIRE = {FLOAT32: pb.FLOAT32, INT32: pb.INT32, INT64: pb.INT64}
+_NAMED = {number: dtype for dtype, number in _ON_WIRE.items()}
+_LEGAL = ", ".join(map(str, _ON_WIRE))
 
 
 def chunks(pieces: Iterable[Bytes]) -> Iterator[pb.Chunk]:
     """Cut pieces, one after the other, into chunks of `CHUNK_BYTES`; no bytes give no chunk.
 
-    Holds one chunk besides the pieces that it spans.
-
-    Args:
-        pieces: of any lengths; a piece must stay unchanged until the next chunk was yielded.
+    Holds one chunk besides the pieces that it spans, which must stay unchanged meanwhile.
     """
     for number, data in enumerate(_full(pieces)):
         yield pb.Chunk(number=number, data=data, crc32=zlib.crc32(data))
@@ -63,15 +64,7 @@ class Assembler:
     * a chunk that is out of turn, of the wrong length or damaged is refused, and changes nothing;
     * `finish` returns exactly the declared bytes, all of which passed their checksums.
 
-    The checksums are against faults; against attackers there is TLS. Checksum and copy release the
-    GIL, so several assemblers, each in a thread, work at the same time.
-
-    Args:
-        size: what was declared, in bytes.
-        most: the largest size to accept, in bytes.
-
-    Raises:
-        WireError: the size is larger, or there is no memory for it.
+    The checksums are against faults; against attackers there is TLS.
     """
 
     def __init__(self, size: int, most: int) -> None:
@@ -109,34 +102,16 @@ class Assembler:
         return self._bytes
 
 
-Number = np.dtype[np.float32] | np.dtype[np.int32] | np.dtype[np.int64]
-
-FLOAT32: Number = np.dtype("<f4")
-INT32: Number = np.dtype("<i4")
-INT64: Number = np.dtype("<i8")
-_ON_WIRE = {FLOAT32: pb.FLOAT32, INT32: pb.INT32, INT64: pb.INT64}
-_NAMED = {number: dtype for dtype, number in _ON_WIRE.items()}
-_LEGAL = tuple(map(str, _ON_WIRE))
-
-
 @dataclass(frozen=True)
 class Manifest:
-    """What a stream of tensors holds.
-
-    Attributes:
-        layout: names and shapes, in the order of the stream.
-        dtype: of all components, `FLOAT32`, `INT32` or `INT64`.
-
-    Raises:
-        InvalidValueError: the dtype is not one of them.
-    """
+    """What a stream of tensors holds, in its order; all components have one dtype."""
 
     layout: Layout
     dtype: Number
 
     def __post_init__(self) -> None:
         if self.dtype not in _ON_WIRE:
-            raise InvalidValueError(f"dtype is {self.dtype}; legal are {', '.join(_LEGAL)}")
+            raise InvalidValueError(f"dtype is {self.dtype}; legal are {_LEGAL}")
 
     @property
     def size(self) -> int:
@@ -145,22 +120,13 @@ class Manifest:
 
 
 def manifest_of(tensors: Tensors) -> Manifest:
-    """The header of tensors, in their order.
-
-    Args:
-        tensors: all float32, all int32 or all int64; any values, NaN and ±inf too.
-
-    Raises:
-        InvalidValueError: there are none, or their dtypes are not one of these.
-    """
+    """The header of tensors that are all float32, all int32 or all int64, in their order."""
     dtypes = {tensor.dtype.newbyteorder("<") for tensor in tensors.values()}
     for dtype in _ON_WIRE:
         if dtypes == {dtype}:
             return Manifest(Layout.of(tensors), dtype)
     found = ", ".join(sorted(map(str, dtypes))) or "none"
-    raise InvalidValueError(
-        f"dtypes of tensors are {found}; all must be one of {', '.join(_LEGAL)}"
-    )
+    raise InvalidValueError(f"dtypes of tensors are {found}; all must be one of {_LEGAL}")
 
 
 def pieces(tensors: Tensors) -> Iterator[memoryview]:
@@ -174,11 +140,7 @@ def pieces(tensors: Tensors) -> Iterator[memoryview]:
 
 
 class Receiver:
-    """Puts tensors together from chunks, with the guarantees of `Assembler`.
-
-    Raises:
-        WireError: there is no memory for the tensors.
-    """
+    """Puts tensors together from chunks, with the guarantees of `Assembler`."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -186,41 +148,36 @@ class Receiver:
         self.add = self._assembler.add
 
     def finish(self) -> dict[str, npt.NDArray[np.generic]]:
-        """The tensors, in the order of the manifest, read-only and in this machine's byte order.
-
-        Raises WireError if some bytes are missing.
-        """
+        """The tensors as the manifest orders them, read-only, in this machine's byte order."""
         vector = self._assembler.finish().view(self._manifest.dtype)
         native = vector.astype(vector.dtype.newbyteorder("="), copy=False)
         native.flags.writeable = False
         return self._manifest.layout.unflatten(native)
 
 
-def check_shape(shape: pb.Shape) -> None:
-    """Raise WireError if a shape has too many dimensions."""
+def _encode_shape(sizes: tuple[int, ...]) -> pb.Shape:
+    at_most("dimensions of a tensor", len(sizes), MAX_DIMENSIONS)
+    return pb.Shape(sizes=sizes)
+
+
+def _decode_shape(shape: pb.Shape) -> tuple[int, ...]:
     at_most("dimensions of a tensor", len(shape.sizes), MAX_DIMENSIONS)
+    return tuple(shape.sizes)
+
+
+def _decode_shapes(shapes: Iterable[pb.Shape]) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(_decode_shape, shapes))
 
 
 def _check_components(message: pb.Layout) -> None:
-    components = 0
-    for shape in message.shapes:
-        check_shape(shape)
-        # NumPy refuses a shape whose product without zeros is too large, even if one is there.
-        components += prod(max(size, 1) for size in shape.sizes)
-    at_most("components of tensors", components, MAX_COMPONENTS)
+    # NumPy refuses a shape whose product without zeros is too large, even if one is there.
+    sizes = (prod(max(size, 1) for size in shape) for shape in _decode_shapes(message.shapes))
+    at_most("components of tensors", sum(sizes), MAX_COMPONENTS)
 
 
-def _shapes(shapes: Iterable[pb.Shape]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(shape.sizes) for shape in shapes)
-
-
-LAYOUT = Codec(
-    Layout,
-    pb.Layout,
-    "a layout",
-    {"shapes": Part(lambda shapes: [pb.Shape(sizes=shape) for shape in shapes], _shapes)},
-    check=_check_components,
-)
+SHAPE = Part(_encode_shape, _decode_shape)
+_SHAPES = Part(lambda shapes: [_encode_shape(shape) for shape in shapes], _decode_shapes)
+LAYOUT = Codec(Layout, pb.Layout, "a layout", {"shapes": _SHAPES}, check=_check_components)
 
 
 def encode_manifest(manifest: Manifest) -> pb.Tensors:
@@ -235,18 +192,15 @@ def decode_manifest(message: pb.Tensors) -> Manifest:
 
 
 def expect_manifest(message: pb.Tensors, layout: Layout, dtypes: Sequence[Number]) -> Manifest:
-    """The manifest of a message that must have this layout and one of these dtypes; total.
-
-    Raises:
-        WireError: names, shapes, their order, dtype or size are others.
-    """
-    names = message.layout.names
-    if len(names) != len(layout.names) or tuple(names) != layout.names:
-        odd = set(names).symmetric_difference(layout.names)
-        raise WireError(f"{len(odd)} tensors are missing or unknown, or in another order")
-    at_most("shapes", len(message.layout.shapes), len(layout.shapes))
-    if _shapes(message.layout.shapes) != layout.shapes:
-        raise WireError("the shapes of the tensors are not those that were asked for")
+    """The manifest of a message that must have this layout and one of these dtypes; total."""
+    names, shapes = message.layout.names, message.layout.shapes
+    # Not decoded first: the checks of a layout take time with the square of its length.
+    if (
+        (len(names), len(shapes)) != (len(layout.names), len(layout.shapes))
+        or tuple(names) != layout.names
+        or _decode_shapes(shapes) != layout.shapes
+    ):
+        raise WireError("names, shapes or order of the tensors differ from those asked for")
     manifest = _manifest(message, layout)
     if manifest.dtype not in dtypes:
         legal = " or ".join(map(str, dtypes))

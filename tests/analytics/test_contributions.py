@@ -21,7 +21,7 @@ from fedpriv.analytics import (
     Survey,
     Variance,
 )
-from fedpriv.analytics.questions import Records
+from fedpriv.analytics.questions import UserValues
 from fedpriv.analytics.survey import collect, usable
 from fedpriv.data import UserStore
 from fedpriv.errors import InvalidValueError
@@ -121,7 +121,7 @@ def test_the_sum_is_that_of_what_the_audited_function_makes_of_each_user(
     for person in people:
         alone = store([person])
         sent = {
-            q.name: usable(q.contributions(Records.of_column(alone, str(q.of), q.scalar)))[0]
+            q.name: usable(q.contributions(UserValues.of_column(alone, str(q.of), q.scalar)))[0]
             for q in QUESTIONS
         }
         slow += clipping.contribution(sent)
@@ -189,7 +189,7 @@ class Told(Question):
     clipping_norm: float = 5.0
     dimension: int = 2
 
-    def contributions(self, records: Records) -> np.ndarray:
+    def contributions(self, records: UserValues) -> np.ndarray:
         return np.array([self.table[int(number)] for number in records.numbers])
 
     def answer(self, *_: object) -> Answer:

@@ -33,7 +33,7 @@ def with_groups(*groups):
 
 
 METRIC = VectorGroup("metrics/accuracy", ("metrics/accuracy",), 77.0, (1.0,))
-COUNTING = VectorGroup("counting", ("unclipped",), 99.0, (1.0,))
+COUNTING = Indicator("unclipped", ("update",)).group
 
 
 class TestLoading:

@@ -13,7 +13,7 @@ from fedpriv.clients.training import Host, Trainer
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
-from fedpriv.privacy.mechanism import Metric
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.round import RoundRequest, add_up
 from fedpriv.wire import TaskDescription, digest_of
 from tests.clients import hostile

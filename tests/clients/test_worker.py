@@ -26,7 +26,7 @@ from fedpriv.clients.worker import Worker
 from fedpriv.config import EngineSection
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
-from fedpriv.privacy.mechanism import Metric
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.round import PartialSum, add_up
 from fedpriv.wire import digest_of
 from tests.clients import hostile

@@ -11,7 +11,6 @@ from flwr.serverapp import Grid, ServerApp
 from fedpriv.clients.flower_app import app as client_app
 from fedpriv.server.flower_grid import (
     GridTransport,
-    Nodes,
     shards,
     simulated_workers,
 )
@@ -62,9 +61,16 @@ def on_workers(grid: Grid, plan: Plan) -> GridTransport:
     task = TaskDescription("tests.isolation:model", {"kind": plan.model}, 0, "cross-entropy")
     welcome = Welcome("people", len(USERS), np.empty(0, np.int64), task)
     headers = loaded | {flower.WELCOME: encode_welcome(welcome).SerializeToString()}
-    hosting = shards(len(USERS), 2)
-    nodes = Nodes(hosting, lambda: present, lambda _: headers, required=True)
-    return GridTransport(grid, nodes, lambda _: PRICE, SECONDS, stopping)
+    return GridTransport(
+        grid,
+        shards(len(USERS), 2),
+        lambda: present,
+        lambda _: headers,
+        lambda _: PRICE,
+        SECONDS,
+        stopping,
+        required=True,
+    )
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Hos
         yield made, hosts
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(plans, users_at_nodes)
 def test_over_grpc(served: tuple[Site, Hosts], plan: Plan, users: list[User]) -> None:
     made, hosts = served

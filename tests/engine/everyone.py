@@ -12,14 +12,20 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.task import Task
 from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.clipping_torch import TorchTensors, Updates
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Metric
 from fedpriv.privacy.layout import Layout, flat, joint, layers, per_layer, scales_by_dimension
-from fedpriv.privacy.mechanism import AdaptiveClipping, Metric
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining, RoundRequest, Transport, add_up
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import initial_state, open_round
+
+
+def whole(updates: Updates) -> TorchTensors:
+    """The tensors of all users of a chunk: [C, *shape]."""
+    return {name: update[:] for name, update in updates.items()}
 
 
 def make_task() -> Task:

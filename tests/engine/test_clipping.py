@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedpriv.engine.matmul import OuterProducts
+from fedpriv.engine.metrics import group_norms
 from fedpriv.privacy import clipping_torch as module
-from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.clipping_torch import clip_rows, group_norms, integer_sum, sent, whole
+from fedpriv.privacy.clipping import Clipping, Indicator
+from fedpriv.privacy.clipping_torch import clip_rows, integer_sum
 from fedpriv.privacy.layout import Layout, VectorGroup, equal_split, flat, joint, layers, per_layer
-from fedpriv.privacy.mechanism import indicator_group, indicator_of
 
 LAYOUT = Layout(("a.w", "a.b", "c.w"), ((2, 3), (3,), (4,)))
 GROUPS = {
@@ -37,10 +37,10 @@ def as_updates(lanes: np.ndarray) -> dict[str, torch.Tensor]:
 
 def clipping_of(groups: tuple[VectorGroup, ...], weighted: int) -> Clipping:
     """Clipping that counts who was clipped, and weights the first groups."""
-    indicator = indicator_of(groups)
+    indicator = Indicator.of(groups)
     layout = Layout((*LAYOUT.names, indicator.tensor), (*LAYOUT.shapes, (len(groups),)))
     names = tuple(group.name for group in groups)[:weighted]
-    return Clipping(layout, (*groups, indicator_group(indicator)), indicator, names, CAP)
+    return Clipping(layout, (*groups, indicator.group), indicator, names, CAP)
 
 
 def one_by_one(clipping: Clipping, lanes: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -114,8 +114,8 @@ def test_norms_of_groups_are_those_of_the_scaled_parts() -> None:
     lanes = np.random.default_rng(0).standard_normal((3, 13)).astype(np.float32)
     for strategy, groups in GROUPS.items():
         clipping = clipping_of(groups, 0)
-        assert sent(clipping) == groups
-        norms = group_norms(as_updates(lanes), sent(clipping))
+        assert clipping.sent == groups
+        norms = group_norms(as_updates(lanes), clipping.sent)
         for group in groups:
             parts = [
                 lanes[:, LAYOUT.slices[tensor]] / scale
@@ -168,7 +168,7 @@ def test_factors_are_clipped_as_the_matrices_that_they_stand_for(update: OuterPr
     assert update.shape == (users, 2, 3)
     rest = {"a.b": torch.zeros(users, 3), "c.w": torch.ones(users, 4)}
     clipping, ones = Clipping(LAYOUT, GROUPS["per-layer"]), np.ones(users, np.int64)
-    matrices = whole({"a.w": update})["a.w"]
+    matrices = update[:]
     with np.errstate(all="ignore"):
         exact = np.einsum("cro,cri->coi", update.left.double(), update.right.double())
         small = np.abs(exact).max() < 1e30

@@ -13,9 +13,8 @@ from torch.nn import functional
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics, metric
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.mechanism import indicator_group, indicator_of
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from tests.engine.everyone import alone, users_of
 
@@ -127,10 +126,10 @@ def test_diagnostics_have_no_place_in_what_is_sent() -> None:
 def test_indicators_are_not_among_the_groups() -> None:
     transport, seen = make_transport()
     request = make_request(transport, 1.0)
-    indicator = indicator_of(request.clipping.groups[:1])
+    indicator = Indicator.of(request.clipping.groups[:1])
     layout = request.clipping.layout
     layout = Layout((*layout.names, indicator.tensor), (*layout.shapes, (1,)))
-    groups = (*request.clipping.groups, indicator_group(indicator))
+    groups = (*request.clipping.groups, indicator.group)
     list(transport.collect(replace(request, clipping=Clipping(layout, groups, indicator))))
     assert set(seen[0].simulation_only_clipped) == {"update", "metrics/loss"}
     assert set(seen[0].simulation_only_group_norms) == {"update", "metrics/loss"}

@@ -16,6 +16,7 @@ from torch import nn
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine import isolation as module
+from fedpriv.engine import matmul
 from fedpriv.engine import trainer as trainer_module
 from fedpriv.engine.batches import Rung, by_rung
 from fedpriv.engine.losses import cross_entropy
@@ -117,6 +118,20 @@ def test_processes_give_the_same_sums(model: str) -> None:
     del side_by_side
     gc.collect()
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("model", ["linear", "mlp", "cnn", "transformer"])
+def test_torchs_own_products_keep_users_apart_side_by_side(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(matmul, "numpy_is_faster", lambda: False)
+    users = [User("normal", n, i) for i, n in enumerate([5, 1, 8, 8, 17, 5] * 3)]
+    plan = Plan(model, "flat", "equal", LOCALS[0], adaptive=False, measured=True, norm=0.3)
+    request, transport = request_of(plan, len(users)), transport_of(plan, users)
+    together = total(transport, request, range(len(users)))
+    expected = sum(total(transport, request, [user]) for user in range(len(users)))
+    np.testing.assert_array_equal(together, expected)
+    assert "one at a time" not in caplog.text
 
 
 @pytest.mark.parametrize("model", ["linear", "mlp", "cnn", "transformer"])

@@ -19,8 +19,9 @@ from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.separability import separable_layers
 from fedpriv.engine.task import RoundParameters, Task
 from fedpriv.models import cnn, mlp, softmax_regression
-from fedpriv.privacy.clipping_torch import TorchTensors, Updates, whole
+from fedpriv.privacy.clipping_torch import TorchTensors, Updates
 from fedpriv.privacy.round import LocalTraining
+from tests.engine.everyone import whole
 
 KEY = bytes(range(32))
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
 from fedpriv.engine import matmul
-from fedpriv.engine.matmul import blas_threads, product, summed_outer
+from fedpriv.engine.matmul import blas_threads, product, shared_product, summed_outer
 
 SIZES = st.integers(1, 6)
 AS_THEY_LIE = ("rows", "columns", "every other", "repeated")
@@ -61,6 +61,54 @@ def test_product_is_the_sum_of_products(
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     if out is not None:
         assert found.data_ptr() == out.data_ptr()
+
+
+@given(
+    st.tuples(*[st.integers(1, 70)] * 3),
+    st.tuples(st.booleans(), st.booleans()),
+    st.integers(0, 9),
+    st.integers(0, 7),
+)
+def test_a_product_has_the_same_bits_in_every_place(
+    library: str, sizes: tuple[int, int, int], turned: tuple[bool, bool], lane: int, offset: int
+) -> None:
+    assume_used(library)
+    n, k, m = sizes
+    a = drawn(0, (10, n, k), "columns" if turned[0] else "rows")
+    b = drawn(1, (10, k, m), "columns" if turned[1] else "rows")
+    everyone = product(a, b)
+    alone = product(moved(a[lane : lane + 1], offset), moved(b[lane : lane + 1], 0))
+    assert torch.equal(alone[0], everyone[lane])
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(lane))
+    assert torch.equal(product(moved(a[order], 0), moved(b[order], offset)), everyone[order])
+
+
+def assume_used(library: str) -> None:
+    kernels = {each.get("architecture") for each in threadpool_info()}
+    if library == "numpy" and not kernels & set(matmul._WIDE):
+        pytest.skip("OpenBLAS has no AVX-512 here, so the engine leaves products to torch")
+
+
+def moved(matrices: torch.Tensor, numbers: int) -> torch.Tensor:
+    """A copy that begins so many numbers after aligned memory and lies as the original does."""
+    turned = matrices.stride(-1) != 1
+    matrices = matrices.mT if turned else matrices
+    copy = torch.empty(matrices.numel() + numbers)[numbers:].view(matrices.shape)
+    copy.copy_(matrices)
+    return copy.mT if turned else copy
+
+
+@given(st.integers(1, 200), st.integers(1, 100), st.integers(1, 70), st.integers(1, 150))
+def test_a_row_through_a_shared_matrix_has_the_same_bits_in_every_place(
+    library: str, count: int, k: int, m: int, others: int
+) -> None:
+    assume_used(library)
+    rows, matrix = drawn(0, (count, k), "rows"), drawn(1, (k, m), "rows")
+    together = shared_product(rows, matrix)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(k))
+    assert torch.equal(shared_product(rows[order], matrix), together[order])
+    beside = torch.cat([drawn(2, (others, k), "rows"), rows])
+    assert torch.equal(shared_product(beside, matrix)[others:], together)
 
 
 @given(st.integers(1, 3), st.integers(0, 40), SIZES, SIZES, st.sampled_from([1, 10, 50, 10**6]))

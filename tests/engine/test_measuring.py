@@ -15,8 +15,8 @@ from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, VectorGroup
-from fedpriv.privacy.mechanism import Metric
 from fedpriv.privacy.round import LocalTraining, RoundRequest
 from tests.engine.everyone import total_of, users_of
 

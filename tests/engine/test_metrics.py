@@ -9,9 +9,9 @@ from fedpriv.engine.losses import cross_entropy, squared_error
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
 from fedpriv.engine.task import Task
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError
-from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.clipping import Clipping, Indicator
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.mechanism import Metric, indicator_group, indicator_of
 
 BLANK = {"x": np.zeros((1, 6), np.float32), "y": np.zeros(1, np.int64)}
 
@@ -38,10 +38,10 @@ def clipping_for(task: Task, *metrics: Metric) -> Clipping:
     """As a plan makes it: the update flat, a group for each metric, and an indicator."""
     layout = Layout.of(task.parameters())
     update = flat(layout, 1.0)
-    indicator = indicator_of(update)
+    indicator = Indicator.of(update)
     names = (*layout.names, *(m.tensor for m in metrics), indicator.tensor)
     shapes = (*layout.shapes, *(m.shape for m in metrics), (1,))
-    groups = (*update, *(m.group for m in metrics), indicator_group(indicator))
+    groups = (*update, *(m.group for m in metrics), indicator.group)
     return Clipping(Layout(names, shapes), groups, indicator)
 
 

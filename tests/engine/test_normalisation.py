@@ -22,8 +22,8 @@ from fedpriv.engine.task import (
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.mechanism import Metric
 from fedpriv.privacy.round import LocalTraining
 from tests.engine.everyone import request_under, total_of, users_of
 

@@ -25,11 +25,11 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.models import build_model
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.clipping_torch import Updates, whole
+from fedpriv.privacy.clipping_torch import Updates
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining, RoundRequest
-from tests.engine.everyone import alone, make_task, request_to_all, total_of
+from tests.engine.everyone import alone, make_task, request_to_all, total_of, whole
 
 CPU = torch.device("cpu")
 ROUNDING = 2.0**-8  # the largest relative error of a number of 8 significant bits

@@ -9,10 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.task import RoundParameters, Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.clipping_torch import clip_rows
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.mechanism import indicator_group, indicator_of
 from fedpriv.privacy.round import LocalTraining
 from tests.engine.everyone import request_under, users_of
 
@@ -68,9 +67,9 @@ def test_training_never_waits(kind: str) -> None:
 
 def test_clipping_on_a_gpu_waits_for_one_answer() -> None:
     layout = Layout(("a", "b"), ((3,), (4,)))
-    indicator = indicator_of(flat(layout, 0.5))
+    indicator = Indicator.of(flat(layout, 0.5))
     layout = Layout((*layout.names, indicator.tensor), (*layout.shapes, (1,)))
-    groups = (*flat(Layout(("a", "b"), ((3,), (4,))), 0.5), indicator_group(indicator))
+    groups = (*flat(Layout(("a", "b"), ((3,), (4,))), 0.5), indicator.group)
     clipping = Clipping(layout, groups, indicator, ("update",), 5)
     rows = torch.randn(6, 8, dtype=torch.float64)
     rows[2] = torch.nan

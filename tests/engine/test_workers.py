@@ -28,9 +28,8 @@ from fedpriv.engine.trainer import ChunkSum, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import WorkerError
 from fedpriv.models import mlp
-from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.mechanism import indicator_group, indicator_of
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged
 from tests.engine.everyone import make_task, request_under, torch_threads, users_of
 from tests.engine.test_transport import TestInProcessTransport as InOneProcess
@@ -87,9 +86,9 @@ def test_requests_and_sums_of_any_size_find_their_way(
     monkeypatch.setattr(workers, "_SLACK", slack)  # 0: a longer one takes new processes
     transport, request = parts()
     before = request.clipping
-    indicator = indicator_of(before.groups)
+    indicator = Indicator.of(before.groups)
     layout = Layout((*before.layout.names, indicator.tensor), (*before.layout.shapes, (1,)))
-    longer = Clipping(layout, (*before.groups, indicator_group(indicator)), indicator)
+    longer = Clipping(layout, (*before.groups, indicator.group), indicator)
     for asked in (request, replace(request, clipping=longer), request):
         expected = summed(replace(transport, processes=1).collect(asked))
         assert len(expected[1]) == asked.clipping.layout.dimension

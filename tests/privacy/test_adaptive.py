@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.privacy.clipping import Indicator
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
 from fedpriv.privacy.layout import VectorGroup
-from fedpriv.privacy.mechanism import AdaptiveClipping, indicator_group, indicator_of
 
 
 def test_a_step_by_hand() -> None:
@@ -42,8 +43,8 @@ def test_norms_converge_to_the_quantile(start: float, quantile: float) -> None:
 def test_the_group_of_the_indicator_holds_any_of_its_values() -> None:
     for count in range(1, 200):
         groups = tuple(VectorGroup(f"g{i}", (f"t{i}",), 1.0, (1.0,)) for i in range(count))
-        indicator = indicator_of(groups)
-        group = indicator_group(indicator)
+        indicator = Indicator.of(groups)
+        group = indicator.group
         assert indicator.groups == tuple(g.name for g in groups)
         assert 4 * Fraction(group.clipping_norm) ** 2 >= count
         assert group.clipping_norm == pytest.approx(math.sqrt(count) / 2)

@@ -10,9 +10,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedpriv.errors import InvalidValueError
 from fedpriv.privacy import clipping
-from fedpriv.privacy.clipping import clip, clip_rows
+from fedpriv.privacy.clipping import clip_rows
 from fedpriv.privacy.layout import granularity, squared_bound
 from tests.privacy.exact import (
     LARGEST_SQUARE,
@@ -48,6 +47,13 @@ def on_the_boundary(draw: st.DrawFn) -> tuple[np.ndarray, float]:
         norm = math.nextafter(norm, draw(st.sampled_from([0.0, math.inf])))
     assume(1e-30 <= norm <= 1e30)
     return vector, norm
+
+
+def clip(vector: np.ndarray, norm: float) -> np.ndarray:
+    """π_S of one vector, in steps."""
+    row = vector.astype(np.float64)[np.newaxis]
+    clip_rows([row], norm)
+    return row[0].astype(np.int64)
 
 
 def too_long(vector: np.ndarray) -> bool:
@@ -201,12 +207,6 @@ def test_what_is_clipped_keeps_its_direction_and_nearly_all_of_the_norm(
     assert max(low for low, _ in factors) <= min(high for _, high in factors)
     assert min(low for low, _ in factors) >= 0
     assert agree(clip(vector, norm), clipped(numbers, norm), shortened=True)
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf, 1e31, 1e-31])
-def test_illegal_norms_are_refused(bad: float) -> None:
-    with pytest.raises(InvalidValueError, match="clipping_norm of a vector is"):
-        clip(np.ones(2), bad)
 
 
 def cut(rows: np.ndarray, places: list[int]) -> list[np.ndarray]:

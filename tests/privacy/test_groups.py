@@ -106,7 +106,12 @@ def test_a_group_counts_in_steps_of_its_norm(norm: float) -> None:
     ("tensors", "norm", "scales", "message"),
     [
         ((), 1.0, (), "no tensors"),
-        (("a",), 0.0, (1.0,), "clipping_norm of group 'g' is 0.0"),
+        *(
+            (("a",), norm, (1.0,), f"clipping_norm of group 'g' is {norm}")
+            for norm in (0.0, -1.0, math.nan, math.inf)
+        ),
+        (("a",), 1e31, (1.0,), "clipping_norm of group 'g' is"),
+        (("a",), 1e-31, (1.0,), "clipping_norm of group 'g' is"),
         (("a",), 1.0, (), "0 scales for 1"),
         (("a",), 1.0, (0.0,), "scale of tensor 'a' is 0.0"),
         (("a",), 1.0, (math.nan,), "scale of tensor 'a' is nan"),

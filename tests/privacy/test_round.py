@@ -20,12 +20,11 @@ from fedpriv.ledger import Charge, Ledger, ProposedCharge, Randomness
 from fedpriv.privacy import query as query_module
 from fedpriv.privacy import round as private
 from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.gaussian_mechanism import PoissonGaussianMechanism
 from fedpriv.privacy.layout import Layout, equal_split, layers, per_layer
-from fedpriv.privacy.mechanism import PoissonGaussianMechanism
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import (
-    CohortSum,
     PartialSum,
     PrivacyRecords,
     RoundAttempt,
@@ -40,7 +39,7 @@ LAYOUT = Layout(("a.w", "b.w"), ((3,), (2,)))
 GROUPS = per_layer(LAYOUT, layers(LAYOUT), equal_split(layers(LAYOUT), 1.0))
 FIRST = RoundAttempt("run", 0, 0)
 SEEDED = SeededEntropy(3)
-ZERO = CohortSum(np.zeros(LAYOUT.dimension, np.int64), 0)
+ZERO = PartialSum("cohort", 0, np.zeros(LAYOUT.dimension, np.int64), 0)
 
 
 def mechanism_of(z: float = 1.0, population: int = 20, q: float = 0.5) -> PoissonGaussianMechanism:

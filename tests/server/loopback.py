@@ -20,10 +20,9 @@ from fedpriv.server import certificates
 from fedpriv.server.authentication import Authentication, Identify, RateLimit, by_certificate
 from fedpriv.server.certificates import fingerprint_of
 from fedpriv.server.deployment import GrpcTransport, Patience
-from fedpriv.server.endpoint import Address, tls_credentials
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
-from fedpriv.server.listener import Listener, listening
-from fedpriv.server.metrics import Monitor
+from fedpriv.server.listener import Address, Listener, listening, tls_credentials
+from fedpriv.server.monitoring import Monitor
 from fedpriv.server.service import Service, TransferLimits
 from fedpriv.wire import RunState, Status, TaskDescription, Welcome
 from fedpriv.wire import federation_pb2 as pb
@@ -144,14 +143,9 @@ def serving(
     def welcome_of(node: str) -> Welcome:
         return Welcome(POPULATION_ID, enrolment.population, enrolment.users_of(node).copy(), TASK)
 
-    def make() -> tuple[Service, Authentication]:
-        authentication = Authentication(identify, enrolment, rates, monitor)
-        service = Service(
-            enrolment, welcome_of, lambda: LEDGER, identify, status, transfers, monitor
-        )
-        return service, authentication
-
-    with listening(make, Address("127.0.0.1", 0), credentials) as server:
+    authentication = Authentication(identify, enrolment, rates, monitor)
+    service = Service(enrolment, welcome_of, lambda: LEDGER, identify, status, transfers, monitor)
+    with listening(service, authentication, Address("127.0.0.1", 0), credentials) as server:
         yield Site(certs, enrolment, server)
 
 

@@ -11,11 +11,12 @@ from federation import PARAMETERS, make_plan, open_records
 from fedpriv.config import Config
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
-from fedpriv.privacy.mechanism import AdaptiveClipping
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
-from fedpriv.server.announcement import LedgerLines, prices, status_at_start, welcomes
+from fedpriv.server.collection import prices, welcomes
 from fedpriv.server.enrolment import Enrolment
+from fedpriv.server.service import LedgerLines, status_at_start
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import initial_state, open_round
 from fedpriv.wire import RunState, decode_welcome, encode_welcome

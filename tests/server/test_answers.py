@@ -368,6 +368,6 @@ def test_what_nodes_say_names_no_user_and_forges_no_line(
         assert made["four"].receipts == [wire.Receipt(accepted=True)]
     said = sorted(record.getMessage() for record in caplog.records)
     assert said == [
-        "a node of one user declines: too dear FORGED: a line [2J",
+        r"a node of one user declines: too dear\nFORGED: a line\r\x1b[2J\u2028\x85\x00",
         "an answer of silo is refused: the sum holds more users than were drawn at the node",
     ]

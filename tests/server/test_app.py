@@ -68,11 +68,11 @@ def test_workers_have_the_activations_of_the_experiment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({}, "experiment: Field required"),
-        ({"experiment": 3}, "experiment: Input should be a valid string"),
-        ({"experiment": "x", "workers": 0}, "workers: Input should be greater"),
+        ({}, "key experiment is absent"),
+        ({"experiment": 3}, "experiment is 3; input should be a valid string"),
+        ({"experiment": "x", "workers": 0}, "workers is 0; input should be greater"),
         ({"experiment": "x", "resume": True}, "out must then be given"),
-        ({"experiment": "x", "out-folder": "y"}, "out-folder: Extra inputs"),
+        ({"experiment": "x", "out-folder": "y"}, "unknown key out-folder"),
     ],
     ids=str,
 )
@@ -86,9 +86,9 @@ def test_a_run_config_that_is_not_legal_is_refused(
 def test_an_experiment_is_text_or_lies_in_the_bundle(tmp_path: Path) -> None:
     of_file = RunConfig(experiment="simulations/digits.toml", set="seed=1", out=str(tmp_path))
     of_text = of_file.model_copy(update={"experiment": DIGITS.read_text(encoding="utf-8")})
-    assert of_file.beginning().config == of_text.beginning().config
+    assert of_file.setup().config == of_text.setup().config
     with pytest.raises(InvalidValueError, match="cannot be read"):
-        RunConfig(experiment="simulations/none.toml").beginning()
+        RunConfig(experiment="simulations/none.toml").setup()
 
 
 def test_the_users_are_not_loaded_where_their_name_is_unknown(tmp_path: Path) -> None:

@@ -134,15 +134,15 @@ def test_the_enrolment_is_read_again_when_it_may_have_changed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = []
-    read_bytes, now = Path.read_bytes, time.time_ns
+    read_text, now = Path.read_text, time.time_ns
     issued = issue(folder, "n")
     certificates, pem = enrol(folder, n=issued.fingerprint), pem_of(issued.folder)
 
-    def counted(path: Path) -> bytes:
+    def counted(path: Path, encoding: str) -> str:
         reads.append(path)
-        return read_bytes(path)
+        return read_text(path, encoding)
 
-    monkeypatch.setattr(Path, "read_bytes", counted)
+    monkeypatch.setattr(Path, "read_text", counted)
     assert [certificates.node_of(pem, NOW) for _ in range(2)] == ["n", "n"]
     assert len(reads) == 2  # written just now, so it may change and look the same
     monkeypatch.setattr(time, "time_ns", lambda: now() + 3_000_000_000)

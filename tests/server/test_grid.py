@@ -32,7 +32,6 @@ from fedpriv.server.enrolment import Enrolment, Hosting
 from fedpriv.server.flower_grid import (
     EnrolledNodes,
     GridTransport,
-    Nodes,
     shards,
     simulated_workers,
 )
@@ -65,9 +64,17 @@ def simulated(grids: list[LocalGrid], workers: int = 3) -> tuple[LocalGrid, Tran
     present = introduced(grid, workers, loaded)
     empty = Welcome("crowd", USERS, np.empty(0, np.int64), TASK)
     headers = loaded | {flower.WELCOME: header(empty)}
-    hosting = shards(USERS, workers)
-    nodes = Nodes(hosting, lambda: present, lambda _: headers, required=True)
-    return grid, GridTransport(grid, nodes, lambda _: PRICE, SECONDS, threading.Event())
+    never = threading.Event()
+    return grid, GridTransport(
+        grid,
+        shards(USERS, workers),
+        lambda: present,
+        lambda _: headers,
+        lambda _: PRICE,
+        SECONDS,
+        never,
+        required=True,
+    )
 
 
 def header(welcome: Welcome) -> bytes:
@@ -126,9 +133,14 @@ def enrolled(
         users = ENROLMENT.users_of(node).copy()
         return {flower.WELCOME: header(Welcome(POPULATION_ID, USERS, users, TASK))}
 
-    nodes = Nodes(ENROLMENT.hosting, EnrolledNodes(grid, ENROLMENT, 0, stopping), headers)
+    present = EnrolledNodes(grid, ENROLMENT, 0, stopping)
     try:
-        yield grid, GridTransport(grid, nodes, lambda _: PRICE, seconds, stopping)
+        yield (
+            grid,
+            GridTransport(
+                grid, ENROLMENT.hosting, present, headers, lambda _: PRICE, seconds, stopping
+            ),
+        )
     finally:
         grid.close()
 

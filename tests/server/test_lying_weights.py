@@ -20,7 +20,7 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.query import GaussianQuery
-from fedpriv.privacy.round import CohortSum, LocalTraining, PartialSum, RoundRequest, add_up
+from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, add_up
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import nodes, site, summed
 
@@ -37,7 +37,7 @@ def query(floor: float) -> GaussianQuery:
     return GaussianQuery(CLIPPING, (0.3,), weighted_denominator=floor, floor=1.0)
 
 
-def moved(floor: float, one: CohortSum, other: CohortSum) -> float:
+def moved(floor: float, one: PartialSum, other: PartialSum) -> float:
     """How far two releases are apart that have the same noise, in units of what is charged."""
     asked, entropy = query(floor), SeededEntropy(1)
     (first, (event,)), (second, _) = (
@@ -70,7 +70,8 @@ def test_a_node_of_many_users_cannot_say_that_they_weigh_less(floor: float, weig
 
 def test_it_would_move_the_release_if_it_were_believed() -> None:
     total = MANY * LONGEST * AHEAD
-    one, other = CohortSum(total, 0), CohortSum(total + HONEST.total, CAP)
+    one = PartialSum("cohort", MANY, total, 0)
+    other = PartialSum("cohort", MANY + 1, total + HONEST.total, CAP)
     assert moved(0.25, one, other) > 300.0
 
 

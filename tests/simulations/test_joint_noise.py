@@ -56,7 +56,7 @@ def test_with_the_noise_of_separate_clipping_joint_clipping_clips_nobody_else(
     by_tensor = dict(zip(THREE.names, bounds, strict=True))
     separate = average(THREE, per_layer(THREE, {name: (name,) for name in THREE.names}, by_tensor))
     together = average(THREE, joint(THREE, math.sqrt(3.0), by_tensor))
-    np.testing.assert_allclose(together.component_stddevs, separate.component_stddevs, rtol=1e-9)
+    assert together.tensor_stddevs == pytest.approx(separate.tensor_stddevs, rel=1e-9)
     user = THREE.unflatten(direction * length)
     if all(np.linalg.norm(user[name]) <= by_tensor[name] for name in THREE.names):
         clipping = together.clipping

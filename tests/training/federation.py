@@ -1,8 +1,8 @@
 """A small federation without training, for the tests of this folder."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +11,31 @@ from fedpriv.ledger.budget import PrivacyBudget
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
-from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, PrivacyRecords, RoundRequest
+from fedpriv.privacy.layout import Layout, Tensors, flat
+from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.training.fake import FakeTransport
 from fedpriv.training.plan import TrainingPlan
 
 LAYOUT = Layout(("w", "b"), ((2, 2), (3,)))
 PARAMETERS = {"w": np.ones((2, 2), np.float32), "b": np.zeros(3, np.float32)}
+
+
+@dataclass(frozen=True)
+class FakeTransport(Transport):
+    """Each user is a node, and its update what a function says; if it raises, the user failed."""
+
+    update_of: Callable[[RoundRequest, int], Tensors]
+    weight_of: Callable[[int], int] = lambda _: 1
+
+    def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
+        for user in request.users.tolist():
+            try:
+                update = self.update_of(request, user)
+            except Exception:  # a failing user counts as zero, whatever the failure
+                continue
+            weight = self.weight_of(user)
+            contribution = request.clipping.contribution(update, weight)
+            yield PartialSum(f"user {user}", 1, contribution, weight)
 
 
 def make_plan(**changes: object) -> TrainingPlan:

@@ -1,11 +1,10 @@
 import numpy as np
-from federation import LAYOUT, PARAMETERS
+from federation import LAYOUT, PARAMETERS, FakeTransport
 from transport_conformance import TransportConformance
 
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
-from fedpriv.training.fake import FakeTransport
 
 USERS = 7
 

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from federation import CONSTANT, PARAMETERS, make_plan, open_records
+from federation import CONSTANT, PARAMETERS, FakeTransport, make_plan, open_records
 
 from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training import rounds
-from fedpriv.training.fake import FakeTransport
 from fedpriv.training.rounds import RoundResult, ServerState, Stop, initial_state, train
 
 

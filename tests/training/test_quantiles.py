@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from federation import LAYOUT, PARAMETERS, make_plan, open_records
+from federation import LAYOUT, PARAMETERS, FakeTransport, make_plan, open_records
 from torch import nn
 
 from fedpriv.data.population import UserStore
@@ -13,14 +13,13 @@ from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import BudgetExceededError, InvalidValueError
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, equal_split, flat, layers, per_layer
-from fedpriv.privacy.mechanism import Metric
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import RoundRequest
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.training.fake import FakeTransport
 from fedpriv.training.norm_search import NormQuantile, find_quantiles
-from fedpriv.training.plan import METRIC, RunningStatistics
+from fedpriv.training.plan import BATCH_NORM_METRIC, RunningStatistics
 from fedpriv.training.rounds import initial_state
 
 USERS = 2000
@@ -146,7 +145,7 @@ def test_norms_are_of_the_model_with_its_running_statistics_and_nothing_moves(
         groups=flat(layout, 1.0),
         noise_multiplier=0.0,
         sampling=PoissonSampling(users.population, 1.0),
-        metrics=(Metric(METRIC, (4,), radius=4.0),),
+        metrics=(Metric(BATCH_NORM_METRIC, (4,), radius=4.0),),
         metrics_share=0.2,
         statistics=RunningStatistics(("0",), (2,), (1e-5,)),
     )

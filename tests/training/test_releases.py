@@ -5,21 +5,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import LAYOUT, PARAMETERS, make_plan, open_records
+from federation import LAYOUT, PARAMETERS, FakeTransport, make_plan, open_records
 
 from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Metric
 from fedpriv.privacy.layout import equal_split, flat, layers, per_layer
-from fedpriv.privacy.mechanism import AdaptiveClipping, Metric
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.query import Averaging
-from fedpriv.privacy.round import RoundRequest
+from fedpriv.privacy.round import Release, RoundRequest
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.checkpoint import Checkpoint, load_checkpoint, resume, save_checkpoint
-from fedpriv.training.fake import FakeTransport
 from fedpriv.training.optimizers import FedAvg
 from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import ServerState, initial_state, train
+from fedpriv.training.rounds import ServerState, close_round, initial_state, train
 
 METRIC = Metric("position", centre=0.5, radius=0.5)
 USERS = 400
@@ -89,6 +88,18 @@ def test_shares_are_what_each_release_takes(tmp_path: Path) -> None:
     assert taken == pytest.approx(plan.shares)
 
 
+def test_a_release_adds_the_centre_and_names_its_noise() -> None:
+    counts = Metric("counts", (3,), radius=2.0)
+    plan = plan_with(metrics=(METRIC, counts), metrics_share=0.5)
+    average = np.array([0.0] * LAYOUT.dimension + [-0.25, 1.0, 2.0, 3.0])
+    state = initial_state(plan, PARAMETERS)
+    _, result = close_round(plan, state, Release(0, average, "hash"), 1.0, 1e-5)
+    assert result.metrics == {"position": 0.25, "counts": [1.0, 2.0, 3.0]}
+    # σ = z·S/√ω on the sum of half of the users, with ω a quarter.
+    expected = {"position": 0.5 / 0.5 / 200.0, "counts": 2.0 / 0.5 / 200.0}
+    assert result.metrics_noise_stddev == pytest.approx(expected)
+
+
 def test_without_noise_metrics_and_counts_are_those_of_the_cohort(tmp_path: Path) -> None:
     plan = plan_with(
         metrics=(METRIC,),
@@ -108,9 +119,9 @@ def test_without_noise_metrics_and_counts_are_those_of_the_cohort(tmp_path: Path
 @pytest.mark.parametrize("start", [1e-3, 1e3])
 def test_norms_converge_to_the_quantile_of_each_group(start: float, tmp_path: Path) -> None:
     plan = plan_with(
-        rounds=150,
+        rounds=80,
         groups=per_layer(LAYOUT, layers(LAYOUT), {"w": start, "b": start}),
-        adaptive=AdaptiveClipping(quantile=0.7, share=0.2),
+        adaptive=AdaptiveClipping(quantile=0.7, learning_rate=0.4, share=0.2),
         noise_multiplier=0.5,
     )
     reports, rows = run(plan, tmp_path)
@@ -162,8 +173,8 @@ def test_a_floored_average_follows_the_cohort_and_doubles_the_noise(
         assert query.clipping_norm == pytest.approx(2.0 / np.sqrt(2.0))
     assert 1.0 <= plan.mechanism.event.noise_multiplier <= 1.0 + 1e-9
     plain = plan_with(averaging=averaging)
-    before, after = plain.mechanism.query.component_stddevs, plan.mechanism.query.component_stddevs
-    np.testing.assert_allclose(after, before * 2.0 / 0.5, rtol=1e-6)
+    before, after = plain.mechanism.query.tensor_stddevs, plan.mechanism.query.tensor_stddevs
+    assert after == pytest.approx({n: s * 2.0 / 0.5 for n, s in before.items()}, rel=1e-6)
     silent = plan_with(
         rounds=1,
         averaging=floored,

@@ -12,13 +12,13 @@ from hypothesis.extra import numpy as hnp
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Head
-from fedpriv.privacy.mechanism import Metric
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from fedpriv.training.plan import METRIC, RunningStatistics
+from fedpriv.training.plan import BATCH_NORM_METRIC, RunningStatistics
 from fedpriv.training.rounds import initial_state
 
 RULE = RunningStatistics(("a", "b.c"), (3, 1), (1e-5, 0.1), 0.3)
-METRICS = (Metric(METRIC, (8,), radius=2.0),)
+METRICS = (Metric(BATCH_NORM_METRIC, (8,), radius=2.0),)
 
 
 def start(rule: RunningStatistics = RULE) -> dict[str, np.ndarray]:

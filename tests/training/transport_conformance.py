@@ -9,7 +9,7 @@ import pytest
 
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, equal_split, flat, joint, layers, per_layer
-from fedpriv.privacy.round import CohortSum, PartialSum, RoundRequest, Transport, add_up
+from fedpriv.privacy.round import PartialSum, RoundRequest, Transport, add_up
 
 KINDS = ["flat", "per-layer", "joint", "weighted"]
 
@@ -33,7 +33,7 @@ class TransportConformance(ABC):
     def collected(self, request: RoundRequest) -> list[PartialSum]:
         return list(self.transport().collect(request))
 
-    def sum_of(self, users: Sequence[int], kind: str | None = None) -> CohortSum:
+    def sum_of(self, users: Sequence[int], kind: str | None = None) -> PartialSum:
         request = self.asked(users, kind)
         return add_up(self.collected(request), request.clipping, len(users))
 

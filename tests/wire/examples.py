@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, VectorGroup, flat
-from fedpriv.privacy.mechanism import Metric
 from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.wire import (
     Answer,
@@ -146,7 +146,7 @@ def clippings(draw: st.DrawFn, measured: tuple[Metric, ...] = ()) -> Clipping:
     if draw(st.booleans()):
         indicator = Indicator("unclipped", tuple(update))
         shapes_of["unclipped"] = (len(update),)
-        groups.append(VectorGroup("counting", ("unclipped",), 2.0, (1.0,)))
+        groups.append(indicator.group)
     weighted = tuple(draw(st.lists(st.sampled_from(update), unique=True)))
     layout = Layout(tuple(shapes_of), tuple(shapes_of.values()))
     cap = draw(st.integers(1, MOST_WEIGHT))
@@ -200,9 +200,9 @@ def answers(draw: st.DrawFn) -> tuple[Answer, Layout]:
 def small_request() -> RoundRequest:
     measured = (Metric("accuracy", (), 0.5, 0.5, (1.0,)),)
     layout = Layout(("w", "b", "metrics/accuracy", "unclipped"), ((2, 2), (3,), (), (1,)))
-    counting = VectorGroup("counting", ("unclipped",), 0.5, (1.0,))
-    groups = (*flat(LAYOUT, 1.0), measured[0].group, counting)
-    clipping = Clipping(layout, groups, Indicator("unclipped", ("update",)), ("update",), 20)
+    indicator = Indicator("unclipped", ("update",))
+    groups = (*flat(LAYOUT, 1.0), measured[0].group, indicator.group)
+    clipping = Clipping(layout, groups, indicator, ("update",), 20)
     local = LocalTraining(0.25, batch_size=10, epochs=2, max_examples=100)
     drawn = np.array([1, 300], np.int64)
     return RoundRequest(

@@ -173,7 +173,8 @@ def test_the_bytes_of_an_offer_are_those_of_the_format() -> None:
     names = [message(1, name) for name in (b"w", b"b", b"metrics/accuracy", b"unclipped")]
     update = message(1, b"update") + message(2, b"w") + message(2, b"b") + double(3, 1.0)
     accuracy = message(1, b"metrics/accuracy") + message(2, b"metrics/accuracy") + double(3, 0.5)
-    counting = message(1, b"counting") + message(2, b"unclipped") + double(3, 0.5)
+    half = 0.5 * (1 + 2.0**-50)
+    counting = message(1, b"unclipped") + message(2, b"unclipped") + double(3, half)
     scale = struct.pack("<d", 1.0)
     layout = message(1, b"".join(names) + w + b + none + one)
     groups = [

@@ -8,8 +8,8 @@ import pytest
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.mechanism import Metric
 from fedpriv.privacy.round import LocalTraining, PartialSum
 from fedpriv.wire import (
     Answer,
@@ -89,14 +89,14 @@ def test_offers_that_do_not_fit_are_refused(
         (lambda m: m.ClearField("id"), "run has 0 characters"),
         (lambda m: setattr(m.sum, "users", MAX_USERS + 1), "number of users"),
         (lambda m: setattr(m.sum, "weight", 2 * 2**31 + 1), "weight of users"),
-        (lambda m: m.sum.ClearField("tensors"), "missing or unknown"),
+        (lambda m: m.sum.ClearField("tensors"), "names, shapes or order"),
         (lambda m: setattr(m.sum.tensors, "dtype", pb.FLOAT32), "they must be int32 or int64"),
         (lambda m: setattr(m.sum.tensors, "dtype", pb.INT64), "have 72 bytes, not 36"),
         (lambda m: setattr(m.sum.tensors, "dtype", 4), "dtype is number 4"),
         (lambda m: setattr(m.sum.tensors, "size", 35), "have 36 bytes, not 35"),
-        (lambda m: m.sum.tensors.layout.names.append("b"), "1 tensors are missing or unknown"),
-        (lambda m: m.sum.tensors.layout.shapes[0].sizes.append(1), "shapes"),
-        (lambda m: m.sum.tensors.layout.shapes.add(), "there are 2 shapes"),
+        (lambda m: m.sum.tensors.layout.names.append("b"), "names, shapes or order"),
+        (lambda m: m.sum.tensors.layout.shapes[0].sizes.append(1), "names, shapes or order"),
+        (lambda m: m.sum.tensors.layout.shapes.add(), "names, shapes or order"),
         (lambda m: setattr(m.decline, "reason", "x" * 1025), "1025 characters"),
     ],
 )
@@ -160,9 +160,9 @@ def test_a_long_reason_is_cut_and_what_is_no_text_is_refused() -> None:
         (lambda m: m.task.metrics.extend([""] * 4096), "there are 4097 metrics"),
         (lambda m: setattr(m.task, "options", "[1]"), "not a JSON object"),
         (lambda m: setattr(m.task, "options", "{"), "not legal"),
-        (lambda m: setattr(m.task, "options", '{"a": NaN}'), "NaN, which is not a JSON number"),
-        (lambda m: setattr(m.task, "options", '{"a": -Infinity}'), "-Infinity, which is not a"),
-        (lambda m: setattr(m.task, "options", '{"a": 1e999}'), "1e999, which is not a JSON number"),
+        (lambda m: setattr(m.task, "options", '{"a": NaN}'), "not JSON compliant"),
+        (lambda m: setattr(m.task, "options", '{"a": -Infinity}'), "not JSON compliant"),
+        (lambda m: setattr(m.task, "options", '{"a": 1e999}'), "not JSON compliant"),
         (lambda m: setattr(m.task, "options", '{"a": %s}' % ("9" * 5000)), "not legal"),
         (lambda m: setattr(m.task, "options", '{"a": %s' % ("[" * 5000)), "too deeply"),
         (lambda m: setattr(m.task, "options", " " * 2**16 + "{}"), "65538 characters"),

@@ -7,24 +7,18 @@ norms adapt. They are vector groups of the same query, with shares of the round'
 import math
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent
-from fedpriv.privacy.clipping import Clipping, Indicator
-from fedpriv.privacy.layout import FloatVector, VectorGroup
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import VectorGroup
 from fedpriv.privacy.query import Averaging, GaussianQuery, noise_stddevs, sensitivities
 from fedpriv.privacy.sampling import PoissonSampling
 
-PREFIX = "metrics/"
-"""Begins the names of tensors and vector groups of metrics."""
-UNCLIPPED = "unclipped"
-"""Name of the indicator's tensor and vector group."""
+METRIC_PREFIX = "metrics/"  # begins the names of tensors and vector groups of metrics
 MOST_USERS = 2**37
 """A user adds less than 2^25 steps to a component, and the noise less than 2^45: below 2^63."""
 
-_LEAST, _MOST = 1e-12, 1e12
+_SMALLEST_NORM, _LARGEST_NORM = 1e-12, 1e12
 _PLAIN = Averaging()
 
 
@@ -68,17 +62,10 @@ class PoissonGaussianMechanism:
         shares: tuple[float, ...],
         averaging: Averaging = _PLAIN,
     ) -> "PoissonGaussianMechanism":
-        """The mechanism whose rounds have an effective noise multiplier z, rounded up.
+        """The mechanism whose rounds have an effective noise multiplier z ≥ 0, rounded up.
 
-        Args:
-            sampling: gives the denominators: the cohort size and weight that are expected.
-            clipping: what each user contributes.
-            noise_multiplier: z ≥ 0 of the whole round.
-            shares: ω_g > 0 of each vector group, summing to 1.
-            averaging: how much each user counts, and whether there is a floor.
-
-        Raises:
-            InvalidValueError: numbers are out of range or do not fit together.
+        The denominators are the expected size and weight of a cohort; `shares` are ω_g > 0 of each
+        vector group, summing to 1.
         """
         weight = sampling.sampling_probability * (
             averaging.total_weight or float(sampling.population)
@@ -105,7 +92,9 @@ class Metric:
     """A vector m of each user, of which the average over the cohort is released.
 
     What a user contributes is m − centre, clipped to the radius. The tighter the ball around the
-    values that occur, the smaller the noise: it is proportional to the radius.
+    values that occur, the smaller the noise: it is proportional to the radius. The average is over
+    the expected cohort, and unbiased; a larger or smaller cohort moves it away from the centre or
+    towards it.
 
     Attributes:
         name: e.g. "accuracy"; the host of the users knows how to compute it.
@@ -113,9 +102,6 @@ class Metric:
         centre: subtracted from every component before clipping, and added to the average.
         radius: bound on the L2 norm of m − centre.
         options: further numbers that computing it takes, e.g. thresholds.
-
-    Raises:
-        InvalidValueError: the name is empty, or a number is not finite or out of range.
     """
 
     name: str
@@ -139,38 +125,12 @@ class Metric:
     @property
     def tensor(self) -> str:
         """Name of its tensor in a contribution, and of its vector group."""
-        return PREFIX + self.name
+        return METRIC_PREFIX + self.name
 
     @property
     def group(self) -> VectorGroup:
         """Its vector group."""
         return VectorGroup.single(self.tensor, self.radius)
-
-
-@dataclass(frozen=True)
-class ReleasedMetric:
-    """A private average.
-
-    Attributes:
-        name: that of the metric.
-        value: noised average over the expected cohort, of the metric's shape. It is unbiased; a
-            cohort larger or smaller than expected moves it away from the centre or towards it.
-        noise_stddev: standard deviation of the noise in each component.
-    """
-
-    name: str
-    value: npt.NDArray[np.float64]
-    noise_stddev: float
-
-
-def released(
-    metrics: tuple[Metric, ...], average: FloatVector, query: GaussianQuery
-) -> tuple[ReleasedMetric, ...]:
-    """The metrics in an average [D] that a query released; their tensors are in its layout."""
-    tensors, stddevs = query.clipping.layout.unflatten(average), query.tensor_stddevs
-    return tuple(
-        ReleasedMetric(m.name, tensors[m.tensor] + m.centre, stddevs[m.tensor]) for m in metrics
-    )
 
 
 @dataclass(frozen=True)
@@ -183,11 +143,8 @@ class AdaptiveClipping:
 
     Attributes:
         quantile: γ in (0, 1).
-        learning_rate: η > 0; a norm changes by at most about a factor e^η in a round.
+        learning_rate: η in (0, 10]; a norm changes by at most about a factor e^η in a round.
         share: ω in (0, 1), the share of the round's privacy that counting the clipped takes.
-
-    Raises:
-        InvalidValueError: a number is out of range.
     """
 
     quantile: float = 0.5
@@ -206,24 +163,10 @@ class AdaptiveClipping:
             )
 
     def step(self, norm: float, unclipped: float) -> float:
-        """The next clipping norm, within [1e-12, 1e12].
+        """The next clipping norm, from the noised fraction of users that were not clipped.
 
-        Args:
-            norm: S of this round.
-            unclipped: noised fraction of users that were not clipped; what noise puts outside
-                [0, 1] counts as the nearer end.
+        What noise puts outside [0, 1] counts as the nearer end.
         """
         fraction = min(max(unclipped, 0.0), 1.0)
         moved = norm * math.exp(-self.learning_rate * (fraction - self.quantile))
-        return min(max(moved, _LEAST), _MOST)
-
-
-def indicator_of(groups: tuple[VectorGroup, ...]) -> Indicator:
-    """The indicator that tells of all these groups whether they were clipped."""
-    return Indicator(UNCLIPPED, tuple(group.name for group in groups))
-
-
-def indicator_group(indicator: Indicator) -> VectorGroup:
-    """The vector group of an indicator: G halves have the norm √G/2."""
-    norm = math.sqrt(len(indicator.groups)) / 2.0
-    return VectorGroup.single(indicator.tensor, norm * (1.0 + 2.0**-50))
+        return min(max(moved, _SMALLEST_NORM), _LARGEST_NORM)

@@ -14,6 +14,18 @@ if TYPE_CHECKING:
 
 _SMOOTHING = 0.1  # weight of the newest call in a method's mean
 _OPERATOR_ONLY = "They grow with the size of cohorts, which is secret: for the operator only."
+_REFUSED = "1 when an answer was refused since the start; the log says why."
+_SHOWN = {  # name: kind, help, and the name of the label if there is one
+    "fedpriv_nodes_connected": ("gauge", "Nodes that are connected.", ""),
+    "fedpriv_round": ("gauge", "Number of the next round, from 0.", ""),
+    "fedpriv_epsilon": ("gauge", "User-level ε spent so far.", ""),
+    "fedpriv_answer_refused": ("gauge", _REFUSED, ""),
+    "fedpriv_state": ("gauge", "1 for what the server does.", "state"),
+    "fedpriv_call_seconds": ("gauge", "Mean duration, newer calls count more.", "method"),
+    "fedpriv_received_bytes": ("counter", f"Bytes of tensors received. {_OPERATOR_ONLY}", ""),
+    "fedpriv_sent_bytes": ("counter", f"Bytes of tensors sent. {_OPERATOR_ONLY}", ""),
+    "fedpriv_refused_calls": ("counter", "Calls that reached no handler, by reason.", "reason"),
+}
 
 
 class Refusal(StrEnum):
@@ -40,62 +52,59 @@ class Monitor:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._gauges: dict[str, float] = {"fedpriv_answer_refused": 0.0}
-        self._bytes = {"received": 0, "sent": 0}
-        self._refusals = dict.fromkeys(Refusal, 0)
-        self._seconds: dict[str, float] = {}
-        self._state: RunState | None = None
+        # By name, and by label, which is "" where there is none.
+        self._numbers: dict[str, dict[str, float]] = {name: {} for name in _SHOWN}
+        self._numbers["fedpriv_refused_calls"] |= dict.fromkeys(Refusal, 0.0)
+        for name in ("fedpriv_answer_refused", "fedpriv_received_bytes", "fedpriv_sent_bytes"):
+            self._set(name, 0.0)
+
+    def _set(self, name: str, number: float) -> None:
+        with self._lock:
+            self._numbers[name][""] = number
+
+    def _add(self, name: str, number: int, label: str = "") -> None:
+        with self._lock:
+            self._numbers[name][label] += number
 
     def connected(self, nodes: int) -> None:
         """Set the number of connected nodes."""
-        with self._lock:
-            self._gauges["fedpriv_nodes_connected"] = nodes
+        self._set("fedpriv_nodes_connected", nodes)
 
     def progress(self, state: RunState, next_round: int, epsilon: float) -> None:
         """Set what the server does, the number of the next round, from 0, and the ε spent."""
+        self._set("fedpriv_round", next_round)
+        self._set("fedpriv_epsilon", epsilon)
         with self._lock:
-            self._state = state
-            self._gauges |= {"fedpriv_round": next_round, "fedpriv_epsilon": epsilon}
+            self._numbers["fedpriv_state"] = {known: float(known is state) for known in RunState}
 
     def received(self, count: int) -> None:
         """Count bytes that came from nodes."""
-        with self._lock:
-            self._bytes["received"] += count
+        self._add("fedpriv_received_bytes", count)
 
     def sent(self, count: int) -> None:
         """Count bytes that went to nodes."""
-        with self._lock:
-            self._bytes["sent"] += count
+        self._add("fedpriv_sent_bytes", count)
 
     def refused(self, reason: Refusal) -> None:
         """Count a call that was turned away."""
-        with self._lock:
-            self._refusals[reason] += 1
+        self._add("fedpriv_refused_calls", 1, reason)
 
     def answer_refused(self) -> None:
         """Note that a node's answer was refused, not how many were."""
-        with self._lock:
-            self._gauges["fedpriv_answer_refused"] = 1.0
+        self._set("fedpriv_answer_refused", 1.0)
 
     def handled(self, method: str, seconds: float) -> None:
         """Take the duration of a call into the mean of its method."""
         with self._lock:
-            before = self._seconds.get(method, seconds)
-            self._seconds[method] = before + _SMOOTHING * (seconds - before)
+            means = self._numbers["fedpriv_call_seconds"]
+            before = means.get(method, seconds)
+            means[method] = before + _SMOOTHING * (seconds - before)
 
     @contextmanager
     def served(self, host: str, port: int) -> Iterator[int]:
-        """Serve the numbers over HTTP, in a thread of its own, until the block is left.
+        """Serve the numbers over HTTP until the block is left; yields the port in use.
 
-        Args:
-            host: address to bind to; beyond loopback, all who reach it see what grows with cohorts.
-            port: 0: any that is free.
-
-        Yields:
-            The port in use.
-
-        Raises:
-            InvalidValueError: prometheus-client is not installed, or the port cannot be bound.
+        Port 0 takes a free one. Beyond loopback, all who reach it see what grows with cohorts.
         """
         try:
             from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415
@@ -122,35 +131,11 @@ class Monitor:
         """The numbers as they are now, as a registry of prometheus-client asks for them."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
 
+        families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         with self._lock:
-            gauges, volumes, refusals = dict(self._gauges), dict(self._bytes), dict(self._refusals)
-            seconds, state = dict(self._seconds), self._state
-        for name, value in gauges.items():
-            yield GaugeMetricFamily(name, _HELP[name], value)
-        states = GaugeMetricFamily("fedpriv_state", "1 for what the server does.", labels=["state"])
-        for known in RunState if state is not None else ():
-            states.add_metric([known], float(known is state))
-        yield states
-        for direction, count in volumes.items():
-            words = f"Bytes of tensors {direction}. {_OPERATOR_ONLY}"
-            yield CounterMetricFamily(f"fedpriv_{direction}_bytes", words, count)
-        counted = CounterMetricFamily(
-            "fedpriv_refused_calls", "Calls that reached no handler, by reason.", labels=["reason"]
-        )
-        for reason, number in refusals.items():
-            counted.add_metric([reason], number)
-        yield counted
-        means = GaugeMetricFamily(
-            "fedpriv_call_seconds", "Mean duration, newer calls count more.", labels=["method"]
-        )
-        for method, mean in seconds.items():
-            means.add_metric([method], mean)
-        yield means
-
-
-_HELP = {
-    "fedpriv_nodes_connected": "Nodes that are connected.",
-    "fedpriv_round": "Number of the next round, from 0.",
-    "fedpriv_epsilon": "User-level ε spent so far.",
-    "fedpriv_answer_refused": "1 when an answer was refused since the start; the log says why.",
-}
+            numbers = {name: dict(labelled) for name, labelled in self._numbers.items()}
+        for name, (kind, words, label) in _SHOWN.items():
+            family = families[kind](name, words, labels=[label] if label else [])
+            for value, number in numbers[name].items():
+                family.add_metric([value] if label else [], number)
+            yield family

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.metrics import Monitor, Refusal
+from fedpriv.server.monitoring import Monitor, Refusal
 from fedpriv.wire import RunState
 
 Labels = tuple[tuple[str, str], ...]
@@ -158,7 +158,7 @@ import sys
 
 sys.modules["prometheus_client"] = None
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.metrics import Monitor
+from fedpriv.server.monitoring import Monitor
 
 monitor = Monitor()
 monitor.connected(1)
