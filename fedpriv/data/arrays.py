@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.data.partition import number_ids, partition
-from fedpriv.data.population import Fields, UserStore, as_id_array, offsets_of, same_kind
+from fedpriv.data.population import Fields, UserStore, as_id_array, check_like, offsets_of
 from fedpriv.errors import DataError
 
 
@@ -85,8 +85,4 @@ def _check_user(user_id: str, fields: Fields, others: Fields) -> None:
     if len(lengths) != 1 or () in lengths:
         raise DataError(f"fields of user {user_id!r} have different numbers of rows")
     for name, array in fields.items():
-        if not same_kind(array, others[name]):
-            raise DataError(
-                f"field {name!r} of user {user_id!r} is {array.dtype}{list(array.shape[1:])} "
-                f"per row; others have {others[name].dtype}{list(others[name].shape[1:])}"
-            )
+        check_like(f"field {name!r} of user {user_id!r}", array, "others have", others[name])

@@ -31,9 +31,10 @@ from fedpriv.importing import call_imported, check_options, import_function
 if TYPE_CHECKING:
     from fedpriv.data.arrays import Column
 
-Fields: TypeAlias = Mapping[str, NDArray[np.generic]]
+Array: TypeAlias = NDArray[np.generic]
+Fields: TypeAlias = Mapping[str, Array]
 """Arrays by field name; the first axis of each is the rows."""
-IdArray: TypeAlias = NDArray[np.generic]
+IdArray: TypeAlias = Array
 """User ids, one per user or one per row, of a string or an integer dtype."""
 
 _FORMAT = "fedpriv user store"
@@ -113,14 +114,12 @@ class UserStore:
         self._check_user(user)
         return slice(int(self.offsets[user]), int(self.offsets[user + 1]))
 
-    def examples_of(self, user: int) -> dict[str, NDArray[np.generic]]:
+    def examples_of(self, user: int) -> dict[str, Array]:
         """Fields of one user, name → array [rows of the user, ...]: views, or read-only mapped."""
         rows = self.rows_of(user)
         return {name: array[rows] for name, array in self.fields.items()}
 
-    def take(
-        self, rows: NDArray[np.integer], out: Fields | None = None
-    ) -> dict[str, NDArray[np.generic]]:
+    def take(self, rows: NDArray[np.integer], out: Fields | None = None) -> dict[str, Array]:
         """Gather rows by number, name → writable array [*rows.shape, ...] in memory.
 
         Reads only these rows of a mapped field and leaves none of its pages resident, so memory
@@ -221,12 +220,7 @@ class Population:
                 f"the users have {sorted(self.users.fields)}"
             )
         for name, array in self.test.items():
-            ours = self.users.fields[name]
-            if not same_kind(array, ours):
-                raise DataError(
-                    f"test field {name!r} is {array.dtype}{list(array.shape[1:])} per row; "
-                    f"the users' is {ours.dtype}{list(ours.shape[1:])}"
-                )
+            check_like(f"test field {name!r}", array, "the users' is", self.users.fields[name])
         counts = {len(array) for array in self.test.values()}
         if len(counts) != 1 or 0 in counts:
             raise DataError(
@@ -308,10 +302,11 @@ def check_count(name: str, value: object, least: int = 1) -> int:
     return int(value)
 
 
-def same_kind(one: NDArray[np.generic], other: NDArray[np.generic]) -> bool:
-    """Whether rows of two arrays may stand in one field."""
+def check_like(what: str, rows: Array, others: str, like: Array) -> None:
+    """Raise DataError unless rows of two arrays may stand in one field."""
     # The dtype's type, because strings of different widths fit each other.
-    return (one.dtype.type, one.shape[1:]) == (other.dtype.type, other.shape[1:])
+    if (rows.dtype.type, rows.shape[1:]) != (like.dtype.type, like.shape[1:]):
+        raise DataError(f"{what} is {_per_row(rows)} per row; {others} {_per_row(like)}")
 
 
 def offsets_of(sizes: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
@@ -319,7 +314,7 @@ def offsets_of(sizes: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
-def as_id_array(ids: Sequence[object] | NDArray[np.generic]) -> IdArray:
+def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     """Turn user ids [n] into an array of strings or of integers, never guessing.
 
     An array of integers or strings is returned as it is. Anything else must hold only str or only
@@ -376,7 +371,7 @@ def _checked_rows(fields: Fields) -> int:
     return rows.pop()
 
 
-def _checked_offsets(offsets: NDArray[np.generic], rows: int) -> NDArray[np.int64]:
+def _checked_offsets(offsets: Array, rows: int) -> NDArray[np.int64]:
     array = np.asarray(offsets)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise DataError(
@@ -410,9 +405,7 @@ def _read_only(array: IdArray) -> IdArray:
     return view
 
 
-def _gather(
-    column: NDArray[np.generic], rows: NDArray[np.integer], out: NDArray[np.generic] | None
-) -> NDArray[np.generic]:
+def _gather(column: Array, rows: NDArray[np.integer], out: Array | None) -> Array:
     """Copy legal rows of a field; pages of a mapped one are given back to the system's cache."""
     mapping = column.base if isinstance(column, np.memmap) and column.mode == "r" else None
     if isinstance(mapping, mmap.mmap) and rows.size:
@@ -423,7 +416,7 @@ def _gather(
             start -= start % mmap.PAGESIZE
             mapping.madvise(mmap.MADV_WILLNEED, start, stop - start)
     # Rows are legal; with mode "raise" NumPy would buffer the output.
-    taken: NDArray[np.generic] = np.take(np.asarray(column), rows, axis=0, out=out, mode="clip")
+    taken: Array = np.take(np.asarray(column), rows, axis=0, out=out, mode="clip")
     if isinstance(mapping, mmap.mmap):
         mapping.madvise(mmap.MADV_DONTNEED)
     return taken
@@ -431,7 +424,7 @@ def _gather(
 
 def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
     """Write all files of a store; of the fields, one part is in memory at a time."""
-    like: dict[str, NDArray[np.generic]] = {}
+    like: dict[str, Array] = {}
     files: dict[str, BinaryIO] = {}
     sizes: list[NDArray[np.int64]] = []
     ids: list[IdArray] = []
@@ -466,22 +459,23 @@ def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
         _flush(text)
 
 
-def _write_header(file: BinaryIO, like: NDArray[np.generic], rows: int) -> None:
+def _write_header(file: BinaryIO, like: Array, rows: int) -> None:
     """Write the header of an .npy file; its length is the same for any number of rows."""
     header = npy.header_data_from_array_1_0(like) | {"shape": (rows, *like.shape[1:])}
     file.seek(0)
     npy.write_array_header_1_0(file, header)
 
 
-def _append(
-    file: BinaryIO, name: str, like: NDArray[np.generic], rows: NDArray[np.generic]
-) -> None:
-    if (rows.dtype, rows.shape[1:]) != (like.dtype, like.shape[1:]):
+def _append(file: BinaryIO, name: str, like: Array, rows: Array) -> None:
+    if _per_row(rows) != _per_row(like):
         raise DataError(
-            f"field {name!r} is {like.dtype}{list(like.shape[1:])} per row in one part and "
-            f"{rows.dtype}{list(rows.shape[1:])} in another"
+            f"field {name!r} is {_per_row(like)} per row in one part, {_per_row(rows)} in another"
         )
     np.ascontiguousarray(rows).tofile(file)
+
+
+def _per_row(rows: Array) -> str:
+    return f"{rows.dtype}{list(rows.shape[1:])}"
 
 
 def _joined_ids(ids: list[IdArray], parts: int) -> IdArray:
@@ -496,7 +490,7 @@ def _joined_ids(ids: list[IdArray], parts: int) -> IdArray:
     return joined
 
 
-def _write_array(path: Path, array: NDArray[np.generic]) -> None:
+def _write_array(path: Path, array: Array) -> None:
     with path.open("xb") as file:
         np.save(file, array)
         _flush(file)
@@ -533,9 +527,9 @@ def _read_description(path: Path) -> tuple[list[str], bool]:
     return names, bool(description.get("user_ids"))
 
 
-def _read_array(path: Path, *, mapped: bool) -> NDArray[np.generic]:
+def _read_array(path: Path, *, mapped: bool) -> Array:
     try:
-        array: NDArray[np.generic] = np.load(path, mmap_mode="r" if mapped else None)
+        array: Array = np.load(path, mmap_mode="r" if mapped else None)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise DataError(f"{path} cannot be read: {reason}") from error
