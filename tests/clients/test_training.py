@@ -183,5 +183,5 @@ def test_a_node_trains_with_its_own_activations() -> None:
 
 
 def test_users_that_cannot_be_loaded_are_refused() -> None:
-    with pytest.raises(DataError, match="raised KeyError"):
+    with pytest.raises(DataError, match="cannot be made: KeyError at "):
         Host.of(source_of("loader_that_raises"))
