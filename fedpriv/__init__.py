@@ -7,8 +7,8 @@
     run = fedpriv.simulate(people, task, mechanism, local=fedpriv.SGD(0.5, epochs=1))
     run.epsilon, run.accuracy, run.rounds, run.model, run.to_pandas(), run.report()
 
-`simulate` and `compare` say how to run; the other names are the values that they take. Names are
-loaded when they are first used: importing fedpriv loads neither torch nor numpy.
+`simulate` and `compare` run things; the other names are the values that they take. Names are loaded
+when they are first used: importing fedpriv loads neither torch nor numpy.
 """
 
 from importlib import import_module
@@ -18,77 +18,46 @@ if TYPE_CHECKING:
     from fedpriv.accounting.registry import epsilon
     from fedpriv.data.population import Population
     from fedpriv.engine.task import Task
+    from fedpriv.local import SGD
     from fedpriv.mechanism import Flat, Grouped, Joint, Mechanism, Part, PerLayer, Poisson
     from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
     from fedpriv.privacy.query import Averaging
-    from fedpriv.privacy.round import LocalTraining as SGD  # noqa: N814 - a method's name
     from fedpriv.run.compare import Comparison, compare
     from fedpriv.run.simulate import Run, simulate
     from fedpriv.training.optimizers import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
     from fedpriv.training.rounds import RoundResult
 
 __version__ = "0.1.0"
-
-_HOMES = {
-    "AdaptiveClipping": "privacy.gaussian_mechanism",
-    "Averaging": "privacy.query",
-    "Comparison": "run.compare",
-    "FedAdagrad": "training.optimizers",
-    "FedAdam": "training.optimizers",
-    "FedAvg": "training.optimizers",
-    "FedAvgM": "training.optimizers",
-    "FedYogi": "training.optimizers",
-    "Flat": "mechanism",
-    "Grouped": "mechanism",
-    "Joint": "mechanism",
-    "Mechanism": "mechanism",
-    "Part": "mechanism",
-    "PerLayer": "mechanism",
-    "Poisson": "mechanism",
-    "Population": "data.population",
-    "RoundResult": "training.rounds",
-    "Run": "run.simulate",
-    "SGD": "privacy.round:LocalTraining",
-    "Task": "engine.task",
-    "compare": "run.compare",
-    "epsilon": "accounting.registry",
-    "simulate": "run.simulate",
-}
+# fmt: off
 __all__ = [
-    "SGD",
-    "AdaptiveClipping",
-    "Averaging",
-    "Comparison",
-    "FedAdagrad",
-    "FedAdam",
-    "FedAvg",
-    "FedAvgM",
-    "FedYogi",
-    "Flat",
-    "Grouped",
-    "Joint",
-    "Mechanism",
-    "Part",
-    "PerLayer",
-    "Poisson",
-    "Population",
-    "RoundResult",
-    "Run",
-    "Task",
-    "__version__",
-    "compare",
-    "epsilon",
-    "simulate",
+    "SGD", "AdaptiveClipping", "Averaging", "Comparison", "FedAdagrad", "FedAdam", "FedAvg",
+    "FedAvgM", "FedYogi", "Flat", "Grouped", "Joint", "Mechanism", "Part", "PerLayer", "Poisson",
+    "Population", "RoundResult", "Run", "Task", "__version__", "compare", "epsilon", "simulate",
 ]
+# fmt: on
+
+_NAMES_IN = {
+    "accounting.registry": "epsilon",
+    "data.population": "Population",
+    "engine.task": "Task",
+    "local": "SGD",
+    "mechanism": "Flat Grouped Joint Mechanism Part PerLayer Poisson",
+    "privacy.gaussian_mechanism": "AdaptiveClipping",
+    "privacy.query": "Averaging",
+    "run.compare": "Comparison compare",
+    "run.simulate": "Run simulate",
+    "training.optimizers": "FedAdagrad FedAdam FedAvg FedAvgM FedYogi",
+    "training.rounds": "RoundResult",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'fedpriv' has no attribute {name!r}")
-    module, _, renamed = _HOMES[name].partition(":")
-    value: object = getattr(import_module(f"fedpriv.{module}"), renamed or name)
-    globals()[name] = value
-    return value
+    for module, names in _NAMES_IN.items():
+        if name in names.split():
+            value: object = getattr(import_module(f"fedpriv.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'fedpriv' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

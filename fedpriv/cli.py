@@ -1,19 +1,28 @@
 """The command line. Each command imports what it runs, so that help and errors come at once.
 
-Commands of other packages, such as those of the server and of nodes, are found by the entry points
+Commands of other packages, such as those of the server and of nodes, are entry points in the group
 `fedpriv.commands`: functions that are given the `typer.Typer` to add their commands to.
 """
 
 import sys
+from enum import StrEnum
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from fedpriv.errors import FedprivError, InvalidValueError
-from fedpriv.logs import Engine, FigureFormat, Policy, Relation, one_line
+from fedpriv.errors import FedprivError, InvalidValueError, writing
+from fedpriv.logs import one_line
 
+FigureFormat = StrEnum("FigureFormat", [("PNG", "png"), ("SVG", "svg")])
+Engine = StrEnum("Engine", [("IN_PROCESS", "in-process"), ("FLOWER", "flower")])
+Policy = StrEnum(
+    "Policy", [("POISSON", "poisson"), ("EVERY_USER", "every-user"), ("FIXED_SIZE", "fixed-size")]
+)
+Relation = StrEnum(
+    "Relation", [("ADD_OR_REMOVE_ONE", "add-or-remove-one"), ("REPLACE_ONE", "replace-one")]
+)
 ExperimentFile = Annotated[Path, typer.Argument(help="the experiment, TOML", show_default=False)]
 Assignments = Annotated[
     list[str] | None,
@@ -26,16 +35,6 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="go on with the run in --out, or start it there")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
-
-
-def check_resume(out: Path | None, *, resume: bool) -> None:
-    """Refuse to resume a run that is not named.
-
-    Raises:
-        InvalidValueError: there is no folder.
-    """
-    if resume and out is None:
-        raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
 
 
 app = typer.Typer(
@@ -51,7 +50,6 @@ _INTERRUPTED = 130
 
 ledger_app = typer.Typer(help="Look into, check and copy a privacy ledger.", no_args_is_help=True)
 
-LedgerPath = Annotated[Path, typer.Argument(help="the ledger file", show_default=False)]
 ReadLedgerPath = Annotated[
     Path, typer.Argument(help="the ledger file, or an export of it", show_default=False)
 ]
@@ -86,7 +84,7 @@ def verify(
 
 @ledger_app.command()
 def export(
-    ledger: LedgerPath,
+    ledger: Annotated[Path, typer.Argument(help="the ledger file", show_default=False)],
     out: Annotated[
         Path | None, typer.Option(help="file to write", show_default="the terminal")
     ] = None,
@@ -98,11 +96,8 @@ def export(
         if out is None:
             opened.export(sys.stdout)
             return
-        try:
-            with out.open("w", encoding="utf-8") as stream:
-                opened.export(stream)
-        except OSError as error:
-            raise InvalidValueError(f"{out} cannot be written: {error.strerror}") from error
+        with writing(out), out.open("w", encoding="utf-8") as stream:
+            opened.export(stream)
 
 
 @app.command()
@@ -137,18 +132,17 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page of a run or a study, which opens offline; ledgers are verified first."""
-    if figures is not None:
-        if out or show:
-            raise InvalidValueError("--figures writes no page; leave out --out and --open")
-        from fedpriv.report.studies import write_study_figures
-        from fedpriv.studies import read_study
-
-        for file in write_study_figures(read_study(folder), figures):
-            print(file)  # noqa: T201
-        return
+    from fedpriv.report.studies import write_study_figures
     from fedpriv.run.reader import write_report
+    from fedpriv.studies import read_study
 
-    print(write_report(folder, out, show=show))  # noqa: T201
+    if figures is None:
+        print(write_report(folder, out, show=show))  # noqa: T201
+        return
+    if out or show:
+        raise InvalidValueError("--figures writes no page; leave out --out and --open")
+    for file in write_study_figures(read_study(folder), figures):
+        print(file)  # noqa: T201
 
 
 Delta = Annotated[
@@ -168,7 +162,8 @@ def simulate(
     ] = None,
 ) -> None:
     """Train across simulated users, and print accuracy beside the (ε, δ) of the ledger."""
-    check_resume(out, resume=resume)
+    if resume and out is None:
+        raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
     given = (file, assignments or [], out)
     if engine is Engine.IN_PROCESS:
         if workers is not None:
@@ -182,10 +177,7 @@ def simulate(
 
 
 @app.command()
-def plan(
-    file: ExperimentFile,
-    assignments: Assignments = None,
-) -> None:
+def plan(file: ExperimentFile, assignments: Assignments = None) -> None:
     """Show what each vector group of a round gets, and what all rounds would cost."""
     from fedpriv.run.commands import show_allocation
 

@@ -1,36 +1,43 @@
-"""The configuration of an experiment: TOML, checked key by key.
+"""The configuration of an experiment: TOML, checked key by key; docs/configuration.md has all keys.
 
-The sections say only what may be written; `fedpriv.build` makes the values that a run needs.
+Each section builds its values (`build`), and says what it would say of given values (`of`), so that
+a name of a configuration is mapped once in each direction.
 """
 
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from fedpriv.errors import InvalidValueError, known_names
-from fedpriv.mechanism import CLIPPINGS, check_private
-from fedpriv.training.optimizers import SERVER_OPTIMIZERS
+from fedpriv.importing import Choice
+from fedpriv.local import ALGORITHMS
+from fedpriv.mechanism import (
+    CLIPPINGS,
+    SAMPLING_POLICIES,
+    ClippingPolicy,
+    Grouped,
+    Mechanism,
+    Part,
+    SamplingPolicy,
+    check_private,
+)
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
+from fedpriv.privacy.query import Averaging
+from fedpriv.privacy.round import LocalTraining
+from fedpriv.training.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
 
 _Model = TypeVar("_Model", bound=BaseModel)
+Table = dict[str, Any]
+"""What TOML holds under some keys."""
 
 
 def read_toml(path: Path) -> dict[str, object]:
-    """Read a file of TOML.
-
-    Raises:
-        InvalidValueError: it cannot be read, or is not valid TOML.
-    """
+    """Read a TOML file; InvalidValueError if it cannot be read or is not valid TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -40,7 +47,7 @@ def read_toml(path: Path) -> dict[str, object]:
 
 
 def checked(model: type[_Model], table: Mapping[str, object], source: str) -> _Model:
-    """Make settings of a table, which `source` names in the message.
+    """The settings in a table, which `source` names in the message.
 
     Raises:
         InvalidValueError: a key is unknown, absent or of the wrong type, or a value is refused.
@@ -49,74 +56,54 @@ def checked(model: type[_Model], table: Mapping[str, object], source: str) -> _M
         return model.model_validate(table)
     except ValidationError as error:
         # The branch of a union that fits least must not hide the message of the other.
-        first = error.errors()[0]
-        raise InvalidValueError(f"{source}: {_sentence(model, first)}") from error
+        raise InvalidValueError(f"{source}: {_sentence(table, error.errors()[0])}") from error
 
 
-def _sentence(root: type[BaseModel], error: ErrorDetails) -> str:
+def _sentence(table: object, error: ErrorDetails) -> str:
     """One sentence for a validation error: the key, its value and what is legal."""
-    where = ".".join(str(part) for part in _keys(root, error["loc"]))
+    keys: list[str] = []
+    for part in error["loc"]:
+        try:
+            table = table[part]  # type: ignore[index] - whatever a file holds
+        except (KeyError, IndexError, TypeError):
+            if error["type"] != "missing":
+                break  # pydantic adds the names of the branches of a union
+        keys.append(str(part))
+    where, context = ".".join(keys), error.get("ctx", {})
     match error["type"]:
-        case "extra_forbidden":
-            known = _section(root, error["loc"][:-1]).model_fields
-            return f"unknown key {where}; {known_names(str(error['loc'][-1]), known)}"
+        case "unknown_key":
+            return f"unknown key {'.'.join([*keys, context['key']])}; {context['hint']}"
         case "missing":
             return f"key {where} is absent"
         case "value_error":
-            return f"{where}: {error['ctx']['error']}" if where else str(error["ctx"]["error"])
+            return f"{where}: {context['error']}" if where else str(context["error"])
         case "greater_than_equal":  # pydantic writes 1e-60 with all of its zeros
-            return f"{where} is {error['input']!r}; input should be greater than or equal to " + (
-                f"{error['ctx']['ge']:.15g}"
+            least = f"{context['ge']:.15g}"
+            return (
+                f"{where} is {error['input']!r}; input should be greater than or equal to {least}"
             )
         case _:
-            message = error["msg"][0].lower() + error["msg"][1:]
-            return f"{where} is {error['input']!r}; {message}"
-
-
-def _keys(root: type[BaseModel], location: tuple[int | str, ...]) -> list[int | str]:
-    """Location without the names of union branches that pydantic adds at its end."""
-    keys: list[int | str] = []
-    model: type[BaseModel] | None = root
-    for part in location:
-        if isinstance(part, int):
-            keys.append(part)
-            continue
-        if model is None or part not in model.model_fields:
-            return [*keys, part] if model is not None else keys
-        keys.append(part)
-        model = _model_of(model, part)
-    return keys
-
-
-def _section(root: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
-    model = root
-    for part in location:
-        if isinstance(part, str):
-            model = _model_of(model, part) or model
-    return model
-
-
-def _model_of(model: type[BaseModel], field: str) -> type[BaseModel] | None:
-    """Section that a field holds, if it holds one."""
-    annotation = model.model_fields[field].annotation
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+            return f"{where} is {error['input']!r}; {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
 Options = dict[str, object]
 
 
-def _one_of(known: Collection[str]) -> AfterValidator:
-    """One of these names, or the import path of a class."""
+_ALGORITHM = Choice("local.algorithm", ALGORITHMS, LocalTraining)
+_OPTIMIZER = Choice("server.optimizer", SERVER_OPTIMIZERS, ServerOptimizer)
+_POLICY = Choice("sampling.policy", SAMPLING_POLICIES, SamplingPolicy)
+_STRATEGY = Choice("clipping.strategy", CLIPPINGS, ClippingPolicy)
 
+
+def _one_of(choice: Choice[Any]) -> AfterValidator:
     def check(value: str) -> str:
-        if value not in known and ":" not in value:
-            hint = f"{known_names(value, known)}, or package.module:Class"
+        if value not in choice.known and ":" not in value:
+            hint = f"{known_names(value, choice.known)}, or package.module:Class"
             raise PydanticCustomError("unknown_name", "{hint}", {"hint": hint})
         return value
 
@@ -127,6 +114,15 @@ class Section(BaseModel):
     """A table of settings: unknown keys and values of the wrong type are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _know_keys(cls, table: object) -> object:
+        for key in table if isinstance(table, Mapping) else ():
+            if key not in cls.model_fields:
+                hint = known_names(key, cls.model_fields)
+                raise PydanticCustomError("unknown_key", "{hint}", {"key": key, "hint": hint})
+        return table
 
 
 class DataSection(Section):
@@ -141,13 +137,14 @@ class ModelSection(Section):
 
     name: str
     options: Options = {}
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     loss: str = "cross-entropy"
 
 
 class LocalSection(Section):
-    """How each user trains; `batch_size = "all"` with `steps = 1` is FedSGD."""
+    """How each user trains; `options` are further fields of an algorithm of one's own."""
 
+    algorithm: Annotated[str, _one_of(_ALGORITHM)] = "sgd"
     learning_rate: Positive
     batch_size: Count | Literal["all"] = "all"
     epochs: Count | None = None
@@ -155,13 +152,67 @@ class LocalSection(Section):
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     proximal: NonNegative = 0.0
     max_examples: Count | None = None
+    options: Options = {}
+
+    def build(self) -> LocalTraining:
+        """Local training with these settings."""
+        settings = self.model_dump(exclude={"algorithm", "options"}) | self.options
+        if settings["batch_size"] == "all":
+            settings["batch_size"] = None
+        return _ALGORITHM.build(self.algorithm, settings)
+
+    @classmethod
+    def of(cls, local: LocalTraining) -> Table:
+        """What the section says of local training."""
+        common = {field.name: getattr(local, field.name) for field in fields(LocalTraining)}
+        return common | {
+            "algorithm": _ALGORITHM.name_of(local),
+            "batch_size": local.batch_size or "all",
+            "options": _scalars(local, except_for=common),
+        }
 
 
 class ServerSection(Section):
     """How the server steps along the released average; `options` are the optimiser's fields."""
 
-    optimizer: Annotated[str, _one_of(SERVER_OPTIMIZERS)] = "fedavg"
+    optimizer: Annotated[str, _one_of(_OPTIMIZER)] = "fedavg"
     options: dict[str, float] = {}
+
+    def build(self) -> ServerOptimizer:
+        """The optimiser with these settings."""
+        return _OPTIMIZER.build(self.optimizer, self.options)
+
+    @classmethod
+    def of(cls, optimizer: ServerOptimizer) -> Table:
+        """What the section says of an optimiser."""
+        numbers = {k: v for k, v in _scalars(optimizer).items() if not isinstance(v, str)}
+        return {"optimizer": _OPTIMIZER.name_of(optimizer), "options": numbers}
+
+
+class SamplingSection(Section):
+    """How cohorts are drawn: a policy and its fields other than `probability`."""
+
+    policy: Annotated[str, _one_of(_POLICY)] = "poisson"
+    options: Options = {}
+
+    def build(self, probability: float | None) -> SamplingPolicy:
+        """The policy, with q where it takes one."""
+        if probability is None and self.policy in SAMPLING_POLICIES:
+            raise InvalidValueError("key privacy.sampling_probability is absent")
+        given = {} if probability is None else {"probability": probability}
+        policy = _POLICY.build(self.policy, self.options, given)
+        if getattr(policy, "probability", None) != probability:
+            raise InvalidValueError(
+                f"privacy.sampling_probability is {probability}; it must be absent, as "
+                f"sampling.policy {self.policy!r} has no field probability"
+            )
+        return policy
+
+    @classmethod
+    def of(cls, policy: SamplingPolicy) -> Table:
+        """What the section says of a policy."""
+        options = _scalars(policy, except_for=("probability",))
+        return {"policy": _POLICY.name_of(policy), "options": options}
 
 
 class PrivacySection(Section):
@@ -171,7 +222,7 @@ class PrivacySection(Section):
     `epsilon`; with it, training stops before `epsilon` would be passed.
     """
 
-    sampling_probability: Annotated[float, Field(gt=0.0, le=1.0)]
+    sampling_probability: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     delta: Annotated[float, Field(gt=0.0, lt=1.0)]
     epsilon: Positive | None = None
     noise_multiplier: NonNegative | None = None
@@ -185,29 +236,31 @@ class PrivacySection(Section):
         return self
 
 
+_CLIPPING_KEYS = ("norm", "parts", "split", "scales")
+
+
 class ClippedSection(Section):
-    """One key, `strategy`, chooses how to clip.
+    """How to clip; per-layer clipping reads `parts` and `split`, joint clipping `scales`."""
 
-    `parts` and `split` are read by per-layer clipping, `scales` by joint clipping.
-    """
-
-    strategy: Annotated[str, _one_of(CLIPPINGS)] = "flat"
+    norm: Positive | None = None
+    strategy: Annotated[str, _one_of(_STRATEGY)] = "flat"
     parts: Literal["layer", "tensor"] = "layer"
     split: Literal["equal", "dimension"] | dict[str, float] = "equal"
     scales: Literal["dimension"] | dict[str, float] = "dimension"
 
+    def policy(self) -> ClippingPolicy:
+        """The policy of the strategy, with those of the keys that it takes."""
+        given = {key: getattr(self, key) for key in _CLIPPING_KEYS}
+        return _STRATEGY.build(self.strategy, {}, plain(given))
+
 
 class GroupSection(ClippedSection):
-    """Tensors that are clipped in their own way: those that fit one of the patterns first.
+    """Tensors that are clipped in their own way: those that fit one of the patterns first."""
 
-    `tensors` are globs over parameter names, such as "conv*" or "*.bias". `share` is a weight: how
-    much of the update's privacy these tensors get; all groups have one, or none.
-    """
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
-    tensors: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
+    name: Name
+    tensors: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]  # globs, as "*.bias"
     norm: Positive
-    share: Positive | None = None
+    share: Positive | None = None  # weight in the update's privacy; all groups have one, or none
 
 
 class AdaptiveSection(Section):
@@ -221,7 +274,6 @@ class AdaptiveSection(Section):
 class ClippingSection(ClippedSection):
     """How updates are clipped: all tensors alike, to `norm`, or `groups` each in their own way."""
 
-    norm: Positive | None = None
     groups: Annotated[tuple[GroupSection, ...], Field(strict=False)] = ()
     adaptive: AdaptiveSection | None = None
 
@@ -231,42 +283,43 @@ class ClippingSection(ClippedSection):
             if self.norm is None and self.strategy in CLIPPINGS:
                 raise ValueError("norm is absent; it must be a positive clipping norm")
             return self
-        fields = type(self).model_fields
-        alone = [
-            name
-            for name in ("norm", "strategy", "parts", "split", "scales")
-            if getattr(self, name) != fields[name].default
-        ]
-        if alone:
-            raise ValueError(
-                f"{alone[0]} is given beside groups; with groups it belongs into each of them"
-            )
+        for key, field in ClippedSection.model_fields.items():
+            if getattr(self, key) != field.default:
+                raise ValueError(f"{key} is given beside groups; it belongs in each of the groups")
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
             raise ValueError(f"groups are named {names}; names must be unique")
-        if len({group.share is None for group in self.groups}) > 1:
-            raise ValueError("some groups have a share; all must have one, or none")
         return self
+
+    def build(self) -> ClippingPolicy:
+        """One policy for all tensors, or one for each of the groups."""
+        if not self.groups:
+            return self.policy()
+        return Grouped({g.name: Part(g.tensors, g.policy(), g.share) for g in self.groups})
+
+    @classmethod
+    def of(cls, policy: ClippingPolicy) -> Table:
+        """What the section says of a policy."""
+        if isinstance(policy, Grouped):
+            groups = [
+                {"name": name, "tensors": list(part.tensors), "share": part.share}
+                | cls.of(part.clipping)
+                for name, part in policy.parts.items()
+            ]
+            return {"groups": groups}
+        given = {key: getattr(policy, key) for key in _CLIPPING_KEYS if hasattr(policy, key)}
+        return {"strategy": _STRATEGY.name_of(policy), **given}
 
 
 class MetricsSection(Section):
-    """What is released beside the update, and the share of a round's privacy for all of it.
-
-    `report` has a table of options for each metric, by its name.
-    """
+    """What is released beside the update, and the share of a round's privacy for all of it."""
 
     share: float = 0.05
-    report: dict[str, dict[str, int | float | list[float]]] = {}
+    report: dict[str, dict[str, int | float | list[float]]] = {}  # options of metrics by name
 
 
 class AveragingSection(Section):
-    """How much users count, and what sums are divided by.
-
-    With `weights = "examples"` a user with n examples counts min(n, cap)/cap. `total_weight`, about
-    the sum of all weights, is a public constant that divides averages: if it were computed from the
-    users, each of them would move all averages. With `floor` the denominator is the cohort's own
-    weight, but at least that share of the expected.
-    """
+    """How much users count, and what sums are divided by; see `Averaging`."""
 
     weights: Literal["equal", "examples"] = "equal"
     cap: Count | None = None
@@ -274,19 +327,14 @@ class AveragingSection(Section):
     floor: float | None = None
 
     @model_validator(mode="after")
-    def _must_have_a_cap(self) -> Self:
-        if self.weights == "examples" and self.cap is None:
+    def _must_be_bounded(self) -> Self:
+        weighted = self.weights == "examples"
+        if {self.cap is not None, self.total_weight is not None} != {weighted}:
             raise ValueError(
-                'weights is "examples" without a cap; one user could then move the average without '
-                "bound, so cap must be given"
+                f"cap is {self.cap} and total_weight is {self.total_weight}; both must be given "
+                'with weights = "examples", so that no user can move the average without bound, '
+                "and neither otherwise"
             )
-        if self.weights == "examples" and self.total_weight is None:
-            raise ValueError(
-                'weights is "examples" without a total_weight; averages are divided by it, so it '
-                "must be given: a public estimate of the sum of all users' weights"
-            )
-        if self.weights == "equal" and (self.cap is not None or self.total_weight is not None):
-            raise ValueError('cap and total_weight are read with weights = "examples" only')
         return self
 
 
@@ -297,12 +345,7 @@ class NoiseSection(Section):
 
 
 class EngineSection(Section):
-    """Where and how fast; nothing here changes the guarantee.
-
-    The result changes only by rounding: in `activations` of "bfloat16" to 8 bits while users train.
-    On a CPU users train side by side in so many `processes`, where a process can be forked; absent,
-    one for each of torch's threads.
-    """
+    """Where and how fast; nothing here changes the guarantee, nor the result but for rounding."""
 
     device: str = "auto"
     chunk_mebibytes: Count = 128
@@ -311,11 +354,7 @@ class EngineSection(Section):
 
 
 class OutputSection(Section):
-    """What is written, and how often, in rounds; `tensorboard` adds event files.
-
-    With `simulation_only` a simulation in this process records true figures of each round, which no
-    guarantee covers.
-    """
+    """What is written, and how often, in rounds; no guarantee covers what is `simulation_only`."""
 
     evaluate_every: Count = 1
     checkpoint_every: Count = 1
@@ -332,14 +371,9 @@ class CallbacksSection(Section):
 class FederationSection(Section):
     """Where real nodes take part, and how long the server waits for them.
 
-    `enrolment` is a file of nodes, their users and their certificates' fingerprints. `certificates`
-    is a folder with ca.pem, server.pem and server.key. `held_out` is an .npz file of the server's
-    own rows; absent, those of `data` are measured on.
-
     A round ends when all have answered; at the latest after `deadline_seconds`; and before if only
     nodes are missing that have not been connected for `absent_seconds`. With `fixed_length` it
-    always takes `deadline_seconds`, so that how long it took says nothing of who was drawn.
-    Updates in transfer take `transfer_mebibytes` of memory at most, each for `transfer_seconds`.
+    always takes `deadline_seconds`, so that its length says nothing of who was drawn.
     """
 
     address: str = "127.0.0.1:7443"
@@ -356,26 +390,22 @@ class FederationSection(Section):
     metrics_address: str | None = None
 
 
+_MECHANISM_KEYS = ("delta", "epsilon", "noise_multiplier", "accountant", "unsafe_no_privacy")
+"""Keys of the section privacy that are attributes of a mechanism."""
+
+
 class Config(Section):
-    """One experiment.
+    """One experiment."""
 
-    Attributes:
-        name: short name of the experiment.
-        rounds: number of rounds.
-        run: name of the run in the ledger; made up from `name` if absent.
-        seed: makes cohorts, noise and local training reproducible; the guarantee then does not hold
-            against those who know it, and every report says so. Absent: the operating system's.
-        federation: where real nodes take part; read by `fedpriv serve` alone.
-    """
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    name: Name
     rounds: Count
-    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] | None = None
-    seed: Annotated[int, Field(ge=0)] | None = None
+    run: Name | None = None  # in the ledger; made up from the name if absent
+    seed: Seed | None = None  # no guarantee holds against those who know it
     data: DataSection
     model: ModelSection
     local: LocalSection
     privacy: PrivacySection
+    sampling: SamplingSection = SamplingSection()
     clipping: ClippingSection
     server: ServerSection = ServerSection()
     noise: NoiseSection = NoiseSection()
@@ -386,14 +416,53 @@ class Config(Section):
     callbacks: CallbacksSection = CallbacksSection()
     federation: FederationSection | None = None
 
+    def mechanism(self) -> Mechanism:
+        """The mechanism, not calibrated yet."""
+        adaptive = self.clipping.adaptive
+        return Mechanism(
+            sampling=self.sampling.build(self.privacy.sampling_probability),
+            clipping=self.clipping.build(),
+            allocation=self.noise.allocation,
+            adaptive=AdaptiveClipping(**adaptive.model_dump()) if adaptive else None,
+            averaging=Averaging(**self.averaging.model_dump(exclude={"weights"})),
+            metrics=self.metrics.report,
+            metrics_share=self.metrics.share,
+            **self.privacy.model_dump(include=set(_MECHANISM_KEYS)),
+        )
+
+
+def mechanism_tables(mechanism: Mechanism) -> dict[str, Table]:
+    """What the sections of a configuration say of a mechanism."""
+    averaging, adaptive = mechanism.averaging, mechanism.adaptive
+    privacy = {key: getattr(mechanism, key) for key in _MECHANISM_KEYS}
+    return {
+        "sampling": SamplingSection.of(mechanism.sampling),
+        "privacy": privacy
+        | {"sampling_probability": getattr(mechanism.sampling, "probability", None)},
+        "clipping": ClippingSection.of(mechanism.clipping)
+        | {"adaptive": adaptive and asdict(adaptive)},
+        "noise": {"allocation": mechanism.allocation},
+        "metrics": {"share": mechanism.metrics_share, "report": mechanism.metrics},
+        "averaging": asdict(averaging)
+        | {"weights": "equal" if averaging.cap is None else "examples"},
+    }
+
+
+def plain(value: object) -> Any:
+    """A value as TOML holds it; keys of a table whose value is None are left out."""
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items() if inner is not None}
+    return [plain(inner) for inner in value] if isinstance(value, tuple | list) else value
+
+
+def _scalars(value: object, except_for: Collection[str] = ()) -> Table:
+    """Attributes that TOML can hold as one word or number."""
+    held = {k: v for k, v in vars(value).items() if k not in except_for}
+    return {k: v for k, v in held.items() if isinstance(v, int | float | str)}
+
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read an experiment from TOML.
-
-    Args:
-        path: the file.
-        overrides: assignments "a.b=value" that replace keys of the file; the value is TOML, or
-            text if it is not.
+    """Read an experiment from a TOML file, of which overrides "a.b=value" replace keys.
 
     Raises:
         InvalidValueError: the file is absent or not valid TOML, a key is unknown, absent or of the
@@ -406,11 +475,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(table: Mapping[str, object], source: str) -> Config:
-    """Check a table of settings; `source` names it in messages.
-
-    Raises:
-        InvalidValueError: as for `load_config`.
-    """
+    """Check a table of settings, which `source` names in messages; errors as for `load_config`."""
     return checked(Config, spelled_out(table), source)
 
 
@@ -427,15 +492,7 @@ def spelled_out(table: Mapping[str, object]) -> dict[str, object]:
 
 
 def assign(table: dict[str, object], override: str) -> None:
-    """Replace one key of a table in place, as `--set` does.
-
-    Args:
-        table: the table; inner tables on the way are changed or made.
-        override: "a.b=value"; the value is TOML, or text if it is not.
-
-    Raises:
-        InvalidValueError: it is not an assignment, or a key on its way does not hold a table.
-    """
+    """Replace a key of a table in place, given "a.b=value" with a value in TOML, or else text."""
     path, separator, text = override.partition("=")
     keys = [key.strip() for key in path.split(".")]
     if not separator or not all(keys):

@@ -1,23 +1,9 @@
-"""Every error that fedpriv raises on purpose.
-
-FedprivError
-├── InvalidValueError        a setting outside its legal range (also a ValueError)
-├── DataError                users' data that cannot be read or is inconsistent
-├── ModelError               a model that cannot be trained for users separately
-├── UnsupportedEventError    an accountant has no analysis of this event
-├── BudgetExceededError      the next release would pass the privacy budget
-├── LedgerError              a ledger that cannot be opened, extended or believed
-├── AuditError               a ledger of another machine breaks its promises
-├── CheckpointError          a checkpoint that does not fit the plan or the ledger
-├── StoppedError             whoever runs the server asked it to stop
-├── WorkerError              a worker of a simulation does not do its part
-└── WireError                a message of another machine that is malformed or does not fit
-
-Each message is one sentence that says what is wrong, its value and what is legal.
-"""
+"""Every error that fedpriv raises on purpose: one sentence says what is wrong and what is legal."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class FedprivError(Exception):
@@ -61,7 +47,7 @@ class WireError(FedprivError):
 
 
 class StoppedError(FedprivError):
-    """Whoever runs the server asked it to stop; the round was abandoned and nothing charged."""
+    """The operator asked the server to stop; the round was abandoned and nothing charged."""
 
 
 class WorkerError(FedprivError):
@@ -82,3 +68,12 @@ def known_names(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known are: {', '.join(names)}"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise InvalidValueError if the file system refuses what is written below a path."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidValueError(f"{path} cannot be written: {error.strerror}") from error

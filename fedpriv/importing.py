@@ -1,27 +1,25 @@
-"""What a configuration names by import path, and the options that it gives to it."""
+"""Functions and classes that a configuration names by import path, and the options given to them.
+
+`error` is the class of the FedprivError that is raised, `what` the subject of its sentence.
+"""
 
 import importlib
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from typing import cast
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
 
-from fedpriv.errors import FedprivError, known_names
+from fedpriv.errors import FedprivError, InvalidValueError, known_names
 
 Function = Callable[..., object]
+_Kind = TypeVar("_Kind")
 
 
 def import_function(what: str, path: str, error: type[FedprivError]) -> Function:
-    """Import the function, or the class, at "package.module:function"; this runs its module.
+    """Import the function or class at "package.module:function"; this runs its module.
 
-    Args:
-        what: what is imported, for the message, such as "model 'own.models:wide'".
-        path: where it is.
-        error: class of the error.
-
-    Raises:
-        FedprivError: of class `error`, if the path has another form, nothing callable is there, or
-            the module raises; of what it raises only an ImportError and a SyntaxError are quoted.
+    Of what the module raises, only an ImportError and a SyntaxError are quoted.
     """
     module_name, _, name = path.partition(":")
     if not all(part.isidentifier() for part in module_name.split(".")):
@@ -32,7 +30,7 @@ def import_function(what: str, path: str, error: type[FedprivError]) -> Function
         raise error(f"{what} cannot be imported: {cause}") from cause
     except SyntaxError as cause:  # its text says where
         raise error(f"{what} cannot be imported: SyntaxError: {cause}") from cause
-    except Exception as cause:  # whatever somebody's module raises
+    except Exception as cause:
         raise error(f"{what} cannot be imported: {raised_at(cause)}") from cause
     function = getattr(module, name, None)
     if not callable(function):
@@ -44,6 +42,12 @@ def import_function(what: str, path: str, error: type[FedprivError]) -> Function
     return cast(Function, function)
 
 
+def path_of(thing: object) -> str:
+    """Import path of a class or function, or of an object's class."""
+    name = getattr(thing, "__qualname__", type(thing).__qualname__)
+    return f"{getattr(thing, '__module__', '?')}:{name}"
+
+
 def check_options(
     what: str,
     function: Function,
@@ -51,17 +55,9 @@ def check_options(
     error: type[FedprivError],
     noun: str = "option",
 ) -> None:
-    """Check names of options against a function's signature before it is called.
+    """Refuse an option that a function does not take, and the absence of one that it needs.
 
-    Args:
-        what: what takes the options, for the message.
-        function: is to be called with them; one that takes any keyword is not checked.
-        options: their names.
-        error: class of the error.
-        noun: what an option is called.
-
-    Raises:
-        FedprivError: of class `error`, if an option is unknown, or one without default is absent.
+    A function that takes any keyword is not checked.
     """
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -88,24 +84,14 @@ def raised_with(cause: Exception) -> str:
 
 def call_imported(
     what: str,
-    function: Function,
+    function: Callable[..., _Kind],
     options: Mapping[str, object],
     error: type[FedprivError],
     told: Callable[[Exception], str] = raised_at,
-) -> object:
-    """Call somebody's function.
+) -> _Kind:
+    """Call a user's function; FedprivError, OSError and MemoryError pass, the rest is an `error`.
 
-    Args:
-        what: what is made, for the message.
-        function: makes it.
-        options: keyword arguments, from `check_options`.
-        error: class of the error.
-        told: what the message says of an exception; `raised_with` where it cannot hold users' data.
-
-    Raises:
-        FedprivError: what the function raises: of class `error`, unless it is one already.
-        OSError: the function raises it.
-        MemoryError: there is too little memory.
+    `told` puts an exception into words: `raised_with` where it cannot hold users' data.
     """
     try:
         return function(**options)
@@ -113,3 +99,37 @@ def call_imported(
         raise
     except Exception as cause:
         raise error(f"{what} cannot be made: {told(cause)}") from cause
+
+
+@dataclass(frozen=True)
+class Choice(Generic[_Kind]):
+    """A key of a configuration that names a class: one that is known, or the import path of one."""
+
+    key: str
+    known: Mapping[str, type[_Kind]]
+    kind: type  # that the class must be derived from
+
+    def build(
+        self,
+        name: str,
+        options: Mapping[str, object],
+        optional: Mapping[str, object] | None = None,
+    ) -> _Kind:
+        """An object of the class, with options, and with the optional ones that it takes."""
+        what = f"{self.key} {name!r}"
+        found: object = self.known.get(name) or import_function(what, name, InvalidValueError)
+        if not (isinstance(found, type) and issubclass(found, self.kind)):
+            given = "another class" if isinstance(found, type) else "no class"
+            raise InvalidValueError(
+                f"{what} is {given}; it must be derived from {path_of(self.kind)}"
+            )
+        taken = {
+            k: v for k, v in (optional or {}).items() if k in inspect.signature(found).parameters
+        }
+        check_options(what, found, [*options, *taken], InvalidValueError)
+        return call_imported(what, found, {**options, **taken}, InvalidValueError, raised_with)
+
+    def name_of(self, value: object) -> str:
+        """The known name of an object's class, or its import path."""
+        kind = type(value)
+        return next((name for name, each in self.known.items() if each is kind), path_of(kind))

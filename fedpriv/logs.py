@@ -1,6 +1,4 @@
-"""What options of the command line can be chosen from, without importing what they choose.
-
-Logs of long-running commands: one line a record on stderr, for people or for programs.
+"""Logs of long-running commands: one line a record on stderr, for people or for programs.
 
 Names of nodes and reasons come from other machines, and the text of an exception may come from
 users' data. So every record is one line of printable characters whatever is in it, and of an
@@ -17,40 +15,11 @@ from enum import StrEnum
 from pathlib import Path
 
 
-class FigureFormat(StrEnum):
-    """How a figure is written."""
-
-    PNG = "png"
-    SVG = "svg"
-
-
-class Policy(StrEnum):
-    """How users are sampled."""
-
-    POISSON = "poisson"
-    EVERY_USER = "every-user"
-    FIXED_SIZE = "fixed-size"
-
-
-class Relation(StrEnum):
-    """Which neighbours an ε compares."""
-
-    ADD_OR_REMOVE_ONE = "add-or-remove-one"
-    REPLACE_ONE = "replace-one"
-
-
 class LogFormat(StrEnum):
     """What a line of a log looks like."""
 
     TEXT = "text"
     JSON = "json"
-
-
-class Engine(StrEnum):
-    """Where simulated users train."""
-
-    IN_PROCESS = "in-process"
-    FLOWER = "flower"
 
 
 _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime", "taskName"}
@@ -59,12 +28,9 @@ _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime", "tas
 def configure(form: LogFormat) -> None:
     """Write all records from level INFO on, and Python's warnings, to stderr.
 
-    Handlers that were there before are removed, so calling it again changes the form. gRPC's own
-    lines have another form and hold what strangers send, as it came; they are left out, unless the
-    environment says otherwise. Call it before gRPC begins.
-
-    Args:
-        form: one line of text, or one JSON object, for each record.
+    Handlers that were there before are removed. gRPC's own lines have another form and hold what
+    strangers send, as it came; they are left out, unless the environment says otherwise. Call this
+    before gRPC starts.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = logging.StreamHandler()

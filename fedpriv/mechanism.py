@@ -2,8 +2,7 @@
 
 Values only: nothing here draws, clips or spends. A mechanism without a noise multiplier cannot run;
 `Mechanism.calibrate` returns one that has the least noise for a privacy budget. To add a way to
-sample or to clip, derive one class from `SamplingPolicy` or
-`ClippingPolicy`.
+sample or to clip, derive a class from `SamplingPolicy` or `ClippingPolicy`.
 """
 
 from abc import ABC, abstractmethod
@@ -35,7 +34,7 @@ class SamplingPolicy(ABC):
 
     @abstractmethod
     def events(self, noise_multiplier: float, rounds: int) -> RoundEvent:
-        """What so many rounds are charged as, for calibration."""
+        """The event that this many rounds are charged as, for calibration."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,10 @@ class Poisson(SamplingPolicy):
         return poisson_gaussian(self.probability, noise_multiplier, rounds)
 
 
+SAMPLING_POLICIES: Mapping[str, type[SamplingPolicy]] = {"poisson": Poisson}
+"""The values of sampling.policy in a configuration."""
+
+
 @dataclass(frozen=True)
 class Grouping:
     """A partition of an update into vector groups, and the share ω of the noise budget of each."""
@@ -62,11 +65,7 @@ class Grouping:
 
     @classmethod
     def of(cls, groups: tuple[VectorGroup, ...], layout: Layout, allocation: Allocation) -> Self:
-        """Groups of a layout with the shares that an allocation gives them.
-
-        Raises:
-            InvalidValueError: given weights do not name the groups.
-        """
+        """Groups of a layout with the shares that an allocation gives them."""
         if allocation == "dimension":
             return cls(groups, dimension_shares(layout, groups))
         if isinstance(allocation, str):
@@ -103,12 +102,9 @@ class Flat(ClippingPolicy):
 
 @dataclass(frozen=True)
 class PerLayer(ClippingPolicy):
-    """Each layer, or each tensor, to its own norm S_g.
+    """Each layer, or each tensor, to its own norm S_g, with Σ S_g² = S².
 
-    Attributes:
-        norm: S with Σ S_g² = S²; not read where `split` names every norm.
-        parts: what has a norm of its own.
-        split: "equal" norms, norms ∝ √"dimension", or S_g by name.
+    The norms are equal, or ∝ √dimension, or S_g by name; S is then not read.
     """
 
     norm: float
@@ -132,15 +128,10 @@ class PerLayer(ClippingPolicy):
 
 @dataclass(frozen=True)
 class Joint(ClippingPolicy):
-    """The whole update to one norm S, each tensor measured in units of its scale α.
+    """The whole update to one norm S, each tensor measured in units of its scale α."""
 
-    Attributes:
-        norm: S, the bound on the norm of the scaled update.
-        scales: α ∝ "dimension"^(−1/4), or α by tensor.
-    """
-
-    norm: float
-    scales: Literal["dimension"] | Mapping[str, float] = "dimension"
+    norm: float  # S, of the scaled update
+    scales: Literal["dimension"] | Mapping[str, float] = "dimension"  # α ∝ dimension^(−1/4), or α
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
         """One group."""
@@ -152,17 +143,11 @@ class Joint(ClippingPolicy):
 
 @dataclass(frozen=True)
 class Part:
-    """Tensors that are clipped in their own way.
+    """Tensors that are clipped in their own way."""
 
-    Attributes:
-        tensors: globs over parameter names, such as "conv*" or "*.bias".
-        clipping: of these tensors.
-        share: weight of the noise budget that they get; all parts have one, or none has.
-    """
-
-    tensors: Sequence[str]
+    tensors: Sequence[str]  # globs over parameter names, such as "conv*" or "*.bias"
     clipping: ClippingPolicy
-    share: float | None = None
+    share: float | None = None  # weight of the noise budget they get; all parts have one, or none
 
 
 @dataclass(frozen=True)
@@ -179,14 +164,12 @@ class Grouped(ClippingPolicy):
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
         """The groups of all parts, named after their part."""
-        given = [part.share for part in self.parts.values()]
-        weights = [share for share in given if share is not None]
-        if weights and len(weights) < len(given):
-            raise InvalidValueError("some parts have a share; all must have one, or none")
+        weights = [part.share for part in self.parts.values() if part.share is not None]
+        if weights and len(weights) < len(self.parts):
+            raise InvalidValueError("some groups have a share; all must have one, or none")
         if weights and not isinstance(allocation, str):
             raise InvalidValueError(
-                "noise.allocation is a table and clipping.groups have shares; only one of them can "
-                "say"
+                "noise.allocation is a table and clipping.groups have shares; only one may be given"
             )
         inner = allocation if isinstance(allocation, str) else "proportional"
         layouts = self._layouts(layout)
@@ -246,15 +229,13 @@ class Mechanism:
     2.2
 
     Attributes:
-        sampling: how cohorts are drawn.
-        clipping: how each user's update is clipped.
         noise_multiplier: z ≥ 0, the noise over the sensitivity of a whole round; None: to be
             calibrated.
-        epsilon: the budget ε that training stops before; None with `unsafe_no_privacy` only.
+        epsilon: the budget that training never exceeds; None with `unsafe_no_privacy` only.
         delta: δ of the budget, and of every ε that is shown.
         rounds: T that the noise was calibrated for.
         allocation: how vector groups share the noise.
-        adaptive: how clipping norms follow a quantile of the updates' norms; None: they stay.
+        adaptive: how clipping norms follow a quantile of the updates' norms; None: they are fixed.
         averaging: how much each user counts, and what sums are divided by.
         metrics: private averages to release beside the update: name → numbers, as for
             `fedpriv.engine.metrics.metric`.
@@ -301,24 +282,17 @@ class Mechanism:
     ) -> Self:
         """The Gaussian mechanism under Poisson sampling, without noise or budget so far.
 
-        Args:
-            q: probability in (0, 1] with which each user joins a round.
-            clipping: `Flat`, `PerLayer`, `Joint`, `Grouped` or another policy.
-            allocation: as for the class, and so are the others.
-            adaptive: clipping norms that move.
-            averaging: weights of users.
-            metrics: by name, or names alone where they need no numbers.
-            metrics_share: of all metrics.
-            accountant: for calibration and budget.
+        Each user joins a round with probability q in (0, 1]. Metrics may be names alone where they
+        need no numbers. The other arguments are attributes of the class.
         """
-        asked = metrics if isinstance(metrics, Mapping) else {name: {} for name in metrics}
+        requested = metrics if isinstance(metrics, Mapping) else {name: {} for name in metrics}
         return cls(
             Poisson(q),
             clipping,
             allocation=allocation,
             adaptive=adaptive,
             averaging=averaging or Averaging(),
-            metrics=asked,
+            metrics=requested,
             metrics_share=metrics_share,
             accountant=accountant,
         )
@@ -328,11 +302,7 @@ class Mechanism:
     ) -> Self:
         """The mechanism with the least noise for which all rounds cost at most (ε, δ).
 
-        Args:
-            epsilon: ε > 0.
-            delta: δ in (0, 1).
-            rounds: T ≥ 1.
-            spent: what the ledger that will be charged holds already; it counts, too.
+        `spent` is what the ledger that will be charged holds already; it counts, too.
 
         Raises:
             InvalidValueError: an argument is out of range, or no noise is enough.
@@ -355,15 +325,11 @@ class Mechanism:
 def check_private(
     noise_multiplier: float | None, epsilon: float | None, *, unsafe_no_privacy: bool
 ) -> None:
-    """Refuse settings under which no ε would hold, unless that is meant.
-
-    Raises:
-        InvalidValueError: there is no noise or no budget.
-    """
+    """Refuse settings under which no ε would hold, unless that is intended."""
     if noise_multiplier == 0.0 and not unsafe_no_privacy:
         raise InvalidValueError(
             "noise_multiplier is 0, which gives no privacy; set unsafe_no_privacy = true if that "
-            "is meant"
+            "is intended"
         )
     if unsafe_no_privacy and noise_multiplier is None:
         raise InvalidValueError("unsafe_no_privacy is true; noise_multiplier must then be given")

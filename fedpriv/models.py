@@ -44,12 +44,7 @@ class CharacterTransformer(nn.Module):
     """
 
     def __init__(
-        self,
-        alphabet: int = 96,
-        length: int = 40,
-        width: int = 64,
-        heads: int = 2,
-        blocks: int = 2,
+        self, alphabet: int = 96, length: int = 40, width: int = 64, heads: int = 2, blocks: int = 2
     ) -> None:
         super().__init__()
         self.characters = nn.Embedding(alphabet, width)
@@ -134,17 +129,10 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
 
 
 def build_model(name: str, options: Mapping[str, object], seed: int) -> nn.Module:
-    """Build a model with initial parameters that depend on the seed alone.
+    """Build a model of `MODELS`, or of the function at an import path, from options and a seed.
 
-    Args:
-        name: one of `MODELS`, or "package.module:function" for a function that returns a module.
-        options: keyword arguments of the function.
-        seed: seed of torch's generator while the model is built; initial parameters are public.
-
-    Raises:
-        ModelError: the name is unknown, an option is unknown or absent, or the function raises or
-            does not return a module.
-        OSError: the function raises it.
+    Initial parameters are public, and depend on the seed alone. A ModelError says that the name is
+    unknown, options do not fit, or the function raises or does not return a module.
     """
     if name not in MODELS and ":" not in name:
         raise ModelError(

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from fedpriv.build import mechanism_of
 from fedpriv.config import parse_config
 from fedpriv.errors import InvalidValueError
 from fedpriv.mechanism import Grouping
@@ -30,7 +29,7 @@ def grouping(clipping: dict[str, object], noise: dict[str, object] | None = None
         "noise": noise or {},
     }
     config = parse_config(table, "test.toml")
-    mechanism = mechanism_of(config)
+    mechanism = config.mechanism()
     return mechanism.clipping.grouping(LAYOUT, mechanism.allocation)
 
 
@@ -115,5 +114,5 @@ def test_what_does_not_fit_is_refused(clipping: dict[str, object], message: str)
 
 
 def test_shares_are_said_once() -> None:
-    with pytest.raises(InvalidValueError, match="only one of them can say"):
+    with pytest.raises(InvalidValueError, match="only one may be given"):
         grouping({"groups": [{**REST, "share": 1.0}]}, {"allocation": {"rest": 1.0}})

@@ -18,14 +18,18 @@ BELOW = {  # what each package may import of the library, besides errors and its
     "data": "importing",
     "engine": "data importing privacy",
     "models": "importing",
+    "local": "privacy",
     "mechanism": "accounting ledger privacy",
-    "config": "mechanism training",
+    "config": "importing local mechanism privacy training",
     "studies": "config",
     "analytics": "data ledger privacy",
     "report": "accounting ledger studies training",
     "wire": "data privacy",
     "build": "accounting config data engine importing ledger mechanism models privacy training",
-    "run": "accounting build config data engine ledger mechanism privacy report studies training",
+    "run": (
+        "accounting build config data engine importing ledger local mechanism privacy report "
+        "studies training"
+    ),
 }
 ALLOWED = {
     f"fedpriv.{package}": {f"fedpriv.{each}" for each in allowed.split()}

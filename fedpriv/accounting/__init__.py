@@ -12,7 +12,8 @@
 * Every user, whole series with correlated noise (whose sensitivity `strategy` knows): Gaussians, in
   closed form.
 * Poisson samples with one user replaced, cohorts of a fixed size, shuffled passes, random
-  allocation: pairs of `pld.sampling` and `pld.random_allocation`, where each is proved, by `pld`.
+  allocation: pairs of `pld.dominating_pairs` and `pld.random_allocation`, where each is proved, by
+  `pld`.
 * For comparison: moments (`rdp`), zCDP, the CLT, basic and advanced composition (`classical`).
 
 `rounds` counts rounds by setting and groups different ones outward, for all of them. `policies`

@@ -21,14 +21,19 @@ from fedpriv.accounting.accountant import (
     check_epsilon,
     checked,
 )
-from fedpriv.accounting.rounds import Rounds, Vector, check_rounds, unsampled_noise_multiplier
+from fedpriv.accounting.rounds import (
+    Rounds,
+    Vector,
+    arrays,
+    check_rounds,
+    unsampled_noise_multiplier,
+)
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent
 
 _LARGEST_EXPONENT = 700.0
 _LARGEST_LOGIT = 20.0
-_ROUNDING = 1e-12
-"""Relative, of compositions: far more than their few operations lose."""
+_ROUNDING = 1e-12  # relative, of compositions: far more than their few operations lose
 _ZCDP_ROUNDING = 1e-14
 _SEARCH, _MOST_NOISE = 6.0, 1e150
 _LOG_LEAST, _LOG_MOST, _PRECISION = math.log(1e-300), math.log1p(-1e-12), 1e-6
@@ -52,6 +57,17 @@ def clt_mu(rounds: Rounds) -> float:
     return math.exp(log_mu) if log_mu < math.log(np.finfo(np.float64).max) else math.inf
 
 
+def _log_square(q: float, z: float) -> float:
+    """log(q²·(e^{1/z²} − 1)) without overflow."""
+    exponent = 1.0 / z / z if z > 0.0 else math.inf
+    if exponent < 1.0:
+        # 1/z² may be below the smallest float, where e^x − 1 = x.
+        growth = math.log(math.expm1(exponent)) if exponent > 0.0 else -2 * math.log(z)
+    else:
+        growth = exponent + math.log1p(-math.exp(-exponent))
+    return 2 * math.log(q) + growth
+
+
 def clt_epsilon(rounds: Rounds, delta: float) -> float:
     """ε of the rounds by the CLT. An estimate that can be below the truth, never a guarantee.
 
@@ -63,14 +79,19 @@ def clt_epsilon(rounds: Rounds, delta: float) -> float:
 
 def gdp_delta(epsilon: float, mu: float) -> float:
     """Least δ for which every μ-GDP mechanism is (ε, δ)-DP (Bu et al. 2020, equation (3.2))."""
-    _check_mu(mu)
+    _check_not_negative("mu", mu)
     return gaussian.delta(epsilon, _inverse(mu))
 
 
 def gdp_epsilon(delta: float, mu: float) -> float:
-    """Least ε ≥ 0 for which every μ-GDP mechanism is (ε, δ)-DP: the inverse of `delta`."""
-    _check_mu(mu)
+    """Least ε ≥ 0 for which every μ-GDP mechanism is (ε, δ)-DP: the inverse of `gdp_delta`."""
+    _check_not_negative("mu", mu)
     return gaussian.epsilon(delta, _inverse(mu))
+
+
+def _inverse(x: float) -> float:
+    """1/x with 1/0 = ∞."""
+    return 1.0 / x if x > 0.0 else math.inf
 
 
 def equivalent_mu(epsilon: float, delta: float) -> float:
@@ -84,7 +105,7 @@ def equivalent_mu(epsilon: float, delta: float) -> float:
 
 def trade_off(type_one: Vector, mu: float) -> Vector:
     """G_μ(α) = Φ(Φ⁻¹(1 − α) − μ): least type II error of any test between N(0, 1) and N(μ, 1)."""
-    _check_mu(mu)
+    _check_not_negative("mu", mu)
     if math.isinf(mu):
         raise InvalidValueError(f"mu is {mu}; it must be finite")
     _check_errors(type_one)
@@ -96,8 +117,7 @@ def trade_off_of_bound(type_one: Vector, epsilon: float, delta: float) -> Vector
 
     Bu et al. 2020, equation (2.1), at type I errors α of any shape.
     """
-    if not epsilon >= 0.0:
-        raise InvalidValueError(f"epsilon is {epsilon}; it must not be negative")
+    _check_not_negative("epsilon", epsilon)
     if not 0.0 <= delta <= 1.0:
         raise InvalidValueError(f"delta is {delta}; it must be in [0, 1]")
     _check_errors(type_one)
@@ -106,25 +126,9 @@ def trade_off_of_bound(type_one: Vector, epsilon: float, delta: float) -> Vector
     return np.maximum(0.0, np.maximum(steep, flat))
 
 
-def _log_square(q: float, z: float) -> float:
-    """log(q²·(e^{1/z²} − 1)) without overflow."""
-    exponent = 1.0 / z / z if z > 0.0 else math.inf
-    if exponent < 1.0:
-        # 1/z² may be below the smallest float, where e^x − 1 = x.
-        growth = math.log(math.expm1(exponent)) if exponent > 0.0 else -2 * math.log(z)
-    else:
-        growth = exponent + math.log1p(-math.exp(-exponent))
-    return 2 * math.log(q) + growth
-
-
-def _inverse(x: float) -> float:
-    """1/x with 1/0 = ∞."""
-    return 1.0 / x if x > 0.0 else math.inf
-
-
-def _check_mu(mu: float) -> None:
-    if not mu >= 0.0:
-        raise InvalidValueError(f"mu is {mu}; it must not be negative")
+def _check_not_negative(name: str, value: float) -> None:
+    if not value >= 0.0:
+        raise InvalidValueError(f"{name} is {value}; it must not be negative")
 
 
 def _check_errors(type_one: Vector) -> None:
@@ -148,7 +152,8 @@ def zcdp_rho(rounds: Rounds) -> float:
 
 def zcdp_epsilon_bun_steinke(rho: float, delta: float) -> float:
     """ε = ρ + 2√(ρ·log(1/δ)) of ρ-zCDP (Bun & Steinke 2016, Proposition 1.3). An upper bound."""
-    _check_rho(rho, delta)
+    _check_not_negative("rho", rho)
+    gaussian.check_delta(delta)
     # √ρ apart: the product may overflow.
     return (rho + 2 * math.sqrt(rho) * math.sqrt(-math.log(delta))) * (1 + _ZCDP_ROUNDING)
 
@@ -163,12 +168,10 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
     and the maximum is (1 − 1/α)^{α−1}/α. Every order α > 1 gives a bound, so an inexact search for
     the best one errs on the safe side.
     """
-    _check_rho(rho, delta)
+    simple = zcdp_epsilon_bun_steinke(rho, delta)
     if rho == 0.0 or math.isinf(rho):
         return rho
     log_inverse = -math.log(delta)
-    # Bun & Steinke's order: it minimises the bound without the terms that only help.
-    centre = math.log(log_inverse) / 2 - math.log(rho) / 2
 
     def bound(log_excess: float) -> float:
         excess = math.exp(log_excess)  # α − 1
@@ -180,15 +183,11 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
         )
         return sum(terms) + _ZCDP_ROUNDING * sum(map(abs, terms))
 
+    # Bun & Steinke's order minimises the bound without the terms that only help.
+    centre = math.log(log_inverse) / 2 - math.log(rho) / 2
     bounds = (centre - _SEARCH, centre + _SEARCH)
     found = minimize_scalar(bound, bounds=bounds, method="bounded")
-    return max(0.0, min(float(found.fun), zcdp_epsilon_bun_steinke(rho, delta)))
-
-
-def _check_rho(rho: float, delta: float) -> None:
-    if not rho >= 0.0:
-        raise InvalidValueError(f"rho is {rho}; it must not be negative")
-    gaussian.check_delta(delta)
+    return max(0.0, min(float(found.fun), simple))
 
 
 def basic_epsilon(rounds: Rounds, delta: float) -> float:
@@ -198,7 +197,10 @@ def basic_epsilon(rounds: Rounds, delta: float) -> float:
     """
     gaussian.check_delta(delta)
     check_rounds(rounds)
-    return _Settings.of(rounds).basic(math.log(delta)) if rounds else 0.0
+    if not rounds:
+        return 0.0
+    _, _, counts = arrays(rounds)
+    return float(counts @ _round_epsilons(rounds, math.log(delta))) * (1 + _ROUNDING)
 
 
 def advanced_epsilon(rounds: Rounds, delta: float) -> float:
@@ -215,11 +217,15 @@ def advanced_epsilon(rounds: Rounds, delta: float) -> float:
     basic = basic_epsilon(rounds, delta)
     if basic in (0.0, math.inf):
         return basic
-    pairs, log_delta = _Settings.of(rounds), math.log(delta)
+    _, _, counts = arrays(rounds)
 
     def bound(logit: float) -> float:
-        tail, rest = -math.log1p(math.exp(-logit)), -math.log1p(math.exp(logit))
-        return pairs.advanced(log_delta + tail, log_delta + rest)
+        log_tail = math.log(delta) - math.log1p(math.exp(-logit))
+        each = _round_epsilons(rounds, math.log(delta) - math.log1p(math.exp(logit)))
+        with np.errstate(over="ignore"):  # ∞ is a bound
+            mean = float(counts @ (each * np.tanh(each / 2)))
+            square = float(counts @ np.square(each)) + np.finfo(np.float64).tiny
+        return (mean + math.sqrt(2 * (_ROUNDING - log_tail) * square)) * (1 + _ROUNDING)
 
     found = minimize_scalar(bound, bounds=(-_LARGEST_LOGIT, _LARGEST_LOGIT), method="bounded")
     return min(basic, float(found.fun))
@@ -235,51 +241,22 @@ def amplified_epsilon(epsilon: Vector, q: Vector) -> Vector:
     return np.where(epsilon <= _LARGEST_EXPONENT, near, far)
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """Rounds as arrays, each [n]: distinct (q, z) and how many rounds have them."""
-
-    q: Vector
-    z: Vector
-    count: Vector
-
-    @staticmethod
-    def of(rounds: Rounds) -> "_Settings":
-        q, z = np.array(list(rounds)).T
-        return _Settings(q, z, np.array(list(rounds.values()), dtype=np.float64))
-
-    def basic(self, log_delta: float) -> float:
-        return float(self.count @ self._epsilons(log_delta)) * (1 + _ROUNDING)
-
-    def advanced(self, log_tail: float, log_rest: float) -> float:
-        """ε with e^log_tail of δ for the tail and e^log_rest for the rounds."""
-        epsilon = self._epsilons(log_rest)
-        with np.errstate(over="ignore"):  # ∞ is a bound
-            mean = float(self.count @ (epsilon * np.tanh(epsilon / 2)))
-            square = float(self.count @ np.square(epsilon)) + np.finfo(np.float64).tiny
-        return (mean + math.sqrt(2 * (_ROUNDING - log_tail) * square)) * (1 + _ROUNDING)
-
-    def _epsilons(self, log_delta: float) -> Vector:
-        """[n] ε of one round, where all rounds together may spend δ."""
-        each = log_delta - _ROUNDING - math.log(self.count.sum()) - np.log(self.q)
-        # A δ₀ of 1 allows everything: the round is (0, q)-DP.
-        base = gaussian.epsilons(np.minimum(each, -_ROUNDING), self.z)
-        return np.where(each >= 0.0, 0.0, amplified_epsilon(base, self.q))
+def _round_epsilons(rounds: Rounds, log_delta: float) -> Vector:
+    """ε of one round of each (q, z), where all rounds together may spend δ."""
+    q, z, counts = arrays(rounds)
+    each = log_delta - _ROUNDING - math.log(counts.sum()) - np.log(q)
+    # A δ₀ of 1 allows everything: the round is (0, q)-DP.
+    base = gaussian.epsilons(np.minimum(each, -_ROUNDING), z)
+    return np.where(each >= 0.0, 0.0, amplified_epsilon(base, q))
 
 
 @dataclass(frozen=True)
 class ClassicalAccountant(Accountant):
-    """An accountant that is one formula for ε.
-
-    Attributes:
-        name: its name in `ACCOUNTANTS`.
-        bound: what kind of statement the formula makes.
-        price: ε of rounds at δ; falls as δ grows.
-    """
+    """An accountant that is one formula for ε."""
 
     name: str = ""
     bound: Bound = Bound.UPPER
-    price: Callable[[Rounds, float], float] = basic_epsilon
+    price: Callable[[Rounds, float], float] = basic_epsilon  # ε of rounds at δ; falls as δ grows
 
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
         """What the formula says at δ."""
@@ -311,15 +288,11 @@ class ClassicalAccountant(Accountant):
         return math.exp(high)
 
 
-def _zcdp_epsilon(rounds: Rounds, delta: float) -> float:
-    return zcdp_epsilon(zcdp_rho(rounds), delta)
-
-
 CLASSICAL = (
     ClassicalAccountant("gdp", Bound.ESTIMATE, clt_epsilon),
-    ClassicalAccountant("zcdp", Bound.UPPER, _zcdp_epsilon),
-    ClassicalAccountant("advanced", Bound.UPPER, advanced_epsilon),
-    ClassicalAccountant("basic", Bound.UPPER, basic_epsilon),
+    ClassicalAccountant("zcdp", price=lambda rounds, delta: zcdp_epsilon(zcdp_rho(rounds), delta)),
+    ClassicalAccountant("advanced", price=advanced_epsilon),
+    ClassicalAccountant("basic", price=basic_epsilon),
 )
 """μ-GDP by the CLT (Bu et al. 2020), zCDP without amplification (Bun & Steinke 2016), and advanced
 and basic composition with amplification (Dwork & Roth 2014)."""

@@ -6,7 +6,7 @@ With μ = 1/z, a = ε/μ − μ/2 and b = ε/μ + μ/2 the mechanism is (ε, δ)
 
 because e^ε·φ(b) = φ(a). Mills' ratio R is a scaled complementary error function, so nothing
 underflows. Here z ≥ 0 is noise_stddev per sensitivity (∞ releases nothing), ε ≥ 0 is finite and δ
-in (0, 1); what is out of range raises `InvalidValueError`.
+in (0, 1); a value out of range raises `InvalidValueError`.
 """
 
 import math
@@ -18,15 +18,15 @@ from scipy.special import erfcx, ndtr, ndtri_exp
 from fedpriv.accounting.rounds import Vector
 from fedpriv.errors import InvalidValueError
 
+Ends = tuple[float, float]
+"""Lower and upper end of an interval that holds the truth."""
+
 _ULP = 2.0**-52
-_MARGIN = 1e-12
-"""Added to log δ: ten times the largest rounding error that tests find, not a proved bound."""
-_WIDTH = 2e-11
-"""Twice the error of ε relative to 1 + ε, and of δ relative to δ."""
+_MARGIN = 1e-12  # added to log δ: ten times the rounding errors tests find, not a proved bound
+_WIDTH = 2e-11  # twice the error of ε relative to 1 + ε, and of δ relative to δ
+# Below the one, ε is above the largest float; above the other, z is taken for it.
 _LEAST_NOISE, _MOST_NOISE = 1e-150, 1e302
-"""Below the one, ε is above the largest float; above the other, z is taken for it."""
-_LARGEST_LOG_DELTA = -1e-9
-"""A δ closer to 1 is taken for this one: there δ hardly moves with ε."""
+_LARGEST_LOG_DELTA = -1e-9  # a δ closer to 1 is taken for this one: there δ hardly moves with ε
 _LARGEST_A = 1e3
 _NEWTON_STEPS = 100
 _LOG_SQRT_TAU = math.log(2 * math.pi) / 2
@@ -37,9 +37,8 @@ _SERIES = (-2027025.0, 135135.0, -10395.0, 945.0, -105.0, 15.0, -3.0, 1.0, 0.0)
 def log_delta(epsilon: float, noise_multiplier: float) -> float:
     """Natural logarithm of `delta`, finite where δ itself is below the smallest float.
 
-    Returns:
-        log δ rounded up by about 1e-12, at most 0; −∞ only for z = ∞. Values below −5e5 are
-        reported as about −5e5.
+    It is rounded up by about 1e-12 and at most 0; −∞ only for z = ∞. Values below −5e5 are reported
+    as about −5e5.
     """
     check_epsilon(epsilon)
     _check_noise(noise_multiplier)
@@ -59,9 +58,8 @@ def log_delta(epsilon: float, noise_multiplier: float) -> float:
 def delta(epsilon: float, noise_multiplier: float) -> float:
     """Least δ for which the Gaussian mechanism is (ε, δ)-DP: exact, so a bound that is attained.
 
-    Returns:
-        δ in [0, 1], never below the truth and for z in [0.05, 1e6] and δ ≥ 1e-300 at most
-        1e-11 of itself above; 1 for z = 0 and 0 only for z = ∞.
+    It is never below the truth, and at most 1e-11 of itself above for z in [0.05, 1e6] and
+    δ ≥ 1e-300; 1 for z = 0 and 0 only for z = ∞.
     """
     log = log_delta(epsilon, noise_multiplier)
     return 0.0 if math.isinf(log) else max(math.exp(log), math.ulp(0.0))
@@ -70,9 +68,8 @@ def delta(epsilon: float, noise_multiplier: float) -> float:
 def epsilon(delta: float, noise_multiplier: float) -> float:
     """Least ε ≥ 0 for which the Gaussian mechanism is (ε, δ)-DP: exact, so attained.
 
-    Returns:
-        ε, never below the truth and at most 1e-11·(1 + ε) above for δ ≤ 0.5; ∞ only for z = 0
-        and where ε is above the largest float.
+    It is never below the truth, and at most 1e-11·(1 + ε) above for δ ≤ 0.5; ∞ only for z = 0 and
+    where ε is above the largest float.
     """
     check_delta(delta)
     _check_noise(noise_multiplier)
@@ -82,13 +79,10 @@ def epsilon(delta: float, noise_multiplier: float) -> float:
 
 
 def epsilons(log_delta: Vector, noise_multiplier: Vector) -> Vector:
-    """`epsilon` of many pairs (log δ, z) at once.
+    """[n] `epsilon` of [n] pairs (log δ, z) at once.
 
     log δ is a concave function of a, a convolution of log-concave functions, so every step of
     Newton's method ends on the safe side of the root: each iterate is a bound.
-
-    Returns:
-        [n] ε ≥ 0, never below the truth; ∞ for z = 0 and where ε is above the largest float.
     """
     mu = 1.0 / np.clip(noise_multiplier, _LEAST_NOISE, _MOST_NOISE)
     least = -mu / 2
@@ -106,7 +100,7 @@ def epsilons(log_delta: Vector, noise_multiplier: Vector) -> Vector:
     return np.where(noise_multiplier < _LEAST_NOISE, np.inf, found)
 
 
-def epsilon_interval(delta: float, noise_multiplier: float) -> tuple[float, float]:
+def epsilon_interval(delta: float, noise_multiplier: float) -> Ends:
     """`epsilon`, and a number that is surely below it, for z known to 2⁻⁵⁰ of itself."""
     if noise_multiplier == 0.0:
         return math.inf, math.inf
@@ -114,7 +108,7 @@ def epsilon_interval(delta: float, noise_multiplier: float) -> tuple[float, floa
     return max(0.0, up - _WIDTH * (1 + up)), up
 
 
-def delta_interval(epsilon: float, noise_multiplier: float) -> tuple[float, float]:
+def delta_interval(epsilon: float, noise_multiplier: float) -> Ends:
     """`delta`, and a number that is surely below it, for z known to 2⁻⁵⁰ of itself."""
     if noise_multiplier == 0.0:
         return 0.0, 1.0
@@ -125,9 +119,8 @@ def delta_interval(epsilon: float, noise_multiplier: float) -> tuple[float, floa
 def noise_multiplier(epsilon: float, delta: float) -> float:
     """Least z for which the Gaussian mechanism is (ε, δ)-DP (Balle & Wang 2018, Algorithm 1).
 
-    Returns:
-        z > 0, never below the truth and at most 1e-9 of itself above for δ ≤ 0.999; ∞ where it
-        is above 1e300.
+    It is never below the truth, and at most 1e-9 of itself above for δ ≤ 0.999; ∞ where it is above
+    1e300.
     """
     check_epsilon(epsilon)
     check_delta(delta)
@@ -165,7 +158,7 @@ def _check_noise(noise_multiplier: float) -> None:
 
 
 def _log_delta(a: Vector, mu: Vector) -> tuple[Vector, Vector]:
-    """log δ and −d(log δ)/da for a ≥ −μ/2, μ > 0; shapes [n]."""
+    """[n] log δ and −d(log δ)/da for a ≥ −μ/2, μ > 0."""
     b = a + mu
     density = np.exp(-np.square(a) / 2 - _LOG_SQRT_TAU)
     near = mu <= 1

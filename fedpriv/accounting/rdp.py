@@ -25,7 +25,7 @@ For these z is the noise per **sensitivity**: half the noise multiplier.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -41,21 +41,15 @@ DEFAULT_ORDERS: tuple[float, ...] = (
 )
 """Dense where ε is large (near 1), sparse up to where q is tiny (thousands)."""
 
-_GROUPS = 64
-"""Different rounds that are computed; more are grouped."""
+_GROUPS = 64  # different rounds that are computed; more are grouped
 _SLACK = 1e-10
 """Relative error allowed to an RDP, and added: ten times what tests find, not a proved bound."""
 _LEAST_NOISE = 0.05
-_RANGE = 14.0
-"""How many standard deviations beyond its peaks an integrand is followed."""
-_LAST_MOMENT = 256
-"""Up to this even j the second of the bounds above is used; beyond it, the first alone."""
-_NEGLIGIBLE = 1e-140
-"""A z below this one has RDPs near the largest float: ∞."""
-_LEAST_SMALL_MOMENTS = 1.0
-"""Below this z the first of the bounds above is the smaller one for every j."""
-_WIDTH, _STEP = 12.0, 0.125
-"""In standard deviations: how far beyond its peaks an integrand is followed, and how finely."""
+_RANGE = 14.0  # standard deviations beyond its peaks up to which an integrand is followed
+_LAST_MOMENT = 256  # up to this even j the second of the bounds above is used, then the first alone
+_NEGLIGIBLE = 1e-140  # a z below this one has RDPs near the largest float: ∞
+_LEAST_SMALL_MOMENTS = 1.0  # below this z the first of the bounds above is smaller for every j
+_WIDTH, _STEP = 12.0, 0.125  # as `_RANGE`, and the step there, in standard deviations
 
 
 def subsampled_gaussian_rdp(q: float, noise_multiplier: float, orders: Sequence[float]) -> Vector:
@@ -69,20 +63,35 @@ def subsampled_gaussian_rdp(q: float, noise_multiplier: float, orders: Sequence[
     Returns:
         [orders] RDP ε(α) ≥ the exact value, by less than a part in 10⁹.
     """
-    return np.array(_cached_rdp(q, noise_multiplier, tuple(float(a) for a in orders)))
+    alpha = np.asarray(orders, dtype=np.float64)
+    if noise_multiplier == 0.0:
+        return np.full(alpha.shape, np.inf)
+    if q == 1.0:
+        return alpha / 2 / noise_multiplier / noise_multiplier
+    log_moments = np.array([_log_moment(q, noise_multiplier, float(a)) for a in alpha])
+    return log_moments * (1 + _SLACK) / (alpha - 1)
 
 
 def composed_rdp(rounds: Rounds, orders: Sequence[float]) -> Vector:
-    """RDP of all rounds together: [orders] the sum of theirs (Mironov 2017, Proposition 1)."""
+    """[orders] RDP of all rounds together, the sum of theirs (Mironov 2017, Proposition 1)."""
+    return _composed(rounds, orders, subsampled_gaussian_rdp)
+
+
+def composed_fixed_size_rdp(rounds: Rounds, orders: Sequence[float]) -> Vector:
+    """[orders] RDP of all rounds of a fixed cohort size together."""
+    return _composed(rounds, orders, fixed_size_gaussian_rdp)
+
+
+def _composed(
+    rounds: Rounds, orders: Sequence[float], one: Callable[[float, float, Sequence[float]], Vector]
+) -> Vector:
+    """The sum over all rounds, or over fewer different ones that cost at least as much."""
+    if all(z > 0.0 for _, z in rounds):
+        rounds, _ = grouped(rounds, _GROUPS)
     total = np.zeros(len(orders))
-    for (q, z), count in _few(rounds).items():
-        total += count * subsampled_gaussian_rdp(q, z, orders)
+    for (q, z), count in rounds.items():
+        total += count * one(q, z, orders)
     return total
-
-
-def _few(rounds: Rounds) -> Rounds:
-    """The rounds, or fewer that cost at least as much."""
-    return rounds if any(z == 0.0 for _, z in rounds) else grouped(rounds, _GROUPS)[0]
 
 
 def epsilon_from_rdp(orders: Sequence[float], rdp: Vector, delta: float) -> float:
@@ -115,15 +124,7 @@ def delta_from_rdp(orders: Sequence[float], rdp: Vector, epsilon: float) -> floa
     return math.exp(min(0.0, float(logs.min())))
 
 
-@lru_cache(maxsize=256)
-def _cached_rdp(q: float, z: float, orders: tuple[float, ...]) -> tuple[float, ...]:
-    if z == 0.0:
-        return (math.inf,) * len(orders)
-    if q == 1.0:
-        return tuple(alpha / 2 / z / z for alpha in orders)
-    return tuple(_log_moment(q, z, alpha) * (1 + _SLACK) / (alpha - 1) for alpha in orders)
-
-
+@lru_cache(maxsize=1 << 15)
 def _log_moment(q: float, z: float, alpha: float) -> float:
     """log E_Q[(1 + u)^α], or more."""
     if alpha.is_integer():
@@ -140,16 +141,15 @@ def _log_integer_moment(q: float, z: float, alpha: int) -> float:
     E_Q[r^k] = e^{k(k − 1)/(2z²)} is 1 for k = 0 and k = 1, so the sum starts at k = 2.
     """
     k = np.arange(2, alpha + 1)
-    log_binomial = gammaln(alpha + 1) - gammaln(k + 1) - gammaln(alpha - k + 1)
     growth = k * (k - 1) / (2 * z**2)
-    log_terms = (
-        log_binomial
-        + (alpha - k) * math.log1p(-q)
-        + k * math.log(q)
-        + growth
-        + np.log(-np.expm1(-growth))
-    )
-    return _log_one_plus_sum(log_terms)
+    log_terms = _log_binomials(alpha) + (alpha - k) * math.log1p(-q) + k * math.log(q)
+    return _log_one_plus_sum(log_terms + growth + np.log(-np.expm1(-growth)))
+
+
+def _log_binomials(alpha: int) -> Vector:
+    """log C(α, j) for j = 2, …, α."""
+    j = np.arange(2, alpha + 1)
+    return np.asarray(gammaln(alpha + 1) - gammaln(j + 1) - gammaln(alpha - j + 1))
 
 
 def _log_fractional_moment(q: float, z: float, alpha: float) -> float:
@@ -161,8 +161,7 @@ def _log_fractional_moment(q: float, z: float, alpha: float) -> float:
     dx = min(0.5 * z**2, 0.7 * z)
     x = np.arange(-_RANGE * z, alpha + _RANGE * z, dx)
     log_ratio = (x - 0.5) / z**2
-    ratio = np.minimum(log_ratio, 500.0)
-    u = q * np.expm1(ratio)
+    u = q * np.expm1(np.minimum(log_ratio, 500.0))
     log_one_plus_u = np.where(log_ratio < 500.0, np.log1p(u), math.log(q) + log_ratio)
     log_density = -(x**2) / (2 * z**2) + math.log(dx / (z * math.sqrt(2 * math.pi)))
     return _log_one_plus_sum(log_density + _log_excess(u, log_one_plus_u, alpha - 1))
@@ -183,11 +182,8 @@ def _log_excess(u: Vector, log_one_plus_u: Vector, a: float) -> Vector:
 
 def _log_one_plus_sum(log_terms: Vector) -> float:
     """log(1 + Σ e^{log_terms}), accurate where the sum is tiny and where it is huge."""
-    largest = float(log_terms.max())
-    log_sum = largest + math.log(float(np.exp(log_terms - largest).sum()))
-    return (
-        log_sum + math.log1p(math.exp(-log_sum)) if log_sum > 0 else math.log1p(math.exp(log_sum))
-    )
+    largest = log_terms.max()
+    return float(np.logaddexp(0.0, largest + np.log(np.exp(log_terms - largest).sum())))
 
 
 def fixed_size_gaussian_rdp(q: float, z: float, orders: Sequence[float]) -> Vector:
@@ -205,35 +201,22 @@ def fixed_size_gaussian_rdp(q: float, z: float, orders: Sequence[float]) -> Vect
     unsampled = alpha / 2 / z / z
     if q == 1.0:
         return unsampled
-    below, above = np.floor(alpha), np.ceil(alpha)
-    share = alpha - below
-    log_moment = (1 - share) * _fixed_size_log_moments(
-        q, z, below
-    ) + share * _fixed_size_log_moments(q, z, above)
+    share = alpha - np.floor(alpha)
+    below, above = (
+        np.array([_fixed_size_log_moment(q, z, int(a)) for a in whole])
+        for whole in (np.floor(alpha), np.ceil(alpha))
+    )
+    log_moment = (1 - share) * below + share * above
     return np.minimum(log_moment * (1 + _SLACK) / (alpha - 1), unsampled)
-
-
-def composed_fixed_size_rdp(rounds: Rounds, orders: Sequence[float]) -> Vector:
-    """RDP of all rounds together: [orders] the sum of theirs (Mironov 2017, Proposition 1)."""
-    total = np.zeros(len(orders))
-    for (q, z), count in _few(rounds).items():
-        total += count * fixed_size_gaussian_rdp(q, z, orders)
-    return total
-
-
-def _fixed_size_log_moments(q: float, z: float, orders: Vector) -> Vector:
-    """Bounds on log E[(P/P')^α], shape of the integer orders α ≥ 1."""
-    return np.array([_fixed_size_log_moment(q, z, int(alpha)) for alpha in orders])
 
 
 @lru_cache(maxsize=4096)
 def _fixed_size_log_moment(q: float, z: float, alpha: int) -> float:
+    """A bound on log E[(P/P')^α] for integer α ≥ 1."""
     if alpha == 1:
         return 0.0
-    j = np.arange(2, alpha + 1)
-    log_binomial = gammaln(alpha + 1) - gammaln(j + 1) - gammaln(alpha - j + 1)
-    log_terms = log_binomial + j * math.log(q) + _log_differences(z, alpha)
-    return float(np.logaddexp(0.0, logsumexp(log_terms)))
+    log_powers = np.arange(2, alpha + 1) * math.log(q)
+    return _log_one_plus_sum(_log_binomials(alpha) + log_powers + _log_differences(z, alpha))
 
 
 def _log_differences(z: float, alpha: int) -> Vector:

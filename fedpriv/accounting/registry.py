@@ -23,14 +23,14 @@ from fedpriv.accounting.accountant import (
     checked,
 )
 from fedpriv.accounting.classical import CLASSICAL
-from fedpriv.accounting.pld.lattice import GaussianPair, Pairs
-from fedpriv.accounting.pld.random_allocation import allocation_pairs
-from fedpriv.accounting.pld.sampling import (
+from fedpriv.accounting.pld.dominating_pairs import (
     FixedSizePair,
     LargestBatchPair,
     PoissonPair,
     ReplacePair,
 )
+from fedpriv.accounting.pld.lattice import GaussianPair, Pairs
+from fedpriv.accounting.pld.random_allocation import allocation_pairs
 from fedpriv.accounting.rdp import (
     DEFAULT_ORDERS,
     composed_fixed_size_rdp,

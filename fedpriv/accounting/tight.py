@@ -1,9 +1,9 @@
 """The tightest intervals: closed form, contour integral, or composition of PLDs.
 
-Rounds that everybody is in are one Gaussian, in closed form. Other Poisson-sampled rounds go along
-a contour, which gives some eight digits; where that refuses, and for other kinds of events, `pld`
-gives three. The two share nothing but the definition of the privacy loss, and the tests hold them
-against each other.
+Rounds that every user takes part in are one Gaussian, in closed form. Other Poisson-sampled rounds
+go along a contour, which gives some eight digits; where that refuses, and for other kinds of
+events, `pld` gives three. The two share nothing but the definition of the privacy loss, and the
+tests hold them against each other.
 
 Many different rounds are priced in groups, first in few; finer ones follow while the interval is
 wide.
@@ -13,38 +13,32 @@ import math
 from collections.abc import Callable
 
 from fedpriv.accounting import contour, gaussian, pld
+from fedpriv.accounting.gaussian import Ends
+from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.lattice import Pairs
-from fedpriv.accounting.pld.sampling import PoissonPair
 from fedpriv.accounting.rounds import Rounds, folded, grouped, unsampled_noise_multiplier
 
-_GROUPS = (64, 512, 2048)
-"""How many groups of rounds are tried, one after another."""
-_NARROW = 2e-4
-"""An interval of this width, relative to its upper end, is not made narrower by finer groups."""
-
-Ends = tuple[float, float]
+_GROUPS = (64, 512, 2048)  # how many groups of rounds are tried, one after another
+_NARROW = 2e-4  # an interval of this relative width is not made narrower by finer groups
 
 
 def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
-    """Interval that holds the least ε for which Poisson-sampled rounds are (ε, δ)-DP.
+    """Interval (low, up) that holds the least ε for which Poisson-sampled rounds are (ε, δ)-DP.
 
     Args:
         rounds: number of rounds by (q, z), q in (0, 1], z ≥ 0.
         delta: δ in [1e-60, 1).
-
-    Returns:
-        (low, up) with 0 ≤ low ≤ true ε ≤ up ≤ ∞.
     """
-    z = unsampled_noise_multiplier(rounds)
-    if z == 0.0 or _unsampled(rounds):
+    z = _closed_form(rounds)
+    if z is not None:
         return gaussian.epsilon_interval(delta, z)
     return _grouped(rounds, delta, contour.epsilon_interval, pld.epsilon_interval)
 
 
 def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
     """Interval (low, up) that holds the least δ for which the rounds are (ε, δ)-DP; ε is finite."""
-    z = unsampled_noise_multiplier(rounds)
-    if z == 0.0 or _unsampled(rounds):
+    z = _closed_form(rounds)
+    if z is not None:
         return gaussian.delta_interval(epsilon, z)
     return _grouped(rounds, epsilon, contour.delta_interval, pld.delta_interval)
 
@@ -58,9 +52,7 @@ def epsilon_interval_of(pairs: Pairs, delta: float) -> Ends:
 def delta_interval_of(pairs: Pairs, epsilon: float) -> Ends:
     """The interval of δ of any pairs."""
     rounds = _poisson(pairs)
-    if rounds is None:
-        return pld.delta_interval(pairs, epsilon)
-    return delta_interval(rounds, epsilon)
+    return pld.delta_interval(pairs, epsilon) if rounds is None else delta_interval(rounds, epsilon)
 
 
 def _poisson(pairs: Pairs) -> Rounds | None:
@@ -69,8 +61,10 @@ def _poisson(pairs: Pairs) -> Rounds | None:
     return rounds if len(rounds) == len(pairs) else None
 
 
-def _unsampled(rounds: Rounds) -> bool:
-    return all(q == 1.0 for q, _ in rounds)
+def _closed_form(rounds: Rounds) -> float | None:
+    """The z of the one Gaussian that unsampled rounds are, 0 if a round has no noise, or None."""
+    z = unsampled_noise_multiplier(rounds)
+    return z if z == 0.0 or all(q == 1.0 for q, _ in rounds) else None
 
 
 def _grouped(

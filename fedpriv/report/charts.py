@@ -1,16 +1,20 @@
 """Charts: one declaration is the page's interactive figure and a document's PNG or SVG.
 
-A `Chart` is plain data. `figure` draws it with Altair, `save` writes it to files, and `embedded`
-gives the Vega-Lite specification that a page draws with `library`.
+`declared` fills in one of the charts in `templates/texts.toml`, `figure` draws a chart with Altair,
+`save` writes it to files, and `embedded` gives the Vega-Lite specification that a page draws with
+`library`.
 """
 
 import json
 import math
 import textwrap
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import altair as alt
 import vl_convert
@@ -21,7 +25,6 @@ from fedpriv.errors import InvalidValueError
 # tell lines apart where colour cannot, as in print.
 COLOURS = ("#3a86c8", "#d9622b", "#1a9a72", "#c973a6", "#c98a00", "#8a74c9", "#2aa3b8", "#8a8a8a")
 _SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-left")
-_INK = "currentColor"  # of the page's theme; black in a file
 _MARKERS = 20  # on a line, at most
 _DODGE = 0.008  # of the axis, between error bars at the same x
 _BREAK = 40  # characters of an axis title that fit on a phone
@@ -34,47 +37,19 @@ _LOG_LABEL = (
     "indexof('125', slice(format(datum.value, '.0e'), 0, 1)) >= 0 ? "
     "format(datum.value, '.4~g') : ''"
 )
-_CONFIG = alt.Config(
-    font="sans-serif",
-    view=alt.ViewConfig(stroke=None),
-    axis=alt.AxisConfig(
-        labelColor=_INK,
-        titleColor=_INK,
-        domainColor=_INK,
-        tickColor=_INK,
-        gridColor=_INK,
-        gridOpacity=0.12,
-        labelFontSize=12,
-        titleFontSize=12,
-        titleFontWeight="normal",
-    ),
-    legend=alt.LegendConfig(labelColor=_INK, labelFontSize=12, symbolSize=100, symbolStrokeWidth=2),
-    title=alt.TitleConfig(color=_INK, subtitleColor=_INK),
-)
+_TEMPLATES = files("fedpriv.report") / "templates"
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a chart.
-
-    Attributes:
-        name: of the quantity.
-        unit: its unit; "no unit" for a pure number.
-        log: whether the scale is logarithmic.
-        ends: first and last value shown; None: as far as the data go.
-        from_zero: whether a linear scale without `ends` begins at zero.
-        ticks: values that are marked, with their text; none: round numbers.
-
-    Raises:
-        InvalidValueError: name or unit is empty.
-    """
+    """One axis of a chart: a quantity and its unit, "no unit" for a pure number."""
 
     name: str
     unit: str
     log: bool = False
-    ends: tuple[float, float] | None = None
-    from_zero: bool = False
-    ticks: tuple[tuple[float, str], ...] = ()
+    ends: tuple[float, float] | None = None  # None: as far as the data go
+    from_zero: bool = False  # of a linear scale without ends
+    ticks: tuple[tuple[float, str], ...] = ()  # values and their text; none: round numbers
 
     def __post_init__(self) -> None:
         if not self.name or not self.unit:
@@ -88,54 +63,71 @@ ROUNDS = Axis("rounds released", "count")
 
 @dataclass(frozen=True)
 class Series:
-    """A line or a set of points.
+    """A line or a set of points, with a band or error bars from `low` to `high` if they are given.
 
-    Attributes:
-        name: in the legend, different from that of any other series of the chart.
-        x: [n].
-        y: [n]; what is None or not finite, or not positive on a log scale, is left out.
-        low: [n] lower ends of a band or of error bars, None where there is none; empty: no band.
-        high: [n] upper ends.
-        dashed: whether the line is dashed.
-        joined: whether a line joins the points.
-        marked: whether points have markers.
-        bars: whether low and high are drawn as error bars and not as a band.
-        colour: index in `COLOURS`; None: the next.
+    Numbers that are None, not finite, or not positive on a log scale are left out.
     """
 
-    name: str
+    name: str  # in the legend; unique in the chart
     x: Sequence[float]
     y: Sequence[float | None]
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
     dashed: bool = False
-    joined: bool = True
-    marked: bool = True
-    bars: bool = False
-    colour: int | None = None
+    joined: bool = True  # a line joins the points
+    marked: bool = True  # points have markers
+    bars: bool = False  # error bars instead of a band
+    colour: int | None = None  # index in COLOURS; None: the next
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What a chart shows.
+    """What a chart shows; its caption says in a few sentences what that means."""
 
-    Attributes:
-        name: identifies it in a page, and names its files.
-        title: what it shows.
-        caption: what it means, in a few sentences.
-        x: horizontal axis.
-        y: vertical axis.
-        series: in the order of the legend.
-        simulation_only: whether it shows what no guarantee covers.
-    """
-
-    name: str
+    name: str  # identifies it in a page, and names its files
     title: str
     caption: str
     x: Axis
     y: Axis
     series: Sequence[Series]
-    simulation_only: bool = False
+    simulation_only: bool = False  # whether it shows what no guarantee covers
+
+
+@cache
+def texts() -> dict[str, Any]:
+    """What reports say: the content of `templates/texts.toml`."""
+    return tomllib.loads(_TEMPLATES.joinpath("texts.toml").read_text("utf-8"))
+
+
+@cache
+def _style() -> alt.Config:
+    return alt.Config.from_dict(json.loads(_TEMPLATES.joinpath("charts.json").read_text("utf-8")))
+
+
+def declared(
+    kind: str,
+    series: Sequence[Series],
+    name: str = "",
+    x: Axis | None = None,
+    y: Axis | None = None,
+    **words: object,
+) -> Chart:
+    """A chart of a kind in `texts`, filled in with words; its name and axes may be given."""
+    told = texts()["charts"][kind]
+    private = not told.get("simulation_only")
+    caption = told["caption"] if private else f"{told['caption']} {texts()['simulation_only']}"
+    axes = []
+    for given, key in ((x, "x"), (y, "y")):
+        filled = {k: v.format(**words) if k == "name" else v for k, v in told.get(key, {}).items()}
+        axes.append(given or Axis(**filled))
+    return Chart(
+        name or kind,
+        told["title"].format(**words),
+        caption.format(**words),
+        *axes,
+        series,
+        simulation_only=not private,
+    )
 
 
 def spans_decades(values: Sequence[float]) -> bool:
@@ -145,37 +137,23 @@ def spans_decades(values: Sequence[float]) -> bool:
 
 def figure(*charts: Chart) -> alt.HConcatChart:
     """Charts side by side as an Altair figure for documents, with their titles and captions."""
-    width, height = _SIZE
     parts = []
     for chart in charts:
         marked = f"{chart.title} (simulation only)" if chart.simulation_only else chart.title
-        title = alt.TitleParams(
-            textwrap.wrap(marked, 80),
-            subtitle=textwrap.wrap(chart.caption, 115),
-            anchor="start",
-            frame="bounds",
-            fontSize=14,
-            subtitleFontSize=11,
-            offset=14,
-        )
-        layers = _layers(chart, clip=False)
-        rows = alt.InlineData(values=_rows(chart))
-        parts.append(
-            alt.LayerChart(data=rows, layer=layers, title=title, width=width, height=height)
-        )
+        caption = textwrap.wrap(chart.caption, 115)
+        title = alt.TitleParams(textwrap.wrap(marked, 80), subtitle=caption)
+        drawn = alt.LayerChart(data=_rows(chart), layer=_layers(chart, clip=False), title=title)
+        parts.append(drawn.properties(width=_SIZE[0], height=_SIZE[1]))
     apart = alt.Resolve(scale=alt.ScaleResolveMap(color="independent", shape="independent"))
     return alt.HConcatChart(
-        hconcat=parts, resolve=apart, config=_CONFIG, background="white", padding=12
+        hconcat=parts, resolve=apart, config=_style(), background="white", padding=12
     )
 
 
 def save(chart: Chart, folder: Path, formats: Iterable[str] = ("png", "svg")) -> list[Path]:
     """Write a chart in each format, "png" or "svg", and return the files.
 
-    The same chart gives the same bytes.
-
-    Raises:
-        OSError: a file cannot be written.
+    The same chart gives the same bytes. An OSError says that a file cannot be written.
     """
     drawn = figure(chart)
     paths = [folder / f"{chart.name}.{suffix}" for suffix in formats]
@@ -209,9 +187,9 @@ def embedded(chart: Chart) -> str:
     targets = base.mark_point(size=200, filled=True, opacity=0, clip=True).encode(tooltip=tips)
     layers = [layer.encode(opacity=faded) for layer in _layers(chart, clip=True)]
     drawn = alt.LayerChart(
-        data=alt.InlineData(values=_rows(chart)),
+        data=_rows(chart),
         layer=[*layers, targets.add_params(chosen, moved)],
-        config=_CONFIG,
+        config=_style(),
         width="container",
         height=_SIZE[1],
         autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
@@ -240,18 +218,18 @@ def _layers(chart: Chart, *, clip: bool) -> list[alt.Chart]:
         "marked": points.encode(shape=shape),
     }
     # Of a layer without data Vega would complain.
-    found = {flag for row in _rows(chart) for flag in row}
+    found = {flag for row in _rows(chart).values for flag in row}
     return [marks[each].transform_filter(f"datum.{each}") for each in marks if each in found]
 
 
 def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
     """Places and colours of the data, and their markers; one legend explains both."""
     names = [each.name for each in chart.series]
-    longest = max(map(len, names), default=0)
+    widest = 40 + 7 * max(map(len, names), default=0)
     legend = alt.Legend(
         title=None,
         orient="bottom",
-        columns=alt.ExprRef(f"max(1, floor({_WIDTH} / {40 + 7 * longest}))"),
+        columns=alt.ExprRef(f"max(1, floor({_WIDTH} / {widest}))"),
         labelLimit=alt.ExprRef(f"max(100, {_WIDTH})"),
     )
     colours, shapes = [], []
@@ -259,15 +237,15 @@ def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
         colours.append(COLOURS[(number if each.colour is None else each.colour) % len(COLOURS)])
         shapes.append(_SHAPES[number % len(_SHAPES)] if each.marked else "stroke")
     base = alt.Chart().encode(
-        x=alt.X("place:Q", title=_title(chart.x), scale=_scale(chart.x), axis=_axis(chart.x, "x")),
-        y=alt.Y("y:Q", title=_title(chart.y), scale=_scale(chart.y), axis=_axis(chart.y, "y")),
+        x=alt.X("place:Q", **_drawn(chart.x, "x")),
+        y=alt.Y("y:Q", **_drawn(chart.y, "y")),
         color=alt.Color("series:N", legend=legend, scale=alt.Scale(domain=names, range=colours)),
     )
     shape = alt.Shape("series:N", legend=legend, scale=alt.Scale(domain=names, range=shapes))
     return base, shape
 
 
-def _rows(chart: Chart) -> list[dict[str, object]]:
+def _rows(chart: Chart) -> alt.InlineData:
     """A row for each point, with the names of the marks that show it.
 
     `place` is its x, or a little aside from the error bars of other series.
@@ -294,7 +272,7 @@ def _rows(chart: Chart) -> list[dict[str, object]]:
                 row["low"] = _shown(each.low[index], chart.y)
                 row["high"] = _shown(each.high[index], chart.y)
             rows.append({name: value for name, value in row.items() if value is not False})
-    return rows
+    return alt.InlineData(values=rows)
 
 
 def _shown(value: float | None, axis: Axis) -> float | None:
@@ -304,25 +282,22 @@ def _shown(value: float | None, axis: Axis) -> float | None:
     return float(value)
 
 
-def _title(axis: Axis) -> str | list[str]:
-    parts = [axis.name, f"({axis.unit})"]
-    return " ".join(parts) if len(axis.name) + len(axis.unit) <= _BREAK else parts
-
-
-def _scale(axis: Axis) -> alt.Scale:
-    scale = alt.Scale(type="log" if axis.log else "linear", padding=6, nice=False)
+def _drawn(axis: Axis, scale: str) -> dict[str, Any]:
+    """Title, scale and ticks of an axis, as an encoding has them."""
+    title: str | list[str] = [axis.name, f"({axis.unit})"]
+    if len(axis.name) + len(axis.unit) <= _BREAK:
+        title = " ".join(title)
+    scaled = alt.Scale(type="log" if axis.log else "linear", padding=6, nice=False)
     if not axis.log:
-        scale.zero = axis.from_zero
+        scaled.zero = axis.from_zero
     if axis.ends is not None:
-        scale.domain, scale.padding = list(axis.ends), 0
-    return scale
-
-
-def _axis(axis: Axis, scale: str) -> alt.Axis:
-    if not axis.ticks:
-        if axis.log:
-            return alt.Axis(labelExpr=_LOG_LABEL.replace("SCALE", scale), labelOverlap="greedy")
-        return alt.Axis(tickCount=8, tickMinStep=1 if axis.unit == "count" else 0)
-    values, texts = zip(*axis.ticks, strict=True)
-    label = f"{json.dumps(texts)}[indexof({json.dumps(values)}, datum.value)]"
-    return alt.Axis(values=list(values), labelExpr=label, grid=True)
+        scaled.domain, scaled.padding = list(axis.ends), 0
+    if axis.ticks:
+        values, texts = zip(*axis.ticks, strict=True)
+        label = f"{json.dumps(texts)}[indexof({json.dumps(values)}, datum.value)]"
+        ticks = alt.Axis(values=list(values), labelExpr=label, grid=True)
+    elif axis.log:
+        ticks = alt.Axis(labelExpr=_LOG_LABEL.replace("SCALE", scale), labelOverlap="greedy")
+    else:
+        ticks = alt.Axis(tickCount=8, tickMinStep=1 if axis.unit == "count" else 0)
+    return {"title": title, "scale": scaled, "axis": ticks}

@@ -2,8 +2,8 @@
 
 import base64
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -11,7 +11,7 @@ from tempfile import NamedTemporaryFile
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import writing
 from fedpriv.report.charts import Chart, embedded, library
 from fedpriv.report.tables import Table
 
@@ -28,47 +28,31 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Term:
-    """A term and what it means here."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Section:
-    """A part of a page; what is empty is left out.
+    """A part of a page; what is empty is left out."""
 
-    Attributes:
-        name: identifies it in the page; letters and hyphens.
-        title: its heading.
-        paragraphs: of text.
-        answers: how many of the first paragraphs are the main result, in larger type.
-        warnings: what must be known before anything else is believed.
-        cards: the most important numbers.
-        tables: tables.
-        terms: terms with their meanings.
-        charts: charts.
-        listing: preformatted text.
-        linked: whether the table of contents names it.
-    """
-
-    name: str
+    name: str  # identifies it in the page; letters and hyphens
     title: str
     paragraphs: Sequence[str] = ()
-    answers: int = 0
+    answers: int = 0  # how many of the first paragraphs are the main result, in larger type
     warnings: Sequence[str] = ()
     cards: Sequence[Card] = ()
     tables: Sequence[Table] = ()
-    terms: Sequence[Term] = ()
+    terms: Mapping[str, str] = field(default_factory=dict)  # with their meanings
     charts: Sequence[Chart] = ()
-    listing: str = ""
-    linked: bool = True
+    listing: str = ""  # preformatted
+    linked: bool = True  # whether the table of contents names it
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing below its heading."""
+        content = (self.paragraphs, self.warnings, self.cards, self.tables, self.terms, self.charts)
+        return not (self.listing or any(content))
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page: heading, a line below it, sections in order, and the last line."""
+    """A page: heading, a line below it, sections that are not empty, and the last line."""
 
     title: str
     lead: str
@@ -100,21 +84,18 @@ def render(page: Page) -> str:
 
 
 def write_page(text: str, path: Path) -> None:
-    """Write a page, whole or not at all; an existing file is replaced.
-
-    Raises:
-        InvalidValueError: it cannot be written.
-    """
-    try:
-        with NamedTemporaryFile(
+    """Write a page, whole or not at all; an existing file is replaced."""
+    with (
+        writing(path),
+        NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            file.write(text)
+        ) as file,
+    ):
+        file.write(text)
+        file.close()
         written = Path(file.name)
         written.chmod(0o644)
         written.replace(path)
-    except OSError as error:
-        raise InvalidValueError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _policy(scripts: Sequence[str]) -> str:

@@ -12,26 +12,19 @@ from fedpriv.ledger.ledger import Head
 from fedpriv.training.rounds import RoundResult
 
 Figures = Mapping[str, float | None]
-"""Numbers by name; None where nobody contributed."""
+"""Numbers by name; None where no user contributed."""
 
 
 @dataclass(frozen=True)
 class SimulationOnlyRound:
     """True figures of one round of a simulation. Publishing one breaks the users' guarantee.
 
-    A figure is None in a round to which nobody contributed.
-
-    Attributes:
-        number: rounds released so far, this one included.
-        simulation_only_group_norms: mean norm of users' updates before clipping, by vector group,
-            in the units of its clipping norm.
-        simulation_only_update_norms: mean L2 norm of users' updates before clipping, by layer.
-        simulation_only_clipped: share of users that were clipped, by vector group.
-        simulation_only_signal_to_noise: norm of the sum of clipped updates over the root mean
-            square norm of its noise, by layer.
+    By vector group: the mean norm of users' updates before clipping, in the units of the clipping
+    norm, and the share of users that were clipped. By layer: the mean L2 norm of users' updates
+    before clipping, and the norm of the clipped sum over the root mean square norm of its noise.
     """
 
-    number: int
+    number: int  # rounds released so far, this one included
     simulation_only_group_norms: Figures = field(default_factory=dict)
     simulation_only_update_norms: Figures = field(default_factory=dict)
     simulation_only_clipped: Figures = field(default_factory=dict)
@@ -40,48 +33,28 @@ class SimulationOnlyRound:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was checked of a ledger before anything was said of it.
-
-    Attributes:
-        head: the end of its hash chain.
-        cohorts: whether every cohort was held against its commitment.
-        releases: releases of the run whose charges were found in the ledger.
-    """
+    """What was checked of a ledger before it was reported on."""
 
     head: Head
-    cohorts: bool
-    releases: int
+    cohorts: bool  # whether every cohort was checked against its commitment
+    releases: int  # of the run, whose charges were found in the ledger
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run, read and believed.
+    """A run that was read and verified."""
 
-    Attributes:
-        name: of the run in its ledger.
-        folder: where it lies.
-        plan: text of its resolved plan.
-        rounds_planned: T of the plan.
-        delta: δ of the plan.
-        budget: ε of the plan; None if it had no budget.
-        accountant: by whose ε the plan was held against its budget.
-        ledger: what was charged, also by other runs over the same users.
-        verification: what was checked of the ledger.
-        rounds: what was released, in order.
-        simulation_only: true figures of rounds, where the run recorded them.
-    """
-
-    name: str
+    name: str  # in its ledger
     folder: Path
-    plan: str
+    plan: str  # text of its resolved plan
     rounds_planned: int
     delta: float
-    budget: float | None
-    accountant: str
-    ledger: LedgerContent
+    budget: float | None  # ε
+    accountant: str  # of the budget
+    ledger: LedgerContent  # what was charged, also by other runs over the same users
     verification: Verification
-    rounds: tuple[RoundResult, ...]
-    simulation_only: tuple[SimulationOnlyRound, ...] = ()
+    rounds: tuple[RoundResult, ...]  # what was released, in order
+    simulation_only: tuple[SimulationOnlyRound, ...] = ()  # where the run recorded them
 
 
 def versions() -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fedpriv.errors import DataError
 from fedpriv.ledger.budget import merge_equal
 from fedpriv.ledger.events import SamplingPolicy
-from fedpriv.report.charts import ROUNDS, Axis, Chart
+from fedpriv.report.charts import Chart, texts
 from fedpriv.report.guarantee import assumptions, privacy_sections, users_of
 from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import RunRecord
@@ -25,6 +25,7 @@ from fedpriv.report.studies import (
     differences_chart,
     front_chart,
     line_of,
+    measure_chart,
     measure_of,
     results_table,
     varied_charts,
@@ -46,11 +47,7 @@ class _Arm:
 
 
 def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
-    """The page of a study.
-
-    Args:
-        read: the study and its results.
-        records: each finished run, its ledger verified.
+    """The page of a study, from its results and the verified record of each finished run.
 
     Raises:
         DataError: no run is finished, or a result says less ε than its ledger holds.
@@ -61,26 +58,19 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
     targets = [target for target in read.study.targets if _at(arms, target)]
     compared = differences_chart(read.study, read.arms)
     varied = varied_charts(read.study, read.arms)
+    text = (read.folder / STUDY).read_text(encoding="utf-8")
     by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
     front = front_chart(read.arms) if len(targets) > 1 else _spent_chart(arms, targets[0])
     sections = [
         _summary(read, arms, targets),
-        *([Section("differences", "Against the baseline", charts=[compared])] if compared else []),
+        Section("differences", "Against the baseline", charts=[compared] if compared else []),
         Section("accuracy", "How good the models are", charts=by_round),
         Section("front", "Accuracy and privacy", charts=[front]),
-        *([Section("varied", "What was varied", charts=varied)] if varied else []),
+        Section("varied", "What was varied", charts=varied),
         *_privacy(arms),
         _clipping(read, arms, targets),
         Section("ledger", "Ledger verification", tables=[_ledgers_table(arms)]),
-        Section(
-            "plan",
-            "Resolved study",
-            [
-                "With base and arms written out; it can be run again. Each run's resolved plan is "
-                "in its folder."
-            ],
-            listing=(read.folder / STUDY).read_text(encoding="utf-8"),
-        ),
+        Section("plan", "Resolved study", [texts()["plan"]["study"]], listing=text),
         software_section(),
     ]
     return Page(read.study.name, f"A study on {_who(arms)}, by fedpriv", sections, FOOTER)
@@ -140,16 +130,8 @@ def _summary(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -
 def _by_round_chart(arms: Sequence[_Arm], target: Target, name: str) -> Chart:
     """Mean accuracy by round with 95% intervals over seeds, for each arm at a target."""
     measure = measure_of([arm.summary for arm in arms])
-    return Chart(
-        name,
-        f"{measure.name.capitalize()} by round at ε = {target.epsilon:g}",
-        "Mean over seeds, each arm with its own noise, calibrated to the same ε. Bands are "
-        "Student's 95% intervals: they speak of other seeds on the same users, and of one round at "
-        "a time. The rows belong to no enrolled user, and the guarantee does not cover them.",
-        ROUNDS,
-        measure.axis,
-        [line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms],
-    )
+    series = [line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms]
+    return measure_chart("study-rounds", measure, series, name, epsilon=target.epsilon)
 
 
 def _spent_chart(arms: Sequence[_Arm], target: Target) -> Chart:
@@ -160,26 +142,15 @@ def _spent_chart(arms: Sequence[_Arm], target: Target) -> Chart:
         rounds, found = _over_seeds(arm, measure)
         spent = {each.number: each.epsilon for each in arm.records[0].rounds}
         series.append(line_of(arm.summary.arm, [spent[each] for each in rounds], found))
-    return Chart(
-        "front",
-        f"{measure.name.capitalize()} against ε spent until then",
-        "Each arm's models on their way to the end of the budget, mean over seeds with Student's "
-        "95% intervals. An arm that stopped early would have paid what is below its last point; "
-        "planned for fewer rounds, it would have needed less noise.",
-        Axis(f"user-level ε spent, δ = {target.delta:g}", "no unit"),
-        measure.axis,
-        series,
-    )
+    return measure_chart("study-spent", measure, series, "front", delta=target.delta)
 
 
 def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]:
     """Rounds that were measured under every seed, and what was found."""
     values: dict[int, list[float]] = {}
     for record in arm.records:
-        for each in record.rounds:
-            value = measure.of(each)
-            if value is not None:
-                values.setdefault(each.number, []).append(value)
+        for each, value in zip(*measure.line(record.rounds), strict=True):
+            values.setdefault(each.number, []).append(value)
     rounds = [number for number in sorted(values) if len(values[number]) == len(arm.records)]
     return rounds, [Interval.of(values[number]) for number in rounds]
 
@@ -215,9 +186,7 @@ def _priced_alike(record: RunRecord) -> object:
 
 def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -> Section:
     last = targets[-1]
-    note = (
-        f"Charts show all seeds of each arm at ε = {last.epsilon:g}; there is a table for each ε."
-    )
+    note = f"Charts show all seeds of each arm at ε = {last.epsilon:g}; tables are for each ε."
     charts = [
         chart for arm in _at(arms, last) for chart in norms_charts(arm.records, arm.summary.arm)
     ]
@@ -228,12 +197,10 @@ def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) 
 def _ledgers_table(arms: Sequence[_Arm]) -> Table:
     """The ledger of each run, as it was verified."""
     columns = (
-        Column("arm", number=False),
-        Column("target ε"),
-        Column("seed"),
-        Column("charges"),
-        Column("cohorts checked", number=False),
-        Column("head of the chain", number=False, long=True),
+        Column("arm", "text"),
+        *(Column(name) for name in ("target ε", "seed", "charges")),
+        Column("cohorts checked", "text"),
+        Column("head of the chain", "long"),
     )
     rows = [
         (

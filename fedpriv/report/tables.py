@@ -2,26 +2,20 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 import rich.table
 from rich import box
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.text import Text
 
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
 from fedpriv.accounting.calibration import Plan
-from fedpriv.accounting.pricing import (
-    Arithmetic,
-    LedgerContent,
-    Price,
-    Spending,
-    read_ledger,
-)
+from fedpriv.accounting.pricing import Arithmetic, Price, Spending, read_ledger
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SamplingEvent, SumQueryEvent
 from fedpriv.ledger.export import ExportedLedger, is_export
@@ -31,57 +25,47 @@ from fedpriv.ledger.participation import ParticipationRecord
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    Attributes:
-        name: its heading, with its unit if there is one; in lines for the terminal.
-        number: whether it holds numbers.
-        long: whether its cells may be broken anywhere, as digests are.
-    """
+    """A column of a table: its heading, with its unit if there is one, and what its cells hold."""
 
     name: str
-    number: bool = True
-    long: bool = False
-
-    @property
-    def kind(self) -> str:
-        """What style sheets call it."""
-        return "long" if self.long else "number" if self.number else "text"
+    kind: Literal["number", "text", "long"] = "number"  # what is long may be broken anywhere
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page or of the terminal.
-
-    Attributes:
-        caption: what it shows.
-        columns: of each row.
-        rows: cells as text.
-        simulation_only: whether it shows what no guarantee covers.
-    """
+    """A table of a page or of the terminal; cells are text."""
 
     caption: str
-    columns: tuple[Column, ...]
+    columns: Sequence[Column]
     rows: Sequence[Sequence[str]]
-    simulation_only: bool = False
+    simulation_only: bool = False  # whether it shows what no guarantee covers
 
 
-def print_table(table: Table, console: Console) -> None:
+def print_table(
+    table: Table, console: Console | None = None, border: box.Box = box.SIMPLE_HEAD
+) -> None:
     """Print a table; cells are text, whatever brackets they contain."""
     mark = "simulation only: " if table.simulation_only else ""
-    title = Text(mark + table.caption)
+    light = border is box.SIMPLE_HEAD
     printed = rich.table.Table(
-        title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+        title=Text(mark + table.caption),
+        box=border,
+        pad_edge=not light,
+        collapse_padding=light,
+        show_header=any(column.name for column in table.columns),
     )
     for column in table.columns:
-        justify: JustifyMethod = "right" if column.number else "left"
+        number = column.kind == "number"
         # Numbers stay whole, however narrow the terminal; names are broken instead.
         printed.add_column(
-            Text(column.name), justify=justify, no_wrap=column.number, overflow="fold"
+            Text(column.name),
+            justify="right" if number else "left",
+            no_wrap=number,
+            overflow="fold",
         )
     for row in table.rows:
         printed.add_row(*map(Text, row))
-    console.print(printed)
+    (console or Console()).print(printed)
 
 
 def format_epsilon(epsilon: float) -> str:
@@ -101,6 +85,11 @@ def format_epsilon_low(epsilon: float) -> str:
     """
     down = math.floor(epsilon * 1000) / 1000
     return f"{down:.3f}" if down > 0.0 else ""
+
+
+def lower_end(loss: PrivacyLoss) -> str:
+    """The proven lower end of ε, rounded down; empty if there is none."""
+    return format_epsilon_low(loss.epsilon_low) if math.isfinite(loss.epsilon) else ""
 
 
 def format_delta(delta: float) -> str:
@@ -127,77 +116,79 @@ def number(value: float) -> float | str:
 def print_spending(spending: Spending) -> None:
     """Print what each run, each ledger and all ledgers cost, in the accountants' words."""
     several = len(spending.ledgers) > 1
-    table = rich.table.Table(title=_title(spending))
-    if several:
-        table.add_column("ledger")
-    table.add_column("run")
-    table.add_column("rounds", justify="right", no_wrap=True)
-    table.add_column("accountant", no_wrap=True)
-    table.add_column("ε" if spending.epsilon is None else "δ", justify="right", no_wrap=True)
-    table.add_column("what it is")
-    for price in spending.prices:
-        part, loss = price.part, price.loss
-        ledger = [part.ledger or "all ledgers"] if several else []
-        run = part.run or ("all runs" if part.events else "(no charge)")
-        if spending.epsilon is None:
-            found = format_epsilon(price.epsilon), _kind(loss)
-        else:
-            found = format_delta(price.delta), _kind_of_delta(loss)
-        table.add_row(*ledger, run, str(part.rounds), loss.accountant, *found)
-    # Names and paths are no markup, whatever brackets they contain.
+    populations = ", ".join(dict.fromkeys(each.population for each in spending.ledgers))
+    if spending.epsilon is None:
+        symbol, fixed = "ε", f"δ = {spending.delta:g}"
+    else:
+        symbol, fixed = "δ", f"ε = {spending.epsilon:g}"
+    headings = [Column("ledger", "text")] if several else []
+    headings += [Column("run", "text"), Column("rounds"), Column("accountant", "text")]
+    headings += [Column(symbol), Column("what it is", "text")]
+    rows = [_spending_row(price, symbol, several) for price in spending.prices]
+    title = f"user-level {symbol} of {populations} at {fixed}"
     console = Console(markup=False, emoji=False)
-    console.print(table)
-    for ledger_without in (ledger for ledger in spending.ledgers if not ledger.charges):
-        console.print(f"{ledger_without.path} has no charge: nothing was released, so ε = 0.")
+    print_table(Table(title, headings, rows), console, box.HEAVY_HEAD)
+    for ledger in spending.ledgers:
+        if not ledger.charges:
+            console.print(f"{ledger.path} has no charge: nothing was released, so ε = 0.")
     if several:
         console.print("All ledgers: for a user who may be in each of their populations.")
     # The table says which accountant gives what; what all assume is said once.
-    words = dict.fromkeys(
-        price.loss.assumptions.partition(";")[0] + "." for price in spending.prices
-    )
-    for sentence in (*words, *(f"Not priced: {refusal}." for refusal in spending.refusals)):
+    assumed = (price.loss.assumptions.partition(";")[0] + "." for price in spending.prices)
+    refused = (f"Not priced: {refusal}." for refusal in spending.refusals)
+    for sentence in (*dict.fromkeys(assumed), *refused):
         console.print(sentence)
     console.print(f"Randomness: {spending.randomness}.")
     console.print(f"Sums and noise: {spending.arithmetic}.")
 
 
+def _spending_row(price: Price, symbol: str, several: bool) -> list[str]:  # noqa: FBT001
+    part, loss = price.part, price.loss
+    if symbol == "ε":
+        found = [format_epsilon(price.epsilon), _kind(loss)]
+    else:
+        bound = Bound.ESTIMATE if loss.bound is Bound.ESTIMATE else Bound.UPPER
+        found = [format_delta(price.delta), bound]
+    ledger = [part.ledger or "all ledgers"] if several else []
+    run = part.run or ("all runs" if part.events else "(no charge)")
+    return [*ledger, run, str(part.rounds), loss.accountant, *found]
+
+
+def _kind(loss: PrivacyLoss) -> str:
+    low = lower_end(loss)
+    return f"upper bound; the truth is at least {low}" if low else loss.bound
+
+
 def print_plan(plan: Plan) -> None:
     """Print settings that stay within a budget, and what they really cost."""
-    values = {
-        "noise_multiplier": ("noise multiplier z", "smallest", plan.noise_multiplier),
-        "rounds": ("rounds T", "largest", plan.rounds),
-        "sampling_probability": ("sampling probability q", "largest", plan.sampling_probability),
-    }
-    loss = plan.loss
-    title = f"within ε = {plan.target_epsilon:g} at δ = {loss.delta:g}"
-    table = rich.table.Table(title=title, show_header=False)
-    for name, (words, extreme, value) in values.items():
+    loss, rows = plan.loss, []
+    for name, words, extreme in (
+        ("noise_multiplier", "noise multiplier z", "smallest"),
+        ("rounds", "rounds T", "largest"),
+        ("sampling_probability", "sampling probability q", "largest"),
+    ):
         # In full, as a digit less would be another price.
-        table.add_row(words, str(value), f"{extreme} that fits" if name == plan.found else "given")
+        found = f"{extreme} that fits" if name == plan.found else "given"
+        rows.append((words, str(getattr(plan, name)), found))
     if plan.share is not None:
         noise = f"noise {plan.share_noise_multiplier:.6g} times its clipping norm"
-        table.add_row("one more sum query per round", noise, "least that fits")
-        table.add_row("its share of the round", f"{plan.share:.2%}", "largest that fits")
-    table.add_row("sampling", str(plan.sampled.policy), str(plan.sampled.relation))
-    table.add_row("user-level ε", format_epsilon(loss.epsilon), _kind(loss))
-    table.add_row("accountant", loss.accountant, "")
-    console = Console()
-    console.print(table)
-    console.print(loss.assumptions)
+        rows.append(("one more sum query per round", noise, "least that fits"))
+        rows.append(("its share of the round", f"{plan.share:.2%}", "largest that fits"))
+    rows.append(("sampling", str(plan.sampled.policy), str(plan.sampled.relation)))
+    rows.append(("user-level ε", format_epsilon(loss.epsilon), _kind(loss)))
+    rows.append(("accountant", loss.accountant, ""))
+    title = f"within ε = {plan.target_epsilon:g} at δ = {loss.delta:g}"
+    print_table(Table(title, [Column("", "text")] * 3, rows), border=box.HEAVY_HEAD)
+    Console().print(loss.assumptions)
 
 
 def print_ledger(path: Path, last: int | None) -> None:
     """Print the charges of a ledger or an export of one, one line each."""
     content = read_ledger(path)
-    rows = content.charges
-    table = rich.table.Table(title=f"{content.population}: {len(rows)} charges")
-    for column in ("#", "run", "round", "attempt", "sampling", "q", "N"):
-        table.add_column(column)
-    table.add_column("group: S, σ; noise", overflow="fold")
-    for column in ("z", "randomness"):
-        table.add_column(column)
-    for row in rows[-(last or len(rows)) :]:
-        table.add_row(
+    shown = content.charges[-(last or len(content.charges)) :]
+    names = ("#", "run", "round", "attempt", "sampling", "q", "N", "group: S, σ; noise", "z")
+    rows = [
+        (
             str(row.position),
             row.run,
             str(row.round),
@@ -209,7 +200,11 @@ def print_ledger(path: Path, last: int | None) -> None:
             f"{row.event.noise_multiplier:.4g}",
             row.randomness.partition(":")[0],
         )
-    Console(markup=False, emoji=False).print(table)
+        for row in shown
+    ]
+    title = f"{content.population}: {len(content.charges)} charges"
+    columns = [Column(name, "text") for name in (*names, "randomness")]
+    print_table(Table(title, columns, rows), border=box.HEAVY_HEAD)
 
 
 def print_verification(path: Path, participation: Path | None, head: str | None) -> None:
@@ -223,13 +218,30 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
     else:
         with Ledger.open(path) as ledger:
             found = _verified(ledger, participation, expected)
+    cohorts = ", each with the cohort it commits to" if participation else ""
     Console(markup=False, emoji=False).print(
-        f"{path} is intact: {found.count} charges"
-        + (", each with the cohort it commits to" if participation else "")
-        + f"; head {found.count}:{found.hash}",
+        f"{path} is intact: {found.count} charges{cohorts}; head {found.count}:{found.hash}",
         soft_wrap=True,
         highlight=False,
     )
+
+
+def _verified(
+    ledger: Ledger | ExportedLedger, participation: Path | None, head: Head | None
+) -> Head:
+    if participation is None:
+        ledger.verify(head=head)
+    else:
+        with ParticipationRecord.open(participation) as record:
+            ledger.verify(record, head)
+    return ledger.head
+
+
+def _parsed_head(head: str) -> Head:
+    count, separator, digest = head.partition(":")
+    if not separator or not count.isdecimal():
+        raise InvalidValueError(f"--head is {head!r}; it must be COUNT:HASH")
+    return Head(int(count), digest)
 
 
 def write_spending(spending: Spending, stream: TextIO) -> None:
@@ -240,118 +252,69 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
     `refusals` says why an accountant has no row. An infinite ε is the string "Infinity", which no
     program takes for a small number.
     """
-    given = {"delta": spending.delta} if spending.epsilon is None else {"epsilon": spending.epsilon}
+    ledgers = [
+        {
+            "path": str(ledger.path),
+            "ledger_id": ledger.ledger_id,
+            "population": ledger.population,
+            "charges": len(ledger.charges),
+            "head": ledger.charges[-1].hash if ledger.charges else None,
+        }
+        for ledger in spending.ledgers
+    ]
+    runs = [
+        {"ledger": str(ledger.path), "run": run, "rounds": len(events)}
+        for ledger in spending.ledgers
+        for run, events in ledger.runs().items()
+    ]
+    by_delta = spending.epsilon is None
+    rows = [
+        {"ledger": price.part.ledger, "run": price.part.run, "rounds": price.part.rounds}
+        | {"accountant": price.loss.accountant}
+        | ({"epsilon_low": number(price.loss.epsilon_low)} if by_delta else {})
+        | {"epsilon": number(price.epsilon), "delta": price.delta}
+        | _statement(price.loss)
+        for price in spending.prices
+    ]
     content = {
-        "ledgers": [_ledger(ledger) for ledger in spending.ledgers],
-        "runs": [
-            {"ledger": str(ledger.path), "run": run, "rounds": len(events)}
-            for ledger in spending.ledgers
-            for run, events in ledger.runs().items()
-        ],
-        **given,
+        "ledgers": ledgers,
+        "runs": runs,
+        **({"delta": spending.delta} if by_delta else {"epsilon": spending.epsilon}),
         "randomness": str(spending.randomness),
         "arithmetic": str(spending.arithmetic),
-        "rows": [_row(price, spending) for price in spending.prices],
+        "rows": rows,
         "refusals": list(spending.refusals),
     }
-    _write(content, stream)
+    stream.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def _statement(loss: PrivacyLoss) -> dict[str, str]:
+    """What kind of statement an ε is."""
+    return {
+        "bound": str(loss.bound),
+        "relation": str(loss.relation),
+        "assumptions": loss.assumptions,
+    }
 
 
 def write_plan(plan: Plan, stream: TextIO) -> None:
     """Write one JSON object: the settings, which of them was found, and what they cost."""
-    content = {
-        "found": plan.found,
-        "rounds": plan.rounds,
-        "sampling_probability": plan.sampling_probability,
-        "noise_multiplier": plan.noise_multiplier,
-        "share": plan.share,
-        "share_noise_multiplier": plan.share_noise_multiplier,
-        "policy": str(plan.sampled.policy),
-        "target_epsilon": plan.target_epsilon,
-        "epsilon_low": plan.loss.epsilon_low,
-        "epsilon": plan.loss.epsilon,
-        "delta": plan.loss.delta,
-        "accountant": plan.loss.accountant,
-        "bound": str(plan.loss.bound),
-        "relation": str(plan.loss.relation),
-        "assumptions": plan.loss.assumptions,
-    }
-    _write(content, stream)
-
-
-def _write(content: Mapping[str, object], stream: TextIO) -> None:
+    names = "found rounds sampling_probability noise_multiplier share share_noise_multiplier"
+    priced = ("epsilon_low", "epsilon", "delta", "accountant")
+    content = (
+        {name: getattr(plan, name) for name in names.split()}
+        | {"policy": str(plan.sampled.policy), "target_epsilon": plan.target_epsilon}
+        | {name: getattr(plan.loss, name) for name in priced}
+        | _statement(plan.loss)
+    )
     stream.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
-
-
-def _ledger(ledger: LedgerContent) -> dict[str, object]:
-    return {
-        "path": str(ledger.path),
-        "ledger_id": ledger.ledger_id,
-        "population": ledger.population,
-        "charges": len(ledger.charges),
-        "head": ledger.charges[-1].hash if ledger.charges else None,
-    }
-
-
-def _row(price: Price, spending: Spending) -> dict[str, object]:
-    low = {} if spending.delta is None else {"epsilon_low": number(price.loss.epsilon_low)}
-    return {
-        "ledger": price.part.ledger,
-        "run": price.part.run,
-        "rounds": price.part.rounds,
-        "accountant": price.loss.accountant,
-        **low,
-        "epsilon": number(price.epsilon),
-        "delta": price.delta,
-        "bound": str(price.loss.bound),
-        "relation": str(price.loss.relation),
-        "assumptions": price.loss.assumptions,
-    }
-
-
-def _verified(
-    ledger: Ledger | ExportedLedger, participation: Path | None, head: Head | None
-) -> Head:
-    """The head of a ledger that was verified."""
-    if participation is None:
-        ledger.verify(head=head)
-    else:
-        with ParticipationRecord.open(participation) as record:
-            ledger.verify(record, head)
-    return ledger.head
-
-
-def _title(spending: Spending) -> str:
-    populations = ", ".join(dict.fromkeys(each.population for each in spending.ledgers))
-    if spending.epsilon is None:
-        return f"user-level ε of {populations} at δ = {spending.delta:g}"
-    return f"user-level δ of {populations} at ε = {spending.epsilon:g}"
-
-
-def _kind(loss: PrivacyLoss) -> str:
-    low = format_epsilon_low(loss.epsilon_low) if math.isfinite(loss.epsilon) else ""
-    return f"upper bound; the truth is at least {low}" if low else loss.bound
-
-
-def _kind_of_delta(loss: PrivacyLoss) -> str:
-    return Bound.ESTIMATE if loss.bound is Bound.ESTIMATE else Bound.UPPER
-
-
-def _parsed_head(head: str) -> Head:
-    count, separator, digest = head.partition(":")
-    if not separator or not count.isdecimal():
-        raise InvalidValueError(f"--head is {head!r}; it must be COUNT:HASH")
-    return Head(int(count), digest)
-
-
-def _shown(name: str) -> str:
-    """A name without control characters, which could command the terminal."""
-    return name if name.isprintable() else repr(name)
 
 
 def _query_text(query: SumQueryEvent) -> str:
     """Group, clipping norm and noise, and over which numbers that noise is."""
-    text = f"{_shown(query.group)}: {query.clipping_norm:.4g}, {query.noise_stddev:.4g}"
+    # Control characters in a name could command the terminal.
+    name = query.group if query.group.isprintable() else repr(query.group)
+    text = f"{name}: {query.clipping_norm:.4g}, {query.noise_stddev:.4g}"
     if query.granularity is None:
         return f"{text}; {Arithmetic.FLOATING_POINT}"
     return f"{text}; {Arithmetic.EXACT}: B = {query.squared_bound}, σ/γ = {query.noise_steps:.4g}"
@@ -359,8 +322,7 @@ def _query_text(query: SumQueryEvent) -> str:
 
 def _sampling_text(sampling: SamplingEvent) -> str:
     """Policy and neighbours, and which rounds users are in where an event has several."""
-    text = f"{sampling.policy}, {sampling.relation}"
-    schedule = sampling.schedule
+    text, schedule = f"{sampling.policy}, {sampling.relation}", sampling.schedule
     if schedule is None:
         return text
     return f"{text}, {schedule.participations} of {schedule.rounds} rounds"

@@ -12,6 +12,7 @@ from fedpriv.config import Config, FederationSection, load_config
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.local import ALGORITHMS
 from fedpriv.report.records import versions
 from fedpriv.run.evaluation import held_out_rows
 from fedpriv.run.folder import RunFolder
@@ -88,7 +89,7 @@ class RunSetup:
         return build(self.config, self.run, users, held_out, self.spent)
 
     def refuse_true_figures(self, where: str) -> None:
-        """Refuse to record what only a simulation in one process can know.
+        """Refuse what only a simulation in one process can know or do.
 
         Args:
             where: the run is to be.
@@ -100,6 +101,11 @@ class RunSetup:
             raise InvalidValueError(
                 f"output.simulation_only is true; {where} it must be false, since only a "
                 "simulation in one process has figures that are not private"
+            )
+        if self.config.local.algorithm not in ALGORITHMS:
+            raise InvalidValueError(
+                f"local.algorithm is {self.config.local.algorithm!r}; {where} it must be one of "
+                f"{', '.join(ALGORITHMS)}, since others are not known there"
             )
 
     def _refuse_unbounded_work(self) -> None:

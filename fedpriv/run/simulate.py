@@ -15,7 +15,6 @@ from fedpriv.build import (
     Enrolled,
     Experiment,
     description_of,
-    path_of,
     resolve,
     settings_of,
     simulated,
@@ -25,6 +24,7 @@ from fedpriv.data.population import Population
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
+from fedpriv.importing import path_of
 from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.round import LocalTraining, Transport
 from fedpriv.run.diagnostics import watched

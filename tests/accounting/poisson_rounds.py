@@ -1,8 +1,8 @@
 """Intervals of Poisson-sampled rounds by (q, z), from the composition of their privacy losses."""
 
 from fedpriv.accounting import pld
+from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.lattice import Pairs
-from fedpriv.accounting.pld.sampling import PoissonPair
 from fedpriv.accounting.rounds import Rounds
 
 

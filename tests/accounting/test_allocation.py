@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from pair_conformance import nodes_of
 from scipy.fft import irfft, rfft
 from scipy.integrate import quad
 from scipy.special import ndtr
@@ -14,9 +15,9 @@ from scipy.stats import beta
 from fedpriv.accounting import gaussian
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
+from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.lattice import Lattice
 from fedpriv.accounting.pld.random_allocation import AllocationPair, allocation_pairs
-from fedpriv.accounting.pld.sampling import PoissonPair
 from fedpriv.accounting.rounds import Direction, Vector
 
 ALARM = 1e-9
@@ -215,8 +216,7 @@ def test_atoms_are_distributions_and_the_sketch_has_their_moments(
     n: int, z: float, direction: Direction
 ) -> None:
     pair = AllocationPair(n, z)
-    sketch = pair.sketch(1e-14, direction)
-    assert np.exp(sketch.log_mass).sum() == pytest.approx(1.0)
+    mass, rough_loss = nodes_of(pair.sketch(1e-14), direction)
     for step in (0.01, 0.3):
         lattice = Lattice(step / z / math.sqrt(n), 20.0, 0.03, 1e-14)
         for atoms in (pair.dominated(lattice, direction), pair.dominating(lattice, direction)):
@@ -225,18 +225,24 @@ def test_atoms_are_distributions_and_the_sketch_has_their_moments(
             assert atoms.mass.sum() + atoms.infinite == pytest.approx(1.0, abs=1e-8)
             assert atoms.mass @ np.exp(-loss) == pytest.approx(1.0, abs=1e-7)
             mean = float(atoms.mass @ loss)
-            assert np.exp(sketch.log_mass) @ sketch.loss == pytest.approx(mean, rel=0.05)
+            assert mass @ rough_loss == pytest.approx(mean, rel=0.05)
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_beyond_the_computed_range_bounds_stay_bounds(direction: Direction) -> None:
-    assert AllocationPair(5, 1.0).at(0.5, 2.0) == AllocationPair(5, 2.0)
-    lattice = Lattice(0.1, 1.0, 0.03, 1e-10)
-    hardly_any_noise = AllocationPair(5, 0.01)
-    assert hardly_any_noise.dominating(lattice, direction).infinite == 1.0
-    assert hardly_any_noise.dominated(lattice, direction).mass.sum() > 0
-    for pair in (AllocationPair(5, 2e6), AllocationPair((1 << 30) + 1, 1.0)):
-        assert not pair.dominated(lattice, direction).mass.any()
-        above = pair.dominating(lattice, direction)
-        assert above.mass.sum() + above.infinite == pytest.approx(1.0, abs=2e-3)
+def test_more_rounds_than_computed_are_fewer_rounds_above_and_nothing_below(
+    direction: Direction,
+) -> None:
+    lattice, pair = Lattice(0.1, 1.0, 0.03, 1e-10), AllocationPair((1 << 30) + 1, 1.0)
+    assert not pair.dominated(lattice, direction).mass.any()
+    above = pair.dominating(lattice, direction)
+    assert above.mass.sum() + above.infinite == pytest.approx(1.0, abs=2e-3)
     assert AllocationPair(5, 1.0).dominating(lattice, direction).infinite >= 1e-90
+
+
+def test_beyond_the_computed_noise_bounds_stay_bounds() -> None:
+    assert AllocationPair(5, 1.0).at(0.5, 2.0) == AllocationPair(5, 2.0)
+    low, up = epsilon_interval_of({AllocationPair(5, 0.01): 1}, 1e-5)
+    assert 0.0 < low < up == math.inf
+    low, up = delta_interval_of({AllocationPair(5, 2e6): 1}, 1e-9)
+    assert low == 0.0
+    assert gaussian.delta(1e-9, 2e6) / 10 < up < 1e-3

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.contour.interval import (
+from fedpriv.accounting.contour.inversion import (
     ContourUnsuitableError,
     delta_interval,
     epsilon_interval,

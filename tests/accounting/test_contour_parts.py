@@ -9,15 +9,20 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.contour import integral, interval
-from fedpriv.accounting.contour.integral import contour, cumulant_bound
-from fedpriv.accounting.contour.plan import Setting, decay, plan_at_delta, plan_at_epsilon
-from fedpriv.accounting.contour.privacy_loss import (
+from fedpriv.accounting.contour import integral, inversion
+from fedpriv.accounting.contour.cumulant import (
     log_mgf_along,
     losses,
     support,
     tilt,
     window,
+)
+from fedpriv.accounting.contour.integral import contour, cumulant_bound
+from fedpriv.accounting.contour.saddle_point import (
+    DirectedRounds,
+    decay,
+    plan_at_delta,
+    plan_at_epsilon,
 )
 from fedpriv.accounting.rounds import Direction, arrays
 
@@ -26,7 +31,7 @@ DIRECTIONS = list(Direction)
 
 
 def setting_of(rounds, direction):
-    return Setting(*arrays(rounds), direction)
+    return DirectedRounds(*arrays(rounds), direction)
 
 
 def at_nodes(q, z, direction, nodes=256, log_tail=LOG_TAIL):
@@ -182,22 +187,11 @@ class TestShiftedPaths:
 def log_error(tilted, t, nodes):
     """Log of the bound on the quadrature error of one pair, by the best ellipse."""
     at = tilted.losses
-    setting = Setting(at.q[:, 0], at.z[:, 0], np.ones(1), at.direction)
+    setting = DirectedRounds(at.q[:, 0], at.z[:, 0], np.ones(1), at.direction)
     c = tilted.order - 1 if at.direction is Direction.REMOVE else -tilted.order
-    found = integral._Quadrature(
-        setting,
-        at.low,
-        at.high,
-        np.ones(1),
-        np.array([nodes]),
-        *integral._peaks(setting, at.low, at.high, c),
-    )
-    errors = []
-    for height in integral._HEIGHTS:
-        semiaxis = np.minimum(height, integral.LARGEST_ANGLE * setting.z)
-        log_rho, error = dataclasses.replace(found, semiaxis=semiaxis).log_error(c, t)
-        errors.append(float((error - 2 * nodes * log_rho - tilted.log_mgf)[0]))
-    return min(errors)
+    semiaxes = np.minimum(np.array(integral._HEIGHTS), integral.LARGEST_ANGLE * setting.z)[:, None]
+    log_rho, error = integral._log_errors(setting, at.low, at.high, c, t, semiaxes)
+    return float((error - 2 * nodes * log_rho - tilted.log_mgf).min())
 
 
 def absolute_bounds(contour, epsilon):
@@ -267,12 +261,12 @@ class TestContours:
         assert 0.0 < found.dropped < 1e-8 * 1e-5
         more = dataclasses.replace(found, dropped=1e-8)
         (low, up), (same, higher) = (
-            interval._epsilon_ends(c, math.log(1e-5)) for c in (found, more)
+            inversion._epsilon_ends(c, math.log(1e-5)) for c in (found, more)
         )
         assert same == pytest.approx(low, rel=1e-9)
         assert _gaussian(0.5, higher) <= 1e-5 - 1e-8 < _gaussian(0.5, up) <= 1e-5
         everything = dataclasses.replace(found, dropped=1e-5)
-        assert interval._epsilon_ends(everything, math.log(1e-5))[1] == math.inf
+        assert inversion._epsilon_ends(everything, math.log(1e-5))[1] == math.inf
 
     def test_cumulant_bound_is_just_above_the_cumulant(self):
         setting = setting_of({(0.02, 1.0): 500}, Direction.ADD)

@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from fedpriv.accounting.pld.random_allocation import allocation_pairs
-from fedpriv.accounting.pld.sampling import (
+from fedpriv.accounting.pld.dominating_pairs import (
     FixedSizePair,
     LargestBatchPair,
     PoissonPair,
     ReplacePair,
 )
+from fedpriv.accounting.pld.random_allocation import allocation_pairs
 from fedpriv.accounting.policies import (
     every_user_gaussian,
     fixed_size_gaussian,

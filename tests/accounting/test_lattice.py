@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.lattice import Lattice, _spaced, lattice_points
-from fedpriv.accounting.pld.sampling import PoissonLaw
 from fedpriv.accounting.rounds import Direction
 
 
@@ -24,9 +24,9 @@ def test_points_cover_the_losses(
     q: float, z: float, steps: float, widest: float, direction: Direction
 ) -> None:
     step = steps * q * math.sqrt(math.expm1(min(1 / z**2, 4.0)))
-    law = PoissonLaw(q, z)
-    points = lattice_points(law, Lattice(step, widest, 0.03, 1e-15), direction)
-    low, high = law.span(1e-15)
+    pair = PoissonPair(q, z)
+    points = lattice_points(pair, Lattice(step, widest, 0.03, 1e-15), direction)
+    low, high = pair.span(1e-15)
     assert points.loss[0] <= low
     assert points.loss[-1] >= min(high, 690.0) - step * (widest + 0.03 * len(points.index))
     assert (np.diff(points.index) >= 1).all()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.pld.sampling import (
+from fedpriv.accounting.pld.dominating_pairs import (
     gaussian_masses,
     least_loss,
     masses_between,

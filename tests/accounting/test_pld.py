@@ -16,7 +16,7 @@ from fedpriv.accounting import delta as delta_of
 from fedpriv.accounting import epsilon as epsilon_of
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
-from fedpriv.accounting.pld.sampling import PoissonPair, ReplacePair
+from fedpriv.accounting.pld.dominating_pairs import PoissonPair, ReplacePair
 from fedpriv.errors import InvalidValueError
 
 Rounds = dict[tuple[float, float], int]

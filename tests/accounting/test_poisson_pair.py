@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from pair_conformance import PairConformance, delta_of, losses
 
+from fedpriv.accounting.pld.dominating_pairs import PoissonPair, sample_at
 from fedpriv.accounting.pld.lattice import Lattice
-from fedpriv.accounting.pld.sampling import PoissonLaw, PoissonPair, sample_at
 from fedpriv.accounting.rounds import Direction
 
 
@@ -55,7 +55,7 @@ def test_jumps_far_apart_leave_the_bulk_in_one_atom() -> None:
 @pytest.mark.parametrize("z", [0.2, 0.5, 3.0])
 def test_the_centre_is_the_mean_of_a_cell_that_holds_nearly_all(q: float, z: float) -> None:
     step = 20 * q / z  # far wider than the bulk of the losses
-    centre = PoissonLaw(q, z).centre(step)
+    centre = PoissonPair(q, z).centre(step)
     low, high = (float(sample_at(np.array([centre + side * step]), q, z)[0]) for side in (-1, 1))
     absent, present = (mpmath.ncdf(high, m, z) - mpmath.ncdf(low, m, z) for m in (0, 1))
     merged = float(mpmath.log(1 - q + q * present / absent))

@@ -4,7 +4,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from fedpriv.accounting.contour.privacy_loss import gauss_legendre
+from fedpriv.accounting.contour.cumulant import gauss_legendre
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 7, 32, 96, 192, 385, 1536])

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from scipy.special import ndtr
 
 from fedpriv.accounting.pld.random_allocation import (
-    Binned,
     RatioSum,
     Shape,
     add,
@@ -20,7 +19,7 @@ from fedpriv.accounting.pld.random_allocation import (
     merge,
     one_round,
     spread,
-    steps_to,
+    sum_of_ratios,
 )
 from fedpriv.accounting.rounds import Vector
 
@@ -115,12 +114,13 @@ def test_doubling_is_adding_an_equal_one(shape: Shape) -> None:
 
 
 def test_spread_and_merge_by_hand() -> None:
-    binned = Binned(np.array([0.0, 1.0, 3.0]), np.array([0.5, 0.25, 0.25]), np.array([0.1, 0.4, 1]))
-    value, mass, infinite = spread(binned)
+    edge, within = np.array([0.0, 1.0, 3.0]), np.array([0.5, 0.25, 0.25])
+    excess = np.array([0.1, 0.4, 1.0])
+    value, mass, infinite = spread(edge, within, excess)
     assert value.tolist() == [0.0, 1.0, 3.0]
     assert mass == pytest.approx([0.4, 0.15, 0.45])
     assert infinite == 1.0
-    value, mass, infinite = merge(binned)
+    value, mass, infinite = merge(edge, within, excess)
     assert value == pytest.approx([0.2, 2.6, 7.0])
     assert mass == pytest.approx([0.5, 0.25, 0.25])
     assert infinite == 0.0
@@ -151,11 +151,7 @@ def test_one_round_encloses_the_closed_form(z: float) -> None:
 @pytest.mark.parametrize(("n", "z"), [(1, 1.0), (7, 0.5), (64, 3.0), (1000, 1.0)])
 @pytest.mark.parametrize("shape", [spread, merge])
 def test_mass_and_mean_survive_all_additions(n: int, z: float, shape: Shape) -> None:
-    begin, *steps = steps_to(n, z, 1e-40)
-    total = one_round(z, begin.edges, shape)
-    for step in steps:
-        other = total if step.other is None else one_round(z, step.other, shape)
-        total = add(total, other, step.edges, shape)
+    total = sum_of_ratios(n, z, 1e-40, shape)
     assert total.rounds == n
     assert (np.diff(total.value) > 0).all()
     assert (total.mass >= 0).all()

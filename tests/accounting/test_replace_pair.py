@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
-from fedpriv.accounting.pld.sampling import PoissonPair, ReplaceLaw, ReplacePair
+from fedpriv.accounting.pld.dominating_pairs import PoissonPair, ReplacePair
 from fedpriv.accounting.rounds import Direction
 
 
@@ -48,12 +48,12 @@ class TestReplacePair(PairConformance):
 
 @pytest.mark.parametrize(("q", "z"), [(1e-7, 0.3), (0.01, 1.0), (0.9, 20.0), (1.0, 0.5)])
 def test_loss_is_odd_increasing_and_inverted(q: float, z: float) -> None:
-    law = ReplaceLaw(q, z)
+    pair = ReplacePair(q, z)
     x = np.linspace(0.0, 2 + 10 * z, 101)
-    loss = law.loss(x)
-    assert law.loss(-x) == pytest.approx(-loss, abs=0)
+    loss = pair.loss(x)
+    assert pair.loss(-x) == pytest.approx(-loss, abs=0)
     assert (np.diff(loss) > 0).all()
-    assert law.sample_at(loss) == pytest.approx(x, rel=1e-9, abs=1e-9 * z)
+    assert pair.sample_at(loss) == pytest.approx(x, rel=1e-9, abs=1e-9 * z)
 
 
 def test_certain_sampling_is_a_gaussian_of_twice_the_sensitivity() -> None:

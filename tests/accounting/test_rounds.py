@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from poisson_rounds import epsilon_interval as pld_interval
 
 from fedpriv.accounting import poisson_gaussian
-from fedpriv.accounting.contour import interval as contour
+from fedpriv.accounting.contour import inversion as contour
 from fedpriv.accounting.registry import epsilon
 from fedpriv.accounting.rounds import (
     folded,

@@ -9,7 +9,7 @@ from scipy.stats import norm
 
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
-from fedpriv.accounting.pld.sampling import LargestBatchPair, PoissonPair, _largest_masses
+from fedpriv.accounting.pld.dominating_pairs import LargestBatchPair, PoissonPair, _largest_masses
 
 
 def direct_delta(n: int, z: float, base: float, epsilon: float) -> float:

@@ -1,5 +1,6 @@
 """One of everything that docs/extending.md lists, added from outside the package and run."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import nn
 
 import fedpriv
 from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.config import load_config
 from fedpriv.engine.local_training import Algorithm, algorithm_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent, SamplingEvent
@@ -20,17 +22,22 @@ from fedpriv.privacy.layout import Layout, VectorGroup
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import Average, OptimizerState, Parameters, ServerOptimizer
+from tests.commandline import printed, refused
 
 
 @dataclass(frozen=True)
 class SignSGD(LocalTraining):
     """Local training: a step along the sign of the gradient."""
 
+    shrinking: float = 1.0
+
 
 class Sign(Algorithm):
-    learning_rate = 0.05
     linear = plain = False
     memories = 0
+
+    def __init__(self, learning_rate: float) -> None:
+        self.learning_rate = learning_rate
 
     def direction(
         self, gradient: torch.Tensor, place: object, memory: torch.Tensor | None
@@ -41,7 +48,7 @@ class Sign(Algorithm):
 
 @algorithm_of.register
 def _(local: SignSGD) -> Algorithm:
-    return Sign()
+    return Sign(local.learning_rate * local.shrinking)
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,74 @@ def test_one_of_each_is_added_from_outside_and_run(tmp_path: Path) -> None:
     assert len(run.to_pandas()) == 3
     before = task().parameters()
     assert all(tensor.shape == before[n].shape for n, tensor in run.model.named_parameters())
+
+
+NAMED = f"""
+name = "named"
+rounds = 2
+model = "{__name__}:model"
+
+[data]
+name = "{__name__}:population"
+
+[local]
+algorithm = "{__name__}:SignSGD"
+learning_rate = 0.05
+steps = 2
+options = {{ shrinking = 0.5 }}
+
+[sampling]
+policy = "{__name__}:HalfOfThem"
+
+[clipping]
+strategy = "{__name__}:BiasesApart"
+norm = 0.5
+
+[server]
+optimizer = "{__name__}:Damped"
+options = {{ learning_rate = 0.5 }}
+
+[privacy]
+epsilon = 8.0
+delta = 1e-3
+"""
+
+
+def test_one_of_each_is_named_in_a_file_and_run(tmp_path: Path) -> None:
+    file, folder = tmp_path / "named.toml", tmp_path / "run"
+    file.write_text(NAMED)
+    printed("simulate", file, "--out", folder)
+    config = load_config(folder / "plan.toml")
+    assert config.local.build() == SignSGD(0.05, steps=2, shrinking=0.5)
+    assert config.mechanism().sampling == HalfOfThem()
+    assert config.mechanism().clipping == BiasesApart(0.5)
+    assert config.server.build() == Damped(0.5)
+    with Ledger.open(folder / "ledger.sqlite") as ledger:
+        assert {each.sampling.sampling_probability for each in ledger.events()} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("clipping.strategy=json:loads", "'json:loads' is no class; it must be derived from"),
+        ("server.optimizer=json:JSONDecoder", "is another class; it must be derived from"),
+        ("local.algorithm=sgd", "local.algorithm 'sgd' has no option 'shrinking'"),
+        (
+            "privacy.sampling_probability=0.3",
+            "privacy.sampling_probability is 0.3; it must be absent",
+        ),
+        ("sampling.policy=poisson", "key privacy.sampling_probability is absent"),
+        ("sampling.policy=uniform", "known are: poisson, or package.module:Class"),
+    ],
+)
+def test_what_is_named_and_does_not_fit_is_one_sentence(
+    tmp_path: Path, assignment: str, message: str
+) -> None:
+    file = tmp_path / "named.toml"
+    file.write_text(NAMED)
+    said = refused("simulate", file, "--set", assignment, "--out", tmp_path / "run")
+    assert re.search(message, said)
+    assert "TypeError" not in said
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:

@@ -30,6 +30,14 @@ def test_nodes_are_not_asked_for_figures_that_are_not_private(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nodes_are_not_asked_for_training_that_they_do_not_know(tmp_path: Path) -> None:
+    assignments = ["local.algorithm=mine:SignSGD"]
+    setup = RunSetup.of(FEDERATION, assignments, tmp_path / "run", resume=False)
+    assert setup.config.federation is not None
+    with pytest.raises(InvalidValueError, match=r"is 'mine:SignSGD'; on nodes it must be one of"):
+        setup.on_nodes(setup.config.federation, Enrolled("people", 2))
+
+
 def test_nodes_are_not_asked_for_work_without_bound(tmp_path: Path) -> None:
     experiment = tmp_path / "endless.toml"
     kept = [line for line in FEDERATION.read_text().splitlines() if "max_examples" not in line]

@@ -1,10 +1,10 @@
 """Intervals of ε and δ for Poisson-sampled rounds, by an integral in the complex plane.
 
-`privacy_loss` has the loss of one round at nodes, `plan` says where to integrate, `integral` bounds
-the integral, `interval` reads off the ends.
+`cumulant` has the loss of one round at nodes, `saddle_point` says where to integrate, `integral`
+bounds the integral, `inversion` finds the ends.
 """
 
-from fedpriv.accounting.contour.interval import (
+from fedpriv.accounting.contour.inversion import (
     ContourUnsuitableError,
     delta_interval,
     epsilon_interval,

@@ -20,36 +20,23 @@ from fedpriv.accounting.pld.lattice import ROUNDING, LossAtoms
 from fedpriv.accounting.rounds import Vector
 
 _EPS = float(np.finfo(np.float64).eps)
-_NOISE = 1e-4
-"""Share of δ that rounding may take before a wider floating-point type is used."""
-_LARGEST_SIZE = 1 << 21
-"""Size beyond which a transform would take too much memory."""
-_SMALLEST = -100.0
-"""Logarithm below which a value of a transform is taken to be 0."""
-_CHEAP_SIZE = 1 << 14
-"""Size up to which the wider type costs nothing that counts."""
-_PIECE = 1 << 15
-"""How many frequencies are worked on at a time."""
+_NOISE = 1e-4  # share of δ that rounding may take before a wider floating-point type is used
+_LARGEST_SIZE = 1 << 21  # a larger transform would take too much memory
+_SMALLEST = -100.0  # logarithm below which a value of a transform is taken to be 0
+_CHEAP_SIZE = 1 << 14  # size up to which the wider type costs nothing that counts
+_PIECE = 1 << 15  # frequencies that are worked on at a time, to save memory
 
 
 @dataclass(frozen=True)
 class Window:
-    """How the line that a composition is computed on becomes a circle.
+    """How the line that a composition is computed on becomes a circle."""
 
-    Attributes:
-        step: distance h of the lattice points.
-        tilt: θ > 0, the exponent of the tilt.
-        left, right: exponents η of the Chernoff bounds that place the two ends.
-        depth: minus the logarithm of the tilted mass that may lie beyond each end.
-        margin: how much of `depth` goes below the size of what is looked for.
-    """
-
-    step: float
-    tilt: float
-    left: float
+    step: float  # distance h of the lattice points
+    tilt: float  # θ > 0
+    left: float  # exponents η of the Chernoff bounds that place the two ends
     right: float
-    depth: float
-    margin: float
+    depth: float  # minus the logarithm of the tilted mass that may lie beyond each end
+    margin: float  # how much of `depth` goes below the size of what is looked for
 
 
 @dataclass(frozen=True)
@@ -58,28 +45,19 @@ class Composition:
 
     With s_k = start + k·step and K = log E[e^{θS}] over the finite losses, survival[k] is
     e^{θ·s_k − K}·P(S > s_k) and divergence[k] is e^{θ·s_k − K}·E[(1 − e^{s_k − S})_+].
-
-    Attributes:
-        start, step, tilt, log_mgf: the lattice, θ and K.
-        survival, divergence: [points] as above.
-        excess: by how much E[(1 − e^{ε − S})_+] may be above what they say, times e^{θε − K}.
-        deficit: by how much it may be below, times e^{θε − K}.
-        slack: by how much rounding may have moved S.
-        mass_error: relative error that rounding may cause in every probability.
-        infinite: at least the probability that S is infinite.
     """
 
     start: float
     step: float
-    tilt: float
-    log_mgf: float
-    survival: Vector
-    divergence: Vector
-    excess: float
-    deficit: float
-    slack: float
-    mass_error: float
-    infinite: float
+    tilt: float  # θ
+    log_mgf: float  # K
+    survival: Vector  # [points]
+    divergence: Vector  # [points]
+    excess: float  # E[(1 − e^{ε − S})_+] may be above what they say by this, times e^{K − θε},
+    deficit: float  # and below by this
+    slack: float  # by how much rounding may have moved S
+    mass_error: float  # relative error that rounding may cause in every probability
+    infinite: float  # at least the probability that S is infinite
 
     @property
     def losses(self) -> Vector:
@@ -88,14 +66,9 @@ class Composition:
 
 
 def compose_atoms(parts: Sequence[tuple[LossAtoms, int]], window: Window) -> Composition:
-    """Distribution of the sum of independent losses, each repeated.
+    """Distribution of the sum of independent losses on the window's lattice, each repeated.
 
-    Args:
-        parts: at least one loss, each with its number of rounds; all have the window's step.
-        window: where to compute.
-
-    Returns:
-        The composition on the window's lattice points; on none if they were more than 2²¹.
+    It has no points, and only a moment is known, if they were more than 2²¹.
     """
     tilt, step = window.tilt, window.step
     logs, weights = zip(*(_tilted(atoms, step, tilt) for atoms, _ in parts), strict=True)
@@ -106,7 +79,7 @@ def compose_atoms(parts: Sequence[tuple[LossAtoms, int]], window: Window) -> Com
     low = (log_mgf - _log_mgf(parts, step, tilt - window.left) - window.depth) / window.left
     high = (_log_mgf(parts, step, tilt + window.right) - log_mgf + window.depth) / window.right
     size = 1 << (math.ceil((high - low) / step) + 1).bit_length()
-    if size > _LARGEST_SIZE:  # nothing but a moment is known
+    if size > _LARGEST_SIZE:
         none = np.zeros(0)
         slack = sum(count * float(atoms.rounding.max()) for atoms, count in parts)
         return Composition(
@@ -196,32 +169,33 @@ def circular_sum(
 
     The error follows from ‖transform(x) rounded − exact‖₂ ≤ γ·‖transform(x)‖₂ with the γ of
     `transform_error`, and |a^T − b^T| ≤ T·|a − b| in the unit circle. Double precision is left
-    where that misses the tolerance, or for free.
-
-    Returns:
-        [size] probabilities, entry k that of origin + k; the origin; a bound on the Euclidean
-        norm of their error, to which each adds its own rounding to double precision.
+    where that misses the tolerance, or for free. Returned are [size] probabilities, entry k that of
+    origin + k; the origin; a bound on the Euclidean norm of their error, to which each adds its own
+    rounding to double precision.
     """
     tops = [int(weight.argmax()) for weight in weights]
-    rests = [
-        np.where(np.arange(len(w)) == top, 0.0, w) for w, top in zip(weights, tops, strict=True)
-    ]
-    spread = sum(c * _norm(rest) for c, rest in zip(counts, rests, strict=True))
+
+    def circle(k: int) -> Vector:
+        """The masses of one draw but for the heaviest, which is at 0."""
+        rest = np.where(np.arange(len(weights[k])) == tops[k], 0.0, weights[k])
+        where = (indices[k] - indices[k][tops[k]]) % size
+        return np.bincount(where, rest, size).astype(np.float64)
+
+    spread = sum(count * _norm(circle(k)) for k, count in enumerate(counts))
     coarse = transform_error(np.float64, size) * (1 + spread) > tolerance
     real = np.longdouble if coarse or size <= _CHEAP_SIZE else np.float64
     exponent = np.zeros(size // 2 + 1, dtype=np.result_type(real, np.complex64))
     alive = np.arange(len(exponent))
-    spread = summed = 0.0
-    for index, weight, rest, top, count in zip(indices, weights, rests, tops, counts, strict=True):
-        where = (index - index[top]) % size
-        circle = np.bincount(where, weights=rest, minlength=size).astype(np.float64)
-        part = rfft(circle.astype(real))[alive]
-        large = np.abs(weight[top] + part) > math.exp(_SMALLEST / count)
-        alive = alive[large]
-        power = _power(real(weight[top]), part[large], count)
-        exponent[alive] += power
-        spread += count * _norm(circle)
-        summed += float(np.abs(power).max(initial=0.0)) + 2 * count * abs(math.log(weight[top]))
+    summed = 0.0
+    for k, count in enumerate(counts):
+        part, heaviest = rfft(circle(k).astype(real))[alive], real(weights[k][tops[k]])
+        large = np.abs(heaviest + part) > math.exp(_SMALLEST / count)
+        alive, part = alive[large], part[large]
+        for first in range(0, len(part), _PIECE):
+            piece = slice(first, first + _PIECE)
+            part[piece] = count * _log_of_sum(heaviest, part[piece])
+        exponent[alive] += part
+        summed += float(np.abs(part).max(initial=0.0)) + 2 * count * abs(math.log(heaviest))
     transform = np.zeros_like(exponent)
     transform[alive] = np.exp(exponent[alive])
     mass = irfft(transform, size).astype(np.float64)
@@ -231,17 +205,6 @@ def circular_sum(
     error = powers + (2 * gamma + 8 * eps * (summed + 1)) * _norm(mass) + math.exp(_SMALLEST)
     origin = sum(c * int(i[top]) for c, i, top in zip(counts, indices, tops, strict=True))
     return mass, origin, error
-
-
-def _power(
-    constant: np.floating, part: NDArray[np.complexfloating], count: int
-) -> NDArray[np.complexfloating]:
-    """[frequencies] logarithms of (constant + part)^count, a piece at a time to save memory."""
-    power = np.empty_like(part)
-    for first in range(0, len(part), _PIECE):
-        piece = slice(first, first + _PIECE)
-        power[piece] = count * _log_of_sum(constant, part[piece])
-    return power
 
 
 def _log_of_sum(
@@ -257,7 +220,7 @@ def _log_of_sum(
 
 
 def _norm(x: Vector) -> float:
-    """Euclidean norm."""
+    """Euclidean norm, without a product that may start threads."""
     return math.sqrt(float(np.square(x).sum()))
 
 

@@ -7,6 +7,8 @@ give a loss that is at least as bad (Doroshenko et al. 2022), chains of lines be
 at most as bad. Both keep the mass and the mean of e^L, which makes their error second order in the
 spacing, and both are computed from masses between losses, never from differences of the curve, so
 that the smallest masses are right.
+
+Masses of outputs are [3, outputs] arrays: P, Q and P − Q without the cancellation of a difference.
 """
 
 import math
@@ -18,77 +20,48 @@ from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import logsumexp
 
-from fedpriv.accounting.rounds import Direction, Vector, folded
-from fedpriv.accounting.rounds import grouped as grouped_rounds
+from fedpriv.accounting.rounds import Direction, Vector
 
-LEAST_NOISE, MOST_NOISE = 0.05, 1e6
-"""Noise per sensitivity that is computed with."""
-LEAST_PROBABILITY = 1e-12
-"""Sampling probability that is computed with."""
 ROUNDING = 1e-12
 """Relative error allowed to a mass: ten times the largest that tests find, not a proved bound."""
 _SMALLEST = 1e-290
 """A mass below this has lost digits: it is infinite loss from above, and none from below."""
-_NEAR = 0.5
-"""Losses up to this size are told from 0 by the gap between P and Q, others by P and Q."""
+_NEAR = 0.5  # losses up to this size are computed from P − Q, others from P and Q
 _LARGEST_LOSS = 690.0
-_MOST_POINTS = 1 << 14
-"""Largest number of evenly spaced far lattice points."""
-_SKETCHED = 256
+_MOST_POINTS = 1 << 14  # largest number of evenly spaced far lattice points
+SKETCHED = 256  # nodes of a sketch
 
 
 @dataclass(frozen=True)
 class Lattice:
-    """Where the losses of one pair may lie.
+    """Where the losses of one pair may lie."""
 
-    Attributes:
-        step: distance h > 0 of neighbouring lattice points.
-        widest: largest spacing of points in use far from the centre, in steps, at least 1.
-        growth: spacing of points at some distance from the centre, relative to that, below 1.
-        tail: largest probability of what may be cut off on either side.
-    """
-
-    step: float
-    widest: float
-    growth: float
-    tail: float
+    step: float  # distance h > 0 of neighbouring lattice points
+    widest: float  # largest spacing of points in use far from the centre, in steps, at least 1
+    growth: float  # spacing of points relative to their distance from the centre, below 1
+    tail: float  # largest probability of what may be cut off on either side
 
 
 @dataclass(frozen=True)
 class LatticePoints:
-    """[points] the points in use for one pair: loss = offset + step·index; [points − 1] spacing."""
+    """The points in use for one pair."""
 
     offset: float
-    index: NDArray[np.int64]
-    loss: Vector
-    spacing: Vector
+    index: NDArray[np.int64]  # [points]
+    loss: Vector  # [points] offset + step·index
+    spacing: Vector  # [points − 1]
 
 
 @dataclass(frozen=True)
-class Masses:
-    """Masses under P and Q of the outputs between given losses, and their gap p − q.
+class LossAtoms:
+    """A privacy loss on a lattice; finite masses and `infinite` need not sum to 1."""
 
-    The gap is free of the cancellation that a subtraction could have.
-    """
-
-    p: Vector
-    q: Vector
-    gap: Vector
-
-    def part(self, of: slice) -> "Masses":
-        """Some of them."""
-        return Masses(self.p[of], self.q[of], self.gap[of])
-
-    def without(self, left_out: NDArray[np.bool_]) -> "Masses":
-        """The same with 0 in some places."""
-        return Masses(*(np.where(left_out, 0.0, mass) for mass in (self.p, self.q, self.gap)))
-
-    @property
-    def small(self) -> NDArray[np.bool_]:
-        """Which of them have lost digits, or are none."""
-        return np.asarray((self.p < _SMALLEST) | (self.q < _SMALLEST))
+    offset: float  # loss of the lattice point with index 0
+    index: NDArray[np.int64]  # [atoms] the loss of atom i is offset + step·index[i]
+    mass: Vector  # [atoms] probabilities ≥ 0
+    rounding: Vector  # [atoms] how far rounding may have moved the loss of each atom
+    infinite: float  # probability of an infinite loss
 
 
 class LossLaw(Protocol):
@@ -112,48 +85,23 @@ class LossLaw(Protocol):
         merges into must be a lattice point, or each round of a lower bound would lose some.
         """
 
-    def masses(self, edges: Vector) -> Masses:
-        """[edges + 1] masses below the first of the [edges] losses, between them, and above."""
-
-
-@dataclass(frozen=True)
-class LossAtoms:
-    """A privacy loss on a lattice; finite masses and `infinite` need not sum to 1.
-
-    Attributes:
-        offset: loss of the lattice point with index 0.
-        index: [atoms] the loss of atom i is offset + step·index[i].
-        mass: [atoms] probabilities ≥ 0.
-        rounding: [atoms] how far rounding may have moved the loss of each atom.
-        infinite: probability of an infinite loss.
-    """
-
-    offset: float
-    index: NDArray[np.int64]
-    mass: Vector
-    rounding: Vector
-    infinite: float
+    def masses(self, edges: Vector) -> Vector:
+        """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """A privacy loss at [nodes], good enough to make plans, with the sign of the direction.
+    """A privacy loss at [nodes], good enough to make plans."""
 
-    Attributes:
-        log_mass: [nodes] logarithms of probabilities, which sum to about 1.
-        loss: [nodes] finite losses.
-        centre: the loss near which most mass is, or nearly nothing happens.
-    """
-
-    log_mass: Vector
-    loss: Vector
-    centre: float
+    log_q: Vector  # logarithms of masses under Q, up to a common factor; those under P are e^L more
+    loss: Vector  # finite losses
+    middle: float  # the loss near which most mass is, or nearly nothing happens
 
 
 class LossPair(Protocol):
-    """The pair (P, Q) of some event; equal ones are equal and hash alike.
+    """The pair (P, Q) of some event, for z in [0.05, 10⁶]; equal ones are equal and hash alike.
 
-    What events a pair bounds, and from which side, is up to the one that chooses it.
+    The code that chooses a pair says what events it bounds, and from which side.
     """
 
     @property
@@ -163,7 +111,7 @@ class LossPair(Protocol):
     def at(self, q: float, z: float) -> "LossPair":
         """The pair of the same kind at another setting."""
 
-    def sketch(self, tail: float, direction: Direction) -> Sketch:
+    def sketch(self, tail: float) -> Sketch:
         """The loss, roughly, without losses that are rarer than `tail`."""
 
     def dominating(self, lattice: Lattice, direction: Direction) -> LossAtoms:
@@ -179,27 +127,31 @@ Pairs = Mapping[LossPair, int]
 
 @dataclass(frozen=True)
 class GaussianPair(ABC):
-    """The pair of one release with Gaussian noise, which depends on q and z alone.
+    """The pair of one release with Gaussian noise, which depends on q and z alone; a `LossLaw`."""
 
-    * z below 0.05 has a loss at least as bad that is infinite, and one at most as bad at z = 0.05.
-    * Sampling probabilities below 1e-12 and z above 10⁶ are rounded to these for a loss at least
-      as bad, and have no mass in one at most as bad.
-
-    Attributes:
-        q: how likely a user is to be in the cohort, in (0, 1].
-        z: noise_stddev per sensitivity, ≥ 0.
-    """
-
-    q: float
-    z: float
+    q: float  # how likely a user is to be in the cohort, in (0, 1]
+    z: float  # noise_stddev per sensitivity, ≥ 0
 
     @abstractmethod
-    def law(self, q: float, z: float) -> LossLaw:
-        """The loss at q ≥ 1e-12 and 0.05 ≤ z ≤ 10⁶; it grows in q and falls in z."""
+    def span(self, tail: float) -> tuple[float, float]:
+        """Losses that P and Q pass on either side with probability at most `tail`."""
 
     @abstractmethod
-    def rough(self, q: float, z: float, tail: float, direction: Direction) -> Sketch:
-        """The same, roughly, without losses that are rarer than `tail`."""
+    def masses(self, edges: Vector) -> Vector:
+        """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
+
+    @abstractmethod
+    def sketch(self, tail: float) -> Sketch:
+        """The loss at evenly spaced outputs."""
+
+    def centre(self, step: float) -> float:  # noqa: ARG002
+        """0, where outputs of opposite losses merge if the loss is symmetric."""
+        return 0.0
+
+    @property
+    def resolution(self) -> float:
+        """The masses of a loss near 0 differ by at most a share of the order of q."""
+        return self.q
 
     @property
     def setting(self) -> tuple[float, float]:
@@ -210,38 +162,13 @@ class GaussianPair(ABC):
         """The pair of the same kind at another setting."""
         return replace(self, q=q, z=z)
 
-    def sketch(self, tail: float, direction: Direction) -> Sketch:
-        """The loss, roughly, without losses that are rarer than `tail`."""
-        return self.rough(*self._computed, tail, direction)
-
     def dominating(self, lattice: Lattice, direction: Direction) -> LossAtoms:
         """A loss on the lattice that is at least as bad."""
-        above = dominating(self.law(*self._computed), lattice, direction)
-        return above if self.z >= LEAST_NOISE else replace(above, infinite=1.0)
+        return dominating(self, lattice, direction)
 
     def dominated(self, lattice: Lattice, direction: Direction) -> LossAtoms:
         """A loss on the lattice that is at most as bad."""
-        below = dominated(self.law(*self._computed), lattice, direction)
-        inside = self.q >= LEAST_PROBABILITY and self.z <= MOST_NOISE
-        return below if inside else replace(below, mass=np.zeros_like(below.mass))
-
-    @property
-    def _computed(self) -> tuple[float, float]:
-        return max(self.q, LEAST_PROBABILITY), min(max(self.z, LEAST_NOISE), MOST_NOISE)
-
-
-def grouped(pairs: Pairs, most: int) -> tuple[Pairs, Pairs]:
-    """Pairs in at most so many groups of each kind: at least, and at most as bad; see `rounds`."""
-    kinds: dict[LossPair, dict[tuple[float, float], int]] = {}
-    for pair, count in pairs.items():
-        kinds.setdefault(pair.at(1.0, 1.0), {})[pair.setting] = count
-    above: dict[LossPair, int] = {}
-    below: dict[LossPair, int] = {}
-    for kind, settings in kinds.items():
-        rounds = folded(settings) if isinstance(kind, GaussianPair) else settings
-        for found, moved in zip((above, below), grouped_rounds(rounds, most), strict=True):
-            found.update((kind.at(q, z), count) for (q, z), count in moved.items())
-    return above, below
+        return dominated(self, lattice, direction)
 
 
 def lattice_points(law: LossLaw, lattice: Lattice, direction: Direction) -> LatticePoints:
@@ -288,25 +215,25 @@ def dominating(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtom
     points = lattice_points(law, lattice, direction)
     loss, share = points.loss, -np.expm1(-points.spacing)
     found = law.masses(loss)
-    inner = found.part(slice(1, -1))
-    # Where digits were lost, all of it is infinite; what is smaller than that is covered, too.
-    lost = inner.small
-    unknown = _SMALLEST * len(loss)
+    inner, lost = _without_small(found)
+    below, above = found[:, 0], found[:, -1]
     mass = np.zeros(len(loss))
+    # Where digits were lost, all of it is infinite; what is smaller than that is covered, too.
+    infinite = _SMALLEST * len(loss)
     if direction is Direction.REMOVE:
-        infinite = found.p[-1] + inner.p[lost].sum() + unknown
-        inner = inner.without(lost)
-        moved = np.clip(_excess(inner, loss[:-1]) / share, 0.0, inner.p)
+        p = inner[0]
+        infinite += above[0] + lost[0]
+        moved = np.clip(_excess(inner, loss[:-1]) / share, 0.0, p)
         mass[1:] += moved
-        mass[:-1] += inner.p - moved
-        mass[0] += found.p[0]
+        mass[:-1] += p - moved
+        mass[0] += below[0]
     else:
-        infinite = found.q[0] + inner.q[lost].sum() + unknown
-        inner = inner.without(lost)
-        moved = np.clip(-_excess(inner, loss[1:]) * np.exp(-loss[1:]) / share, 0.0, inner.q)
-        mass[1:] += inner.q - moved
+        q = inner[1]
+        infinite += below[1] + lost[1]
+        moved = np.clip(-_excess(inner, loss[1:]) * np.exp(-loss[1:]) / share, 0.0, q)
+        mass[1:] += q - moved
         mass[:-1] += moved
-        mass[-1] += found.q[-1]
+        mass[-1] += above[1]
     return _atoms(law, points, mass, float(infinite), direction)
 
 
@@ -320,41 +247,42 @@ def dominated(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtoms
     points = lattice_points(law, lattice, direction)
     loss = points.loss
     touch = (loss[:-1] + loss[1:]) / 2
+
+    def inner() -> Vector:
+        """[3, points] between the touching points and the ends of the lattice."""
+        return _without_small(law.masses(np.concatenate([loss[:1], touch, loss[-1:]])))[0]
+
     # At the next lattice points a tangent should be above the asymptotes 1 − e^ε and 0 of the
     # curve: what lies below (above) its touching point should have its mean beyond the next lattice
     # point; touching at that point it does. What the direction reads, checked last, is a must.
     for side in (-direction, direction):
-        inner = _within(law, loss, touch)
-        sums = (inner.p, inner.q, inner.gap)
         if side == Direction.ADD:
-            up_to = Masses(*(np.cumsum(mass)[:-1] for mass in sums))
+            up_to = np.cumsum(inner(), axis=1)[:, :-1]
             touch = np.where(_excess(up_to, loss[:-1]) <= 0, touch, loss[:-1])
         else:
-            beyond = Masses(*(np.cumsum(mass[::-1])[-2::-1] for mass in sums))
+            beyond = np.cumsum(inner()[:, ::-1], axis=1)[:, -2::-1]
             touch = np.where(_excess(beyond, loss[1:]) >= 0, touch, loss[1:])
-    mass = _convex_hull(_exchanged(_within(law, loss, touch), points), loss)
+    mass = _convex_hull(_exchanged(inner(), points), loss)
     if direction is Direction.REMOVE:
         mass = mass * _exp(loss)
     return _atoms(law, points, mass, 0.0, direction)
 
 
-def _within(law: LossLaw, loss: Vector, touch: Vector) -> Masses:
-    """[points] masses between the touching points and the ends of the lattice."""
-    inner = law.masses(np.concatenate([loss[:1], touch, loss[-1:]])).part(slice(1, -1))
-    return inner.without(inner.small)
+def _without_small(masses: Vector) -> tuple[Vector, Vector]:
+    """The masses between edges but for those that have lost digits, and the [3] sums of these."""
+    inner = masses[:, 1:-1]
+    small = (inner[:2] < _SMALLEST).any(axis=0)
+    return np.where(small, 0.0, inner), np.where(small, inner, 0.0).sum(axis=1)
 
 
-def _excess(masses: Masses, loss: Vector) -> Vector:
+def _excess(masses: Vector, loss: Vector) -> Vector:
     """P − e^loss·Q of each, accurate relative to what a small error of the loss changes."""
+    p, q, gap = masses
     near = np.abs(loss) < _NEAR
-    return np.where(
-        near,
-        masses.gap - masses.q * np.expm1(np.where(near, loss, 0.0)),
-        masses.p - masses.q * np.exp(loss),
-    )
+    return np.where(near, gap - q * np.expm1(np.where(near, loss, 0.0)), p - q * np.exp(loss))
 
 
-def _exchanged(masses: Masses, points: LatticePoints) -> Vector:
+def _exchanged(masses: Vector, points: LatticePoints) -> Vector:
     """Q-masses on the lattice points, after exchange between neighbours.
 
     Where the mean is above the point, the excess goes to the neighbour below, whose mass then rises
@@ -364,7 +292,7 @@ def _exchanged(masses: Masses, points: LatticePoints) -> Vector:
     gap = np.exp(points.loss[:-1]) * np.expm1(points.spacing)
     lend_down = np.maximum(excess[1:], 0.0) / gap
     lend_up = np.maximum(-excess[:-1], 0.0) / gap
-    mass = masses.q.copy()
+    mass = masses[1].copy()
     mass[1:] += lend_down - lend_up
     mass[:-1] += lend_up - lend_down
     return mass
@@ -418,15 +346,11 @@ class DiscreteLaw:
     """The loss of [outputs] with masses under P and Q; the rest of P and Q, if any, is left out.
 
     Outputs without mass under P have the loss −∞, others without mass under Q the loss ∞.
-
-    Attributes:
-        p, q: [outputs] masses under P and Q.
-        gap: [outputs] p − q, as exact as is known.
     """
 
     p: Vector
     q: Vector
-    gap: Vector
+    gap: Vector  # p − q, as exact as is known
 
     @property
     def resolution(self) -> float:
@@ -463,22 +387,19 @@ class DiscreteLaw:
             c = float(np.log1p(gap / q)) if q > 0 and gap > -q else c
         return c
 
-    def masses(self, edges: Vector) -> Masses:
-        """[edges + 1] masses below the first of the [edges] losses, between them, and above."""
+    def masses(self, edges: Vector) -> Vector:
+        """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
         at = np.searchsorted(edges, self.loss)
-        sums = (np.bincount(at, mass, len(edges) + 1) for mass in (self.p, self.q, self.gap))
-        return Masses(*(each.astype(np.float64) for each in sums))
+        rows = (self.p, self.q, self.gap)
+        return np.array([np.bincount(at, row, len(edges) + 1) for row in rows], np.float64)
 
-    def sketch(self, tail: float, direction: Direction) -> Sketch:
+    def sketch(self, tail: float) -> Sketch:
         """Some hundred groups of outputs, without losses that are rarer than `tail`."""
         low, high = self.span(tail)
-        edges = np.linspace(np.nextafter(low, -np.inf), high, _SKETCHED)
-        inner = self.masses(edges).part(slice(1, -1))
-        some = (inner.p > 0) & (inner.q > 0)
-        groups = DiscreteLaw(inner.p[some], inner.q[some], inner.gap[some])
-        log_mass = np.log(groups.p if direction is Direction.REMOVE else groups.q)
-        log_mass -= logsumexp(log_mass)
-        return Sketch(log_mass, direction * groups.loss, direction * self._commonest)
+        edges = np.linspace(np.nextafter(low, -np.inf), high, SKETCHED)
+        inner = self.masses(edges)[:, 1:-1]
+        groups = DiscreteLaw(*inner[:, (inner[:2] > 0).all(axis=0)])
+        return Sketch(np.log(groups.q), groups.loss, self._commonest)
 
     @property
     def _commonest(self) -> float:

@@ -35,11 +35,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from scipy.special import logsumexp, ndtri
+from scipy.special import ndtri
 
+from fedpriv.accounting.pld.dominating_pairs import PoissonPair, gaussian_masses
 from fedpriv.accounting.pld.lattice import (
-    LEAST_NOISE,
-    MOST_NOISE,
     DiscreteLaw,
     Lattice,
     LossAtoms,
@@ -48,13 +47,33 @@ from fedpriv.accounting.pld.lattice import (
     dominated,
     dominating,
 )
-from fedpriv.accounting.pld.sampling import PoissonPair, gaussian_masses
 from fedpriv.accounting.rounds import Direction, Vector
 
 _ULP = 2.0**-53
 _PAIRS_AT_ONCE = 1 << 17
-_MASS_ERROR, _VALUE_ERROR = 1e-12, 3e-12
-"""Relative errors of the cells of one round, and of their means."""
+_MASS_ERROR, _VALUE_ERROR = 1e-12, 3e-12  # relative, of the intervals of one round and their means
+_LARGEST_LOG = 500.0  # values beyond e^±500 are rounded, so that no product that matters underflows
+_SMALLEST = 1e-290
+# Probabilities of losses that are cut off; points are dense down to their square roots.
+_TAILS = (1e-40, 1e-120, 1e-290)
+_LOST = 1e-90  # more than the probability of all that may underflow
+_MOST_ROUNDS = 1 << 30
+_NODES = 1024  # of a sketch: groups of more than a few points would hide how fast tails fall
+
+# Where points are placed. Share of ε that all additions may cost: for usual δ, and below `_DEEP`.
+_TOLERANCE, _DEEP_TOLERANCE, _DEEP = 3e-4, 1e-2, 1e-12
+# Largest distances of the ε that should be right: in the decimal log of δ, relative to ε.
+_DECADES, _APART = 1.7, 0.2
+_LARGEST_DELTA = 0.9
+_LEAST_COST = 1.0  # how much log δ is taken to fall up to an ε at least; δ near 1 falls slowly
+_GRID = 300
+# Distance of points for the quick look: relative to that from the median, and to max(2, 1/z).
+_NEAR, _FAR = 0.08, 0.06
+_COARSE, _FINE = 64, 100  # points that show where a sum is, and how it is distributed
+_BEYOND = 1.5  # how far points go, relative to the distance of what can be seen from the median
+_STEEPEST = 3.0  # how steep φ may seem to be, relative to the largest slope of δ
+_ROOM = 2.0  # how much of all cost one point may take, in sixths, where cost outgrows g²
+_NEARLY_ALL = 0.9  # share of the rounds from which on the others hardly matter
 
 
 @dataclass(frozen=True)
@@ -63,59 +82,42 @@ class RatioSum:
 
     There is a variable above R in the convex order (`spread`), or below (`merge`), whose quotient
     with this one is within e^{±value_error}, while the masses are within e^{±mass_error}.
-
-    Attributes:
-        rounds: the number of rounds n.
-        value: [points] increasing values ≥ 0.
-        mass: [points] their probabilities under N(0, z²).
-        infinite: part of the mean that is at infinite values: n times a probability under P.
-        value_error, mass_error: as above.
     """
 
     rounds: int
-    value: Vector
-    mass: Vector
-    infinite: float
+    value: Vector  # [points] increasing values ≥ 0
+    mass: Vector  # [points] their probabilities under N(0, z²)
+    infinite: float  # part of the mean at infinite values: n times a probability under P
     value_error: float
     mass_error: float
 
 
-@dataclass(frozen=True)
-class Binned:
-    """A distribution on [0, ∞), known by its cells between increasing edges and above the last.
+Points = tuple[Vector, Vector, float]
+"""Values, masses and the infinite part of the mean."""
+Shape = Callable[[Vector, Vector, Vector], Points]
+"""What stands for a distribution that is known by intervals: `spread` or `merge`.
 
-    Attributes:
-        edge: [cells] the lower end of each cell; the first is 0.
-        mass: [cells] probabilities.
-        excess: [cells] Σ mass·(value − edge) ≥ 0 over each cell.
-    """
-
-    edge: Vector
-    mass: Vector
-    excess: Vector
+Given are, for each interval and for what is above the last edge, the lower end (the first is 0),
+the mass and the excess Σ mass·(value − lower end) ≥ 0.
+"""
 
 
-Shape = Callable[[Binned], tuple[Vector, Vector, float]]
-"""Values, masses and the infinite part of the mean that stand for cells: `spread` or `merge`."""
-
-
-def spread(binned: Binned) -> tuple[Vector, Vector, float]:
-    """The cells' masses moved to their ends, which is above them in the convex order.
+def spread(edge: Vector, mass: Vector, excess: Vector) -> Points:
+    """Masses moved to the ends of their intervals, which is above them in the convex order.
 
     What is above the last edge moves to it and to infinity.
     """
-    moved = np.minimum(binned.excess[:-1] / np.diff(binned.edge), binned.mass[:-1])
-    mass = binned.mass.copy()
+    moved = np.minimum(excess[:-1] / np.diff(edge), mass[:-1])
+    mass = mass.copy()
     mass[1:] += moved
     mass[:-1] -= moved
-    return binned.edge, mass, float(binned.excess[-1])
+    return edge, mass, float(excess[-1])
 
 
-def merge(binned: Binned) -> tuple[Vector, Vector, float]:
-    """The cells' masses moved to their means, which is below them in the convex order."""
-    some = binned.mass > 0
-    mass = binned.mass[some]
-    return binned.edge[some] + binned.excess[some] / mass, mass, 0.0
+def merge(edge: Vector, mass: Vector, excess: Vector) -> Points:
+    """Masses moved to the means of their intervals, which is below them in the convex order."""
+    some = mass > 0
+    return edge[some] + excess[some] / mass[some], mass[some], 0.0
 
 
 def one_round(z: float, log_edges: Vector, shape: Shape) -> RatioSum:
@@ -123,9 +125,8 @@ def one_round(z: float, log_edges: Vector, shape: Shape) -> RatioSum:
     log_edges, edge = _distinct(log_edges)
     x = np.concatenate([[-np.inf], z**2 * log_edges + 0.5, [np.inf]])
     absent, present = gaussian_masses(x, 0.0, z), gaussian_masses(x, 1.0, z)
-    binned = Binned(edge, absent, np.maximum(present - edge * absent, 0.0))
-    value, mass, infinite = shape(binned)
-    return RatioSum(1, value, mass, infinite, _VALUE_ERROR, _MASS_ERROR)
+    points = shape(edge, absent, np.maximum(present - edge * absent, 0.0))
+    return RatioSum(1, *points, _VALUE_ERROR, _MASS_ERROR)
 
 
 def add(first: RatioSum, second: RatioSum, log_edges: Vector, shape: Shape) -> RatioSum:
@@ -142,11 +143,11 @@ def add(first: RatioSum, second: RatioSum, log_edges: Vector, shape: Shape) -> R
             weights[rows:] *= 2  # what is left of this block of rows is its mirror image
         value = (first.value[here, None] + values).ravel()
         weight = (first.mass[here, None] * weights).ravel()
-        cell = np.searchsorted(edge, value, side="right") - 1
-        mass += np.bincount(cell, weight, size)
-        excess += np.bincount(cell, weight * (value - edge[cell]), size)
-        terms += np.bincount(cell, minlength=size)
-    value, mass, infinite = shape(Binned(edge, mass, excess))
+        interval = np.searchsorted(edge, value, side="right") - 1
+        mass += np.bincount(interval, weight, size)
+        excess += np.bincount(interval, weight * (value - edge[interval]), size)
+        terms += np.bincount(interval, minlength=size)
+    value, mass, infinite = shape(edge, mass, excess)
     rounding = _ULP * (2 * float(terms.max()) + 16)
     return RatioSum(
         first.rounds + second.rounds,
@@ -164,34 +165,29 @@ def _distinct(log_edges: Vector) -> tuple[Vector, Vector]:
     return log_edges[first], np.concatenate([[0.0], edge])
 
 
-_TOLERANCE, _DEEP_TOLERANCE = 3e-4, 1e-2
-"""Share of ε that all additions may cost: for usual δ, and for those below `_DEEP`."""
-_DEEP = 1e-12
-_DECADES, _APART = 1.7, 0.2
-"""Largest distances of the ε that should be right: in the decimal log of δ, relative to ε."""
-_LARGEST_DELTA = 0.9
-_LEAST_COST = 1.0
-"""How much log δ is taken to fall up to an ε at least; δ near 1 falls slowly."""
-_GRID = 300
+def coarse(ratios: RatioSum, points: int) -> tuple[Vector, Vector]:
+    """Values above 0, and masses, of at most so many groups of neighbouring points."""
+    first = np.arange(0, len(ratios.value), -(-len(ratios.value) // points))
+    mass = np.add.reduceat(ratios.mass, first)
+    total = np.add.reduceat(ratios.mass * ratios.value, first)
+    some = total > 0  # a mean may underflow
+    return total[some] / mass[some], mass[some]
 
 
 @dataclass(frozen=True)
 class Target:
-    """One ε at which δ should be right.
+    """One ε at which δ should be right."""
 
-    Attributes:
-        threshold: R/n at this ε: e^ε where a user is removed, e^{−ε} where one is added.
-        sign: 1 where larger sums are worse, −1 where smaller ones are.
-        delta: δ.
-        steepness: −d log δ/dε.
-        cost: how much log δ may rise.
-    """
-
-    threshold: float
-    sign: int
+    threshold: float  # R/n at this ε: e^ε where a user is removed, e^{−ε} where one is added
+    sign: int  # 1 where larger sums are worse, −1 where smaller ones are
     delta: float
-    steepness: float
-    cost: float
+    steepness: float  # −d log δ/dε
+    cost: float  # how much log δ may rise
+
+    @property
+    def density(self) -> float:
+        """Points per unit of log R, where a point matters to the ε nearby alone."""
+        return self.steepness / math.sqrt(12 * self.cost)
 
 
 def targets_of(ratios: RatioSum, tail: float, additions: int) -> list[Target]:
@@ -205,7 +201,12 @@ def targets_of(ratios: RatioSum, tail: float, additions: int) -> list[Target]:
         largest = max(float(np.max(sign * log_x)), deviation)
         epsilon = largest * np.linspace(0.0, 1.0, _GRID)[:-1] ** 2
         threshold = np.exp(sign * epsilon)
-        delta, slope = _curve(x, mass, sign, threshold)
+        # E[(X − e^ε)₊], or E[(1 − e^ε·X)₊] = e^ε·E[(e^{−ε} − X)₊], and minus their derivatives.
+        gain = np.maximum(sign * (x - threshold[:, None]), 0.0)
+        if sign > 0:
+            delta, slope = gain @ mass, threshold * ((gain > 0) @ mass)
+        else:
+            delta, slope = gain @ mass / threshold, ((gain > 0) @ (mass * x)) / threshold
         growth = np.exp(np.arange(0.0, math.log(largest / deviation), _APART))
         at = {1, *np.searchsorted(epsilon, deviation * growth).tolist()}
         at |= {int((delta > level).sum()) for level in levels if level < delta[0]}
@@ -213,49 +214,9 @@ def targets_of(ratios: RatioSum, tail: float, additions: int) -> list[Target]:
             if i < len(delta) and levels[-1] < delta[i] < _LARGEST_DELTA:
                 share = (_TOLERANCE if delta[i] > _DEEP else _DEEP_TOLERANCE) / additions
                 steepness = float(slope[i] / delta[i])
-                size = max(float(epsilon[i]), deviation)
-                cost = share * max(steepness * size, _LEAST_COST)
+                cost = share * max(steepness * max(float(epsilon[i]), deviation), _LEAST_COST)
                 found.append(Target(float(threshold[i]), sign, float(delta[i]), steepness, cost))
     return sorted(found, key=lambda target: target.threshold)
-
-
-def _curve(x: Vector, mass: Vector, sign: int, threshold: Vector) -> tuple[Vector, Vector]:
-    """δ and −dδ/dε: of E[(X − e^ε)₊] with the threshold e^ε, or of E[(1 − e^ε·X)₊] with e^{−ε}."""
-    gain = np.maximum(sign * (x - threshold[:, None]), 0.0)
-    if sign > 0:
-        return gain @ mass, threshold * ((gain > 0) @ mass)
-    return gain @ mass / threshold, ((gain > 0) @ (mass * x)) / threshold
-
-
-_LARGEST_LOG = 500.0
-"""Values beyond e^±500 are rounded, so that no product of masses that matters underflows."""
-_SMALLEST = 1e-290
-_NEAR, _FAR = 0.08, 0.06
-"""Distance of points for the quick look: relative to that from the median, and to max(2, 1/z)."""
-_COARSE, _FINE = 64, 100
-"""Numbers of points that show where a sum is, and how it is distributed."""
-_BEYOND = 1.5
-"""How far the points go, relative to the distance of what can be seen from the median."""
-_STEEPEST = 3.0
-"""How steep φ may seem to be, relative to the largest slope of δ."""
-_ROOM = 2.0
-"""How much of all cost one point may take, in sixths, where cost grows faster than g²."""
-_NEARLY_ALL = 0.9
-"""Share of the rounds from which on the others hardly matter."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One addition of ratios.
-
-    Attributes:
-        edges: logarithms of the edges for its result.
-        other: None if what there is is doubled; or, if one round is added, logarithms of the edges
-            for the ratio of that.
-    """
-
-    edges: Vector
-    other: Vector | None
 
 
 def additions(rounds: int) -> list[tuple[int, int]]:
@@ -264,19 +225,30 @@ def additions(rounds: int) -> list[tuple[int, int]]:
     >>> additions(6)
     [(1, 1), (2, 1), (3, 3)]
     """
-    steps = []
-    k = 1
+    steps, k = [], 1
     for bit in f"{rounds:b}"[1:]:
-        steps.append((k, k))
-        k *= 2
-        if bit == "1":
-            steps.append((k, 1))
-            k += 1
+        steps += [(k, k), (2 * k, 1)] if bit == "1" else [(k, k)]
+        k = sum(steps[-1])
     return steps
 
 
-def steps_to(rounds: int, z: float, tail: float) -> list[Step]:
-    """How to get to the sum of n rounds: the edges for one round, then `additions`."""
+@lru_cache(maxsize=64)
+def sum_of_ratios(rounds: int, z: float, tail: float, shape: Shape) -> RatioSum:
+    """R of n rounds, by `additions`."""
+    first, *steps = edges_of(rounds, z, tail)
+    ratios = one_round(z, first[0], shape)
+    for edges, edges_of_one in steps:
+        other = ratios if edges_of_one is None else one_round(z, edges_of_one, shape)
+        ratios = add(ratios, other, edges, shape)
+    return ratios
+
+
+@lru_cache(maxsize=64)
+def edges_of(rounds: int, z: float, tail: float) -> list[tuple[Vector, Vector | None]]:
+    """Logarithms of the edges for one round, and then for the result of each addition.
+
+    With each addition of one round come those for its ratio; with the others, None.
+    """
     edges, sums = _quick_look(rounds, z, tail)
     targets = targets_of(sums[rounds], tail, len(sums))
 
@@ -288,21 +260,11 @@ def steps_to(rounds: int, z: float, tail: float) -> list[Step]:
         alone = _density_alone(sums[k], rounds, edges[k], targets, times)
         return _along(edges[k], np.maximum(rough, np.maximum(by_all, alone)))
 
-    steps = [Step(placed(1, rounds), None)]
+    steps: list[tuple[Vector, Vector | None]] = [(placed(1, rounds), None)]
     for first, second in additions(rounds):
         k = first + second
-        other = placed(1, rounds / k) if second < first else None
-        steps.append(Step(placed(k, rounds / k), other))
+        steps.append((placed(k, rounds / k), placed(1, rounds / k) if second < first else None))
     return steps
-
-
-def coarse(ratios: RatioSum, points: int) -> tuple[Vector, Vector]:
-    """Values above 0, and masses, of at most so many groups of neighbouring points."""
-    first = np.arange(0, len(ratios.value), -(-len(ratios.value) // points))
-    mass = np.add.reduceat(ratios.mass, first)
-    total = np.add.reduceat(ratios.mass * ratios.value, first)
-    some = total > 0  # a mean may underflow
-    return total[some] / mass[some], mass[some]
 
 
 def _quick_look(
@@ -336,8 +298,8 @@ def _outline(first: RatioSum, second: RatioSum, tail: float) -> tuple[float, flo
     low = log_value[min(int((absent < tail).sum()), len(mass) - 1)]
     high = log_value[max(int((present > tail).sum()) - 1, 0)]
     below, middle, above = (float(x) for x in np.interp([0.16, 0.5, 0.84], absent, log_value))
-    ends = (float(middle + _BEYOND * (end - middle)) for end in (low, high))
-    return next(ends), middle, next(ends), (above - below) / 2
+    low, high = (float(middle + _BEYOND * (end - middle)) for end in (low, high))
+    return low, middle, high, (above - below) / 2
 
 
 def _spaced(low: float, middle: float, high: float, scale: float, far: float) -> Vector:
@@ -351,7 +313,7 @@ def _spaced(low: float, middle: float, high: float, scale: float, far: float) ->
 
 
 def _along(mesh: Vector, density: Vector) -> Vector:
-    """Points of this density: [cells] points per unit between the [cells + 1] of the mesh."""
+    """Points of this density: [n] points per unit between the [n + 1] of the mesh."""
     number = np.concatenate([[0.0], np.cumsum(density * np.diff(mesh))])
     count = max(2, math.ceil(number[-1]) + 1)
     return np.interp(np.linspace(0.0, number[-1], count), number, mesh)
@@ -365,10 +327,10 @@ def _density_by_all(
     targets: Sequence[Target],
     times: float,
 ) -> Vector:
-    """[cells] points per unit of log s, where s and all other rounds together decide δ."""
+    """Points per unit of log s between edges, where s and all other rounds together decide δ."""
     width, ratios = np.diff(edges), sums[k]
     log_value = np.log(ratios.value)
-    cell = np.clip(np.searchsorted(edges, log_value, side="right") - 1, 0, len(width) - 1)
+    place = np.clip(np.searchsorted(edges, log_value, side="right") - 1, 0, len(width) - 1)
     nearest = max(j for j in sums if j <= rounds - k)
     others, chance = coarse(sums[nearest], _FINE)
     total = (ratios.value[:, None] + others * ((rounds - k) / nearest)) / rounds
@@ -379,48 +341,37 @@ def _density_by_all(
         slope = np.minimum(np.abs(np.gradient(np.log(phi), log_value)), steepest)
         weight = ratios.mass * phi
         weight *= times / weight.sum()
-        root = np.cbrt(np.bincount(cell, weight * slope**2 / 12, len(width)) / width)
+        root = np.cbrt(np.bincount(place, weight * slope**2 / 12, len(width)) / width)
         density = np.maximum(density, root * math.sqrt(float(root @ width) / target.cost))
         room = np.arccosh(1 + _ROOM * target.cost / np.maximum(weight, 1e-290))
-        np.maximum.at(density, cell, slope / room)
+        np.maximum.at(density, place, slope / room)
     return density
 
 
 def _density_alone(
     ratios: RatioSum, rounds: int, edges: Vector, targets: Sequence[Target], times: float
 ) -> Vector:
-    """[cells] points per unit of log s, where a large s decides δ, others near their mean."""
+    """Points per unit of log s where a large s decides δ, others near their mean."""
     larger = [target for target in targets if target.sign > 0]
     at = np.array([rounds * (target.threshold - 1) + ratios.rounds for target in larger])
     delta = times / rounds * np.maximum(ratios.value - at[:, None], 0.0) @ ratios.mass
     share = np.minimum(1.0, delta / [target.delta for target in larger])
     # d log(R/n)/d log s, where R = s + n − k.
     slope = at / (rounds - ratios.rounds + at)
-    centre = np.exp((edges[1:] + edges[:-1]) / 2)
-    density = slope * np.cbrt(share) * _local(larger)
-    return np.asarray(np.interp(centre, at, density, left=0.0, right=0.0))
+    density = slope * np.cbrt(share) * [target.density for target in larger]
+    return np.asarray(np.interp(_centres(edges), at, density, left=0.0, right=0.0))
 
 
 def _density_at_last(k: int, rounds: int, edges: Vector, targets: Sequence[Target]) -> Vector:
-    """[cells] points per unit of log s for a sum s of nearly all rounds: each s has its ε."""
-    at = np.array([rounds * (target.threshold - 1) + k for target in targets])
-    centre = np.exp((edges[1:] + edges[:-1]) / 2)
-    inside = np.interp(centre, at, _local(targets), left=0.0, right=0.0)
+    """Points per unit of log s for a sum s of nearly all rounds: each s has its ε."""
+    at = [rounds * (target.threshold - 1) + k for target in targets]
+    density = [target.density for target in targets]
+    inside = np.interp(_centres(edges), at, density, left=0.0, right=0.0)
     return np.maximum(0.5 / np.diff(edges), inside)
 
 
-def _local(targets: Sequence[Target]) -> Vector:
-    """[targets] points per unit of log R, where a point matters to the ε nearby alone."""
-    return np.array([target.steepness / math.sqrt(12 * target.cost) for target in targets])
-
-
-_TAILS = (1e-40, 1e-120, 1e-290)
-"""Probabilities of losses that are cut off; points are dense down to their square roots."""
-_LOST = 1e-90
-"""More than the probability of all that may underflow."""
-_MOST_ROUNDS = 1 << 30
-_NODES = 1024
-"""Nodes of a sketch: groups of more than a few points would hide how fast tails fall."""
+def _centres(edges: Vector) -> Vector:
+    return np.asarray(np.exp((edges[1:] + edges[:-1]) / 2))
 
 
 def allocation_pairs(rounds: int, participations: int, noise_multiplier: float) -> Pairs:
@@ -434,32 +385,26 @@ def allocation_pairs(rounds: int, participations: int, noise_multiplier: float) 
     >>> sorted(allocation_pairs(11, 3, 1.0).items(), key=lambda item: item[0].rounds)
     [(AllocationPair(rounds=3, z=1.0), 1), (AllocationPair(rounds=4, z=1.0), 2)]
     """
-    size, larger = divmod(rounds, participations)
+    z, (size, larger) = noise_multiplier, divmod(rounds, participations)
     counts = {size: participations - larger, size + 1: larger}
-    return {_block(n, noise_multiplier): count for n, count in counts.items() if count}
-
-
-def _block(rounds: int, z: float) -> "AllocationPair | PoissonPair":
-    return AllocationPair(rounds, z) if rounds > 1 else PoissonPair(1.0, z)
+    return {
+        AllocationPair(n, z) if n > 1 else PoissonPair(1.0, z): count
+        for n, count in counts.items()
+        if count
+    }
 
 
 @dataclass(frozen=True)
 class AllocationPair:
     """The pair of a pass of n rounds with every user in exactly one of them.
 
-    * z below 0.05 has a loss at least as bad that is infinite, and one at most as bad at z = 0.05.
-    * z above 10⁶ and n above 2³⁰ are rounded to these for a loss at least as bad, and have no mass
-      in one at most as bad. (More rounds are no worse: the mean of n ratios is that of the means of
-      all but one of them.)
-    * A loss at least as bad is infinite with probability 10⁻⁹⁰ or more.
-
-    Attributes:
-        rounds: n ≥ 1.
-        z: noise_stddev per sensitivity, ≥ 0.
+    n above 2³⁰ is taken for that, and has no mass in a loss at most as bad. (More rounds are no
+    worse: the mean of n ratios is that of the means of all but one of them.) A loss at least as bad
+    is infinite with probability 10⁻⁹⁰ or more.
     """
 
-    rounds: int
-    z: float
+    rounds: int  # n ≥ 1
+    z: float  # noise_stddev per sensitivity, ≥ 0
 
     @property
     def setting(self) -> tuple[float, float]:
@@ -470,7 +415,7 @@ class AllocationPair:
         """The pair of the same kind with other noise."""
         return replace(self, z=z)
 
-    def sketch(self, tail: float, direction: Direction) -> Sketch:
+    def sketch(self, tail: float) -> Sketch:
         """The loss, roughly, without losses that are rarer than `tail`."""
         ratios = self._ratios(tail, spread)
         value, mass = coarse(ratios, _NODES)
@@ -479,50 +424,30 @@ class AllocationPair:
         # One node beyond, as ε lies below the first loss that is rarer than δ.
         first = max(0, int((loss < low).sum()) - 1)
         seen = slice(first, int((loss <= high).sum()) + 1)
-        log_mass = (np.log(mass) + (loss if direction is Direction.REMOVE else 0.0))[seen]
-        centre = float(loss[int(np.searchsorted(np.cumsum(mass), 0.5))])
-        return Sketch(log_mass - logsumexp(log_mass), direction * loss[seen], direction * centre)
+        middle = float(loss[int(np.searchsorted(np.cumsum(mass), 0.5))])
+        return Sketch(np.log(mass[seen]), loss[seen], middle)
 
     def dominating(self, lattice: Lattice, direction: Direction) -> LossAtoms:
         """A loss on the lattice that is at least as bad as that of the pass."""
         ratios = self._ratios(lattice.tail, spread)
-        law = _law(ratios)
-        above = dominating(law, lattice, direction)
+        above = dominating(_law(ratios), lattice, direction)
         if direction is Direction.REMOVE:
             unseen = ratios.infinite / ratios.rounds
         else:
             unseen = float(ratios.mass[ratios.mass * ratios.value == 0.0].sum())
         above = _scaled(replace(above, infinite=above.infinite + unseen), ratios, 1)
-        infinite = above.infinite + _LOST if self.z >= LEAST_NOISE else 1.0
-        return replace(above, infinite=infinite)
+        return replace(above, infinite=above.infinite + _LOST)
 
     def dominated(self, lattice: Lattice, direction: Direction) -> LossAtoms:
         """A loss on the lattice that is at most as bad as that of the pass."""
         ratios = self._ratios(lattice.tail, merge)
         below = _scaled(dominated(_law(ratios), lattice, direction), ratios, -1)
-        inside = self.z <= MOST_NOISE and self.rounds <= _MOST_ROUNDS
+        inside = self.rounds <= _MOST_ROUNDS
         return below if inside else replace(below, mass=np.zeros_like(below.mass))
 
     def _ratios(self, tail: float, shape: Shape) -> RatioSum:
-        z = min(max(self.z, LEAST_NOISE), MOST_NOISE)
         cut = next((each for each in _TAILS if math.sqrt(each) <= tail), _TAILS[-1])
-        return _sum_of_ratios(min(self.rounds, _MOST_ROUNDS), z, cut, shape)
-
-
-@lru_cache(maxsize=64)
-def _sum_of_ratios(rounds: int, z: float, tail: float, shape: Shape) -> RatioSum:
-    """n·X, spread or merged."""
-    first, *steps = _steps(rounds, z, tail)
-    ratios = one_round(z, first.edges, shape)
-    for step in steps:
-        other = ratios if step.other is None else one_round(z, step.other, shape)
-        ratios = add(ratios, other, step.edges, shape)
-    return ratios
-
-
-@lru_cache(maxsize=64)
-def _steps(rounds: int, z: float, tail: float) -> list[Step]:
-    return steps_to(rounds, z, tail)
+        return sum_of_ratios(min(self.rounds, _MOST_ROUNDS), self.z, cut, shape)
 
 
 def _law(ratios: RatioSum) -> DiscreteLaw:

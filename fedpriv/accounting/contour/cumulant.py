@@ -7,7 +7,8 @@ its likelihood ratio is A(y) = 1 − q + q·r(y), r(y) = exp(y/z − 1/(2z²)) a
     E[e^{wL}] = E[A(y)^s],   s = 1 + w when the user is removed,   s = −w when the user is added.
 
 The expectation is taken over a window of y: losses outside it are too rare to matter for δ, but
-could be so large that they spoil the cumulant. Inside, Gauss–Legendre quadrature has all digits.
+could be so large that they spoil the cumulant. Inside it, Gauss–Legendre quadrature keeps all
+digits. Arrays with a row per setting (q, z) have p rows, arrays with a column per node n columns.
 """
 
 import math
@@ -24,43 +25,28 @@ ComplexVector = NDArray[np.complex128]
 _Floats = NDArray[np.float64 | np.longdouble]
 
 EPS = float(np.finfo(np.float64).eps)
-CUT = 50.0
-"""A density below e^−50 of the largest is left out."""
-_CHUNK = 1 << 15
-"""Numbers of a temporary array: half a MiB if complex, so that it stays in the cache."""
-_NODES = 128
-"""Nodes of one matrix product: so few that no BLAS library starts threads for it."""
-_POWERS = 16
-"""Factors that one e^{itL} may be made of, twice; more would add up roundings."""
+CUT = 50.0  # a density below e^−50 of the largest is left out
+_CHUNK = 1 << 15  # numbers of a temporary array: small enough to stay in the cache
+_NODES = 128  # nodes of one matrix product: so few that no BLAS library starts threads for it
+_POWERS = 16  # factors that one e^{itL} may be made of, twice; more would add up roundings
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The privacy loss of one round of each of p pairs (q, z), at nodes in a window.
-
-    Attributes:
-        direction: which neighbour the mechanism ran on.
-        q, z: [p, 1] sampling probabilities and noise multipliers.
-        low, high: [p, 1] ends of the window.
-        place: [n] where the nodes are, from −1 at the low end to 1 at the high end.
-        y: [p, n] the nodes.
-        weight, log_weight: [p, n] probabilities of the nodes under Q.
-        log_ratio: [p, n] log A, which is L or −L.
-        present, absent: [p, n] probability that the user took part given y, and 1 minus that.
-    """
+    """The privacy loss of one round of each of p settings, at n nodes in a window."""
 
     direction: Direction
-    q: Vector
-    z: Vector
-    low: Vector
+    q: Vector  # [p, 1]
+    z: Vector  # [p, 1]
+    low: Vector  # [p, 1] ends of the window
     high: Vector
-    place: Vector
-    y: Vector
-    weight: Vector
+    place: Vector  # [n] the nodes, from −1 at the low end to 1 at the high end
+    y: Vector  # [p, n] the nodes
+    weight: Vector  # [p, n] probabilities of the nodes under Q
     log_weight: Vector
-    log_ratio: Vector
-    present: Vector
-    absent: Vector
+    log_ratio: Vector  # [p, n] log A, which is L or −L
+    present: Vector  # [p, n] probability that the user took part given y
+    absent: Vector  # [p, n] 1 minus that
 
     @property
     def beyond_cut(self) -> Vector:
@@ -70,23 +56,16 @@ class Losses:
 
 @dataclass(frozen=True)
 class Tilted:
-    """Losses under the tilt e^{cL}/E[e^{cL}].
-
-    Attributes:
-        losses: the p pairs.
-        order: the power s of the likelihood ratio that belongs to w = c.
-        log_mgf: [p] log E[e^{cL}].
-        mass: [p, n] probabilities under the tilt.
-    """
+    """Losses under the tilt e^{cL}/E[e^{cL}]."""
 
     losses: Losses
-    order: float
-    log_mgf: Vector
-    mass: Vector
+    order: float  # the power s of the likelihood ratio that belongs to w = c
+    log_mgf: Vector  # [p] log E[e^{cL}]
+    mass: Vector  # [p, n] probabilities under the tilt
 
     @cached_property
     def mean(self) -> Vector:
-        """[p] mean of the loss under the tilt."""
+        """[p] mean of the loss."""
         return np.asarray(self.losses.direction * (self.mass * self.losses.log_ratio).sum(axis=1))
 
     @cached_property
@@ -96,7 +75,7 @@ class Tilted:
 
     @cached_property
     def variance(self) -> Vector:
-        """[p] variance of the loss under the tilt."""
+        """[p] variance of the loss."""
         return np.asarray((self.mass * self.loss**2).sum(axis=1))
 
     @cached_property
@@ -114,13 +93,14 @@ class Tilted:
 def losses(
     q: Vector, z: Vector, ends: tuple[Vector, Vector], direction: Direction, nodes: int
 ) -> Losses:
-    """The loss of one round of each of [p] pairs at nodes between the [p, 1] ends of a window."""
+    """The loss of one round of each of [p] settings between the [p, 1] ends of a window."""
     q, z = q[:, None], z[:, None]
     low, high = ends
     place, log_rule = gauss_legendre(nodes)
     y = low + (high - low) / 2 * (1 + place)
     log_weight = np.log((high - low) / np.sqrt(8 * np.pi)) + log_rule - y * y / 2
-    log_r, log_ratio = log_likelihood(y, q, z)
+    log_r = (y - 0.5 / z) / z
+    log_ratio = log_likelihood_ratio(log_r, q)
     present = np.exp(np.log(q) + log_r - log_ratio)
     absent = np.exp(log_absent(q) - log_ratio)
     weight = np.exp(log_weight)
@@ -157,15 +137,14 @@ def log_absent(q: Vector) -> Vector:
     return np.log1p(-q, out=np.full(q.shape, -np.inf), where=q < 1)
 
 
-def log_likelihood(y: Vector, q: Vector, z: Vector) -> tuple[Vector, Vector]:
-    """log r and log A at y, the second accurate relative to its size for tiny q and for q = 1."""
-    log_r = (y - 0.5 / z) / z
+def log_likelihood_ratio(log_r: Vector, q: Vector) -> Vector:
+    """log(1 − q + q·r), accurate relative to its size for tiny q and for q = 1."""
     rise = q * np.expm1(np.minimum(log_r, 500.0))
     log_ratio = np.log1p(np.maximum(rise, -0.5))
     far = (rise <= -0.5) | (log_r >= 500.0)
-    if far.any():
-        log_ratio = np.where(far, np.logaddexp(log_absent(q), np.log(q) + log_r), log_ratio)
-    return log_r, log_ratio
+    if not far.any():
+        return log_ratio
+    return np.where(far, np.logaddexp(log_absent(q), np.log(q) + log_r), log_ratio)
 
 
 def window(q: Vector, z: Vector, log_tail: float, direction: Direction) -> tuple[Vector, Vector]:
@@ -196,7 +175,7 @@ def support(given: Losses, tilts: tuple[float, ...]) -> tuple[Vector, Vector]:
 
 
 def log_mgf_along(tilted: Tilted, step: float, terms: int) -> ComplexVector:
-    """[p, terms] log E[e^{wL}] of one round of each pair at w = c + i·step·j, j < terms."""
+    """[p, terms] log E[e^{wL}] of one round of each setting at w = c + i·step·j, j < terms."""
     result = np.empty((len(tilted.loss), terms), dtype=np.complex128)
     rows = max(1, _CHUNK // (_POWERS * tilted.loss.shape[1]))
     for start in range(0, len(tilted.loss), rows):
@@ -259,28 +238,23 @@ def _log1p(rise: ComplexVector) -> ComplexVector:
 def gauss_legendre(nodes: int) -> tuple[Vector, Vector]:
     """[n] Gauss–Legendre nodes on [−1, 1], increasing, and the logarithms of their weights.
 
-    Roots between 0 and 1 by Newton's method, in extended precision at the end; the others by
-    symmetry. Weights are 2/((1 − x²)·P′(x)²). Routines in double precision lose up to nine digits
-    of the weights near the ends.
+    Roots in [0, 1) by Newton's method, in extended precision at the end; the others by symmetry.
+    Weights are 2/((1 − x²)·P′(x)²). Routines in double precision lose up to nine digits of the
+    weights near the ends.
     """
-    # First guess: cos(j/(n + ½)) for the zeros j of the Bessel function J₀ (DLMF 18.16(ii)), by
-    # McMahon's expansion (DLMF 10.21(vi)).
-    b = math.pi * (np.arange(nodes // 2, 0, -1) - 0.25)
-    angles = (b + 1 / (8 * b) - 124 / (3 * (8 * b) ** 3)) / (nodes + 0.5)
-    place: _Floats = np.cos(np.append([math.pi / 2], angles) if nodes % 2 else angles)
-    for _ in range(2):
-        place, _ = _nearer(place, nodes)
-    place, slope = _nearer(place.astype(np.longdouble), nodes)
-    log_weight = np.log(2 / ((1 - place**2) * slope**2))
     half = nodes // 2
+    place: _Floats = np.cos(math.pi * (np.arange(nodes - half, 0, -1) - 0.25) / (nodes + 0.5))
+    for real in (np.float64, np.float64, np.longdouble):
+        place, slope = _newton_step(place.astype(real), nodes)
+    log_weight = np.log(2 / ((1 - place**2) * slope**2))
     return (
         np.concatenate([-place[::-1][:half], place]).astype(np.float64),
         np.concatenate([log_weight[::-1][:half], log_weight]).astype(np.float64),
     )
 
 
-def _nearer(x: _Floats, degree: int) -> tuple[_Floats, _Floats]:
-    """Places near roots of the Legendre polynomial, by a step of third order, and P′ there.
+def _newton_step(x: _Floats, degree: int) -> tuple[_Floats, _Floats]:
+    """Roots of the Legendre polynomial nearby, by a step of third order, and P′ there.
 
     The second derivative follows from Legendre's equation, (1 − x²)P″ = 2xP′ − n(n + 1)P.
     """

@@ -5,54 +5,39 @@ Nothing here but `decay` has to be exact: a poor plan makes the interval wider, 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtri_exp
 
-from fedpriv.accounting.contour.privacy_loss import Losses, Tilted, losses, tilt, window
+from fedpriv.accounting.contour.cumulant import Losses, Tilted, losses, tilt, window
 from fedpriv.accounting.rounds import Direction, Vector
 
-LEAST_LOG_DELTA = math.log(1e-100)
-"""A smaller δ is not told from this one."""
-CERTAINTY = math.log(1e9)
-"""Log of how much smaller than δ each error is that can be chosen."""
-LARGEST_ANGLE = 2.4
-"""θ stays below π, where A may vanish."""
-_SURVEY = 96
-"""Nodes per pair that are enough to make plans."""
-_MARGIN = 7.0
-"""Standard deviations from the tilted mean to the end of a wide window."""
-_LARGEST_LOG_TILT = 24.0
-"""Saddles are looked for between e^−24 and e^24."""
-_FEW_TERMS = 32.0
-"""No better window is looked for where the sum has fewer terms."""
+LEAST_LOG_DELTA = math.log(1e-100)  # a smaller δ is not told from this one
+CERTAINTY = math.log(1e9)  # how much smaller than δ, in logarithms, each error is that is chosen
+LARGEST_ANGLE = 2.4  # θ stays below π, where A may vanish
+_SURVEY = 96  # nodes per setting that are enough to make plans
+_MARGIN = 7.0  # standard deviations from the tilted mean to the end of a wide window
+_LARGEST_LOG_TILT = 24.0  # saddle points are looked for between e^−24 and e^24
+_FEW_TERMS = 32.0  # no better window is looked for where the sum has fewer terms
 _TAPER = 16
-_SHARE = 0.75
-"""A path this much nearer is nearly as good for small t and better where losses are rare."""
-_RELIED_ON = 0.9
-"""Share of a decay that is relied on; the rest is for its own quadrature."""
+_SHARE = 0.75  # a path this much nearer is nearly as good for small t, better for rare losses
+_RELIED_ON = 0.9  # share of a decay that is relied on; the rest is for its own quadrature
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Rounds of p different pairs (q, z), seen from one direction.
+class DirectedRounds:
+    """Rounds of p different settings (q, z), seen from one direction."""
 
-    Attributes:
-        q, z: [p] the pairs.
-        counts: [p] number of rounds of each.
-        direction: which neighbour the mechanism ran on.
-    """
-
-    q: Vector
-    z: Vector
-    counts: Vector
+    q: Vector  # [p]
+    z: Vector  # [p]
+    counts: Vector  # [p] number of rounds of each setting
     direction: Direction
 
     @property
-    def rounds(self) -> float:
+    def number(self) -> float:
         """Number of all rounds."""
         return float(self.counts.sum())
 
@@ -67,24 +52,15 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Points w = c + i·2πj/P to integrate over, up to imaginary part `stop`.
+class ContourPlan:
+    """Points w = c + i·2πj/P to integrate over, up to imaginary part `stop`."""
 
-    Attributes:
-        log_tail: log of the probability of one round to be outside its window.
-        c: real part of the contour.
-        further: tilt > c of the bound on δ(ε + P).
-        period: P; the step is 2π/P.
-        stop: largest imaginary part.
-        epsilon, log_delta: ε and log δ(ε), roughly.
-    """
-
-    log_tail: float
+    log_tail: float  # log of the probability of one round to be outside its window
     c: float
-    further: float
-    period: float
+    further: float  # tilt > c of the bound on δ(ε + P)
+    period: float  # P
     stop: float
-    epsilon: float
+    epsilon: float  # ε and log δ(ε), roughly
     log_delta: float
 
     @property
@@ -102,38 +78,37 @@ class _Saddle:
     log_delta: float
 
 
-def plan_at_delta(setting: Setting, log_delta: float) -> Plan:
+def plan_at_delta(rounds: DirectedRounds, log_delta: float) -> ContourPlan:
     """A plan for the ε that belongs to δ, or for ε = 0 where that is larger."""
 
-    def plan(log_tail: float) -> Plan:
-        given = setting.survey(log_tail)
-        at = _saddle(setting, given, lambda s: s.log_delta - log_delta)
+    def plan(log_tail: float) -> ContourPlan:
+        given = rounds.survey(log_tail)
+        at = _saddle(rounds, given, lambda s: s.log_delta - log_delta)
         if at.epsilon < 0:
-            at = _saddle(setting, given, lambda s: -s.epsilon)
-        return _plan(setting, given, _Saddle(at.c, max(at.epsilon, 0.0), log_delta), log_tail)
+            at = _saddle(rounds, given, lambda s: -s.epsilon)
+        return _plan(rounds, given, at.c, max(at.epsilon, 0.0), log_delta, log_tail)
 
-    return _cheapest(plan, setting.rounds, log_delta)
+    return _cheapest(plan, rounds.number, log_delta)
 
 
-def plan_at_epsilon(setting: Setting, epsilon: float) -> Plan:
+def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
     """A plan for the δ that belongs to ε ≥ 0."""
 
     def excess(at: _Saddle) -> float:
         return epsilon - at.epsilon if at.log_delta > LEAST_LOG_DELTA else -1.0
 
-    def plan(log_tail: float) -> Plan:
-        given = setting.survey(log_tail)
-        at = _saddle(setting, given, excess)
-        return _plan(setting, given, _Saddle(at.c, epsilon, log_delta), log_tail)
+    def plan(log_tail: float) -> ContourPlan:
+        given = rounds.survey(log_tail)
+        return _plan(rounds, given, _saddle(rounds, given, excess).c, epsilon, log_delta, log_tail)
 
     log_delta = -1.0
     for _ in range(6):  # the window depends on δ, and δ hardly on the window
-        wide, _ = _log_tails(setting.rounds, log_delta)
-        guess = _saddle(setting, setting.survey(wide), excess).log_delta
+        wide, _ = _log_tails(rounds.number, log_delta)
+        guess = _saddle(rounds, rounds.survey(wide), excess).log_delta
         before, log_delta = log_delta, min(max(guess, LEAST_LOG_DELTA), -1e-3)
         if abs(log_delta - before) < 1.0:
             break
-    return _cheapest(plan, setting.rounds, log_delta)
+    return _cheapest(plan, rounds.number, log_delta)
 
 
 def _log_tails(rounds: float, log_delta: float) -> tuple[float, float]:
@@ -146,7 +121,7 @@ def _log_tails(rounds: float, log_delta: float) -> tuple[float, float]:
     return min(float(log_ndtr(ndtri_exp(log_delta) - _MARGIN)), narrow), narrow
 
 
-def _cheapest(plan: Callable[[float], Plan], rounds: float, log_delta: float) -> Plan:
+def _cheapest(plan: Callable[[float], ContourPlan], rounds: float, log_delta: float) -> ContourPlan:
     """The plan with the window that needs fewer terms."""
     wide, narrow = _log_tails(rounds, log_delta)
     first = plan(wide)
@@ -155,16 +130,16 @@ def _cheapest(plan: Callable[[float], Plan], rounds: float, log_delta: float) ->
     return min(first, plan(narrow), key=lambda p: p.last)
 
 
-def _saddle(setting: Setting, given: Losses, excess: Callable[[_Saddle], float]) -> _Saddle:
-    """The saddle where `excess`, which falls with c, is 0."""
+def _saddle(rounds: DirectedRounds, given: Losses, excess: Callable[[_Saddle], float]) -> _Saddle:
+    """The saddle point where `excess`, which falls with c, is 0."""
 
     @cache  # the search comes back to the ends of its brackets
     def at(log_c: float) -> _Saddle:
         c = math.exp(log_c)
         tilted = tilt(given, c)
-        epsilon = setting.sum(tilted.mean) - 1 / c - 1 / (1 + c)
-        curvature = max(setting.sum(tilted.variance), 0.0) + 1 / c**2 + 1 / (1 + c) ** 2
-        log_peak = setting.sum(tilted.log_mgf) - c * epsilon - log_c - math.log1p(c)
+        epsilon = rounds.sum(tilted.mean) - 1 / c - 1 / (1 + c)
+        curvature = max(rounds.sum(tilted.variance), 0.0) + 1 / c**2 + 1 / (1 + c) ** 2
+        log_peak = rounds.sum(tilted.log_mgf) - c * epsilon - log_c - math.log1p(c)
         return _Saddle(c, epsilon, log_peak - 0.5 * math.log(2 * math.pi * curvature))
 
     def gap(log_c: float) -> float:
@@ -180,35 +155,37 @@ def _saddle(setting: Setting, given: Losses, excess: Callable[[_Saddle], float])
     return at(low) if gap(low) < 0 else at(float(brentq(gap, low, high, xtol=1e-2)))
 
 
-def _plan(setting: Setting, given: Losses, at: _Saddle, log_tail: float) -> Plan:
-    """Choose step and length of the contour through a saddle."""
-    tilted = tilt(given, at.c)
-    spread = math.sqrt(max(setting.sum(tilted.variance), 1e-200))
-    start = Plan(log_tail, at.c, at.c, math.inf, 6.0 / spread, at.epsilon, at.log_delta)
-    tilts = [at.c + share / spread for share in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)]
-    plans = [_with_further(setting, given, start, further) for further in tilts]
-    return _with_stop(setting, tilted, min(plans, key=lambda p: p.period))
+def _plan(
+    rounds: DirectedRounds,
+    given: Losses,
+    c: float,
+    epsilon: float,
+    log_delta: float,
+    log_tail: float,
+) -> ContourPlan:
+    """The step and length of the contour through c."""
+    tilted = tilt(given, c)
+    spread = math.sqrt(max(rounds.sum(tilted.variance), 1e-200))
 
+    def period_of(further: float) -> float:
+        """The period that makes the bounds on δ(ε ± P) small enough."""
+        excess = rounds.sum(tilt(given, further).log_mgf) - further * epsilon
+        right = (excess - log_delta + CERTAINTY) / (further - c)
+        return max((CERTAINTY - log_delta) / c, right)
 
-def _with_further(setting: Setting, given: Losses, plan: Plan, further: float) -> Plan:
-    """The plan with the step that makes the bounds on δ(ε ± P) small enough."""
-    excess = setting.sum(tilt(given, further).log_mgf) - further * plan.epsilon
-    right = (excess - plan.log_delta + CERTAINTY) / (further - plan.c)
-    left = (CERTAINTY - plan.log_delta) / plan.c
-    return replace(plan, further=further, period=max(left, right))
-
-
-def _with_stop(setting: Setting, tilted: Tilted, plan: Plan) -> Plan:
-    """The plan with a length, at least the present one, that leaves little of the integral."""
-    scale = setting.sum(tilted.log_mgf) - plan.c * plan.epsilon - plan.log_delta
-    stop = plan.stop
-    for _ in range(60):
-        fall = setting.sum(decay(tilted, stop))
+    tilts = [c + share / spread for share in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)]
+    period, further = min((period_of(each), each) for each in tilts)
+    scale = rounds.sum(tilted.log_mgf) - c * epsilon - log_delta
+    stop = 6.0 / spread
+    for _ in range(60):  # until little of the integral is left
+        fall = rounds.sum(decay(tilted, stop))
         needed = scale - math.log(math.pi * stop) + CERTAINTY
         if fall >= needed:
-            return replace(plan, stop=stop)
+            break
         stop *= float(np.clip(math.sqrt(needed / max(fall, 1e-9)), 1.1, 1.4))
-    return replace(plan, stop=math.inf)
+    else:
+        stop = math.inf
+    return ContourPlan(log_tail, c, further, period, stop, epsilon, log_delta)
 
 
 def decay(tilted: Tilted, t: float) -> Vector:
@@ -243,9 +220,10 @@ def decay(tilted: Tilted, t: float) -> Vector:
     change, argument = turned(p, given.absent, angle)
     exponent = (z * angle) ** 2 / 2 + tilted.order * change
     exponent += np.log1p(bend**2) / 2 - t * argument
-    near = (tilted.mass * np.expm1(np.minimum(exponent, 600.0))).sum(axis=1) + given.beyond_cut
-    far = near + tilted.mass.sum(axis=1)
-    bound = np.where(near > -0.5, np.log1p(np.maximum(near, -0.5)), np.log(np.maximum(far, 1e-300)))
+    exponent = np.minimum(exponent, 600.0)
+    rise = (tilted.mass * np.expm1(exponent)).sum(axis=1) + given.beyond_cut
+    whole = (tilted.mass * np.exp(exponent)).sum(axis=1) + given.beyond_cut
+    bound = np.where(rise > -0.5, np.log1p(np.maximum(rise, -0.5)), np.log(whole))
     return np.asarray(np.maximum(-_RELIED_ON * bound, 0.0))
 
 

@@ -11,61 +11,52 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.special import logsumexp
 
 from fedpriv.accounting import gaussian
-from fedpriv.accounting.contour.interval import conversion
+from fedpriv.accounting.contour.inversion import conversion
+from fedpriv.accounting.gaussian import Ends
 from fedpriv.accounting.pld.fft import Composition, Window, compose_atoms
-from fedpriv.accounting.pld.lattice import GaussianPair, Lattice, Pairs, grouped
-from fedpriv.accounting.rounds import Direction, Vector, unsampled_noise_multiplier
+from fedpriv.accounting.pld.lattice import GaussianPair, Lattice, LossPair, Pairs
+from fedpriv.accounting.rounds import (
+    Direction,
+    Vector,
+    folded,
+    grouped,
+    unsampled_noise_multiplier,
+)
 
-_WIDTH, _LEAST_WIDTH = 1e-3, 1e-6
-"""How wide an interval of ε should be, relative to its upper end and in addition."""
-_DELTA_WIDTH = 0.05
-"""How wide an interval of δ should be, relative to its upper end."""
+# How wide an interval of ε should be, relative to its upper end and in addition, and one of δ.
+_WIDTH, _LEAST_WIDTH, _DELTA_WIDTH = 1e-3, 1e-6, 0.05
+# How often a wide interval is computed again, how much finer at most each time, and the share of
+# the last width above which finer lattices do not help.
 _TRIES, _FINEST, _PROGRESS = 6, 1 / 64, 0.8
-"""How often a wide interval is computed again, how much finer at most each time, and the share of
-the last width above which finer lattices do not help."""
+# Numbers of different pairs, each of which needs a transform: up to the first they are composed
+# again where that helps, up to the second once, and more are grouped.
 _REFINED, _GROUPS = 16, 32
-"""Numbers of different pairs, each of which needs a transform: up to the first they are composed
-again where that helps, up to the second once, and more are grouped."""
-_TAIL = 1e-4
-"""Share of δ that may come from losses that are taken to be infinite."""
-_TOLERANCE = 2e-4
-"""Share of ε that the lattice of the upper bound may cost."""
-_CERTAINTY = 10.0
-"""Minus the logarithm of the share of δ that may wrap around the window."""
+# Noise per sensitivity, and sampling probability, that is computed with.
+_LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.05, 1e6, 1e-12
+_TAIL = 1e-4  # share of δ that may come from losses that are taken to be infinite
+_TOLERANCE = 2e-4  # share of ε that the lattice of the upper bound may cost
+_CERTAINTY = 10.0  # minus the log of the share of δ that may wrap around the window
 _LEAST_LOG_DELTA = math.log(1e-100)
 _LARGEST_SIZE = 1 << 20
-_FILLED = 0.9
-"""Share of the transform's points that the planned window takes; the rest is for its roughness."""
-_GROWTH = 0.03
-"""Spacing of far lattice points relative to their distance from the centre."""
-_SHARES = (1.0, 0.5, 0.15)
-"""Tilts to choose from, relative to the one that gives the best Chernoff bound."""
+_FILLED = 0.9  # share of the transform's points that the planned window takes
+_GROWTH = 0.03  # spacing of far lattice points relative to their distance from the centre
+_SHARES = (1.0, 0.5, 0.15)  # tilts to choose from, relative to that of the best Chernoff bound
 _LEAST_VARIANCE = 1e-300
+# Minus the log of how small, for one round, δ may be under the tilt against rounding.
 _FAINTEST = 31.0
-"""Minus the logarithm of how small, for one round, δ may be under the tilt against rounding."""
-
-Ends = tuple[float, float]
 
 
 def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
-    """Interval that holds the least ε that holds at δ for all these losses together.
+    """Interval (low, up) that holds the least ε for all these losses together at δ ≥ 1e-60.
 
     * No event: [0, 0]. An event without noise: [∞, ∞], by convention even where a user is so rarely
       sampled that δ alone would cover it. Noise multipliers below 0.05 have the upper end ∞.
     * Up to 16 different pairs are tried again until the width is at most up/1000 + 1e-6; whether
       it is, the ends say.
-
-    Args:
-        pairs: number of events by the pair whose loss they have.
-        delta: δ in [1e-60, 1).
-
-    Returns:
-        (low, up) with 0 ≤ low ≤ true ε ≤ up ≤ ∞.
     """
-    if any(pair.setting[1] == 0.0 for pair in pairs):
-        return math.inf, math.inf
     z = _closed_form(pairs)
     if z is not None:
         return gaussian.epsilon_interval(delta, z)
@@ -79,19 +70,10 @@ def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
 
 
 def delta_interval(pairs: Pairs, epsilon: float) -> Ends:
-    """Interval that holds the least δ that holds at ε for all these losses together.
+    """Interval (low, up) that holds the least δ for all these losses together at a finite ε ≥ 0.
 
-    * No event: [0, 0]. An event without noise: [0, 1].
-
-    Args:
-        pairs: number of events by the pair whose loss they have.
-        epsilon: ε ≥ 0, finite.
-
-    Returns:
-        (low, up) with 0 ≤ low ≤ true δ ≤ up ≤ 1; upper ends do not go far below 1e-100.
+    No event: [0, 0]. An event without noise: [0, 1]. Upper ends do not go far below 1e-100.
     """
-    if any(pair.setting[1] == 0.0 for pair in pairs):
-        return 0.0, 1.0
     z = _closed_form(pairs)
     if z is not None:
         return gaussian.delta_interval(epsilon, z)
@@ -105,7 +87,9 @@ def delta_interval(pairs: Pairs, epsilon: float) -> Ends:
 
 
 def _closed_form(pairs: Pairs) -> float | None:
-    """The z of the one Gaussian mechanism that the pairs are; None if they are none."""
+    """The z of the one Gaussian that the pairs are, 0 if one has no noise; None otherwise."""
+    if any(pair.setting[1] == 0.0 for pair in pairs):
+        return 0.0
     if not all(isinstance(pair, GaussianPair) and pair.q == 1.0 for pair in pairs):
         return None
     rounds: dict[tuple[float, float], int] = {}
@@ -121,12 +105,10 @@ def _refined(
     up_of: Callable[[Composition], float],
     allowed: Callable[[float], float],
 ) -> Ends:
-    """What all tries together say, which get finer until the interval is as wide as allowed.
-
-    Many pairs are tried once: a finer lattice would cost much, and not help where they are grouped.
-    """
-    worst, best = grouped(pairs, _GROUPS)
+    """What all tries together say, which get finer until the interval is as wide as allowed."""
+    worst, best = _few(pairs)
     low, up, precision = 0.0, math.inf, 1.0
+    # A finer lattice would cost much for many pairs, and not help where they are grouped.
     for _ in range(_TRIES if len(pairs) <= _REFINED else 1):
         width, below, above = up - low, 0.0, 0.0
         for direction in Direction:
@@ -136,7 +118,10 @@ def _refined(
             if known:
                 below = max(below, low_of(compose_atoms(known, window)))
             most = [(pair.dominating(lattice, direction), n) for pair, n in worst.items()]
-            above = max(above, up_of(compose_atoms(most, window)))
+            composition = compose_atoms(most, window)
+            if any(pair.setting[1] < _LEAST_NOISE for pair in pairs):
+                composition = replace(composition, infinite=1.0)
+            above = max(above, up_of(composition))
         low, up = max(low, below), min(up, above)
         if not allowed(up) < up - low < min(math.inf, _PROGRESS * width):
             break
@@ -146,21 +131,38 @@ def _refined(
     return low, up
 
 
+def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
+    """At least, and at most as bad pairs, in few groups of each kind and in the computed range.
+
+    To get there, q may grow and z fall for pairs at least as bad, and z grow for those at most as
+    bad; what else would be moved for these is left out. A z that grows for the former makes their
+    loss infinite in the end.
+    """
+    kinds: dict[LossPair, dict[tuple[float, float], int]] = {}
+    for pair, count in pairs.items():
+        kinds.setdefault(pair.at(1.0, 1.0), {})[pair.setting] = count
+    above: dict[LossPair, int] = {}
+    below: dict[LossPair, int] = {}
+    for kind, settings in kinds.items():
+        rounds = folded(settings) if isinstance(kind, GaussianPair) else settings
+        worse, better = grouped(rounds, _GROUPS)
+        for found, moved in ((above, worse), (below, better)):
+            for (q, z), count in moved.items():
+                if found is above or (q >= _LEAST_PROBABILITY and z <= _MOST_NOISE):
+                    near = min(max(z, _LEAST_NOISE), _MOST_NOISE)
+                    pair = kind.at(max(q, _LEAST_PROBABILITY), near)
+                    found[pair] = found.get(pair, 0) + count
+    return above, below
+
+
 @dataclass(frozen=True)
 class _Cumulant:
-    """K(w) = Σ_pairs log E[e^{wL}] by the trapezoidal rule, over losses cut off at some tail.
+    """K(w) = Σ_pairs log E[e^{wL}] over the nodes of a sketch of each pair."""
 
-    Attributes:
-        log_mass: [pairs, nodes] log-probability of each node.
-        loss: [pairs, nodes] loss of each node, with the sign of the direction.
-        centre: [pairs, 1] loss in the middle of the noise.
-        count: [pairs] events of each pair.
-    """
-
-    log_mass: Vector
-    loss: Vector
-    centre: Vector
-    count: Vector
+    log_mass: Vector  # [pairs, nodes] log-probability of each node
+    loss: Vector  # [pairs, nodes] loss of each node, with the sign of the direction
+    middle: Vector  # [pairs, 1] the loss near which nearly nothing happens
+    count: Vector  # [pairs] events of each pair
 
     def __call__(self, w: float) -> float:
         """K(w) for any real w."""
@@ -194,15 +196,15 @@ class _Aim:
 
 def _cumulant(pairs: Pairs, tail: float, direction: Direction) -> _Cumulant:
     """The cumulant of these events, seen from one direction."""
-    sketches = [pair.sketch(tail, direction) for pair in pairs]
-    most = max(len(each.loss) for each in sketches)
-    log_mass = np.full((len(sketches), most), -np.inf)
-    loss = np.zeros((len(sketches), most))
+    sketches = [pair.sketch(tail) for pair in pairs]
+    shape = len(sketches), max(len(each.loss) for each in sketches)
+    log_mass, loss = np.full(shape, -np.inf), np.zeros(shape)
     for row, each in enumerate(sketches):
-        log_mass[row, : len(each.loss)] = each.log_mass
-        loss[row, : len(each.loss)] = each.loss
-    centre = np.array([[each.centre] for each in sketches])
-    return _Cumulant(log_mass, loss, centre, np.array(list(pairs.values()), dtype=np.float64))
+        mass = each.log_q + each.loss if direction is Direction.REMOVE else each.log_q
+        log_mass[row, : len(mass)] = mass - logsumexp(mass)
+        loss[row, : len(mass)] = direction * each.loss
+    middle = np.array([[direction * each.middle] for each in sketches])
+    return _Cumulant(log_mass, loss, middle, np.array(list(pairs.values()), dtype=np.float64))
 
 
 def _common(pairs: Pairs, log_delta: float, direction: Direction) -> _Cumulant:
@@ -278,7 +280,7 @@ def _chernoff(k: _Cumulant, epsilon: float, least: float) -> tuple[float, float]
 
 
 def _step(k: _Cumulant, aim: _Aim, precision: float) -> float:
-    """Largest step whose cost to the upper bound is within the tolerance.
+    """About the largest step whose cost to the upper bound is within the tolerance.
 
     Spreading a loss u above a lattice point to both neighbours adds the variance u·(h − u), h²/6 on
     average, or u·h near the centre, which is a lattice point; a variance A adds about (θ + 1)·A/2
@@ -286,7 +288,7 @@ def _step(k: _Cumulant, aim: _Aim, precision: float) -> float:
     """
     spread = k.stddev(aim.steepness)
     weight = k.count[:, None] * k.tilted(aim.steepness)
-    distance = np.abs(k.loss - k.centre)
+    distance = np.abs(k.loss - k.middle)
     budget = _TOLERANCE * precision * max(aim.epsilon, 0.1 * spread) * 2 / (1 + aim.steepness)
 
     def fits(step: float) -> bool:
@@ -318,31 +320,34 @@ def epsilon_above(c: Composition, delta: float) -> float:
     if finite <= 0:
         return math.inf
     log_mgf = c.log_mgf + c.mass_error
-    chernoff = (log_mgf - math.log(finite) - conversion(c.tilt)) / c.tilt
-    losses = c.losses
-    surely = np.log(np.maximum(c.divergence, 0.0) + c.excess) + log_mgf - c.tilt * losses
+    epsilon = (log_mgf - math.log(finite) - conversion(c.tilt)) / c.tilt
+    surely = np.log(np.maximum(c.divergence, 0.0) + c.excess) + log_mgf - c.tilt * c.losses
     good = np.flatnonzero(surely <= math.log(finite))
-    if len(good) == 0:
-        return max(0.0, chernoff + c.slack)
-    epsilon = float(losses[good[0]])
-    if good[0] > 0:
-        k = int(good[0]) - 1
-        target = finite - c.excess * _exp(log_mgf - c.tilt * losses[k])
-        epsilon = _crossing(c, k, target, log_mgf)
-    return max(0.0, min(chernoff, epsilon) + c.slack)
+    if len(good) > 0:
+        k = max(int(good[0]) - 1, 0)
+        epsilon = min(epsilon, _crossing(c, k, finite, c.excess, log_mgf))
+    return max(0.0, epsilon + c.slack)
 
 
 def epsilon_below(c: Composition, delta: float) -> float:
     """An ε ≥ 0 at which the divergence is surely at least δ, or 0."""
     log_mgf = c.log_mgf - c.mass_error
-    losses = c.losses
     sure = np.maximum(c.divergence - c.deficit, 1e-300)
-    good = np.flatnonzero(np.log(sure) + log_mgf - c.tilt * losses >= math.log(delta))
+    good = np.flatnonzero(np.log(sure) + log_mgf - c.tilt * c.losses >= math.log(delta))
     if len(good) == 0:
         return 0.0
-    k = min(int(good[-1]), len(losses) - 2)
-    target = delta + c.deficit * _exp(log_mgf - c.tilt * losses[k])
-    return max(0.0, _crossing(c, k, target, log_mgf) - c.slack)
+    k = min(int(good[-1]), len(c.divergence) - 2)
+    return max(0.0, _crossing(c, k, delta, -c.deficit, log_mgf) - c.slack)
+
+
+def _crossing(c: Composition, k: int, delta: float, error: float, log_mgf: float) -> float:
+    """The ε in [s_k, s_{k+1}] where the divergence is δ less its error, or the nearer end."""
+    s, survival, divergence = _ends(c, k, log_mgf)
+    target = delta - error * _exp(log_mgf - c.tilt * (s - c.step))
+    share = (target - divergence) / max(survival - divergence, 1e-300)
+    if share >= -math.expm1(-c.step):
+        return s - c.step
+    return s + math.log1p(-max(share, 0.0))
 
 
 def delta_above(c: Composition, epsilon: float) -> float:
@@ -368,26 +373,17 @@ def delta_below(c: Composition, epsilon: float) -> float:
     return max(0.0, _divergence(c, int(place), at, log_mgf) - wrong)
 
 
-def _ends(c: Composition, k: int, log_mgf: float) -> tuple[float, float, float]:
-    """s = s_{k+1}, P(S > s_k) and the divergence at s, without tilt."""
-    s = c.start + c.step * (k + 1)
-    survival = float(c.survival[k]) * _exp(log_mgf - c.tilt * (s - c.step))
-    return s, survival, float(c.divergence[k + 1]) * _exp(log_mgf - c.tilt * s)
-
-
 def _divergence(c: Composition, k: int, epsilon: float, log_mgf: float) -> float:
     """E[(1 − e^{ε − S})_+] for ε in [s_k, s_{k+1}], where P(S > u) is constant."""
     s, survival, divergence = _ends(c, k, log_mgf)
     return divergence * math.exp(epsilon - s) - survival * math.expm1(epsilon - s)
 
 
-def _crossing(c: Composition, k: int, target: float, log_mgf: float) -> float:
-    """The ε in [s_k, s_{k+1}] with that divergence, or the nearer end."""
-    s, survival, divergence = _ends(c, k, log_mgf)
-    share = (target - divergence) / max(survival - divergence, 1e-300)
-    if share >= -math.expm1(-c.step):
-        return s - c.step
-    return s + math.log1p(-max(share, 0.0))
+def _ends(c: Composition, k: int, log_mgf: float) -> tuple[float, float, float]:
+    """s = s_{k+1}, P(S > s_k) and the divergence at s, without tilt."""
+    s = c.start + c.step * (k + 1)
+    survival = float(c.survival[k]) * _exp(log_mgf - c.tilt * (s - c.step))
+    return s, survival, float(c.divergence[k + 1]) * _exp(log_mgf - c.tilt * s)
 
 
 def _exp(x: float) -> float:

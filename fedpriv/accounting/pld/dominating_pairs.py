@@ -11,16 +11,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from scipy.special import erf, log_ndtr, logsumexp, ndtr, ndtri, ndtri_exp
+from scipy.special import erf, log_ndtr, ndtr, ndtri, ndtri_exp
 
+from fedpriv.accounting.contour.cumulant import log_likelihood_ratio
 from fedpriv.accounting.pld.lattice import (
-    LEAST_NOISE,
-    MOST_NOISE,
+    SKETCHED,
     DiscreteLaw,
     GaussianPair,
     Lattice,
     LossAtoms,
-    Masses,
     Sketch,
     dominated,
     dominating,
@@ -28,14 +27,10 @@ from fedpriv.accounting.pld.lattice import (
 from fedpriv.accounting.rounds import Direction, Vector
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(6)
-_SKETCHED = 256
 _LEAST_TAIL = 1e-290
-_LARGEST_LOG_RATIO = 700.0
 _BATCH_EDGES = 1 << 13
-_LOG_BATCH_TAIL = -100.0
-"""Logarithm of the probability of the largest sums below the first edge, about."""
-_BATCH_RANGE = 14.0
-"""How many standard deviations beyond the largest mean the last edge is."""
+_LOG_BATCH_TAIL = -100.0  # log of the probability of the largest sums below the first edge, about
+_BATCH_RANGE = 14.0  # standard deviations from the largest mean to the last edge
 
 
 def least_loss(q: float) -> float:
@@ -45,10 +40,7 @@ def least_loss(q: float) -> float:
 
 def privacy_loss(x: Vector, q: float, z: float) -> Vector:
     """Loss L(x), accurate relative to its size for tiny q and for q = 1."""
-    log_ratio = (x - 0.5) / z**2
-    rise = q * np.expm1(np.minimum(log_ratio, 500.0))
-    far = np.logaddexp(least_loss(q), math.log(q) + log_ratio)
-    return np.where((rise > -0.5) & (log_ratio < 500.0), np.log1p(np.maximum(rise, -0.5)), far)
+    return log_likelihood_ratio((x - 0.5) / z**2, np.array([q]))
 
 
 def sample_at(loss: Vector, q: float, z: float) -> Vector:
@@ -91,22 +83,19 @@ def masses_between(low: Vector, high: Vector, mean: float, z: float) -> Vector:
 
 
 @dataclass(frozen=True)
-class PoissonLaw:
-    """The loss of (1 − q)·N(0, z²) + q·N(1, z²) against N(0, z²)."""
-
-    q: float
-    z: float
-
-    @property
-    def resolution(self) -> float:
-        """Error relative to that of r: its slope is q·r/(1 − q + q·r) ≤ 1 − e^{−|L|} + q."""
-        return self.q
+class PoissonPair(GaussianPair):
+    """A Poisson-sampled round when one user is added or removed; q = 1 is a Gaussian."""
 
     def span(self, tail: float) -> tuple[float, float]:
         """Losses that P and Q pass on either side with probability at most `tail`."""
-        ends = np.array(sample_range(self.q, self.z, tail))
-        low, high = privacy_loss(ends, self.q, self.z)
+        low, high = privacy_loss(np.array(sample_range(self.q, self.z, tail)), self.q, self.z)
         return float(low), float(high)
+
+    def sketch(self, tail: float) -> Sketch:
+        """The loss at evenly spaced outputs."""
+        x = np.linspace(*sample_range(self.q, self.z, tail), SKETCHED)
+        middle = float(privacy_loss(np.zeros(1), self.q, self.z)[0])
+        return Sketch(-(x**2) / (2 * self.z**2), privacy_loss(x, self.q, self.z), middle)
 
     def centre(self, step: float) -> float:
         """The loss c such that outputs with a loss in [c − step, c + step] have c together.
@@ -122,86 +111,20 @@ class PoissonLaw:
             centre = self._merged_around(centre, step)
         return float(centre[0])
 
-    def masses(self, edges: Vector) -> Masses:
-        """[edges + 1] masses below the first of the [edges] losses, between them, and above."""
+    def masses(self, edges: Vector) -> Vector:
+        """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
         ends = np.concatenate([[-np.inf], sample_at(edges, self.q, self.z), [np.inf]])
         absent, present = (gaussian_masses(ends, mean, self.z) for mean in (0.0, 1.0))
         p = (1 - self.q) * absent + self.q * present
-        return Masses(p, absent, self.q * (present - absent))
+        return np.array([p, absent, self.q * (present - absent)])
 
     def _merged_around(self, c: Vector, step: float) -> Vector:
         """What the outputs of [c − h, c + h] merge into; c itself where it cannot be told."""
         low, high = (sample_at(c + side * step, self.q, self.z) for side in (-1, 1))
         absent, present = (masses_between(low, high, mean, self.z) for mean in (0.0, 1.0))
         filled = (absent > 0) & (present > 0)
-        ratio: Vector = np.divide(present, absent, out=np.ones(absent.shape), where=filled)
-        rise: Vector = self.q * (ratio - 1)
-        far = np.log((1 - self.q) + self.q * ratio)
-        merged = np.where(rise > -0.5, np.log1p(np.maximum(rise, -0.5)), far)
-        return np.where(filled, merged, c)
-
-
-@dataclass(frozen=True)
-class PoissonPair(GaussianPair):
-    """A Poisson-sampled round when one user is added or removed; q = 1 is a Gaussian."""
-
-    def law(self, q: float, z: float) -> PoissonLaw:
-        """The loss of (1 − q)·N(0, z²) + q·N(1, z²) against N(0, z²)."""
-        return PoissonLaw(q, z)
-
-    def rough(self, q: float, z: float, tail: float, direction: Direction) -> Sketch:
-        """The loss at evenly spaced outputs."""
-        x = np.linspace(*sample_range(q, z, tail), _SKETCHED)
-        removed = privacy_loss(x, q, z)
-        density = -(x**2) / (2 * z**2) + (removed if direction is Direction.REMOVE else 0.0)
-        centre = float(privacy_loss(np.zeros(1), q, z)[0])
-        return Sketch(density - logsumexp(density), direction * removed, direction * centre)
-
-
-@dataclass(frozen=True)
-class ReplaceLaw:
-    """The loss of (1 − q)·N(0, z²) + q·N(½, z²) against (1 − q)·N(0, z²) + q·N(−½, z²).
-
-    It is odd and increasing in the output, so the two directions agree. Outputs here are in units
-    of the clipping norm, half the sensitivity, where the noise is 2z.
-    """
-
-    q: float
-    z: float
-
-    @property
-    def resolution(self) -> float:
-        """Error relative to that of the densities: q·(r₊ + r₋)/(1 − q + q·r₊) for positive L."""
-        return self.q
-
-    def span(self, tail: float) -> tuple[float, float]:
-        """Losses that P and Q pass on either side with probability at most `tail`."""
-        _, high = sample_range(self.q, 2 * self.z, tail)
-        largest = float(self.loss(np.array([high]))[0])
-        return -largest, largest
-
-    def centre(self, step: float) -> float:  # noqa: ARG002
-        """0, where outputs of opposite losses merge."""
-        return 0.0
-
-    def masses(self, edges: Vector) -> Masses:
-        """[edges + 1] masses below the first of the [edges] losses, between them, and above."""
-        ends = np.concatenate([[-np.inf], self.sample_at(edges), [np.inf]])
-        means = (0.0, 1.0, -1.0)
-        absent, present, other = (gaussian_masses(ends, mean, 2 * self.z) for mean in means)
-        common = (1 - self.q) * absent
-        gap = self.q * (present - other)
-        return Masses(common + self.q * present, common + self.q * other, gap)
-
-    def loss(self, x: Vector) -> Vector:
-        """Loss of outputs, in clipping norms."""
-        return privacy_loss(x, self.q, 2 * self.z) - privacy_loss(-x, self.q, 2 * self.z)
-
-    def sample_at(self, loss: Vector) -> Vector:
-        """The inverse of the loss: sinh(x/σ² − L/2) = (1 − q)/q·e^{1/(2σ²)}·sinh(L/2)."""
-        variance = (2 * self.z) ** 2
-        factor = (1 - self.q) / self.q * math.exp(0.5 / variance)
-        return np.asarray(variance * (loss / 2 + np.arcsinh(factor * np.sinh(loss / 2))))
+        ratio = np.divide(present, absent, out=np.ones(absent.shape), where=filled)
+        return np.where(filled, log_likelihood_ratio(np.log(ratio), np.array([self.q])), c)
 
 
 @dataclass(frozen=True)
@@ -224,65 +147,45 @@ class ReplacePair(GaussianPair):
     δ grows when both norms grow to 1 and then when ⟨v, v'⟩ falls to −1, and G stays positive
     semidefinite all the way. As it is the worst pair at every ε it is so under adaptive composition
     (Zhu, Dong & Wang 2022, Theorem 10; Lebeda et al. 2024 show what goes wrong without one).
+
+    The loss of (1 − q)·N(0, z²) + q·N(½, z²) against (1 − q)·N(0, z²) + q·N(−½, z²) is odd and
+    increasing in the output, so the two directions agree. Outputs here are in units of the clipping
+    norm, half the sensitivity, where the noise is 2z. The error of a loss, relative to that of the
+    densities, is q·(r₊ + r₋)/(1 − q + q·r₊) for positive L.
     """
-
-    def law(self, q: float, z: float) -> ReplaceLaw:
-        """The loss of updates that are opposite, of the size of the clipping norm."""
-        return ReplaceLaw(q, z)
-
-    def rough(self, q: float, z: float, tail: float, direction: Direction) -> Sketch:  # noqa: ARG002
-        """The loss at evenly spaced outputs; the same in both directions."""
-        _, high = sample_range(q, 2 * z, tail)
-        x = np.linspace(-high, high, _SKETCHED)
-        density = -(x**2) / (8 * z**2) + privacy_loss(x, q, 2 * z)
-        return Sketch(density - logsumexp(density), ReplaceLaw(q, z).loss(x), 0.0)
-
-
-@dataclass(frozen=True)
-class FixedSizeLaw:
-    """A loss with the positive half of `PoissonLaw`, its mirror image, and the rest at 0.
-
-    An output with loss −l < 0 has e^l times the probability under Q that it has under P, so the
-    masses under P and Q of mirrored intervals are exchanged. What is at 0 is
-    1 − P(L > 0) − Q(L > 0) = (1 − q)·(2Φ(1/(2z)) − 1) ≥ 0.
-    """
-
-    q: float
-    z: float
-
-    @property
-    def resolution(self) -> float:
-        """That of the Poisson pair."""
-        return self.q
-
-    @property
-    def at_zero(self) -> float:
-        """Probability of the loss 0."""
-        return (1 - self.q) * float(erf(math.sqrt(0.125) / self.z))
 
     def span(self, tail: float) -> tuple[float, float]:
         """Losses that P and Q pass on either side with probability at most `tail`."""
-        _, high = PoissonLaw(self.q, self.z).span(tail)
-        return -high, high
+        _, high = sample_range(self.q, 2 * self.z, tail)
+        largest = float(self.loss(np.array([high]))[0])
+        return -largest, largest
 
-    def centre(self, step: float) -> float:  # noqa: ARG002
-        """0, where outputs of opposite losses merge."""
-        return 0.0
+    def masses(self, edges: Vector) -> Vector:
+        """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
+        ends = np.concatenate([[-np.inf], self.sample_at(edges), [np.inf]])
+        means = (0.0, 1.0, -1.0)
+        absent, present, other = (gaussian_masses(ends, mean, 2 * self.z) for mean in means)
+        common = (1 - self.q) * absent
+        return np.array(
+            [common + self.q * present, common + self.q * other, self.q * (present - other)]
+        )
 
-    def masses(self, edges: Vector) -> Masses:
-        """[edges + 1] masses below the first of the [edges] losses, between them, and above."""
-        right = self._positive(edges)
-        left = self._positive(-edges[::-1])
-        p, q = right.p + left.q[::-1], right.q + left.p[::-1]
-        zero = int(np.searchsorted(edges, 0.0))
-        p[zero] += self.at_zero
-        q[zero] += self.at_zero
-        return Masses(p, q, right.gap - left.gap[::-1])
+    def sketch(self, tail: float) -> Sketch:
+        """The loss at evenly spaced outputs."""
+        _, high = sample_range(self.q, 2 * self.z, tail)
+        x = np.linspace(-high, high, SKETCHED)
+        log_q = -(x**2) / (8 * self.z**2) + privacy_loss(-x, self.q, 2 * self.z)
+        return Sketch(log_q, self.loss(x), 0.0)
 
-    def _positive(self, edges: Vector) -> Masses:
-        """[edges + 1] masses of the positive losses."""
-        ends = np.concatenate([np.zeros(1), np.maximum(edges, 0.0)])
-        return PoissonLaw(self.q, self.z).masses(ends).part(slice(1, None))
+    def loss(self, x: Vector) -> Vector:
+        """Loss of outputs, in clipping norms."""
+        return privacy_loss(x, self.q, 2 * self.z) - privacy_loss(-x, self.q, 2 * self.z)
+
+    def sample_at(self, loss: Vector) -> Vector:
+        """The inverse of the loss: sinh(x/σ² − L/2) = (1 − q)/q·e^{1/(2σ²)}·sinh(L/2)."""
+        variance = (2 * self.z) ** 2
+        factor = (1 - self.q) / self.q * math.exp(0.5 / variance)
+        return np.asarray(variance * (loss / 2 + np.arcsinh(factor * np.sinh(loss / 2))))
 
 
 @dataclass(frozen=True)
@@ -302,25 +205,45 @@ class FixedSizePair(GaussianPair):
     both halves; it is an upper bound under composition (Zhu, Dong & Wang 2022, Theorem 10), but no
     round's own: one round has the one half or the other. Rounds in which all others and the new
     user contribute −S, and the old one +S, have the Poisson pair, which bounds from below.
+
+    So the loss has the positive half of the Poisson pair, its mirror image, and the rest at 0. An
+    output with loss −l < 0 has e^l times the probability under Q that it has under P, so the masses
+    under P and Q of mirrored intervals are exchanged.
     """
 
-    def law(self, q: float, z: float) -> FixedSizeLaw:
-        """The symmetric loss of the worst round in either order."""
-        return FixedSizeLaw(q, z)
+    def span(self, tail: float) -> tuple[float, float]:
+        """Losses that P and Q pass on either side with probability at most `tail`."""
+        _, high = PoissonPair(self.q, self.z).span(tail)
+        return -high, high
 
-    def rough(self, q: float, z: float, tail: float, direction: Direction) -> Sketch:  # noqa: ARG002
-        """The loss at evenly spaced outputs and at 0; the same in both directions."""
-        _, high = sample_range(q, z, tail)
-        nodes = _SKETCHED // 2
-        width = max(high - 0.5, z) / nodes
-        x: Vector = 0.5 + width * (np.arange(nodes, dtype=np.float64) + 0.5)
-        loss = privacy_loss(x, q, z)
-        density = -(x**2) / (2 * z**2) + math.log(width / (z * math.sqrt(2 * math.pi)))
-        zero = FixedSizeLaw(q, z).at_zero
-        at_zero = math.log(zero) if zero > 0 else -math.inf
-        log_mass = np.concatenate([density + loss, density, [at_zero]])
-        losses = np.concatenate([loss, -loss, np.zeros(1)])
-        return Sketch(log_mass - logsumexp(log_mass), losses, 0.0)
+    def masses(self, edges: Vector) -> Vector:
+        """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
+        p, q, gap = self._positive(-edges[::-1])[:, ::-1]
+        found = self._positive(edges) + np.array([q, p, -gap])
+        found[:2, np.searchsorted(edges, 0.0)] += self.at_zero
+        return found
+
+    def sketch(self, tail: float) -> Sketch:
+        """The loss at evenly spaced outputs and at 0."""
+        _, high = sample_range(self.q, self.z, tail)
+        width = max(high - 0.5, self.z) / (SKETCHED // 2)
+        x = 0.5 + width * (np.arange(SKETCHED // 2) + 0.5)
+        loss = privacy_loss(x, self.q, self.z)
+        log_q = -(x**2) / (2 * self.z**2) + math.log(width / (self.z * math.sqrt(2 * math.pi)))
+        zero = [math.log(self.at_zero) if self.at_zero > 0 else -math.inf]
+        return Sketch(
+            np.concatenate([log_q, log_q + loss, zero]), np.concatenate([loss, -loss, [0.0]]), 0.0
+        )
+
+    @property
+    def at_zero(self) -> float:
+        """P(L = 0) = 1 − P(L > 0) − Q(L > 0) = (1 − q)·(2Φ(1/(2z)) − 1) ≥ 0."""
+        return (1 - self.q) * float(erf(math.sqrt(0.125) / self.z))
+
+    def _positive(self, edges: Vector) -> Vector:
+        """[3, edges + 1] masses of the positive losses."""
+        ends = np.concatenate([np.zeros(1), np.maximum(edges, 0.0)])
+        return PoissonPair(self.q, self.z).masses(ends)[:, 1:]
 
 
 @dataclass(frozen=True)
@@ -338,16 +261,11 @@ class LargestBatchPair:
     which, as those of a function of the releases, cannot cost more than the pass (Chua et al. 2024,
     arXiv 2403.17673; for many passes, arXiv 2411.04205). What `dominating` returns is at least as
     bad as this pair, so it says nothing of a pass.
-
-    Attributes:
-        batches: n ≥ 1.
-        z: noise_stddev per sensitivity, ≥ 0; below 0.05 it is taken to be that.
-        base: b.
     """
 
-    batches: int
-    z: float
-    base: float
+    batches: int  # n ≥ 1
+    z: float  # noise_stddev per sensitivity
+    base: float  # b
 
     @property
     def setting(self) -> tuple[float, float]:
@@ -358,9 +276,9 @@ class LargestBatchPair:
         """The pair of the same kind with other noise."""
         return replace(self, z=z)
 
-    def sketch(self, tail: float, direction: Direction) -> Sketch:
+    def sketch(self, tail: float) -> Sketch:
         """The loss, roughly, without losses that are rarer than `tail`."""
-        return self._law.sketch(tail, direction)
+        return self._law.sketch(tail)
 
     def dominating(self, lattice: Lattice, direction: Direction) -> LossAtoms:
         """A loss on the lattice that is at least as bad as that of the largest sum."""
@@ -368,13 +286,12 @@ class LargestBatchPair:
 
     def dominated(self, lattice: Lattice, direction: Direction) -> LossAtoms:
         """A loss on the lattice that is at most as bad as that of the pass."""
-        below = dominated(self._law, lattice, direction)
-        return below if self.z <= MOST_NOISE else replace(below, mass=np.zeros_like(below.mass))
+        return dominated(self._law, lattice, direction)
 
     @cached_property
     def _law(self) -> DiscreteLaw:
         """The largest sum, told to within one of some thousand intervals."""
-        z = min(max(self.z, LEAST_NOISE), MOST_NOISE)
+        z = self.z
         low = z * float(ndtri_exp(_LOG_BATCH_TAIL / self.batches))
         edges = np.linspace(low, self.base + 1 + _BATCH_RANGE * z, _BATCH_EDGES + 1)
         means = (self.base + 1, self.base)
