@@ -28,35 +28,25 @@ from fedpriv.wire import RoundOffer, Welcome
 
 DISBELIEF = (AuditError, LedgerError, WireError)
 """What an audit raises when a ledger cannot be believed."""
-_ROUNDING = 1e-9
-"""Relative difference by which the same noise may be computed in two ways."""
-_UNDERSTATED = 1e-6
+_ROUNDING = 1e-9  # relative difference by which the same noise may be computed in two ways
+_UNDERSTATED = 1e-6  # relative
 _DAY = timedelta(days=1)
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A ledger that kept its promises so far.
-
-    Attributes:
-        ledger: what was read.
-        delta: δ in (0, 1).
-        epsilon: ε at δ of all its charges, by the accountant `tight`; may be inf.
-    """
+    """A ledger that kept its promises so far."""
 
     ledger: ExportedLedger
     delta: float
-    epsilon: float
+    epsilon: float  # at delta, of all its charges, by the accountant `tight`; may be inf
 
 
 def examine(ledger: ExportedLedger, welcome: Welcome, journal: Journal, delta: float) -> Examined:
-    """Check that a ledger is the one that the node knows and only grew, price it, and remember it.
+    """Check that a ledger is the one that the node knows and only grew; price and remember it.
 
-    Raises:
-        AuditError: the ledger is of another population, another one than this population had, does
-            not contain its newest head in the journal, or has charges without an ε.
-        InvalidValueError: δ is out of range, or the journal cannot be used.
+    Raises AuditError if it breaks a promise, InvalidValueError if the journal cannot be used.
     """
     name = welcome.population_name
     if ledger.population != name:
@@ -115,9 +105,9 @@ def confirm(examined: Examined, journal: Journal, offer: RoundOffer | None = Non
                 raise AuditError(f"round {round_number} of run {run!r} went on without a charge")
     for part in taken:
         if part.round < reached[part.run]:
-            _refuse_other_charge(part, charges[part.run, part.round])
+            _check_charged(part, charges[part.run, part.round])
     if offer is not None:
-        _refuse_understatement(examined, offer)
+        _check_offered_epsilon(examined, offer)
 
 
 def charged_already(examined: Examined, offer: RoundOffer) -> str | None:
@@ -126,7 +116,7 @@ def charged_already(examined: Examined, offer: RoundOffer) -> str | None:
     Either the node is late, or the server wants to release a second time on one charge, which could
     be averaged with the first; in both cases the node must not train.
     """
-    if _before(examined.ledger.rows, offer) == len(examined.ledger.rows):
+    if len(_before(examined.ledger.rows, offer)) == len(examined.ledger.rows):
         return None
     return (
         f"attempt {offer.id.attempt} at round {offer.id.round} of run {offer.id.run!r}, or one "
@@ -137,15 +127,12 @@ def charged_already(examined: Examined, offer: RoundOffer) -> str | None:
 def price_with(examined: Examined, offer: RoundOffer) -> float:
     """ε at the examined δ of all charges and the offered round, by the accountant `tight`.
 
-    Poisson sampling, one user added or removed.
-
-    Raises:
-        AuditError: charges and round have no common ε.
+    Poisson sampling, one user added or removed. AuditError if charges and round have no common ε.
     """
     return _loss_with(examined.ledger.rows, offer, examined.delta).epsilon
 
 
-def _refuse_other_charge(part: TakenPart, rows: Sequence[ChargedRow]) -> None:
+def _check_charged(part: TakenPart, rows: Sequence[ChargedRow]) -> None:
     """Raise AuditError unless a charge of the round fits what was offered."""
     if any(row.attempt >= part.attempt and _fits(row.event, part) for row in rows):
         return
@@ -167,13 +154,13 @@ def _fits(event: RoundEvent, part: TakenPart) -> bool:
     )
 
 
-def _refuse_understatement(examined: Examined, offer: RoundOffer) -> None:
-    rows = examined.ledger.rows
+def _check_offered_epsilon(examined: Examined, offer: RoundOffer) -> None:
     said, delta = offer.price.epsilon_after, offer.price.delta
     # No finite ε holds at δ = 0, where there is a Gaussian; ε only grows where δ is smaller.
     least = float("inf")
     if delta > 0.0:
-        least = _loss_with(rows[: _before(rows, offer)], offer, max(delta, LEAST_DELTA)).epsilon_low
+        charged = _before(examined.ledger.rows, offer)
+        least = _loss_with(charged, offer, max(delta, LEAST_DELTA)).epsilon_low
     if not said >= least * (1.0 - _UNDERSTATED):
         raise AuditError(
             f"the server says ε = {said} at δ = {delta}, but charges and offer cost at least "
@@ -181,13 +168,13 @@ def _refuse_understatement(examined: Examined, offer: RoundOffer) -> None:
         )
 
 
-def _before(rows: Sequence[ChargedRow], offer: RoundOffer) -> int:
-    """How many charges there were before the offered attempt or a later one at its round."""
+def _before(rows: Sequence[ChargedRow], offer: RoundOffer) -> Sequence[ChargedRow]:
+    """Charges before the offered attempt or a later one at its round."""
     name = offer.id
     for number, row in enumerate(rows):
         if (row.run, row.round) == (name.run, name.round) and row.attempt >= name.attempt:
-            return number
-    return len(rows)
+            return rows[:number]
+    return rows
 
 
 def _loss_with(rows: Iterable[ChargedRow], offer: RoundOffer, delta: float) -> PrivacyLoss:
@@ -215,12 +202,7 @@ class Auditor:
     async def examined(self, welcome: Welcome, offer: RoundOffer | None = None) -> Examined:
         """Fetch the ledger, check all that can be checked, and remember its head.
 
-        Raises:
-            AuditError: it breaks a promise.
-            LedgerError: it is not a ledger that can be believed.
-            WireError: what was sent is not what was declared.
-            InvalidValueError: the journal cannot be used.
-            grpc.aio.AioRpcError: it cannot be fetched.
+        Raises one of `DISBELIEF`, InvalidValueError (of the journal) or grpc.aio.AioRpcError.
         """
         lines = await persist(lambda: fetch_ledger(self.channel), self.backoff)
         delta = self.consent.delta_for(welcome.population)
@@ -253,9 +235,7 @@ class OfferPolicy:
     async def objection(self, welcome: Welcome, offer: RoundOffer) -> str | None:
         """Why the node does not take part, in one sentence that says nothing of users, or None.
 
-        Raises:
-            InvalidValueError: the journal cannot be used.
-            grpc.aio.AioRpcError: the ledger cannot be fetched.
+        Raises InvalidValueError (of the journal) or grpc.aio.AioRpcError (no ledger).
         """
         if unfit := misfit(welcome, offer):
             return unfit

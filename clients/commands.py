@@ -27,6 +27,34 @@ Insecure = Annotated[
 NodeName = Annotated[
     str | None, typer.Option(help="name of the node, with --insecure", show_default=False)
 ]
+ConsentFile = Annotated[
+    Path | None, typer.Option(help="what the node agrees to, TOML", show_default="everything")
+]
+Verify = Annotated[
+    bool, typer.Option("--verify-ledger", help="check the ledger and its ε before each round")
+]
+State = Annotated[
+    Path | None,
+    typer.Option(help="folder of the node's journal", show_default="in the home folder"),
+]
+Trust = Annotated[
+    list[str] | None,
+    typer.Option(help="package.module:function that the server may name; may be repeated"),
+]
+Device = Annotated[str, typer.Option(help="where to train")]
+Memory = Annotated[
+    int | None, typer.Option(min=1, help="MiB that training may take", show_default="no limit")
+]
+Seconds = Annotated[
+    float | None, typer.Option(help="longest training of a round", show_default="its deadline")
+]
+Activations = Annotated[str, typer.Option(help="of the model while it trains: float32 or bfloat16")]
+Processes = Annotated[
+    int | None,
+    typer.Option(min=1, help="users train side by side, on a CPU", show_default="one per thread"),
+]
+Once = Annotated[bool, typer.Option("--once", help="leave when the run is over")]
+Format = Annotated[LogFormat, typer.Option("--log-format", help="of the log, on stderr")]
 
 
 def register(app: typer.Typer) -> None:
@@ -41,40 +69,17 @@ def join(
     certificates: Certificates = None,
     insecure: Insecure = False,
     node: NodeName = None,
-    consent: Annotated[
-        Path | None, typer.Option(help="what the node agrees to, TOML", show_default="everything")
-    ] = None,
-    verify_ledger: Annotated[
-        bool, typer.Option("--verify-ledger", help="check the ledger and its ε before each round")
-    ] = False,
-    state: Annotated[
-        Path | None,
-        typer.Option(help="folder of the node's journal", show_default="in the home folder"),
-    ] = None,
-    trust: Annotated[
-        list[str] | None,
-        typer.Option(help="package.module:function that the server may name; may be repeated"),
-    ] = None,
-    device: Annotated[str, typer.Option(help="where to train")] = "auto",
-    memory: Annotated[
-        int | None, typer.Option(min=1, help="MiB that training may take", show_default="no limit")
-    ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="longest training of a round", show_default="its deadline")
-    ] = None,
-    activations: Annotated[
-        str, typer.Option(help="of the model while it trains: float32 or bfloat16")
-    ] = "float32",
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="users train side by side, on a CPU", show_default="one for each thread"
-        ),
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="leave when the run is over")] = False,
-    log_format: Annotated[
-        LogFormat, typer.Option("--log-format", help="of the log, on stderr")
-    ] = LogFormat.TEXT,
+    consent: ConsentFile = None,
+    verify_ledger: Verify = False,
+    state: State = None,
+    trust: Trust = None,
+    device: Device = "auto",
+    memory: Memory = None,
+    seconds: Seconds = None,
+    activations: Activations = "float32",
+    processes: Processes = None,
+    once: Once = False,
+    log_format: Format = LogFormat.TEXT,
 ) -> None:
     """Take part with the users whose data are here; their data do not leave this machine."""
     _check_identity(certificates, node, insecure=insecure)
@@ -83,27 +88,29 @@ def join(
     from fedpriv.logs import configure
 
     configure(log_format)
-    from fedpriv.clients.membership import Joining
-    from fedpriv.clients.membership import join as run
+    from fedpriv.clients import membership
+    from fedpriv.clients.pipe import HostSettings
 
-    run(
-        Joining(
-            server=server,
-            users=users,
-            certificates=certificates,
-            node=node,
-            consent=consent,
-            verify_ledger=verify_ledger,
-            state=state,
-            trusted=tuple(trust or ()),
-            device=device,
-            memory_mebibytes=memory,
-            seconds=seconds,
-            activations=activations,
-            processes=processes,
-            once=once,
-        )
+    host = HostSettings(
+        users,
+        device=device,
+        memory_mebibytes=memory,
+        seconds=seconds,
+        activations=activations,
+        processes=processes,
     )
+    settings = membership.NodeSettings(
+        server,
+        host,
+        certificates=certificates,
+        node=node,
+        consent=consent,
+        verify_ledger=verify_ledger,
+        state=state,
+        trusted=tuple(trust or ()),
+        once=once,
+    )
+    membership.join(settings)
 
 
 def status(

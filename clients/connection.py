@@ -1,9 +1,9 @@
 """A node's connection to its server: who the node is, a channel, and each call, with retries.
 
-The functions `connect`, `download`, `upload`, `fetch_ledger` and `status` return a value that was
-checked, or raise `WireError` for a peer that talks nonsense, or `grpc.aio.AioRpcError` for a call
-that failed, e.g. because the connection was lost. They hold no more than what was declared and
-found to be within limits, and a task that is cancelled ends its call.
+The functions `connect`, `download`, `upload`, `fetch_ledger` and `status` return a checked value,
+or raise `WireError` for a malformed message, or `grpc.aio.AioRpcError` for a call that failed, e.g.
+because the connection was lost. They hold no more than what was declared and found to be within
+limits, and a task that is cancelled ends its call.
 """
 
 import asyncio
@@ -70,10 +70,8 @@ LOST = frozenset(
     }
 )
 """How a call fails that may succeed when it is tried again."""
-METADATA_KEY = "fedpriv-node"
-"""Where a plain-text call says, percent-encoded, which node makes it."""
-LARGEST_LEDGER = 2**28
-"""Bytes of an exported ledger that a node fetches: about half a million rounds."""
+LARGEST_LEDGER = 2**28  # bytes of an exported ledger: about half a million rounds
+_METADATA_KEY = "fedpriv-node"  # of a plain-text call, with the node's name percent-encoded
 _LARGEST_EXPONENT = 1000  # 2.0 to a power above 1023 is out of range
 _URI = "fedpriv:node:"
 _ADDRESS = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^:\[\]/\s]+)):(?P<port>[0-9]{1,5})")
@@ -100,15 +98,10 @@ class Backoff:
 
     The n-th wait is uniform on [0, min(cap, base · 2^n)] (M. Brooker, "Exponential Backoff And
     Jitter", AWS Architecture Blog, 2015).
-
-    Attributes:
-        base: longest first wait, in seconds, > 0.
-        cap: longest wait, in seconds, at least `base`.
-        draw: uniform on an interval.
     """
 
-    base: float = 0.5
-    cap: float = 60.0
+    base: float = 0.5  # seconds
+    cap: float = 60.0  # seconds
     draw: Callable[[float, float], float] = random.uniform
 
     def __post_init__(self) -> None:
@@ -129,11 +122,7 @@ class Backoff:
 
 
 async def persist(call: Callable[[], Awaitable[Result]], backoff: Backoff) -> Result:
-    """Repeat a call until it does not fail as `LOST` says; a time limit is the caller's to set.
-
-    Raises:
-        grpc.aio.AioRpcError: it failed in another way.
-    """
+    """Repeat a call while it fails as `LOST` says; a time limit is the caller's to set."""
     failures = 0
     while True:
         try:
@@ -167,16 +156,7 @@ Identity = Certified | Named
 
 
 def identity_of(certificates: Path | None, node: str | None) -> Identity:
-    """Who this node is.
-
-    Args:
-        certificates: folder with ca.pem, node.pem and node.key.
-        node: name of a node that speaks in plain text; exactly one of both is given.
-
-    Raises:
-        InvalidValueError: both or none are given, a file cannot be read, the certificate names no
-            node or several, or the name is not legal.
-    """
+    """Who this node is, by its folder with ca.pem, node.pem and node.key, or by a name alone."""
     if (certificates is None) == (node is None):
         raise InvalidValueError(
             f"certificates is {certificates} and node is {node!r}; exactly one must be given"
@@ -225,19 +205,14 @@ def _legal(node: str) -> str:
 
 
 def open_channel(server: str, identity: Identity) -> grpc.aio.Channel:
-    """A channel to the server; it connects at the first call, and again when it was lost.
+    """A channel to HOST:PORT; it connects at the first call, and again when it was lost.
 
     Guarantees:
-
-    * with a certificate all is TLS, and the server must have one of the same authority for its
-      name;
-    * without one nothing leaves this machine, whatever the name of the host resolves to later;
-    * no message passes the limits of `fedpriv.wire.tensors`;
-    * a server that is silent is noticed within 100 seconds, also between calls.
-
-    Args:
-        server: HOST:PORT; an IPv6 address stands in brackets.
-        identity: of the node; its name goes with every call.
+        * with a certificate all is TLS, and the server must have one of the same authority for its
+          name;
+        * without one nothing leaves this machine, whatever the name of the host resolves to later;
+        * no message exceeds the limits of `fedpriv.wire.tensors`;
+        * a server that is silent is noticed within 100 seconds, also between calls.
 
     Raises:
         InvalidValueError: the address is not legal, or it is not this machine and there is no TLS.
@@ -251,7 +226,7 @@ def open_channel(server: str, identity: Identity) -> grpc.aio.Channel:
     # Plain text, and gRPC looks at each connection again: both its ends are on this machine.
     credentials = grpc.local_channel_credentials(grpc.LocalConnectionType.LOCAL_TCP)
     naming = [kind(identity.node) for kind in (_NamingUnary, _NamingResponses, _NamingRequests)]
-    # A proxy on this machine would pass on what it is told.
+    # A proxy on this machine might forward to another.
     options = (*_OPTIONS, ("grpc.enable_http_proxy", 0))
     return grpc.aio.secure_channel(target, credentials, options=options, interceptors=naming)
 
@@ -296,9 +271,9 @@ class _Naming:
         details: grpc.aio.ClientCallDetails,
         request: object,
     ) -> object:
-        """As gRPC's interceptors of all kinds are called."""
+        """Called like gRPC's interceptors of any kind."""
         metadata = details.metadata or grpc.aio.Metadata()
-        metadata.add(METADATA_KEY, quote(self.node, safe=""))
+        metadata.add(_METADATA_KEY, quote(self.node, safe=""))
         return await go_on(details._replace(metadata=metadata), request)
 
 
@@ -320,10 +295,7 @@ class _NamingRequests(_Naming):
 async def connect(
     channel: grpc.aio.Channel, hello: Hello
 ) -> AsyncGenerator[Welcome | RoundOffer, None]:
-    """Stay connected: yields one welcome, then offers; ends when the run is over.
-
-    Other messages, of a newer server, are ignored.
-    """
+    """Yield one welcome, then offers, until the run is over; ignore messages of newer servers."""
     welcomed = False
     async with aclosing(_responses(channel, "Connect", encode_hello(hello), pb.FromServer)) as said:
         async for message in said:
@@ -356,9 +328,9 @@ async def download(
 async def upload(
     channel: grpc.aio.Channel, round_id: RoundId, answer: PartialSum | Decline
 ) -> Receipt:
-    """Answer an offer; the answer is cut into chunks as they are sent.
+    """Answer an offer, chunk by chunk.
 
-    If the call fails, the server may have taken it; a repeated answer is refused, and harmless.
+    If the call fails, the server may have the answer; a repeated one is refused, and harmless.
     """
     header, tensors = answer_of(round_id, answer)
     path = _SERVICE + "Upload"
@@ -380,10 +352,7 @@ def _parts(header: pb.Answer, tensors: Tensors) -> Iterator[pb.UploadPart]:
 
 
 async def fetch_ledger(channel: grpc.aio.Channel) -> Iterator[str]:
-    """The lines of the public ledger, up to `LARGEST_LEDGER`; nothing in them is believed yet.
-
-    Bytes that are not ASCII, of which an export has none, become surrogates.
-    """
+    """The unchecked lines of the public ledger; bytes that are not ASCII become surrogates."""
     request = pb.LedgerRequest()
     async with aclosing(_responses(channel, "FetchLedger", request, pb.LedgerPart)) as parts:
         first = await anext(parts, pb.LedgerPart())
@@ -407,7 +376,7 @@ async def status(channel: grpc.aio.Channel) -> Status:
 async def _responses(
     channel: grpc.aio.Channel, method: str, request: Message, kind: type[Kind]
 ) -> AsyncGenerator[Kind, None]:
-    """What the server sends, each message parsed; the call ends when this is closed."""
+    """Parsed messages of the server; the call ends when this is closed."""
     call = channel.unary_stream(
         _SERVICE + method, request_serializer=type(request).SerializeToString
     )(request)

@@ -11,8 +11,7 @@ from fedpriv.accounting.pricing import delta_below
 from fedpriv.config import NonNegative, Positive, Section, checked, read_toml
 from fedpriv.wire import RoundOffer, Welcome
 
-_ROUNDING = 1e-9
-"""Relative difference that splitting a norm or the noise among groups may make."""
+_ROUNDING = 1e-9  # relative; splitting a norm or the noise among groups may make such a difference
 
 
 class Consent(Section):
@@ -43,12 +42,7 @@ class Consent(Section):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read limits from TOML: the attributes, as keys of the file.
-
-        Raises:
-            InvalidValueError: the file cannot be read or is not valid TOML, a key is unknown or of
-                the wrong type, a limit is out of range, or there is a total ε without a δ.
-        """
+        """Read limits from TOML, by the names of the attributes."""
         return checked(cls, read_toml(path), str(path))
 
     def delta_for(self, population: int) -> float:
@@ -61,14 +55,10 @@ class Consent(Section):
         """Why the node does not take part, in one sentence that says nothing of users, or None.
 
         Clipping norm and noise multiplier may miss their limits by the rounding of sums over
-        groups, a part in 10⁹. Whatever cannot be compared, NaN, is an objection.
+        groups, one part in 10⁹. Whatever cannot be compared, NaN, is an objection.
 
-        Args:
-            offer: what is offered.
-            rounds_today: in how many rounds users of the node were trained in the last 24 hours.
-            epsilon_after: ε at `delta` of all charges and this round, from the node's own
-                reading of the ledger; None: it did not read it, and the server's word counts, if it
-                is given at no larger δ.
+        `epsilon_after` is ε at `delta` of all charges and this round, from the node's own reading
+        of the ledger; without it the server's word counts, if it is given at no larger δ.
         """
         norm, largest = reach_of(offer), self.largest_clipping_norm
         if largest is not None and not norm <= largest * (1.0 + _ROUNDING):
@@ -122,8 +112,8 @@ def reach_of(offer: RoundOffer) -> float:
 def misfit(welcome: Welcome, offer: RoundOffer) -> str | None:
     """Why no node can take part in an offer, whatever it consents to, or None.
 
-    It is not of the population that the node was welcomed to, or the work that one user makes has
-    no bound. The sentence says nothing of users.
+    The offer is of another population than the node was welcomed to, or sets no bound on the work
+    for one user. The sentence says nothing of users.
     """
     if offer.price.population != welcome.population:
         return (

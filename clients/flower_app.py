@@ -17,10 +17,9 @@ from flwr.clientapp import ClientApp
 from fedpriv.build import build_task
 from fedpriv.clients.connection import answer_of
 from fedpriv.clients.consent import misfit
-from fedpriv.clients.messages import Source
+from fedpriv.clients.pipe import HostSettings
 from fedpriv.clients.training import Host, Trainer, check_machine
-from fedpriv.data.population import Population
-from fedpriv.data.registry import load_population
+from fedpriv.data.population import Population, check_count, load_population
 from fedpriv.engine.task import activations_named
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, WireError
@@ -61,22 +60,16 @@ _LONGEST_TROUBLE = 400  # characters
 _SHARE_FOR_TRAINING = 0.5  # of the time until a deadline
 
 Settings = Mapping[str, object]
-"""What Flower calls the configuration of a node.
+"""Flower's configuration of a node.
 
 A worker of a simulation has `partition-id` and `num-partitions`. A node that hosts enrolled users
-has `node`, its name, and `users`, as `fedpriv.clients.training.load_users` reads it; it may have
-`device`, `chunk-mebibytes`, `activations` and `processes`, as `Source` has them.
+has `node`, its name, and `users`; it may have `device`, `chunk-mebibytes`, `activations` and
+`processes`, all as in `HostSettings`.
 """
 
 
 def introduce(content: RecordDict, settings: Settings) -> Hello:
-    """Who a node is, and which users it holds.
-
-    Raises:
-        FedprivError: the users cannot be loaded, or the settings do not fit. It says nothing of
-            enrolled users; of those of a simulation, what an error of fedpriv's own says.
-        OSError: a loader of a simulation raises it.
-    """
+    """Who a node is, and which users it holds; a FedprivError says nothing of enrolled users."""
     if "users" in settings:
         return Hello(str(settings.get("node", "")), _host_of(settings).loaded.users_sha256)
     population = _population(_simulated(content))
@@ -91,10 +84,8 @@ def respond(
     """Train the users of an offer that are hosted here, or say why the node declines.
 
     Enrolled users that are not done within half of the offer's time count as zero, and the other
-    half is left for sending; all users of a simulation are waited for.
-
-    The content holds the welcome that the offer belongs to. Raises anything that training raises,
-    whose text may hold users' data.
+    half is left for sending; all users of a simulation are waited for. Raises anything that
+    training raises, whose text may hold users' data.
     """
     began = time.monotonic()
     header = header_in(content, WELCOME, NODE_RECEIVES_BYTES)
@@ -115,29 +106,24 @@ def respond(
 
 
 def _host_of(settings: Settings) -> Host:
-    source = Source(
+    known = HostSettings(
         str(settings["users"]),
-        str(settings.get("device", Source.device)),
-        _whole(settings, "chunk-mebibytes") or Source.chunk_mebibytes,
-        activations=str(settings.get("activations", Source.activations)),
-        processes=_whole(settings, "processes"),
+        str(settings.get("device", HostSettings.device)),
+        _count(settings, "chunk-mebibytes") or HostSettings.chunk_mebibytes,
+        activations=str(settings.get("activations", HostSettings.activations)),
+        processes=_count(settings, "processes"),
     )
-    check_machine(source)
+    check_machine(known)
     try:
-        return Host.of(source)
+        return Host.of(known)
     except FedprivError as error:  # its text may name a user, or hold what the loader put into it
         _log.error("the users cannot be loaded: %s", raised_at(error))
         raise DataError("the node's users cannot be loaded; its log says where") from None
 
 
-def _whole(settings: Settings, name: str) -> int | None:
-    """A setting that is a positive whole number; None if there is none."""
+def _count(settings: Settings, name: str) -> int | None:
     number = settings.get(name)
-    if number is None:
-        return None
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise InvalidValueError(f"{name} is {number!r}; it must be a positive whole number")
-    return number
+    return None if number is None else check_count(name, number)
 
 
 def _simulated(content: RecordDict) -> bytes:

@@ -55,23 +55,14 @@ WHERE excluded.count > ledgers.count
 
 @dataclass(frozen=True)
 class TakenPart:
-    """What was offered of an attempt at a round that the node took part in.
-
-    Attributes:
-        run: name of the run.
-        round: number of the round.
-        attempt: number of the attempt.
-        population: N.
-        sampling_probability: q; the largest, if the attempt was offered several times.
-        noise_multiplier: z; the smallest, if the attempt was offered several times.
-    """
+    """What was offered of an attempt at a round that the node took part in."""
 
     run: str
     round: int
     attempt: int
-    population: int
-    sampling_probability: float
-    noise_multiplier: float
+    population: int  # N
+    sampling_probability: float  # q; the largest, if the attempt was offered several times
+    noise_multiplier: float  # z; the smallest, likewise
 
 
 class Journal:
@@ -93,26 +84,14 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open a journal, or create it with mode 0600 if there is none.
-
-        Raises:
-            InvalidValueError: the file is not a journal, is of another version or can be read by
-                others, or none can be created.
-        """
+        """Open a journal, or create it with mode 0600 if there is none."""
         with _refusing():
             return cls(Database.open_or_create(path, _FORMAT, {}))
 
     def record(self, population_name: str, offer: RoundOffer, now: datetime) -> None:
-        """Record that the node takes part; to be called before it trains.
+        """Record that the node takes part; if that raises, the node must not train.
 
-        Args:
-            population_name: as in the welcome.
-            offer: what is offered.
-            now: with its time zone.
-
-        Raises:
-            InvalidValueError: it cannot be written, and the node must not train; or `now` has no
-                time zone.
+        `now` must have a time zone.
         """
         row = {
             "population_name": population_name,
@@ -141,22 +120,13 @@ class Journal:
         return tuple(TakenPart(*row) for row in self._read(sql, population_name))
 
     def remember_head(self, ledger_id: str, population_name: str, head: Head) -> None:
-        """Keep the newest verified head of a ledger; that of fewer charges changes nothing.
-
-        Raises:
-            InvalidValueError: the population has another ledger, or it cannot be written.
-        """
+        """Keep the newest verified head of a ledger; that of fewer charges changes nothing."""
         known = self.ledger_of(population_name)
         if known not in (None, ledger_id):
             raise InvalidValueError(
                 f"population {population_name!r} has the ledger {known}, not {ledger_id}"
             )
-        row = {
-            "ledger_id": ledger_id,
-            "population_name": population_name,
-            "count": head.count,
-            "hash": head.hash,
-        }
+        row = {"ledger_id": ledger_id, "population_name": population_name, **vars(head)}
         with _refusing(), self._database.transaction():
             self._database.write(_REMEMBER, row)
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
 from urllib.parse import quote
 
 import grpc
@@ -31,11 +30,11 @@ from fedpriv.clients.connection import (
 )
 from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
-from fedpriv.clients.messages import Source
+from fedpriv.clients.pipe import HostSettings
 from fedpriv.clients.worker import Worker
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.privacy.round import PartialSum
-from fedpriv.wire import Decline, Hello, Receipt, RoundId, RoundOffer, Welcome
+from fedpriv.wire import Decline, Hello, Receipt, RoundOffer, Welcome
 
 _FINAL = frozenset(
     {
@@ -52,101 +51,69 @@ _LAST_LOOK_SECONDS = 60.0
 _LEAST_MARGIN = 0.05  # of the time that an offer leaves, for the upload
 _LONGEST_REASON = 400  # characters; a reason may hold the name of a run
 _log = logging.getLogger(__name__)
-Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
-class Joining:
-    """A node that wants to take part.
+class NodeSettings:
+    """How a node takes part."""
 
-    Attributes:
-        server: HOST:PORT.
-        users: where the users' data are, as `fedpriv.clients.training.load_users` reads it.
-        certificates: folder with ca.pem, node.pem and node.key; None: plain text, on loopback.
-        node: name of the node, where there are no certificates.
-        consent: TOML file with the limits of the node; None: it has none.
-        verify_ledger: read and check the server's ledger before and after taking part.
-        state: folder of the node's journal; None: one of its own in the user's state folder.
-        trusted: import paths of models, losses and metrics that the server may have the node run.
-        device: where to train.
-        memory_mebibytes: that training may take; None: without limit.
-        seconds: longest for one round; None: until its deadline.
-        activations: of the model while users train, as `InProcessTransport` has them.
-        processes: how many train side by side, likewise.
-        once: leave when the run is over, instead of waiting for another.
-        backoff: how long to wait when the connection was lost.
-    """
-
-    server: str
-    users: str
-    certificates: Path | None = None
-    node: str | None = None
-    consent: Path | None = None
-    verify_ledger: bool = False
-    state: Path | None = None
-    trusted: tuple[str, ...] = ()
-    device: str = "auto"
-    memory_mebibytes: int | None = None
-    seconds: float | None = None
-    activations: str = "float32"
-    processes: int | None = None
-    once: bool = False
+    server: str  # HOST:PORT
+    host: HostSettings
+    certificates: Path | None = None  # folder with ca.pem, node.pem and node.key; or give `node`
+    node: str | None = None  # name, for plain text on loopback
+    consent: Path | None = None  # TOML file with the node's limits; None: it has none
+    verify_ledger: bool = False  # read and check the server's ledger
+    state: Path | None = None  # folder of the node's journal; None: in the user's state folder
+    trusted: tuple[str, ...] = ()  # import paths of code that the server may have the node run
+    once: bool = False  # leave when the run is over, instead of waiting for another
     backoff: Backoff = Backoff()  # noqa: RUF009 - frozen, so sharing it is safe
 
 
-def join(joining: Joining) -> None:
+def join(settings: NodeSettings) -> None:
     """Take part until the run is over, if `once`, or until SIGTERM or SIGINT; in the main thread.
 
     Guarantees:
-
-    * a signal ends it by an ordinary return, with no process left and nothing half-written;
-    * this process neither imports torch nor holds users' data;
-    * a lost connection never ends it.
+        * a signal ends it by an ordinary return, with no process left and nothing half-written;
+        * this process neither imports torch nor holds users' data;
+        * a lost connection never ends it.
 
     Raises:
         InvalidValueError: a setting is not legal, a file of the node's cannot be used, or the
             server names code that is not trusted.
         DataError: the users cannot be loaded.
         ModelError: the task cannot be built.
-        WireError: the server refuses the node for good, or talks nonsense.
+        WireError: the server refuses the node for good, or sends a malformed message.
         AuditError, LedgerError: with `once`, the ledger cannot be believed at the end.
     """
-    asyncio.run(_until_stopped(joining))
+
+    async def until_stopped() -> None:
+        taking_part = asyncio.create_task(take_part(settings))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, taking_part.cancel)
+        await asyncio.wait([taking_part])
+        if taking_part.cancelled():
+            _log.info("stopped")
+        else:
+            taking_part.result()
+
+    asyncio.run(until_stopped())
 
 
-async def _until_stopped(joining: Joining) -> None:
-    taking_part = asyncio.create_task(take_part(joining))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, taking_part.cancel)
-    await asyncio.wait([taking_part])
-    if taking_part.cancelled():
-        _log.info("stopped")
-    else:
-        taking_part.result()
-
-
-async def take_part(joining: Joining) -> None:
+async def take_part(settings: NodeSettings) -> None:
     """As `join`, for a running event loop; it ends when its task is cancelled."""
-    identity = identity_of(joining.certificates, joining.node)
-    consent = Consent() if joining.consent is None else Consent.load(joining.consent)
-    source = Source(
-        joining.users,
-        device=joining.device,
-        memory_mebibytes=joining.memory_mebibytes,
-        seconds=joining.seconds,
-        activations=joining.activations,
-        processes=joining.processes,
-    )
-    folder, backoff = _state_folder(joining.state, identity.node), joining.backoff
-    async with open_channel(joining.server, identity) as channel:
+    identity = identity_of(settings.certificates, settings.node)
+    consent = Consent() if settings.consent is None else Consent.load(settings.consent)
+    folder, backoff = _state_folder(settings.state, identity.node), settings.backoff
+    async with open_channel(settings.server, identity) as channel:
         with Journal.open(folder / "journal.sqlite") as journal:
-            auditor = Auditor(channel, journal, consent, backoff) if joining.verify_ledger else None
+            verify = settings.verify_ledger
+            auditor = Auditor(channel, journal, consent, backoff) if verify else None
             policy = OfferPolicy(consent, journal, auditor)
-            worker = await Worker.start(source)
+            worker = await Worker.start(settings.host)
             try:
                 hello = Hello(identity.node, worker.users_sha256)
                 handler = OfferHandler(channel, worker, policy, journal, backoff)
-                await Membership(joining, hello, handler, auditor).last()
+                await Membership(settings, hello, handler, auditor).last()
             finally:
                 await worker.close()
 
@@ -167,37 +134,35 @@ def _state_folder(given: Path | None, node: str) -> Path:
     return folder
 
 
-class LatestTask(Generic[Key]):
+class LatestTask:
     """Runs the latest task that it was given; an older one that is not done is cancelled first.
 
     A task that raises makes the next call raise the same.
     """
 
     def __init__(self) -> None:
-        self._running: tuple[Key, asyncio.Task[None]] | None = None
+        self._key: object = None
+        self._task: asyncio.Task[None] | None = None
 
     @property
     def idle(self) -> bool:
         """Whether no task is running."""
-        return self._running is None or self._running[1].done()
+        return self._task is None or self._task.done()
 
-    async def begin(self, key: Key, work: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def begin(self, key: object, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Begin a task once the older one has ended; a running one of the same key goes on."""
-        if not self.idle and self._running is not None and self._running[0] == key:
-            return
-        await self.stop()
-        self._running = (key, asyncio.create_task(work()))
+        if self.idle or key != self._key:
+            await self.stop()
+            self._key, self._task = key, asyncio.create_task(work())
 
     async def stop(self) -> None:
         """Cancel what is running, and wait for its end."""
-        if self._running is None:
-            return
-        _, task = self._running
-        task.cancel()
-        await asyncio.wait([task])
-        self._running = None
-        if not task.cancelled():
-            task.result()
+        if (task := self._task) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+            self._task = None
+            if not task.cancelled():
+                task.result()
 
 
 @dataclass(frozen=True)
@@ -218,7 +183,7 @@ class OfferHandler:
     backoff: Backoff
 
     async def answer(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
-        """Answer an offer by its deadline, on the event loop's clock, and log what came of it."""
+        """Answer an offer by its deadline, on the event loop's clock, and log the outcome."""
         what = f"round {offer.id.round} of run {offer.id.run!r}"
         began = asyncio.get_running_loop().time()
         try:
@@ -301,22 +266,22 @@ class Membership:
     """
 
     def __init__(
-        self, joining: Joining, hello: Hello, handler: OfferHandler, auditor: Auditor | None
+        self, settings: NodeSettings, hello: Hello, handler: OfferHandler, auditor: Auditor | None
     ) -> None:
-        self._joining, self._hello, self._handler = joining, hello, handler
+        self._settings, self._hello, self._handler = settings, hello, handler
         self._auditor = auditor
-        self._work = LatestTask[RoundId | None]()
+        self._work = LatestTask()
         self._prepared: Welcome | None = None
 
     async def last(self) -> None:
         """Take part until the run is over, if `once`, or forever; raises what `join` raises."""
-        failures, backoff = 0, self._joining.backoff
+        failures, backoff = 0, self._settings.backoff
         try:
             while True:
                 welcomed, over = await self._connection()
                 if over:
                     await self._finish()
-                if over and self._joining.once:
+                if over and self._settings.once:
                     return
                 failures = 0 if welcomed else failures + 1
                 await asyncio.sleep(backoff.rest() if over else backoff.wait(failures))
@@ -336,14 +301,14 @@ class Membership:
                         case RoundOffer():
                             await self._offered(message)
         except grpc.aio.AioRpcError as error:
-            self._refuse_final(error)
+            self._check_recoverable(error)
             _log.warning("no connection: %s (%r)", error.code().name, error.details())
             return welcomed, False
         return welcomed, True
 
-    def _refuse_final(self, error: grpc.aio.AioRpcError) -> None:
+    def _check_recoverable(self, error: grpc.aio.AioRpcError) -> None:
         """Raise WireError where trying again cannot help."""
-        node, server = self._hello.node, self._joining.server
+        node, server = self._hello.node, self._settings.server
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.ABORTED and _NEWER in details:
             raise WireError(f"another process speaks for node {node!r} at {server}") from error
@@ -352,7 +317,7 @@ class Membership:
 
     async def _welcomed(self, welcome: Welcome) -> None:
         for path in welcome.task.imports:
-            if path not in self._joining.trusted:
+            if path not in self._settings.trusted:
                 raise InvalidValueError(
                     f"the server wants to run {path!r}; --trust {path!r} allows it"
                 )
@@ -367,7 +332,7 @@ class Membership:
         _log.info(
             "connected as %s to %s, with %d of the %d users of the population",
             self._hello.node,
-            self._joining.server,
+            self._settings.server,
             worker.users,
             welcome.population,
         )
@@ -392,17 +357,16 @@ class Membership:
             _log.warning("the ledger cannot be fetched: %s", error.code().name)
 
     async def _finish(self) -> None:
-        """The run is over: read the ledger for the last time."""
+        """Read the ledger for the last time."""
         await self._work.stop()
         _log.info("the run is over")
         auditor, welcome = self._auditor, self._prepared
         if auditor is None or welcome is None:
             return
+        # A node that leaves fails if the ledger cannot be believed; one that stays logs it.
+        report = auditor.report if self._settings.once else partial(self._report, auditor)
         try:
             async with asyncio.timeout(_LAST_LOOK_SECONDS):
-                if self._joining.once:
-                    await auditor.report(welcome)
-                else:
-                    await self._report(auditor, welcome)
+                await report(welcome)
         except TimeoutError:
             _log.warning("the ledger cannot be fetched: the server does not answer")

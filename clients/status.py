@@ -21,10 +21,6 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
     """Ask a server and print what it says, as a table or as one JSON object.
 
     It is the server's word: only its form is checked. As JSON, an infinite ε is "Infinity".
-
-    Raises:
-        InvalidValueError: the address is not legal, or is not loopback and there is no TLS.
-        WireError: the server cannot be reached, refuses, or answers with something else.
     """
     found = asyncio.run(_ask(server, identity))
     if as_json:

@@ -6,14 +6,13 @@ on Flower's runtime in the process of the ClientApp, else in the process that `s
 
 import logging
 import math
-import pkgutil
 import resource
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from io import BufferedRWPair
 from pathlib import Path
 
 import numpy as np
@@ -23,20 +22,20 @@ from torch.func import grad, vmap
 
 from fedpriv import errors
 from fedpriv.build import build_task
-from fedpriv.clients.messages import Loaded, OneByOne, Ready, Source, receive, send
+from fedpriv.clients.pipe import HostSettings, Loaded, OneByOne, Ready, receive, send
 from fedpriv.data.arrays import from_arrays, from_grouped
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import Population, UserStore
-from fedpriv.engine.task import Task, activations_named, check_task
+from fedpriv.engine.task import activations_named, check_task
 from fedpriv.engine.transport import InProcessTransport, device_named
-from fedpriv.errors import DataError, FedprivError, InvalidValueError, ModelError
+from fedpriv.errors import DataError, FedprivError, InvalidValueError
+from fedpriv.importing import call_imported, import_function, raised_at
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged
-from fedpriv.wire import TaskDescription, Welcome, digest_of
+from fedpriv.wire import Welcome, digest_of
 
-IDS = "user_id"
-"""Name of the column of a columnar file that says which user a row belongs to."""
+_IDS = "user_id"
 _MEBIBYTE = 2**20
 
 
@@ -46,28 +45,19 @@ def load_users(source: str) -> UserStore:
     Guarantees: nothing is unpickled, and no message holds a user's data. One may name a user, and
     a fedpriv error that a function raises passes as it is; both are for the node's operator alone.
 
-    Args:
-        source: one of
-
-            * a folder saved by `UserStore.save`; its fields are mapped, not read;
-            * a folder with one file ID.npz per user, holding the fields; a user may have zero rows;
-            * one .npz file, holding the fields and `user_id`, the id of each row's user, in any
-              order;
-            * "package.module:function" of a function without arguments that returns a `UserStore`,
-              or a `Population`, whose users are taken. Naming a function runs it.
-
-            What exists as a file or folder is read as such.
-
-    Raises:
-        DataError: there is no such source, or it does not hold users.
-        InvalidValueError: the loader refuses a setting of its own.
+    The source is what exists of the first three, or else a function:
+        * a folder saved by `UserStore.save`; its fields are mapped, not read;
+        * a folder with one file ID.npz per user, holding the fields; a user may have zero rows;
+        * one .npz file, holding the fields and `user_id`, the id of each row's user, in any order;
+        * "package.module:function" of a function without arguments that returns a `UserStore`, or a
+          `Population`, whose users are taken. Naming a function runs it.
     """
     path = Path(source)
     try:
-        if path.is_dir():
-            return UserStore.load(path) if (path / "store.json").exists() else _one_file_each(path)
+        if (path / "store.json").exists():
+            return UserStore.load(path)
         if path.exists():
-            return _columns(path)
+            return _one_file_each(path) if path.is_dir() else _columns(path)
     except OSError as error:
         raise DataError(f"users {source!r} cannot be read: {error.strerror}") from error
     if ":" in source:
@@ -91,9 +81,9 @@ def _one_file_each(folder: Path) -> UserStore:
 
 def _columns(path: Path) -> UserStore:
     fields = read_npz(path)
-    if IDS not in fields:
-        raise DataError(f"{path} has no field {IDS!r}, the id of each row's user")
-    ids = fields.pop(IDS)
+    if _IDS not in fields:
+        raise DataError(f"{path} has no field {_IDS!r}, the id of each row's user")
+    ids = fields.pop(_IDS)
     try:
         return from_arrays(fields, ids)
     except DataError as error:
@@ -101,20 +91,12 @@ def _columns(path: Path) -> UserStore:
 
 
 def _from_function(path: str) -> UserStore:
+    what = f"users {path!r}"
+    function = import_function(what, path, DataError)
     try:
-        function = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError) as error:
-        raise DataError(f"users {path!r} cannot be imported: {error}") from error
-    except Exception as error:  # raised by the module itself, or the path has no legal form
-        raise DataError(f"users {path!r} cannot be imported: {type(error).__name__}") from error
-    if not callable(function):
-        raise DataError(f"users {path!r} are not a function that returns a UserStore")
-    try:
-        loaded = function()
-    except FedprivError:
-        raise
-    except Exception as error:  # its text may hold users' data
-        raise DataError(f"users {path!r}: the function raised {type(error).__name__}") from error
+        loaded = call_imported(what, function, {}, DataError)
+    except (OSError, MemoryError) as error:  # its text may hold users' data
+        raise DataError(f"{what} cannot be made: {raised_at(error)}") from error
     users = loaded.users if isinstance(loaded, Population) else loaded
     if not isinstance(users, UserStore):
         raise DataError(
@@ -127,10 +109,7 @@ def enrolled_positions(store: UserStore, positions: NDArray[np.int64]) -> NDArra
     """Where in the enrolled population each user of a store is: int64 [N].
 
     Ids are compared as strings by code points: the store's k-th in this order is at the k-th of
-    the positions.
-
-    Raises:
-        InvalidValueError: there are more or fewer positions than users.
+    the positions. InvalidValueError if there are more or fewer positions than users.
     """
     if len(positions) != store.population:
         raise InvalidValueError(
@@ -148,18 +127,13 @@ class Host:
     """The users of a node, before it is known what they train."""
 
     users: UserStore
-    source: Source
+    settings: HostSettings
 
     @classmethod
-    def of(cls, source: Source) -> "Host":
-        """Load the users.
-
-        Raises:
-            DataError: the users cannot be loaded.
-            InvalidValueError: this machine does not have the device or activations.
-        """
-        check_machine(source)
-        return cls(load_users(source.users), source)
+    def of(cls, settings: HostSettings) -> "Host":
+        """Load the users; InvalidValueError if this machine lacks the device or activations."""
+        check_machine(settings)
+        return cls(load_users(settings.users), settings)
 
     @property
     def loaded(self) -> Loaded:
@@ -168,47 +142,29 @@ class Host:
         return Loaded(self.users.population, digest_of(ids))
 
     def trainer(self, welcome: Welcome) -> "Trainer":
-        """Build the task and refuse one that cannot train, without touching the users' data.
-
-        Raises:
-            ModelError: the task cannot be built, or cannot train on such data.
-            InvalidValueError: an option does not fit, or other users are enrolled than there are.
-        """
-        source, hosted = self.source, enrolled_positions(self.users, welcome.users)
-        task = _task(welcome.task)
+        """Build the task and refuse one that cannot train, without touching the users' data."""
+        hosted = enrolled_positions(self.users, welcome.users)
+        named, settings = welcome.task, self.settings
+        task = build_task(named.model, named.options, named.seed, named.loss, named.metrics)
         blank = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in self.users.fields.items()}
         check_task(task, blank)
         transport = InProcessTransport(
             task,
             self.users,
-            device_named(source.device),
-            source.chunk_mebibytes * _MEBIBYTE,
+            device_named(settings.device),
+            settings.chunk_mebibytes * _MEBIBYTE,
             hosted,
-            activations=activations_named(source.activations),
-            processes=source.processes,
+            activations=activations_named(settings.activations),
+            processes=settings.processes,
         )
         _warm_up(replace(transport, users=UserStore(blank, np.array([0, 1])), hosted=None))
         return Trainer(transport)
 
 
-def check_machine(source: Source) -> None:
-    """Raise InvalidValueError if this machine cannot train as a source says."""
-    device_named(source.device)
-    activations_named(source.activations)
-
-
-def _task(described: TaskDescription) -> Task:
-    try:
-        return build_task(
-            described.model, described.options, described.seed, described.loss, described.metrics
-        )
-    except FedprivError:
-        raise
-    except Exception as error:
-        raise ModelError(
-            f"the task with model {described.model!r} cannot be built: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+def check_machine(settings: HostSettings) -> None:
+    """Raise InvalidValueError if this machine cannot train as the settings say."""
+    device_named(settings.device)
+    activations_named(settings.activations)
 
 
 def _warm_up(transport: InProcessTransport) -> None:
@@ -230,10 +186,8 @@ class Trainer:
     only check the norm of a partial sum against the number of users in it.
 
     Attributes:
-        transport: trains; `hosted` says which users of the population it has.
-
-    Raises:
-        InvalidValueError: the transport has an observer.
+        transport: trains; `hosted` says which users of the population it has. It has no observer,
+            else InvalidValueError.
     """
 
     transport: InProcessTransport
@@ -252,26 +206,21 @@ class Trainer:
         `seconds` have passed: users not done by then count as zero. Raises what `ready` raises.
         """
         deadline = time.monotonic() + seconds
-        return merged("", self._until(deadline, request), request.clipping.layout.dimension)
 
-    def _until(self, deadline: float, request: RoundRequest) -> Iterator[PartialSum]:
-        for ready in self.ready(request):
-            yield from ready.partials
-            if time.monotonic() >= deadline:
-                return
+        def in_time() -> Iterator[PartialSum]:
+            for ready in self.ready(request):
+                yield ready.partial
+                if time.monotonic() >= deadline:
+                    return
+
+        return merged("", in_time(), request.clipping.layout.dimension)
 
     def ready(self, request: RoundRequest) -> Iterator[Ready]:
         """Train the node's users of a round; say chunk by chunk which are done.
 
         If only one user is hosted here, nothing of its training is logged: that would say that it
-        was drawn.
-
-        Raises:
-            InvalidValueError: the model is not that of the task, or a metric does not fit.
-            ModelError: a metric cannot be computed on the users' fields.
-            MemoryError: there is not enough memory.
-            WorkerError: a process in which users trained side by side has ended.
-            RuntimeError: the device no longer works.
+        was drawn. Besides fedpriv's errors it raises MemoryError, and RuntimeError where the device
+        no longer works.
         """
         _check_tensors("parameters", request.parameters, self._parameters)
         if request.statistics:
@@ -281,7 +230,7 @@ class Trainer:
                 if self.transport.device.type == "cuda":
                     # A kernel that failed for one user has broken the process for all: this raises.
                     torch.cuda.synchronize(self.transport.device)
-                yield Ready(users, [partial])
+                yield Ready(users, partial)
 
     @cached_property
     def _parameters(self) -> Tensors:
@@ -302,12 +251,10 @@ def _check_tensors(what: str, given: Tensors, known: Tensors) -> None:
         )
 
 
-def serve(channel: socket.socket) -> None:
-    """Answer the messages of `fedpriv.clients.messages`.
+def serve(channel: BufferedRWPair) -> None:
+    """Answer the messages of `fedpriv.clients.pipe` until the other end is closed, an EOFError.
 
-    Raises:
-        EOFError: the other end is closed.
-        Exception: anything else that cannot be answered; its text may hold users' data.
+    Anything else that is raised cannot be answered; its text may hold users' data.
     """
     host: Host | None = None
     trainer: Trainer | None = None
@@ -316,19 +263,18 @@ def serve(channel: socket.socket) -> None:
         answer: object = None
         try:
             match message:
-                case Source():
+                case HostSettings():
                     host = Host.of(message)
                     answer = host.loaded
                 case Welcome() if host is not None:
-                    with _limited_afterwards(host.source.memory_mebibytes):
+                    with _limited_afterwards(host.settings.memory_mebibytes):
                         trainer = host.trainer(message)
                 case RoundRequest() if trainer is not None:
                     for ready in trainer.ready(message):
                         send(channel, ready)
                 case OneByOne(request) if trainer is not None:
                     for user in np.split(request.users, len(request.users)):
-                        alone = trainer.ready(replace(request, users=user))
-                        send(channel, Ready(user, [p for r in alone for p in r.partials]))
+                        send(channel, Ready(user, trainer.answer(replace(request, users=user))))
                 case _:
                     raise TypeError(f"a {type(message).__name__} has no answer yet")
         except FedprivError as error:
@@ -338,10 +284,10 @@ def serve(channel: socket.socket) -> None:
 
 def _plain(error: FedprivError) -> FedprivError:
     """The error as one of `fedpriv.errors`, which the other process can read without imports."""
-    kinds: list[type[FedprivError]] = [
-        kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__
-    ]
-    return kinds[0](str(error))
+    for kind in type(error).__mro__:
+        if issubclass(kind, FedprivError) and kind.__module__ == errors.__name__:
+            return kind(str(error))
+    return error
 
 
 @contextmanager
@@ -371,7 +317,7 @@ def _limited_afterwards(mebibytes: int | None) -> Iterator[None]:
 
 
 def _address_space() -> int:
-    """Bytes of address space that this process has; raises InvalidValueError if not on Linux."""
+    """Bytes of address space that this process has."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A node's users in a process of their own, as its main process sees it.
+"""A node's training process, as its main process sees it.
 
 `Process` is a spawned process that answers messages; `Worker` trains users in one that may fail, so
 that the failure of one user costs the others nothing.
@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import reduce
 from multiprocessing import resource_tracker
 from typing import TypeVar, cast
 
 import numpy as np
 
-from fedpriv.clients.messages import Loaded, OneByOne, Ready, Source, receive, send
+from fedpriv.clients.pipe import HostSettings, Loaded, OneByOne, Ready, receive, send
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, ModelError, WorkerError
 from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.wire import Welcome
@@ -51,8 +50,9 @@ class Process:
     """
 
     def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._channel = self._socket.makefile("rwb")
         context = multiprocessing.get_context("spawn")
-        self._channel, theirs = socket.socketpair()
         self._process = context.Process(target=_enter, args=(theirs, os.getpid()))
         # A thread of its own, which may wait for a process that hangs.
         self._thread = ThreadPoolExecutor(1, "training")
@@ -68,22 +68,19 @@ class Process:
         return self._gone is None and self._process.is_alive()
 
     async def ask(self, message: object) -> object:
-        """Send a message and wait for its first answer.
+        """Send a message and wait for its first answer, raising a FedprivError that it is.
 
-        Raises:
-            FedprivError: it is the answer.
-            ChildProcessError: the process has ended.
+        ChildProcessError if the process has ended.
         """
-        return await self._said(self._exchange, message)
+        return await self._answer(self._exchange, message)
 
     async def listen(self) -> object:
         """Wait for the next answer to a message that has several; raises what `ask` raises."""
-        return await self._said(receive, self._channel)
+        return await self._answer(receive, self._channel)
 
-    async def _said(self, what: Callable[[_T], object], given: _T) -> object:
-        loop = asyncio.get_running_loop()
+    async def _answer(self, exchange: Callable[[_T], object], given: _T) -> object:
         try:
-            answer = await loop.run_in_executor(self._thread, what, given)
+            answer = await asyncio.get_running_loop().run_in_executor(self._thread, exchange, given)
         except (OSError, EOFError):
             self.kill()
             await self.gone()
@@ -103,7 +100,7 @@ class Process:
             atexit.unregister(self._process.kill)
             self._process.kill()
             with suppress(OSError):  # wakes the thread, even if another process holds the other end
-                self._channel.shutdown(socket.SHUT_RDWR)
+                self._socket.shutdown(socket.SHUT_RDWR)
             self._gone = self._thread.submit(self._reap)
             self._thread.shutdown(wait=False)
 
@@ -118,7 +115,9 @@ class Process:
 
     def _reap(self) -> None:
         self._process.join()
-        self._channel.close()
+        with suppress(OSError):  # part of a message may be left to send
+            self._channel.close()
+        self._socket.close()
 
 
 @contextmanager
@@ -133,33 +132,28 @@ def _blocked_signals() -> Iterator[None]:
 
 
 def _enter(channel: socket.socket, parent: int) -> None:
-    """What the process does."""
+    """Run the training process."""
     for number in _FOR_THE_PARENT:
         signal.signal(number, signal.SIG_IGN)
-    _end_with(parent)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before this call
+            os._exit(0)
+    threading.Thread(target=_exit_after_parent, daemon=True).start()
     from fedpriv.clients.training import serve  # noqa: PLC0415 - only this process may load torch
 
     try:
-        serve(channel)
+        serve(channel.makefile("rwb"))
     except EOFError:  # the parent has ended
         sys.exit(0)
     except BaseException:  # a traceback may hold users' data
         sys.exit(1)
 
 
-def _end_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before this call
-            os._exit(0)
-    threading.Thread(target=_exit_after_parent, daemon=True).start()
-
-
 def _exit_after_parent() -> None:
-    """Wait for the end of file on a pipe that only the parent holds, then exit."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        parent.join()
+        parent.join()  # ends with a pipe that only the parent holds
         os._exit(0)
 
 
@@ -179,8 +173,8 @@ class Worker:
     One call at a time; start it in the thread of an event loop that lives as long as it does.
     """
 
-    def __init__(self, source: Source, process: Process, loaded: Loaded) -> None:
-        self._source = source
+    def __init__(self, settings: HostSettings, process: Process, loaded: Loaded) -> None:
+        self._settings = settings
         self._process = process
         self._loaded = loaded
         self._welcome: Welcome | None = None
@@ -189,11 +183,11 @@ class Worker:
         self._closed = False
 
     @classmethod
-    async def start(cls, source: Source) -> "Worker":
+    async def start(cls, settings: HostSettings) -> "Worker":
         """Start a process and load the users; raises DataError or InvalidValueError."""
         process = Process()
         try:
-            return cls(source, process, await _load(process, source))
+            return cls(settings, process, await _load(process, settings))
         except BaseException:
             process.kill()
             await process.gone()
@@ -212,12 +206,7 @@ class Worker:
     async def prepare(self, welcome: Welcome) -> None:
         """Build the task that the node is welcomed to.
 
-        Raises:
-            ModelError: the task cannot be built, cannot train on data like the users', or ends the
-                process.
-            InvalidValueError: an option does not fit, other users are enrolled than the node has,
-                or the worker is busy or closed.
-            DataError: the process had ended, and the users cannot be loaded again.
+        Raises ModelError, InvalidValueError, or DataError if users cannot be loaded again.
         """
         with self._alone():
             self._welcome = None
@@ -225,32 +214,18 @@ class Worker:
             self._welcome = welcome
 
     async def train(self, request: RoundRequest, seconds: float) -> PartialSum | None:
-        """Train those users of a request that the node has.
+        """Train those users of a request that the node has; their sum, with an empty `node`.
 
         Users who are done count, whatever happens to the others. If training users together ends
         the process, or no more are done within half of the time that is left, the rest are trained
-        one by one, each within an equal share of the time.
-
-        Args:
-            request: of a round; users that the node does not have are left to other nodes.
-            seconds: until the answer is of no use. The source's limit holds too.
-
-        Returns:
-            The sum over the node's users of the request, with an empty `node`. None if no training
-            ended well and in time.
-
-        Raises:
-            InvalidValueError: nothing is prepared, the request does not fit the task, or the
-                worker is busy or closed.
-            ModelError: a metric cannot be computed, or the task cannot be built again after the
-                process had ended.
-            DataError: the users cannot be loaded again after the process had ended.
+        one by one, each within an equal share of the time. None if no training ended well within
+        `seconds` and the limit of the settings. Raises what `prepare` raises.
         """
         with self._alone():
             if self._welcome is None:
                 raise InvalidValueError("no task is prepared; call prepare first")
             now = asyncio.get_running_loop().time()
-            longest = self._source.seconds
+            longest = self._settings.seconds
             deadline = now + (seconds if longest is None else min(seconds, longest))
             users = np.intersect1d(request.users, self._welcome.users)
             return await self._trained(replace(request, users=users), deadline)
@@ -273,12 +248,13 @@ class Worker:
             try:
                 while True:
                     parts = 2 if together else max(1, len(waiting))
-                    async with asyncio.timeout_at(_between(deadline, parts)):
+                    now = asyncio.get_running_loop().time()
+                    async with asyncio.timeout_at(now + (deadline - now) / parts):
                         ready = await answer
                     if not isinstance(ready, Ready):
                         return total or nothing
                     waiting = np.setdiff1d(waiting, ready.users)
-                    total = reduce(_added, ready.partials, total or nothing)
+                    total = _added(total or nothing, ready.partial)
                     answer = process.listen()
             except (ChildProcessError, TimeoutError, WorkerError):
                 if not together:
@@ -318,11 +294,10 @@ class Worker:
         await self._process.gone()
         self._process = Process()
         try:
-            loaded = await _load(self._process, self._source)
-            if loaded != self._loaded:
+            if await _load(self._process, self._settings) != self._loaded:
                 raise DataError(
-                    f"users {self._source.users!r} are other users than at the start; a node must "
-                    "be stopped before its users change"
+                    f"users {self._settings.users!r} are other users than at the start; a node "
+                    "must be stopped before its users change"
                 )
             if self._welcome is not None:
                 await _prepare(self._process, self._welcome)
@@ -341,11 +316,11 @@ class Worker:
             self._busy = False
 
 
-async def _load(process: Process, source: Source) -> Loaded:
+async def _load(process: Process, settings: HostSettings) -> Loaded:
     try:
-        return cast(Loaded, await process.ask(source))
+        return cast(Loaded, await process.ask(settings))
     except ChildProcessError as error:
-        raise DataError(f"users {source.users!r} cannot be loaded: {error}") from error
+        raise DataError(f"users {settings.users!r} cannot be loaded: {error}") from error
 
 
 async def _prepare(process: Process, welcome: Welcome) -> None:
@@ -355,12 +330,6 @@ async def _prepare(process: Process, welcome: Welcome) -> None:
         raise ModelError(
             f"the task with model {welcome.task.model!r} cannot be built: {error}"
         ) from error
-
-
-def _between(deadline: float, parts: int) -> float:
-    """When the first of equal parts of the time until a deadline ends."""
-    now = asyncio.get_running_loop().time()
-    return now + (deadline - now) / parts
 
 
 def _added(total: PartialSum, one: PartialSum) -> PartialSum:

@@ -23,8 +23,7 @@ from fedpriv.config import (
     parse_config,
     plain,
 )
-from fedpriv.data.population import Population, UserStore
-from fedpriv.data.registry import load_population
+from fedpriv.data.population import Population, UserStore, load_population
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
 from fedpriv.engine.task import LOSSES, Task, check_task, running_norms
 from fedpriv.engine.transport import InProcessTransport, device_named

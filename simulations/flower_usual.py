@@ -17,8 +17,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedpriv.build import build_task
 from fedpriv.config import Config, load_config
-from fedpriv.data.population import UserStore
-from fedpriv.data.registry import load_population
+from fedpriv.data.population import UserStore, load_population
 from fedpriv.engine.task import Task
 
 WORK = Path(__file__).with_name("flower_overhead.toml")

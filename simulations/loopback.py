@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import tomli_w
 
-from fedpriv.data.population import UserStore
-from fedpriv.data.registry import load_population
+from fedpriv.data.population import UserStore, load_population
 from fedpriv.errors import FedprivError
 from fedpriv.server import certificates
 

@@ -283,13 +283,16 @@ import json, logging, sys
 from pathlib import Path
 from types import ModuleType
 
+def plain_of(value):
+    return getattr(value, "__dict__", None) or str(value)
+
 def say(*arguments, **named):
     (handler,) = logging.getLogger().handlers
-    print(json.dumps([arguments, named, type(handler.formatter).__name__], default=str))
+    print(json.dumps([arguments, named, type(handler.formatter).__name__], default=plain_of))
 
 module = ModuleType(sys.argv[1])
 module.serve, module.join = say, say
-module.Joining = dict
+module.NodeSettings = lambda server, host, **rest: {"server": server, "host": host, **rest}
 sys.modules[module.__name__] = module
 del sys.argv[1]
 from fedpriv.cli import main
@@ -320,16 +323,14 @@ def test_serve_passes_its_options_on() -> None:
 
 def test_join_passes_its_options_on() -> None:
     module = "fedpriv.clients.membership"
-    (joining,), _, formatter = passed_on(module, "join", *plain("localhost:1"), "--users", "u")
-    absent = ["certificates", "consent", "state", "memory_mebibytes", "seconds", "processes"]
-    assert joining == dict.fromkeys(absent) | {
+    (settings,), _, formatter = passed_on(module, "join", *plain("localhost:1"), "--users", "u")
+    host = {"users": "u", "device": "auto", "chunk_mebibytes": 128, "activations": "float32"}
+    assert settings == dict.fromkeys(["certificates", "consent", "state"]) | {
         "server": "localhost:1",
-        "users": "u",
+        "host": host | dict.fromkeys(["memory_mebibytes", "seconds", "processes"]),
         "node": "n",
         "verify_ledger": False,
         "trusted": [],
-        "device": "auto",
-        "activations": "float32",
         "once": False,
     }
     assert formatter == "TextFormatter"
@@ -339,21 +340,24 @@ def test_join_passes_its_options_on() -> None:
         "--activations bfloat16 --processes 3 "
         "--log-format json"
     )
-    (joining,), _, formatter = passed_on(module, "join", *options.split())
-    assert joining == {
+    (settings,), _, formatter = passed_on(module, "join", *options.split())
+    assert settings == {
         "server": "[::1]:7443",
-        "users": "a.b:c",
+        "host": {
+            "users": "a.b:c",
+            "device": "cpu",
+            "chunk_mebibytes": 128,
+            "memory_mebibytes": 512,
+            "seconds": 1.5,
+            "activations": "bfloat16",
+            "processes": 3,
+        },
         "certificates": "c",
         "node": None,
         "consent": "t.toml",
         "verify_ledger": True,
         "state": "s",
         "trusted": ["a:f", "b:g"],
-        "device": "cpu",
-        "memory_mebibytes": 512,
-        "seconds": 1.5,
-        "activations": "bfloat16",
-        "processes": 3,
         "once": True,
     }
     assert formatter == "JsonFormatter"

@@ -19,22 +19,13 @@ def load_digits(
 ) -> Population:
     """Deal the training images of DIGITS to synthetic users, about five images each.
 
-    Sort the images by digit, stably: every fifth, from the first, is a test image, 360 in all and
-    the same for every seed; the 1,437 others are dealt. DIGITS does not say who wrote an image,
+    Of the images sorted (stably) by digit every fifth, from the first, is a test image, 360 in all
+    and the same for every seed; the 1,437 others are dealt. DIGITS does not say who wrote an image,
     so a test image may be by a writer whose other images train.
 
-    Args:
-        users: number of users, at most 1,437.
-        seed: of the dealing, any integer ≥ 0.
-        partition: "iid", "dirichlet" or "shards", see `fedpriv.data.partition`.
-        alpha: concentration, given exactly when `partition` is "dirichlet".
-        shards_per_user: given exactly when `partition` is "shards".
-
-    Returns:
-        Population with x float32 [rows, 1, 8, 8] in [0, 1] and y int64 [rows] in 0..9.
-
-    Raises:
-        InvalidValueError: a setting is out of range, missing, or would have no effect.
+    The partition is "iid", "dirichlet" (with `alpha`) or "shards" (with `shards_per_user`), see
+    `fedpriv.data.partition`; x is float32 [rows, 1, 8, 8] in [0, 1] and y int64 [rows] in 0..9.
+    InvalidValueError if a setting is out of range, missing, or would have no effect.
     """
     from sklearn.datasets import load_digits as load_embedded  # noqa: PLC0415
 
@@ -46,9 +37,7 @@ def load_digits(
     is_test = np.zeros(len(digits), dtype=bool)
     is_test[np.argsort(digits, kind="stable")[::_TEST_EVERY]] = True
     train = {name: array[~is_test] for name, array in rows.items()}
-    how, user_of_row = _deal(
-        train["y"], users, seed, partition, alpha=alpha, shards_per_user=shards_per_user
-    )
+    how, user_of_row = _deal(train["y"], users, seed, partition, alpha, shards_per_user)
     return Population(
         name=f"digits: {users} users, {how}, seed {seed}",
         users=partitioners.partition(train, user_of_row),
@@ -61,21 +50,19 @@ def _deal(
     users: int,
     seed: int,
     partition: str,
-    *,
     alpha: float | None,
     shards_per_user: int | None,
 ) -> tuple[str, NDArray[np.int64]]:
-    """How the rows are dealt, in words for the population's name, and the user of each row."""
-    if (alpha is not None) != (partition == "dirichlet"):
-        raise InvalidValueError(
-            f"alpha is {alpha} with partition {partition!r}; "
-            "it must be given for 'dirichlet' and for nothing else"
-        )
-    if (shards_per_user is not None) != (partition == "shards"):
-        raise InvalidValueError(
-            f"shards_per_user is {shards_per_user} with partition {partition!r}; "
-            "it must be given for 'shards' and for nothing else"
-        )
+    """How the rows are dealt, for the population's name, and the user of each row."""
+    for name, value, needed_by in (
+        ("alpha", alpha, "dirichlet"),
+        ("shards_per_user", shards_per_user, "shards"),
+    ):
+        if (value is not None) != (partition == needed_by):
+            raise InvalidValueError(
+                f"{name} is {value} with partition {partition!r}; "
+                f"it must be given for {needed_by!r} and for nothing else"
+            )
     if alpha is not None:
         return f"dirichlet alpha {alpha}", partitioners.dirichlet(labels, users, alpha, seed)
     if shards_per_user is not None:

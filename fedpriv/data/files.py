@@ -1,7 +1,4 @@
-"""Where files of well-known data sets lie that cannot come with the package.
-
-Arrays from .npz files of others.
-"""
+"""Files of data: where those of well-known data sets lie, and arrays from .npz files."""
 
 import os
 from pathlib import Path
@@ -15,17 +12,9 @@ _ENVIRONMENT = "FEDPRIV_DATA"
 
 
 def find_folder(folder: str | Path | None, title: str, file: str, source: str) -> Path:
-    """Folder that holds a file: the one given or FEDPRIV_DATA's, or one inside it.
+    """Folder with a data set's file: the one given or else FEDPRIV_DATA's, or `title` inside it.
 
-    Args:
-        folder: the folder; None means the environment variable FEDPRIV_DATA.
-        title: of the data set, for messages; in lower case, the folder inside.
-        file: name of the file.
-        source: a phrase that says where the file can be had.
-
-    Raises:
-        DataError: no folder is named, or the file is in neither place; the sentence says which
-            file, where it was looked for, and where it can be had.
+    `source` is a phrase for the DataError that says where to get the file.
     """
     named = os.environ.get(_ENVIRONMENT) if folder is None else folder
     if not isinstance(named, (str, Path, type(None))):
@@ -45,14 +34,12 @@ def find_folder(folder: str | Path | None, title: str, file: str, source: str) -
 def read_npz(path: Path) -> dict[str, NDArray[np.generic]]:
     """Read all arrays of a file into memory, by name; nothing is unpickled.
 
-    Raises:
-        DataError: it cannot be read, or holds something else than arrays whose first axis is the
-            rows; the message says nothing of the content.
+    The message of a DataError says nothing of the content.
     """
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = dict(file.items())
-    # NumPy and zipfile raise half a dozen kinds of errors; a text of theirs may quote the content.
+    # NumPy and zipfile raise many kinds of errors, and their text may quote the content.
     except Exception as error:
         raise DataError(
             f"{path} cannot be read as an .npz file of numbers or strings ({type(error).__name__})"

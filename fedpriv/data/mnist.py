@@ -1,7 +1,4 @@
-"""Where MNIST's files lie and what is in them; the idx format of gzip-compressed arrays.
-
-MNIST with its writers as users, the natural unit of privacy.
-"""
+"""MNIST with its writers as users, the natural unit of privacy."""
 
 import gzip
 import math
@@ -17,48 +14,72 @@ from fedpriv.data.files import find_folder, read_npz
 from fedpriv.data.population import Population, UserStore
 from fedpriv.errors import DataError
 
-TRAIN_IMAGES = "train-images-idx3-ubyte.gz"
-TRAIN_LABELS = "train-labels-idx1-ubyte.gz"
-TEST_IMAGES = "t10k-images-idx3-ubyte.gz"
-TEST_LABELS = "t10k-labels-idx1-ubyte.gz"
-WRITERS = "mnist_writers.npz"
-QMNIST_TRAIN_LABELS = "qmnist-train-labels-idx2-int.gz"
-
-_WRITER_COLUMN = 2
+_TRAIN = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
+_TEST = ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz")
+_WRITERS = "mnist_writers.npz"
+_QMNIST_LABELS = "qmnist-train-labels-idx2-int.gz"
+_WRITER_COLUMN = 2  # of QMNIST's labels
 _IDX_DTYPES = {0x08: ">u1", 0x0C: ">i4"}
 _MNIST_SOURCE = "MNIST's four idx files are at https://ossci-datasets.s3.amazonaws.com/mnist/"
-_QMNIST_SOURCE = f"{QMNIST_TRAIN_LABELS} is at https://github.com/facebookresearch/qmnist"
+_QMNIST_SOURCE = f"{_QMNIST_LABELS} is at https://github.com/facebookresearch/qmnist"
+_MEAN, _STDDEV = 0.1307, 0.3081
 
 
-def find_mnist(folder: str | Path | None) -> Path:
-    """Folder that holds MNIST: the one given or FEDPRIV_DATA's, or `mnist` inside it.
+def load_mnist_writers(folder: str | Path | None = None) -> Population:
+    """Load MNIST, each training writer a user: 539 users of 19 to 131 images.
 
-    Raises:
-        DataError: no folder is named, or a file is in neither place; the sentence says which
-            file, where it was looked for, and where it can be had.
+    The test rows are MNIST's 10,000 test images; their 297 writers are none of the users. Writers
+    are NIST's numbers as QMNIST publishes them (Yadav and Bottou 2019, arXiv:1905.10498); they are
+    the user ids.
+
+    The folder, or one `mnist` in it, holds MNIST's four idx .gz files under their usual names, and
+    mnist_writers.npz (train_writer, integers [60000]) or qmnist-train-labels-idx2-int.gz; None
+    means the environment variable FEDPRIV_DATA. Pixels are scaled to [0, 1], less 0.1307, divided
+    by 0.3081: x is float32 [rows, 1, 28, 28], y int64 [rows] in 0..9.
     """
-    place = find_folder(folder, "MNIST", TRAIN_IMAGES, _MNIST_SOURCE)
-    for name in (TRAIN_LABELS, TEST_IMAGES, TEST_LABELS):
+    place = find_folder(folder, "MNIST", _TRAIN[0], _MNIST_SOURCE)
+    for name in (*_TRAIN, *_TEST):
         if not (place / name).is_file():
             raise DataError(f"{name} is absent from {place}; {_MNIST_SOURCE}")
-    return place
+    images, labels = _read_pair(place, _TRAIN)
+    writers = _read_train_writers(place)
+    if len(writers) != len(images):
+        raise DataError(
+            f"{place} has writers for {len(writers)} training images; there are {len(images)}"
+        )
+    grouped = from_arrays({"x": images, "y": labels}, writers)
+    x, y = grouped.fields["x"], grouped.fields["y"]
+    users = UserStore({"x": _normalised(x), "y": y}, grouped.offsets, grouped.user_ids)
+    test_images, test_labels = _read_pair(place, _TEST)
+    return Population(
+        name=f"mnist-writers: {users.population} writers",
+        users=users,
+        test={"x": _normalised(test_images), "y": test_labels},
+    )
 
 
-def read_idx(path: Path, dimensions: int) -> NDArray[np.integer]:
+def _read_pair(
+    place: Path, files: tuple[str, str]
+) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+    images_path, labels_path = (place / name for name in files)
+    images, labels = _read_idx(images_path, dimensions=3), _read_idx(labels_path, dimensions=1)
+    if images.dtype != np.uint8 or images.shape[1:] != (28, 28):
+        raise DataError(
+            f"{images_path} has images {images.dtype}{list(images.shape[1:])}; "
+            "they must be uint8[28, 28]"
+        )
+    if len(labels) != len(images):
+        raise DataError(f"{labels_path} has {len(labels)} labels for {len(images)} images")
+    if labels.size and labels.max() > 9:
+        raise DataError(f"{labels_path} has the label {labels.max()}; digits are 0 to 9")
+    return images, labels.astype(np.int64)
+
+
+def _read_idx(path: Path, dimensions: int) -> NDArray[np.integer]:
     """Read a gzip-compressed idx file of bytes or of 32-bit integers.
 
     The format: two zero bytes, a type code (0x08 unsigned byte, 0x0C int), the number of
     dimensions, each dimension as a big-endian 32-bit integer, then the values, big-endian.
-
-    Args:
-        path: the file.
-        dimensions: how many dimensions its array must have.
-
-    Returns:
-        The array, uint8 or int32.
-
-    Raises:
-        DataError: not gzip, cut short, a wrong magic number, or a size that is not its header's.
     """
     try:
         content = gzip.decompress(path.read_bytes())
@@ -83,13 +104,9 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.integer]:
     return values.astype(values.dtype.newbyteorder("="))
 
 
-def read_train_writers(folder: Path) -> NDArray[np.integer]:
-    """NIST writer of each training image, from mnist_writers.npz or else from QMNIST's labels.
-
-    Raises:
-        DataError: both files are absent, or the one that is there is damaged.
-    """
-    derived, original = folder / WRITERS, folder / QMNIST_TRAIN_LABELS
+def _read_train_writers(folder: Path) -> NDArray[np.integer]:
+    """NIST writer of each training image, from mnist_writers.npz or else from QMNIST's labels."""
+    derived, original = folder / _WRITERS, folder / _QMNIST_LABELS
     if derived.is_file():
         writers = read_npz(derived).get("train_writer")
         if writers is None or writers.ndim != 1 or writers.dtype.kind not in "iu":
@@ -97,68 +114,12 @@ def read_train_writers(folder: Path) -> NDArray[np.integer]:
         return writers.astype(np.int64)
     if not original.is_file():
         raise DataError(
-            f"{WRITERS} and {QMNIST_TRAIN_LABELS} are absent from {folder}; {_QMNIST_SOURCE}"
+            f"{_WRITERS} and {_QMNIST_LABELS} are absent from {folder}; {_QMNIST_SOURCE}"
         )
-    columns = read_idx(original, dimensions=2)
+    columns = _read_idx(original, dimensions=2)
     if columns.shape[1] <= _WRITER_COLUMN:
         raise DataError(f"{original} has {columns.shape[1]} columns; the writer is column 2 of 8")
     return columns[:, _WRITER_COLUMN]
-
-
-_MEAN, _STDDEV = 0.1307, 0.3081
-
-
-def load_mnist_writers(folder: str | Path | None = None) -> Population:
-    """Load MNIST, each training writer a user: 539 users of 19 to 131 images.
-
-    The test rows are MNIST's 10,000 test images; their 297 writers are none of the users. Writers
-    are NIST's numbers as QMNIST publishes them (Yadav and Bottou 2019, arXiv:1905.10498).
-
-    Args:
-        folder: holds the files, or a folder `mnist` with them; None means the environment
-            variable FEDPRIV_DATA. Files: MNIST's four idx .gz files under their usual names, and
-            mnist_writers.npz (train_writer, integers [60000]) or
-            qmnist-train-labels-idx2-int.gz.
-
-    Returns:
-        Population with x float32 [rows, 1, 28, 28], pixels scaled to [0, 1], less 0.1307, divided
-        by 0.3081, and y int64 [rows] in 0..9. User ids are the writers' numbers.
-
-    Raises:
-        DataError: a file is absent, damaged, or does not fit the others.
-    """
-    place = find_mnist(folder)
-    images, labels = _read_pair(place / TRAIN_IMAGES, place / TRAIN_LABELS)
-    writers = read_train_writers(place)
-    if len(writers) != len(images):
-        raise DataError(
-            f"{place} has writers for {len(writers)} training images; there are {len(images)}"
-        )
-    grouped = from_arrays({"x": images, "y": labels}, writers)
-    x, y = grouped.fields["x"], grouped.fields["y"]
-    users = UserStore({"x": _normalised(x), "y": y}, grouped.offsets, grouped.user_ids)
-    test_images, test_labels = _read_pair(place / TEST_IMAGES, place / TEST_LABELS)
-    return Population(
-        name=f"mnist-writers: {users.population} writers",
-        users=users,
-        test={"x": _normalised(test_images), "y": test_labels},
-    )
-
-
-def _read_pair(
-    images_path: Path, labels_path: Path
-) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-    images, labels = read_idx(images_path, dimensions=3), read_idx(labels_path, dimensions=1)
-    if images.dtype != np.uint8 or images.shape[1:] != (28, 28):
-        raise DataError(
-            f"{images_path} has images {images.dtype}{list(images.shape[1:])}; "
-            "they must be uint8[28, 28]"
-        )
-    if len(labels) != len(images):
-        raise DataError(f"{labels_path} has {len(labels)} labels for {len(images)} images")
-    if labels.size and labels.max() > 9:
-        raise DataError(f"{labels_path} has the label {labels.max()}; digits are 0 to 9")
-    return images, labels.astype(np.int64)
 
 
 def _normalised(pixels: NDArray[np.generic]) -> NDArray[np.float32]:

@@ -2,33 +2,29 @@
 
 Every partitioner returns int64 [rows], the user of each row, such that every row has one user in
 [0, users) and **every user has at least one row**. The seed fixes the result; it protects nothing.
+A setting out of range raises InvalidValueError.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data.population import IdArray, UserStore, as_id_array, check_count
+from fedpriv.data.population import (
+    Fields,
+    IdArray,
+    UserStore,
+    as_id_array,
+    check_count,
+    offsets_of,
+)
 from fedpriv.errors import DataError, InvalidValueError
 
 
 def iid(rows: int, users: int, seed: int) -> NDArray[np.int64]:
-    """Deal rows to users at random in equal parts; sizes differ by at most one.
-
-    Args:
-        rows: number of rows.
-        users: number of users, at most `rows`.
-        seed: any integer ≥ 0.
-
-    Returns:
-        int64 [rows], the user of each row.
-
-    Raises:
-        InvalidValueError: a setting is out of range.
-    """
+    """Deal rows to users (at most `rows`) at random; sizes differ by at most one."""
     check_count("users", users)
     _check_enough(rows, users, "users")
     return _generator(seed).permutation(np.arange(rows, dtype=np.int64) % users)
@@ -45,19 +41,7 @@ def dirichlet(
     by at most one. A label that is used up is dropped from q_u and the rest renormalised; when
     all of q_u is used up the user takes the rows that are left, in proportion to their labels,
     so the last users are less skewed than the first. α → ∞ gives every user the shares p,
-    α → 0 one label.
-
-    Args:
-        labels: [rows] labels of any sortable dtype.
-        users: number of users, at most the number of rows.
-        alpha: concentration α > 0, finite.
-        seed: any integer ≥ 0.
-
-    Returns:
-        int64 [rows], the user of each row.
-
-    Raises:
-        InvalidValueError: a setting is out of range.
+    α → 0 one label. Labels are [rows], of any sortable dtype.
     """
     check_count("users", users)
     if not isinstance(alpha, Real) or not 0.0 < alpha < math.inf:
@@ -84,21 +68,9 @@ def shards(
     """Give every user a few contiguous pieces of the rows sorted by label.
 
     The "pathological" partition of McMahan et al. (2017, arXiv:1602.05629, section 3): sort the
-    rows by label (stably), cut them into users × shards_per_user shards whose sizes differ by
-    at most one, and deal the shards at random. A user sees few labels; sizes differ by at most
-    shards_per_user.
-
-    Args:
-        labels: [rows] labels of any sortable dtype.
-        users: number of users.
-        shards_per_user: shards that each user gets; users × shards_per_user ≤ rows.
-        seed: any integer ≥ 0.
-
-    Returns:
-        int64 [rows], the user of each row.
-
-    Raises:
-        InvalidValueError: a setting is out of range.
+    rows by label (stably), cut them into users × shards_per_user (≤ rows) shards whose sizes differ
+    by at most one, and deal the shards at random. A user sees few labels; sizes differ by at most
+    shards_per_user. Labels are [rows], of any sortable dtype.
     """
     total = check_count("users", users) * check_count("shards_per_user", shards_per_user)
     _check_labels(labels)
@@ -113,17 +85,10 @@ def shards(
 def by_column(ids: Sequence[object] | NDArray[np.generic]) -> NDArray[np.int64]:
     """Make a user of every distinct id, numbered in order of first appearance.
 
+    Ids are [rows], all strings or all integers; otherwise DataError.
+
     >>> by_column(["ann", "bob", "ann", "eve"])
     array([0, 1, 0, 2])
-
-    Args:
-        ids: [rows] the id of each row's user, all strings or all integers.
-
-    Returns:
-        int64 [rows], the user of each row.
-
-    Raises:
-        DataError: the ids are not one-dimensional, or not all strings or all integers.
     """
     return number_ids(as_id_array(ids))[1]
 
@@ -138,21 +103,15 @@ def number_ids(ids: IdArray) -> tuple[IdArray, NDArray[np.int64]]:
 
 
 def partition(
-    fields: Mapping[str, NDArray[np.generic]],
+    fields: Fields,
     user_of_row: NDArray[np.integer],
     user_ids: Sequence[str] | IdArray | None = None,
 ) -> UserStore:
     """Group rows by user; each user's rows keep their order.
 
-    Args:
-        fields: name → array [rows, ...]; held without a copy if the rows are grouped already.
-        user_of_row: [rows] positions of users. Without `user_ids` there are max + 1 users; a
-            position that does not occur is a user with zero rows.
-        user_ids: [N] ids by position, or None to use the positions as ids.
-
-    Raises:
-        DataError: a position is negative or beyond the ids, there is no row and no id, or the
-            fields do not make a UserStore.
+    Rows that are grouped already are held without a copy. `user_of_row` is [rows] positions in
+    `user_ids`, or without them of max + 1 users; a position that does not occur is a user with
+    zero rows. DataError if a position is negative or beyond the ids, or there is no row and no id.
     """
     owners = np.asarray(user_of_row)
     if owners.ndim != 1 or owners.dtype.kind not in "iu" or (owners.size and owners.min() < 0):
@@ -167,11 +126,10 @@ def partition(
                 f"{owners.size} rows that were given a user"
             )
     sizes = np.bincount(owners, minlength=users if user_ids is None else len(user_ids))
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
     if np.any(owners[1:] < owners[:-1]):
         order = np.argsort(owners, kind="stable")
         fields = {name: np.asarray(field)[order] for name, field in fields.items()}
-    return UserStore(fields, offsets, user_ids)
+    return UserStore(fields, offsets_of(sizes), user_ids)
 
 
 def _draw_labels(

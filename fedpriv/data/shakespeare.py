@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.data.files import find_folder
-from fedpriv.data.population import Population, UserStore, check_count
+from fedpriv.data.population import Population, UserStore, check_count, offsets_of
 from fedpriv.errors import DataError
 
 FILE = "tff_shakespeare.jsonl.gz"
 CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
-"""The 96 characters by their codes: the end of a line, then those that ASCII prints.
+"""The 96 characters by code: line feed and printable ASCII.
 
-A fixed list: one made of the characters that occur would tell something of what users wrote.
+The list is fixed; one made of the characters that occur would reveal something of users' texts.
 """
 
 _SOURCE = (
@@ -36,32 +36,20 @@ def load_shakespeare_roles(
 ) -> Population:
     """Load what 715 roles of Shakespeare's plays say, to predict the next character.
 
-    Users and held-out texts are those of TensorFlow Federated's data set (Caldas et al. 2018,
-    "LEAF", arXiv:1812.01097, made the first). The texts of a role are put together, one on a
-    line, and cut from the first character on into windows that touch: the target of each
-    character is the one that follows it, also from a window to the next. Up to `length`
-    characters that are left at the end are dropped, so no row has padding. A role that says too
-    little for one window is a user without rows.
+    Users and held-out texts are those of TensorFlow Federated's data set (first made by Caldas et
+    al. 2018, "LEAF", arXiv:1812.01097). The texts of a role are joined, one per line, and cut into
+    adjoining windows of `length` characters; the target of each character is the one that follows
+    it, across windows too. What is left at the end is dropped, so no row has padding. A role that
+    says too little for one window is a user without rows. A role trains on its first
+    `windows_per_role` windows at most; the largest has 1,731 of 40, the median one 23.
 
-    The held-out texts are by the same roles: what is measured on them is about other texts of
-    enrolled users, and the guarantee does not speak of them.
+    The held-out texts are by the same roles: what is measured on them concerns other texts of
+    enrolled users, which the guarantee does not cover.
 
-    Args:
-        folder: holds tff_shakespeare.jsonl.gz, or a folder `shakespeare` with it; None means the
-            environment variable FEDPRIV_DATA.
-        length: characters of a window, at least 1.
-        windows_per_role: the most that a role trains on, its first ones, at least 1; None: all.
-            The largest role has 1,731 windows of 40, the median one 23.
-
-    Returns:
-        Population with x and y int64 [rows, length], codes below 96 by their place in
-        `CHARACTERS`. User ids are the file's names of roles. However long windows are, the
-        population has one name, as its users are the same.
-
-    Raises:
-        DataError: the file is absent or damaged, holds another character or a role twice, or
-            nobody says enough for a window.
-        InvalidValueError: a number is not whole or below 1.
+    The folder, or one `shakespeare` in it, holds tff_shakespeare.jsonl.gz; None means the
+    environment variable FEDPRIV_DATA. x and y are int64 [rows, length], indices into `CHARACTERS`;
+    user ids are the file's names of roles. The name does not depend on `length`, as the users are
+    the same.
     """
     check_count("length", length)
     if windows_per_role is not None:
@@ -74,21 +62,15 @@ def load_shakespeare_roles(
     for part, windows in (("train", rows), ("test", test)):
         if not len(windows):
             raise DataError(f"{path} has no {part} text of more than {length} characters")
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(w) for w in train])])
+    offsets = offsets_of([len(windows) for windows in train])
     users = UserStore(_fields(rows), offsets, [name for name, _, _ in roles])
-    return Population(
-        name=f"shakespeare-roles: {users.population} roles",
-        users=users,
-        test=_fields(test),
-    )
+    return Population(f"shakespeare-roles: {users.population} roles", users, _fields(test))
 
 
 def _fields(windows: NDArray[np.int64]) -> dict[str, NDArray[np.generic]]:
     """Inputs and targets, [rows, length] each, of windows [rows, length + 1]."""
-    return {
-        "x": np.ascontiguousarray(windows[:, :-1]),
-        "y": np.ascontiguousarray(windows[:, 1:]),
-    }
+    x, y = windows[:, :-1], windows[:, 1:]
+    return {"x": np.ascontiguousarray(x), "y": np.ascontiguousarray(y)}
 
 
 def _windows(texts: Sequence[str], length: int, path: Path) -> NDArray[np.int64]:
@@ -96,14 +78,10 @@ def _windows(texts: Sequence[str], length: int, path: Path) -> NDArray[np.int64]
     text = "\n".join(texts).encode("utf-8", "surrogatepass")
     codes = _CODES[np.frombuffer(text, np.uint8)]
     if codes.size and codes.max() == _NO_CODE:
-        raise DataError(
-            f"{path} holds a character that is neither the end of a line nor printed by ASCII"
-        )
+        raise DataError(f"{path} holds a character that is neither a line feed nor printable ASCII")
     starts = np.arange(max(0, len(codes) - 1) // length) * length
-    windows: NDArray[np.int64] = codes[starts[:, np.newaxis] + np.arange(length + 1)].astype(
-        np.int64
-    )
-    return windows
+    windows: NDArray[np.uint8] = codes[starts[:, np.newaxis] + np.arange(length + 1)]
+    return windows.astype(np.int64)
 
 
 def _read(path: Path) -> list[Said]:

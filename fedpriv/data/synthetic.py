@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data.population import Population, UserStore, check_count
+from fedpriv.data.population import Population, UserStore, check_count, offsets_of
 from fedpriv.errors import InvalidValueError
 
 _CLASS_RADIUS = 4.0
@@ -26,23 +26,12 @@ def synthetic_population(
 
     With d the number of components of x: class means m_k are uniform on the sphere of radius 4 in
     R^d, so classes are nearly linearly separable once d is larger than a few; a user's shift is
-    s_u ~ N(0, 0.25·I_d), the same for all its rows; noise ~ N(0, I_d); labels are uniform. Test
-    rows have a shift each, as if each came from an unseen user. The memory taken is that of the
-    result and a few times the largest user's; user ids are positions and cost none.
+    s_u ~ N(0, 0.25·I_d), the same for all its rows; noise ~ N(0, I_d); labels are uniform. Each
+    test row has a shift of its own, as if it came from an unseen user. Memory beyond that of the
+    result is a few times the largest user's.
 
-    Args:
-        users: number of users.
-        examples_per_user: rows of each user, or a pair (low, high): uniform on low..high, low ≥ 0.
-        shape: shape of one x, each side at least 1.
-        classes: number of classes.
-        seed: any integer ≥ 0; it fixes the result.
-        test_rows: number of held-out rows.
-
-    Returns:
-        Population with x float32 [rows, *shape] and y int64 [rows] in 0..classes - 1.
-
-    Raises:
-        InvalidValueError: a setting is out of range.
+    A user has `examples_per_user` rows, or a uniform number in (low, high), low ≥ 0. The result is
+    fixed by the seed: x float32 [rows, *shape] and y int64 [rows] in 0..classes - 1.
     """
     check_count("users", users)
     check_count("classes", classes)
@@ -52,8 +41,7 @@ def synthetic_population(
     rng = np.random.default_rng(check_count("seed", seed, least=0))
     means = rng.standard_normal((classes, int(np.prod(sides))), dtype=np.float32)
     means *= _CLASS_RADIUS / np.linalg.norm(means, axis=1, keepdims=True)
-    offsets = np.zeros(users + 1, dtype=np.int64)
-    np.cumsum(rng.integers(low, high, size=users, endpoint=True), out=offsets[1:])
+    offsets = offsets_of(rng.integers(low, high, size=users, endpoint=True))
     store = UserStore(_draw(rng, means, offsets, sides), offsets)
     test = _draw(rng, means, np.arange(test_rows + 1), sides)
     each = f"{low}" if low == high else f"{low} to {high}"

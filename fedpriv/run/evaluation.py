@@ -12,7 +12,7 @@ from torch.func import functional_call
 from fedpriv.build import HeldOut
 from fedpriv.config import Config, FederationSection
 from fedpriv.data.files import read_npz
-from fedpriv.data.registry import load_population
+from fedpriv.data.population import load_population
 from fedpriv.engine.task import Task
 from fedpriv.errors import DataError
 from fedpriv.training.optimizers import Parameters

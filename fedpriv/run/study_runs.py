@@ -24,8 +24,7 @@ import torch
 from rich.console import Console
 
 from fedpriv.build import Experiment, on_population
-from fedpriv.data.population import Population
-from fedpriv.data.registry import load_population
+from fedpriv.data.population import Population, load_population
 from fedpriv.engine.transport import InProcessTransport, computing_with
 from fedpriv.errors import FedprivError, WorkerError
 from fedpriv.run.diagnostics import ObservedTransport

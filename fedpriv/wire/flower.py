@@ -33,7 +33,7 @@ _BYTES_AT_ONCE = 2**24
 class Simulated:
     """A population that every worker of a simulation can load by itself."""
 
-    name: str  # as `fedpriv.data.registry.load_population` reads it
+    name: str  # as `fedpriv.data.population.load_population` reads it
     options: Mapping[str, object]  # of the loader
     device: str
     chunk_mebibytes: int  # memory that a chunk of users may take, roughly

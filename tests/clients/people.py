@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedpriv.clients.messages import Source
+from fedpriv.clients.pipe import HostSettings
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
@@ -26,10 +26,10 @@ PARAMETERS = {
 
 def source_of(
     function: str, memory_mebibytes: int | None = None, processes: int | None = 1
-) -> Source:
+) -> HostSettings:
     """Of users that a function of `hostile` makes."""
     users = f"tests.clients.hostile:{function}"
-    return Source(users, "cpu", memory_mebibytes=memory_mebibytes, processes=processes)
+    return HostSettings(users, "cpu", memory_mebibytes=memory_mebibytes, processes=processes)
 
 
 def positions_of(names: Sequence[str]) -> np.ndarray:

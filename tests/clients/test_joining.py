@@ -17,7 +17,8 @@ import torch
 from fedpriv.build import build_task
 from fedpriv.clients import membership
 from fedpriv.clients.connection import Backoff
-from fedpriv.clients.membership import Joining, take_part
+from fedpriv.clients.membership import NodeSettings, take_part
+from fedpriv.clients.pipe import HostSettings
 from fedpriv.clients.training import load_users
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError
@@ -39,10 +40,11 @@ QUICK = Backoff(0.01, 0.05)
 COMMAND = """
 import logging, sys
 from pathlib import Path
-from fedpriv.clients.membership import Joining, join
+from fedpriv.clients.membership import NodeSettings, join
+from fedpriv.clients.pipe import HostSettings
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 server, users, certificates, state = sys.argv[1:]
-join(Joining(server, users, Path(certificates), state=Path(state), device="cpu"))
+join(NodeSettings(server, HostSettings(users, "cpu"), Path(certificates), state=Path(state)))
 print(sorted({"torch", "flwr"} & set(sys.modules)))
 """
 
@@ -86,10 +88,10 @@ def test_a_silo_sends_the_sum_that_the_engine_computes(
     async def main() -> TinyServer:
         tiny = TinyServer(positions)
         async with serving(tiny, credentials) as port:
-            node = Joining(
-                f"localhost:{port}", str(users), folder, state=tmp_path / "state", device="cpu",
-                once=True,
-            )  # fmt: skip
+            host = HostSettings(str(users), "cpu")
+            node = NodeSettings(
+                f"localhost:{port}", host, folder, state=tmp_path / "state", once=True
+            )
             task = asyncio.create_task(take_part(node))
             await tiny.offer(users=np.array(positions))
             received = asyncio.create_task(tiny.answers.get())
@@ -175,7 +177,8 @@ def test_a_node_of_one_user_sends_a_clipped_sum_and_stops_when_it_is_told(
 
 
 def test_users_that_cannot_be_loaded_end_it_at_once(tmp_path: Path) -> None:
-    node = Joining("127.0.0.1:9", str(tmp_path / "none"), node="n", state=tmp_path, device="cpu")
+    host = HostSettings(str(tmp_path / "none"), "cpu")
+    node = NodeSettings("127.0.0.1:9", host, node="n", state=tmp_path)
     with pytest.raises(DataError, match="do not exist"):
         asyncio.run(asyncio.wait_for(take_part(node), PATIENCE))
 
@@ -188,17 +191,16 @@ def test_users_that_cannot_be_loaded_end_it_at_once(tmp_path: Path) -> None:
         ({"server": "192.0.2.1:7443"}, "perhaps another machine"),
         ({"consent": Path("/nowhere/consent.toml")}, "cannot be read"),
         ({"state": Path("/dev/null/state")}, "cannot be created"),
-        ({"memory_mebibytes": 0}, "memory_mebibytes is 0"),
-        ({"processes": 0}, "processes is 0"),
     ],
 )
 def test_settings_are_checked_before_anything_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], reason: str
 ) -> None:
     monkeypatch.setattr(membership, "Worker", None)
-    fields = {"server": "127.0.0.1:9", "users": "unused", "node": "n", "state": tmp_path}
+    host = HostSettings("unused")
+    fields = {"server": "127.0.0.1:9", "host": host, "node": "n", "state": tmp_path}
     with pytest.raises(InvalidValueError, match=reason):
-        asyncio.run(take_part(Joining(**{**fields, **changes})))
+        asyncio.run(take_part(NodeSettings(**{**fields, **changes})))
 
 
 @pytest.mark.parametrize("xdg", [True, False])
@@ -208,7 +210,7 @@ def test_a_node_remembers_in_a_folder_of_its_own_that_nobody_else_can_open(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg") if xdg else "")
     monkeypatch.setattr(membership, "Worker", None)
-    node = Joining("127.0.0.1:9", "unused", node="ä %", device="cpu")
+    node = NodeSettings("127.0.0.1:9", HostSettings("unused"), node="ä %")
     with pytest.raises(AttributeError):
         asyncio.run(take_part(node))
     base = tmp_path / ("xdg" if xdg else ".local/state")

@@ -27,7 +27,7 @@ class Diligence:
 
 def test_newer_work_begins_after_older_has_ended() -> None:
     async def main() -> list[str]:
-        newest, diligence = LatestTask[int](), Diligence()
+        newest, diligence = LatestTask(), Diligence()
         await newest.begin(1, lambda: diligence.work("one"))
         await asyncio.sleep(0.0)
         assert not newest.idle
@@ -43,7 +43,7 @@ def test_newer_work_begins_after_older_has_ended() -> None:
 
 def test_the_same_work_goes_on_while_it_is_under_way_and_can_be_done_again() -> None:
     async def main() -> list[str]:
-        newest, diligence = LatestTask[int](), Diligence()
+        newest, diligence = LatestTask(), Diligence()
         for _ in range(3):
             await newest.begin(1, lambda: diligence.work("one"))
             await asyncio.sleep(0.0)
@@ -64,7 +64,7 @@ def test_a_failure_is_raised_by_the_next_call() -> None:
         raise KeyError("a fault of ours")
 
     async def main() -> None:
-        newest = LatestTask[int]()
+        newest = LatestTask()
         await newest.begin(1, fails)
         await asyncio.sleep(0.0)
         with pytest.raises(KeyError, match="a fault"):

@@ -16,8 +16,8 @@ import pytest
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.clients import membership
 from fedpriv.clients.connection import Backoff
-from fedpriv.clients.membership import Joining, take_part
-from fedpriv.clients.messages import Source
+from fedpriv.clients.membership import NodeSettings, take_part
+from fedpriv.clients.pipe import HostSettings
 from fedpriv.errors import AuditError, InvalidValueError, ModelError, WireError
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
@@ -69,7 +69,7 @@ class Player:
     def __post_init__(self) -> None:
         self.go.set()
 
-    async def start(self, _: Source) -> "Player":
+    async def start(self, _: HostSettings) -> "Player":
         return self
 
     async def prepare(self, welcome: Welcome) -> None:
@@ -104,9 +104,8 @@ class Scene:
     @asynccontextmanager
     async def joined(self, port: int, **changes: object) -> AsyncIterator[asyncio.Task[None]]:
         """A node that takes part until the block is left."""
-        node = Joining(
-            f"127.0.0.1:{port}", "played", node="n", state=self.folder, once=True, backoff=QUICK
-        )
+        host, server = HostSettings("played"), f"127.0.0.1:{port}"
+        node = NodeSettings(server, host, node="n", state=self.folder, once=True, backoff=QUICK)
         task = asyncio.create_task(take_part(replace(node, **changes)))
         try:
             yield task

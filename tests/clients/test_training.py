@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedpriv.build import build_task
-from fedpriv.clients.messages import Source
+from fedpriv.clients.pipe import HostSettings
 from fedpriv.clients.training import Host, Trainer
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
@@ -67,7 +67,7 @@ def test_users_not_done_in_time_count_as_zero() -> None:
     chunks = list(trainer.ready(request))
     assert len(chunks) > 1
     answer = trainer.answer(request, seconds=0.0)
-    (first,) = chunks[0].partials
+    first = chunks[0].partial
     assert (answer.users, answer.weight) == (first.users, first.weight)
     np.testing.assert_array_equal(answer.total, first.total)
 
@@ -164,7 +164,7 @@ def test_other_users_than_enrolled_are_refused() -> None:
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="device is 'abacus'"):
-        Host.of(Source("tests.clients.hostile:users", "abacus"))
+        Host.of(HostSettings("tests.clients.hostile:users", "abacus"))
 
 
 def test_activations_that_there_are_not_are_refused() -> None:
@@ -183,5 +183,5 @@ def test_a_node_trains_with_its_own_activations() -> None:
 
 
 def test_users_that_cannot_be_loaded_are_refused() -> None:
-    with pytest.raises(DataError, match="raised KeyError"):
+    with pytest.raises(DataError, match="cannot be made: KeyError at "):
         Host.of(source_of("loader_that_raises"))

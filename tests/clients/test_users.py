@@ -85,11 +85,11 @@ def test_a_function_by_import_path(function: str, monkeypatch: pytest.MonkeyPatc
     ("path", "words"),
     [
         ("some_loader:number", "returned a int; it must return a UserStore or a Population"),
-        ("some_loader:failing", "raised KeyError"),
+        ("some_loader:failing", "cannot be made: KeyError at "),
         ("some_loader:absent", "cannot be imported"),
-        ("some_loader:NOT_A_FUNCTION", "are not a function"),
+        ("some_loader:NOT_A_FUNCTION", "has no function 'NOT_A_FUNCTION'"),
         ("no_such_module:function", "cannot be imported"),
-        ("not a module:function", "cannot be imported"),
+        ("not a module:function", "is not of the form package.module:function"),
         ("no_such_folder", "do not exist; legal are a folder, an .npz file and package.module"),
     ],
 )

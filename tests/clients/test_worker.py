@@ -4,6 +4,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 from fedpriv.build import build_task
-from fedpriv.clients.messages import Source, receive, send
+from fedpriv.clients.pipe import HostSettings, receive, send
 from fedpriv.clients.worker import Worker
 from fedpriv.config import EngineSection
 from fedpriv.engine.transport import InProcessTransport
@@ -393,24 +394,24 @@ def test_sigkill_of_the_parent_leaves_no_process(mark: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["chunk_mebibytes", "memory_mebibytes", "seconds", "processes"])
 def test_limits_must_be_positive(name: str) -> None:
     with pytest.raises(InvalidValueError, match=f"{name} is 0; it must be positive"):
-        Source("users", **{name: 0})
+        HostSettings("users", **{name: 0})
 
 
 def test_nodes_take_chunks_as_large_as_simulations_do() -> None:
     """`fedpriv status`, which reads messages too, loads no pydantic: so there are two numbers."""
-    assert Source("users").chunk_mebibytes == EngineSection().chunk_mebibytes
+    assert HostSettings("users").chunk_mebibytes == EngineSection().chunk_mebibytes
 
 
 def test_arrays_are_sent_without_a_copy() -> None:
     ours, theirs = socket.socketpair()
     sent = {"w": np.arange(2**22, dtype=np.float32), "none": np.zeros(0), "one": np.array(3.0)}
     received: list[object] = []
-    thread = threading.Thread(target=lambda: received.append(receive(theirs)))
-    with ours, theirs:
+    with ours, theirs, ours.makefile("rwb") as near, theirs.makefile("rwb") as far:
+        thread = threading.Thread(target=lambda: received.append(receive(far)))
         thread.start()
         tracemalloc.start()
         try:
-            send(ours, sent)
+            send(near, sent)
             thread.join()
             _, peak = tracemalloc.get_traced_memory()
         finally:
@@ -419,16 +420,20 @@ def test_arrays_are_sent_without_a_copy() -> None:
     assert isinstance(value, dict)
     for name, array in sent.items():
         np.testing.assert_array_equal(value[name], array)
+        assert value[name].flags.writeable
     # What was received is in this process too; anything beside it would be a copy.
     assert peak < 1.1 * sent["w"].nbytes
 
 
-def test_an_end_that_is_closed_is_found_out() -> None:
+@pytest.mark.parametrize("begun", [b"", pickle.dumps([1, "two"])[:-3]])
+def test_an_end_that_is_closed_is_found_out(begun: bytes) -> None:
     ours, theirs = socket.socketpair()
-    with ours:
+    with ours, ours.makefile("rwb") as near:
         with theirs:
-            theirs.sendall(bytes(3))
+            theirs.sendall(begun)
         with pytest.raises(EOFError):
-            receive(ours)
+            receive(near)
         with pytest.raises(OSError, match=r"(?i)broken pipe"):
-            send(ours, 1)
+            send(near, 1)
+        with pytest.raises(OSError, match=r"(?i)broken pipe"):
+            near.close()

@@ -143,9 +143,9 @@ SECRET = "my secret words, which no message may repeat"
         (lines([{"user": 3, "train": [SECRET], "test": []}]), "line 1 .* is no role"),
         (lines([{"user": "P", "train": [SECRET]}]), "line 1 .* is no role"),
         (lines([[SECRET]]), "line 1 .* is no role"),
-        (lines([{"user": "P", "train": [SECRET + "é"], "test": []}]), "neither the end of a line"),
-        (lines([{"user": "P", "train": [SECRET + "\t"], "test": []}]), "neither the end of a line"),
-        (lines([{"user": "P", "train": [SECRET + "\ud800"], "test": []}]), "neither the end"),
+        (lines([{"user": "P", "train": [SECRET + "é"], "test": []}]), "neither a line feed"),
+        (lines([{"user": "P", "train": [SECRET + "\t"], "test": []}]), "neither a line feed"),
+        (lines([{"user": "P", "train": [SECRET + "\ud800"], "test": []}]), "neither a line feed"),
         (
             lines([{"user": "P", "train": ["one"], "test": [SECRET]}]),
             "no train text of more than 9",

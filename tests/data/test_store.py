@@ -115,7 +115,7 @@ X = np.zeros((3, 2))
         ({"x": X}, [[0, 3]], None, r"shape \(1, 2\)"),
         ({"x": X}, [0, 1, 3], ["a"], "1 user ids for 2 users"),
         ({"x": X}, [0, 1, 2, 3], ["a", "b", "b"], "'b' occurs twice"),
-        ({"x": X}, [0, 1, 2, 2, 3], [4, 9, 9, 4], "'9' occurs twice"),
+        ({"x": X}, [0, 1, 2, 2, 3], [4, 9, 9, 5], "'9' occurs twice"),
         ({"x": X}, [0, 1, 3], ["a", 1], "number 1 is 1; ids must be all strings"),
         ({"x": X}, [0, 1, 3], ["a", None], "number 1 is None"),
         ({"x": X}, [0, 1, 3], [1.0, 2.0], "number 0 is 1.0"),

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,34 +59,6 @@ def test_mapped_load_does_not_read_the_data(tmp_path):
     taken = loaded.take(np.array([4, 0]))
     np.testing.assert_array_equal(taken["y"], [-7, 0])
     assert type(taken["y"]) is np.ndarray
-
-
-def resident_of_files() -> int:
-    """KiB of pages of files that this process has mapped and touched, by Linux's count."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssFile"))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="no other system counts so")
-def test_what_was_taken_of_a_mapped_store_does_not_stay_resident(tmp_path):
-    values = np.arange(2**21, dtype=np.float64).reshape(-1, 8)  # 16 MiB
-    UserStore({"x": values}, np.array([0, len(values)])).save(tmp_path / "store")
-    store = UserStore.load(tmp_path / "store")
-    view = store.examples_of(0)["x"]
-    before = resident_of_files()
-    for rows in np.array_split(np.random.default_rng(0).permutation(len(values)), 16):
-        np.testing.assert_array_equal(store.take(rows)["x"], values[rows])
-    assert resident_of_files() - before < 4 * 1024
-    np.testing.assert_array_equal(view, values)
-
-
-def test_taking_from_an_array_mapped_by_someone_else_changes_nothing(tmp_path):
-    np.save(tmp_path / "x.npy", np.zeros(4096))
-    mine = np.load(tmp_path / "x.npy", mmap_mode="c")  # changes are in memory alone
-    mine[:] = 1.0
-    store = UserStore({"x": mine}, np.array([0, 4096]))
-    assert store.take(np.arange(4096))["x"].min() == 1.0
-    assert mine.min() == 1.0
 
 
 def test_mapped_fields_cannot_be_written_to(tmp_path):

@@ -80,7 +80,7 @@ def numbered(ids: np.ndarray) -> UserStore:
         ([store_of([1]), UserStore({"x": np.zeros((1, 2))}, [0, 1])], "have the fields"),
         (
             [UserStore({"x": np.zeros((1, 2))}, [0, 1]), UserStore({"x": np.zeros(1)}, [0, 1])],
-            r"field-x is float64\[2\] per row in one part and float64\[\] in another",
+            r"field 'x' is float64\[2\] per row in one part, float64\[\] in another",
         ),
     ],
 )

@@ -1,7 +1,6 @@
 """DIGITS where only the first users have any examples."""
 
-from fedpriv.data.population import Population, UserStore
-from fedpriv.data.registry import load_population
+from fedpriv.data.population import Population, UserStore, load_population
 
 
 def population(users: int, speaking: int) -> Population:

@@ -111,7 +111,7 @@ def set_at_node() -> None:
     from fedpriv.clients.connection import Backoff
     from fedpriv.clients.journal import Journal
 
-    membership.Joining = partial(membership.Joining, backoff=Backoff(0.1, 0.5))
+    membership.NodeSettings = partial(membership.NodeSettings, backoff=Backoff(0.1, 0.5))
     names = ("initial", "min", "max")
     sooner = {f"grpc.{name}_reconnect_backoff_ms": 200 for name in names}
     connection._OPTIONS = tuple({**dict(connection._OPTIONS), **sooner}.items())

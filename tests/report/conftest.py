@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.data.registry import load_population
+from fedpriv.data.population import load_population
 from fedpriv.run.study_runs import calibrated, run_cell
 from fedpriv.studies.study import load_study
 from tests.commandline import printed

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.data.registry import load_population
+from fedpriv.data.population import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord

@@ -569,8 +569,8 @@ def test_what_a_loader_of_a_simulation_says_stays_at_the_worker(
     ("setting", "words"),
     [
         ({"device": "none"}, "device is 'none'"),
-        ({"chunk-mebibytes": 0}, "chunk-mebibytes is 0; it must be a positive whole number"),
-        ({"processes": 0}, "processes is 0; it must be a positive whole number"),
+        ({"chunk-mebibytes": 0}, "chunk-mebibytes is 0; it must be a whole number of at least 1"),
+        ({"processes": 0}, "processes is 0; it must be a whole number of at least 1"),
         ({"processes": "two"}, "processes is 'two'"),
         ({"processes": True}, "processes is True"),
     ],

@@ -75,7 +75,7 @@ def test_unknown_names_are_one_sentence(module, name, message):
 
 def test_what_a_loader_says_is_not_told(module):
     """It may hold users' data, and nodes tell their server why they cannot take part."""
-    with pytest.raises(DataError, match=r"cannot be made: ValueError at .*test_registry\.py:\d+$"):
+    with pytest.raises(DataError, match=r"cannot be made: ValueError at .*_by_name\.py:\d+$"):
         load_population("own_populations:failing", {})
 
 
