@@ -25,9 +25,8 @@ from fedpriv.config import (
 )
 from fedpriv.data.population import Population, UserStore
 from fedpriv.data.registry import load_population
-from fedpriv.engine.losses import LOSSES
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
-from fedpriv.engine.task import Task, check_task, running_norms
+from fedpriv.engine.task import LOSSES, Task, check_task, running_norms
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import InvalidValueError
 from fedpriv.importing import import_function, path_of

@@ -30,7 +30,7 @@ from fedpriv.config import EngineSection
 from fedpriv.data.population import UserStore
 from fedpriv.data.synthetic import synthetic_population
 from fedpriv.engine import InProcessTransport, Task
-from fedpriv.engine.losses import cross_entropy
+from fedpriv.engine.task import cross_entropy
 from fedpriv.ledger.budget import PrivacyBudget
 from fedpriv.models import mlp
 from fedpriv.privacy.layout import Layout, flat

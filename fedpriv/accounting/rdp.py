@@ -207,7 +207,7 @@ def fixed_size_gaussian_rdp(q: float, z: float, orders: Sequence[float]) -> Vect
         for whole in (np.floor(alpha), np.ceil(alpha))
     )
     log_moment = (1 - share) * below + share * above
-    return np.minimum(log_moment * (1 + _SLACK) / (alpha - 1), unsampled)
+    return np.asarray(np.minimum(log_moment * (1 + _SLACK) / (alpha - 1), unsampled))
 
 
 @lru_cache(maxsize=4096)

@@ -14,8 +14,7 @@ from torch import nn
 
 from fedpriv.accounting.accountants import delta
 from fedpriv.data.population import UserStore
-from fedpriv.engine.losses import cross_entropy
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy.layout import Layout, flat
