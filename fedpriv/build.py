@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.accounting.accountant import Bound
-from fedpriv.accounting.registry import accountant_named
+from fedpriv.accounting.accountants import accountant_named
 from fedpriv.config import (
     Config,
     LocalSection,

@@ -8,7 +8,7 @@ import sys
 from enum import StrEnum
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -23,18 +23,19 @@ Policy = StrEnum(
 Relation = StrEnum(
     "Relation", [("ADD_OR_REMOVE_ONE", "add-or-remove-one"), ("REPLACE_ONE", "replace-one")]
 )
-ExperimentFile = Annotated[Path, typer.Argument(help="the experiment, TOML", show_default=False)]
+
+
+def _option(text: str, *names: str, default: str | None = None, **more: Any) -> Any:
+    return typer.Option(*names, help=text, show_default=default or True, **more)
+
+
+ExperimentFile = Annotated[Path, typer.Argument(help="the experiment, TOML")]
 Assignments = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="replace a key, e.g. clipping.norm=0.3; may be repeated"),
+    list[str] | None, _option("replace a key, e.g. clipping.norm=0.3; may be repeated", "--set")
 ]
-RunFolder = Annotated[
-    Path | None, typer.Option("--out", help="folder of the run", show_default="runs/NAME-…")
-]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="go on with the run in --out, or start it there")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+RunFolder = Annotated[Path | None, _option("folder of the run", "--out", default="runs/NAME-…")]
+Resume = Annotated[bool, _option("go on with the run in --out, or start it there", "--resume")]
+AsJson = Annotated[bool, _option("print one JSON object", "--json")]
 
 
 app = typer.Typer(
@@ -50,15 +51,13 @@ _INTERRUPTED = 130
 
 ledger_app = typer.Typer(help="Look into, check and copy a privacy ledger.", no_args_is_help=True)
 
-ReadLedgerPath = Annotated[
-    Path, typer.Argument(help="the ledger file, or an export of it", show_default=False)
-]
+ReadLedgerPath = Annotated[Path, typer.Argument(help="the ledger file, or an export of it")]
 
 
 @ledger_app.command()
 def show(
     ledger: ReadLedgerPath,
-    last: Annotated[int | None, typer.Option(min=1, help="only the last so many rows")] = None,
+    last: Annotated[int | None, _option("only the last so many rows", min=1)] = None,
 ) -> None:
     """Print the charges of a ledger."""
     from fedpriv.report import tables
@@ -70,11 +69,9 @@ def show(
 def verify(
     ledger: ReadLedgerPath,
     participation: Annotated[
-        Path | None, typer.Option(help="record of who took part, to check the commitments too")
+        Path | None, _option("record of who took part, to check the commitments too")
     ] = None,
-    head: Annotated[
-        str | None, typer.Option(help="COUNT:HASH, a head that this ledger once had")
-    ] = None,
+    head: Annotated[str | None, _option("COUNT:HASH, a head that this ledger once had")] = None,
 ) -> None:
     """Check the hash chain of a ledger; exit code 2 and the first bad row if it is broken."""
     from fedpriv.report import tables
@@ -84,10 +81,8 @@ def verify(
 
 @ledger_app.command()
 def export(
-    ledger: Annotated[Path, typer.Argument(help="the ledger file", show_default=False)],
-    out: Annotated[
-        Path | None, typer.Option(help="file to write", show_default="the terminal")
-    ] = None,
+    ledger: Annotated[Path, typer.Argument(help="the ledger file")],
+    out: Annotated[Path | None, _option("file to write", default="the terminal")] = None,
 ) -> None:
     """Write a ledger as JSON lines, for anyone to check; never who took part."""
     from fedpriv.ledger.ledger import Ledger
@@ -102,13 +97,9 @@ def export(
 
 @app.command()
 def compare(
-    file: Annotated[Path, typer.Argument(help="the study, TOML", show_default=False)],
-    out: Annotated[
-        Path | None, typer.Option(help="folder of the study", show_default="studies/NAME")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="runs at once", show_default="cores")
-    ] = None,
+    file: Annotated[Path, typer.Argument(help="the study, TOML")],
+    out: Annotated[Path | None, _option("folder of the study", default="studies/NAME")] = None,
+    workers: Annotated[int | None, _option("runs at once", min=1, default="cores")] = None,
 ) -> None:
     """Run an experiment under several settings that all cost the same ε, and compare them.
 
@@ -121,14 +112,11 @@ def compare(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="folder of a run or a study", show_default=False)],
-    out: Annotated[
-        Path | None, typer.Option(help="file to write", show_default="report.html in FOLDER")
-    ] = None,
-    show: Annotated[bool, typer.Option("--open", help="open it in the browser")] = False,
+    folder: Annotated[Path, typer.Argument(help="folder of a run or a study")],
+    out: Annotated[Path | None, _option("file to write", default="report.html in FOLDER")] = None,
+    show: Annotated[bool, _option("open it in the browser", "--open")] = False,
     figures: Annotated[
-        Path | None,
-        typer.Option(help="draw a study as PNG and SVG into this folder; no page", metavar="DIR"),
+        Path | None, _option("draw a study as PNG and SVG into this folder; no page", metavar="DIR")
     ] = None,
 ) -> None:
     """Write one HTML page of a run or a study, which opens offline; ledgers are verified first."""
@@ -145,9 +133,7 @@ def report(
         print(file)  # noqa: T201
 
 
-Delta = Annotated[
-    float | None, typer.Option(help="δ", show_default="largest power of ten below 1/N")
-]
+Delta = Annotated[float | None, _option("δ", default="largest power of ten below 1/N")]
 
 
 @app.command()
@@ -156,10 +142,8 @@ def simulate(
     assignments: Assignments = None,
     out: RunFolder = None,
     resume: Resume = False,
-    engine: Annotated[Engine, typer.Option(help="where users train")] = Engine.IN_PROCESS,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="of the engine flower", show_default="2")
-    ] = None,
+    engine: Annotated[Engine, _option("where users train")] = Engine.IN_PROCESS,
+    workers: Annotated[int | None, _option("of the engine flower", min=1, default="2")] = None,
 ) -> None:
     """Train across simulated users, and print accuracy beside the (ε, δ) of the ledger."""
     if resume and out is None:
@@ -188,11 +172,9 @@ def plan(file: ExperimentFile, assignments: Assignments = None) -> None:
 def suggest(
     file: ExperimentFile,
     assignments: Assignments = None,
-    ledger: Annotated[
-        Path | None, typer.Option(help="ledger to charge", show_default="privacy.ledger")
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="rounds to ask and charge")] = 5,
-    quantile: Annotated[float, typer.Option(help="share of users not to be clipped")] = 0.5,
+    ledger: Annotated[Path | None, _option("ledger to charge", default="privacy.ledger")] = None,
+    rounds: Annotated[int, _option("rounds to ask and charge")] = 5,
+    quantile: Annotated[float, _option("share of users not to be clipped")] = 0.5,
 ) -> None:
     """Propose clipping norms for each vector group, from private rounds that are charged."""
     from fedpriv.run.commands import suggest_norms
@@ -204,15 +186,13 @@ def suggest(
 def epsilon(
     ledgers: Annotated[
         list[Path],
-        typer.Argument(
-            help="ledger files, or exports; several add up", show_default=False, metavar="LEDGER"
-        ),
+        typer.Argument(help="ledger files, or exports; several add up", metavar="LEDGER"),
     ],
     delta: Delta = None,
     target: Annotated[
-        float | None, typer.Option("--epsilon", help="print the δ that holds at this ε instead")
+        float | None, _option("print the δ that holds at this ε instead", "--epsilon")
     ] = None,
-    accountant: Annotated[str, typer.Option(help="name of an accountant, or all")] = "all",
+    accountant: Annotated[str, _option("name of an accountant, or all")] = "all",
     as_json: AsJson = False,
 ) -> None:
     """Print the ε that the releases of ledgers cost, for each run and in all."""
@@ -228,36 +208,42 @@ def epsilon(
 
 @app.command()
 def calibrate(
-    epsilon: Annotated[float, typer.Option(help="ε of the privacy budget", show_default=False)],
-    delta: Annotated[float, typer.Option(help="δ of the privacy budget", show_default=False)],
-    rounds: Annotated[int | None, typer.Option(help="T")] = None,
-    sampling_probability: Annotated[float | None, typer.Option(help="q in (0, 1]")] = None,
+    epsilon: Annotated[float, _option("ε of the privacy budget")],
+    delta: Annotated[float, _option("δ of the privacy budget")],
+    rounds: Annotated[int | None, _option("T")] = None,
+    sampling_probability: Annotated[float | None, _option("q in (0, 1]")] = None,
     noise_multiplier: Annotated[
-        float | None, typer.Option(help="z: the noise on a sum over its clipping norm")
+        float | None, _option("z: the noise on a sum over its clipping norm")
     ] = None,
-    policy: Annotated[Policy, typer.Option(help="how users are sampled")] = Policy.POISSON,
+    policy: Annotated[Policy, _option("how users are sampled")] = Policy.POISSON,
     relation: Annotated[
-        Relation | None,
-        typer.Option(help="neighbours", show_default="replace-one for fixed-size, else add-or-…"),
+        Relation | None, _option("neighbours", default="replace-one for fixed-size, else add-or-…")
     ] = None,
-    population: Annotated[int | None, typer.Option(help="N, for fixed-size sampling")] = None,
-    accountant: Annotated[str, typer.Option(help="name of an accountant")] = "tight",
+    population: Annotated[int | None, _option("N, for fixed-size sampling")] = None,
+    accountant: Annotated[str, _option("name of an accountant")] = "tight",
     as_json: AsJson = False,
 ) -> None:
     """Find the noise, the rounds or the sampling within (ε, δ); the other two are given.
 
     With all three given: how large a share of every round one more sum query may have.
     """
-    from fedpriv.accounting.calibration import Sampled, plan_within
+    from fedpriv.accounting.calibration import plan_within
     from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy
     from fedpriv.report import tables
 
     if relation is None:
         fixed = policy is Policy.FIXED_SIZE
         relation = Relation.REPLACE_ONE if fixed else Relation.ADD_OR_REMOVE_ONE
-    sampled = Sampled(SamplingPolicy(policy), NeighbouringRelation(relation), population)
     found = plan_within(
-        epsilon, delta, accountant, rounds, sampling_probability, noise_multiplier, sampled
+        epsilon,
+        delta,
+        rounds,
+        sampling_probability,
+        noise_multiplier,
+        SamplingPolicy(policy),
+        NeighbouringRelation(relation),
+        population,
+        accountant,
     )
     if as_json:
         tables.write_plan(found, sys.stdout)
@@ -268,7 +254,7 @@ def calibrate(
 @app.command()
 def curves(
     ledger: ReadLedgerPath,
-    out: Annotated[Path, typer.Option(help="folder to write to", show_default=False)],
+    out: Annotated[Path, _option("folder to write to")],
     delta: Delta = None,
     suffix: Annotated[FigureFormat, typer.Option("--format")] = FigureFormat.PNG,
 ) -> None:

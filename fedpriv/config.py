@@ -59,12 +59,12 @@ def checked(model: type[_Model], table: Mapping[str, object], source: str) -> _M
         raise InvalidValueError(f"{source}: {_sentence(table, error.errors()[0])}") from error
 
 
-def _sentence(table: object, error: ErrorDetails) -> str:
+def _sentence(table: Any, error: ErrorDetails) -> str:
     """One sentence for a validation error: the key, its value and what is legal."""
     keys: list[str] = []
     for part in error["loc"]:
         try:
-            table = table[part]  # type: ignore[index] - whatever a file holds
+            table = table[part]
         except (KeyError, IndexError, TypeError):
             if error["type"] != "missing":
                 break  # pydantic adds the names of the branches of a union
@@ -331,9 +331,9 @@ class AveragingSection(Section):
         weighted = self.weights == "examples"
         if {self.cap is not None, self.total_weight is not None} != {weighted}:
             raise ValueError(
-                f"cap is {self.cap} and total_weight is {self.total_weight}; both must be given "
-                'with weights = "examples", so that no user can move the average without bound, '
-                "and neither otherwise"
+                f"cap is {self.cap} and total_weight is {self.total_weight}; with weights = "
+                '"examples" both must be given, a bound on what one user can move and a public '
+                'estimate of the sum of all users\' weights, and with "equal" neither'
             )
         return self
 

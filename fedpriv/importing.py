@@ -120,14 +120,14 @@ class Choice(Generic[_Kind]):
         found: object = self.known.get(name) or import_function(what, name, InvalidValueError)
         if not (isinstance(found, type) and issubclass(found, self.kind)):
             given = "another class" if isinstance(found, type) else "no class"
-            raise InvalidValueError(
-                f"{what} is {given}; it must be derived from {path_of(self.kind)}"
-            )
-        taken = {
-            k: v for k, v in (optional or {}).items() if k in inspect.signature(found).parameters
-        }
-        check_options(what, found, [*options, *taken], InvalidValueError)
-        return call_imported(what, found, {**options, **taken}, InvalidValueError, raised_with)
+            wanted = path_of(self.kind)
+            raise InvalidValueError(f"{what} is {given}; it must be derived from {wanted}")
+        known = inspect.signature(found).parameters
+        taken = {k: v for k, v in (optional or {}).items() if k in known}
+        taken |= options
+        check_options(what, found, taken, InvalidValueError)
+        made = call_imported(what, found, taken, InvalidValueError, raised_with)
+        return cast(_Kind, made)
 
     def name_of(self, value: object) -> str:
         """The known name of an object's class, or its import path."""

@@ -18,7 +18,7 @@ from fedpriv.build import Enrolled, Experiment
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, StoppedError
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
-from fedpriv.run.run import Outcome, Rounds, carry_out, released_text
+from fedpriv.run.run import Outcome, carry_out, released_text
 from fedpriv.run.setup import RunSetup
 from fedpriv.server.authentication import Authentication, RateLimit
 from fedpriv.server.collection import Collection, End, prices, welcomes
@@ -26,22 +26,22 @@ from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.listener import Address, Endpoint, Listener, endpoint_of, listening
 from fedpriv.server.monitoring import Monitor
 from fedpriv.server.service import LedgerLines, Service, TransferLimits, status_at_start
-from fedpriv.training.rounds import Stop
+from fedpriv.training.rounds import OnRound, RoundResult, Stop
 from fedpriv.wire import Price, RunState, Status, encode_welcome
 
 _log = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 10.0  # the longest wait for nodes that read the ledger once more
-_IDLE_SECONDS = 1.0  # without a call, after which there is no such wait
+_IDLE_SECONDS = 1.0  # without a call, after which the wait is over
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long nodes are waited for."""
+    """How long the server waits for nodes."""
 
     deadline: float  # seconds from the offer to the end of a round
     absent: float  # seconds to wait for a node that is not connected
     fixed: bool  # whether every round takes until its deadline
-    nodes: int  # a round begins when at least so many are connected
+    nodes: int  # that must be connected before a round begins
 
 
 class GrpcTransport(Transport):
@@ -171,7 +171,9 @@ def serve(
             stack.enter_context(_stop_signals(asked, transport.stop))
             return transport
 
-        def follow(rows: Rounds, experiment: Experiment, first: int) -> Outcome:
+        def follow(
+            experiment: Experiment, first: int, run: Callable[[OnRound], Outcome]
+        ) -> Outcome:
             (listener,) = started
             console.print(
                 f"{experiment.plan.run}: listening on {listener.address}, "
@@ -180,7 +182,7 @@ def serve(
                 soft_wrap=True,
                 highlight=False,
             )
-            return _published(rows, listener, first, experiment.plan.rounds)
+            return _published(run, listener, first, experiment.plan.rounds)
 
         carry_out(setup, experiment, hosted, console, follow, clock=None)
         if not (leave or asked.is_set()):
@@ -197,7 +199,7 @@ def _served(
     records: PrivacyRecords,
     ledger: Path,
 ) -> Iterator[Listener]:
-    """Let nodes connect, and whoever may watch the numbers, until the block is left."""
+    """Accept connections, and serve the numbers for Prometheus, until the block is left."""
     plan, welcome_of = experiment.plan, welcomes(experiment.config, enrolment)
     for node in enrolment.nodes:
         encode_welcome(welcome_of(node))  # what cannot be sent is refused before nodes connect
@@ -216,25 +218,24 @@ def _served(
         yield stack.enter_context(serving)
 
 
-def _published(rows: Rounds, listener: Listener, first: int, rounds: int) -> Outcome:
+def _published(
+    run: Callable[[OnRound], Outcome], listener: Listener, first: int, rounds: int
+) -> Outcome:
     """Run the rounds and publish each; then tell nodes that the run is over, or the server."""
     service = listener.service
 
     def publish(status: Status) -> None:
         listener.call(lambda: service.publish(status))
 
+    def show(result: RoundResult) -> None:
+        _log.info(released_text(result, rounds))
+        waiting = replace(service.status, epsilon=result.epsilon, state=RunState.WAITING)
+        publish(replace(waiting, round=result.number))
+
     publish(replace(service.status, round=first))
     state, end = RunState.STOPPED, End.SHUTTING_DOWN
     try:
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration as stopped:
-                outcome: Outcome = stopped.value
-                break
-            _log.info(released_text(row, rounds))
-            waiting = replace(service.status, epsilon=row.epsilon, state=RunState.WAITING)
-            publish(replace(waiting, round=row.round + 1))
+        outcome = run(show)
         _log.info("the run ended: %s", outcome.stop)
         if outcome.stop is not Stop.ASKED:
             state, end = RunState.FINISHED, End.RUN_OVER

@@ -8,7 +8,7 @@ import logging
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -25,7 +25,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError
 from fedpriv.logs import LogFormat, configure
 from fedpriv.privacy.round import PrivacyRecords, Transport
-from fedpriv.run.run import Follow, Outcome, Rounds, carry_out, released_text
+from fedpriv.run.run import Follow, Outcome, carry_out, released_text
 from fedpriv.run.setup import RunSetup
 from fedpriv.server.collection import prices, task_of, welcomes
 from fedpriv.server.enrolment import Enrolment
@@ -36,6 +36,7 @@ from fedpriv.server.flower_grid import (
     shards,
     simulated_workers,
 )
+from fedpriv.training.rounds import OnRound
 from fedpriv.wire import Welcome, encode_welcome
 from fedpriv.wire.flower import SIMULATED, WELCOME, Simulated
 
@@ -84,7 +85,7 @@ def run_on_nodes(
 
 @dataclass(frozen=True)
 class GridSimulation:
-    """A simulation that is ready to begin on the workers of a grid, among whom users are spread."""
+    """A simulation that is ready to start, with its users spread among the workers of a grid."""
 
     setup: RunSetup
     experiment: Experiment
@@ -200,12 +201,8 @@ def main(grid: Grid, context: Context) -> None:
         stopping.set()
 
 
-def _log_rounds(rows: Rounds, experiment: Experiment, first: int) -> Outcome:
+def _log_rounds(experiment: Experiment, first: int, run: Callable[[OnRound], Outcome]) -> Outcome:
     """Log a line for each release."""
-    _log.info("round %d of %d is next", first, experiment.plan.rounds)
-    while True:
-        try:
-            _log.info(released_text(next(rows), experiment.plan.rounds))
-        except StopIteration as end:
-            outcome: Outcome = end.value
-            return outcome
+    rounds = experiment.plan.rounds
+    _log.info("round %d of %d is next", first, rounds)
+    return run(lambda result: _log.info(released_text(result, rounds)))

@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from fedpriv.build import Experiment, simulated
 from fedpriv.run.run import Follow, Outcome, carry_out
 from fedpriv.run.setup import RunSetup
 from fedpriv.server.ray_engine import run_on_ray, simulate_on_ray
-from fedpriv.training.rounds import RoundResult
+from fedpriv.training.rounds import OnRound
 from simulations.flower_usual import WORK, federate
 from simulations.flower_usual import app as usual_app
 
@@ -92,16 +92,8 @@ WAYS: dict[str, Callable[[int, int, int], Times]] = {
 def _noting(ends: list[float]) -> Follow:
     """Takes down when each round of ours ends."""
 
-    def follow(
-        rows: Generator[RoundResult, None, Outcome], _experiment: Experiment, _first: int
-    ) -> Outcome:
-        while True:
-            try:
-                next(rows)
-            except StopIteration as end:
-                outcome: Outcome = end.value
-                return outcome
-            ends.append(time.time())
+    def follow(_experiment: Experiment, _first: int, run: Callable[[OnRound], Outcome]) -> Outcome:
+        return run(lambda _result: ends.append(time.time()))
 
     return follow
 

@@ -8,7 +8,6 @@ disk is among them.
 
 import argparse
 import cProfile
-import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from fedpriv.accounting.registry import ACCOUNTANTS
+from fedpriv.build import settings_of
 from fedpriv.config import EngineSection
-from fedpriv.data.population import UserStore
+from fedpriv.data.population import Population, UserStore
 from fedpriv.engine.batches import schedule
 from fedpriv.engine.local_training import train_layers_chunk
 from fedpriv.engine.matmul import OuterProducts
@@ -28,18 +27,15 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.ledger.budget import PrivacyBudget
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.mechanism import Flat, Mechanism, Poisson
 from fedpriv.privacy.clipping_torch import integer_sum
-from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords, draw_cohort, release
-from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.run.evaluation import Evaluation
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.run import Cadence, conduct
+from fedpriv.run.run import conduct
+from fedpriv.run.simulate import experiment_of
 from fedpriv.training.checkpoint import save_checkpoint
-from fedpriv.training.optimizers import FedAvg, Parameters
-from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import close_round, initial_state
+from fedpriv.training.optimizers import FedAvg
+from fedpriv.training.rounds import close_round
 from simulations.throughput import LOCAL, WORKS, example_losses, request_of
 
 BESIDE = (
@@ -51,23 +47,6 @@ BESIDE = (
     "checkpoint",
     "figures",
 )
-
-
-def plan_of(task: Task, users: int, rounds: int) -> TrainingPlan:
-    """Cohorts of 100 users in expectation."""
-    layout = Layout.of(task.parameters())
-    return TrainingPlan(
-        run="overheads",
-        population="random images",
-        rounds=rounds,
-        layout=layout,
-        groups=flat(layout, 1.0),
-        noise_shares=(1.0,),
-        noise_multiplier=1.0,
-        sampling=PoissonSampling(users, 100 / users),
-        local=LOCAL,
-        optimizer=FedAvg(),
-    )
 
 
 def prepared(population: int = 1_000) -> InProcessTransport:
@@ -83,23 +62,20 @@ def prepared(population: int = 1_000) -> InProcessTransport:
 
 
 def run(folder: Path, engine: InProcessTransport, rounds: int) -> None:
-    """Train for some rounds, with all that is written to disk."""
-    task = engine.task
-    plan = plan_of(task, engine.users.population, rounds)
-    budget = PrivacyBudget(100.0, 1e-6, ACCOUNTANTS["tight"].upper_epsilon)
-    files = folder / "ledger", folder / "participation"
-    with PrivacyRecords.open(*files, plan.population, budget) as records:
-        state, entropy = initial_state(plan, task.parameters()), OperatingSystemEntropy()
-        cadence = Cadence(evaluate=rounds, checkpoint=1)
-        given = RunFolder(folder), plan, state, engine, records, entropy, unmeasured, cadence
-        for _ in conduct(*given, time.monotonic):
-            pass
-
-
-def unmeasured(model: Parameters) -> Evaluation:
-    """No evaluation: it is not of every round."""
-    del model
-    return Evaluation(math.nan, None)
+    """Train cohorts of 100 users in expectation, with all that is written to disk."""
+    population = Population("random images", engine.users, engine.users.examples_of(0))
+    sampling = Poisson(100 / engine.users.population)
+    mechanism = Mechanism(sampling, Flat(1.0), noise_multiplier=1.0, epsilon=100.0, delta=1e-6)
+    output = {"evaluate_every": rounds}  # evaluation is not of every round
+    server = FedAvg()
+    config = settings_of(
+        "overheads", population, engine.task, mechanism, LOCAL, server, rounds=rounds, output=output
+    )
+    experiment = experiment_of(config, population, engine.task, mechanism, LOCAL, server, "run")
+    files, name = (folder / "ledger", folder / "participation"), population.name
+    with PrivacyRecords.open(*files, name, experiment.budget) as records:
+        state, written = experiment.initial_state, RunFolder(folder)
+        conduct(written, experiment, state, engine, records, lambda _: None, time.monotonic)
 
 
 def parts_of(profile: cProfile.Profile) -> dict[str, float]:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from fedpriv.accounting.registry import ACCOUNTANTS
+from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.config import EngineSection
 from fedpriv.data.population import UserStore
 from fedpriv.data.synthetic import synthetic_population

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from fedpriv.accounting.registry import epsilon
+from fedpriv.accounting.accountants import epsilon
 from fedpriv.ledger.ledger import Ledger
 from tests.commandline import printed, refused, table
 
@@ -112,7 +112,7 @@ def test_suggestions_are_charged_and_training_gets_what_is_left(file: Path, tmp_
     shared = ["--set", f"privacy.ledger={ledger}"]
     printed("simulate", file, *shared, "--out", tmp_path / "run")
     with Ledger.open(ledger) as opened:
-        assert len(opened.runs()) == 2
+        assert len({row.run for row in opened.charges()}) == 2
         together = epsilon(opened.spent(), 1e-3)
         assert sum(event.count for event in opened.spent()) == 5
     assert 1.98 <= together.up <= 2.0
@@ -136,12 +136,18 @@ def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_p
         (["plan", "--set", "metrics.report.accuracy={a=1}"], "has no number 'a'"),
         (["plan", "--set", "metrics.report.acuracy={}"], "did you mean 'accuracy'"),
         (["plan", "--set", "metrics.share=0.95"], "must leave some to the update"),
-        (["plan", "--set", 'averaging.weights="examples"'], "so cap must be given"),
+        (
+            ["plan", "--set", 'averaging.weights="examples"'],
+            "cap is None and total_weight is None; with weights",
+        ),
         (
             ["plan", "--set", 'averaging.weights="examples"', "--set", "averaging.cap=5"],
-            "so it must be given: a public estimate",
+            "both must be given, a bound on what one user can move and a public estimate",
         ),
-        (["plan", "--set", "averaging.cap=5"], 'with weights = "examples" only'),
+        (
+            ["plan", "--set", "averaging.cap=5"],
+            'cap is 5 and total_weight is None; with weights = "examples" both must be given',
+        ),
         (["plan", "--set", "averaging.floor=2.0"], "floor is 2.0"),
         (["plan", "--set", "clipping.adaptive.quantile=1.5"], "quantile of adaptive clipping is"),
         (["plan", "--set", "clipping.norm=1.0"], "norm is given beside groups"),

@@ -9,11 +9,12 @@ import json
 import math
 import textwrap
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import altair as alt
@@ -107,27 +108,22 @@ def _style() -> alt.Config:
 def declared(
     kind: str,
     series: Sequence[Series],
+    words: Mapping[str, object] = MappingProxyType({}),
     name: str = "",
     x: Axis | None = None,
     y: Axis | None = None,
-    **words: object,
 ) -> Chart:
     """A chart of a kind in `texts`, filled in with words; its name and axes may be given."""
     told = texts()["charts"][kind]
-    private = not told.get("simulation_only")
-    caption = told["caption"] if private else f"{told['caption']} {texts()['simulation_only']}"
-    axes = []
-    for given, key in ((x, "x"), (y, "y")):
-        filled = {k: v.format(**words) if k == "name" else v for k, v in told.get(key, {}).items()}
-        axes.append(given or Axis(**filled))
-    return Chart(
-        name or kind,
-        told["title"].format(**words),
-        caption.format(**words),
-        *axes,
-        series,
-        simulation_only=not private,
-    )
+    marked = told.get("simulation_only", False)
+    caption = f"{told['caption']} {texts()['simulation_only']}" if marked else told["caption"]
+    title, caption = told["title"].format(**words), caption.format(**words)
+    x, y = x or _axis_of(told["x"], words), y or _axis_of(told["y"], words)
+    return Chart(name or kind, title, caption, x, y, series, marked)
+
+
+def _axis_of(told: Mapping[str, Any], words: Mapping[str, object]) -> Axis:
+    return Axis(**{**told, "name": told["name"].format(**words)})
 
 
 def spans_decades(values: Sequence[float]) -> bool:

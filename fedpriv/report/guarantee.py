@@ -123,7 +123,7 @@ def epsilon_chart(cost: Cost) -> Chart:
                 dashed=curve.bound is Bound.ESTIMATE,
             )
         )
-    return declared("epsilon", series, delta=cost.delta)
+    return declared("epsilon", series, {"delta": cost.delta})
 
 
 def delta_chart(curves: Curves) -> Chart:
@@ -150,7 +150,7 @@ def trade_off_chart(cost: Cost) -> Chart:
         Series("perfect privacy: guessing", ends, ends[::-1], dashed=True, marked=False, colour=7),
     ]
     percent = math.floor(misses * 1000) / 10
-    return declared("trade-off", series, false_alarms=_FALSE_ALARMS, misses=percent)
+    return declared("trade-off", series, {"false_alarms": _FALSE_ALARMS, "misses": percent})
 
 
 def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:

@@ -24,11 +24,17 @@ class SimulationOnlyRound:
     before clipping, and the norm of the clipped sum over the root mean square norm of its noise.
     """
 
-    number: int  # rounds released so far, this one included
+    round: int  # number, from 0
     simulation_only_group_norms: Figures = field(default_factory=dict)
     simulation_only_update_norms: Figures = field(default_factory=dict)
     simulation_only_clipped: Figures = field(default_factory=dict)
     simulation_only_signal_to_noise: Figures = field(default_factory=dict)
+    attempt: int = 0
+
+    @property
+    def number(self) -> int:
+        """Rounds released so far, this one included."""
+        return self.round + 1
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 from fedpriv import __version__
 from fedpriv.accounting.accountant import PrivacyLoss
+from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.pricing import Cost, cost_of
-from fedpriv.accounting.registry import accountant_named
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.budget import merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
@@ -152,7 +152,7 @@ def _front_charts(record: RunRecord) -> list[Chart]:
     """Accuracy against the ε spent until then, if accuracy was measured."""
     points, values = ACCURACY.line(record.rounds)
     line = Series("models of this run", [each.epsilon for each in points], values)
-    return [declared("front", [line], delta=record.delta)] if points else []
+    return [declared("front", [line], {"delta": record.delta})] if points else []
 
 
 def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
@@ -162,7 +162,7 @@ def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
     low = [value - width for value, width in zip(values, noise, strict=True)]
     high = [value + width for value, width in zip(values, noise, strict=True)]
     line = Series("released, ± 2 std. dev. of its noise", _numbers(found), values, low, high)
-    return declared("metric", [line], f"metric-{quote(name, safe='')}", metric=name)
+    return declared("metric", [line], {"metric": name}, f"metric-{quote(name, safe='')}")
 
 
 def _spent_chart(rounds: Sequence[RoundResult], delta: float, budget: float) -> Chart:
@@ -170,7 +170,7 @@ def _spent_chart(rounds: Sequence[RoundResult], delta: float, budget: float) -> 
     if math.isfinite(budget):
         ends = [rounds[0].number, rounds[-1].number]
         series.append(Series("budget", ends, [budget, budget], dashed=True, marked=False, colour=7))
-    return declared("spent", series, "epsilon", delta=delta)
+    return declared("spent", series, {"delta": delta}, "epsilon")
 
 
 def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
@@ -188,7 +188,7 @@ def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
         for line in norms
     ]
     if not all(record.simulation_only for record in records):
-        return [declared("norms", released, f"norms{end}", **words)]
+        return [declared("norms", released, words, f"norms{end}")]
     true = [
         replace(line, name=f"mean update norm of {line.name}", colour=colours[line.name])
         for line in _recorded(records, "group_norms")
@@ -196,8 +196,8 @@ def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
     ]
     layers = _recorded(records, "update_norms")
     return [
-        declared("update-norms", [*released, *true], f"norms{end}", **words),
-        declared("layers", layers, f"layers{end}", **words),
+        declared("update-norms", [*released, *true], words, f"norms{end}"),
+        declared("layers", layers, words, f"layers{end}"),
     ]
 
 

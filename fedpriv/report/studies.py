@@ -1,8 +1,6 @@
 """What a study found: charts and tables of its arms, printed, drawn, and for other programs."""
 
-import csv
-import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -127,7 +125,7 @@ def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
     series[names.index(study.baseline)] = Series(zero, ends, [0.0, 0.0], dashed=True, marked=False)
     y = Axis(f"{measure.name} minus baseline's", measure.unit)
     words = _words(measure) | {"baseline": study.baseline}
-    return declared("differences", series, x=_targets_axis(targets), y=y, **words)
+    return declared("differences", series, words, x=_targets_axis(targets), y=y)
 
 
 def varied_charts(study: Study, arms: Sequence[ArmSummary]) -> list[Chart]:
@@ -181,10 +179,10 @@ def measure_chart(
     **words: object,
 ) -> Chart:
     """A chart of a measure against something."""
-    return declared(kind, series, name, x, measure.axis, **_words(measure), **words)
+    return declared(kind, series, _words(measure) | words, name, x, measure.axis)
 
 
-def _words(measure: Measure) -> dict[str, str]:
+def _words(measure: Measure) -> dict[str, object]:
     return {
         "measure": measure.name,
         "Measure": measure.name.capitalize(),
@@ -292,17 +290,6 @@ def results_json(read: ReadStudy) -> str:
     return to_json(content, indent=2, inf_nan_mode="strings").decode() + "\n"
 
 
-def results_csv(read: ReadStudy) -> str:
-    """The arms as a table; entries of inner tables have columns of their own, a.b."""
-    return _csv(_flat(_arm_row(arm)) for arm in read.arms)
-
-
-def runs_csv(read: ReadStudy) -> str:
-    """The finished runs as a table."""
-    rows = [asdict(run) for run in read.runs]
-    return _csv(_flat({k: v for k, v in row.items() if k != "evaluations"}) for row in rows)
-
-
 def _arm_row(arm: ArmSummary) -> dict[str, object]:
     row = asdict(arm)
     for name in ("accuracy", "loss", "accuracy_difference", "loss_difference"):
@@ -372,22 +359,3 @@ def _rounds(arm: ArmSummary, level: float) -> str:
     median = "never" if found.median is None else f"{found.median:g}"
     some = found.reached not in {0, len(arm.seeds)}
     return f"{median}\n({found.reached} of {len(arm.seeds)})" if some else median
-
-
-def _flat(row: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in row.items():
-        inner = isinstance(value, Mapping)
-        flat |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return flat
-
-
-def _csv(rows: Iterable[Mapping[str, object]]) -> str:
-    """Rows with the columns of any of them, in the order they come."""
-    found = list(rows)
-    columns = dict.fromkeys(column for row in found for column in row)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(found)
-    return text.getvalue()

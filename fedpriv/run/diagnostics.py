@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -13,43 +13,32 @@ from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
 from fedpriv.training.plan import TrainingPlan
 
-Row = Mapping[str, object]
 
+class ObservedTransport(Transport):
+    """A transport of a simulation that also reports figures nobody may know about real users.
 
-@dataclass(frozen=True)
-class Watched(Transport):
-    """A transport of a simulation that tells what nobody may know of real users.
-
-    What it yields is what the transport within yields.
-
-    Attributes:
-        inner: trains the users; from `watched`.
-        plan: the plan of the run.
-        seen: diagnostics of the round that was collected last.
-        tell: is given a row for each round, whose figures are named simulation_only.
+    It yields what the wrapped transport yields, and calls `tell` with a row for each round, whose
+    figures are named simulation_only.
     """
 
-    inner: InProcessTransport
-    plan: TrainingPlan
-    seen: list[SimulationOnlyDiagnostics]
-    tell: Callable[[Row], None]
+    def __init__(
+        self,
+        transport: InProcessTransport,
+        plan: TrainingPlan,
+        tell: Callable[[Mapping[str, object]], None],
+    ) -> None:
+        self._diagnosed: list[SimulationOnlyDiagnostics] = []
+        self._transport = replace(transport, observer=self._diagnosed.append)
+        self._plan, self._tell = plan, tell
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
-        """Yield the partial sums of a round, and then tell of it."""
+        """Yield the partial sums of a round, then report its figures."""
         total = np.zeros(request.clipping.layout.dimension, np.int64)
-        for partial in self.inner.collect(request):
+        for partial in self._transport.collect(request):
             total += partial.total
             yield partial
-        ratios = signal_to_noise(self.plan, request, total)
-        self.tell(asdict(self.seen.pop()) | {"simulation_only_signal_to_noise": ratios})
-
-
-def watched(
-    transport: InProcessTransport, plan: TrainingPlan, tell: Callable[[Row], None]
-) -> Watched:
-    """A transport that also tells `tell` of each round."""
-    seen: list[SimulationOnlyDiagnostics] = []
-    return Watched(replace(transport, observer=seen.append), plan, seen, tell)
+        ratios = signal_to_noise(self._plan, request, total)
+        self._tell(asdict(self._diagnosed.pop()) | {"simulation_only_signal_to_noise": ratios})
 
 
 def signal_to_noise(
@@ -57,12 +46,8 @@ def signal_to_noise(
 ) -> dict[str, float]:
     """Norm of the sum of clipped updates over the root mean square norm of its noise, by layer.
 
-    Both are in the model's units, so that it is the same question under every way to clip.
-
-    Args:
-        plan: the plan of the run.
-        request: of the round.
-        total: [D] sum of the cohort's contributions, in steps.
+    Both are in the model's units, so that it is the same question under every way to clip. `total`
+    is the [D] sum of the cohort's contributions, in steps.
     """
     norms = [group.clipping_norm for group in request.clipping.groups[: len(plan.groups)]]
     query = plan.mechanism_at(tuple(norms)).query

@@ -1,7 +1,4 @@
-"""The server's own rows, which it measures released models on.
-
-Measuring a released model on rows that belong to no enrolled user.
-"""
+"""Measuring a released model on the server's own rows, which belong to no enrolled user."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +16,8 @@ from fedpriv.data.registry import load_population
 from fedpriv.engine.task import Task
 from fedpriv.errors import DataError
 from fedpriv.training.optimizers import Parameters
+
+_ROWS = 2_000  # at once
 
 
 def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
@@ -40,33 +39,19 @@ def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
     return rows
 
 
-_ROWS = 2_000  # at once
-
-
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a model is on held-out rows.
+    """How good a model is on held-out rows."""
 
-    Attributes:
-        loss: mean loss of the rows.
-        accuracy: share of right classes in [0, 1]; None if targets are not classes.
-    """
-
-    loss: float
-    accuracy: float | None
+    loss: float  # mean over rows
+    accuracy: float | None  # in [0, 1]; None if targets are not classes
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates models of one task on fixed rows.
+    """Evaluates models of one task on fixed rows, in evaluation mode (no dropout).
 
-    The rows are the server's own: no enrolled user trains on them, and the guarantee does not
-    speak of them. The model is evaluated in its evaluation mode (no dropout).
-
-    Attributes:
-        task: model and loss.
-        rows: name of field → array [rows, …].
-        device: where to evaluate.
+    No enrolled user trains on these rows, and the guarantee does not speak of them.
     """
 
     task: Task
@@ -87,12 +72,8 @@ class Evaluator:
             inputs = torch.tensor(x[start : start + _ROWS], device=self.device)
             targets = torch.tensor(y[start : start + _ROWS], device=self.device)
             outputs = functional_call(model, tensors, (inputs,))
-            losses = self.task.loss(outputs, targets)
-            loss += float(
-                losses.double().flatten(1).mean(1).sum()
-                if losses.dim() > 1
-                else losses.double().sum()
-            )
+            losses = self.task.loss(outputs, targets).double()
+            loss += float(losses.reshape(len(inputs), -1).mean(1).sum())
             if not targets.dtype.is_floating_point and outputs.dim() == targets.dim() + 1:
                 right += int((outputs.argmax(1) == targets).sum())
                 classes += targets.numel()

@@ -2,159 +2,137 @@
 
 import fcntl
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.studies.results import SIMULATION_ONLY, finite
+from fedpriv.errors import DataError, InvalidValueError, writing
+from fedpriv.report.records import SimulationOnlyRound
 from fedpriv.training.checkpoint import naming
 from fedpriv.training.rounds import RoundResult
 
-_RESULTS = TypeAdapter(list[RoundResult])
+_Row = TypeVar("_Row")
 
 
-def reason(error: ValidationError | UnicodeDecodeError) -> str:
-    """What is wrong with a line, in few words."""
-    if isinstance(error, UnicodeDecodeError):
-        return str(error)
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+class _File:
+    """Where a file or a folder lies in that of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: "RunFolder", _kind: object) -> Path:
+        return folder.path / self._name
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Files of one run.
-
-    Attributes:
-        path: the folder.
-    """
+    """Files of one run."""
 
     path: Path
 
-    @property
-    def plan(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "plan.toml"
-
-    @property
-    def plan_digest(self) -> Path:
-        """Digest of the plan that the run began with, to which resuming it is bound."""
-        return self.path / "plan.sha256"
-
-    @property
-    def ledger(self) -> Path:
-        """The ledger, unless the run charges a shared one."""
-        return self.path / "ledger.sqlite"
+    plan = _File("plan.toml")  # the resolved configuration
+    plan_digest = _File("plan.sha256")  # of the plan it began with; resuming is bound to it
+    ledger = _File("ledger.sqlite")  # unless the run charges a shared one
+    metrics = _File("metrics.jsonl")  # one object per release, in the order of release
+    simulation_only = _File("simulation_only.jsonl")  # per round, what no guarantee covers
+    checkpoints = _File("checkpoints")  # of the server's states
+    model = _File("model.safetensors")  # after the last round
+    tensorboard = _File("tensorboard")  # event files, if they were asked for
 
     def participation_of(self, ledger: Path) -> Path:
         """Who took part, beside the ledger that commits to it; readable by its owner only."""
         return ledger.with_suffix(".participation.sqlite")
 
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per release, in the order of release."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def simulation_only(self) -> Path:
-        """One JSON object per round of a simulation, of figures that no guarantee covers."""
-        return self.path / SIMULATION_ONLY
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the server's states."""
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """The model after the last round."""
-        return self.path / "model.safetensors"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of event files, if they were asked for."""
-        return self.path / "tensorboard"
-
     def create(self) -> None:
-        """Make the folder.
-
-        Raises:
-            InvalidValueError: it holds a run already, or cannot be made.
-        """
+        """Make the folder, unless it holds a run already."""
         if self.plan.exists():
             raise InvalidValueError(
                 f"{self.path} holds a run already; resume it or choose another folder"
             )
-        try:
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidValueError(f"{self.path} cannot be made: {error.strerror}") from error
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep other processes from the run until the block is left, or this process ends.
-
-        Two that went on with one run would write over each other's checkpoints.
-
-        Raises:
-            InvalidValueError: another process holds it.
-        """
-        with self.plan.open("r+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise InvalidValueError(
-                    f"{self.path} holds a run that another process is at; stop that one first"
-                ) from error
-            yield
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
         """Add a line; a line that a crash cut short is ended first."""
-        self._append(self.metrics, row)
+        _append(self.metrics, row)
 
     def append_simulation_only(self, row: Mapping[str, object]) -> None:
         """Add a line; numbers that are not finite are null."""
-        self._append(self.simulation_only, finite(row))
-
-    def _append(self, path: Path, row: object) -> None:
-        with naming(path), path.open("a+b") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - 1, 0))
-            if file.read(1) not in (b"", b"\n"):
-                file.write(b"\n")
-            file.write(json.dumps(row).encode() + b"\n")
+        _append(self.simulation_only, _finite(row))
 
     def read_metrics(self) -> Iterator[dict[str, object]]:
         """Rows of all releases; lines that a crash cut short are left out."""
-        return self._read(self.metrics)
+        return _read(self.metrics)
 
     def results(self) -> list[RoundResult]:
-        """Results of all rounds, of the last attempt at each, in order.
-
-        Raises:
-            DataError: a line cannot be read.
-        """
-        try:
-            rows = _RESULTS.validate_python(list(self.read_metrics()))
-        except (ValidationError, UnicodeDecodeError) as error:
-            raise DataError(f"{self.metrics} cannot be read as metrics: {reason(error)}") from error
-        last = {row.round: row for row in rows}
+        """Results of all rounds, of the last attempt at each, in order."""
+        last = {row.round: row for row in _rows(RoundResult, self.metrics, "metrics")}
         return [last[number] for number in sorted(last)]
 
-    def read_simulation_only(self) -> Iterator[dict[str, object]]:
-        """Rows of all rounds that were collected, released or not; likewise."""
-        return self._read(self.simulation_only)
+    def collected(self) -> list[SimulationOnlyRound]:
+        """Figures of all rounds that were collected, released or not."""
+        return _rows(SimulationOnlyRound, self.simulation_only, "figures of rounds")
 
-    def _read(self, path: Path) -> Iterator[dict[str, object]]:
-        if not path.exists():
-            return
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
+
+def _rows(kind: type[_Row], path: Path, what: str) -> list[_Row]:
+    try:
+        rows: list[_Row] = TypeAdapter(list[kind]).validate_python(list(_read(path)))  # type: ignore[valid-type]
+    except (UnicodeDecodeError, ValidationError) as error:
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise DataError(f"{path} cannot be read as {what}: {reason}") from error
+    return rows
+
+
+@contextmanager
+def held(path: Path, what: str) -> Iterator[None]:
+    """Keep other processes from a file or a folder until the block is left or this process ends.
+
+    Two that went on with one run would write over each other's checkpoints. If another process
+    holds it, an InvalidValueError begins with `what`.
+    """
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InvalidValueError(
+                f"{what} that another process is at; stop that one first"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _append(path: Path, row: object) -> None:
+    with naming(path), path.open("a+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        if file.read(1) not in (b"", b"\n"):
+            file.write(b"\n")
+        file.write(json.dumps(row).encode() + b"\n")
+
+
+def _read(path: Path) -> Iterator[dict[str, object]]:
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def _finite(value: object) -> object:
+    """A value of JSON with null for numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

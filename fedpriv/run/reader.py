@@ -1,47 +1,20 @@
-"""Reading a run back from its folder and its ledger, which is verified first.
-
-`fedpriv report`: one HTML page of a run or a study, from its folder and its ledgers.
-"""
+"""Reading a run back from its folder and its ledger, which is verified first; its report."""
 
 import webbrowser
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-from pydantic import TypeAdapter, ValidationError
 
 from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.config import load_config
-from fedpriv.errors import DataError, InvalidValueError, LedgerError
+from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.report.page import Page, render, write_page
-from fedpriv.report.records import (
-    Figures,
-    RunRecord,
-    SimulationOnlyRound,
-    Verification,
-)
+from fedpriv.report.records import RunRecord, Verification
 from fedpriv.report.run_page import page_of_run
 from fedpriv.report.study_page import page_of_study
-from fedpriv.run.folder import RunFolder, reason
+from fedpriv.run.folder import RunFolder
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
-from fedpriv.training.rounds import RoundResult
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What is read of a line of figures that are not private."""
-
-    round: int
-    attempt: int
-    simulation_only_group_norms: Figures = field(default_factory=dict)
-    simulation_only_update_norms: Figures = field(default_factory=dict)
-    simulation_only_clipped: Figures = field(default_factory=dict)
-    simulation_only_signal_to_noise: Figures = field(default_factory=dict)
-
-
-_SEEN = TypeAdapter(list[_Seen])
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -65,15 +38,15 @@ def read_run(folder: Path) -> RunRecord:
         charges = tuple(ledger.charges())
         content = LedgerContent(path, ledger.ledger_id, ledger.population_name, charges)
         head = ledger.head
-    rows = run.results()
-    charged = {charge.hash: charge for charge in charges}
-    for row in rows:
-        found = charged.get(row.charge)
-        if found is None or (found.run, found.round) != (config.run, row.round):
+    results = run.results()
+    charged = {charge.hash: (charge.run, charge.round) for charge in charges}
+    for result in results:
+        if charged.get(result.charge) != (config.run, result.round):
             raise LedgerError(
-                f"ledger {path} does not have the charge of round {row.round} of {run.path}; "
+                f"ledger {path} does not have the charge of round {result.round} of {run.path}; "
                 "its ε would leave out what was released"
             )
+    released = {(result.round, result.attempt) for result in results}
     return RunRecord(
         name=config.run or config.name,
         folder=folder,
@@ -83,9 +56,12 @@ def read_run(folder: Path) -> RunRecord:
         budget=config.privacy.epsilon,
         accountant=config.privacy.accountant,
         ledger=content,
-        verification=Verification(head, cohorts, len(rows)),
-        rounds=tuple(rows),
-        simulation_only=_simulation_only(run, rows),
+        verification=Verification(head, cohorts, len(results)),
+        rounds=tuple(results),
+        # Of the attempts that were released.
+        simulation_only=tuple(
+            each for each in run.collected() if (each.round, each.attempt) in released
+        ),
     )
 
 
@@ -101,37 +77,14 @@ def _verified(ledger: Ledger, participation: Path) -> bool:
     return True
 
 
-def _simulation_only(run: RunFolder, rows: list[RoundResult]) -> tuple[SimulationOnlyRound, ...]:
-    """True figures of the attempts that were released."""
-    try:
-        seen = _SEEN.validate_python(list(run.read_simulation_only()))
-    except (ValidationError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{run.simulation_only} cannot be read as figures of rounds: {reason(error)}"
-        ) from error
-    numbers = {(row.round, row.attempt): row.number for row in rows}
-    found = {}
-    for each in seen:
-        figures = asdict(each)
-        number = numbers.get((figures.pop("round"), figures.pop("attempt")))
-        if number is not None:
-            found[number] = SimulationOnlyRound(number, **figures)
-    return tuple(found[number] for number in sorted(found))
+def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -> Path:
+    """Write the report of a run or a study as one HTML page, and return the file.
 
-
-def write_report(folder: Path, out: Path | None, *, show: bool) -> Path:
-    """Write the report of a run or a study and return the file.
-
-    Args:
-        folder: of the run or the study.
-        out: the file; by default report.html in the folder.
-        show: whether to open it in the browser of the machine.
+    By default it is report.html in the folder; `show` opens it in the browser of this machine.
 
     Raises:
-        InvalidValueError: the folder holds no run or study, or the file cannot be written.
-        DataError: metrics or results cannot be read.
-        LedgerError: a ledger cannot be believed, or does not have the charge of a release.
-        UnsupportedEventError: the plan's accountant has no analysis of a ledger.
+        FedprivError: the folder holds no run or study that can be read, its ledger cannot be
+            believed, or the file cannot be written.
     """
     path = out or folder / "report.html"
     write_page(render(_page(folder)), path)
@@ -149,7 +102,7 @@ def _page(folder: Path) -> Page:
                 "verifies; --figures draws what results can show"
             )
         return page_of_study(
-            read, {cell: read_run(read.run_folder(cell)) for cell, _ in read.finished}
+            read, {cell: read_run(folder / cell.path) for cell, _ in read.finished}
         )
     plan = RunFolder(folder).plan
     if not plan.exists():

@@ -1,4 +1,4 @@
-"""How a run starts or goes on: its name, its folder, its settings, and what they must not be."""
+"""How a run starts or resumes: its name, folder and settings, and which settings are refused."""
 
 import os
 from dataclasses import dataclass
@@ -22,45 +22,28 @@ from fedpriv.training.plan import TrainingPlan
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What is known of a run before its plan is made.
+    """What is known of a run before its plan is made."""
 
-    Attributes:
-        config: the settings; of a run that goes on, with the noise that it started with.
-        run: its name in the ledger.
-        folder: where it is written.
-        ledger: what it charges.
-        resuming: whether it goes on.
-    """
-
-    config: Config
-    run: str
+    config: Config  # of a resumed run, with the noise that it started with
+    run: str  # its name in the ledger
     folder: RunFolder
     ledger: Path
     resuming: bool
 
     @classmethod
     def of(cls, file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Self:
-        """Read an experiment, and the folder of the run if it is to go on.
+        """Read an experiment, with "a.b=value" overrides; by default `out` is new, under runs/.
 
-        Args:
-            file: the experiment, TOML.
-            assignments: "a.b=value" overrides.
-            out: folder of the run; by default a new one under runs/.
-            resume: go on with the run in `out`, or start it if there is none.
-
-        Raises:
-            InvalidValueError: a file cannot be read or used.
+        With `resume`, the run in `out` is resumed, or started if there is none.
         """
         return cls.at(load_config(file, assignments), out, resume=resume)
 
     @classmethod
     def at(cls, config: Config, out: Path | None, *, resume: bool) -> Self:
-        """As `of`, of settings that are read already.
-
-        Raises:
-            InvalidValueError: the folder of the run cannot be read.
-        """
-        run = _run_name(config)
+        """As `of`, of settings that are read already."""
+        # A seeded run can be repeated, so its name is the same each time.
+        suffix = os.urandom(4).hex() if config.seed is None else f"seed{config.seed}"
+        run = config.run or f"{config.name}-{suffix}"
         folder = RunFolder(out or Path("runs") / run)
         ledger = Path(config.privacy.ledger) if config.privacy.ledger else folder.ledger
         resuming = resume and folder.plan.exists()
@@ -70,33 +53,25 @@ class RunSetup:
 
     @property
     def spent(self) -> list[RoundEvent]:
-        """What noise is to be calibrated to; a run that goes on was calibrated when it started."""
-        return [] if self.resuming else spent_in(self.ledger)
+        """What the noise is calibrated beside; a resumed run was calibrated when it started."""
+        if self.resuming or not self.ledger.exists():
+            return []
+        with Ledger.open(self.ledger) as ledger:
+            return ledger.spent()
 
     def on_nodes(self, section: FederationSection, users: Enrolled) -> Experiment:
-        """The experiment on users that nodes host.
-
-        Args:
-            section: says where the server's held-out rows are.
-            users: those who are enrolled.
-
-        Raises:
-            FedprivError: something does not fit; the message says what.
-        """
+        """The experiment with these users, who are at nodes."""
         self.refuse_true_figures("on nodes")
-        self._refuse_unbounded_work()
+        if self.config.local.max_examples is None:
+            raise InvalidValueError(
+                "local.max_examples is absent; on nodes it must be given, since a user with very "
+                "many examples would take the time of all others of its node"
+            )
         held_out = held_out_rows(self.config, section)
         return build(self.config, self.run, users, held_out, self.spent)
 
     def refuse_true_figures(self, where: str) -> None:
-        """Refuse what only a simulation in one process can know or do.
-
-        Args:
-            where: the run is to be.
-
-        Raises:
-            InvalidValueError: the configuration asks for it.
-        """
+        """Refuse what only a simulation in one process can know or do."""
         if self.config.output.simulation_only:
             raise InvalidValueError(
                 f"output.simulation_only is true; {where} it must be false, since only a "
@@ -108,21 +83,8 @@ class RunSetup:
                 f"{', '.join(ALGORITHMS)}, since others are not known there"
             )
 
-    def _refuse_unbounded_work(self) -> None:
-        """Refuse a plan in which one user can take all the time that a node has."""
-        if self.config.local.max_examples is None:
-            raise InvalidValueError(
-                "local.max_examples is absent; on nodes it must be given, since a user with very "
-                "many examples would take the time of all others of its node"
-            )
-
     def write_plan(self, experiment: Experiment) -> None:
-        """Make the folder with the resolved plan; of a run that goes on, refuse another one.
-
-        Raises:
-            InvalidValueError: the folder holds a run already, or cannot be made; or as for
-                `refuse_other_plan`.
-        """
+        """Make the folder with the resolved plan; of a resumed run, refuse another plan."""
         if self.resuming:
             self.refuse_other_plan(experiment.plan)
             return
@@ -132,36 +94,14 @@ class RunSetup:
         write_atomically(self.folder.plan, _resolved_plan(experiment).encode())
 
     def refuse_other_plan(self, plan: TrainingPlan) -> None:
-        """Refuse to go on with another plan than the run began with, however far it has come.
-
-        Raises:
-            InvalidValueError: the run goes on and its plan is another, or not known any more.
-        """
-        if not self.resuming:
-            return
+        """Refuse to resume with another plan than the run began with, however far it has come."""
         path = self.folder.plan_digest
         begun = path.read_text("ascii", "replace").strip() if path.exists() else "unknown"
-        if begun != plan.digest:
+        if self.resuming and begun != plan.digest:
             raise InvalidValueError(
                 f"by {path} the run began with plan {begun[:12]!r}, this is {plan.digest[:12]!r}; "
                 "a run can only be resumed with the plan it began with"
             )
-
-
-def _run_name(config: Config) -> str:
-    """Name that is new for each run, except of a seeded one, which can be repeated."""
-    if config.run:
-        return config.run
-    suffix = os.urandom(4).hex() if config.seed is None else f"seed{config.seed}"
-    return f"{config.name}-{suffix}"
-
-
-def spent_in(ledger: Path) -> list[RoundEvent]:
-    """What a ledger holds; nothing if there is none yet."""
-    if not ledger.exists():
-        return []
-    with Ledger.open(ledger) as opened:
-        return opened.spent()
 
 
 def _as_begun(folder: RunFolder, config: Config) -> tuple[str, Config]:
@@ -191,9 +131,8 @@ def _resolved_plan(experiment: Experiment) -> str:
         "parameters": plan.layout.dimension,
         "software": ", ".join(f"{name} {number}" for name, number in versions().items()),
     }
-    facts |= {
-        f"group {q.group}": f"clipping norm {q.clipping_norm:g}, noise stddev {q.noise_stddev:g}"
-        for q in plan.mechanism.query.events
-    }
+    for query in plan.mechanism.query.events:
+        stated = f"clipping norm {query.clipping_norm:g}, noise stddev {query.noise_stddev:g}"
+        facts[f"group {query.group}"] = stated
     head = "".join(f"# {name}: {value}\n" for name, value in facts.items())
     return head + tomli_w.dumps(experiment.config.model_dump(exclude_none=True))

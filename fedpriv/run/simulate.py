@@ -26,19 +26,19 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.importing import path_of
 from fedpriv.mechanism import Mechanism
-from fedpriv.privacy.round import LocalTraining, Transport
-from fedpriv.run.diagnostics import watched
+from fedpriv.privacy.round import LocalTraining, PrivacyRecords, Transport
+from fedpriv.run.diagnostics import ObservedTransport
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.reader import write_report
-from fedpriv.run.run import Follow, Outcome, carry_out
+from fedpriv.run.run import Outcome, carry_out
 from fedpriv.run.setup import RunSetup
 from fedpriv.training.optimizers import FedAvg, ServerOptimizer
-from fedpriv.training.rounds import OnRound, RoundResult, Stop
+from fedpriv.training.rounds import OnRound, RoundResult, ServerState, Stop
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_FEDAVG = FedAvg()
+FEDAVG = FedAvg()
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,19 @@ class Run:
 
     Attributes:
         folder: where the run is written: plan, ledger, metrics, checkpoints, model.
-        experiment: what was run.
-        outcome: how it ended.
+        task: model and loss.
+        stop: why it ended.
+        state: the server's state at the end, all of it released.
+        accuracy: of the last model on held-out rows; None if targets are not classes.
+        loss: mean loss of the last model on held-out rows.
     """
 
     folder: Path
-    experiment: Experiment
-    outcome: Outcome
+    task: Task
+    stop: Stop
+    state: ServerState
+    accuracy: float | None
+    loss: float
 
     @cached_property
     def rounds(self) -> tuple[RoundResult, ...]:
@@ -66,43 +72,23 @@ class Run:
         return self.rounds[-1].epsilon if self.rounds else 0.0
 
     @property
-    def accuracy(self) -> float | None:
-        """Accuracy of the last model on held-out rows; None if targets are not classes."""
-        return self.outcome.evaluation.accuracy
-
-    @property
-    def loss(self) -> float:
-        """Mean loss of the last model on held-out rows."""
-        return self.outcome.evaluation.loss
-
-    @property
-    def stop(self) -> Stop:
-        """Why the run ended."""
-        return self.outcome.stop
-
-    @property
     def model(self) -> nn.Module:
         """A copy of the task's model with the released parameters and running statistics."""
-        model = copy.deepcopy(self.experiment.task.model)
-        tensors = {n: torch.tensor(t) for n, t in self.outcome.state.model.items()}
+        model = copy.deepcopy(self.task.model)
+        tensors = {n: torch.tensor(t) for n, t in self.state.model.items()}
         model.load_state_dict(tensors, strict=False)
         return model
 
     def to_pandas(self) -> "pd.DataFrame":
-        """One row a round, one column for every released number.
-
-        Raises:
-            InvalidValueError: pandas is not installed.
-        """
+        """One row a round, one column for every released number; pandas must be installed."""
         return frame({"round": each.number, **each.scalars} for each in self.rounds)
 
     def report(self, out: Path | str | None = None) -> Path:
-        """Verify the ledger, write the report of the run as one HTML file, and return its path.
+        """Verify the ledger, write the report as one HTML file, and return its path.
 
-        Args:
-            out: the file; by default report.html in the folder of the run.
+        By default it is report.html in the folder of the run.
         """
-        return write_report(self.folder, Path(out) if out else None, show=False)
+        return write_report(self.folder, Path(out) if out else None)
 
 
 def simulate(
@@ -111,7 +97,7 @@ def simulate(
     mechanism: Mechanism,
     *,
     local: LocalTraining,
-    server: ServerOptimizer = _FEDAVG,
+    server: ServerOptimizer = FEDAVG,
     rounds: int | None = None,
     out: Path | str | None = None,
     resume: bool = False,
@@ -167,8 +153,12 @@ def simulate(
     Raises:
         FedprivError: something does not fit, or the run cannot go on; the message says what.
     """
-    _check_noise(mechanism)
     planned = rounds if rounds is not None else mechanism.rounds
+    if mechanism.noise_multiplier is None:
+        raise InvalidValueError(
+            "the mechanism has no noise_multiplier; calibrate(epsilon=..., delta=..., rounds=...) "
+            "returns one that has"
+        )
     if planned is None:
         raise InvalidValueError("rounds is absent; the mechanism was not calibrated for a number")
     if resume and out is None:
@@ -194,24 +184,26 @@ def simulate(
         },
     )
     setup = RunSetup.at(config, Path(out) if out else None, resume=resume)
-    begun = setup.config.privacy.noise_multiplier
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
+        begun = setup.config.privacy.noise_multiplier
         mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
-    experiment = experiment_of(setup.config, setup.run, population, task, mechanism, local, server)
-    told = {f"{number}: {path_of(each)}": each for number, each in enumerate(on_round)}
-    experiment = replace(experiment, on_round=told)
-    outcome = _run(setup, experiment, experiment.in_process(population.users), Console(quiet=quiet))
-    return Run(setup.folder.path, experiment, outcome)
+    experiment = experiment_of(setup.config, population, task, mechanism, local, server, setup.run)
+    callbacks = {f"{number}: {path_of(each)}": each for number, each in enumerate(on_round)}
+    experiment = replace(experiment, on_round=callbacks)
+    transport, console = experiment.in_process(population.users), Console(quiet=quiet)
+    outcome = _run(setup, experiment, transport, console)
+    accuracy, loss = outcome.evaluation.accuracy, outcome.evaluation.loss
+    return Run(setup.folder.path, task, outcome.stop, outcome.state, accuracy, loss)
 
 
 def experiment_of(
     config: Config,
-    run: str,
     population: Population,
     task: Task,
     mechanism: Mechanism,
     local: LocalTraining,
     server: ServerOptimizer,
+    run: str = "",
 ) -> Experiment:
     """The experiment of Python values, whose settings are recorded as `config`; see `resolve`."""
     users = Enrolled(population.name, population.users.population)
@@ -219,50 +211,25 @@ def experiment_of(
     return resolve(config, run, users, population.test, task, mechanism, local, server, text)
 
 
-def run_simulation(
-    file: Path,
-    assignments: list[str],
-    out: Path | None,
-    *,
-    resume: bool,
-    follow: Follow | None = None,
-) -> None:
+def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> None:
     """Run or resume the experiment of a file in this process, and print how it went.
 
-    Args:
-        file: the experiment, TOML.
-        assignments: "a.b=value" overrides.
-        out: folder of the run; by default a new one under runs/.
-        resume: go on with the run in `out`, or start it if there is none.
-        follow: as for `carry_out`.
-
-    Raises:
-        FedprivError: something is wrong with the input; the message says what.
+    Arguments and errors as for `RunSetup.of` and `carry_out`.
     """
     setup = RunSetup.of(file, assignments, out, resume=resume)
     experiment, transport = simulated(setup.config, setup.run, setup.spent)
-    _run(setup, experiment, transport, Console(), follow)
+    _run(setup, experiment, transport, Console())
 
 
 def _run(
-    setup: RunSetup,
-    experiment: Experiment,
-    transport: InProcessTransport,
-    console: Console,
-    follow: Follow | None = None,
+    setup: RunSetup, experiment: Experiment, transport: InProcessTransport, console: Console
 ) -> Outcome:
-    reached: Transport = transport
-    if experiment.config.output.simulation_only:
-        reached = watched(transport, experiment.plan, setup.folder.append_simulation_only)
-    return carry_out(setup, experiment, lambda _experiment, _books: reached, console, follow)
+    def hosted(experiment: Experiment, _records: PrivacyRecords) -> Transport:
+        if not experiment.config.output.simulation_only:
+            return transport
+        return ObservedTransport(transport, experiment.plan, setup.folder.append_simulation_only)
 
-
-def _check_noise(mechanism: Mechanism) -> None:
-    if mechanism.noise_multiplier is None:
-        raise InvalidValueError(
-            "the mechanism has no noise_multiplier; calibrate(epsilon=..., delta=..., rounds=...) "
-            "returns one that has"
-        )
+    return carry_out(setup, experiment, hosted, console)
 
 
 def frame(rows: Iterable[Mapping[str, object]]) -> "pd.DataFrame":

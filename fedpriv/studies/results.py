@@ -1,22 +1,16 @@
-"""Means over seeds with their confidence intervals.
+"""What the runs of a study came to: the result of each, means over seeds, and a verdict in words.
 
-What one run of a study came to, as the file that marks it finished.
-
-What the finished runs of a study say of each arm.
-
-Reading the folder of a study, finished or not.
-
-What a study says, in sentences.
+The folder of a study holds `study.toml` and, for each run, a run folder in which `result.json` is
+written last: a run without it is not finished.
 """
 
-import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from scipy import stats
@@ -24,18 +18,19 @@ from scipy import stats
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.studies.study import RUNS, Cell, Study, Target, load_study
 
+STUDY = "study.toml"
+RESULT = "result.json"
+ALL_RESULTS = "runs.jsonl"
 CONFIDENCE = 0.95
+_FEW = 3  # arms that a sentence names; tables have the rest
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds, with Student's interval around it.
+    """A mean over seeds and Student's interval mean ± half_width around it.
 
-    Attributes:
-        mean: of the values.
-        half_width: the interval is mean ± half_width; None if there is one value only, which says
-            nothing of its spread.
-        count: number of values.
+    The half width is None for a single value, which says nothing about spread, and NaN if a value
+    is not finite, such as the loss of a model that diverged.
     """
 
     mean: float
@@ -43,23 +38,18 @@ class Interval:
     count: int
 
     @classmethod
-    def of(cls, values: Sequence[float], confidence: float = CONFIDENCE) -> Self:
-        """t-interval of independent values: x̄ ± t_{(1+c)/2, n−1}·s/√n.
+    def of(cls, values: Sequence[float]) -> Self:
+        """t-interval of independent values: x̄ ± t_{(1+c)/2, n−1}·s/√n with c = 95%.
 
-        It covers the true mean with probability `confidence` if values are normal. It speaks of
-        other seeds on the same users, not of other users. If a value is not finite, as the loss of
-        a model that diverged, the half width is NaN.
-
-        Args:
-            values: at least one.
-            confidence: c in (0, 1).
+        It covers the true mean with probability c if values are normal. It speaks of other seeds on
+        the same users, not of other users.
         """
         count = len(values)
         mean = sum(values) / count  # fsum refuses infinities of both signs
         if count == 1:
             return cls(mean, None, 1)
         variance = sum((value - mean) ** 2 for value in values) / (count - 1)
-        quantile = float(stats.t.ppf((1.0 + confidence) / 2.0, count - 1))
+        quantile = float(stats.t.ppf((1.0 + CONFIDENCE) / 2.0, count - 1))
         return cls(mean, quantile * math.sqrt(variance / count), count)
 
     @property
@@ -73,186 +63,121 @@ class Interval:
         return None if self.half_width is None else self.mean + self.half_width
 
 
-RESULT = "result.json"
-ALL_RESULTS = "runs.jsonl"
-SIMULATION_ONLY = "simulation_only.jsonl"
-
-
 @dataclass(frozen=True)
 class RunResult:
     """A finished run.
 
-    What begins with `simulation_only` is computed from users' data without noise: it is for
-    simulations, no guarantee covers it, and it must not be published of real users.
-
-    Attributes:
-        arm: name of the arm.
-        target_epsilon: ε that the noise was calibrated to.
-        delta: δ of the target, and of `epsilon`.
-        seed: of cohorts, noise, local training and initial parameters.
-        settings: digest of all settings of the run.
-        stop: why it ended, in words.
-        rounds: rounds that it released.
-        noise_multiplier: z of a round, calibrated to the target.
-        epsilon: ε that its ledger holds in the end, an upper bound.
-        accuracy: of the last model on held-out rows, in [0, 1]; None if targets are no classes.
-        loss: mean loss of the last model on held-out rows.
-        evaluations: (rounds done, accuracy then) each time that the model was measured.
-        clipping_norms: S of each vector group of the update in the last round.
-        noise_stddevs: σ on the sum of each of these groups in the first round, in its own units.
-        simulation_only_users_per_second: expected cohort over the median time of a round, in one
-            thread, beside the other runs of the study.
-        simulation_only_clipped: share of users clipped in each vector group, mean over rounds.
-        simulation_only_update_norms: mean over rounds of the mean L2 norm of users' updates before
-            clipping, by layer, in the model's units.
-        simulation_only_signal_to_noise: by layer, mean over rounds of the norm of the sum of
-            clipped updates over the root mean square norm of the noise on it.
+    What begins with `simulation_only` is computed from users' data without noise: no guarantee
+    covers it, and it must not be published about real users.
     """
 
-    # JSON has no such numbers, and a model that diverged has a loss that is none.
+    # JSON has neither infinity nor NaN, which the loss of a model that diverged can be.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", ser_json_inf_nan="strings"
     )
 
     arm: str
     target_epsilon: float
-    delta: float
+    delta: float  # of the target, and of `epsilon`
     seed: int
-    settings: str
-    stop: str
-    rounds: int
+    settings: str  # digest of all settings of the run
+    stop: str  # why it ended, in words
+    rounds: int  # released
     noise_multiplier: float
-    epsilon: float
-    accuracy: float | None
-    loss: float
-    evaluations: tuple[tuple[int, float], ...] = ()
-    clipping_norms: Mapping[str, float] = field(default_factory=dict)
-    noise_stddevs: Mapping[str, float] = field(default_factory=dict)
+    epsilon: float  # of the ledger at the end, an upper bound
+    accuracy: float | None  # of the last model on held-out rows; None if targets are not classes
+    loss: float  # mean loss of the last model on held-out rows
+    evaluations: tuple[tuple[int, float], ...] = ()  # (rounds done, accuracy)
+    clipping_norms: Mapping[str, float] = field(default_factory=dict)  # S_g in the last round
+    noise_stddevs: Mapping[str, float] = field(default_factory=dict)  # σ_g on the sum, first round
+    # Expected cohort over the median time of a round, in one thread beside the study's other runs.
     simulation_only_users_per_second: float = 0.0
+    # Means over rounds: share of users clipped by vector group; by layer, the mean L2 norm of
+    # updates before clipping, and the norm of the clipped sum over the RMS norm of its noise.
     simulation_only_clipped: Mapping[str, float] = field(default_factory=dict)
     simulation_only_update_norms: Mapping[str, float] = field(default_factory=dict)
     simulation_only_signal_to_noise: Mapping[str, float] = field(default_factory=dict)
 
     def rounds_to(self, accuracy: float) -> int | None:
-        """After how many rounds a measured model first had an accuracy; None if none had."""
-        return next((rounds for rounds, had in self.evaluations if had >= accuracy), None)
-
-    def to_json(self) -> str:
-        """The result as one JSON object; numbers that are not finite are "NaN", "Infinity"."""
-        return _ADAPTER.dump_json(self, indent=2).decode() + "\n"
+        """After how many rounds a measured model first reached an accuracy, if one did."""
+        return next((rounds for rounds, found in self.evaluations if found >= accuracy), None)
 
 
-_ADAPTER = TypeAdapter(RunResult)
+_RESULT = TypeAdapter(RunResult)
 
 
-def read_result(folder: Path) -> RunResult | None:
-    """The result in the folder of a run; None if the run is not finished.
+def results_text(results: Iterable[RunResult]) -> str:
+    """One JSON object a line; numbers that are not finite are "NaN" or "Infinity"."""
+    return "".join(_RESULT.dump_json(result).decode() + "\n" for result in results)
 
-    Raises:
-        DataError: there is a file that holds no result.
-    """
-    path = folder / RESULT
+
+def read_results(path: Path) -> list[RunResult]:
+    """What `results_text` wrote into a file; nothing if there is no file."""
     try:
-        return _ADAPTER.validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValidationError) as error:
-        raise _unreadable(path, error) from error
-
-
-def read_all_results(folder: Path) -> list[RunResult]:
-    """The results in the one file of a study that holds those of all runs; none without it.
-
-    Raises:
-        DataError: a line of it is no result.
-    """
-    path = folder / ALL_RESULTS
-    try:
-        lines = path.read_bytes().splitlines()
-        return [_ADAPTER.validate_json(line) for line in lines]
+        return [_RESULT.validate_json(line) for line in path.read_bytes().splitlines()]
     except FileNotFoundError:
         return []
     except (OSError, ValidationError) as error:
-        raise _unreadable(path, error) from error
+        reason = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
+        raise DataError(f"{path} cannot be read as the result of a run: {reason}") from error
 
 
-def all_results(results: Iterable[RunResult]) -> str:
-    """Results as one file, a line each, which `read_all_results` reads as equal ones."""
-    return "".join(_ADAPTER.dump_json(result).decode() + "\n" for result in results)
+def holds_results_alone(folder: Path) -> bool:
+    """Whether the folder of a study holds the results of its runs but not the runs."""
+    return (folder / ALL_RESULTS).exists() and not (folder / RUNS).exists()
 
 
-def _unreadable(path: Path, error: OSError | ValidationError) -> DataError:
-    reason = error.strerror if isinstance(error, OSError) else str(error.errors()[0]["msg"])
-    return DataError(f"{path} cannot be read as the result of a run: {reason}")
+def finished_runs(study: Study, folder: Path) -> dict[Cell, RunResult]:
+    """Results of the finished runs in the folder of a study, in the order of its cells.
 
-
-def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write one JSON object a line; numbers that are not finite are null."""
-    lines = (json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
-    path.write_text("".join(lines), encoding="utf-8")
-
-
-def read_rows(path: Path) -> Iterator[dict[str, object]]:
-    """Rows of a file of one JSON object a line; none if there is no such file."""
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)
-
-
-def finite(value: object) -> object:
-    """A value of JSON with null for numbers that are not finite."""
-    if isinstance(value, Mapping):
-        return {key: finite(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    Raises:
+        DataError: a result cannot be read, or is of other settings than the study has now.
+    """
+    alone = holds_results_alone(folder)
+    results = read_results(folder / ALL_RESULTS) if alone else []
+    kept = {(result.arm, result.target_epsilon, result.seed): result for result in results}
+    finished = {}
+    for cell in study.cells:
+        path = folder / cell.path
+        if not alone:
+            result = next(iter(read_results(path / RESULT)), None)
+        else:
+            result = kept.get((cell.arm.name, cell.target.epsilon, cell.seed))
+        if result is None:
+            continue
+        if result.settings != study.digest_of(cell):
+            raise DataError(
+                f"{path} holds a run of other settings than the study has now; "
+                "move it away or choose another folder"
+            )
+        finished[cell] = result
+    return finished
 
 
 @dataclass(frozen=True)
 class RoundsTo:
-    """When an arm reached an accuracy.
+    """When an arm reached an accuracy; a seed that never did counts as later than all rounds."""
 
-    Attributes:
-        median: over seeds, of the first round with it; a seed that never had it counts as later
-            than all rounds. None if the median seed never had it.
-        reached: seeds that had it.
-    """
-
-    median: float | None
-    reached: int
+    median: float | None  # over seeds; None if the median seed never did
+    reached: int  # seeds that did
 
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """One arm at one target, over its finished seeds.
-
-    Attributes:
-        arm: name of the arm.
-        target: what its runs might cost.
-        seeds: those that are finished, in the study's order.
-        accuracy: on held-out rows; None if targets are no classes.
-        loss: on held-out rows.
-        accuracy_difference: this arm minus the baseline, over the seeds that both finished: paired.
-            None for the baseline itself, without such seeds, or without accuracy.
-        loss_difference: likewise.
-        rounds_to: by accuracy of the study.
-        noise_multiplier: z, calibrated to the target; the same for all seeds.
-        epsilon: the largest ε that a run's ledger holds.
-        simulation_only_users_per_second: median over seeds, in one thread.
-        simulation_only_clipped: by vector group, mean over seeds; no guarantee covers it.
-        simulation_only_update_norms: by layer, mean over seeds; no guarantee covers it.
-        simulation_only_signal_to_noise: by layer, mean over seeds; no guarantee covers it.
-    """
+    """One arm at one target, over its finished seeds; as for `RunResult`, where names agree."""
 
     arm: str
     target: Target
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...]  # in the study's order
     accuracy: Interval | None
     loss: Interval
+    # This arm minus the baseline, paired over the seeds that both finished; None for the baseline.
     accuracy_difference: Interval | None
     loss_difference: Interval | None
-    rounds_to: Mapping[float, RoundsTo]
+    rounds_to: Mapping[float, RoundsTo]  # by accuracy of the study
     noise_multiplier: float
-    epsilon: float
-    simulation_only_users_per_second: float
+    epsilon: float  # the largest of all seeds
+    simulation_only_users_per_second: float  # median over seeds; tables below are means
     simulation_only_clipped: Mapping[str, float]
     simulation_only_update_norms: Mapping[str, float]
     simulation_only_signal_to_noise: Mapping[str, float]
@@ -263,71 +188,67 @@ def summarise(study: Study, runs: Iterable[RunResult]) -> tuple[ArmSummary, ...]
     found = {(run.target_epsilon, run.arm, run.seed): run for run in runs}
     summaries = []
     for target in study.targets:
-        by_arm = {
-            arm.name: [
-                run for seed in study.seeds if (run := found.get((target.epsilon, arm.name, seed)))
-            ]
-            for arm in study.arms
-        }
-        baseline = by_arm[study.baseline]
+        by_arm = {}
+        for arm in study.arms:
+            keys = [(target.epsilon, arm.name, seed) for seed in study.seeds]
+            by_arm[arm.name] = [found[key] for key in keys if key in found]
+        baseline = {run.seed: run for run in by_arm[study.baseline]}
         for name, of_arm in by_arm.items():
             if of_arm:
-                others = [] if name == study.baseline else baseline
+                others = {} if name == study.baseline else baseline
                 summaries.append(_summary(study, target, of_arm, others))
     return tuple(summaries)
 
 
-def means(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each entry of tables with equal keys, over those that have a finite number there."""
-    means = {}
-    for name in tables[0]:
-        known = [table[name] for table in tables if math.isfinite(table.get(name, math.nan))]
-        means[name] = math.fsum(known) / len(known) if known else math.nan
-    return means
-
-
 def _summary(
-    study: Study, target: Target, runs: Sequence[RunResult], baseline: Sequence[RunResult]
+    study: Study, target: Target, runs: Sequence[RunResult], baseline: Mapping[int, RunResult]
 ) -> ArmSummary:
-    first = runs[0]
+    tables = ("clipped", "update_norms", "signal_to_noise")
     return ArmSummary(
-        arm=first.arm,
+        arm=runs[0].arm,
         target=target,
         seeds=tuple(run.seed for run in runs),
-        accuracy=_interval([run.accuracy for run in runs]),
+        accuracy=_interval(run.accuracy for run in runs),
         loss=Interval.of([run.loss for run in runs]),
-        accuracy_difference=_difference(runs, baseline, lambda run: run.accuracy),
-        loss_difference=_difference(runs, baseline, lambda run: run.loss),
+        accuracy_difference=_difference(runs, baseline, "accuracy"),
+        loss_difference=_difference(runs, baseline, "loss"),
         rounds_to={
             level: _rounds_to([run.rounds_to(level) for run in runs]) for level in study.accuracies
         },
-        noise_multiplier=first.noise_multiplier,
+        noise_multiplier=runs[0].noise_multiplier,
         epsilon=max(run.epsilon for run in runs),
         simulation_only_users_per_second=statistics.median(
             run.simulation_only_users_per_second for run in runs
         ),
-        simulation_only_clipped=means([run.simulation_only_clipped for run in runs]),
-        simulation_only_update_norms=means([run.simulation_only_update_norms for run in runs]),
-        simulation_only_signal_to_noise=means(
-            [run.simulation_only_signal_to_noise for run in runs]
-        ),
+        **{
+            name: means([getattr(run, name) for run in runs])
+            for name in (f"simulation_only_{table}" for table in tables)
+        },
     )
 
 
-def _interval(values: Sequence[float | None]) -> Interval | None:
+def means(tables: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Mean of each entry of tables with equal keys, over those that have a finite number there."""
+    found = {}
+    for name in tables[0]:
+        entries = [table.get(name) for table in tables]
+        known = [entry for entry in entries if entry is not None and math.isfinite(entry)]
+        found[name] = math.fsum(known) / len(known) if known else math.nan
+    return found
+
+
+def _interval(values: Iterable[float | None]) -> Interval | None:
     known = [value for value in values if value is not None]
     return Interval.of(known) if known else None
 
 
 def _difference(
-    runs: Iterable[RunResult],
-    baseline: Iterable[RunResult],
-    measure: Callable[[RunResult], float | None],
+    runs: Iterable[RunResult], baseline: Mapping[int, RunResult], measure: str
 ) -> Interval | None:
     """Interval of the differences seed by seed."""
-    against = {run.seed: measure(run) for run in baseline}
-    pairs = [(measure(run), against.get(run.seed)) for run in runs]
-    return _interval([a - b for a, b in pairs if a is not None and b is not None])
+    pairs = [(run, baseline[run.seed]) for run in runs if run.seed in baseline]
+    values = [(getattr(run, measure), getattr(other, measure)) for run, other in pairs]
+    return _interval(a - b for a, b in values if a is not None and b is not None)
 
 
 def _rounds_to(rounds: Sequence[int | None]) -> RoundsTo:
@@ -336,18 +257,9 @@ def _rounds_to(rounds: Sequence[int | None]) -> RoundsTo:
     return RoundsTo(median if math.isfinite(median) else None, reached)
 
 
-STUDY = "study.toml"
-
-
 @dataclass(frozen=True)
 class ReadStudy:
-    """A study and the runs of it that are finished.
-
-    Attributes:
-        folder: where it lies.
-        study: what was asked.
-        finished: the results there are, in the order of the study's cells.
-    """
+    """A study and its finished runs, in the order of the study's cells."""
 
     folder: Path
     study: Study
@@ -355,7 +267,7 @@ class ReadStudy:
 
     @property
     def runs(self) -> tuple[RunResult, ...]:
-        """The results there are."""
+        """Results of the finished runs."""
         return tuple(result for _, result in self.finished)
 
     @property
@@ -368,15 +280,9 @@ class ReadStudy:
         """A summary for each target and arm with a finished run."""
         return summarise(self.study, self.runs)
 
-    def run_folder(self, cell: Cell) -> Path:
-        """The folder of a run: that of `fedpriv simulate`, and a few files more."""
-        return self.folder / cell.path
-
 
 def read_study(folder: Path) -> ReadStudy:
-    """Read the folder of a study; runs that are not finished are left out.
-
-    A folder without its runs, as it is kept beside code, is read from the file of all results.
+    """Read the folder of a study, from `runs.jsonl` if it is kept without its runs.
 
     Raises:
         InvalidValueError: the folder holds no study.
@@ -386,150 +292,81 @@ def read_study(folder: Path) -> ReadStudy:
     if not file.exists():
         raise InvalidValueError(f"{folder} holds no study; {STUDY} is absent")
     study = load_study(file)
-    finished = []
-    if holds_results_alone(folder):
-        kept = {(r.arm, r.target_epsilon, r.seed): r for r in read_all_results(folder)}
-        results = [kept.get((c.arm.name, c.target.epsilon, c.seed)) for c in study.cells]
-    else:
-        results = [read_result(folder / cell.path) for cell in study.cells]
-    for cell, result in zip(study.cells, results, strict=True):
-        if result is not None:
-            finished.append((cell, _of_settings(folder / cell.path, result, study, cell)))
-    return ReadStudy(folder, study, tuple(finished))
+    return ReadStudy(folder, study, tuple(finished_runs(study, folder).items()))
 
 
-def holds_results_alone(folder: Path) -> bool:
-    """Whether the folder of a study holds the results of its runs and not the runs."""
-    return (folder / ALL_RESULTS).exists() and not (folder / RUNS).exists()
-
-
-def finished_result(folder: Path, study: Study, cell: Cell) -> RunResult | None:
-    """The result of a run; None if it is not finished.
-
-    Raises:
-        DataError: the result cannot be read, or is of other settings.
-    """
-    path = folder / cell.path
-    result = read_result(path)
-    return None if result is None else _of_settings(path, result, study, cell)
-
-
-def _of_settings(path: Path, result: RunResult, study: Study, cell: Cell) -> RunResult:
-    if result.settings != study.digest_of(cell):
-        raise DataError(
-            f"{path} holds a run of other settings than the study has now; "
-            "move it away or choose another folder"
-        )
-    return result
-
-
-_FEW = 3  # arms that a sentence names; tables have the rest
-
-
-@dataclass(frozen=True)
-class _Standing:
-    """An arm beside the baseline, in accuracy or, if targets are no classes, in loss.
-
-    Attributes:
-        arm: its name.
-        in_points: whether this is accuracy.
-        end: mean over seeds.
-        difference: from the baseline; None of the baseline, and where nothing can be said.
-    """
+class _Standing(NamedTuple):
+    """An arm beside the baseline, in accuracy, or in loss if targets are not classes."""
 
     arm: str
-    in_points: bool
-    end: Interval
-    difference: Interval | None
-
-    @property
-    def goodness(self) -> float:
-        """The larger the better."""
-        return self.end.mean if self.in_points else -self.end.mean
-
-    @property
-    def told(self) -> str:
-        """How it stands; nothing is told of an interval that is not finite, as if diverged."""
-        if self.difference is None:
-            return ""
-        gain = self.difference.mean if self.in_points else -self.difference.mean
-        if abs(gain) > (self.difference.half_width or 0.0):
-            return "better" if gain > 0.0 else "worse"
-        return "not told apart"
-
-    def gap(self, sign: str = "") -> str:
-        """The difference with its interval; without a sign, its size."""
-        if self.difference is None:
-            return ""
-        mean, half = self.difference.mean, self.difference.half_width or 0.0
-        mean = mean if sign else abs(mean)
-        if self.in_points:
-            return f"{100.0 * mean:{sign}.2f} ± {100.0 * half:.2f} points"
-        return f"{mean:{sign}.4f} ± {half:.4f}"
+    score: float  # the larger the better
+    end: str
+    told: str = ""  # whether it is better; empty for the baseline
+    gap: str = ""  # difference from the baseline with its interval
+    seeds: int = 0
 
 
 def verdict(study: Study, arms: Sequence[ArmSummary]) -> tuple[str, ...]:
     """For each target, which arm is best, and which arms are better or worse than the baseline.
 
-    They are where the interval of their paired differences leaves zero out. Arms that cannot be
-    told, as they share one seed with the baseline or none, are left out, and so are targets with
-    no others. Each interval is for one arm alone: among twenty arms that are all alike, one is
-    expected to leave zero out.
+    They are where the interval of their paired differences leaves zero out. Arms that share less
+    than two seeds with the baseline are left out, and so are targets with no other arms. Each
+    interval is for one arm alone: of twenty arms that are all alike, one is expected to seem
+    different.
     """
     said = []
     for target in study.targets:
-        standings = _standings(study, [arm for arm in arms if arm.target == target])
-        if any(each.difference for each in standings):
+        of_target = [arm for arm in arms if arm.target == target]
+        in_points = any(arm.accuracy_difference for arm in of_target)
+        found = [_standing(arm, study.baseline, in_points=in_points) for arm in of_target]
+        standings = [each for each in found if each is not None]
+        if any(each.told for each in standings):
             said.append(f"At ε = {target.epsilon:g}, {_sentences(standings, study.baseline)}")
     return tuple(said)
 
 
-def _standings(study: Study, arms: Sequence[ArmSummary]) -> list[_Standing]:
-    """The baseline, and the arms that can be compared with it."""
-    in_points = any(arm.accuracy_difference for arm in arms)
-    found = []
-    for arm in arms:
-        difference = arm.accuracy_difference if in_points else arm.loss_difference
-        end = arm.accuracy if in_points else arm.loss
-        known = difference is not None and difference.half_width is not None
-        if end is not None and (known or arm.arm == study.baseline):
-            found.append(_Standing(arm.arm, in_points, end, difference))
-    return found
+def _standing(arm: ArmSummary, baseline: str, *, in_points: bool) -> _Standing | None:
+    """None if nothing can be said of the arm."""
+    end = arm.accuracy if in_points else arm.loss
+    difference = arm.accuracy_difference if in_points else arm.loss_difference
+    if end is None:
+        return None
+    score = end.mean if in_points else -end.mean
+    text = f"highest accuracy, {end.mean:.2%}" if in_points else f"lowest loss, {end.mean:.4g}"
+    if difference is None or difference.half_width is None:
+        return _Standing(arm.arm, score, text) if arm.arm == baseline else None
+    mean, half = difference.mean, difference.half_width
+    told = "not told apart"  # nor is an interval with NaN
+    if abs(mean) > half:
+        told = "better" if (mean > 0.0) == in_points else "worse"
+    gap = f"{mean:+.4f} ± {half:.4f}"
+    if in_points:
+        gap = f"{100.0 * mean:+.2f} ± {100.0 * half:.2f} points"
+    return _Standing(arm.arm, score, text, told, gap, difference.count)
 
 
 def _sentences(standings: Sequence[_Standing], baseline: str) -> str:
-    finite = [each for each in standings if math.isfinite(each.goodness)]
-    best = max(finite, key=lambda each: each.goodness, default=None)
-    said = [_best(best, baseline) if best else "no arm has a finite loss."]
-    others = [each for each in standings if each is not best and each.difference]
-    parts = [
-        f"{word}: {_listed([each for each in others if each.told == word])}"
-        for word in ("better", "worse", "not told apart")
-        if any(each.told == word for each in others)
-    ]
-    if parts:
-        said.append(f"Against {baseline}, with {CONFIDENCE:.0%} intervals, {'; '.join(parts)}.")
-    return " ".join(said)
+    ranked = sorted(standings, key=lambda each: (math.isnan(each.score), -each.score))
+    best = next((each for each in ranked if math.isfinite(each.score)), None)
+    said = _best(best, baseline) if best else "no arm has a finite loss."
+    parts = []
+    for word in ("better", "worse", "not told apart"):
+        alike = [
+            f"{each.arm} ({each.gap})" for each in ranked if each is not best and each.told == word
+        ]
+        more = f" and {len(alike) - _FEW} more" if len(alike) > _FEW else ""
+        if alike:
+            parts.append(f"{word}: {', '.join(alike[:_FEW])}{more}")
+    if not parts:
+        return said
+    return f"{said} Against {baseline}, with {CONFIDENCE:.0%} intervals, {'; '.join(parts)}."
 
 
 def _best(best: _Standing, baseline: str) -> str:
-    if best.in_points:
-        end = f"has the highest accuracy, {best.end.mean:.2%}"
-    else:
-        end = f"has the lowest loss, {best.end.mean:.4g}"
-    if best.difference is None:
-        return f"{best.arm}, the baseline, {end}."
+    if not best.told:
+        return f"{best.arm}, the baseline, has the {best.end}."
+    told = f"{best.told} than {baseline} by {best.gap.lstrip('+-')}"
     if best.told == "not told apart":
-        told = f"but cannot be told from {baseline}: {best.gap('+')}"
-    else:
-        told = f"{best.told} than {baseline} by {best.gap()}"
-    certainty = f"a {CONFIDENCE:.0%} interval over {best.difference.count} seeds"
-    return f"{best.arm} {end}, {told} ({certainty})."
-
-
-def _listed(standings: Sequence[_Standing]) -> str:
-    """The best of some arms with their differences, and how many more there are."""
-    ordered = sorted(standings, key=lambda each: -each.goodness)
-    named = [f"{each.arm} ({each.gap('+')})" for each in ordered[:_FEW]]
-    more = f" and {len(ordered) - _FEW} more" if len(ordered) > _FEW else ""
-    return f"{', '.join(named)}{more}"
+        told = f"but cannot be told from {baseline}: {best.gap}"
+    certainty = f"a {CONFIDENCE:.0%} interval over {best.seeds} seeds"
+    return f"{best.arm} has the {best.end}, {told} ({certainty})."

@@ -1,10 +1,6 @@
-"""What a study is: arms, targets and seeds, and the runs that they make.
+"""What a study is: one experiment under several arms, at equal privacy, and the runs they make.
 
-Axes of a study: every combination of their levels is an arm.
-
-Numeric axes of a study: numbers that its arms vary, and the lines that arms make along them.
-
-The file of a study: a base experiment, axes or arms, seeds and targets.
+A study is read from a file (`load_study`) or made of settings (`study_of_settings`).
 """
 
 import copy
@@ -13,19 +9,17 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fedpriv.config import (
     Config,
-    Count,
-    Options,
     Positive,
     Section,
     assign,
@@ -36,31 +30,47 @@ from fedpriv.config import (
 )
 from fedpriv.errors import InvalidValueError, known_names
 
-Table = Mapping[str, object]
 RUNS = "runs"
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+# What an arm may not vary, as the study sets it, or as arms would then not cost the same.
+_FIXED = {
+    "name": "the study names its runs",
+    "run": "the study names its runs",
+    "seed": "the study's seeds are those of every arm",
+    "model.seed": "the study's seeds are those of every arm",
+    "privacy.epsilon": "the study's target is that of every arm",
+    "privacy.delta": "the study's target is that of every arm",
+    "privacy.noise_multiplier": "the noise of every arm is calibrated to the study's target",
+    "privacy.accountant": "all arms are calibrated by one accountant",
+}
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One way to set the experiment.
+_Name = Annotated[str, Field(pattern=_NAME)]
+_Seeds = Annotated[
+    tuple[Annotated[int, Field(ge=0)], ...],
+    Field(strict=False),
+    BeforeValidator(lambda given: tuple(range(given)) if isinstance(given, int) else given),
+]
+_Accuracy = Annotated[float, Field(gt=0.0, le=1.0)]
 
-    Attributes:
-        name: unique in the study; letters, digits, dots, underscores and hyphens.
-        assignments: "a.b=value" overrides of the base, as `--set` takes them.
-    """
 
-    name: str
-    assignments: tuple[str, ...]
+class Arm(Section):
+    """One way to set the experiment: "a.b=value" overrides of the base, as `--set` takes them."""
+
+    name: _Name
+    set: Annotated[tuple[str, ...], Field(strict=False)] = ()
+
+
+class _Targets(Section):
+    """What each run may cost; with several ε, every arm runs at each of them."""
+
+    epsilon: Positive | Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
+    delta: Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
 @dataclass(frozen=True)
 class Target:
-    """What every run of an arm may cost: the noise of each arm is calibrated to it.
-
-    Attributes:
-        epsilon: ε > 0.
-        delta: δ in (0, 1).
-    """
+    """What every run of an arm may cost: the noise of each arm is calibrated to it."""
 
     epsilon: float
     delta: float
@@ -68,13 +78,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a study.
-
-    Attributes:
-        arm: how it is set.
-        target: what it may cost.
-        seed: of its cohorts, noise, local training and initial parameters.
-    """
+    """One run of a study; the seed is that of cohorts, noise, training and initial parameters."""
 
     arm: Arm
     target: Target
@@ -86,37 +90,51 @@ class Cell:
         return f"{RUNS}/{self.arm.name}/epsilon-{self.target.epsilon:g}/seed-{self.seed}"
 
 
-@dataclass(frozen=True)
-class Study:
-    """One experiment under several arms, at equal privacy, on equal users and seeds.
+class Study(Section):
+    """One experiment under several arms, at equal privacy, on equal users and seeds."""
 
-    Attributes:
-        name: short name.
-        base: the experiment that arms vary, as the table of its file.
-        arms: the arms; at least one.
-        targets: what runs may cost; arms are compared at the same target only.
-        seeds: at least one, each once.
-        baseline: name of the arm that others are compared with.
-        accuracies: levels in (0, 1] of which is told when an arm reached them.
-    """
+    name: _Name
+    base: dict[str, object]  # the experiment that arms vary
+    seeds: _Seeds = tuple(range(5))  # or how many, from 0
+    target: _Targets
+    baseline: str = ""  # the arm that others are compared with; by default the first
+    # Levels; the first round in which an arm reached them is reported.
+    accuracies: Annotated[tuple[_Accuracy, ...], Field(strict=False)] = ()
+    arms: Annotated[tuple[Arm, ...], Field(strict=False)]
 
-    name: str
-    base: Table
-    arms: tuple[Arm, ...]
-    targets: tuple[Target, ...]
-    seeds: tuple[int, ...]
-    baseline: str
-    accuracies: tuple[float, ...] = ()
+    @model_validator(mode="after")
+    def _must_fit_together(self) -> Self:
+        names = [arm.name for arm in self.arms]
+        _refuse_repeated("arms", names)
+        _refuse_repeated("seeds", self.seeds)
+        _refuse_repeated("target.epsilon", [target.epsilon for target in self.targets])
+        if self.baseline and self.baseline not in names:
+            raise ValueError(
+                f"baseline is {self.baseline!r}, which is no arm; "
+                f"{known_names(self.baseline, names)}"
+            )
+        alike: dict[str, str] = {}
+        for arm in self.arms:
+            _check_arm(self.base, arm)
+            other = alike.setdefault(repr(self.flat_settings(arm)), arm.name)
+            if other != arm.name:
+                raise ValueError(
+                    f"arms {other!r} and {arm.name!r} are alike; they must differ in what they set"
+                )
+        return self if self.baseline else self.model_copy(update={"baseline": names[0]})
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """What runs may cost; arms are compared at the same target only."""
+        given = self.target.epsilon
+        epsilons = given if isinstance(given, tuple) else (given,)
+        return tuple(Target(epsilon, self.target.delta) for epsilon in epsilons)
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
         """All runs, seed by seed, so that a study that is cut short has whole seeds."""
-        return tuple(
-            Cell(arm, target, seed)
-            for seed in self.seeds
-            for target in self.targets
-            for arm in self.arms
-        )
+        order = itertools.product(self.seeds, self.targets, self.arms)
+        return tuple(Cell(arm, target, seed) for seed, target, arm in order)
 
     def table_of(self, cell: Cell) -> dict[str, object]:
         """The experiment of a run, as a table.
@@ -125,7 +143,7 @@ class Study:
         same seed: cohorts, noise and the order of examples are then drawn from the same keys in
         every arm, so that differences between arms are paired.
         """
-        table = varied(self.base, cell.arm)
+        table = _varied(self.base, cell.arm)
         privacy = table.setdefault("privacy", {})
         if isinstance(privacy, dict):
             privacy.pop("noise_multiplier", None)
@@ -140,11 +158,7 @@ class Study:
         }
 
     def config_of(self, cell: Cell) -> Config:
-        """The experiment of a run.
-
-        Raises:
-            InvalidValueError: a key is unknown, absent or out of range.
-        """
+        """The experiment of a run."""
         return parse_config(self.table_of(cell), f"arm {cell.arm.name!r}")
 
     def digest_of(self, cell: Cell) -> str:
@@ -152,111 +166,158 @@ class Study:
         text = json.dumps(self.table_of(cell), sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def flat_settings(self, arm: Arm) -> dict[str, object]:
+        """All settings of an arm but its name, defaults included, under keys "a.b"."""
+        config = self.config_of(Cell(arm, self.targets[0], self.seeds[0]))
+        return _flat(config.model_dump(exclude={"name"}))
 
-def varied(base: Table, arm: Arm) -> dict[str, object]:
-    """A copy of the base with the assignments of an arm.
 
-    Raises:
-        InvalidValueError: an assignment is not one.
-    """
+def _varied(base: Mapping[str, object], arm: Arm) -> dict[str, object]:
+    """A copy of the base with the assignments of an arm."""
     table = copy.deepcopy(dict(base))
-    for assignment in arm.assignments:
+    for assignment in arm.set:
         assign(table, assignment)
     return table
 
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
-def crossed(axes: Mapping[str, object]) -> tuple[Arm, ...]:
-    """An arm for each combination of a level of every axis, named by its levels in order.
-
-    Args:
-        axes: by name, a table of levels and the assignments of each; or, under a key of the
-            experiment, a list of its values, which name their levels, as in "norm-0.3".
-
-    Raises:
-        InvalidValueError: an axis is neither, has no level, or a level makes no name of an arm.
-    """
-    levels = [_levels(key, axis) for key, axis in axes.items()]
-    return tuple(
-        Arm(
-            "_".join(level.name for level in chosen),
-            tuple(itertools.chain.from_iterable(level.assignments for level in chosen)),
+def _levels(key: str, axis: object) -> list[Arm]:
+    """Levels of an axis: assignments by name, or values of the key, which name their levels."""
+    if isinstance(axis, list):
+        last = key.rpartition(".")[2]
+        levels = [(f"{last}-{value}", [f"{key}={_inline(value)}"]) for value in axis]
+    elif isinstance(axis, Mapping):
+        levels = list(axis.items())
+    else:
+        raise InvalidValueError(
+            f"axis {key!r} is {axis!r}; it must be a table of levels or a list of values"
         )
-        for chosen in itertools.product(*levels)
-    )
-
-
-def _levels(key: str, axis: object) -> tuple[Arm, ...]:
-    match axis:
-        case {}:
-            levels = [_named(key, str(name), given) for name, given in axis.items()]
-        case [*values]:
-            levels = [_valued(key, value) for value in values]
-        case _:
-            raise InvalidValueError(
-                f"axis {key!r} is {axis!r}; it must be a table of levels or a list of values"
-            )
     if not levels:
         raise InvalidValueError(f"axis {key!r} has no level; it must have at least one")
-    return tuple(levels)
+    for name, assignments in levels:
+        if not re.match(_NAME, name):
+            raise InvalidValueError(
+                f"axis {key!r} has the level {name!r}, which makes no name of an arm; a table of "
+                "levels can name them, with letters, digits, dots, underscores and hyphens"
+            )
+        if not isinstance(assignments, list) or not all(isinstance(a, str) for a in assignments):
+            raise InvalidValueError(
+                f"level {name!r} of axis {key!r} is {assignments!r}; it must be a list of "
+                'assignments "a.b=value"'
+            )
+    return [Arm(name=name, set=tuple(assignments)) for name, assignments in levels]
 
 
-def _named(key: str, name: str, given: object) -> Arm:
-    """A level that says what it sets."""
-    if not re.match(NAME, name):
+def _crossed(axes: Mapping[str, object]) -> list[Arm]:
+    """An arm for each combination of a level of every axis, named by its levels in order."""
+    arms = []
+    for levels in itertools.product(*(_levels(key, axis) for key, axis in axes.items())):
+        assignments = tuple(each for level in levels for each in level.set)
+        arms.append(Arm(name="_".join(level.name for level in levels), set=assignments))
+    return arms
+
+
+def load_study(path: Path) -> Study:
+    """Read a study from TOML and check it as far as that goes without data and models.
+
+    `base` may be a file beside it, and `axes` may stand in place of arms.
+
+    Raises:
+        InvalidValueError: a file cannot be read, a key is unknown, absent or out of range, names,
+            seeds or targets are not unique, or an arm sets what the study sets for all.
+    """
+    table = read_toml(path)
+    base, axes = table.get("base"), table.pop("axes", {})
+    if isinstance(base, str):
+        base = read_toml(path.parent / base)
+    if isinstance(base, dict):
+        table["base"] = spelled_out(base)
+    if not isinstance(axes, dict) or bool(axes) == bool(table.get("arms")):
         raise InvalidValueError(
-            f"axis {key!r} has the level {name!r}; its name must be of letters, digits, dots, "
-            "underscores and hyphens"
+            f"{path}: exactly one of arms and axes must be given, with at least one arm"
         )
-    if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
-        raise InvalidValueError(
-            f"level {name!r} of axis {key!r} is {given!r}; it must be a list of assignments "
-            '"a.b=value"'
-        )
-    return Arm(name, tuple(given))
+    if axes:
+        table["arms"] = _crossed(axes)
+    return checked(Study, table, str(path))
 
 
-def _valued(key: str, value: object) -> Arm:
-    """A level that is a value of the key."""
-    name = f"{key.rpartition('.')[2]}-{value}"
-    if not isinstance(value, str | int | float) or not re.match(NAME, name):
-        raise InvalidValueError(
-            f"axis {key!r} has the value {value!r}, which makes no name of an arm; a table of "
-            "levels with names of their own can set it"
-        )
-    return Arm(name, (f"{key}={json.dumps(value)}",))
+def study_of_settings(settings: Mapping[str, Mapping[str, Any]], **others: object) -> Study:
+    """The study whose arms have these settings: tables with the same sections and (ε, δ)."""
+    if not settings:
+        raise InvalidValueError("arms are none; there must be at least one")
+    base = next(iter(settings.values()))
+    arms = [
+        Arm(name=arm, set=tuple(f"{k}={_inline(v)}" for k, v in table.items() if base[k] != v))
+        for arm, table in settings.items()
+    ]
+    target = {key: base["privacy"].get(key) for key in ("epsilon", "delta")}
+    return checked(Study, {"base": base, "arms": arms, "target": target, **others}, "the study")
 
 
-Settings = Mapping[str, object]
+def _inline(value: object) -> str:
+    """A value in one line of TOML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_inline(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return json.dumps(value)
+
+
+def study_toml(study: Study) -> str:
+    """The study as TOML, with base and arms written out; `load_study` reads an equal one."""
+    return tomli_w.dumps(study.model_dump())
+
+
+def _refuse_repeated(what: str, values: Sequence[object]) -> None:
+    if not values:
+        raise ValueError(f"{what} are none; there must be at least one")
+    value, count = Counter(values).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{what} hold {value!r} more than once; each must be unique")
+
+
+def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
+    """Refuse an arm that would cost something else, or charge something else, than the others."""
+    what = f"arm {arm.name!r}"
+    try:
+        before, table = _flat(base), _flat(_varied(base, arm))
+    except InvalidValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+    for key, reason in _FIXED.items():
+        if table.get(key) != before.get(key):
+            raise ValueError(f"{what} sets {key}; {reason}")
+    if table.get("privacy.ledger") is not None:
+        raise ValueError(f"{what} has a privacy.ledger; every run of a study has its own")
+    if table.get("privacy.unsafe_no_privacy"):
+        raise ValueError(f"{what} has unsafe_no_privacy; a study compares at equal privacy")
 
 
 @dataclass(frozen=True)
 class Line:
-    """Arms that differ in one number, and in what follows from it.
+    """Arms that differ in one number, and in what follows from it, as (number, arm) in order."""
 
-    Attributes:
-        name: what they share.
-        arms: (value of the number, name of the arm), in order of the values.
-    """
-
-    name: str
+    name: str  # what they share
     arms: tuple[tuple[float, str], ...]
 
 
 @dataclass(frozen=True)
 class NumericAxis:
-    """A number of the experiment that arms vary.
+    """A number of the experiment that arms vary, and each combination of all else that they vary.
 
-    Attributes:
-        key: its key in the experiment, "a.b".
-        follows: keys of other numbers that each value of this one settles.
-        lines: each combination of all else that arms vary; one at least has two values.
+    At least one of the lines has two values.
     """
 
     key: str
-    follows: tuple[str, ...]
+    follows: tuple[str, ...]  # keys of other numbers that each value of this one settles
     lines: tuple[Line, ...]
 
 
@@ -266,13 +327,22 @@ def numeric_axes(study: Study) -> tuple[NumericAxis, ...]:
     Of numbers that settle each other, as when each number of users has its own number of rounds,
     only the one that arms set first is an axis.
     """
-    settings = {arm.name: settings_of(study, arm.name) for arm in study.arms}
-    keys = _varied(study, settings.values())
-    numbers = [key for key in keys if all(_is_number(s.get(key)) for s in settings.values())]
+    settings = {arm.name: study.flat_settings(arm) for arm in study.arms}
+    written = [text.partition("=")[0].strip() for arm in study.arms for text in arm.set]
+    known = dict.fromkeys([*written, *(key for each in settings.values() for key in each)])
+    columns = {key: [each.get(key) for each in settings.values()] for key in known}
+    varied = {key: [*map(repr, values)] for key, values in columns.items()}
+    varied = {key: values for key, values in varied.items() if len(set(values)) > 1}
+    numbers = [key for key in varied if {type(value) for value in columns[key]} <= {int, float}]
+
+    def settles(key: str, other: str) -> bool:
+        pairs = set(zip(varied[key], varied[other], strict=True))
+        return len(pairs) == len(set(varied[key]))
+
     axes: list[NumericAxis] = []
     for key in numbers:
-        follows = [k for k in numbers if k != key and _settles(settings.values(), key, k)]
-        others = [k for k in keys if k != key and k not in follows]
+        follows = [other for other in numbers if other != key and settles(key, other)]
+        others = [other for other in varied if other != key and other not in follows]
         lines = _lines(settings, key, others)
         seen = any(key in axis.follows and axis.key in follows for axis in axes)
         if not seen and any(len(line.arms) > 1 for line in lines):
@@ -280,31 +350,9 @@ def numeric_axes(study: Study) -> tuple[NumericAxis, ...]:
     return tuple(axes)
 
 
-def settings_of(study: Study, arm: str) -> Settings:
-    """All settings of an arm by key, with what the file leaves out, but for its name.
-
-    Raises:
-        InvalidValueError: the arm sets something that is unknown or out of range.
-    """
-    (chosen,) = [each for each in study.arms if each.name == arm]
-    config = study.config_of(Cell(chosen, study.targets[0], study.seeds[0]))
-    return _flat(config.model_dump(exclude={"name"}))
-
-
-def _varied(study: Study, settings: Collection[Settings]) -> list[str]:
-    """Keys whose value is not the same in all arms, those first that arms set themselves."""
-    written = [text.partition("=")[0].strip() for arm in study.arms for text in arm.assignments]
-    keys = dict.fromkeys([*written, *(key for each in settings for key in each)])
-    return [key for key in keys if len({repr(each.get(key)) for each in settings}) > 1]
-
-
-def _settles(settings: Collection[Settings], key: str, other: str) -> bool:
-    """Whether each value of a key goes with one value of the other."""
-    pairs = {(repr(each[key]), repr(each[other])) for each in settings}
-    return len(pairs) == len({value for value, _ in pairs})
-
-
-def _lines(settings: Mapping[str, Settings], key: str, others: Sequence[str]) -> tuple[Line, ...]:
+def _lines(
+    settings: Mapping[str, Mapping[str, object]], key: str, others: Sequence[str]
+) -> tuple[Line, ...]:
     groups: dict[str, list[tuple[float, str]]] = {}
     for arm, each in settings.items():
         rest = ", ".join(f"{other} = {each.get(other)}" for other in others)
@@ -325,177 +373,3 @@ def _shared(names: Sequence[str]) -> str:
     if len({len(each) for each in parts}) > 1:
         return ""
     return "_".join(level[0] for level in zip(*parts, strict=True) if len(set(level)) == 1)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-Name = Annotated[str, Field(pattern=NAME)]
-Assignments = Annotated[tuple[str, ...], Field(strict=False)]
-# What an arm may not vary, as the study sets it, or as arms would then not cost the same.
-_FIXED = {
-    "name": "the study names its runs",
-    "run": "the study names its runs",
-    "seed": "the study's seeds are those of every arm",
-    "model.seed": "the study's seeds are those of every arm",
-    "privacy.epsilon": "the study's target is that of every arm",
-    "privacy.delta": "the study's target is that of every arm",
-    "privacy.noise_multiplier": "the noise of every arm is calibrated to the study's target",
-    "privacy.accountant": "all arms are calibrated by one accountant",
-}
-
-
-class ArmSection(Section):
-    """One arm: a name, and what it sets as `--set` would."""
-
-    name: Name
-    set: Assignments = ()
-
-
-class TargetSection(Section):
-    """What each run may cost; with several ε, every arm runs at each of them."""
-
-    epsilon: Positive | Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
-    delta: Annotated[float, Field(gt=0.0, lt=1.0)]
-
-
-class StudySection(Section):
-    """A study.
-
-    Attributes:
-        name: short name.
-        base: file of the experiment, beside that of the study, or its table.
-        seeds: the seeds, or how many, from 0.
-        target: what each run may cost.
-        baseline: name of the arm to compare with; absent: the first.
-        accuracies: levels of which is told when they were reached.
-        arms: the arms, unless axes make them.
-        axes: what makes the arms otherwise; see `crossed`.
-    """
-
-    name: Name
-    base: str | dict[str, object]
-    seeds: Count | Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = 5
-    target: TargetSection
-    baseline: str | None = None
-    accuracies: Annotated[
-        tuple[Annotated[float, Field(gt=0.0, le=1.0)], ...], Field(strict=False)
-    ] = ()
-    arms: Annotated[tuple[ArmSection, ...], Field(strict=False)] = ()
-    axes: Options = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _must_have_arms(self) -> Self:
-        if bool(self.arms) == bool(self.axes):
-            raise ValueError("exactly one of arms and axes must be given, with at least one arm")
-        return self
-
-
-def load_study(path: Path) -> Study:
-    """Read a study from TOML and check it as far as that goes without data and models.
-
-    Raises:
-        InvalidValueError: a file is absent or no TOML, a key is unknown, absent or out of range,
-            names, seeds or targets are not unique, or an arm sets what the study sets for all.
-    """
-    section = checked(StudySection, read_toml(path), str(path))
-    base, seeds, epsilons = section.base, section.seeds, section.target.epsilon
-    arms = tuple(Arm(arm.name, arm.set) for arm in section.arms)
-    arms = arms or crossed(section.axes)
-    study = Study(
-        name=section.name,
-        base=spelled_out(read_toml(path.parent / base) if isinstance(base, str) else base),
-        arms=arms,
-        targets=tuple(
-            Target(epsilon, section.target.delta)
-            for epsilon in (epsilons if isinstance(epsilons, tuple) else (epsilons,))
-        ),
-        seeds=seeds if isinstance(seeds, tuple) else tuple(range(seeds)),
-        baseline=section.baseline or arms[0].name,
-        accuracies=section.accuracies,
-    )
-    check_study(study, str(path))
-    return study
-
-
-def study_toml(study: Study) -> str:
-    """The study as TOML, with base and arms written out; `load_study` reads an equal one."""
-    (delta,) = {target.delta for target in study.targets}
-    return tomli_w.dumps(
-        {
-            "name": study.name,
-            "seeds": list(study.seeds),
-            "baseline": study.baseline,
-            "accuracies": list(study.accuracies),
-            "target": {"epsilon": [t.epsilon for t in study.targets], "delta": delta},
-            "arms": [{"name": arm.name, "set": list(arm.assignments)} for arm in study.arms],
-            "base": study.base,
-        }
-    )
-
-
-def check_study(study: Study, source: str) -> None:
-    """Refuse a study whose arms, seeds or targets do not fit together; `source` is named."""
-    _unique([arm.name for arm in study.arms], f"{source}: arms")
-    _unique(study.seeds, f"{source}: seeds")
-    _unique([target.epsilon for target in study.targets], f"{source}: target.epsilon")
-    names = [arm.name for arm in study.arms]
-    if study.baseline not in names:
-        raise InvalidValueError(
-            f"{source}: baseline is {study.baseline!r}, which is no arm; "
-            f"{known_names(study.baseline, names)}"
-        )
-    for arm in study.arms:
-        _check_arm(study.base, arm, f"{source}: arm {arm.name!r}")
-    seen: dict[str, str] = {}
-    for arm in study.arms:
-        other = seen.setdefault(repr(settings_of(study, arm.name)), arm.name)
-        if other != arm.name:
-            raise InvalidValueError(
-                f"{source}: arms {other!r} and {arm.name!r} are alike; they must differ in what "
-                "they set"
-            )
-
-
-def _check_arm(base: Table, arm: Arm, source: str) -> None:
-    """Refuse an arm that would cost something else, or charge something else, than the others."""
-    try:
-        table = varied(base, arm)
-    except InvalidValueError as error:
-        raise InvalidValueError(f"{source}: {error}") from error
-    for key, reason in _FIXED.items():
-        if _value(table, key) != _value(base, key):
-            raise InvalidValueError(f"{source} sets {key}; {reason}")
-    if _value(table, "privacy.ledger") is not None:
-        raise InvalidValueError(f"{source} has a privacy.ledger; every run of a study has its own")
-    if _value(table, "privacy.unsafe_no_privacy"):
-        raise InvalidValueError(
-            f"{source} has unsafe_no_privacy; a study compares at equal privacy"
-        )
-
-
-def _value(table: Table, key: str) -> object:
-    """What a table holds under "a.b"; None if there is nothing."""
-    value: object = table
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def _unique(values: Sequence[object], what: str) -> None:
-    if not values:
-        raise InvalidValueError(f"{what} are none; there must be at least one")
-    repeated = [value for value, count in Counter(values).items() if count > 1]
-    if repeated:
-        raise InvalidValueError(f"{what} hold {repeated[0]!r} more than once; each must be unique")

@@ -45,7 +45,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in (1, 2, 3)
     ]
     seen = [
-        SimulationOnlyRound(number, {HOSTILE: 2.0}, {HOSTILE: 2.0}, {HOSTILE: 0.5})
+        SimulationOnlyRound(number - 1, {HOSTILE: 2.0}, {HOSTILE: 2.0}, {HOSTILE: 0.5})
         for number in (1, 2, 3)
     ]
     record = made_up(

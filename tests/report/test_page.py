@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from scipy.stats import norm
 
+from fedpriv.accounting.accountants import ACCOUNTANTS
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.accounting.pricing import read_ledger
-from fedpriv.accounting.registry import ACCOUNTANTS
-from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -156,7 +156,7 @@ def test_whatever_files_hold_is_text(tmp_path: Path) -> None:
             metrics_noise_stddev={HOSTILE: 0.1},
         )
     ]
-    seen = [SimulationOnlyRound(1, {HOSTILE: 2.0}, {HOSTILE: 2.0}, {HOSTILE: 0.5}, {HOSTILE: 0.1})]
+    seen = [SimulationOnlyRound(0, {HOSTILE: 2.0}, {HOSTILE: 2.0}, {HOSTILE: 0.5}, {HOSTILE: 0.1})]
     record = made_up(
         tmp_path / "a",
         events,
@@ -178,7 +178,7 @@ def test_whatever_files_hold_is_text(tmp_path: Path) -> None:
 
 def test_what_no_guarantee_covers_is_marked(tmp_path: Path) -> None:
     seen = [
-        SimulationOnlyRound(1, {"update": 2.0}, {"dense": 2.0}, {"update": 0.5}, {"dense": 0.1})
+        SimulationOnlyRound(0, {"update": 2.0}, {"dense": 2.0}, {"update": 0.5}, {"dense": 0.1})
     ]
     document = parsed(
         render(page_of_run(made_up(tmp_path / "a", [FULL], [released(1)], simulation_only=seen)))

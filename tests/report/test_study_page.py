@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.pricing import read_ledger
-from fedpriv.accounting.registry import epsilon as epsilon_of
+from fedpriv.run.folder import RunFolder
 from fedpriv.studies import read_study
 from fedpriv.studies.results import (
     ALL_RESULTS,
     RESULT,
-    SIMULATION_ONLY,
-    all_results,
-    read_rows,
+    results_text,
     verdict,
 )
 from tests.commandline import printed, refused
@@ -82,11 +81,14 @@ def test_update_norms_are_of_all_seeds(page: str, study_folder: Path) -> None:
     """The mean over seeds, between the least and the largest."""
     lines = figures(parsed(page))["layers-flat"].series
     folder = study_folder / "runs" / "flat" / "epsilon-8"
-    rows = [list(read_rows(folder / f"seed-{seed}" / SIMULATION_ONLY)) for seed in (0, 1)]
-    layers = list(rows[0][0]["simulation_only_update_norms"])
+    rows = [
+        [row.simulation_only_update_norms for row in RunFolder(folder / f"seed-{seed}").collected()]
+        for seed in (0, 1)
+    ]
+    layers = list(rows[0][0])
     assert list(lines) == layers
     for layer, line in lines.items():
-        seeds = [[row["simulation_only_update_norms"][layer] for row in seed] for seed in rows]
+        seeds = [[row[layer] for row in seed] for seed in rows]
         assert line["y"] == pytest.approx([sum(pair) / 2 for pair in zip(*seeds, strict=True)])
         assert line["high"] == pytest.approx([max(pair) for pair in zip(*seeds, strict=True)])
         assert line["low"] == pytest.approx([min(pair) for pair in zip(*seeds, strict=True)])
@@ -106,7 +108,7 @@ def test_results_alone_can_be_drawn_and_make_no_page(study_folder: Path, tmp_pat
     kept = tmp_path / "kept"
     kept.mkdir()
     shutil.copy(study_folder / "study.toml", kept)
-    (kept / ALL_RESULTS).write_text(all_results(read.runs))
+    (kept / ALL_RESULTS).write_text(results_text(read.runs))
     assert read_study(kept).arms == read.arms
     drawn = [tmp_path / name for name in ("whole", "alone")]
     for folder, out in zip((study_folder, kept), drawn, strict=True):

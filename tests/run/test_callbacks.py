@@ -141,7 +141,7 @@ def test_bad_callbacks_are_refused_before_the_run(tmp_path: Path, path: str, wor
 def test_without_tensorboard_event_files_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedpriv.run.callbacks.find_spec", lambda _name: None)
+    monkeypatch.setattr("fedpriv.run.run.find_spec", lambda _name: None)
     file = experiment(tmp_path, output={"tensorboard": True})
     with pytest.raises(InvalidValueError, match=r"pip install 'fedpriv\[tensorboard\]'"):
         run_simulation(file, [], tmp_path / "run", resume=False)

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.accounting.registry import epsilon
 from fedpriv.data.registry import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
-from fedpriv.run.compare import calibrated, run_cell
 from fedpriv.run.folder import RunFolder
+from fedpriv.run.study_runs import calibrated, run_cell
 from fedpriv.studies import Cell, RunResult, Study
-from fedpriv.studies.results import SIMULATION_ONLY, read_result, read_rows
+from fedpriv.studies.results import RESULT, read_results
 from fedpriv.studies.study import load_study
 from tests.studies.studying import study_file
 
@@ -39,7 +39,7 @@ def test_a_result_is_what_ledger_model_and_metrics_say(tmp_path: Path) -> None:
     cell = study.cells[-1]
     result = run(study, cell, tmp_path, calibrated(study)[cell.arm, cell.target])
     folder = RunFolder(tmp_path / cell.path)
-    assert read_result(folder.path) == result
+    assert read_results(folder.path / RESULT) == [result]
     with Ledger.open(folder.ledger) as ledger:
         spent = ledger.spent()
     assert result.epsilon == epsilon(spent, 1e-2).epsilon <= 8.0
@@ -56,9 +56,9 @@ def test_a_result_is_what_ledger_model_and_metrics_say(tmp_path: Path) -> None:
     model = load_file(folder.model)
     scores = test["x"].reshape(len(test["x"]), -1) @ model["1.weight"].T + model["1.bias"]
     assert result.accuracy == np.mean(scores.argmax(1) == test["y"])
-    figures = list(read_rows(folder.path / SIMULATION_ONLY))
+    figures = folder.collected()
     for name in ("clipped", "update_norms", "signal_to_noise"):
-        of_rounds = [row[f"simulation_only_{name}"] for row in figures]
+        of_rounds = [getattr(row, f"simulation_only_{name}") for row in figures]
         (key,) = of_rounds[0]
         mean = getattr(result, f"simulation_only_{name}")[key]
         assert mean == pytest.approx(np.mean([row[key] for row in of_rounds]))
@@ -96,7 +96,7 @@ def test_a_run_that_was_cut_short_is_done_again_and_releases_the_same(
     monkeypatch.undo()
     folder = RunFolder(tmp_path / cell.path)
     (half,) = folder.read_metrics()
-    assert read_result(folder.path) is None
+    assert read_results(folder.path / RESULT) == []
     result = run(study, cell, tmp_path, noise_multiplier)
     assert result.rounds == 2
     rows = list(folder.read_metrics())

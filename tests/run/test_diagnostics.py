@@ -7,7 +7,7 @@ import pytest
 
 from fedpriv.build import simulated
 from fedpriv.config import parse_config
-from fedpriv.run.diagnostics import watched
+from fedpriv.run.diagnostics import ObservedTransport
 from fedpriv.training.rounds import open_round
 from tests.studies.studying import BASE
 
@@ -30,7 +30,7 @@ def test_signal_and_noise_are_those_of_the_layers(
     state = experiment.initial_state
     request = open_round(experiment.plan, state, 0, experiment.entropy)
     rows: list[dict[str, object]] = []
-    looking = watched(transport, experiment.plan, rows.append)
+    looking = ObservedTransport(transport, experiment.plan, rows.append)
     partials = list(looking.collect(request))
     for mine, theirs in zip(partials, transport.collect(request), strict=True):
         np.testing.assert_array_equal(mine.total, theirs.total)

@@ -208,10 +208,7 @@ def test_one_of_each_is_named_in_a_file_and_run(tmp_path: Path) -> None:
         ("clipping.strategy=json:loads", "'json:loads' is no class; it must be derived from"),
         ("server.optimizer=json:JSONDecoder", "is another class; it must be derived from"),
         ("local.algorithm=sgd", "local.algorithm 'sgd' has no option 'shrinking'"),
-        (
-            "privacy.sampling_probability=0.3",
-            "privacy.sampling_probability is 0.3; it must be absent",
-        ),
+        ("privacy.sampling_probability=0.3", "sampling_probability is 0.3; it must be absent"),
         ("sampling.policy=poisson", "key privacy.sampling_probability is absent"),
         ("sampling.policy=uniform", "known are: poisson, or package.module:Class"),
     ],
@@ -277,8 +274,12 @@ def test_arms_of_other_budgets_or_arguments_are_refused(tmp_path: Path) -> None:
     other = mechanism().calibrate(epsilon=4.0, delta=1e-3, rounds=3)
     given = (population(), task(), mechanism())
     more = {"local": LOCAL, "out": tmp_path / "study"}
-    with pytest.raises(InvalidValueError, match="same"):
+    with pytest.raises(InvalidValueError, match="the study's target is that of every arm"):
         fedpriv.compare(*given, {"a": {}, "b": {"mechanism": other}}, **more)
     with pytest.raises(InvalidValueError, match="arm 'b' sets 'servr'; did you mean 'server'"):
         fedpriv.compare(*given, {"a": {}, "b": {"servr": Damped()}}, **more)
+    with pytest.raises(InvalidValueError, match="seeds are none"):
+        fedpriv.compare(*given, {"a": {}}, seeds=0, **more)
+    with pytest.raises(InvalidValueError, match="arms are none"):
+        fedpriv.compare(*given, {}, **more)
     assert not (tmp_path / "study").exists()

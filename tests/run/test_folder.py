@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.run.folder import RunFolder
+from fedpriv.run.folder import RunFolder, held
 
 
 def test_metrics_come_back_in_order(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidValueError, match="cannot be made"):
+    with pytest.raises(InvalidValueError, match="cannot be written"):
         RunFolder(tmp_path / "file" / "run").create()
 
 
@@ -47,10 +47,10 @@ OTHER = """
 import sys
 from pathlib import Path
 from fedpriv.errors import InvalidValueError
-from fedpriv.run.folder import RunFolder
+from fedpriv.run.folder import held
 
 try:
-    with RunFolder(Path(sys.argv[1])).held():
+    with held(Path(sys.argv[1]) / 'plan.toml', f'{sys.argv[1]} holds a run'):
         print("held")
 except InvalidValueError as error:
     print(error)
@@ -65,7 +65,7 @@ def test_a_run_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
         command = [sys.executable, "-c", OTHER, str(tmp_path)]
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
-    with folder.held():
+    with held(folder.plan, "it holds a run"):
         assert other_process() == (
             f"{tmp_path} holds a run that another process is at; stop that one first"
         )

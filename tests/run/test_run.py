@@ -1,44 +1,43 @@
 """A run at the server: every checkpoint is there before the next charge."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
-from federation import CONSTANT, PARAMETERS, make_plan, open_records
 
+from fedpriv.build import simulated
+from fedpriv.config import parse_config
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
-from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run import run
-from fedpriv.run.evaluation import Evaluation
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.run import Cadence, conduct
+from fedpriv.run.run import Outcome, conduct
 from fedpriv.training.checkpoint import checkpoints, load_checkpoint
-from fedpriv.training.rounds import RoundResult, initial_state
+from fedpriv.training.rounds import Stop
+from tests.studies.studying import BASE
 
 
-def conducted(folder: Path, books: PrivacyRecords, every: int = 1) -> Iterator[RoundResult]:
-    plan = make_plan(sampling=PoissonSampling(20, 1.0))
-    return conduct(
-        RunFolder(folder),
-        plan,
-        initial_state(plan, PARAMETERS),
-        CONSTANT,
-        books,
-        OperatingSystemEntropy(),
-        lambda _: Evaluation(0.0, None),
-        Cadence(5, every),
-    )
+@contextmanager
+def opened(folder: Path, every: int = 1) -> Iterator[tuple[PrivacyRecords, Callable[[], Outcome]]]:
+    """The records of a run of five rounds, and what runs it into the folder."""
+    output = {"evaluate_every": 5, "checkpoint_every": every}
+    config = parse_config(BASE | {"rounds": 5, "output": output}, "test")
+    experiment, transport = simulated(config, "run")
+    files, state = RunFolder(folder), experiment.initial_state
+    record, population = files.participation_of(files.ledger), experiment.plan.population
+    with PrivacyRecords.open(files.ledger, record, population, experiment.budget) as records:
+        parts = files, experiment, state, transport, records, lambda _result: None
+        yield records, partial(conduct, *parts)
 
 
 def test_without_a_clock_no_round_is_timed(tmp_path: Path) -> None:
     # How long a round took says how many users were drawn.
-    with open_records(tmp_path) as books:
-        rows = list(conducted(tmp_path, books))
-    assert [row.simulation_only_seconds for row in rows] == [None] * 5
-    for row in RunFolder(tmp_path).read_metrics():
-        assert row["simulation_only_seconds"] is None
+    with opened(tmp_path) as (_, conducted):
+        conducted()
+    rows = RunFolder(tmp_path).read_metrics()
+    assert [row["simulation_only_seconds"] for row in rows] == [None] * 5
 
 
 def newest(folder: Path) -> int:
@@ -59,9 +58,9 @@ def test_at_a_charge_every_earlier_round_that_is_to_have_a_checkpoint_has_one(
         return charge(*given)
 
     monkeypatch.setattr(Ledger, "charge", spy)
-    with open_records(tmp_path) as books:
-        assert len(list(conducted(tmp_path, books, every))) == 5
-        head = books.ledger.head
+    with opened(tmp_path, every) as (records, conducted):
+        assert conducted().stop is Stop.ROUNDS
+        head = records.ledger.head
     assert saved_when_charged == [number - number % every for number in range(5)]
     last = load_checkpoint(checkpoints(RunFolder(tmp_path).checkpoints)[-1])
     assert (last.state.round, last.ledger_head) == (5, head)
@@ -74,7 +73,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_charge
         raise OSError("the disk is full")
 
     monkeypatch.setattr(run, "save_checkpoint", fails)
-    with open_records(tmp_path) as books:
+    with opened(tmp_path) as (records, conducted):
         with pytest.raises(OSError, match="full"):
-            next(conducted(tmp_path, books))
-        assert books.ledger.head.count == 1
+            conducted()
+        assert records.ledger.head.count == 1

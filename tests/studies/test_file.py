@@ -74,7 +74,7 @@ def test_the_example_of_the_guide_is_a_study(tmp_path: Path) -> None:
     before, _, _ = re.sub("baseline.*", "", example).partition("[axes]")
     (tmp_path / "arms.toml").write_text(before + arms)
     (arm,) = load_study(tmp_path / "arms.toml").arms
-    assert arm.assignments == ("server.options={learning_rate=0.5}", "rounds=200")
+    assert arm.set == ("server.options={learning_rate=0.5}", "rounds=200")
 
 
 STUDIES = [
@@ -97,10 +97,13 @@ def test_committed_studies_are_valid(path: Path) -> None:
         ({"axes": {"clipping": {}}}, "'clipping' has no level"),
         ({"axes": {"clipping.norm": []}}, "'clipping.norm' has no level"),
         ({"axes": {"clipping.norm": [0.1, 0.1]}}, "'norm-0.1' more than once"),
-        ({"axes": {"model.name": ["mine:net"]}}, "'mine:net', which makes no name of an arm"),
+        ({"axes": {"model.name": ["mine:net"]}}, "'name-mine:net', which makes no name of an arm"),
         ({"axes": {"q": {"a/b": []}}}, "axis 'q' has the level 'a/b'"),
         ({"axes": {"q": {"a": [1]}}}, "level 'a' of axis 'q' is [1]"),
-        ({"axes": {"clipping.norm": [[1]]}}, "axis 'clipping.norm' has the value [1]"),
+        (
+            {"axes": {"clipping.norm": [[1]]}},
+            "axis 'clipping.norm' has the level 'norm-[1]', which makes no name",
+        ),
         ({"axes": {"q": 3}}, "axis 'q' is 3; it must be a table"),
         ({"axes": {"a": {"x": [], "y": ["rounds=2"]}}}, "arms 'x' and 'y' are alike"),
         ({"arms": [{"name": "a"}, {"name": "a"}], "axes": None}, "arms hold 'a' more than once"),

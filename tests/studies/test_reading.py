@@ -11,7 +11,7 @@ from scipy import stats
 
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.studies import Interval, read_study
-from fedpriv.studies.results import ALL_RESULTS, RESULT, RoundsTo, all_results, summarise, verdict
+from fedpriv.studies.results import ALL_RESULTS, RESULT, RoundsTo, results_text, summarise, verdict
 from fedpriv.studies.study import Cell, Study, load_study
 from tests.studies.studying import result, study_file
 
@@ -22,7 +22,7 @@ KEPT = sorted(file.parent for file in RESULTS.glob("*/study.toml"))
 def write(folder: Path, study: Study, cell: Cell, **changes: object) -> None:
     run = folder / cell.path
     run.mkdir(parents=True)
-    (run / RESULT).write_text(result(study, cell, **changes).to_json())
+    (run / RESULT).write_text(results_text([result(study, cell, **changes)]))
 
 
 def test_what_was_written_is_read_and_what_is_not_finished_is_missing(tmp_path: Path) -> None:
@@ -73,9 +73,9 @@ def test_the_file_of_all_results_stands_in_where_there_are_no_runs(tmp_path: Pat
     results = [result(study, cell, loss=math.inf) for cell in study.cells[1:]]
     strange = result(study, study.cells[0], arm="of another study")
     kept = tmp_path / ALL_RESULTS
-    kept.write_text(all_results([strange, *reversed(results)]))
+    kept.write_text(results_text([strange, *reversed(results)]))
     assert read_study(tmp_path).runs == tuple(results)
-    kept.write_text(all_results([result(study, study.cells[0], settings="others")]))
+    kept.write_text(results_text([result(study, study.cells[0], settings="others")]))
     with pytest.raises(DataError, match="holds a run of other settings"):
         read_study(tmp_path)
     kept.write_text("5\n")

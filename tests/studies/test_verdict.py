@@ -1,6 +1,5 @@
 """The sentences of a study, and the tables that are printed of it."""
 
-import csv
 import io
 import json
 import math
@@ -11,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedpriv.report.studies import print_study, results_csv, results_json, runs_csv
+from fedpriv.report.studies import print_study, results_json
 from fedpriv.studies import Cell, ReadStudy
-from fedpriv.studies.results import verdict
+from fedpriv.studies.results import results_text, verdict
 from fedpriv.studies.study import load_study
 from tests.studies.studying import result, study_file
 
@@ -138,14 +137,14 @@ def test_what_is_printed_fits_eighty_columns_and_holds_the_figures(tmp_path: Pat
     assert re.search(r"65\.00 ± \d+\.\d\d ", text)
 
 
-def test_tables_for_programs_name_what_is_not_private(tmp_path: Path) -> None:
+def test_what_programs_read_names_what_is_not_private(tmp_path: Path) -> None:
     study = read(tmp_path, figures)
-    arms = list(csv.DictReader(io.StringIO(results_csv(study))))
-    runs = list(csv.DictReader(io.StringIO(runs_csv(study))))
+    arms = json.loads(results_json(study))["arms"]
+    runs = [json.loads(line) for line in results_text(study.runs).splitlines()]
     assert (len(arms), len(runs)) == (4, 16)
-    assert arms[1]["simulation_only_clipped.3"] == "0.75"
-    assert float(runs[5]["simulation_only_users_per_second"]) == 1234.0
+    assert arms[1]["simulation_only_clipped"]["3"] == 0.75
+    assert runs[5]["simulation_only_users_per_second"] == 1234.0
     private = ("clipped", "norm", "signal", "per_second")
     for column in (*arms[0], *runs[0]):
-        if any(word in column for word in private) and not column.startswith("clipping_norms"):
+        if any(word in column for word in private) and column != "clipping_norms":
             assert column.startswith("simulation_only_"), column
