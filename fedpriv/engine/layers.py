@@ -140,6 +140,10 @@ class _Patched(torch.autograd.Function):
         return added(gradient, ctx.window, ctx.size), None
 
 
+_multiplied: Callable[..., torch.Tensor] = _Multiplied.apply
+_patched: Callable[..., torch.Tensor] = _Patched.apply
+
+
 def multiplied(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, scratch: bool = False
 ) -> torch.Tensor:
@@ -148,15 +152,14 @@ def multiplied(
     Weights may also be of patches, [C, out, channels, *kernel]. The backward pass may write to rows
     that are `scratch`.
     """
-    y: torch.Tensor = _Multiplied.apply(rows, weight, bias, scratch)
-    return y
+    return _multiplied(rows, weight, bias, scratch)
 
 
 def convolved(
     images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window
 ) -> torch.Tensor:
     """Images [C·B, height, width, in] through a window: [C·B, rows, columns, out]."""
-    seen: torch.Tensor = _Patched.apply(images, window)
+    seen = _patched(images, window)
     rows = seen.view(len(weight), -1, seen.shape[-1])
     return multiplied(rows, weight, bias, scratch=True).view(*seen.shape[:3], -1)
 
