@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from fedpriv.accounting.registry import ACCOUNTANTS
+from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.config import EngineSection
 from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import schedule
-from fedpriv.engine.low_rank import train_layers_chunk
+from fedpriv.engine.local_training import train_layers_chunk
 from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport

@@ -31,7 +31,7 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import gammaln, logsumexp
 
-from fedpriv.accounting.rounds import Rounds, Vector, grouped
+from fedpriv.accounting.round_counts import Rounds, Vector, grouped
 
 DEFAULT_ORDERS: tuple[float, ...] = (
     *(1.0 + float(a) for a in np.geomspace(1e-4, 1.0, 41)[:-1]),

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fedpriv.accounting.registry import epsilon as epsilon_of
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.build import Experiment, simulated
 from fedpriv.config import load_config
 from fedpriv.errors import InvalidValueError

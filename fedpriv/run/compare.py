@@ -30,8 +30,7 @@ from fedpriv.build import Experiment, on_population, settings_of
 from fedpriv.data.population import Population
 from fedpriv.data.registry import load_population
 from fedpriv.engine.task import Task
-from fedpriv.engine.transport import InProcessTransport
-from fedpriv.engine.workers import computing_with
+from fedpriv.engine.transport import InProcessTransport, computing_with
 from fedpriv.errors import FedprivError, InvalidValueError, WorkerError, known_names
 from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.round import LocalTraining, PrivacyRecords

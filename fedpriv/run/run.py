@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.numpy import save
 
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
-from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.build import Experiment
 from fedpriv.ledger.ledger import Head
 from fedpriv.privacy.noise import Entropy
@@ -288,14 +288,15 @@ def print_result(
         table.add_row("private metric before the last round", text)
     loss = epsilon_of(records.ledger.spent(), privacy.delta, privacy.accountant)
     table.add_row("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})")
-    of_run = records.ledger.events(plan.run)
-    if len(records.ledger.runs()) > 1:
+    charges = tuple(records.ledger.charges())
+    of_run = [row.event for row in charges if row.run == plan.run]
+    if len(of_run) < len(charges):
         alone = epsilon_of(of_run, privacy.delta, privacy.accountant)
         table.add_row("of which this run alone", format_epsilon(alone.epsilon))
     if of_run:
         table.add_row("what it means", loss.assumptions)
-        table.add_row("randomness", str(weakest_randomness(records.ledger.charges())))
-        table.add_row("sums and noise", str(weakest_arithmetic(records.ledger.charges())))
+        table.add_row("randomness", str(weakest_randomness(charges)))
+        table.add_row("sums and noise", str(weakest_arithmetic(charges)))
     rounds = f"{outcome.state.round} of {plan.rounds}, {len(of_run)} charged"
     stopped = "" if outcome.stop is Stop.ROUNDS else f": stopped, {outcome.stop}"
     table.add_row("rounds", rounds + stopped)

@@ -24,7 +24,7 @@ from fedpriv.accounting.contour.saddle_point import (
     plan_at_delta,
     plan_at_epsilon,
 )
-from fedpriv.accounting.rounds import Direction, arrays
+from fedpriv.accounting.round_counts import Direction, arrays
 
 LOG_TAIL = -60.0
 DIRECTIONS = list(Direction)

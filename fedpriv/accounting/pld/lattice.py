@@ -21,7 +21,7 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.accounting.rounds import Direction, Vector
+from fedpriv.accounting.round_counts import Direction, Vector
 
 ROUNDING = 1e-12
 """Relative error allowed to a mass: ten times the largest that tests find, not a proved bound."""
