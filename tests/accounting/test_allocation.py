@@ -141,7 +141,7 @@ def simulated(n: int, z: float, epsilon: float, draws: int, seed: int) -> tuple[
 def test_simulation_agrees_and_tells_other_noise(
     n: int, z: float, epsilon: float, wrong: float
 ) -> None:
-    least, most = simulated(n, z, epsilon, 40_000, 7)
+    least, most = simulated(n, z, epsilon, 20_000, 7)
     low, up = delta_interval_of({AllocationPair(n, z): 1}, epsilon)
     assert low <= most
     assert up >= least
