@@ -13,14 +13,14 @@ from datetime import UTC, datetime, timedelta
 
 import grpc
 
-from fedpriv.accounting.accountant import LEAST_DELTA, PrivacyLoss
+from fedpriv.accounting.accountant import PrivacyLoss
+from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.accounting.registry import epsilon as priced
 from fedpriv.clients.connection import Backoff, fetch_ledger, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, TakenPart
 from fedpriv.errors import AuditError, LedgerError, UnsupportedEventError, WireError
-from fedpriv.ledger.budget import merge_equal
+from fedpriv.ledger.budget import LEAST_DELTA, merge_equal
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 from fedpriv.ledger.export import ExportedLedger
 from fedpriv.ledger.ledger import ChargedRow

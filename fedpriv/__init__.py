@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fedpriv.accounting.registry import epsilon
+    from fedpriv.accounting.accountants import epsilon
     from fedpriv.data.population import Population
     from fedpriv.engine.task import Task
     from fedpriv.local import SGD
@@ -37,7 +37,7 @@ __all__ = [
 # fmt: on
 
 _NAMES_IN = {
-    "accounting.registry": "epsilon",
+    "accounting.accountants": "epsilon",
     "data.population": "Population",
     "engine.task": "Task",
     "local": "SGD",

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.accounting.accountant import Bound
-from fedpriv.accounting.registry import accountant_named
+from fedpriv.accounting.accountants import accountant_named
 from fedpriv.config import (
     Config,
     LocalSection,
@@ -25,9 +25,8 @@ from fedpriv.config import (
 )
 from fedpriv.data.population import Population, UserStore
 from fedpriv.data.registry import load_population
-from fedpriv.engine.losses import LOSSES
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
-from fedpriv.engine.task import Task, check_task, running_norms
+from fedpriv.engine.task import LOSSES, Task, check_task, running_norms
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import InvalidValueError
 from fedpriv.importing import import_function, path_of

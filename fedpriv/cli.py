@@ -248,16 +248,23 @@ def calibrate(
 
     With all three given: how large a share of every round one more sum query may have.
     """
-    from fedpriv.accounting.calibration import Sampled, plan_within
+    from fedpriv.accounting.calibration import plan_within
     from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy
     from fedpriv.report import tables
 
     if relation is None:
         fixed = policy is Policy.FIXED_SIZE
         relation = Relation.REPLACE_ONE if fixed else Relation.ADD_OR_REMOVE_ONE
-    sampled = Sampled(SamplingPolicy(policy), NeighbouringRelation(relation), population)
     found = plan_within(
-        epsilon, delta, accountant, rounds, sampling_probability, noise_multiplier, sampled
+        epsilon,
+        delta,
+        rounds,
+        sampling_probability,
+        noise_multiplier,
+        SamplingPolicy(policy),
+        NeighbouringRelation(relation),
+        population,
+        accountant,
     )
     if as_json:
         tables.write_plan(found, sys.stdout)

@@ -15,8 +15,12 @@ from urllib.parse import unquote
 import grpc
 
 from fedpriv.errors import InvalidValueError, WireError
-from fedpriv.server.certificates import check_node_name
-from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
+from fedpriv.server.enrolment import (
+    CertificateError,
+    EnrolledCertificates,
+    Enrolment,
+    check_node_name,
+)
 from fedpriv.server.monitoring import Monitor, Refusal
 
 NODE: ContextVar[str] = ContextVar("NODE")  # the node that the handler of a call speaks with

@@ -1,4 +1,4 @@
-"""X.509 certificates: how a server reads them, and a small authority that issues them.
+"""A small authority that issues X.509 certificates.
 
     FOLDER/authority/    ca.pem ca.key
     FOLDER/server/       ca.pem server.pem server.key
@@ -19,44 +19,19 @@ from pathlib import Path
 from urllib.parse import quote
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, writing
+from fedpriv.server.enrolment import MALFORMED, check_node_name, fingerprint_of
 from fedpriv.training.checkpoint import write_atomically
 
-# What cryptography raises for a certificate or key that cannot be parsed.
-MALFORMED = (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension)
 YEAR = timedelta(days=365)
 _AUTHORITY_LIFETIME = 10 * YEAR
 _CLOCK_SKEW = timedelta(minutes=5)
 _LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}"
 _HOST = re.compile(rf"(?=.{{1,253}}$)(?!(.*\.)?[0-9]+$){_LABEL}(\.{_LABEL})*")
-_FINGERPRINT = re.compile("[0-9a-f]{64}")
-
-
-def check_node_name(name: str) -> str:
-    """Return a name that a node can have; it becomes a common name and the name of a folder."""
-    legal = name.isprintable() and name == name.strip() and "/" not in name and name[:1] != "."
-    if not (legal and 1 <= len(name.encode()) <= 64):
-        raise InvalidValueError(
-            f"the name of a node is {name!r}; it must be 1 to 64 bytes of printable text without "
-            "'/', a leading '.', or a leading or trailing space"
-        )
-    return name
-
-
-def fingerprint_of(certificate: x509.Certificate) -> str:
-    """SHA-256 of a certificate in DER, as 64 lower-case hexadecimal digits."""
-    return certificate.fingerprint(hashes.SHA256()).hex()
-
-
-def parsed_fingerprint(text: object) -> str | None:
-    """A fingerprint, also in OpenSSL's upper case with colons; None if it is not one."""
-    digits = text.replace(":", "").lower() if isinstance(text, str) else ""
-    return digits if _FINGERPRINT.fullmatch(digits) else None
 
 
 def load_ca(path: Path) -> x509.Certificate:
@@ -219,7 +194,7 @@ def _write(folder: Path, name: str, issued: _Signed, authority: _Signed) -> None
     """Write a certificate, its key and ca.pem into the folder of one machine."""
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     key = issued.key.private_bytes(pem, pkcs8, serialization.NoEncryption())
-    try:
+    with writing(folder / f"{name}.pem"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         write_atomically(folder / "ca.pem", authority.certificate.public_bytes(pem))
@@ -234,6 +209,3 @@ def _write(folder: Path, name: str, issued: _Signed, authority: _Signed) -> None
         partial.replace(folder / f"{name}.key")
         # The key is durable with the certificate that follows into the same folder.
         write_atomically(folder / f"{name}.pem", issued.certificate.public_bytes(pem))
-    except OSError as error:  # a full disk, or a file of another user
-        sentence = f"{error.filename or folder} cannot be written: {error.strerror}"
-        raise InvalidValueError(sentence) from error

@@ -18,7 +18,7 @@ from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest
 from fedpriv.server.enrolment import Enrolment, Hosting, Positions
 from fedpriv.training.plan import TrainingPlan
 
-_NOT_AWAITED = "no answer of this node is awaited"
+_NOT_AWAITED = "the server is not waiting for an answer of this node"
 
 
 def task_of(config: Config) -> wire.TaskDescription:
@@ -43,7 +43,7 @@ def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundReques
             plan.sampling.sampling_probability,
             plan.sampling.population,
             event.noise_multiplier,
-            records.budget.epsilon_of([*records.ledger.spent(), event]),
+            records.ledger.epsilon(records.budget, event),
             records.budget.delta,
         )
 
@@ -104,7 +104,7 @@ class Connection:
         self._told.set()
 
     async def next(self, seconds: float) -> wire.RoundOffer | End | None:
-        """What to tell next; None if that is nothing for so many seconds."""
+        """What to tell the node next; None if there is nothing within these seconds."""
         try:
             async with asyncio.timeout(seconds):
                 await self._told.wait()
@@ -248,7 +248,7 @@ class Collection:
         return max(0.0, end - monotonic())
 
     def finish(self) -> None:
-        """Count nothing more; may be called again."""
+        """Count nothing more; idempotent."""
         if not self._over:
             self._over = True
             self.results.put(None)

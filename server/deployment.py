@@ -31,17 +31,17 @@ from fedpriv.wire import Price, RunState, Status, encode_welcome
 
 _log = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 10.0  # the longest wait for nodes that read the ledger once more
-_IDLE_SECONDS = 1.0  # without a call, after which there is no such wait
+_IDLE_SECONDS = 1.0  # without a call, after which the wait is over
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long nodes are waited for."""
+    """How long the server waits for nodes."""
 
     deadline: float  # seconds from the offer to the end of a round
     absent: float  # seconds to wait for a node that is not connected
     fixed: bool  # whether every round takes until its deadline
-    nodes: int  # a round begins when at least so many are connected
+    nodes: int  # that must be connected before a round begins
 
 
 class GrpcTransport(Transport):
@@ -199,7 +199,7 @@ def _served(
     records: PrivacyRecords,
     ledger: Path,
 ) -> Iterator[Listener]:
-    """Let nodes connect, and whoever may watch the numbers, until the block is left."""
+    """Accept connections, and serve the numbers for Prometheus, until the block is left."""
     plan, welcome_of = experiment.plan, welcomes(experiment.config, enrolment)
     for node in enrolment.nodes:
         encode_welcome(welcome_of(node))  # what cannot be sent is refused before nodes connect

@@ -13,20 +13,41 @@ from typing import Self
 
 import numpy as np
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
 from numpy.typing import NDArray
 
 from fedpriv.config import read_toml
 from fedpriv.errors import FedprivError, InvalidValueError, known_names
-from fedpriv.server.certificates import (
-    MALFORMED,
-    check_node_name,
-    fingerprint_of,
-    parsed_fingerprint,
-)
 
 Positions = NDArray[np.int64]  # users, as ascending positions in the population
+# What cryptography raises for a certificate or key that cannot be parsed.
+MALFORMED = (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension)
 _ID = re.compile("[0-9a-f]{32}")
+_FINGERPRINT = re.compile("[0-9a-f]{64}")
 _SETTLED_NANOSECONDS = 2_000_000_000
+
+
+def check_node_name(name: str) -> str:
+    """Return a name that a node can have; it becomes a common name and the name of a folder."""
+    legal = name.isprintable() and name == name.strip() and "/" not in name and name[:1] != "."
+    if not (legal and 1 <= len(name.encode()) <= 64):
+        raise InvalidValueError(
+            f"the name of a node is {name!r}; it must be 1 to 64 bytes of printable text without "
+            "'/', a leading '.', or a leading or trailing space"
+        )
+    return name
+
+
+def fingerprint_of(certificate: x509.Certificate) -> str:
+    """SHA-256 of a certificate in DER, as 64 lower-case hexadecimal digits."""
+    return certificate.fingerprint(hashes.SHA256()).hex()
+
+
+def _parsed_fingerprint(text: object) -> str | None:
+    """A fingerprint, also in OpenSSL's upper case with colons; None if it is not one."""
+    digits = text.replace(":", "").lower() if isinstance(text, str) else ""
+    return digits if _FINGERPRINT.fullmatch(digits) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +243,7 @@ def _certificates_in(nodes: object) -> dict[str, str]:
     for node, entry in _tables_in(nodes).items():
         if not isinstance(entry, dict) or "certificate" not in entry:
             continue
-        where, fingerprint = f"nodes.{node}.certificate", parsed_fingerprint(entry["certificate"])
+        where, fingerprint = f"nodes.{node}.certificate", _parsed_fingerprint(entry["certificate"])
         if fingerprint is None:
             raise InvalidValueError(
                 f"{where} is {entry['certificate']!r}; it must be the SHA-256 fingerprint of a "

@@ -135,7 +135,7 @@ class GridTransport(Transport):
         present: Mapping[str, int],
         deadline: float,
     ) -> Iterator[tuple[str, Message]]:
-        """The offer to each node that is there and hosts drawn users."""
+        """The offer to each present node that hosts drawn users."""
         for node, users in terms.drawn.items():
             left = deadline - monotonic()
             if node in present and left > 0.0:
@@ -176,11 +176,9 @@ class GridTransport(Transport):
 
 def shards(population: int, workers: int) -> Hosting:
     """Which worker of a simulation hosts which users."""
-    numbers = np.empty(population, np.int64)
-    for worker in range(workers):
-        shard = flower.shard_of(population, worker, workers)
-        numbers[shard.start : shard.stop] = worker
-    return Hosting([f"worker-{k}" for k in range(workers)], numbers, frozenset())
+    sizes = [len(flower.shard_of(population, worker, workers)) for worker in range(workers)]
+    names = [f"worker-{worker}" for worker in range(workers)]
+    return Hosting(names, np.repeat(np.arange(workers), sizes), frozenset())
 
 
 def simulated_workers(
@@ -238,7 +236,7 @@ class EnrolledNodes:
         self._names: dict[int, str | None] = {}
 
     def __call__(self) -> Mapping[str, int]:
-        """Name → id of those that are there now; StoppedError if it was asked to stop."""
+        """Name → id of the nodes on the grid now; StoppedError if it was asked to stop."""
         while len(present := self._present()) < self._least:
             _log.info("waiting for %d nodes; %d are there", self._least, len(present))
             if self._stopping.wait(_NODES_CHECK_SECONDS):

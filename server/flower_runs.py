@@ -85,7 +85,7 @@ def run_on_nodes(
 
 @dataclass(frozen=True)
 class GridSimulation:
-    """A simulation that is ready to begin on the workers of a grid, among whom users are spread."""
+    """A simulation that is ready to start, with its users spread among the workers of a grid."""
 
     setup: RunSetup
     experiment: Experiment

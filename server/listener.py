@@ -1,4 +1,4 @@
-"""Where the server listens, what callers must show there, and the gRPC server in its own thread."""
+"""Where the server listens, with which credentials, and the gRPC server in its own thread."""
 
 import asyncio
 import ipaddress

@@ -1,4 +1,4 @@
-"""What an operator may watch: a few numbers for Prometheus, none of them about users."""
+"""A few numbers about the server for Prometheus, none of them about users."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,7 +128,7 @@ class Monitor:
             thread.join()
 
     def collect(self) -> "Iterator[Metric]":
-        """The numbers as they are now, as a registry of prometheus-client asks for them."""
+        """The current numbers; a registry of prometheus-client calls this."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
 
         families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}

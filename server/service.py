@@ -50,7 +50,7 @@ def status_at_start(
 ) -> wire.Status:
     """Where a run stands before any round is collected."""
     budget, nodes, users = records.budget, len(enrolment.nodes), enrolment.population
-    spent, limit, delta = budget.epsilon_of(records.ledger.spent()), budget.epsilon, budget.delta
+    spent, limit, delta = records.ledger.epsilon(budget), budget.epsilon, budget.delta
     return wire.Status(
         plan.run, 0, plan.rounds, spent, limit, delta, nodes, 0, users, wire.RunState.WAITING
     )
@@ -103,12 +103,12 @@ class Transfers:
 
     @asynccontextmanager
     async def turn(self, node: str, until: float | None = None) -> AsyncIterator[None]:
-        """As `newest`, and wait for a place and hold it, for `seconds` at most."""
+        """As `newest`; also wait for a place, and hold it for `seconds` at most."""
         async with self.newest(node, until), self.places, asyncio.timeout(self._seconds):
             yield
 
     def excuse(self, node: str) -> None:
-        """Let the transfer of a node, which is the caller, go on whatever happens."""
+        """Let the node's transfer, from which this is called, finish whatever happens."""
         self._limits.pop(node).reschedule(None)
 
     def end_all(self) -> None:
@@ -179,7 +179,7 @@ class Service:
             self.collection.changed.set()
 
     def publish(self, status: wire.Status) -> None:
-        """Tell all who ask, from now on, where the run stands."""
+        """Set the status that `get_status` returns from now on."""
         self.status = status
         self._monitor.progress(status.state, status.round, status.epsilon)
 
@@ -335,7 +335,7 @@ class Service:
                 await context.write(pb.LedgerPart(chunk=chunk))
 
     async def get_status(self, request: pb.StatusRequest, context: Context) -> pb.Status:
-        """Say where the run stands."""
+        """Return the status of the run."""
         del request, context
         return wire.encode_status(replace(self.status, nodes_connected=len(self.connections)))
 

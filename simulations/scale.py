@@ -25,12 +25,12 @@ from pathlib import Path
 
 import torch
 
-from fedpriv.accounting.registry import ACCOUNTANTS
+from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.config import EngineSection
 from fedpriv.data.population import UserStore
 from fedpriv.data.synthetic import synthetic_population
 from fedpriv.engine import InProcessTransport, Task
-from fedpriv.engine.losses import cross_entropy
+from fedpriv.engine.task import cross_entropy
 from fedpriv.ledger.budget import PrivacyBudget
 from fedpriv.models import mlp
 from fedpriv.privacy.layout import Layout, flat

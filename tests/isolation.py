@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedpriv.data.population import Population, UserStore
-from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.metrics import metric
-from fedpriv.engine.task import Task, running_norms
+from fedpriv.engine.task import Task, cross_entropy, running_norms
 from fedpriv.models import build_model
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Metric
 from fedpriv.privacy.layout import (

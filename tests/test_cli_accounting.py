@@ -12,10 +12,10 @@ import pytest
 from scipy.stats import norm
 
 from fedpriv.accounting.accountant import Bound
+from fedpriv.accounting.accountants import ACCOUNTANTS
+from fedpriv.accounting.accountants import delta as delta_of
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.accounting.registry import ACCOUNTANTS
-from fedpriv.accounting.registry import delta as delta_of
-from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
@@ -39,7 +39,7 @@ def ledger_of(
     randomness: Randomness = Randomness.OPERATING_SYSTEM,
 ) -> Path:
     """A ledger of these rounds, run by run."""
-    with Ledger.create(path, population) as ledger:
+    with Ledger.open_or_create(path, population) as ledger:
         for run, events in runs.items():
             for number, event in enumerate(events):
                 ledger.charge(ProposedCharge(run, number, 0, randomness, event, "0" * 64))

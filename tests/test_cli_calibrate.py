@@ -4,14 +4,14 @@ import json
 
 import pytest
 
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.calibration import (
     calibrate_noise_multiplier,
-    largest_rounds,
-    largest_sampling_probability,
-    largest_share,
+    largest_number,
+    largest_probability,
+    smallest_query_noise,
 )
 from fedpriv.accounting.policies import every_user_gaussian, fixed_size_gaussian, poisson_gaussian
-from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.ledger.events import NeighbouringRelation
 from tests.commandline import printed, refused, table
 
@@ -36,10 +36,12 @@ def test_calibrate_finds_the_third(given: list[str], found: str, accountant: str
     expected = {"rounds": 1000, "sampling_probability": 0.01, "noise_multiplier": 1.0}
     expected[found] = {
         "noise_multiplier": lambda: calibrate_noise_multiplier(2.0, 1e-5, 1000, 0.01, accountant),
-        "sampling_probability": lambda: largest_sampling_probability(
-            2.0, 1e-5, 1000, 1.0, accountant
+        "sampling_probability": lambda: largest_probability(
+            2.0, 1e-5, lambda q: [poisson_gaussian(q, 1.0, 1000)], accountant
         ),
-        "rounds": lambda: largest_rounds(2.0, 1e-5, 1.0, 0.01, accountant),
+        "rounds": lambda: largest_number(
+            2.0, 1e-5, lambda n: [poisson_gaussian(0.01, 1.0, n)], 2**30 + 1, accountant
+        ),
     }[found]()
     command = [*BUDGET, *given, "--accountant", accountant]
     plan = json.loads(printed(*command, "--json"))
@@ -102,7 +104,8 @@ def test_with_all_given_the_share_of_one_more_query_is_found() -> None:
     plan = json.loads(printed(*command, "--json"))
     others = poisson_gaussian(0.01, 1.2, 1000)
     assert plan["found"] == "share"
-    assert plan["share"] == pytest.approx(largest_share(2.0, 1e-5, others))
+    z_g = smallest_query_noise(2.0, 1e-5, others)
+    assert plan["share_noise_multiplier"] == pytest.approx(z_g)
     # 1/z² of the round is that of the others and of the one more.
     z = (1.2**-2 + plan["share_noise_multiplier"] ** -2) ** -0.5
     assert plan["share"] == pytest.approx((z / plan["share_noise_multiplier"]) ** 2)

@@ -114,7 +114,7 @@ def test_no_packages_import_each_other_in_a_circle() -> None:
     ("name", "forbidden"),
     [
         ("fedpriv", "torch flwr numpy scipy"),
-        ("fedpriv.accounting.registry", "torch flwr sklearn altair pydantic"),
+        ("fedpriv.accounting.accountants", "torch flwr sklearn altair pydantic"),
         ("fedpriv.ledger.ledger", "torch flwr sklearn altair pydantic"),
         ("fedpriv.privacy.gaussian_mechanism", "torch flwr sklearn altair"),
         ("fedpriv.training.rounds", "torch flwr sklearn altair"),

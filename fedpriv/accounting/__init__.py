@@ -5,37 +5,39 @@
 >>> round(spent.low, 6), round(spent.up, 6)
 (0.946867, 0.946867)
 
-`accountant` says what an accountant is and `registry` which analysis serves which event:
+`accountant` says what an accountant is, `accountants` lists them. Which analysis serves which
+event:
 
-* Poisson samples, one user added or removed: the exact pair of each round. `tight` prices them in
-  closed form where q = 1 (`gaussian`), else along a `contour`, else by `pld`.
-* Every user, whole series with correlated noise (whose sensitivity `strategy` knows): Gaussians, in
-  closed form.
-* Poisson samples with one user replaced, cohorts of a fixed size, shuffled passes, random
-  allocation: pairs of `pld.dominating_pairs` and `pld.random_allocation`, where each is proved, by
-  `pld`.
-* For comparison: moments (`rdp`), zCDP, the CLT, basic and advanced composition (`classical`).
+| users in a round | neighbours | analysis | written in |
+| --- | --- | --- | --- |
+| all | either | one Gaussian, in closed form | `gaussian` |
+| series with correlated noise | either | one Gaussian, in closed form | `strategy` |
+| Poisson sample | one added or removed | exact: along a contour, else by FFT | `contour`, `pld` |
+| Poisson sample | one replaced | exact pair, by FFT | `pld.dominating_pairs` |
+| fixed number | one replaced | between two pairs, by FFT | `pld.dominating_pairs` |
+| shuffled passes | either | between two pairs, by FFT | `pld.dominating_pairs` |
+| random allocation | one added or removed | pair of a pass, by FFT | `pld.random_allocation` |
 
-`rounds` counts rounds by setting and groups different ones outward, for all of them. `policies`
-makes events, `calibration` turns a budget into a setting, `pricing` prices whole ledgers.
+`tight` chooses among them. For comparison: moments (`rdp`), and zCDP, the CLT, basic and
+advanced composition (`classical`). `round_counts` counts rounds by setting and groups different
+ones outward. `policies` makes events, `calibration` turns a budget into a setting, `pricing` prices
+whole ledgers.
 
-A word has one meaning. A **setting** is (q, z), z the noise per sensitivity; a **pair** is (P, Q),
-two distributions that dominate an event on two neighbours; a **loss** is log(dP/dQ), and a **tilt**
-of it a weight e^{cL}; an **interval** is two ends that hold the truth. Which parts of an interval
-are proved, and which are margins that tests support, is in docs/accounting.md.
+A **setting** is (q, z), z the noise per sensitivity; a **pair** is (P, Q), two distributions that
+dominate an event on two neighbours; a **loss** is log(dP/dQ), and a **tilt** of it a weight e^{cL};
+an **interval** is two ends that hold the truth. docs/accounting.md says which parts of an interval
+are proved, and which are margins that tests support.
 """
 
 from fedpriv.accounting.accountant import Accountant, Bound, PrivacyLoss
+from fedpriv.accounting.accountants import ACCOUNTANTS, delta, epsilon
 from fedpriv.accounting.calibration import (
     calibrate_noise_multiplier,
-    largest_clipping_norm,
     largest_number,
     largest_probability,
-    largest_rounds,
-    largest_sampling_probability,
-    largest_share,
+    plan_within,
     smallest_noise,
-    smallest_noise_stddev,
+    smallest_query_noise,
 )
 from fedpriv.accounting.policies import (
     every_user_gaussian,
@@ -46,7 +48,6 @@ from fedpriv.accounting.policies import (
     separated_gaussian,
     shuffled_gaussian,
 )
-from fedpriv.accounting.registry import ACCOUNTANTS, delta, epsilon
 
 __all__ = [
     "ACCOUNTANTS",
@@ -58,17 +59,14 @@ __all__ = [
     "epsilon",
     "every_user_gaussian",
     "fixed_size_gaussian",
-    "largest_clipping_norm",
     "largest_number",
     "largest_probability",
-    "largest_rounds",
-    "largest_sampling_probability",
-    "largest_share",
+    "plan_within",
     "poisson_gaussian",
     "poisson_replace_gaussian",
     "random_allocation_gaussian",
     "separated_gaussian",
     "shuffled_gaussian",
     "smallest_noise",
-    "smallest_noise_stddev",
+    "smallest_query_noise",
 ]

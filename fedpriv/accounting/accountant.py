@@ -5,31 +5,31 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fedpriv.accounting.rounds import Rounds
+from fedpriv.accounting.round_counts import Rounds
 from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
-from fedpriv.ledger.events import NeighbouringRelation, Pair, RoundEvent, SamplingPolicy, names_of
-
-GAUSSIAN: tuple[Pair, ...] = (
-    (SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE),
-    (SamplingPolicy.EVERY_USER, NeighbouringRelation.ADD_OR_REMOVE_ONE),
-    (SamplingPolicy.EVERY_USER, NeighbouringRelation.REPLACE_ONE),
-    (SamplingPolicy.SHUFFLED, NeighbouringRelation.ADD_OR_REMOVE_ONE),
-    (SamplingPolicy.SHUFFLED, NeighbouringRelation.REPLACE_ONE),
-    (SamplingPolicy.SEPARATED, NeighbouringRelation.ADD_OR_REMOVE_ONE),
-    (SamplingPolicy.SEPARATED, NeighbouringRelation.REPLACE_ONE),
+from fedpriv.ledger.events import (
+    ANALYSED,
+    EventKind,
+    NeighbouringRelation,
+    RoundEvent,
+    SamplingPolicy,
+    kinds_text,
 )
-"""What costs no more than the Poisson-subsampled Gaussian of `events.compose`, q = 1 included.
 
-Poisson and every-user rounds cost just that, and so does a separated series whose sensitivity is
+GAUSSIAN: tuple[EventKind, ...] = tuple(
+    (policy, relation)
+    for policy, relation in ANALYSED
+    if policy in (SamplingPolicy.EVERY_USER, SamplingPolicy.SHUFFLED, SamplingPolicy.SEPARATED)
+    or (policy, relation) == (SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE)
+)
+"""What costs no more than the Poisson-subsampled Gaussian of `strategy.compose`, q = 1 included.
+
+Poisson and every-user rounds cost exactly that, and so does a separated series whose sensitivity is
 exact. A shuffled pass costs at most one Gaussian, because in every order of the users only one of
 its batches has the user (joint convexity). It can cost less, though much more than a Poisson sample
 (Chua et al. 2024).
 """
-
-
-LEAST_DELTA = 1e-60
-"""A smaller δ is refused, and not told from this one."""
 
 
 class Bound(StrEnum):
@@ -50,7 +50,7 @@ class PrivacyLoss:
     Attributes:
         epsilon_low: the true ε is at least this; 0 where the accountant cannot tell.
         epsilon: the true ε is at most this: the number to report. ∞ if no finite ε is proven.
-        delta: δ in (0, 1).
+        delta: δ in [1e-60, 1).
         accountant: its name in `ACCOUNTANTS`.
         relation: which two populations are compared.
         bound: what kind of statement `epsilon` is; the two lines above hold for bounds only.
@@ -67,12 +67,12 @@ class PrivacyLoss:
 
     @property
     def low(self) -> float:
-        """The same as `epsilon_low`: the true ε is at least this."""
+        """Short for `epsilon_low`."""
         return self.epsilon_low
 
     @property
     def up(self) -> float:
-        """The same as `epsilon`: the true ε is at most this."""
+        """Short for `epsilon`."""
         return self.epsilon
 
 
@@ -87,6 +87,9 @@ class Accountant(ABC):
     * Events of two neighbouring relations are refused: an ε compares one kind of neighbours.
     * Neither the order of events, nor how equal events are counted, nor how a round's noise is
       split among its queries changes ε, as long as its noise multiplier is the same.
+
+    An argument out of range raises `InvalidValueError`, and events that the accountant has no
+    analysis of `UnsupportedEventError`.
     """
 
     @property
@@ -96,16 +99,7 @@ class Accountant(ABC):
 
     @abstractmethod
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
-        """What the events cost at δ.
-
-        Args:
-            events: any number of events, in any order.
-            delta: δ in (0, 1).
-
-        Raises:
-            InvalidValueError: δ is out of range.
-            UnsupportedEventError: there is no analysis of one of the events, or of all together.
-        """
+        """What the events, in any order, cost together at δ in [1e-60, 1)."""
 
     def upper_epsilon(self, events: Iterable[RoundEvent], delta: float) -> float:
         """ε that the events cost at δ, as `PrivacyBudget` asks for it."""
@@ -113,84 +107,45 @@ class Accountant(ABC):
 
     @abstractmethod
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
-        """A δ in [0, 1] for which the events are (ε, δ)-DP.
-
-        Args:
-            events: any number of events, in any order.
-            epsilon: ε ≥ 0, finite.
-
-        Raises:
-            InvalidValueError: ε is out of range.
-            UnsupportedEventError: there is no analysis of one of the events, or of all together.
-        """
+        """A δ in [0, 1] for which the events together are (ε, δ)-DP; ε ≥ 0 is finite."""
 
 
 @dataclass(frozen=True)
 class CheckedEvents:
-    """Events that an accountant has an analysis of, all under one neighbouring relation.
-
-    Attributes:
-        events: in any order.
-        relation: the relation of all; add-or-remove-one if there is no event.
-    """
+    """Events that an accountant has an analysis of, all under one neighbouring relation."""
 
     events: tuple[RoundEvent, ...]
     relation: NeighbouringRelation
 
-    @property
-    def policies(self) -> tuple[SamplingPolicy, ...]:
-        """The sampling policies that occur, in order of first use."""
-        return tuple(dict.fromkeys(event.sampling.policy for event in self.events))
-
-    def rounds(self, without: SamplingPolicy | None = None) -> Rounds:
-        """Rounds by (q, noise per sensitivity), except those of one policy."""
-        return compose(event for event in self.events if event.sampling.policy != without)
-
-    def rounds_of(self, policy: SamplingPolicy) -> Rounds:
-        """Rounds by (q, noise per sensitivity) of one policy."""
-        return compose(event for event in self.events if event.sampling.policy == policy)
+    def rounds(self) -> Rounds:
+        """Rounds by (q, noise per sensitivity)."""
+        return compose(self.events)
 
     def loss(self, low: float, up: float, delta: float, name: str, bound: Bound) -> PrivacyLoss:
         """A loss, with the sentence that says what was assumed."""
-        policies = " and ".join(self.policies) or "no"
+        if not low <= up:
+            raise AssertionError(f"the ends contradict each other: {low} > {up}")
+        used = " and ".join(dict.fromkeys(event.sampling.policy for event in self.events)) or "no"
         article = "an" if bound[0] in "aeiou" else "a"
         sentence = (
             f"User-level differential privacy for {self.relation} neighbours, "
-            f"{policies} sampling of users and Gaussian noise on clipped sums; "
+            f"{used} sampling of users and Gaussian noise on clipped sums; "
             f"the {name} accountant gives ε as {article} {bound}."
         )
         return PrivacyLoss(low, up, delta, name, self.relation, bound, sentence)
 
-    def interval(
-        self,
-        low: float,
-        up: float,
-        delta: float,
-        name: str,
-        complete: bool,  # noqa: FBT001
-    ) -> PrivacyLoss:
-        """A loss between two ends; an upper bound where the lower one leaves out some events."""
-        if not low <= up:
-            raise AssertionError(f"the ends contradict each other: {low} > {up}")
-        return self.loss(low, up, delta, name, Bound.INTERVAL if complete else Bound.UPPER)
-
 
 def checked(
-    events: Iterable[RoundEvent], name: str, legal: tuple[Pair, ...] = GAUSSIAN
+    events: Iterable[RoundEvent], name: str, legal: tuple[EventKind, ...] = GAUSSIAN
 ) -> CheckedEvents:
-    """The events, once every one is known to be legal and all have one neighbouring relation.
-
-    Raises:
-        UnsupportedEventError: an event is none of the `legal` ones; names the accountant and them.
-            Or two events differ in their relation, so that no one ε says what both cost.
-    """
+    """The events, once every one is known to be legal and all have one neighbouring relation."""
     kept = tuple(events)
     for event in kept:
         sampling = event.sampling
         if (sampling.policy, sampling.relation) not in legal:
             raise UnsupportedEventError(
                 f"the {name} accountant has no analysis of {sampling.policy} sampling with "
-                f"{sampling.relation} neighbours; legal is: {names_of(legal)}"
+                f"{sampling.relation} neighbours; legal is: {kinds_text(legal)}"
             )
     relations = dict.fromkeys(event.sampling.relation for event in kept)
     if len(relations) > 1:
@@ -199,17 +154,6 @@ def checked(
             "an ε compares one kind of neighbours"
         )
     return CheckedEvents(kept, next(iter(relations), NeighbouringRelation.ADD_OR_REMOVE_ONE))
-
-
-def check_delta(delta: float) -> None:
-    """Raise InvalidValueError unless δ is in [1e-60, 1).
-
-    A smaller δ would be lost in what doubles cannot hold.
-    """
-    if not 0.0 < delta < 1.0:
-        raise InvalidValueError(f"delta is {delta}; it must be in (0, 1)")
-    if delta < LEAST_DELTA:
-        raise InvalidValueError(f"delta is {delta}; no accountant tells it from 0 below 1e-60")
 
 
 def check_epsilon(epsilon: float) -> None:

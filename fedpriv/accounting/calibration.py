@@ -1,25 +1,23 @@
 """From a privacy budget to the noise, the rounds, the sampling or the queries that it allows.
 
 `smallest_noise`, `largest_number` and `largest_probability` solve for one setting of any events
-that an accountant prices; `calibrate_noise_multiplier`, `largest_rounds` and
-`largest_sampling_probability` are those of equal Poisson-sampled rounds. `smallest_noise_stddev`,
-`largest_clipping_norm` and `largest_share` solve for one more sum query of a round: queries over
-one cohort add up to one with 1/z² = Σ_g 1/z_g², z_g = σ_g/S_g (McMahan et al. 2018, equation (1)),
-and a group's share of the round is ω_g = (z/z_g)². `plan_within` finds whichever setting is left.
+that an accountant prices, `smallest_query_noise` for one more sum query of a round, and
+`plan_within` for whichever setting of equal rounds is not given.
 
-The budget is ε = target_epsilon > 0 at δ in [1e-60, 1), by an accountant of `ACCOUNTANTS`. A result
-was priced within it, always. `InvalidValueError` says what is out of range, or that nothing, or
-everything, stays within; `UnsupportedEventError` that the accountant has no analysis of an event.
+The budget is ε = target_epsilon > 0 at δ in [1e-60, 1), by an accountant of `ACCOUNTANTS`. The
+accountant always prices a result within it. `InvalidValueError` says what is out of range, or that
+nothing, or everything, stays within; `UnsupportedEventError` that an event has no analysis.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 from fedpriv.accounting.accountant import PrivacyLoss
+from fedpriv.accounting.accountants import accountant_named, epsilon
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.accounting.registry import accountant_named, epsilon
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -27,23 +25,20 @@ from fedpriv.ledger.events import (
     SamplingEvent,
     SamplingPolicy,
     SumQueryEvent,
+    require,
 )
 
 _ONE_MORE = "one more"
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e5
 _MOST_ROUNDS = 1 << 30
 _LEAST_PROBABILITY = 1e-12
-Price = Callable[[float], float]
-"""ε of a setting, which is positive; +inf if no finite ε holds."""
 
 Place = Callable[[float, float, float], float | None]
 """From the last setting within, the first one outside and a guess to the next setting to price,
 which lies between them; None if they are near enough."""
 
-_PRECISION = 1.0005
-_NUDGE = 1.0002
+_PRECISION, _NUDGE = 1.0005, 1.0002
 _NEAR, _FAR = 1e-12, 40.0
-_FIRST_STEP, _LONGEST_STEP = math.log(2.0), math.log(64.0)
 _BISECT_EVERY = 4
 
 
@@ -55,9 +50,8 @@ def smallest_noise(
 ) -> float:
     """The smallest noise multiplier whose events stay within (ε, δ).
 
-    * The accountant prices the result at ε(z) ≤ target_epsilon, always.
-    * A noise multiplier smaller by a thousandth is priced above it, unless the result is 0.05, the
-      smallest that is returned.
+    A noise multiplier smaller by a thousandth is priced above ε, unless the result is 0.05, the
+    smallest that is returned.
 
     >>> from fedpriv.ledger.events import NeighbouringRelation
     >>> from fedpriv.accounting.policies import every_user_gaussian
@@ -68,11 +62,25 @@ def smallest_noise(
     price = _price(target_epsilon, delta, events_of, accountant)
     z = last_within(price, target_epsilon, 1.0, _MOST_NOISE, _LEAST_NOISE, real)
     if z is None:
-        raise InvalidValueError(
-            f"target_epsilon is {target_epsilon} at delta {delta}; no noise multiplier up to "
-            f"{_MOST_NOISE:g} reaches it"
+        raise _beyond(
+            target_epsilon, delta, f"no noise multiplier up to {_MOST_NOISE:g} reaches it"
         )
     return z
+
+
+def calibrate_noise_multiplier(
+    target_epsilon: float,
+    delta: float,
+    rounds: int,
+    sampling_probability: float,
+    accountant: str = "tight",
+) -> float:
+    """`smallest_noise` of equal Poisson-sampled rounds, one user added or removed."""
+
+    def events_of(z: float) -> list[RoundEvent]:
+        return [poisson_gaussian(sampling_probability, z, rounds)]
+
+    return smallest_noise(target_epsilon, delta, events_of, accountant)
 
 
 def largest_number(
@@ -82,13 +90,11 @@ def largest_number(
     most: int,
     accountant: str = "tight",
 ) -> int:
-    """The largest number, of rounds, passes, users in a cohort, that stays within (ε, δ).
+    """The largest number, of rounds, passes or users in a cohort, that stays within (ε, δ), or 0.
 
-    * The accountant prices the events of the result at ε ≤ target_epsilon.
-    * Those of one more are priced above it, unless the result is `most`.
+    One more is priced above ε, unless the result is `most`.
     """
-    if not 1 <= most <= 1 << 53:
-        raise InvalidValueError(f"most is {most}; it must be from 1 to 2⁵³")
+    require(1 <= most <= 1 << 53, f"most is {most}; it must be from 1 to 2⁵³")
     price = _price(target_epsilon, delta, lambda number: events_of(int(number)), accountant)
     return int(last_within(price, target_epsilon, 1.0, 1.0, float(most), whole) or 0)
 
@@ -101,91 +107,43 @@ def largest_probability(
 ) -> float:
     """The largest sampling probability whose events stay within (ε, δ).
 
-    * The accountant prices the result at ε(q) ≤ target_epsilon, always.
-    * A sampling probability larger by a thousandth is priced above it.
+    A sampling probability larger by a thousandth is priced above ε.
     """
     price = _price(target_epsilon, delta, events_of, accountant)
     q = last_within(price, target_epsilon, 1.0, _LEAST_PROBABILITY, 1.0, real)
     if q is None:
-        raise InvalidValueError(
-            f"target_epsilon is {target_epsilon} at delta {delta}; every sampling probability "
-            f"from {_LEAST_PROBABILITY:g} on passes it"
-        )
+        beyond = f"every sampling probability from {_LEAST_PROBABILITY:g} on passes it"
+        raise _beyond(target_epsilon, delta, beyond)
     if q == 1.0:
-        raise InvalidValueError(
-            f"target_epsilon is {target_epsilon} at delta {delta}; every sampling probability "
-            "up to 1 stays within it"
-        )
+        beyond = "every sampling probability up to 1 stays within it"
+        raise _beyond(target_epsilon, delta, beyond)
     return q
 
 
-def calibrate_noise_multiplier(
-    target_epsilon: float,
-    delta: float,
-    rounds: int,
-    sampling_probability: float,
-    accountant: str = "tight",
+def smallest_query_noise(
+    target_epsilon: float, delta: float, others: RoundEvent, accountant: str = "tight"
 ) -> float:
-    """The smallest noise multiplier of equal Poisson-sampled rounds within (ε, δ).
+    """The smallest z_g = σ/S of one more sum query, given the other queries of the round.
 
-    It keeps the promises of `smallest_noise` and raises what that raises.
+    Queries over one cohort add up to one with 1/z² = Σ_g 1/z_g² (McMahan et al. 2018, equation
+    (1)), so the query's share of the round is (z/z_g)². A z_g smaller by a thousandth is priced
+    above ε, unless it is 0.05.
+
+    >>> from fedpriv.accounting.policies import poisson_gaussian
+    >>> others = poisson_gaussian(q=0.01, noise_multiplier=1.0, count=1000)
+    >>> round(smallest_query_noise(2.5, 1e-5, others), 1)
+    1.8
     """
-    return smallest_noise(
-        target_epsilon,
-        delta,
-        lambda z: [poisson_gaussian(sampling_probability, z, rounds)],
-        accountant,
-    )
+    price = _price(target_epsilon, delta, lambda _: [others], accountant)
+    alone = price(1.0)
+    if alone > target_epsilon:
+        others_alone = f"the other queries of the round alone cost {alone}"
+        raise _beyond(target_epsilon, delta, f"{others_alone}, which leaves nothing for one more")
+    return smallest_noise(target_epsilon, delta, lambda z: [_joined(others, z)], accountant)
 
 
-def largest_rounds(
-    target_epsilon: float,
-    delta: float,
-    noise_multiplier: float,
-    sampling_probability: float,
-    accountant: str = "tight",
-) -> int:
-    """The largest number of equal Poisson-sampled rounds within (ε, δ); 0 if not even one is.
-
-    It keeps the promises of `largest_number` and raises what that raises.
-    """
-    rounds = largest_number(
-        target_epsilon,
-        delta,
-        lambda number: [poisson_gaussian(sampling_probability, noise_multiplier, number)],
-        _MOST_ROUNDS + 1,
-        accountant,
-    )
-    if rounds > _MOST_ROUNDS:
-        raise InvalidValueError(
-            f"target_epsilon is {target_epsilon} at delta {delta}; more than {_MOST_ROUNDS} "
-            "rounds stay within it"
-        )
-    return rounds
-
-
-def largest_sampling_probability(
-    target_epsilon: float,
-    delta: float,
-    rounds: int,
-    noise_multiplier: float,
-    accountant: str = "tight",
-) -> float:
-    """The largest sampling probability of equal Poisson-sampled rounds within (ε, δ).
-
-    It keeps the promises of `largest_probability` and raises what that raises.
-    """
-    return largest_probability(
-        target_epsilon, delta, lambda q: [poisson_gaussian(q, noise_multiplier, rounds)], accountant
-    )
-
-
-def check_target(target_epsilon: float) -> None:
-    """Raise InvalidValueError unless ε is positive and finite."""
-    if not 0.0 < target_epsilon < math.inf:
-        raise InvalidValueError(
-            f"target_epsilon is {target_epsilon}; it must be positive and finite"
-        )
+def _joined(others: RoundEvent, z: float) -> RoundEvent:
+    return replace(others, queries=(*others.queries, SumQueryEvent(_ONE_MORE, 1.0, z)))
 
 
 def _price(
@@ -193,29 +151,27 @@ def _price(
     delta: float,
     events_of: Callable[[float], Iterable[RoundEvent]],
     accountant: str,
-) -> Price:
-    check_target(target_epsilon)
+) -> Callable[[float], float]:
+    """ε of a setting; +inf if no finite ε holds."""
+    require(
+        0.0 < target_epsilon < math.inf,
+        f"target_epsilon is {target_epsilon}; it must be positive and finite",
+    )
     pricing = accountant_named(accountant)
     return lambda setting: pricing.epsilon(events_of(setting), delta).epsilon
 
 
-@dataclass(frozen=True)
-class Probe:
-    """A setting that was priced.
-
-    Attributes:
-        setting: positive.
-        fits: whether its ε is at most the target.
-        excess: log(ε / target ε) within ±40, negative if it fits and else positive.
-    """
-
-    setting: float
-    fits: bool
-    excess: float
+def _beyond(target_epsilon: float, delta: float, what: str) -> InvalidValueError:
+    return InvalidValueError(f"target_epsilon is {target_epsilon} at delta {delta}; {what}")
 
 
 def last_within(
-    price: Price, target: float, start: float, safest: float, boldest: float, place: Place
+    price: Callable[[float], float],
+    target: float,
+    start: float,
+    safest: float,
+    boldest: float,
+    place: Place,
 ) -> float | None:
     """The setting nearest to `boldest` whose price is at most the target, up to a precision.
 
@@ -223,25 +179,38 @@ def last_within(
     * The price of some setting beyond it, as near as `place` asks, is above the target, unless the
       result is `boldest`.
 
-    Returns:
-        The setting, or None if not even `safest` is within the target.
+    Settings are positive. None if not even `safest` is within the target.
     """
 
-    def probe(setting: float) -> Probe:
-        return _compared(setting, price(setting), target)
+    def excess(setting: float) -> float:
+        """log(price / target) within ±40, below 0 if and only if it is within the target."""
+        found = price(setting)
+        size = abs(math.log(found) - math.log(target)) if found > 0.0 else _FAR
+        return math.copysign(min(max(size, _NEAR), _FAR), -1.0 if found <= target else 1.0)
 
-    here = probe(start)
-    end = boldest if here.fits else safest
-    length = _FIRST_STEP
-    while True:
-        if here.setting == end:
-            return here.setting if here.fits else None
-        there = probe(_towards(end, here.setting, length, place))
-        if there.fits != here.fits:
+    here, there = start, start
+    at = beyond = excess(start)
+    end = boldest if at < 0.0 else safest
+    step = math.log(2.0)
+    while (beyond < 0.0) == (at < 0.0):
+        here, at = there, beyond
+        if here == end:
+            return here if at < 0.0 else None
+        low, high = min(here, end), max(here, end)
+        guess = here * math.exp(math.copysign(step, end - here))
+        there = place(here, end, min(max(guess, low), high)) or end
+        beyond = excess(there)
+        step *= 2.0
+    inside, outside = ((here, at), (there, beyond)) if at < 0.0 else ((there, beyond), (here, at))
+    for number in count(1):
+        # The secant in logarithms, and now and then the middle.
+        share = inside[1] / (inside[1] - outside[1]) if number % _BISECT_EVERY else 0.5
+        setting = place(inside[0], outside[0], inside[0] * (outside[0] / inside[0]) ** share)
+        if setting is None:
             break
-        here, length = there, _next_step(here, there)
-    inside, outside = (here, there) if here.fits else (there, here)
-    return _narrow(probe, inside, outside, place).setting
+        found = setting, excess(setting)
+        inside, outside = (found, outside) if found[1] < 0.0 else (inside, found)
+    return inside[0]
 
 
 def real(inside: float, outside: float, guess: float) -> float | None:
@@ -251,8 +220,7 @@ def real(inside: float, outside: float, guess: float) -> float | None:
         return None
     # A step beyond the guess, towards the farther end, moves that end next to the edge.
     nudged = guess * _NUDGE if high / guess > guess / low else guess / _NUDGE
-    middle = math.sqrt(low) * math.sqrt(high)
-    return nudged if low < nudged < high else middle
+    return nudged if low < nudged < high else math.sqrt(low) * math.sqrt(high)
 
 
 def whole(inside: float, outside: float, guess: float) -> float | None:
@@ -264,284 +232,116 @@ def whole(inside: float, outside: float, guess: float) -> float | None:
     return float(min(max(nudged, low + 1.0), high - 1.0))
 
 
-def _narrow(probe: Callable[[float], Probe], inside: Probe, outside: Probe, place: Place) -> Probe:
-    """The last probe within, once `place` asks for no more."""
-    for step in count(1):
-        secant = step % _BISECT_EVERY != 0
-        share = inside.excess / (inside.excess - outside.excess) if secant else 0.5
-        guess = inside.setting * (outside.setting / inside.setting) ** share
-        setting = place(inside.setting, outside.setting, guess)
-        if setting is None:
-            break
-        there = probe(setting)
-        inside, outside = (there, outside) if there.fits else (inside, there)
-    return inside
-
-
-def _towards(end: float, here: float, length: float, place: Place) -> float:
-    """The setting that lies so far, in logarithms, from `here` towards `end`, or `end`."""
-    guess = here * math.exp(math.copysign(length, end - here))
-    low, high = min(here, end), max(here, end)
-    between = place(here, end, min(max(guess, low), high))
-    return end if between is None else between
-
-
-def _next_step(before: Probe, here: Probe) -> float:
-    """How far to go to pass the edge, if the price goes on like this."""
-    moved = abs(math.log(here.setting / before.setting))
-    gained = abs(before.excess) - abs(here.excess)
-    if gained <= 0.0:
-        return 2.0 * moved
-    return min(0.01 + 1.1 * abs(here.excess) * moved / gained, _LONGEST_STEP)
-
-
-def _compared(setting: float, price: float, target: float) -> Probe:
-    fits = price <= target
-    size = abs(math.log(price) - math.log(target)) if price > 0.0 else _FAR
-    return Probe(setting, fits, math.copysign(min(max(size, _NEAR), _FAR), -1.0 if fits else 1.0))
-
-
-def smallest_noise_stddev(
-    target_epsilon: float,
-    delta: float,
-    others: RoundEvent,
-    clipping_norm: float,
-    accountant: str = "tight",
-) -> float:
-    """The smallest σ of one more sum query of clipping norm S, given the others of the round.
-
-    * With a query of (S, σ), the accountant prices the rounds at ε ≤ target_epsilon.
-    * With a σ that is smaller by a thousandth, it prices them above, unless σ/S is 0.05.
-
-    >>> from fedpriv.accounting.policies import poisson_gaussian
-    >>> others = poisson_gaussian(q=0.01, noise_multiplier=1.0, count=1000)
-    >>> round(smallest_noise_stddev(2.5, 1e-5, others, clipping_norm=0.5), 2)
-    0.89
-    """
-
-    def query(z: float) -> SumQueryEvent:
-        return SumQueryEvent(_ONE_MORE, clipping_norm, clipping_norm * z)
-
-    return _least(target_epsilon, delta, others, query, accountant).noise_stddev
-
-
-def largest_clipping_norm(
-    target_epsilon: float,
-    delta: float,
-    others: RoundEvent,
-    noise_stddev: float,
-    accountant: str = "tight",
-) -> float:
-    """The largest S of one more sum query with noise σ, given the others of the round.
-
-    * With a query of (S, σ), the accountant prices the rounds at ε ≤ target_epsilon.
-    * With an S that is larger by a thousandth, it prices them above, unless σ/S is 0.05.
-    """
-    if not 0.0 < noise_stddev < math.inf:
-        raise InvalidValueError(f"noise_stddev is {noise_stddev}; it must be positive and finite")
-
-    def query(z: float) -> SumQueryEvent:
-        return SumQueryEvent(_ONE_MORE, noise_stddev / z, noise_stddev)
-
-    return _least(target_epsilon, delta, others, query, accountant).clipping_norm
-
-
-def largest_share(
-    target_epsilon: float, delta: float, others: RoundEvent, accountant: str = "tight"
-) -> float:
-    """The largest share ω of the round that one more sum query may have, given the others.
-
-    It is (z / z_g)² of the round with the query of `smallest_noise_stddev`: the weight by which
-    σ_g = z·S_g / √ω_g; the others have the rest of the weights.
-    """
-    z_g = smallest_noise_stddev(target_epsilon, delta, others, 1.0, accountant)
-    whole = _joined(others, SumQueryEvent(_ONE_MORE, 1.0, z_g))
-    return (whole.noise_multiplier / z_g) ** 2
-
-
-def _least(
-    target_epsilon: float,
-    delta: float,
-    others: RoundEvent,
-    query: Callable[[float], SumQueryEvent],
-    accountant: str,
-) -> SumQueryEvent:
-    check_target(target_epsilon)
-    query(1.0)  # refuses an illegal norm or noise before anything is priced
-    alone = accountant_named(accountant).epsilon([others], delta).epsilon
-    if alone > target_epsilon:
-        raise InvalidValueError(
-            f"target_epsilon is {target_epsilon} at delta {delta}; the other queries of the round "
-            f"alone cost {alone}, which leaves nothing for one more"
-        )
-    least = smallest_noise(target_epsilon, delta, lambda z: [_joined(others, query(z))], accountant)
-    return query(least)
-
-
-def _joined(others: RoundEvent, query: SumQueryEvent) -> RoundEvent:
-    return replace(others, queries=(*others.queries, query))
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """How users are sampled, and between which populations ε compares.
-
-    Attributes:
-        policy: poisson, every-user or fixed-size.
-        relation: the neighbouring relation.
-        population: N ≥ 1; read by fixed-size sampling, of m = q·N users.
-    """
-
-    policy: SamplingPolicy = SamplingPolicy.POISSON
-    relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
-    population: int | None = None
-
-    def __post_init__(self) -> None:
-        legal = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER, SamplingPolicy.FIXED_SIZE)
-        if self.policy not in legal:
-            raise InvalidValueError(
-                f"{self.policy} sampling is of whole passes; legal is: {', '.join(legal)}"
-            )
-        if self.policy is SamplingPolicy.FIXED_SIZE and self.population is None:
-            raise InvalidValueError(
-                "fixed-size sampling has no population; it must be given, and the cohort is q·N"
-            )
-
-    def event(self, q: float, z: float, rounds: int) -> RoundEvent:
-        """Equal rounds of one sum query."""
-        sampling = SamplingEvent(self.policy, q, self.population or 1, self.relation)
-        return RoundEvent(sampling, (SumQueryEvent("update", 1.0, z),), rounds)
-
-
 @dataclass(frozen=True)
 class Plan:
-    """Equal rounds that stay within a privacy budget.
+    """Equal rounds that stay within a privacy budget."""
 
-    Attributes:
-        found: name of the attribute that was not given.
-        sampled: how users are sampled.
-        rounds: T ≥ 1.
-        sampling_probability: q in (0, 1].
-        noise_multiplier: z > 0 of the round, without the one more query.
-        target_epsilon: ε of the budget.
-        loss: what the rounds cost at δ of the budget; `loss.epsilon` ≤ `target_epsilon`.
-        share: ω of one more sum query per round, the largest that fits; None if it was not asked.
-        share_noise_multiplier: its noise over its clipping norm, σ/S.
-    """
-
-    found: str
-    sampled: Sampled
+    found: str  # name of the setting that was not given, or "share"
     rounds: int
-    sampling_probability: float
-    noise_multiplier: float
+    sampling: SamplingEvent
+    noise_multiplier: float  # z of the round, without the one more query
     target_epsilon: float
-    loss: PrivacyLoss
-    share: float | None = None
-    share_noise_multiplier: float | None = None
+    loss: PrivacyLoss  # of the rounds at δ; `loss.epsilon` ≤ `target_epsilon`
+    share: float | None = None  # ω of one more sum query per round, the largest; None: not asked
+    share_noise_multiplier: float | None = None  # its noise over its clipping norm
+
+    @property
+    def sampling_probability(self) -> float:
+        """q in (0, 1]."""
+        return self.sampling.sampling_probability
 
 
 def plan_within(
     target_epsilon: float,
     delta: float,
-    accountant: str,
     rounds: int | None = None,
     sampling_probability: float | None = None,
     noise_multiplier: float | None = None,
-    sampled: Sampled = Sampled(),
+    policy: SamplingPolicy = SamplingPolicy.POISSON,
+    relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE,
+    population: int | None = None,
+    accountant: str = "tight",
 ) -> Plan:
     """The smallest noise, the most rounds, the largest sampling or share within (ε, δ).
 
+    Of rounds T, sampling probability q and noise multiplier z, give two to find the third, or all
+    three to find the share that one more sum query of every round may have.
+
     Args:
         target_epsilon: ε > 0.
-        delta: δ in (0, 1).
+        delta: δ in [1e-60, 1).
+        rounds: T ≥ 1.
+        sampling_probability: q in (0, 1]; may be left out where every user takes part.
+        noise_multiplier: z ≥ 0.
+        policy: poisson, every-user or fixed-size.
+        relation: the neighbouring relation.
+        population: N ≥ 1, needed for fixed-size sampling, of m = q·N users.
         accountant: a key of `ACCOUNTANTS`.
-        rounds: T ≥ 1, or None to find the most.
-        sampling_probability: q in (0, 1], or None to find the largest; every user takes part with
-            1, and it may be left out.
-        noise_multiplier: z ≥ 0, or None to find the smallest.
-        sampled: how users are sampled.
-
-    Returns:
-        The plan. With all three given: what share one more sum query of every round may have.
     """
-    if rounds is not None and not 1 <= rounds <= _MOST_ROUNDS:
-        raise InvalidValueError(f"rounds is {rounds}; it must be from 1 to {_MOST_ROUNDS}")
-    q, z = sampling_probability, noise_multiplier
-    if sampled.policy is SamplingPolicy.EVERY_USER:
-        q = q or 1.0
+    legal = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER, SamplingPolicy.FIXED_SIZE)
+    users = population if policy is SamplingPolicy.FIXED_SIZE else None
+    require(policy in legal, f"{policy} sampling is of whole passes; legal is: {', '.join(legal)}")
+    require(
+        policy is not SamplingPolicy.FIXED_SIZE or users is not None,
+        "fixed-size sampling has no population; it must be given, and the cohort is q·N",
+    )
+    require(
+        rounds is None or 1 <= rounds <= _MOST_ROUNDS,
+        f"rounds is {rounds}; it must be from 1 to {_MOST_ROUNDS}",
+    )
+
+    def events(n: int, q: float, z: float) -> list[RoundEvent]:
+        sampling = SamplingEvent(policy, q, users or 1, relation)
+        return [RoundEvent(sampling, (SumQueryEvent("update", 1.0, z),), n)]
+
     budget = target_epsilon, delta
-    match rounds, q, z:
-        case int(), float(), None:
-            given_q, given_rounds = q, rounds
-            found = "noise_multiplier"
-            z = smallest_noise(
-                *budget, lambda z: [sampled.event(given_q, z, given_rounds)], accountant
-            )
-        case int(), None, float():
-            found = "sampling_probability"
-            q = _largest_sampling(budget, sampled, rounds, z, accountant)
-        case None, float(), float():
-            found = "rounds"
-            rounds = _most_rounds(budget, sampled, q, z, accountant)
-        case int(), float(), float():
-            return _with_share(budget, sampled.event(q, z, rounds), accountant, sampled)
-        case _:
-            given = [x for x in (rounds, q, z) if x is not None]
-            raise InvalidValueError(
-                f"{len(given)} of rounds, sampling probability and noise multiplier are given; "
-                "two must be, to find the third, or all, to find the share of one more query"
-            )
-    loss = epsilon([sampled.event(q, z, rounds)], delta, accountant)
-    return Plan(found, sampled, rounds, q, z, target_epsilon, loss)
+    n, q, z = rounds, sampling_probability, noise_multiplier
+    if policy is SamplingPolicy.EVERY_USER:
+        q = q or 1.0
+    found, z_g = "share", None
+    if n is not None and q is not None and z is None:
+        found, z = "noise_multiplier", smallest_noise(*budget, partial(events, n, q), accountant)
+    elif n is not None and q is None and z is not None:
+        found = "sampling_probability"
+        q = _largest_sampling(budget, partial(events, n, z=z), users, accountant)
+    elif n is None and q is not None and z is not None:
+        found, n = "rounds", _most_rounds(budget, partial(events, q=q, z=z), accountant)
+    if n is None or q is None or z is None:
+        known = [value for value in (n, q, z) if value is not None]
+        raise InvalidValueError(
+            f"{len(known)} of rounds, sampling probability and noise multiplier are given; "
+            "two must be, to find the third, or all, to find the share of one more query"
+        )
+    (event,), share = events(n, q, z), None
+    if found == "share":
+        z_g = smallest_query_noise(*budget, event, accountant)
+        event = _joined(event, z_g)
+        share = (event.noise_multiplier / z_g) ** 2
+    loss = epsilon([event], delta, accountant)
+    return Plan(found, n, event.sampling, z, target_epsilon, loss, share, z_g)
 
 
 def _largest_sampling(
-    budget: tuple[float, float], sampled: Sampled, rounds: int, z: float, accountant: str
+    budget: tuple[float, float],
+    events_of: Callable[[float], list[RoundEvent]],
+    users: int | None,
+    accountant: str,
 ) -> float:
-    population = sampled.population
-    if sampled.policy is not SamplingPolicy.FIXED_SIZE or population is None:
-        return largest_probability(*budget, lambda q: [sampled.event(q, z, rounds)], accountant)
-    size = largest_number(
-        *budget, lambda m: [sampled.event(m / population, z, rounds)], population, accountant
-    )
+    """The largest q, or the largest m/N of a given number of users."""
+    if users is None:
+        return largest_probability(*budget, events_of, accountant)
+    size = largest_number(*budget, lambda m: events_of(m / users), users, accountant)
     if size == 0:
-        raise InvalidValueError(
-            f"target_epsilon is {budget[0]} at delta {budget[1]}; not even a cohort of one user "
-            f"stays within it in {rounds} rounds with noise multiplier {z}"
-        )
-    return size / population
+        raise _beyond(*budget, "not even a cohort of one user stays within it")
+    return size / users
 
 
 def _most_rounds(
-    budget: tuple[float, float], sampled: Sampled, q: float, z: float, accountant: str
+    budget: tuple[float, float], events_of: Callable[[int], list[RoundEvent]], accountant: str
 ) -> int:
-    rounds = largest_number(
-        *budget, lambda number: [sampled.event(q, z, number)], _MOST_ROUNDS + 1, accountant
-    )
-    if not 0 < rounds <= _MOST_ROUNDS:
-        number = "not even one round" if rounds == 0 else f"more than {_MOST_ROUNDS} rounds"
-        verb = "stays" if rounds == 0 else "stay"
-        raise InvalidValueError(
-            f"target_epsilon is {budget[0]} at delta {budget[1]}; {number} with noise multiplier "
-            f"{z} and sampling probability {q} {verb} within it"
-        )
+    rounds = largest_number(*budget, events_of, _MOST_ROUNDS + 1, accountant)
+    if rounds == 0:
+        raise _beyond(*budget, "not even one round stays within it")
+    if rounds > _MOST_ROUNDS:
+        raise _beyond(*budget, f"more than {_MOST_ROUNDS} rounds stay within it")
     return rounds
-
-
-def _with_share(
-    budget: tuple[float, float], others: RoundEvent, accountant: str, sampled: Sampled
-) -> Plan:
-    z_g = smallest_noise_stddev(*budget, others, 1.0, accountant)
-    query = SumQueryEvent(_ONE_MORE, 1.0, z_g)
-    joined = replace(others, queries=(*others.queries, query))
-    return Plan(
-        found="share",
-        sampled=sampled,
-        rounds=others.count,
-        sampling_probability=others.sampling.sampling_probability,
-        noise_multiplier=others.noise_multiplier,
-        target_epsilon=budget[0],
-        loss=epsilon([joined], budget[1], accountant),
-        share=(joined.noise_multiplier / z_g) ** 2,
-        share_noise_multiplier=z_g,
-    )

@@ -17,11 +17,10 @@ from fedpriv.accounting.accountant import (
     Accountant,
     Bound,
     PrivacyLoss,
-    check_delta,
     check_epsilon,
     checked,
 )
-from fedpriv.accounting.rounds import (
+from fedpriv.accounting.round_counts import (
     Rounds,
     Vector,
     arrays,
@@ -29,6 +28,7 @@ from fedpriv.accounting.rounds import (
     unsampled_noise_multiplier,
 )
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.budget import check_delta
 from fedpriv.ledger.events import RoundEvent
 
 _LARGEST_EXPONENT = 700.0

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr, ndtri_exp
 
-from fedpriv.accounting.rounds import Vector
+from fedpriv.accounting.round_counts import Vector
 from fedpriv.errors import InvalidValueError
 
 Ends = tuple[float, float]

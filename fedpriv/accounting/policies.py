@@ -1,13 +1,12 @@
 """Events of one vector group under each sampling policy and relation.
 
 Everywhere z = `noise_multiplier` ≥ 0 is noise_stddev over the clipping norm of the sum that is
-released in one round, whatever the relation and the number of rounds: that replacing a user moves a
-sum by two clipping norms, and that a user may be in several rounds of an event, is the accountants'
-to know. `count` (or `passes`) is how often the whole event happens, at least 1, `population` the
+released in one round, whatever the relation and the number of rounds: accountants know that
+replacing a user moves a sum by two clipping norms, and that a user may be in several rounds of an
+event. `count` (or `passes`) is how often the whole event happens, at least 1, `population` the
 number N of enrolled users. A number out of range raises `InvalidValueError`.
 """
 
-from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     RoundEvent,
@@ -15,6 +14,7 @@ from fedpriv.ledger.events import (
     SamplingPolicy,
     Schedule,
     SumQueryEvent,
+    require,
 )
 
 
@@ -28,16 +28,13 @@ def poisson_gaussian(
     """
     relation = NeighbouringRelation.ADD_OR_REMOVE_ONE
     sampling = SamplingEvent(SamplingPolicy.POISSON, q, population, relation)
-    return RoundEvent(sampling, (SumQueryEvent("update", 1.0, noise_multiplier),), count)
+    return _one_group(sampling, noise_multiplier, count)
 
 
 def poisson_replace_gaussian(
     q: float, noise_multiplier: float, count: int = 1, population: int = 1
 ) -> RoundEvent:
-    """Event of Poisson-sampled rounds, under replace-one, with one group.
-
-    Each round releases the sum over its cohort, in which a user is with probability q, plus noise.
-    `poisson_gaussian` is the same under add-or-remove-one.
+    """Event of rounds as `poisson_gaussian`, under replace-one.
 
     >>> poisson_replace_gaussian(q=0.01, noise_multiplier=4.0).sampling.relation.sensitivity
     2.0
@@ -50,10 +47,7 @@ def poisson_replace_gaussian(
 def every_user_gaussian(
     noise_multiplier: float, relation: NeighbouringRelation, count: int = 1, population: int = 1
 ) -> RoundEvent:
-    """Event of rounds of the Gaussian mechanism on all users, with one group.
-
-    Each round releases the sum over all enrolled users plus noise.
-    """
+    """Event of rounds that each release the sum over all enrolled users plus noise."""
     sampling = SamplingEvent(SamplingPolicy.EVERY_USER, 1.0, population, relation)
     return _one_group(sampling, noise_multiplier, count)
 
@@ -61,17 +55,15 @@ def every_user_gaussian(
 def fixed_size_gaussian(
     cohort_size: int, population: int, noise_multiplier: float, count: int = 1
 ) -> RoundEvent:
-    """Event of rounds of the Gaussian mechanism on m of N users under replace-one, with one group.
-
-    Each round releases the sum over m users, drawn afresh without replacement, plus noise.
+    """Event of rounds on m of N users, drawn afresh without replacement, under replace-one.
 
     >>> fixed_size_gaussian(100, 10_000, noise_multiplier=1.0).sampling.sampling_probability
     0.01
     """
-    if not 1 <= cohort_size <= population:
-        raise InvalidValueError(
-            f"cohort_size is {cohort_size}; it must be from 1 to the population of {population}"
-        )
+    require(
+        1 <= cohort_size <= population,
+        f"cohort_size is {cohort_size}; it must be from 1 to the population of {population}",
+    )
     q, relation = cohort_size / population, NeighbouringRelation.REPLACE_ONE
     sampling = SamplingEvent(SamplingPolicy.FIXED_SIZE, q, population, relation)
     return _one_group(sampling, noise_multiplier, count)
@@ -84,10 +76,9 @@ def shuffled_gaussian(
     population: int = 1,
     batches: int | None = None,
 ) -> RoundEvent:
-    """Event of passes of the Gaussian mechanism over shuffled disjoint batches, with one group.
+    """Event of passes over shuffled disjoint batches, with a release for each batch.
 
-    Each pass releases, for each of its batches, the sum over the users in it plus noise. How many
-    `batches` it has makes no upper bound smaller, but lets an accountant say how good it is.
+    The number of `batches` makes no upper bound smaller, but allows a lower one.
     """
     schedule = None if batches is None else Schedule(batches)
     sampling = SamplingEvent(SamplingPolicy.SHUFFLED, 1.0, population, relation, schedule)
@@ -101,9 +92,7 @@ def random_allocation_gaussian(
     passes: int = 1,
     population: int = 1,
 ) -> RoundEvent:
-    """Event of passes in which each user is in k random rounds of n, add-or-remove, one group.
-
-    Each round of a pass releases the sum over the users that are in it plus noise.
+    """Event of passes in which each user is in k random rounds of n, under add-or-remove.
 
     >>> random_allocation_gaussian(100, 2, noise_multiplier=1.0).sampling.sampling_probability
     0.02
@@ -124,7 +113,7 @@ def separated_gaussian(
     count: int = 1,
     population: int = 1,
 ) -> RoundEvent:
-    """Event of series of rounds whose noise is correlated (DP-FTRL), with one group.
+    """Event of series of rounds whose noise is correlated (DP-FTRL).
 
     With X the n sums of a series, what is released is X + C⁻¹Z = C⁻¹(C·X + Z), where the rows of Z
     are fresh noise of standard deviation z clipping norms; a user is in at most k of the rounds,
@@ -133,9 +122,10 @@ def separated_gaussian(
     """
     schedule = Schedule(rounds, participations, separation)
     sampling = SamplingEvent(SamplingPolicy.SEPARATED, 1.0, population, relation, schedule)
-    queries = (SumQueryEvent("update", 1.0, noise_multiplier),)
-    return RoundEvent(sampling, queries, count, strategy)
+    return _one_group(sampling, noise_multiplier, count, strategy)
 
 
-def _one_group(sampling: SamplingEvent, noise_multiplier: float, count: int) -> RoundEvent:
-    return RoundEvent(sampling, (SumQueryEvent("update", 1.0, noise_multiplier),), count)
+def _one_group(
+    sampling: SamplingEvent, z: float, count: int, strategy: tuple[float, ...] = (1.0,)
+) -> RoundEvent:
+    return RoundEvent(sampling, (SumQueryEvent("update", 1.0, z),), count, strategy)

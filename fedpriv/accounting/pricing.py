@@ -2,7 +2,7 @@
 
 Accountants without an analysis of some events are left out, and say why; if none has one, the first
 refusal is raised. `InvalidValueError` says what is out of range or missing, `LedgerError` which
-ledger cannot be opened or believed.
+ledger cannot be opened or verified.
 """
 
 import math
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from scipy.special import ndtr
 
 from fedpriv.accounting import classical
 from fedpriv.accounting.accountant import Accountant, Bound, PrivacyLoss
-from fedpriv.accounting.registry import ACCOUNTANTS, accountant_named
-from fedpriv.accounting.rounds import Vector
+from fedpriv.accounting.accountants import ACCOUNTANTS, accountant_named
+from fedpriv.accounting.round_counts import Vector
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.budget import merge_equal
 from fedpriv.ledger.events import Randomness, RoundEvent
@@ -28,6 +29,7 @@ from fedpriv.ledger.ledger import ChargedRow, Ledger
 _POINTS = 30
 _ERRORS = 121
 _WIDEST = 4.0
+Answer = TypeVar("Answer")
 
 
 class Arithmetic(StrEnum):
@@ -39,18 +41,11 @@ class Arithmetic(StrEnum):
 
 @dataclass(frozen=True)
 class LedgerContent:
-    """A ledger that was read and believed, at one moment.
-
-    Attributes:
-        path: the file.
-        ledger_id: 32 hexadecimal digits.
-        population: name of the population.
-        charges: all of them, in order.
-    """
+    """A ledger that was read and verified, at one moment."""
 
     path: Path
     ledger_id: str
-    population: str
+    population: str  # its name
     charges: tuple[ChargedRow, ...]
 
     @property
@@ -68,17 +63,11 @@ class LedgerContent:
 
 @dataclass(frozen=True)
 class Part:
-    """Releases that are priced together.
+    """Releases that are priced together."""
 
-    Attributes:
-        ledger: path of the ledger; None: all ledgers.
-        run: name of the run; None: all runs.
-        events: what was released, equal events merged.
-    """
-
-    ledger: str | None
-    run: str | None
-    events: tuple[RoundEvent, ...]
+    ledger: str | None  # its path; None: all ledgers
+    run: str | None  # its name; None: all runs
+    events: tuple[RoundEvent, ...]  # equal ones merged
 
     @property
     def rounds(self) -> int:
@@ -88,38 +77,23 @@ class Part:
 
 @dataclass(frozen=True)
 class Price:
-    """What one accountant says of one part.
-
-    Attributes:
-        part: the releases.
-        epsilon: ε, given or found.
-        delta: δ, given or found.
-        loss: the accountant's own words; its ε is the one above unless ε was given.
-    """
+    """What one accountant says of one part: ε and δ, one given and the other found."""
 
     part: Part
     epsilon: float
     delta: float
-    loss: PrivacyLoss
+    loss: PrivacyLoss  # in the accountant's own words; its ε is the one above unless ε was given
 
 
 @dataclass(frozen=True)
 class Spending:
-    """What ledgers cost.
-
-    Attributes:
-        ledgers: what was priced.
-        prices: of each run, each ledger and all ledgers, by each accountant that can tell.
-        refusals: why accountants could not price some of these.
-        delta: δ at which ε was found; None if ε was given.
-        epsilon: ε at which δ was found; None if δ was given.
-    """
+    """What each run, each ledger and all ledgers cost, by each accountant that can tell."""
 
     ledgers: tuple[LedgerContent, ...]
     prices: tuple[Price, ...]
-    refusals: tuple[str, ...]
-    delta: float | None
-    epsilon: float | None
+    refusals: tuple[str, ...]  # why accountants could not price some of these
+    delta: float | None  # at which ε was found; None if ε was given
+    epsilon: float | None  # at which δ was found; None if δ was given
 
     @property
     def randomness(self) -> Randomness:
@@ -133,7 +107,7 @@ class Spending:
 
 
 def read_ledger(path: Path) -> LedgerContent:
-    """Read and check a ledger, or an export of one."""
+    """Read and verify a ledger, or an export of one."""
     if is_export(path):
         exported = ExportedLedger.load(path)
         return LedgerContent(path, exported.ledger_id, exported.population, exported.rows)
@@ -143,7 +117,7 @@ def read_ledger(path: Path) -> LedgerContent:
 
 
 def read_ledgers(paths: Sequence[Path]) -> tuple[LedgerContent, ...]:
-    """Read and check ledgers, or exports of them."""
+    """Read and verify ledgers, or exports of them, all different."""
     found: dict[str, LedgerContent] = {}
     for path in paths:
         content = read_ledger(path)
@@ -159,7 +133,7 @@ def read_ledgers(paths: Sequence[Path]) -> tuple[LedgerContent, ...]:
 def price(
     paths: Sequence[Path], delta: float | None, epsilon: float | None, accountant: str
 ) -> Spending:
-    """Price ledgers, their runs and their total."""
+    """Price ledgers, their runs and their total, by one accountant or "all"."""
     if delta is not None and epsilon is not None:
         raise InvalidValueError(
             f"delta is {delta} and epsilon is {epsilon}; only one can be given, to find the other"
@@ -172,12 +146,19 @@ def price(
         raise InvalidValueError(
             f"ledger {named} has no charge; nothing was released, and there is nothing to price"
         )
-    parts = _parts(ledgers)
-    if epsilon is not None:
-        answers = [_answers(part, accountants, partial(_delta_at, epsilon)) for part in parts]
-    else:
-        delta = default_delta(ledgers) if delta is None else delta
-        answers = [_answers(part, accountants, partial(_epsilon_at, delta)) for part in parts]
+    if delta is None and epsilon is None:
+        delta = default_delta(ledgers)
+
+    def ask(part: Part, accountant: Accountant) -> Price:
+        if delta is not None:
+            loss = accountant.epsilon(part.events, delta)
+            return Price(part, loss.epsilon, delta, loss)
+        at = epsilon or 0.0
+        # Only the words of this loss are used, and they are the same at any δ.
+        words = accountant.epsilon(part.events, 0.5)
+        return Price(part, at, accountant.delta(part.events, at), words)
+
+    answers = [_answers(accountants, partial(ask, part)) for part in _parts(ledgers)]
     prices = tuple(price for found, _ in answers for price in found)
     refusals = tuple(dict.fromkeys(str(error) for _, refused in answers for error in refused))
     return Spending(ledgers, prices, refusals, delta, epsilon)
@@ -234,118 +215,73 @@ def _parts(ledgers: Sequence[LedgerContent]) -> list[Part]:
 
 
 def _answers(
-    part: Part, accountants: Sequence[Accountant], ask: Callable[[Part, Accountant], Price]
-) -> tuple[list[Price], list[UnsupportedEventError]]:
-    """What the accountants say of a part, and why some do not; one of them must."""
-    prices, refusals = [], []
+    accountants: Iterable[Accountant], ask: Callable[[Accountant], Answer]
+) -> tuple[list[Answer], list[UnsupportedEventError]]:
+    """What accountants answer, at least one of them, and why the others do not."""
+    answers, refusals = list[Answer](), list[UnsupportedEventError]()
     for accountant in accountants:
         try:
-            prices.append(ask(part, accountant))
+            answers.append(ask(accountant))
         except UnsupportedEventError as error:
             refusals.append(error)
-    if not prices:
+    if not answers:
         raise refusals[0]
-    return prices, refusals
-
-
-def _epsilon_at(delta: float, part: Part, accountant: Accountant) -> Price:
-    loss = accountant.epsilon(part.events, delta)
-    return Price(part, loss.epsilon, delta, loss)
-
-
-def _delta_at(epsilon: float, part: Part, accountant: Accountant) -> Price:
-    delta = accountant.delta(part.events, epsilon)
-    # Only the words of this loss are used, and they are the same at any δ.
-    return Price(part, epsilon, delta, accountant.epsilon(part.events, 0.5))
+    return answers, refusals
 
 
 @dataclass(frozen=True)
 class EpsilonCurve:
-    """ε at one δ after so many rounds, by one accountant.
-
-    Attributes:
-        accountant: its name.
-        bound: what kind of statement ε is.
-        delta: δ in (0, 1).
-        rounds: [n] number of charges, growing; repeated attempts count.
-        epsilon_low: [n] lower ends of ε, 0 where there is none.
-        epsilon: [n] ε, inf where none is proven.
-    """
+    """ε at one δ by number of rounds, by one accountant."""
 
     accountant: str
     bound: Bound
     delta: float
-    rounds: tuple[int, ...]
-    epsilon_low: tuple[float, ...]
-    epsilon: tuple[float, ...]
+    rounds: tuple[int, ...]  # [n] number of charges, growing; repeated attempts count
+    epsilon_low: tuple[float, ...]  # [n] lower ends of ε, 0 where there is none
+    epsilon: tuple[float, ...]  # [n] inf where none is proven
 
 
 @dataclass(frozen=True)
 class DeltaCurve:
-    """δ of a whole ledger by ε, by one accountant.
-
-    Attributes:
-        accountant: its name.
-        bound: what kind of statement δ is; of an interval, it is the upper end.
-        epsilon: [n] growing from 0.
-        delta: [n] in [0, 1].
-    """
+    """δ of a whole ledger by ε, by one accountant; of an interval, its upper end."""
 
     accountant: str
     bound: Bound
-    epsilon: tuple[float, ...]
-    delta: tuple[float, ...]
+    epsilon: tuple[float, ...]  # [n] growing from 0
+    delta: tuple[float, ...]  # [n] in [0, 1]
 
 
 @dataclass(frozen=True)
 class TradeOff:
-    """How badly any test must do that tells from all releases whether one user took part.
+    """How badly any test must do that tells from all releases whether one user took part."""
 
-    Attributes:
-        accountant: whose δ by ε it is made from.
-        mu: μ of the Gaussian mechanism that costs the same ε at δ.
-        type_one: [n] type I errors, growing from 0 to 1.
-        type_two: [n] the type II error is at least this: the supremum of f_{ε, δ(ε)} over ε.
-        gaussian: [n] G_μ, the least type II error against that Gaussian mechanism.
-    """
-
-    accountant: str
-    mu: float
-    type_one: Vector
-    type_two: Vector
-    gaussian: Vector
+    accountant: str  # whose δ by ε it is made from
+    mu: float  # of the Gaussian mechanism that costs the same ε at δ
+    type_one: Vector  # [n] type I errors, growing from 0 to 1
+    type_two: Vector  # [n] the type II error is at least this: the supremum of f_{ε, δ(ε)} over ε
+    gaussian: Vector  # [n] G_μ, the least type II error against that Gaussian mechanism
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a ledger costs, and what that means for a test.
+    """What a ledger costs by rounds, and what that means for a test.
 
-    Attributes:
-        epsilon: ε at δ by the accountant of the trade-off, finite.
-        delta: δ in (0, 1).
-        by_rounds: one curve for each accountant.
-        trade_off: of the whole ledger, by the first accountant that has a bound.
+    ε is finite and by the first accountant that has a bound, which the trade-off is made from too.
     """
 
     epsilon: float
     delta: float
-    by_rounds: tuple[EpsilonCurve, ...]
+    by_rounds: tuple[EpsilonCurve, ...]  # one for each accountant
     trade_off: TradeOff
 
 
 @dataclass(frozen=True)
 class Curves:
-    """All curves of one ledger.
+    """All curves of one ledger."""
 
-    Attributes:
-        population: its name.
-        cost: ε by rounds, and the trade-off.
-        by_epsilon: one curve for each accountant.
-    """
-
-    population: str
+    population: str  # its name
     cost: Cost
-    by_epsilon: tuple[DeltaCurve, ...]
+    by_epsilon: tuple[DeltaCurve, ...]  # one for each accountant
 
 
 def cost_of(ledger: LedgerContent, delta: float) -> Cost:
@@ -354,15 +290,18 @@ def cost_of(ledger: LedgerContent, delta: float) -> Cost:
     Accountants without an analysis of the ledger's events have no curve.
     """
     losses = _losses(ledger, delta)
-    return _cost(ledger, losses, _delta_curve(ledger, _basis(losses), _widest(losses)))
+    basis = _basis(losses)
+    by_rounds = tuple(_epsilon_curve(ledger, each) for each in losses)
+    mu = classical.equivalent_mu(basis.epsilon, delta)
+    trade_off = trade_off_of(_delta_curve(ledger, basis, basis), mu)
+    return Cost(basis.epsilon, delta, by_rounds, trade_off)
 
 
 def curves_of(ledger: LedgerContent, delta: float) -> Curves:
     """Compute `cost_of`, and δ by ε, for which each accountant is asked 30 times more."""
     losses = _losses(ledger, delta)
-    by_epsilon = [_delta_curve(ledger, each, _widest(losses)) for each in losses]
-    basis = by_epsilon[losses.index(_basis(losses))]
-    return Curves(ledger.population, _cost(ledger, losses, basis), tuple(by_epsilon))
+    by_epsilon = tuple(_delta_curve(ledger, each, _basis(losses)) for each in losses)
+    return Curves(ledger.population, cost_of(ledger, delta), by_epsilon)
 
 
 def trade_off_of(curve: DeltaCurve, mu: float) -> TradeOff:
@@ -376,13 +315,8 @@ def trade_off_of(curve: DeltaCurve, mu: float) -> TradeOff:
     type_one = np.concatenate([[0.0], inner, [1.0]])
     pairs = zip(curve.epsilon, curve.delta, strict=True)
     bounds = [classical.trade_off_of_bound(type_one, epsilon, delta) for epsilon, delta in pairs]
-    return TradeOff(
-        curve.accountant,
-        mu,
-        type_one,
-        np.max(bounds, axis=0),
-        classical.trade_off(type_one, mu),
-    )
+    gaussian = classical.trade_off(type_one, mu)
+    return TradeOff(curve.accountant, mu, type_one, np.max(bounds, axis=0), gaussian)
 
 
 def _losses(ledger: LedgerContent, delta: float) -> list[PrivacyLoss]:
@@ -390,15 +324,10 @@ def _losses(ledger: LedgerContent, delta: float) -> list[PrivacyLoss]:
     if not ledger.charges:
         raise InvalidValueError(f"ledger {ledger.path} has no charge; a curve needs at least one")
     events = merge_equal(ledger.events)
-    losses, refusals = [], []
-    for accountant in ACCOUNTANTS.values():
-        try:
-            losses.append(accountant.epsilon(events, delta))
-        except UnsupportedEventError as error:
-            refusals.append(error)
+    losses, refusals = _answers(ACCOUNTANTS.values(), lambda each: each.epsilon(events, delta))
     if all(loss.bound is Bound.ESTIMATE for loss in losses):
         raise refusals[0]
-    if not np.isfinite(_basis(losses).epsilon):
+    if math.isinf(_basis(losses).epsilon):
         raise InvalidValueError(
             f"ε of ledger {ledger.path} at delta {delta} is infinite, as a round has too little "
             "noise or delta is too small; a curve needs a finite one"
@@ -411,40 +340,17 @@ def _basis(losses: Iterable[PrivacyLoss]) -> PrivacyLoss:
     return next(loss for loss in losses if loss.bound is not Bound.ESTIMATE)
 
 
-def _widest(losses: Iterable[PrivacyLoss]) -> float:
-    """The largest ε of a curve of δ."""
-    return 1.5 * _basis(losses).epsilon or 1.0
-
-
-def _cost(ledger: LedgerContent, losses: Iterable[PrivacyLoss], basis: DeltaCurve) -> Cost:
-    kept = tuple(losses)
-    whole = _basis(kept)
-    return Cost(
-        whole.epsilon,
-        whole.delta,
-        tuple(_epsilon_curve(ledger, each) for each in kept),
-        trade_off_of(basis, classical.equivalent_mu(whole.epsilon, whole.delta)),
-    )
-
-
 def _epsilon_curve(ledger: LedgerContent, whole: PrivacyLoss) -> EpsilonCurve:
-    accountant = accountant_named(whole.accountant)
-    events = ledger.events
+    accountant, events = accountant_named(whole.accountant), ledger.events
     rounds = tuple(int(n) for n in np.unique(np.linspace(1, len(events), _POINTS).round()))
     losses = [accountant.epsilon(merge_equal(events[:n]), whole.delta) for n in rounds]
-    return EpsilonCurve(
-        whole.accountant,
-        whole.bound,
-        whole.delta,
-        rounds,
-        tuple(loss.epsilon_low for loss in losses),
-        tuple(loss.epsilon for loss in losses),
-    )
+    lows, ups = tuple(loss.epsilon_low for loss in losses), tuple(loss.epsilon for loss in losses)
+    return EpsilonCurve(whole.accountant, whole.bound, whole.delta, rounds, lows, ups)
 
 
-def _delta_curve(ledger: LedgerContent, whole: PrivacyLoss, widest: float) -> DeltaCurve:
-    accountant = accountant_named(whole.accountant)
-    events = merge_equal(ledger.events)
+def _delta_curve(ledger: LedgerContent, whole: PrivacyLoss, basis: PrivacyLoss) -> DeltaCurve:
+    accountant, events = accountant_named(whole.accountant), merge_equal(ledger.events)
+    widest = 1.5 * basis.epsilon or 1.0
     # Most of the trade-off is made by small ε.
     epsilon = tuple(float(x) for x in widest * np.linspace(0.0, 1.0, _POINTS) ** 2)
     delta = tuple(accountant.delta(events, x) for x in epsilon)

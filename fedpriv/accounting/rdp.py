@@ -31,7 +31,7 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import gammaln, logsumexp
 
-from fedpriv.accounting.rounds import Rounds, Vector, grouped
+from fedpriv.accounting.round_counts import Rounds, Vector, grouped
 
 DEFAULT_ORDERS: tuple[float, ...] = (
     *(1.0 + float(a) for a in np.geomspace(1e-4, 1.0, 41)[:-1]),
@@ -207,7 +207,7 @@ def fixed_size_gaussian_rdp(q: float, z: float, orders: Sequence[float]) -> Vect
         for whole in (np.floor(alpha), np.ceil(alpha))
     )
     log_moment = (1 - share) * below + share * above
-    return np.minimum(log_moment * (1 + _SLACK) / (alpha - 1), unsampled)
+    return np.asarray(np.minimum(log_moment * (1 + _SLACK) / (alpha - 1), unsampled))
 
 
 @lru_cache(maxsize=4096)

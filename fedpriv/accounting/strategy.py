@@ -7,8 +7,8 @@ it takes part in, row i by a vector u_i of at most one clipping norm, so C·X by
 
     ‖Σ_i C[:, i]·u_iᵀ‖² = Σ_ij G_ij·⟨u_i, u_j⟩ ≤ Σ_ij |G_ij|,   G = CᵀC,
 
-the sums over its rounds. Equal u_i reach the bound where G has no negative entry. `sampling` says
-which rounds a user may take part in.
+the sums over its rounds. Equal u_i reach the bound where G has no negative entry. The
+schedule of the event says which rounds a user may take part in.
 """
 
 import math
@@ -42,12 +42,8 @@ def strategy_sensitivity(
     * Fresh noise, the strategy (1,), has √k.
     * It grows in k and n, falls in b, scales with the strategy, and is rounded up.
 
-    Args:
-        strategy: the first column c of the lower triangular Toeplitz matrix C, at most n long,
-            finite, its first coefficient positive.
-        rounds: n ≥ 1.
-        participations: k in [1, n]; no more than ⌈n/b⌉ of them fit.
-        separation: b in [1, n].
+    The strategy is the first column c of the lower triangular Toeplitz matrix C, at most n long,
+    finite, its first coefficient positive; n ≥ 1, and k and b are in [1, n].
     """
     fitting = min(participations, 1 + (rounds - 1) // separation)
     coefficients = np.array(strategy, dtype=np.float64)
@@ -65,7 +61,7 @@ def _first_rounds(c: Vector, rounds: int, participations: int, separation: int) 
     """‖Σ_i C[:, i]‖² over the rounds i = 1, 1 + b, …: k of them, which fit into n."""
     width = min(separation, len(c))
     blocks = np.pad(c, (0, -len(c) % width)).reshape(-1, width)
-    # From so many participations on, one more only repeats a period of b rounds.
+    # Each further participation only repeats a period of b rounds.
     repeated = max(0, participations - len(blocks))
     period = blocks.sum(axis=0)
     left = participations - repeated

@@ -16,7 +16,7 @@ from fedpriv.accounting import contour, gaussian, pld
 from fedpriv.accounting.gaussian import Ends
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.lattice import Pairs
-from fedpriv.accounting.rounds import Rounds, folded, grouped, unsampled_noise_multiplier
+from fedpriv.accounting.round_counts import Rounds, folded, grouped, unsampled_noise_multiplier
 
 _GROUPS = (64, 512, 2048)  # how many groups of rounds are tried, one after another
 _NARROW = 2e-4  # an interval of this relative width is not made narrower by finer groups

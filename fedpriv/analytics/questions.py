@@ -88,7 +88,7 @@ def _returned(
     try:
         values = np.atleast_1d(np.asarray(function(users.examples_of(user))))
         if values.ndim == 1 and (values.size == 0 or readable(values.dtype, scalar)):
-            return _converted(values, scalar) if values.size else np.empty(0, scalar)
+            return _converted(values, scalar)
         reason = f"{values.dtype}{list(values.shape)}"
     except Exception as error:  # a failing user counts as zero, whatever the failure
         reason = type(error).__name__  # its text may hold the user's data
@@ -97,11 +97,8 @@ def _returned(
 
 
 def _converted(values: npt.NDArray[np.generic], scalar: Scalar) -> npt.NDArray[np.generic]:
-    """Numbers to float64; one beyond its range becomes infinite. Texts keep their width."""
-    if scalar is np.str_:
-        return values
-    with np.errstate(over="ignore"):
-        return values.astype(np.float64)
+    with np.errstate(over="ignore"):  # a number beyond the range of float64 becomes infinite
+        return values.astype(scalar, copy=False)
 
 
 @dataclass(frozen=True, eq=False)

@@ -122,16 +122,10 @@ class Answers:
 
 
 def ask(survey: Survey, users: UserStore, records: PrivacyRecords, entropy: Entropy) -> Answers:
-    """Ask the users and release the noised answers, with the guarantees of `private_round`.
+    """Ask all enrolled users and release noised answers, with the guarantees of `private_round`.
 
     One charge covers all answers: one user more or less moves the sums of all questions, each
     divided by its σ, by at most 1/z together (McMahan et al. 2018, equation (1)).
-
-    Args:
-        survey: what is asked.
-        users: data of all enrolled users.
-        records: ledger, participation record and budget.
-        entropy: where cohort and noise come from.
 
     Raises:
         BudgetExceededError: asking would pass the budget; no user was asked and nothing charged.

@@ -1,4 +1,4 @@
-"""What users train on: in shapes that are public, and on rows chosen by each user's own key.
+"""What users train on: shapes that are public, and rows chosen by each user's own key.
 
 A user's shape, its rung, follows from the plan and the user's own number of examples; no other
 user's data decide how it computes. Shapes lie on a ladder, since users of different shapes cannot
@@ -36,32 +36,25 @@ def ladder(numbers: Integers) -> Integers:
 
 @dataclass(frozen=True, order=True)
 class Rung:
-    """The shape in which a user trains and is measured.
+    """The shape in which a user trains and is measured."""
 
-    Attributes:
-        steps: S, of users with most of them.
-        width: W, examples in a step.
-        blocks: in so many blocks of W each example is measured once; 0: none is.
-        padded: whether there can be users with fewer steps.
-    """
-
-    steps: int
-    width: int
-    blocks: int
-    padded: bool
+    steps: int  # S, the most of any user
+    width: int  # W, examples in a step
+    blocks: int  # of W, in which each example is measured once; 0: none is
+    padded: bool  # whether users can have fewer steps
 
 
 def counted(sizes: Integers, local: LocalTraining) -> Integers:
-    """How many examples of users with so many count."""
+    """How many of a user's examples count."""
     return sizes if local.max_examples is None else np.minimum(sizes, local.max_examples)
 
 
 def by_rung(
     sizes: Integers, local: LocalTraining, *, measured: bool
 ) -> Iterator[tuple[Rung, Integers]]:
-    """The rungs of some users, those with the least work first, and which of them are on each.
+    """The rungs of users with `sizes` examples, least work first, and which users are on each.
 
-    Users have `sizes` examples; those without any are on no rung. Blocks are for measured examples.
+    Users without examples are on no rung.
     """
     counts = counted(sizes, local)
     widths, passes = ladder(counts), ladder(_batches(counts, local))
@@ -81,17 +74,11 @@ def by_rung(
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which rows the users of a chunk train on, step by step.
+    """Which rows the users of a chunk train on, step by step."""
 
-    Attributes:
-        rows: [C, S, W] of the user store; padding repeats a row of the same user.
-        weights: [C, S, W] 1 for an example, 0 for padding.
-        chosen: [C, W·blocks] rows of all examples that count, and padding.
-    """
-
-    rows: Integers
-    weights: npt.NDArray[np.float32]
-    chosen: Integers
+    rows: Integers  # [C, S, W] of the user store; padding repeats a row of the same user
+    weights: npt.NDArray[np.float32]  # [C, S, W] 1 for an example, 0 for padding
+    chosen: Integers  # [C, W·blocks] rows of all examples that count, and padding
 
 
 def schedule(
@@ -108,7 +95,7 @@ def schedule(
     where there are more than `local.max_examples`, depends on the user's position in the
     population, the round's key and the user's number of examples alone.
     """
-    # A word for each user in one round; needs to be reproducible, not to be secret.
+    # A word for each user in one round; reproducible, not secret.
     key = np.frombuffer(local_key[:8], "<u8").astype(np.uint64)
     keys, counts = _mixed(key + _spread(users)), counted(sizes, local)
     widths = counts if local.batch_size is None else np.minimum(counts, local.batch_size)
@@ -137,20 +124,12 @@ def schedule(
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of L lanes, of which the first are users and the others blank.
+    """Batches of L lanes, of which the first are users and the others blank."""
 
-    Attributes:
-        x: [L, S, W, …] inputs of each lane, step and example; zeros where it is blank.
-        y: [L, S, W, …] targets, likewise.
-        weights: [L, S, W] 1 for examples, 0 for padding and blanks; a step without examples does
-            nothing.
-        padded: whether some steps may have no examples.
-    """
-
-    x: torch.Tensor
-    y: torch.Tensor
-    weights: torch.Tensor
-    padded: bool
+    x: torch.Tensor  # [L, S, W, …] inputs; zeros where a lane is blank
+    y: torch.Tensor  # [L, S, W, …] targets, likewise
+    weights: torch.Tensor  # [L, S, W] 1 for examples, 0 for padding and blanks
+    padded: bool  # whether some steps may have no examples, and then do nothing
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -159,48 +138,31 @@ class Batches:
         return lanes, steps, width
 
     def active(self, step: int) -> torch.Tensor | None:
-        """Which lanes have a step, [L]; None: all, or it does not matter."""
+        """Which lanes have this step, [L]; None: all."""
         return self.weights[:, step].amax(1) > 0 if self.padded else None
 
 
 @dataclass(frozen=True)
 class Block:
-    """Examples that are measured: W of each of L lanes.
+    """Examples that are measured: W of each of L lanes."""
 
-    Attributes:
-        x: [L·W, …] inputs.
-        y: [L·W, …] targets.
-        real: [L, W] whether there is such an example.
-    """
-
-    x: torch.Tensor
-    y: torch.Tensor
-    real: torch.Tensor
+    x: torch.Tensor  # [L·W, …]
+    y: torch.Tensor  # [L·W, …]
+    real: torch.Tensor  # [L, W] whether there is such an example
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of C users in L lanes, on the device where they train.
-
-    Attributes:
-        rung: of all of them.
-        lanes: L ≥ C.
-        users: [C] positions in the enrolled population.
-        counts: [C] examples of each that count.
-        store: the users' data.
-        device: where they train.
-        plan: their rows.
-        task: says which fields it reads.
-    """
+    """The examples of C users in L lanes, on the device where they train."""
 
     rung: Rung
-    lanes: int
-    users: Integers
-    counts: Integers
+    lanes: int  # L ≥ C
+    users: Integers  # [C] positions in the enrolled population
+    counts: Integers  # [C] examples of each that count
     store: UserStore
     device: torch.device
     plan: Schedule
-    task: Task
+    task: Task  # says which fields it reads
 
     def batches(self) -> Batches:
         """What they train on."""
@@ -228,15 +190,13 @@ class Examples:
 
     def _gathered(self, rows: Integers) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets [L, …] of rows [C, …], in memory whose alignment does not vary."""
-        names = self.task.inputs, self.task.targets
         held = {}
-        for name in names:
+        for name in (self.task.inputs, self.task.targets):
             field = self.store.fields[name]
             kind = torch.from_numpy(np.empty(0, field.dtype)).dtype
             held[name] = self._blank((*rows.shape[1:], *field.shape[1:]), kind)
         self.store.take(rows, {name: t.numpy()[: len(rows)] for name, t in held.items()})
-        x, y = (self._moved(held[name]) for name in names)
-        return x, y
+        return self._moved(held[self.task.inputs]), self._moved(held[self.task.targets])
 
     def _blank(self, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
         """Memory [L, …] on the CPU, zero where no user is."""
@@ -252,13 +212,12 @@ class Examples:
 
 def _batches(counts: Integers, local: LocalTraining) -> Integers:
     """In how many batches users have each example once; 0 for those without any."""
-    if local.batch_size is None:
-        return np.minimum(counts, 1)
-    return _divided(counts, np.full_like(counts, local.batch_size))
+    size = local.batch_size
+    return np.minimum(counts, 1) if size is None else _divided(counts, np.full_like(counts, size))
 
 
 def _shuffled(keys: npt.NDArray[np.uint64], sizes: Integers) -> tuple[Integers, Integers]:
-    """Shuffles of n_i things for each key: which thing, and at which place, one after another."""
+    """A shuffle of n_i things for each key, one after another: which thing at which place."""
     passes, places = np.repeat(np.arange(len(sizes)), sizes), _counted_up(sizes)
     dice = _mixed(keys[passes] + _spread(places))
     if np.all(sizes == sizes[0]):  # many short sorts take less than a long one

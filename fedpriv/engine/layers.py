@@ -3,15 +3,23 @@
 `BatchedModel` is a copy of a model through which the examples of all users go side by side,
 [C·B, …]. A batched layer takes the place of each trained one: its parameters have an axis in front,
 one slice for each of C users, and it is one batched matrix product. Convolutions are products of
-patches. While all users' weights are the same, as before their first step, the products with them
-are one for all users; only the gradients by the weights are for each user. These are float32 and so
-are their sums, also where activations have fewer bits.
+patches. While all users' weights are the same, as before their first step, one product serves all
+users; only the gradients by the weights are for each user. These are float32 and so are their sums,
+also where activations have fewer bits.
+
+Where it costs less, a `LowRankLinear` takes the place of a linear layer. A gradient of its weights
+is a sum of outer products δ xᵀ, one per example. So a user's weights after some steps are
+W₀ + Σ_t a_t·δ_t x_tᵀ over the examples t seen so far, and the layer's output is
+
+    W x + b = W₀ x + b₀ + Σ_t a_t·(x_t·x + 1)·δ_t:
+
+one matrix product for all users of a chunk, and a small correction for each. The result is that of
+weights per user up to the rounding of float32.
 """
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,7 +29,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from fedpriv.engine.matmul import product, shared_product, summed_outer
+from fedpriv.engine.matmul import OuterProducts, product, shared_product, summed_outer
 from fedpriv.engine.task import Activations, lowered, outputs_of
 from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping_torch import TorchTensors
@@ -39,13 +47,13 @@ class Window:
     padding: tuple[int, int]
     dilation: tuple[int, int]
 
-    def positions(self, height: int, width: int) -> tuple[int, int]:
-        """How often the window fits into an image: (rows, columns)."""
+    def positions(self, *size: int) -> tuple[int, int]:
+        """How often the window fits into an image of a height and width: (rows, columns)."""
         rows, columns = (
-            (size + 2 * p - d * (k - 1) - 1) // s + 1
-            for size, k, s, p, d in zip(
-                (height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True
-            )
+            (size[i] + 2 * self.padding[i] - self.dilation[i] * (self.kernel[i] - 1) - 1)
+            // self.stride[i]
+            + 1
+            for i in (0, 1)
         )
         return rows, columns
 
@@ -53,9 +61,7 @@ class Window:
 def patches(images: torch.Tensor, window: Window) -> torch.Tensor:
     """What the window sees at each position of images [N, height, width, channels].
 
-    Returns:
-        [N, rows, columns, kernel height · kernel width · channels], contiguous, and no view of the
-        images, which are best contiguous.
+    Returns [N, rows, columns, kernel height · kernel width · channels] in memory of its own.
     """
     count, height, width, channels = images.shape
     (up, left), (rows, columns) = window.padding, window.positions(height, width)
@@ -75,11 +81,7 @@ def patches(images: torch.Tensor, window: Window) -> torch.Tensor:
 
 
 def added(parts: torch.Tensor, window: Window, size: tuple[int, int]) -> torch.Tensor:
-    """Images of a size, each the sum of the patches at its positions: the adjoint of `patches`.
-
-    Returns:
-        [N, height, width, channels], of the type of the parts; added up in float32.
-    """
+    """Images of a size, each the sum of its patches, in float32: the adjoint of `patches`."""
     (height, width), (up, left), (dy, dx) = size, window.padding, window.dilation
     (kh, kw), (down, right) = window.kernel, window.stride
     parts = parts.view(*parts.shape[:3], kh, kw, -1)
@@ -100,10 +102,15 @@ def added(parts: torch.Tensor, window: Window, size: tuple[int, int]) -> torch.T
 class _Multiplied(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        scratch: bool,  # noqa: FBT001
     ) -> torch.Tensor:
-        ctx.shared = _same(weight)
-        matrices = lowered(weight[:1] if ctx.shared else weight)
+        last = lowered(weight).movedim(2, -1)  # as patches have channels last
+        ctx.shared, ctx.shape, ctx.scratch = _same(weight), last.shape, scratch
+        matrices = (last[:1] if ctx.shared else last).flatten(2)
         ctx.save_for_backward(rows, matrices)
         return _products(rows, matrices.transpose(1, 2), bias, shared=ctx.shared)
 
@@ -111,57 +118,47 @@ class _Multiplied(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, matrices = ctx.saved_tensors
-        of_rows, _, of_bias = ctx.needs_input_grad
-        return (
-            _products(gradient, matrices, shared=ctx.shared) if of_rows else None,
-            summed_outer(gradient.float(), rows.float()),
-            gradient.sum(1, dtype=torch.float32) if of_bias else None,
-        )
+        of_rows, _, of_bias, _ = ctx.needs_input_grad
+        of_weight = summed_outer(gradient.float(), rows.float()).view(ctx.shape).movedim(-1, 2)
+        back = None
+        if of_rows:  # fresh memory of this size would cost as much as the product
+            out = rows if ctx.scratch else None
+            back = _products(gradient, matrices, out=out, shared=ctx.shared)
+        biases = gradient.sum(1, dtype=torch.float32) if of_bias else None
+        return back, of_weight, biases, None
 
 
-class _Convolved(torch.autograd.Function):
+class _Patched(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        images: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        window: Window,
-    ) -> torch.Tensor:
-        last = lowered(weight).movedim(2, -1)  # as patches have channels last
-        ctx.shared = _same(weight)
-        matrices = (last[:1] if ctx.shared else last).flatten(2)
-        seen = patches(images, window)
-        ctx.save_for_backward(matrices)
-        ctx.seen = seen  # not saved as tensors are: the backward pass writes to the patches
-        ctx.window, ctx.size, ctx.last = window, images.shape[1:3], last.shape
-        y = seen.new_empty((*seen.shape[:3], len(weight[0])))
-        rows, of_rows = (t.view(len(weight), -1, t.shape[-1]) for t in (seen, y))
-        _products(rows, matrices.transpose(1, 2), bias, out=of_rows, shared=ctx.shared)
-        return y
+    def forward(ctx: Any, images: torch.Tensor, window: Window) -> torch.Tensor:
+        ctx.window, ctx.size = window, images.shape[1:3]
+        return patches(images, window)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (matrices,) = ctx.saved_tensors
-        seen, shape = ctx.seen, ctx.last
-        of_images, _, biased, _ = ctx.needs_input_grad
-        rows = seen.view(shape[0], -1, seen.shape[-1])
-        gradient = gradient.reshape(*rows.shape[:2], -1)
-        of_weight = summed_outer(gradient.float(), rows.float()).view(shape).movedim(-1, 2)
-        images = None
-        if of_images:
-            _products(gradient, matrices, out=rows, shared=ctx.shared)
-            images = added(seen, ctx.window, ctx.size)
-        return images, of_weight, gradient.sum(1, dtype=torch.float32) if biased else None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return added(gradient, ctx.window, ctx.size), None
 
 
-multiplied: Callable[..., torch.Tensor] = _Multiplied.apply
-"""Rows [C, n, in] through weights [C, out, in] and biases [C, out] or None: [C, n, out]."""
+def multiplied(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, scratch: bool = False
+) -> torch.Tensor:
+    """Rows [C, n, in] through weights [C, out, in] and biases [C, out] or None: [C, n, out].
 
-convolved: Callable[..., torch.Tensor] = _Convolved.apply
-"""Images [C·B, height, width, in] through weights [C, out, in, *kernel], biases [C, out] or None,
-in a window: [C·B, rows, columns, out]."""
+    Weights may also be of patches, [C, out, channels, *kernel]. The backward pass may write to rows
+    that are `scratch`.
+    """
+    y: torch.Tensor = _Multiplied.apply(rows, weight, bias, scratch)
+    return y
+
+
+def convolved(
+    images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window
+) -> torch.Tensor:
+    """Images [C·B, height, width, in] through a window: [C·B, rows, columns, out]."""
+    seen: torch.Tensor = _Patched.apply(images, window)
+    rows = seen.view(len(weight), -1, seen.shape[-1])
+    return multiplied(rows, weight, bias, scratch=True).view(*seen.shape[:3], -1)
 
 
 def _same(parameter: torch.Tensor) -> bool:
@@ -193,15 +190,10 @@ def _products(
 
 
 class BatchedLayer(nn.Module):
-    """A layer with parameters of each user.
+    """A layer with parameters of each user, given before each forward pass."""
 
-    Attributes:
-        own: its weight and, if it has one, its bias, [C, …] each; given before each forward pass.
-        examples: C·B, how many go through the model.
-    """
-
-    own: Sequence[torch.Tensor] = ()
-    examples: int = 0
+    own: Sequence[torch.Tensor] = ()  # weight and, if it has one, bias, [C, …] each
+    examples: int = 0  # C·B, how many go through the model
 
     @property
     def weight(self) -> torch.Tensor:
@@ -241,12 +233,7 @@ class BatchedConv2d(BatchedLayer):
 
 
 class BatchedEmbedding(BatchedLayer):
-    """`torch.nn.Embedding`.
-
-    Args:
-        layer: the layer.
-        alike: whether words are the same for all examples, such as places in a text.
-    """
+    """`torch.nn.Embedding`; alike if words are the same for all examples, as places in a text."""
 
     def __init__(self, layer: nn.Embedding, *, alike: bool) -> None:
         super().__init__()
@@ -265,18 +252,16 @@ class BatchedEmbedding(BatchedLayer):
         return self._constant_at_padding(x, self.weight.gather(1, places).view(*x.shape, width))
 
     def _constant_at_padding(self, words: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """What words [*] are embedded to, [… *, d], without a gradient where they are padding."""
+        """Embeddings [… *, d] of words [*], without a gradient where they are padding."""
         if self.padding is None:
             return y
         return torch.where((words == self.padding)[..., None], y.detach(), y)
 
 
 class BatchedAffine(BatchedLayer):
-    """A normalisation with weight and bias: the layer without them, then each user's own.
+    """A normalisation: `bare` without weight and bias, then each user's own.
 
-    Args:
-        bare: the layer without weight and bias.
-        channels_first: whether weights are of the axis after the first, and not of the last ones.
+    Weights are of the axis after the first if `channels_first`, else of the last axes.
     """
 
     def __init__(self, bare: nn.Module, *, channels_first: bool) -> None:
@@ -296,11 +281,7 @@ class BatchedAffine(BatchedLayer):
 
 
 def batched_layer(layer: nn.Module, *, alike: bool = False) -> BatchedLayer:
-    """The layer with parameters of each user; alike: it sees the same for all examples.
-
-    Raises:
-        ModelError: layers of this kind are not known.
-    """
+    """The layer with parameters of each user; a `ModelError` for layers of an unknown kind."""
     kind = type(layer)  # a subclass may do something else
     if kind is nn.Linear:
         return BatchedLinear()
@@ -318,25 +299,141 @@ def batched_layer(layer: nn.Module, *, alike: bool = False) -> BatchedLayer:
     raise ModelError(f"a layer of type {kind.__name__} cannot have weights for each user")
 
 
-@dataclass(frozen=True)
-class Layers:
-    """All layers of a model that hold what it trains.
+class LowRankLinear:
+    """A `torch.nn.Linear` with shared parameters, corrected for each of C users in S steps.
 
-    Attributes:
-        model: the model.
-        trained: the layers by name.
-        rows: for linear layers that alone hold their parameters and are called once in a forward
-            pass, how many rows of an example go through them.
-        alike: names of embeddings of what is the same for all examples.
-        entrance: name of the linear layer, among those of `rows`, by which alone examples enter the
-            model, as they are; None if there is none.
+    It is called once in each step. It remembers its inputs and the losses' gradients by its
+    outputs, which the backward pass hands to it.
+
+    Args:
+        weight: [out, in] shared by all users.
+        bias: [out] shared by all users, or None.
+        batches: [C, S, W, …] all examples that enter the model.
     """
 
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, batches: torch.Tensor
+    ) -> None:
+        # To be differentiated by, so that autograd's backward pass reaches the layer.
+        self.probe = weight.new_zeros((), requires_grad=True)
+        self.gradient: torch.Tensor | None = None  # by the outputs of this step, [C, r, out]
+        self._weight, self._bias, self._batches = weight, bias, batches
+        self._rows = 0  # r, of a user in a step
+        self._seen = 0  # rows of a user in the steps so far
+        self._inputs = self._gradients = torch.empty(0)  # [C, S·r, in] and [C, S·r, out]
+        self._coefficients = torch.empty(0)  # of the rows seen, [C, 1, n]
+        self._entering = (torch.empty(0), 0)  # examples of this step, and their version
+        self._as_entered = False  # whether inputs are the examples, where they lie
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[C·B, …, in] → [C·B, …, out]."""
+        return _through(self, self.probe, x).view(*x.shape[:-1], -1)
+
+    def expect(self, x: torch.Tensor) -> None:
+        """Begin a step in which these examples enter the model, [C·W, …]."""
+        self._entering = (x, x._version)
+
+    def outputs(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [C, r, out] for x, in memory of their own; autograd does not see it."""
+        rows = x.detach().reshape(len(self._batches), -1, x.shape[-1])
+        self._remember(x, rows)
+        flat, matrix = lowered(rows).flatten(0, 1), lowered(self._weight)
+        shift = None if self._bias is None else self._bias.to(matrix.dtype)
+        y = flat.new_empty((*rows.shape[:2], len(matrix)))
+        with torch.autocast(rows.device.type, enabled=False):
+            shared_product(flat, matrix.t().contiguous(), shift, out=y.flatten(0, 1))
+            if not self._seen:
+                return y
+            inner = product(rows.float(), self._inputs[:, : self._seen].transpose(1, 2))
+            if self._bias is not None:  # lost in fewer bits beside products of long rows
+                inner += 1.0
+            return y.add_(self._corrections(inner, self._gradients))  # never a view
+
+    def by_inputs(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The losses' gradient by its inputs [C, r, in], from that by its outputs [C, r, out]."""
+        weight = self._weight.to(gradient.dtype)
+        y = shared_product(gradient.flatten(0, 1), weight).float().view(*gradient.shape[:2], -1)
+        if self._seen:
+            inner = product(gradient.float(), self._gradients[:, : self._seen].transpose(1, 2))
+            y += self._corrections(inner, self._inputs)
+        return y
+
+    def learn(self, coefficients: torch.Tensor) -> None:
+        """End a step, after which the coefficients of all steps are these, [C, S]."""
+        now = self._gradients[:, self._seen : self._seen + self._rows]
+        if self.gradient is None:  # no loss depends on what it gave
+            now.zero_()
+        else:
+            now.copy_(self.gradient)
+        self._seen += self._rows
+        self.gradient = None
+        self._coefficients = coefficients.repeat_interleave(self._rows, 1)[:, None, : self._seen]
+
+    def updates(self) -> list[torch.Tensor | OuterProducts]:
+        """Each user's weights (and bias) minus the shared ones: [C, out, in], [C, out]."""
+        scaled = self._gradients.mul_(self._coefficients.transpose(1, 2))
+        weight = OuterProducts(scaled, self._inputs)
+        return [weight] if self._bias is None else [weight, scaled.sum(1)]
+
+    def _remember(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """Keep the inputs of a step; no copy of them if they are the examples as they are."""
+        examples, version = self._entering
+        entered = x.data_ptr() == examples.data_ptr() and x.is_contiguous()
+        entered &= x.dtype == self._weight.dtype and x._version == version
+        entered &= x.numel() == examples.numel()
+        if not self._seen:
+            users, self._rows, width = rows.shape
+            shape = users, self._rows * self._batches.shape[1]
+            self._gradients = self._weight.new_empty((*shape, len(self._weight)))
+            self._as_entered = entered
+            self._inputs = (
+                self._batches.view(*shape, width)
+                if entered
+                else self._weight.new_empty((*shape, width))
+            )
+        elif self._as_entered and not entered:
+            self._inputs, self._as_entered = self._inputs.clone(), False
+        if not self._as_entered:
+            self._inputs[:, self._seen : self._seen + self._rows] = rows
+
+    def _corrections(self, inner: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Products [C, r, n] with the rows seen, times coefficients and factors [C, n, *]."""
+        return product(inner.mul_(self._coefficients), factors[:, : self._seen])
+
+
+class _Through(torch.autograd.Function):
+    """Through a layer, which gets the gradient by its outputs before anything changes that."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: LowRankLinear, _probe: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.layer, ctx.shape = layer, x.shape
+        return layer.outputs(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient = gradient.contiguous()
+        ctx.layer.gradient = gradient
+        if not ctx.needs_input_grad[2]:
+            return None, None, None
+        return None, None, ctx.layer.by_inputs(gradient).view(ctx.shape)
+
+
+_through: Callable[..., torch.Tensor] = _Through.apply
+
+
+@dataclass(frozen=True)
+class Layers:
+    """All layers of a model that hold what it trains."""
+
     model: nn.Module
-    trained: Mapping[str, nn.Module]
+    trained: Mapping[str, nn.Module]  # the layers by name
+    # Of linear layers that alone hold their parameters and are called once in a forward pass: how
+    # many rows of an example go through them.
     rows: Mapping[str, int]
-    alike: frozenset[str] = frozenset()
-    entrance: str | None = None
+    alike: frozenset[str] = frozenset()  # embeddings of what is the same for all examples
 
     def low_rank(self, steps: int, batch: int) -> dict[str, nn.Linear]:
         """Linear layers for which low-rank corrections cost less than weights for each user."""
@@ -348,6 +445,16 @@ class Layers:
                 # Products of all rows with each other, against weights that change in each step.
                 if n * n * (i + o) <= _TOUCHES * steps * i * o:
                     found[name] = layer
+        return found
+
+    def corrections(
+        self, names: Iterable[str], shared: TorchTensors, batches: torch.Tensor
+    ) -> dict[str, LowRankLinear]:
+        """Corrections to the shared parameters of some layers, for examples [C, S, W, …]."""
+        found = {}
+        for name in names:
+            weight, *bias = (shared[key] for key in self.parameters(name))
+            found[name] = LowRankLinear(weight, bias[0] if bias else None, batches)
         return found
 
     def parameters(self, name: str) -> tuple[str, ...]:
@@ -393,41 +500,36 @@ class BatchedModel:
                 self._batched.append((batched, layers.parameters(name)))
         self.model: nn.Module = copy.deepcopy(layers.model, memo)
 
-    @contextmanager
-    def corrected(self, by: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]) -> Iterator[None]:
-        """Use these in place of the layers of their names, and let go of all tensors after it."""
-        for name, layer in by.items():
-            self._slots[name].layer = layer
-        try:
-            yield
-        finally:
-            for batched, _ in self._batched:
-                batched.own = ()
-            for slot in self._slots.values():
-                slot.layer = None
-
     def outputs(
         self,
         own: TorchTensors,
         constants: TorchTensors,
         x: torch.Tensor,
-        activations: Activations,
-        device: torch.device,
+        activations: Activations = "float32",
+        low_rank: Mapping[str, LowRankLinear] | None = None,
     ) -> torch.Tensor:
         """Outputs for examples [C·B, …] by each user's own parameters, [C, *shape].
 
-        Examples are on the device "meta" if they enter by a layer that has them.
+        Afterwards the copy knows no user's parameters any more.
         """
         # Costs less than putting tensors into modules, as `functional_call` does.
         for layer, names in self._batched:
             layer.own, layer.examples = [own[name] for name in names], len(x)
-        return outputs_of(self.model, constants, x, activations, device)
+        for name, correction in (low_rank or {}).items():
+            self._slots[name].layer = correction
+        try:
+            return outputs_of(self.model, constants, x, activations)
+        finally:
+            for layer, _ in self._batched:
+                layer.own = ()
+            for slot in self._slots.values():
+                slot.layer = None
 
 
 class _Slot(nn.Module):
-    """Where a low-rank layer is put in while it is needed."""
+    """Holds a low-rank layer during a forward pass."""
 
-    layer: Callable[[torch.Tensor], torch.Tensor] | None = None
+    layer: LowRankLinear | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.layer is None:

@@ -1,81 +1,80 @@
 """Local training: from gradients to updates, for the users of a chunk at once.
 
 An `Algorithm` says what a step does with a gradient; `algorithm_of` finds it by the type of the
-round's `LocalTraining`. `SGD` is built in. To add another, derive a frozen dataclass from
-`LocalTraining` for its settings and register a function that makes its algorithm:
+round's `LocalTraining`. To add one, derive a frozen dataclass from `LocalTraining` for its settings
+and register a function that makes its algorithm:
 
     @algorithm_of.register
     def _(local: MyTraining) -> Algorithm: ...
 
-Products and sums are operations of their own: where a loop over all lanes ends, torch may round
-what it fuses elsewhere, and a user's place in the chunk would then count.
+Products and sums are operations of their own: torch may round what it fuses differently at the end
+of a loop over all lanes, and a user's place in the chunk would then matter.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from functools import singledispatch
 
 import torch
 from torch.func import grad, vmap
 
 from fedpriv.engine.batches import Batches
+from fedpriv.engine.layers import Layers
+from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.task import Activations, RoundParameters, Task, outputs_of
-from fedpriv.privacy.clipping_torch import TorchTensors
+from fedpriv.privacy.clipping_torch import TorchTensors, Updates
 from fedpriv.privacy.round import LocalTraining
 
 
 class Algorithm(ABC):
-    """What a step of local training does with a gradient; each user on its own.
+    """What a step of local training does with a gradient, for each user separately.
 
     Attributes:
         learning_rate: a step goes this far against its direction.
         linear: whether directions are linear in gradients, displacement and memory, with the same
             coefficients for all parameters. Others train without low-rank corrections.
-        plain: whether the direction is the gradient itself.
         memories: how many tensors like its parameters a user keeps from step to step.
     """
 
     learning_rate: float
     linear: bool
-    plain: bool
     memories: int
 
     @abstractmethod
     def direction(
         self,
         gradient: torch.Tensor,
-        place: tuple[torch.Tensor, torch.Tensor] | None,
+        displacement: torch.Tensor | None,
         memory: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The direction of a step, and what to remember of it.
 
         Args:
-            gradient: of a parameter of each user, [C, *shape]; not to be written to.
-            place: that parameter of each user, and the round's [*shape]; None in the first step,
-                where they are the same. Not to be written to.
-            memory: of the step before, to be written to at will; None in the first step.
+            gradient: by a parameter of each user, [C, *shape]; must not be written to.
+            displacement: of that parameter from the round's, [C, *shape]; must not be written to.
+                None in the first step, where it is zero.
+            memory: from the step before, free to be overwritten; None in the first step.
         """
 
 
-class SGD(Algorithm):
-    """SGD with heavy-ball momentum and FedProx's proximal term (Li et al. 2020)."""
+class HeavyBall(Algorithm):
+    """Gradient descent with momentum and FedProx's proximal term (Li et al. 2020)."""
+
+    linear = True
 
     def __init__(self, learning_rate: float, momentum: float = 0.0, proximal: float = 0.0) -> None:
         self.learning_rate, self.momentum, self.proximal = learning_rate, momentum, proximal
-        self.linear = True
-        self.plain = momentum == proximal == 0.0
         self.memories = int(momentum > 0.0)
 
     def direction(
         self,
         gradient: torch.Tensor,
-        place: tuple[torch.Tensor, torch.Tensor] | None,
+        displacement: torch.Tensor | None,
         memory: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Velocity ← momentum · velocity + gradient + proximal · displacement."""
-        if place is not None and self.proximal:
-            gradient = (place[0] - place[1]).mul_(self.proximal).add_(gradient)
+        if displacement is not None and self.proximal:
+            gradient = (displacement * self.proximal).add_(gradient)
         if not self.momentum:
             return gradient, None
         velocity = gradient.clone() if memory is None else memory.mul_(self.momentum).add_(gradient)
@@ -85,87 +84,47 @@ class SGD(Algorithm):
 @singledispatch
 def algorithm_of(local: LocalTraining) -> Algorithm:
     """The algorithm of a round, by the type of its local training."""
-    return SGD(local.learning_rate, local.momentum, local.proximal)
+    return HeavyBall(local.learning_rate, local.momentum, local.proximal)
 
 
-@dataclass(frozen=True)
 class Descent:
-    """Where C users are on their way from the same parameters.
+    """How far C users have moved from the same parameters, which are never written to."""
 
-    A step works in the memory of the one before, as fresh memory costs more: only the newest
-    descent may be used.
+    def __init__(self, start: TorchTensors, algorithm: Algorithm) -> None:
+        self.displacement: TorchTensors = {}  # [C, *shape]; empty before the first step
+        self._start, self._algorithm = start, algorithm
+        self._memory: dict[str, torch.Tensor | None] = {}
+        self._parameters: TorchTensors = {}
 
-    Attributes:
-        start: shared parameters, never written to.
-        algorithm: of the steps.
-        current: parameters of each user, [C, *shape]; before the first step those of the start.
-        memory: of the algorithm, [C, *shape].
-        pending: whether `current` is still the direction of the first step, to be taken when it is
-            known whether users take another.
-    """
+    def parameters(self, users: int) -> TorchTensors:
+        """Parameters of each user, [C, *shape], in memory that the next call overwrites."""
+        if not self.displacement:
+            return same_for_all(self._start, users)
+        self._parameters = {
+            name: torch.add(self._start[name], moved, out=self._parameters.get(name))
+            for name, moved in self.displacement.items()
+        }
+        return self._parameters
 
-    start: TorchTensors
-    algorithm: Algorithm
-    current: TorchTensors
-    memory: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
-    pending: bool = False
-
-    @classmethod
-    def begin(cls, start: TorchTensors, algorithm: Algorithm) -> "Descent":
-        """Before the first step."""
-        return cls(start, algorithm, start)
-
-    def placed(self) -> "Descent":
-        """With parameters as they are, for another step."""
-        if not self.pending:
-            return self
-        rate = self.algorithm.learning_rate
-        current = {n: self.start[n] - d * rate for n, d in self.current.items()}
-        return replace(self, current=current, pending=False)
-
-    def of_users(self, count: int) -> TorchTensors:
-        """Parameters of each user, [C, *shape], not to be written to."""
-        return same_for_all(self.start, count) if self.current is self.start else self.current
-
-    def after(self, gradients: TorchTensors, active: torch.Tensor | None) -> "Descent":
-        """Take a step from parameters that are placed.
-
-        Args:
-            gradients: of each user, [C, *shape]; two may share memory, so none is written to.
-            active: [C] whether a user has a step, or None if all have.
-        """
-        first = self.current is self.start
-        steps, memory = dict[str, torch.Tensor](), dict[str, torch.Tensor | None]()
+    def step(self, gradients: TorchTensors, active: torch.Tensor | None) -> None:
+        """Take a step along gradients [C, *shape], where a user is active, [C]; None: all are."""
         for name, gradient in gradients.items():
-            place = None if first else (self.current[name], self.start[name])
-            found = self.algorithm.direction(gradient, place, self.memory.get(name))
-            steps[name], memory[name] = found
-        if active is not None:
-            steps = {
-                name: torch.where(active.view(-1, *[1] * (d.dim() - 1)), d, 0.0)
-                for name, d in steps.items()
-            }
-        if first:
-            return replace(self, current=steps, memory=memory, pending=True)
-        rate = self.algorithm.learning_rate
-        current = {n: self.current[n].sub_(d * rate) for n, d in steps.items()}
-        return replace(self, current=current, memory=memory)
-
-    def updates(self) -> TorchTensors:
-        """Parameters of each user minus those at the start: [C, *shape]."""
-        if self.pending:
-            return {name: d * -self.algorithm.learning_rate for name, d in self.current.items()}
-        return {name: end.sub_(self.start[name]) for name, end in self.current.items()}
+            moved = self.displacement.get(name)
+            found = self._algorithm.direction(gradient, moved, self._memory.get(name))
+            direction, self._memory[name] = found
+            if active is not None:
+                direction = torch.where(
+                    active.view(-1, *[1] * (direction.dim() - 1)), direction, 0.0
+                )
+            way = direction * -self._algorithm.learning_rate
+            self.displacement[name] = way if moved is None else moved.add_(way)
 
 
 def same_for_all(parameters: TorchTensors, count: int) -> TorchTensors:
-    """Parameters of each of C users that are all in one place: a stride of 0 says so."""
+    """Parameters of C users that share one copy, which a stride of 0 shows."""
     return {
         name: p.as_strided((count, *p.shape), (0, *p.stride())) for name, p in parameters.items()
     }
-
-
-Gradient = Callable[[TorchTensors, torch.Tensor, torch.Tensor, torch.Tensor], TorchTensors]
 
 
 def train_chunk(
@@ -177,10 +136,8 @@ def train_chunk(
 ) -> TorchTensors:
     """Train the users of a chunk side by side by `torch.func`, whatever the model is made of.
 
-    Training draws no random numbers.
-
-    Returns:
-        Updates (trained minus initial parameters), each tensor [L, *shape].
+    Training draws no random numbers. Returns updates (trained minus initial parameters), each
+    tensor [L, *shape].
     """
     # In the first step, too, each user has parameters of its own: one product for all users would
     # round a user's numbers according to their place in it.
@@ -210,17 +167,67 @@ def train_alone(
     return _trained(start, batches, local, gradient)
 
 
+def train_layers_chunk(
+    layers: Layers,
+    task: Task,
+    start: RoundParameters,
+    batches: Batches,
+    local: LocalTraining,
+    activations: Activations = "float32",
+) -> Updates:
+    """Train the users of a chunk in layers of the task; the result is as of `train_chunk`.
+
+    A linear algorithm moves a user's weights to W₀ + Σ_t a_t·δ_t x_tᵀ over the examples t seen so
+    far. It moves the coefficients a_t as it moves parameters, so they are found by the same descent
+    from zero along unit vectors.
+    """
+    users, steps, width = batches.shape
+    algorithm, parameters = algorithm_of(local), start.parameters
+    names = layers.low_rank(steps, width) if algorithm.linear else ()
+    model, low_rank = layers.batched(names), layers.corrections(names, parameters, batches.x)
+    shared = {key for name in low_rank for key in layers.parameters(name)}
+    own = {n: _as_gradients_lie(p) for n, p in parameters.items() if n not in shared}
+    descent = Descent(own, algorithm)
+    coefficients = Descent({"": batches.weights.new_zeros(steps)}, algorithm)
+    # A mean over each user's real examples; users are apart in the sum, so are its gradients.
+    shares = batches.weights / batches.weights.sum(2, keepdim=True).clamp(min=1.0)
+    for step in range(steps):
+        own = {n: p.detach().requires_grad_() for n, p in descent.parameters(users).items()}
+        x, y, share = (t[:, step].flatten(0, 1) for t in (batches.x, batches.y, shares))
+        for layer in low_rank.values():
+            layer.expect(x)
+        outputs = model.outputs(own, start.constants, x, activations, low_rank)
+        gradients = torch.autograd.grad(
+            (task.losses_of(outputs, y) * share).sum(),
+            [*own.values(), *(layer.probe for layer in low_rank.values())],
+            materialize_grads=True,
+        )
+        active = batches.active(step)
+        descent.step(dict(zip(own, gradients, strict=False)), active)
+        if low_rank:
+            unit = batches.weights.new_zeros((users, steps))
+            unit[:, step] = 1.0
+            coefficients.step({"": unit}, active)
+        for layer in low_rank.values():
+            layer.learn(coefficients.displacement[""])
+    learnt: dict[str, torch.Tensor | OuterProducts] = {**descent.displacement}
+    for name, layer in low_rank.items():
+        learnt |= zip(layers.parameters(name), layer.updates(), strict=True)
+    return {name: learnt[name] for name in parameters}
+
+
+Gradient = Callable[[TorchTensors, torch.Tensor, torch.Tensor, torch.Tensor], TorchTensors]
+
+
 def _trained(
     start: RoundParameters, batches: Batches, local: LocalTraining, gradient: Gradient
 ) -> TorchTensors:
-    descent = Descent.begin(start.parameters, algorithm_of(local))
+    descent = Descent(start.parameters, algorithm_of(local))
     lanes, steps, _ = batches.shape
     for step in range(steps):
-        descent = descent.placed()
         examples = (t[:, step] for t in (batches.x, batches.y, batches.weights))
-        gradients = gradient(descent.of_users(lanes), *examples)
-        descent = descent.after(gradients, batches.active(step))
-    return descent.updates()
+        descent.step(gradient(descent.parameters(lanes), *examples), batches.active(step))
+    return descent.displacement
 
 
 def _mean_loss_of(
@@ -229,10 +236,20 @@ def _mean_loss_of(
     """Mean loss over a user's real examples."""
 
     def mean_loss(
-        trainable: TorchTensors, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor
+        trainable: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        y: torch.Tensor,
+        weights: torch.Tensor,
     ) -> torch.Tensor:
-        outputs = outputs_of(task.model, {**trainable, **constants}, x, activations, x.device)
+        outputs = outputs_of(task.model, {**trainable, **constants}, x, activations)
         losses = task.losses_of(outputs, y)
         return (losses * weights).sum() / weights.sum().clamp(min=1.0)
 
     return mean_loss
+
+
+def _as_gradients_lie(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter in the order in memory of its gradients: those of convolutions by patches."""
+    if parameter.dim() != 4:
+        return parameter
+    return parameter.contiguous(memory_format=torch.channels_last)

@@ -1,26 +1,15 @@
 """Metrics that users report beside their updates, and what only a simulation may know.
 
-| name                | a user's vector                                                  | shape |
-| ------------------- | ---------------------------------------------------------------- | ----- |
-| loss                | mean loss of its examples, at most the bound                     | ()    |
-| accuracy            | share of its examples, and positions in them, of the right class | ()    |
-| examples            | number of its examples, at most the cap                          | ()    |
-| label-counts        | number of its examples of each class                             | (K,)  |
-| update-norms:GROUP  | per threshold, 1 if the group's norm is not above it, else 0     | (k,)  |
-| batch-norm          | how far what normalisations see is from their running statistics | (2C,) |
-| module:function     | mean over its examples of a function of outputs and targets      | any   |
-
-All are measured at the round's initial parameters, in evaluation mode, on all of a user's examples,
-whatever number of them it trains on. A user without examples contributes nothing, and so does one
-for whom a metric raises or is not finite; it then does not contribute an update either. A loss that
-is not finite counts as the bound, and a target that is no class is in no count.
+All metrics are measured at the round's initial parameters, in evaluation mode, on all of a user's
+examples, whatever number of them it trains on. A user without examples contributes nothing, and so
+does one for whom a metric raises or is not finite; it then does not contribute an update either.
 
 `SimulationOnlyDiagnostics` are true figures, which are not private: they never enter a partial sum.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -48,44 +37,21 @@ _UPWARD = 1.0 + 2.0**-50  # on radii that are met exactly, for the rounding of t
 _ROUNDING = 1.0 + 2.0**-20  # of float32: a metric at its bound is not clipped
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """Examples at the round's parameters: outputs and targets [n, …], and moments by layer."""
-
-    task: Task
-    outputs: torch.Tensor
-    targets: torch.Tensor
-    moments: Mapping[str, Sequence[torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """How a metric is made and computed: a vector per example, summed over a user's, then finished.
-
-    Attributes:
-        make: from its name and the numbers that `metric` takes.
-        of_examples: vectors of examples, [n, *shape]; None if it is of updates.
-        of_users: from the sums over a user's examples [C, *shape] and their numbers [C, 1, …], both
-            float64, to the metric of each user [C, *shape].
-    """
-
-    make: Callable[..., Metric]
-    of_examples: Callable[[_Seen, Metric], torch.Tensor] | None
-    of_users: Callable[[torch.Tensor, torch.Tensor, Metric], torch.Tensor]
-
-
 def metric(name: str, **numbers: float | Sequence[float]) -> Metric:
     """A metric with the bounds that follow from a few numbers.
 
-    | name               | numbers                                                              |
+    | name               | a user's vector, and the numbers that bound it                       |
     | ------------------ | -------------------------------------------------------------------- |
-    | loss               | `bound`: the largest mean loss that is told apart                    |
-    | accuracy           | none                                                                 |
-    | examples           | `cap`: the largest number that is told apart                         |
-    | label-counts       | `classes`; `bound` on the L2 norm of a user's counts                 |
-    | update-norms:GROUP | `thresholds`: norms of the part of that vector group before clipping |
-    | batch-norm         | `channels` of all layers together; `bound` on the vector's L2 norm   |
-    | module:function    | `radius`, and `shape` (a number) and `centre` (zero) if they differ  |
+    | loss               | mean loss, at most `bound`, which also stands for NaN and infinity   |
+    | accuracy           | share of its examples, and positions in them, of the right class     |
+    | examples           | number of its examples, at most `cap`                                |
+    | label-counts       | examples of each of `classes`; `bound` on the L2 norm                |
+    | update-norms:GROUP | per one of `thresholds`, 1 if the group's norm before clipping is    |
+    |                    | not above it, else 0                                                 |
+    | batch-norm         | how far inputs of normalisations are from their running statistics;  |
+    |                    | `channels` of all layers together; `bound` on the L2 norm            |
+    | module:function    | mean over its examples of a function of outputs and targets;         |
+    |                    | `radius`, and `shape` (a number) and `centre` (zero) if they differ  |
 
     >>> metric("loss", bound=5.0)
     Metric(name='loss', shape=(), centre=2.5, radius=2.5, options=())
@@ -93,11 +59,10 @@ def metric(name: str, **numbers: float | Sequence[float]) -> Metric:
     Raises:
         InvalidValueError: the name or a number is unknown, absent or out of range.
     """
-    make: Callable[..., Metric] = _make_own
-    if not _is_own(name):
-        make = _kind_of(name, {}, "module:function").make
-    check = partial(make, name)
-    check_options(f"metric {name!r}", check, numbers, InvalidValueError, noun="number")
+    make = _own_metric if _is_own(name) else _kind_of(name, {}, "module:function").make
+    check_options(
+        f"metric {name!r}", partial(make, name), numbers, InvalidValueError, noun="number"
+    )
     return make(name, **numbers)
 
 
@@ -120,40 +85,22 @@ def _is_own(name: str) -> bool:
     return kind != _UPDATE_NORMS and bool(separator and function)
 
 
-def _make_loss(name: str, bound: float) -> Metric:
-    radius = _positive(name, "bound", bound) / 2.0
-    return Metric(name, centre=radius, radius=radius)
+def _from_zero(name: str, bound: float, options: tuple[float, ...] = ()) -> Metric:
+    return Metric(name, centre=bound / 2.0, radius=bound / 2.0, options=options)
 
 
-def _make_accuracy(name: str) -> Metric:
-    return Metric(name, centre=0.5, radius=0.5)
-
-
-def _make_examples(name: str, cap: float) -> Metric:
-    radius = _positive(name, "cap", cap) / 2.0
-    return Metric(name, centre=radius, radius=radius, options=(float(cap),))
-
-
-def _make_label_counts(name: str, classes: float, bound: float) -> Metric:
-    radius = _positive(name, "bound", bound)
-    return Metric(name, (_count(name, "classes", classes),), radius=radius)
-
-
-def _make_batch_norm(name: str, channels: float, bound: float) -> Metric:
-    radius = _positive(name, "bound", bound)
-    return Metric(name, (2 * _count(name, "channels", channels),), radius=radius)
-
-
-def _make_update_norms(name: str, thresholds: Sequence[float]) -> Metric:
+def _norm_indicators(name: str, thresholds: Sequence[float]) -> Metric:
     if not isinstance(thresholds, Sequence) or not thresholds:
         raise InvalidValueError(
             f"thresholds of metric {name!r} are {thresholds!r}; there must be at least one"
         )
-    options = tuple(float(_positive(name, "a threshold", each)) for each in thresholds)
+    options = tuple(_positive(name, "a threshold", each) for each in thresholds)
     return Metric(name, (len(options),), 0.5, math.sqrt(len(options)) / 2.0 * _UPWARD, options)
 
 
-def _make_own(name: str, radius: float, centre: float = 0.0, shape: Sequence[float] = ()) -> Metric:
+def _own_metric(
+    name: str, radius: float, centre: float = 0.0, shape: Sequence[float] = ()
+) -> Metric:
     radius = _positive(name, "radius", radius)
     if not isinstance(shape, Sequence) or not isinstance(centre, int | float):
         raise InvalidValueError(
@@ -169,7 +116,7 @@ def _positive(name: str, what: str, value: float) -> float:
         raise InvalidValueError(
             f"{what} of metric {name!r} is {value!r}; it must be a positive number"
         )
-    return value
+    return float(value)
 
 
 def _count(name: str, what: str, value: float) -> int:
@@ -180,8 +127,14 @@ def _count(name: str, what: str, value: float) -> int:
     return value
 
 
-def _losses(seen: _Seen, _metric: Metric) -> torch.Tensor:
-    return seen.task.losses_of(seen.outputs, seen.targets)
+@dataclass(frozen=True)
+class _Seen:
+    """Examples at the round's parameters."""
+
+    task: Task
+    outputs: torch.Tensor  # [n, …]
+    targets: torch.Tensor  # [n, …]
+    moments: Mapping[str, Sequence[torch.Tensor]]  # of each running norm, one for each call
 
 
 def _hits(seen: _Seen, metric: Metric) -> torch.Tensor:
@@ -193,10 +146,6 @@ def _hits(seen: _Seen, metric: Metric) -> torch.Tensor:
         )
     hits = (seen.outputs.argmax(1) == seen.targets).double()
     return hits.reshape(len(hits), -1).mean(1)
-
-
-def _ones(seen: _Seen, _metric: Metric) -> torch.Tensor:
-    return torch.ones(len(seen.targets), device=seen.targets.device)
 
 
 def _classes(seen: _Seen, metric: Metric) -> torch.Tensor:
@@ -229,40 +178,61 @@ def _mean(sums: torch.Tensor, sizes: torch.Tensor, _metric: Metric) -> torch.Ten
     return sums / sizes
 
 
-def _sum(sums: torch.Tensor, _sizes: torch.Tensor, _metric: Metric) -> torch.Tensor:
-    return sums
-
-
-def _within_ball(sums: torch.Tensor, sizes: torch.Tensor, metric: Metric) -> torch.Tensor:
+def _mean_in_ball(sums: torch.Tensor, sizes: torch.Tensor, metric: Metric) -> torch.Tensor:
     """Means within centre ± radius; what is not finite is at the upper end."""
     low, high = metric.centre - metric.radius, metric.centre + metric.radius
     return (sums / sizes).nan_to_num(nan=high, posinf=high, neginf=low).clamp(low, high)
 
 
-def _capped(sums: torch.Tensor, _sizes: torch.Tensor, metric: Metric) -> torch.Tensor:
-    return sums.clamp(max=metric.options[0])
+@dataclass(frozen=True)
+class _Kind:
+    """How a metric is made, and computed: per example, summed over a user's, then finished."""
+
+    make: Callable[..., Metric]  # from its name and the numbers that `metric` takes
+    # Vectors of examples, [n, *shape]; None: the metric is of updates.
+    of_examples: Callable[[_Seen, Metric], torch.Tensor] | None
+    # From sums over a user's examples [C, *shape] and their number [C, 1, …], both float64.
+    of_users: Callable[[torch.Tensor, torch.Tensor, Metric], torch.Tensor] = _mean
 
 
 _KINDS = {
-    "loss": _Kind(_make_loss, _losses, _within_ball),
-    "accuracy": _Kind(_make_accuracy, _hits, _mean),
-    "examples": _Kind(_make_examples, _ones, _capped),
-    "label-counts": _Kind(_make_label_counts, _classes, _sum),
-    "batch-norm": _Kind(_make_batch_norm, _moments, _mean),
-    _UPDATE_NORMS: _Kind(_make_update_norms, None, _sum),
+    "loss": _Kind(
+        lambda name, bound: _from_zero(name, _positive(name, "bound", bound)),
+        lambda seen, _: seen.task.losses_of(seen.outputs, seen.targets),
+        _mean_in_ball,
+    ),
+    "accuracy": _Kind(lambda name: _from_zero(name, 1.0), _hits),
+    "examples": _Kind(
+        lambda name, cap: _from_zero(name, _positive(name, "cap", cap), (float(cap),)),
+        lambda seen, _: torch.ones(len(seen.targets), device=seen.targets.device),
+        lambda sums, _, metric: sums.clamp(max=metric.options[0]),
+    ),
+    "label-counts": _Kind(
+        lambda name, classes, bound: Metric(
+            name, (_count(name, "classes", classes),), radius=_positive(name, "bound", bound)
+        ),
+        _classes,
+        lambda sums, *_: sums,
+    ),
+    "batch-norm": _Kind(
+        lambda name, channels, bound: Metric(
+            name, (2 * _count(name, "channels", channels),), radius=_positive(name, "bound", bound)
+        ),
+        _moments,
+    ),
+    _UPDATE_NORMS: _Kind(_norm_indicators, None),
 }
 
 
 def _kind_of(name: str, own: Mapping[str, MetricFunction], *more: str) -> _Kind:
     """Of a metric that is built in or among the own ones; others are refused, naming `more`."""
-    if name in _KINDS and name != _UPDATE_NORMS:
-        return _KINDS[name]
     if _group_of(name) is not None:
         return _KINDS[_UPDATE_NORMS]
-    if name in own:
-        function = own[name]
-        return _Kind(_make_own, lambda seen, _: function(seen.outputs, seen.targets), _mean)
     built_in = [kind for kind in _KINDS if kind != _UPDATE_NORMS]
+    if name in built_in:
+        return _KINDS[name]
+    if name in own:
+        return _Kind(_own_metric, lambda seen, _: own[name](seen.outputs, seen.targets))
     known = [*built_in, f"{_UPDATE_NORMS}:GROUP", *more, *own]
     raise InvalidValueError(f"unknown metric {name!r}; {known_names(name, known)}")
 
@@ -275,59 +245,39 @@ def _group_of(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Measuring:
-    """The model of a round, ready to be evaluated.
+    """The model of a round, ready to be evaluated."""
 
-    Attributes:
-        task: with its model in evaluation mode.
-        start: the model at the start of the round.
-        layers: of the task, if users are separable: their products give a lane the same whatever
-            the number of lanes is; None: the model itself is called.
-    """
-
-    task: Task
+    task: Task  # with its model in evaluation mode
     start: RoundParameters
+    # Of the task, if users are separable: their products give a lane the same whatever the number
+    # of lanes is. None: the model itself is called.
     layers: Layers | None = None
 
     def seen(self, x: torch.Tensor, y: torch.Tensor, lanes: int) -> _Seen:
         """Evaluate examples [n, …], the same number of each lane."""
-        start = self.start
-        if self.layers is None:
-            with _recorded_moments(self.task.model) as moments:
+        start, batched = self.start, self.layers and self.layers.batched()
+        moments: dict[str, list[torch.Tensor]] = {}
+        with ExitStack() as hooks:
+            for name, norm in running_norms(batched.model if batched else self.task.model).items():
+                moments[name] = []
+                hook = partial(_record_moments, moments[name])
+                hooks.enter_context(norm.register_forward_pre_hook(hook))
+            if batched:
+                own = same_for_all(start.parameters, lanes)
+                outputs = batched.outputs(own, start.constants, x)
+            else:
                 tensors = start.parameters | start.constants
                 outputs = functional_call(self.task.model, tensors, (x,))
-        else:
-            batched = self.layers.batched()
-            own = same_for_all(start.parameters, lanes)
-            with _recorded_moments(batched.model) as moments, batched.corrected({}):
-                outputs = batched.outputs(own, start.constants, x, "float32", x.device)
         return _Seen(self.task, outputs, y, moments)
 
 
-@contextmanager
-def _recorded_moments(model: nn.Module) -> Iterator[Mapping[str, list[torch.Tensor]]]:
-    """Record, in forward passes inside, the moments of the inputs of running norms.
-
-    Yields:
-        Name of each layer, in the order of the model → for each call [n, 2·channels]: per example
-        the means of x̂ over positions, then those of x̂² − 1.
-    """
-    norms = running_norms(model)
-    seen: dict[str, list[torch.Tensor]] = {name: [] for name in norms}
-
-    def record(name: str, layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-        if isinstance(layer, RunningNorm):
-            x = layer.standardised(inputs[0])
-            x = x.reshape(*x.shape[:2], -1)
-            seen[name].append(torch.cat([x.mean(2), x.square().mean(2) - 1.0], 1))
-
-    handles = [
-        layer.register_forward_pre_hook(partial(record, name)) for name, layer in norms.items()
-    ]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
+def _record_moments(
+    calls: list[torch.Tensor], layer: nn.Module, inputs: tuple[torch.Tensor]
+) -> None:
+    """Per example the means of x̂ over positions, then those of x̂² − 1: [n, 2·channels]."""
+    x = cast(RunningNorm, layer).standardised(inputs[0])
+    x = x.reshape(*x.shape[:2], -1)
+    calls.append(torch.cat([x.mean(2), x.square().mean(2) - 1.0], 1))
 
 
 def user_metrics(
@@ -368,12 +318,6 @@ def group_norms(updates: Updates, groups: Iterable[VectorGroup]) -> TorchTensors
     return {name: torch.cat(some) for name, some in lengths.items()}
 
 
-def mean_losses(measuring: Measuring, examples: Examples) -> torch.Tensor:
-    """Mean loss of each lane's examples, without a bound: float64 [L]."""
-    loss = {Metric("loss"): _Kind(_make_loss, _losses, _mean)}
-    return _measured(measuring, examples, loss)[Metric("loss")]
-
-
 @torch.no_grad()
 def _measured(
     measuring: Measuring, examples: Examples, kinds: Mapping[Metric, _Kind]
@@ -381,23 +325,20 @@ def _measured(
     """Metrics of each lane that are computed from examples: float64 [L, *shape] each."""
     if not kinds:
         return {}
-    lanes = examples.lanes
-    sums = {
-        metric: torch.zeros((lanes, *metric.shape), dtype=torch.float64, device=examples.device)
-        for metric in kinds
-    }
+    lanes, device = examples.lanes, examples.device
+    sums = {m: torch.zeros((lanes, *m.shape), dtype=torch.float64, device=device) for m in kinds}
     for block in examples.blocks():
         seen = measuring.seen(block.x, block.y, lanes)
-        for metric, kind in kinds.items():
-            value = _of_examples(seen, metric, kind)
+        for one, kind in kinds.items():
+            value = _of_examples(seen, one, kind)
             each = value.view(lanes, -1, *value.shape[1:])
             real = block.real.view(*block.real.shape, *[1] * (each.dim() - 2))
             # Not a product with zero, which would keep NaN.
-            sums[metric].add_(torch.where(real, each, 0.0).sum(1))
+            sums[one].add_(torch.where(real, each, 0.0).sum(1))
     sizes = examples.sizes()
     return {
-        metric: kind.of_users(sums[metric], sizes.view(-1, *[1] * len(metric.shape)), metric)
-        for metric, kind in kinds.items()
+        m: kind.of_users(sums[m], sizes.view(-1, *[1] * len(m.shape)), m)
+        for m, kind in kinds.items()
     }
 
 
@@ -419,13 +360,7 @@ def check_metrics(
     clipping: Clipping,
     examples: Mapping[str, npt.NDArray[np.generic]],
 ) -> None:
-    """Refuse metrics that cannot be computed, before any user's data are touched.
-
-    Args:
-        task: the task.
-        metrics: those that a round asks for.
-        clipping: how contributions of a round are made.
-        examples: at least one row of public, held-out or blank data.
+    """Refuse metrics that cannot be computed on a row of public or blank data.
 
     Raises:
         InvalidValueError: a metric is unknown, or its shape or options do not fit.
@@ -480,98 +415,63 @@ class SimulationOnlyDiagnostics:
     """True figures of one round. Publishing one breaks the guarantee of the users in it.
 
     Averages are over the users that contributed: those with examples for whom nothing raised and
-    all is finite. They are NaN if there were none.
-
-    Attributes:
-        round: number of the round, from 0.
-        attempt: number of the attempt, from 0.
-        simulation_only_cohort_size: users that were drawn.
-        simulation_only_contributors: users that contributed.
-        simulation_only_clipped: for each vector group that users send, metrics included, the
-            fraction of users that were clipped.
-        simulation_only_train_loss: average of users' mean losses at the parameters before the
-            round, in evaluation mode, without a bound.
-        simulation_only_group_norms: for each of these groups, the average of users' norms before
-            clipping, in the units of its clipping norm.
-        simulation_only_update_norms: for each layer of the model, the average L2 norm of users'
-            updates of its tensors before clipping, in the model's units.
+    all is finite. They are NaN if there were none. Norms are before clipping.
     """
 
-    round: int
-    attempt: int
-    simulation_only_cohort_size: int
-    simulation_only_contributors: int
+    round: int  # from 0
+    attempt: int  # from 0
+    simulation_only_cohort_size: int  # users that were drawn
+    simulation_only_contributors: int  # users that contributed
+    # By vector group that users send, metrics included: the fraction of users that were clipped.
     simulation_only_clipped: Mapping[str, float]
+    # Average of users' mean losses at the round's parameters, in evaluation mode, without a bound.
     simulation_only_train_loss: float
+    # By these groups: the average of users' norms, in the units of the clipping norm.
     simulation_only_group_norms: Mapping[str, float]
+    # By layer: the average L2 norm of users' updates of its tensors, in the model's units.
     simulation_only_update_norms: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class ChunkDiagnostics:
-    """Sums over the users of a chunk that contribute.
-
-    Attributes:
-        users: their number.
-        loss: of their mean losses.
-        clipped: of 1 for each that was clipped, by vector group.
-        group_norms: of their norms before clipping, by vector group.
-        update_norms: of the norms of their updates before clipping, by layer.
-    """
-
-    users: int
-    loss: float
-    clipped: Mapping[str, float]
-    group_norms: Mapping[str, float]
-    update_norms: Mapping[str, float]
-
-
 def diagnose_chunk(
-    tensors: Updates, request: RoundRequest, losses: torch.Tensor, users: int
-) -> ChunkDiagnostics:
-    """Diagnostics of the first C lanes, which are users, from what all send before clipping.
+    measuring: Measuring, examples: Examples, tensors: Updates, request: RoundRequest
+) -> npt.NDArray[np.float64]:
+    """A row of figures for each contributing user of a chunk, from what it sends before clipping.
 
-    Losses are the mean losses of the lanes' examples, [L].
+    Columns: mean loss; per group whether it was clipped; norms of groups; norms of layers.
     """
     groups = request.clipping.sent
-    norms = {name: norm[:users] for name, norm in group_norms(tensors, groups).items()}
-    layers = group_norms(tensors, _layers_of(request))
-    finite = torch.isfinite(torch.stack(list(norms.values()))).all(0)
-    bounds = {group.name: group.clipping_norm * _ROUNDING for group in groups}
-
-    def summed(values: TorchTensors) -> dict[str, float]:
-        return {name: float(value[:users][finite].sum()) for name, value in values.items()}
-
-    return ChunkDiagnostics(
-        int(finite.sum()),
-        summed({"": losses})[""],
-        summed({name: (norm > bounds[name]).double() for name, norm in norms.items()}),
-        summed(norms),
-        summed(layers),
-    )
+    norms = torch.stack([*group_norms(tensors, groups).values()], 1)
+    bounds = norms.new_tensor([group.clipping_norm * _ROUNDING for group in groups])
+    by_layer = torch.stack([*group_norms(tensors, _layers_of(request)).values()], 1)
+    loss = Metric("loss")
+    kind = _Kind(_own_metric, _KINDS["loss"].of_examples)  # without a bound
+    losses = _measured(measuring, examples, {loss: kind})[loss][:, None]
+    rows = torch.cat([losses, (norms > bounds).double(), norms, by_layer], 1)
+    contributing = torch.isfinite(norms).all(1)
+    contributing[len(examples.users) :] = False
+    return rows[contributing].cpu().numpy()
 
 
 def diagnose_round(
-    request: RoundRequest, chunks: Sequence[ChunkDiagnostics]
+    request: RoundRequest, chunks: Sequence[npt.NDArray[np.float64]]
 ) -> SimulationOnlyDiagnostics:
     """Diagnostics of a round from those of its chunks."""
-    users = sum(chunk.users for chunk in chunks)
-    share = 1.0 / users if users else math.nan
     groups = [group.name for group in request.clipping.sent]
-    layers = [layer.name for layer in _layers_of(request)]
-
-    def averages(names: Sequence[str], sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        return {name: share * math.fsum(each[name] for each in sums) for name in names}
-
+    by_layer = [layer.name for layer in _layers_of(request)]
+    columns = 1 + 2 * len(groups) + len(by_layer)
+    rows = np.concatenate([np.empty((0, columns)), *chunks])
+    # Exact sums, whatever chunks users were in.
+    averages = [math.fsum(column) / len(rows) if len(rows) else math.nan for column in rows.T]
+    (loss,), clipped, norms, lengths = np.split(averages, np.cumsum([1, *[len(groups)] * 2]))
     return SimulationOnlyDiagnostics(
         round=request.round,
         attempt=request.attempt,
         simulation_only_cohort_size=request.users.size,
-        simulation_only_contributors=users,
-        simulation_only_clipped=averages(groups, [chunk.clipped for chunk in chunks]),
-        simulation_only_train_loss=share * math.fsum(chunk.loss for chunk in chunks),
-        simulation_only_group_norms=averages(groups, [chunk.group_norms for chunk in chunks]),
-        simulation_only_update_norms=averages(layers, [chunk.update_norms for chunk in chunks]),
+        simulation_only_contributors=len(rows),
+        simulation_only_clipped=dict(zip(groups, clipped.tolist(), strict=True)),
+        simulation_only_train_loss=float(loss),
+        simulation_only_group_norms=dict(zip(groups, norms.tolist(), strict=True)),
+        simulation_only_update_norms=dict(zip(by_layer, lengths.tolist(), strict=True)),
     )
 
 

@@ -1,8 +1,7 @@
 """Which models can train many users side by side: those that keep their examples apart."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +15,7 @@ from fedpriv.errors import ModelError
 
 _TOLERANCE = 1e-4
 _EACH = 2  # examples of a user that is tried
-# Which of the users of `_some_like` are tried together: what mixes may show at an extreme alone.
+# Which of the users of `_users_like` are tried together: mixing may show only at an extreme.
 _TRIALS = ((0, 1, 2), (4, 3, 0), (3, 4, 0))
 
 
@@ -24,7 +23,7 @@ def separable_layers(task: Task, x: torch.Tensor, y: torch.Tensor) -> Layers | N
     """The layers of a task, if they keep users apart in all that it trains.
 
     Examples of several users are to go through the model side by side, so it must work on each by
-    itself: tried with random ones like one input [1, …] and target, what a user gets must be what
+    itself. Tried with random ones like one input [1, …] and target, what a user gets must be what
     it would get alone, and the same to the last bit whatever the examples beside its own are.
 
     Returns:
@@ -32,39 +31,24 @@ def separable_layers(task: Task, x: torch.Tensor, y: torch.Tensor) -> Layers | N
         anything with a trained layer but call it, or if model or loss mix examples.
     """
     trained = {}
-    for name, layer in task.model.named_modules():
-        asked = [p.requires_grad for p in layer.parameters(recurse=False)]
-        if any(asked):
-            try:
+    try:
+        for name, layer in task.model.named_modules():
+            asked = [p.requires_grad for p in layer.parameters(recurse=False)]
+            if any(asked):
                 batched_layer(layer)
-            except ModelError:
-                return None
-            trained[name] = layer
-            if not all(asked):
-                return None
-    with _evaluating(task.model), torch.no_grad():
-        try:
+                trained[name] = layer
+                if not all(asked):
+                    return None
+    except ModelError:
+        return None
+    try:
+        with torch.no_grad():
             layers = Layers(task.model, trained, {})
             layers = replace(layers, alike=_alike(layers, x))
             rows = _rows_if_separate(layers, task, x, y)
-        except Exception:  # whatever the model does with its layers, it is not only to call them
-            return None
-    if rows is None:
+    except Exception:  # whatever the model does with its layers, it is not only to call them
         return None
-    layers = replace(layers, rows=rows)
-    return replace(layers, entrance=next(filter(partial(_all_enter_by, layers, x), rows), None))
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without dropout; a copy would not do, as it may still call the original."""
-    modes = {layer: layer.training for layer in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for layer, mode in modes.items():
-            layer.training = mode
+    return None if rows is None else replace(layers, rows=rows)
 
 
 def _rows_if_separate(
@@ -75,7 +59,7 @@ def _rows_if_separate(
     model = BatchedModel(layers, ())
     for name, seen in calls.items():
         model.model.get_submodule(name).register_forward_hook(partial(_count_rows, seen))
-    inputs, targets = _some_like(x), _some_like(y)
+    inputs, targets = _users_like(x), _users_like(y)
     for users in _TRIALS:
         if not _separate(task, model, [inputs[u] for u in users], [targets[u] for u in users]):
             return None
@@ -96,25 +80,20 @@ def _count_rows(seen: list[int], _layer: nn.Module, _inputs: object, output: tor
 
 def _alike(layers: Layers, x: torch.Tensor) -> frozenset[str]:
     """Embeddings whose words keep their shape when there are more examples."""
-    shapes: dict[str, set[torch.Size]] = {
-        name: set() for name, layer in layers.trained.items() if type(layer) is nn.Embedding
-    }
-    hooks = [
-        layers.trained[name].register_forward_pre_hook(partial(_note_shape, seen))
-        for name, seen in shapes.items()
-    ]
-    examples = torch.cat(_some_like(x)[:2])
-    try:
-        for count in (_EACH, _EACH + 1) if hooks else ():
+    embeddings = [n for n, layer in layers.trained.items() if type(layer) is nn.Embedding]
+    shapes: dict[str, set[torch.Size]] = {name: set() for name in embeddings}
+
+    def note(name: str, _layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        shapes[name].add(inputs[0].shape)
+
+    examples = torch.cat(_users_like(x)[:2])
+    with ExitStack() as hooks:
+        for name in embeddings:
+            layer = layers.trained[name]
+            hooks.enter_context(layer.register_forward_pre_hook(partial(note, name)))
+        for count in (_EACH, _EACH + 1) if embeddings else ():
             layers.model(examples[:count])
-    finally:
-        for hook in hooks:
-            hook.remove()
     return frozenset(name for name, seen in shapes.items() if len(seen) == 1)
-
-
-def _note_shape(seen: set[torch.Size], _layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-    seen.add(inputs[0].shape)
 
 
 def _separate(
@@ -128,57 +107,22 @@ def _separate(
     alone = torch.cat(
         [functional_call(task.model, own, (x,)) for own, x in zip((one, other), x, strict=False)]
     )
-    together, beside = (
-        model.outputs(both, {}, torch.cat([x[0], second]), "float32", second.device)
-        for second in x[1:]
-    )
+    together, beside = (model.outputs(both, {}, torch.cat([x[0], second])) for second in x[1:])
     if together.shape != alone.shape:
         return False
     losses, losses_beside = (
         task.losses_of(outputs, torch.cat([y[0], second]))[:_EACH]
         for outputs, second in zip((together, beside), y[1:], strict=True)
     )
+    close = (together - alone).abs().max() <= _TOLERANCE * alone.abs().max()
     return (
-        _close(together, alone)
+        bool(close)
         and torch.equal(together[:_EACH], beside[:_EACH])
         and torch.equal(losses, losses_beside)
     )
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max())
-
-
-def _all_enter_by(layers: Layers, x: torch.Tensor, name: str) -> bool:
-    """Whether a model looks at examples by one linear layer alone, which sees them as they are.
-
-    Such a model works without the examples if the layer has them: given a tensor without numbers,
-    anything else that looks into it raises, or gives one without numbers.
-    """
-    layer, examples = layers.trained[name], torch.cat(_some_like(x)[:2])
-    given = examples.to("meta")
-    untouched = given._version
-    own = {n: p.detach()[None] for n, p in layers.model.named_parameters() if p.requires_grad}
-
-    def on_examples(seen: torch.Tensor) -> torch.Tensor:
-        if (seen._base is not given and seen is not given) or seen._version != untouched:
-            raise RuntimeError("what the layer sees was changed before")
-        y: torch.Tensor = layer(examples.view(seen.shape))
-        return y
-
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            expected = layers.model(examples)
-            torch.manual_seed(0)  # for what draws after the layer
-            model = layers.batched([name])
-            with model.corrected({name: on_examples}):
-                return _close(model.outputs(own, {}, given, "float32", examples.device), expected)
-    except Exception:  # whatever the model does with examples, it is more than that
-        return False
-
-
-def _some_like(example: torch.Tensor) -> list[torch.Tensor]:
+def _users_like(example: torch.Tensor) -> list[torch.Tensor]:
     """Examples of several users, [2, …] each, for an example [1, …]: random, zeros, ones."""
     generator = torch.Generator().manual_seed(1)
     shape = (_EACH, *example.shape[1:])

@@ -1,7 +1,7 @@
 """What users train, a `Task`, and the arithmetic in which they train it.
 
-Batch normalisation normalises by its running statistics, also in training, so that neither examples
-nor users mix; the server moves the statistics by a private metric, "batch-norm".
+Batch normalisation uses its running statistics in training too, so that neither examples nor users
+mix; the server moves the statistics by a private metric, "batch-norm".
 """
 
 import copy
@@ -9,27 +9,54 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn import functional
 
-from fedpriv.engine.losses import Loss, find_loss
-from fedpriv.errors import InvalidValueError, ModelError
+from fedpriv.errors import InvalidValueError, ModelError, known_names
+from fedpriv.importing import import_function
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.round import RoundRequest
 
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]."""
 MetricFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Activations = Literal["float32", "bfloat16"]
 """Under "bfloat16" layers multiply numbers of 8 significant bits, as under `torch.autocast`, while
 users train. Parameters, losses, updates, their sums and all metrics stay float32."""
 
-_REPLACED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SMALLEST = torch.finfo(torch.float32).tiny
-_OF_A_THREAD = 2**15  # numbers below which torch uses fewer threads
+_PER_THREAD = 2**15  # torch gives a thread no fewer numbers
+
+
+def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of class scores [B, K, …] against classes [B, …]."""
+    return functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Squared error of outputs against targets of the same shape [B, …]."""
+    return functional.mse_loss(outputs, targets, reduction="none")
+
+
+LOSSES: Mapping[str, Loss] = {"cross-entropy": cross_entropy, "squared-error": squared_error}
+
+
+def find_loss(name: str) -> Loss:
+    """Loss of a name, or "package.module:function"; another is a `ModelError`."""
+    if name in LOSSES:
+        return LOSSES[name]
+    if ":" not in name:
+        raise ModelError(
+            f"unknown loss {name!r}; {known_names(name, LOSSES)}, or package.module:function"
+        )
+    return cast(Loss, import_function(f"loss {name!r}", name, ModelError))
 
 
 @dataclass(frozen=True, init=False)
@@ -42,10 +69,10 @@ class Task:
 
     Attributes:
         model: any module that maps inputs [B, …] to outputs [B, …] without mixing examples or
-            changing its own buffers. Its forward finds parameters through `self`, since users train
-            on copies of it. Batch normalisation is replaced, in a copy, by `RunningNorm`.
+            changing its own buffers. Its forward must reach parameters through `self`, since users
+            train on copies of it. Batch normalisation is replaced, in a copy, by `RunningNorm`.
         loss: maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]
-            that are averaged over all but the first axis. A name stands for one: "cross-entropy",
+            that are averaged over all but the first axis; or the name of one: "cross-entropy",
             "squared-error" or "package.module:function".
         inputs: name of the field that the model reads.
         targets: name of the field that the loss reads.
@@ -125,15 +152,10 @@ class Task:
 
 @dataclass(frozen=True)
 class RoundParameters:
-    """The model at the start of a round, on the device where users train; nobody writes to it.
+    """The model at the start of a round, on the device where users train; never written to."""
 
-    Attributes:
-        parameters: what is trained.
-        constants: frozen parameters and buffers.
-    """
-
-    parameters: TorchTensors
-    constants: TorchTensors
+    parameters: TorchTensors  # what is trained
+    constants: TorchTensors  # frozen parameters and buffers
 
     @classmethod
     def of(
@@ -198,10 +220,7 @@ def check_task(task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> N
 
 
 def _check_copy(task: Task, tensors: TorchTensors, x: torch.Tensor) -> None:
-    """Refuse a model of which a copy gives anything else than itself at the same parameters.
-
-    A copy that calls the original reads the original's parameters, not those of its own users.
-    """
+    """Refuse a model whose copy differs from it at other parameters: it reads the original's."""
     generator = torch.Generator().manual_seed(0)
     moved = {
         name: tensors[name] + 0.01 * torch.randn(p.shape, generator=generator)
@@ -226,7 +245,7 @@ def _check_copy(task: Task, tensors: TorchTensors, x: torch.Tensor) -> None:
 
 
 def _mixes(task: Task, tensors: TorchTensors, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the first example gives anything else beside others than beside zeros."""
+    """Whether the first example gives something else beside others than beside zeros."""
     model = task.evaluated().model
     seen = []
     for beside_x, beside_y in ((x, y), (torch.zeros_like(x), torch.zeros_like(y))):
@@ -249,9 +268,6 @@ class RunningNorm(nn.Module):
 
     Output is x̂·weight + bias per channel with x̂ = (x − running_mean)/√(running_var + eps), so that
     examples do not mix and no buffer changes. Parameters and buffers keep their names.
-
-    Args:
-        layer: the layer to replace; its parameters become those of this one.
     """
 
     running_mean: torch.Tensor
@@ -281,9 +297,7 @@ class RunningNorm(nn.Module):
         """Normalise inputs [n, channels, …]."""
         shape = (1, -1, *[1] * (x.dim() - 2))
         x = self.standardised(x)
-        if self.weight is not None:
-            x = x * self.weight.view(shape) + self.bias.view(shape)
-        return x
+        return x if self.weight is None else x * self.weight.view(shape) + self.bias.view(shape)
 
 
 def without_batch_norm(model: nn.Module) -> nn.Module:
@@ -298,24 +312,19 @@ def without_batch_norm(model: nn.Module) -> nn.Module:
         # torch has no public common base of the normalisations with running statistics.
         batch_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
         tracking = bool(getattr(layer, "track_running_stats", False))
-        if (batch_norm or tracking) and not (tracking and type(layer) in _REPLACED):
+        if (batch_norm or tracking) and not (tracking and type(layer) in _BATCH_NORMS):
             raise ModelError(
                 f"layer {name!r} is {type(layer).__name__}, which mixes examples or keeps "
                 "statistics of them; replace it by GroupNorm, or by BatchNorm that tracks running "
                 "statistics"
             )
-    if not any(type(layer) in _REPLACED for layer in layers.values()):
+    if not any(type(layer) in _BATCH_NORMS for layer in layers.values()):
         return model
-    model = copy.deepcopy(model)
-    new: dict[nn.Module, RunningNorm] = {}
-    for name, layer in list(model.named_modules(remove_duplicate=False)):
-        if isinstance(layer, _REPLACED):
-            new.setdefault(layer, RunningNorm(layer))
-            parent, _, child = name.rpartition(".")
-            if not name:
-                return new[layer]
-            setattr(model.get_submodule(parent), child, new[layer])
-    return model
+    memo: dict[int, object] = {}
+    for layer in model.modules():
+        if isinstance(layer, _BATCH_NORMS):
+            memo[id(layer)] = RunningNorm(copy.deepcopy(layer, memo))
+    return copy.deepcopy(model, memo)
 
 
 def running_norms(model: nn.Module) -> dict[str, RunningNorm]:
@@ -324,24 +333,14 @@ def running_norms(model: nn.Module) -> dict[str, RunningNorm]:
 
 
 def activations_named(name: object) -> Activations:
-    """Activations of a name.
-
-    Raises:
-        InvalidValueError: there are none of this name.
-    """
-    for known in get_args(Activations):
-        if name == known:
-            found: Activations = known
-            return found
-    raise InvalidValueError(f"activations is {name!r}; legal are float32 and bfloat16")
+    """Activations of a name; another is an `InvalidValueError`."""
+    if name not in get_args(Activations):
+        raise InvalidValueError(f"activations is {name!r}; legal are float32 and bfloat16")
+    return cast(Activations, name)
 
 
 def outputs_of(
-    model: nn.Module,
-    tensors: Mapping[str, torch.Tensor],
-    x: torch.Tensor,
-    activations: Activations,
-    device: torch.device,
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], x: torch.Tensor, activations: Activations
 ) -> torch.Tensor:
     """Outputs, float32, of a model in training, with tensors put in by name.
 
@@ -349,10 +348,10 @@ def outputs_of(
     """
     # Users' weights are lowered anew in each step, so there is nothing to cache.
     lower = activations == "bfloat16"
-    with torch.autocast(device.type, torch.bfloat16, enabled=lower, cache_enabled=False):
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=lower, cache_enabled=False):
         # functional_call costs as much as a small layer.
-        given = dict(tensors)
-        outputs: torch.Tensor = functional_call(model, given, (x,)) if given else model(x)
+        outputs: torch.Tensor
+        outputs = functional_call(model, dict(tensors), (x,)) if tensors else model(x)
     return outputs.float() if lower else outputs
 
 
@@ -384,15 +383,12 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
 
 
 def refuse_flushing_threads() -> None:
-    """Refuse to compute where torch's own threads take subnormal numbers for zero.
+    """Refuse, by an `InvalidValueError`, to compute where torch's threads flush subnormal numbers.
 
     They inherit this from the thread that started them, and nothing here can change it: what a user
     gets would depend on the thread that trains it.
-
-    Raises:
-        InvalidValueError: one of them does.
     """
-    halves = torch.full((torch.get_num_threads() * _OF_A_THREAD,), _SMALLEST) / 2
+    halves = torch.full((torch.get_num_threads() * _PER_THREAD,), _SMALLEST) / 2
     if not bool(halves.all()):
         raise InvalidValueError(
             "threads of torch take subnormal numbers for zero, since they began after "
@@ -413,10 +409,7 @@ def seeded(local_key: bytes, user: int, device: torch.device) -> Iterator[None]:
 
 
 def draws(task: Task, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether training on one input [1, …] and target draws from torch's generators.
-
-    True also if it cannot be known, since the task cannot be evaluated on the example.
-    """
+    """Whether training on one input [1, …] and target draws random numbers; True if unknown."""
     device = next(iter(task.model.parameters())).device
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         before = torch.random.get_rng_state()

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd, prod
@@ -15,15 +15,13 @@ import torch
 from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import Examples, Integers, Rung, counted, ladder, schedule
 from fedpriv.engine.layers import Layers
-from fedpriv.engine.local_training import algorithm_of, train_alone, train_chunk
-from fedpriv.engine.low_rank import train_layers_chunk
-from fedpriv.engine.metrics import (
-    ChunkDiagnostics,
-    Measuring,
-    diagnose_chunk,
-    mean_losses,
-    user_metrics,
+from fedpriv.engine.local_training import (
+    algorithm_of,
+    train_alone,
+    train_chunk,
+    train_layers_chunk,
 )
+from fedpriv.engine.metrics import Measuring, diagnose_chunk, user_metrics
 from fedpriv.engine.separability import separable_layers
 from fedpriv.engine.task import (
     Activations,
@@ -35,13 +33,13 @@ from fedpriv.engine.task import (
 )
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates, integer_sum
-from fedpriv.privacy.round import PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum, RoundRequest, merged
 
 _log = logging.getLogger(__name__)
 
-# Copies that exist at a time of a user's parameters (current, gradient, a temporary; with one step
-# gradient and update), of its activations (forward, backward, a temporary), and of its metrics.
-_PARAMETERS, _PARAMETERS_OF_ONE_STEP, _ACTIVATIONS, _METRICS = 3, 2, 3, 2
+# Copies that exist at a time of a user's parameters (current, gradient, a temporary), of its
+# activations (forward, backward, a temporary), and of its metrics.
+_PARAMETERS, _ACTIVATIONS, _METRICS = 3, 3, 2
 _FLOAT, _DOUBLE = 4, 8  # bytes
 # Numbers of activations in a step. As many keep a processor busy; beyond, more users are no faster,
 # but for tiny models, of which a step with few users is mostly Python. Models of other than known
@@ -55,64 +53,29 @@ _UNROLLED = 32  # numbers: two vectors of AVX-512
 
 @dataclass(frozen=True)
 class Chunk:
-    """Users who train together.
+    """Users who train together."""
 
-    Attributes:
-        rung: of all of them.
-        lanes: L, with blank ones beside them.
-        together: whether they go side by side; where they do not, L is 1.
-        users: [C ≤ L] positions in the store.
-    """
-
-    rung: Rung
-    lanes: int
-    together: bool
-    users: Integers
+    rung: Rung  # of all of them
+    lanes: int  # L, with blank ones beside the users
+    together: bool  # whether they go side by side; where they do not, L is 1
+    users: Integers  # [C ≤ L] positions in the store
 
 
 @dataclass(frozen=True)
 class ChunkSum:
-    """A partial sum that the device may still be working on; attributes as of `PartialSum`.
+    """The partial sum of a chunk, and what an observer is told of its users, if there is one."""
 
-    `diagnostics` holds what an observer is told of the users, if there is one.
-    """
-
-    node: str
-    users: int
-    total: torch.Tensor
-    weight: int
-    diagnostics: tuple[ChunkDiagnostics, ...] = ()
-
-    def __add__(self, other: "ChunkSum") -> "ChunkSum":
-        if not (self.users and other.users):  # a total of no users is not on the device
-            return replace(self if self.users else other, node=self.node)
-        return ChunkSum(
-            self.node,
-            self.users + other.users,
-            self.total + other.total,
-            self.weight + other.weight,
-            self.diagnostics + other.diagnostics,
-        )
-
-    @property
-    def partial(self) -> PartialSum:
-        """The partial sum, once the device is ready."""
-        return PartialSum(self.node, self.users, self.total.cpu().numpy(), self.weight)
+    partial: PartialSum
+    diagnostics: tuple[npt.NDArray[np.float64], ...] = ()
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one example is in memory.
+    """What one example is in memory."""
 
-    Attributes:
-        inputs: numbers of an input.
-        outputs: numbers that each layer gives.
-        patches: numbers of patches that convolutions copy.
-    """
-
-    inputs: int
-    outputs: tuple[int, ...]
-    patches: int
+    inputs: int  # numbers of an input
+    outputs: tuple[int, ...]  # numbers that each layer gives
+    patches: int  # numbers of patches that convolutions copy
 
     @classmethod
     def of(cls, task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> "Footprint":
@@ -126,15 +89,12 @@ class Footprint:
                 if isinstance(layer, torch.nn.Conv2d):
                     patches.append(output[0, 0].numel() * layer.weight[0].numel())
 
-        leaves = [layer for layer in task.model.modules() if not any(layer.children())]
-        hooks = [layer.register_forward_hook(measure) for layer in leaves]
         x = torch.tensor(examples[task.inputs][:1])
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                task.model(x)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for layer in task.model.modules():
+                if not any(layer.children()):
+                    hooks.enter_context(layer.register_forward_hook(measure))
+            task.model(x)
         return cls(x.numel(), tuple(outputs), sum(patches))
 
     @property
@@ -168,7 +128,7 @@ class Footprint:
 
 
 def blank(users: UserStore) -> Mapping[str, npt.NDArray[np.generic]]:
-    """One row of zeros to try a task on; no user's data may decide if a round runs."""
+    """One row of zeros to try a task on; no user's data may decide whether a round runs."""
     return {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in users.fields.items()}
 
 
@@ -179,38 +139,22 @@ def sizes_of(users: UserStore, chosen: Integers) -> Integers:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains chunks of users of a store, one chunk at a time.
-
-    Attributes:
-        task: model and loss.
-        evaluated: the same in evaluation mode.
-        layers: of the task, where users are separable.
-        measured: of the evaluated task, likewise.
-        constants: frozen parameters and buffers, on the device.
-        users: their data.
-        hosted: positions in the enrolled population of the store's users; None if they are those
-            in the store.
-        device: where to train.
-        memory: bytes that a chunk may take, roughly.
-        activations: of the model while users train.
-        draws: whether training draws random numbers.
-        observed: whether an observer is told of the users.
-        lock: held while the models know the parameters of a chunk's users, and by a thread that
-            forks, so that no process begins with those of another.
-    """
+    """Trains chunks of users of a store, one chunk at a time."""
 
     task: Task
-    evaluated: Task
-    layers: Layers | None
-    measured: Layers | None
-    constants: TorchTensors
+    evaluated: Task  # the same in evaluation mode
+    layers: Layers | None  # of the task, where users are separable
+    measured: Layers | None  # of the evaluated task, likewise
+    constants: TorchTensors  # frozen parameters and buffers, on the device
     users: UserStore
-    hosted: Integers | None
+    hosted: Integers | None  # positions of the store's users in the population; None: the same
     device: torch.device
-    memory: int
+    memory: int  # bytes that a chunk may take, roughly
     activations: Activations
-    draws: bool
-    observed: bool
+    draws: bool  # whether training draws random numbers
+    observed: bool  # whether an observer is told of the users
+    # Held while the models know the parameters of a chunk's users, and by a thread that forks, so
+    # that no process begins with those of another.
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     @classmethod
@@ -218,14 +162,14 @@ class Trainer:
         cls,
         task: Task,
         users: UserStore,
-        hosted: npt.NDArray[np.int64] | None,
+        hosted: Integers | None,
         device: torch.device,
         memory: int,
         activations: Activations,
         *,
         observed: bool,
     ) -> "Trainer":
-        """Look at a task once for all chunks; arguments as the attributes."""
+        """Look at a task once for all chunks."""
         if memory < 1:
             raise InvalidValueError(f"chunk memory is {memory} bytes; it must be positive")
         row, evaluated = blank(users), task.evaluated()
@@ -262,63 +206,61 @@ class Trainer:
         if layers is not None and algorithm.linear:
             for name, layer in layers.low_rank(rung.steps, rung.width).items():
                 parameters -= sum(p.numel() for p in layer.parameters())
-                seen = layer.out_features if name == layers.entrance else layer.in_features
-                factors += layers.rows[name] * (seen + 2 * layer.out_features)
+                factors += layers.rows[name] * (layer.in_features + 2 * layer.out_features)
         held = rung.steps * rung.width * (self.footprint.inputs + factors)
-        copies = _PARAMETERS if rung.steps > 1 else _PARAMETERS_OF_ONE_STEP
         activations = rung.width * self.footprint.activations * _ACTIVATIONS
         metrics = _METRICS * sum(prod(metric.shape) for metric in request.metrics)
-        numbers = held + activations + parameters * (copies + algorithm.memories)
+        numbers = held + activations + parameters * (_PARAMETERS + algorithm.memories)
         return _FLOAT * numbers + _DOUBLE * metrics
 
     def sum_of(self, request: RoundRequest, start: RoundParameters, chunk: Chunk) -> ChunkSum:
         """Sum of the contributions of a chunk, named after its first user's position.
 
-        If training fails, half of the users train in the same shape, with blanks beside them, and
-        then the other half; one for whom it fails alone counts as zero. So it is also where there
-        is too little memory.
+        If training fails, or memory is short, half of the users train in the same shape, with
+        blanks beside them, and then the other half; one for whom it fails alone counts as zero.
         """
+        name, dimension = str(chunk.users[0]), request.clipping.layout.dimension
         try:
             return self._sum(request, start, chunk)
         except Exception as error:
             if len(chunk.users) == 1:
                 # The text of the error may hold the user's data.
                 _log.warning("a user counts as zero: training raised %s", type(error).__name__)
-                zero = torch.zeros(request.clipping.layout.dimension, dtype=torch.int64)
-                return ChunkSum(str(chunk.users[0]), 0, zero, 0)
+                return ChunkSum(merged(name, (), dimension))
         half = len(chunk.users) // 2
-        one, other = (
+        halves = [
             self.sum_of(request, start, replace(chunk, users=users))
             for users in (chunk.users[:half], chunk.users[half:])
-        )
-        return one + other
+        ]
+        partial = merged(name, [each.partial for each in halves], dimension)
+        return ChunkSum(partial, halves[0].diagnostics + halves[1].diagnostics)
 
     def _sum(self, request: RoundRequest, start: RoundParameters, chunk: Chunk) -> ChunkSum:
         with self.lock, plain_arithmetic(self.device):
             examples = self._examples(request, chunk)
             tensors = self._sent(request, start, chunk, examples)
-            diagnostics: tuple[ChunkDiagnostics, ...] = ()
+            diagnostics: tuple[npt.NDArray[np.float64], ...] = ()
             if self.observed:
-                losses = mean_losses(self._measuring(start), examples)
-                diagnostics = (diagnose_chunk(tensors, request, losses, len(chunk.users)),)
+                measuring = self._measuring(start)
+                diagnostics = (diagnose_chunk(measuring, examples, tensors, request),)
             weights = np.minimum(examples.counts, request.clipping.weight_cap)
-            total = integer_sum(tensors, request.clipping, weights)
-        name, weight = str(chunk.users[0]), int(weights.sum())
-        return ChunkSum(name, len(chunk.users), total, weight, diagnostics)
+            total = integer_sum(tensors, request.clipping, weights).cpu().numpy()
+        name, users = str(chunk.users[0]), len(chunk.users)
+        return ChunkSum(PartialSum(name, users, total, int(weights.sum())), diagnostics)
 
     def sent(self, request: RoundRequest, start: RoundParameters, chunk: Chunk) -> Updates:
         """Updates and metrics of the lanes of a chunk, before they are clipped."""
-        return self._sent(request, start, chunk, self._examples(request, chunk))
+        with self.lock, plain_arithmetic(self.device):
+            return self._sent(request, start, chunk, self._examples(request, chunk))
 
     def _sent(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
     ) -> Updates:
-        with self.lock, plain_arithmetic(self.device):
-            updates = self._train(request, start, chunk, examples)
-            if not request.metrics:
-                return updates
-            given = (self._measuring(start), examples, request.metrics)
-            return {**updates, **user_metrics(*given, updates, request.clipping.groups)}
+        updates = self._train(request, start, chunk, examples)
+        if not request.metrics:
+            return updates
+        given = (self._measuring(start), examples, request.metrics)
+        return {**updates, **user_metrics(*given, updates, request.clipping.groups)}
 
     def _train(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples

@@ -1,22 +1,37 @@
-"""The in-process transport: users train together in chunks and are added into a sum."""
+"""The in-process transport: users train together in chunks, in several processes side by side.
 
+Threads of one process would wait for Python's lock, the longer the smaller a model is.
+"""
+
+import gc
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from itertools import pairwise
+from logging.handlers import QueueHandler
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import Integers, by_rung
 from fedpriv.engine.isolation import Isolation
-from fedpriv.engine.metrics import (
-    ChunkDiagnostics,
-    SimulationOnlyDiagnostics,
-    check_metrics,
-    diagnose_round,
-)
+from fedpriv.engine.matmul import blas_threads
+from fedpriv.engine.metrics import SimulationOnlyDiagnostics, check_metrics, diagnose_round
 from fedpriv.engine.task import (
     Activations,
     RoundParameters,
@@ -26,17 +41,8 @@ from fedpriv.engine.task import (
     refuse_flushing_threads,
 )
 from fedpriv.engine.trainer import Chunk, ChunkSum, Trainer, blank, sizes_of
-from fedpriv.engine.workers import (
-    TrainerProcess,
-    can_fork,
-    computing_with,
-    in_processes,
-    packed,
-)
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, WorkerError
 from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
-
-_T = TypeVar("_T")
 
 
 def device_named(name: str) -> torch.device:
@@ -113,18 +119,13 @@ class InProcessTransport(Transport):
     def by_chunk(self, request: RoundRequest) -> Iterator[tuple[Integers, PartialSum]]:
         """Yield the users of each chunk, as positions in the population, and their sum.
 
-        Users that failed are among them; users without examples are in no chunk.
-
-        Raises:
-            InvalidValueError: as of `collect`.
-            ModelError: likewise.
+        Users that failed are among them; users without examples are in no chunk. Raises as
+        `collect` does.
         """
-        seen = list[ChunkDiagnostics]()
-        trained = self._sums(request)
-        # A GPU works on the next chunk while the sum of the last one is awaited.
-        for users, total in trained if self.device.type == "cpu" else _one_behind(trained):
-            seen.extend(total.diagnostics)
-            yield users if self.hosted is None else self.hosted[users], total.partial
+        seen = list[npt.NDArray[np.float64]]()
+        for users, found in self._sums(request):
+            seen.extend(found.diagnostics)
+            yield users if self.hosted is None else self.hosted[users], found.partial
         if self.observer is not None:
             self.observer(diagnose_round(request, seen))
 
@@ -142,14 +143,13 @@ class InProcessTransport(Transport):
                     yield chunk.users, self._trainer.sum_of(request, start, chunk)
                 return
         # Processes are kept for the next round if all goes well.
-        given, dimension = packed(request), request.clipping.layout.dimension
-        processes = [process for process in self._workers if process.fits(given, dimension)]
-        self._workers.clear()
+        processes = self._idle.copy()
+        self._idle.clear()
         while len(processes) < self._side_by_side:
-            processes.append(TrainerProcess(self._trainer, given, dimension, self._threads))
-        for chunk, total in zip(chunks, in_processes(processes, given, chunks), strict=True):
-            yield chunk.users, total
-        self._workers.extend(processes)
+            processes.append(_TrainerProcess(self._trainer, self._threads))
+        for chunk, found in zip(chunks, _in_processes(processes, request, chunks), strict=True):
+            yield chunk.users, found
+        self._idle.extend(processes)
 
     def _chunks(self, request: RoundRequest, start: RoundParameters) -> Iterator[Chunk]:
         """The users of a request in chunks; there is work for all processes where that can be."""
@@ -194,15 +194,160 @@ class InProcessTransport(Transport):
         )
 
     @cached_property
-    def _workers(self) -> list[TrainerProcess]:
-        """Those that are idle."""
+    def _idle(self) -> list["_TrainerProcess"]:
         return []
 
 
-def _one_behind(items: Iterable[_T]) -> Iterator[_T]:
-    """Each item once the next one is begun."""
-    last: list[_T] = []
-    for item in items:
-        yield from last
-        last = [item]
-    yield from last
+def can_fork() -> bool:
+    """Whether a process can go on as two here; macOS has libraries that break when it does."""
+    return sys.platform == "linux"
+
+
+@contextmanager
+def computing_with(threads: int) -> Iterator[None]:
+    """Let torch and NumPy compute with so many threads, in this thread.
+
+    How many there are decides how sums are rounded, so it must not vary with who trains.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with blas_threads(threads):
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _in_processes(
+    processes: Iterable["_TrainerProcess"], request: RoundRequest, chunks: Iterable[Chunk]
+) -> Iterator[ChunkSum]:
+    """The sums of chunks in their order, each found by the process that is idle first."""
+    # Each chunk comes with its own users.
+    packed = pickle.dumps(replace(request, users=request.users[:0]), protocol=5)
+    idle, waiting = deque(processes), deque[_TrainerProcess]()
+    for chunk in chunks:
+        if not idle:
+            first = waiting.popleft()
+            yield first.answer()
+            idle.append(first)
+        process = idle.popleft()
+        process.ask(packed, chunk)
+        waiting.append(process)
+    for process in waiting:
+        yield process.answer()
+
+
+class _TrainerProcess:
+    """A process that does what a trainer does, on the memory of task and data that this one has.
+
+    It ends with this process, or when nothing refers to it any more.
+    """
+
+    def __init__(self, trainer: Trainer, threads: int) -> None:
+        self._request = b""
+        context = multiprocessing.get_context("fork")
+        self._connection, its = context.Pipe()
+        given = (trainer, its, threads)
+        self._process = context.Process(target=_serve, args=given, daemon=True)
+        with warnings.catch_warnings(), trainer.lock:
+            # Locks that a thread holds at this moment stay locked; torch's, NumPy's and Python's
+            # own are made anew, and training takes no other but the trainer's, which is ours.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process.start()
+        its.close()
+        weakref.finalize(self, _end, os.getpid(), self._process, self._connection)
+
+    def ask(self, request: bytes, chunk: Chunk) -> None:
+        """Let it find a chunk's sum; nothing else may be asked before the answer."""
+        news = None if request is self._request else request
+        try:
+            self._connection.send((news, chunk))
+        except OSError as error:
+            raise self._ended() from error
+        self._request = request
+
+    def answer(self) -> ChunkSum:
+        """What `Trainer.sum_of` gives for what was asked, or raises."""
+        try:
+            records, answer = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+        for record in records:
+            logging.getLogger(record.name).handle(record)
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, ChunkSum)
+        return answer
+
+    def _ended(self) -> WorkerError:
+        self._process.join(timeout=10)
+        return WorkerError(
+            f"a process that trained users ended with exit code {self._process.exitcode}; where "
+            "memory was short, engine.chunk_mebibytes can be less"
+        )
+
+
+def _serve(trainer: Trainer, connection: Connection, threads: int) -> None:
+    """Train what is asked for until the other end is closed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    # Files and sockets of the parent would stay locked or open after it was killed.
+    kept = sorted((2, connection.fileno(), parent.sentinel, os.sysconf("SC_OPEN_MAX")))
+    for before, after in pairwise(kept):
+        os.closerange(before + 1, after)
+    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked decides what to do then
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.freeze()  # or collections would look at all that was inherited, again and again
+    records = _kept_records()
+    with computing_with(threads), suppress(EOFError, OSError):
+        while True:
+            packed, chunk = connection.recv()
+            answer: ChunkSum | Exception
+            if packed is not None:
+                request: RoundRequest = pickle.loads(packed)
+                start = RoundParameters.of(request, trainer.constants, trainer.device)
+            try:
+                answer = trainer.sum_of(request, start, chunk)
+            except Exception as error:  # not of a user's training, which is caught there
+                answer = error
+            connection.send_bytes(_pickled([records.get() for _ in range(records.qsize())], answer))
+
+
+def _end_with(sentinel: int) -> None:
+    """End when the other process has, whatever this one is doing."""
+    wait([sentinel])
+    os._exit(1)
+
+
+def _kept_records() -> SimpleQueue[logging.LogRecord]:
+    """Where all is kept that this process logs; only the other one knows how to show it."""
+    records: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    root = logging.getLogger()
+    for logger in (root, *map(logging.getLogger, root.manager.loggerDict)):
+        logger.handlers, logger.propagate = [], True
+    handler = QueueHandler(records)
+    handler.addFilter(_without_exception)
+    root.addHandler(handler)
+    return records
+
+
+def _without_exception(record: logging.LogRecord) -> bool:
+    """Keep a record, but not the text of an exception, which may hold users' data."""
+    record.exc_info = record.exc_text = None
+    return True
+
+
+def _pickled(logged: list[logging.LogRecord], answer: ChunkSum | Exception) -> bytes:
+    try:
+        return pickle.dumps((logged, answer), protocol=5)
+    except Exception:
+        error = WorkerError(f"a process raised {type(answer).__name__}")
+        return pickle.dumps((logged, error))
+
+
+def _end(owner: int, process: multiprocessing.process.BaseProcess, connection: Connection) -> None:
+    if os.getpid() == owner:  # and not one of the others, which have a copy of this
+        connection.close()
+        process.kill()  # it has nothing to finish
+        process.join()

@@ -1,7 +1,7 @@
 """Durable SQLite files: created whole, extended in transactions, shared by threads and processes.
 
-A created file, its directory entry and every finished transaction are on the disk (fsync) before
-the call returns. Every failure is a LedgerError of one sentence.
+When a call returns, what it created or wrote is on the disk (fsync), directory entries included.
+Every failure is a LedgerError of one sentence.
 """
 
 import os
@@ -26,15 +26,15 @@ Rows = Mapping[str, Row]
 
 @dataclass(frozen=True)
 class FileFormat:
-    """What makes a SQLite file one of ours.
+    """What makes a SQLite file one of ours; a file of another kind or version is refused.
 
     Attributes:
         kind: its name in messages.
-        application_id: the number that SQLite keeps in the header of every such file.
+        application_id: the number in the header of every such file.
         schema: the SQL that makes an empty file.
-        mode: permission bits of a new file, before the umask; a file that group or others can
-            read or write, where `mode` does not let them, is refused.
-        version: of the schema, also in the header; a file of another version is refused.
+        mode: permission bits of a new file, before the umask. A file is refused if group or others
+            can read or write it where `mode` does not let them.
+        version: of the schema, also in the header.
     """
 
     kind: str
@@ -51,89 +51,34 @@ class Database:
         * a transaction is applied as a whole and durable when it ends, or not at all;
         * at most one transaction is open on a file, over all threads and processes;
         * no thread sees rows of an unfinished transaction of another thread.
-
-    Args:
-        path: an existing file.
-        file_format: what the file must be.
-
-    Raises:
-        LedgerError: there is no such file, it has another format or version, or others than its
-            owner can use it and must not.
     """
 
     def __init__(self, path: Path, file_format: FileFormat) -> None:
         self.path = path.absolute()
         self._format = file_format
+        self._name = f"{file_format.kind} {path}"
         self._lock = threading.RLock()
         with self._failing("opened"):
             self._file = path.stat()
-        mode = self._file.st_mode & 0o777
-        if mode & 0o066 & ~file_format.mode:
-            raise LedgerError(
-                f"{file_format.kind} {path} can be read or written by others than its owner "
-                f"(mode {mode:04o}); it must have mode {file_format.mode:04o}"
-            )
-        with self._failing("opened"):
+            self._refuse_shared_access()
+            uri = f"{path.resolve().as_uri()}?mode=rw"
             self._connection = sqlite3.connect(
-                f"{path.resolve().as_uri()}?mode=rw",
-                uri=True,
-                timeout=_BUSY_SECONDS,
-                isolation_level=None,
-                check_same_thread=False,
+                uri, _BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=True
             )
-        try:
-            self._connection.row_factory = sqlite3.Row
-            self._refuse_other_kinds()
-            self._set_pragmas()
-        except BaseException:
-            self.close()
-            raise
-
-    @classmethod
-    def create(cls, path: Path, file_format: FileFormat, rows: Rows) -> Self:
-        """Create a file with one row in each table of `rows`.
-
-        It appears whole or not at all.
-
-        Raises:
-            LedgerError: something is there already, or the file cannot be written.
-        """
-        if Path(f"{path}-wal").exists() and not path.exists():
-            # SQLite would replay it into the new file; it may also hold charges of a lost one.
-            raise LedgerError(
-                f"{path}-wal is left of another {file_format.kind}; restore that file beside it, "
-                "or move it away"
-            )
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        try:
-            os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, file_format.mode))
-            _fill(draft, file_format, rows)
-            _fsync(draft)
-            os.link(draft, path)  # refuses to replace a file, unlike a rename
-            _fsync(path.parent)
-        except FileExistsError as error:
-            raise LedgerError(
-                f"{path} exists already; a new {file_format.kind} needs a path of its own"
-            ) from error
-        except (OSError, sqlite3.Error, UnicodeError) as error:
-            raise LedgerError(f"{file_format.kind} {path} cannot be created: {error}") from error
-        finally:
-            draft.unlink(missing_ok=True)
-        return cls(path, file_format)
+            try:
+                self._prepare()
+            except BaseException:
+                self.close()
+                raise
 
     @classmethod
     def open_or_create(cls, path: Path, file_format: FileFormat, rows: Rows) -> Self:
-        """Open the file, or create it if there is none; several processes may do so at once.
+        """Open the file, or create it with one row in each table of `rows` if there is none.
 
-        Raises:
-            LedgerError: what is there is of another format, or nothing can be created.
+        It appears whole or not at all. Several processes may do so at once.
         """
         if not path.exists():
-            try:
-                return cls.create(path, file_format, rows)
-            except LedgerError:
-                if not path.exists():
-                    raise
+            _create(path, file_format, rows)
         return cls(path, file_format)
 
     def read(self, sql: str, parameters: Sequence[object] = ()) -> list[sqlite3.Row]:
@@ -143,29 +88,19 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Everything inside is written together, or not at all if anything raises.
-
-        Raises:
-            LedgerError: the file is in use for too long, was moved, or cannot be written.
-        """
+        """Everything inside is written together, or not at all if anything raises."""
         with self._lock:
             self._refuse_if_moved()
-            with self._failing("extended, so nothing was written"):
-                self._connection.execute("BEGIN IMMEDIATE")
+            self.write("BEGIN IMMEDIATE")
             try:
                 yield
-                with self._failing("extended, so nothing was written"):
-                    self._connection.execute("COMMIT")
+                self.write("COMMIT")
             except BaseException:
                 with suppress(sqlite3.Error):  # SQLite may have rolled back already
                     self._connection.execute("ROLLBACK")
                 raise
 
-    def insert(self, table: str, row: Row) -> None:
-        """Insert one row; for use within a transaction."""
-        self.write(_insertion(table, row), row)
-
-    def write(self, sql: str, parameters: Row) -> None:
+    def write(self, sql: str, parameters: Row | Sequence[object] = ()) -> None:
         """Execute one statement; for use within a transaction."""
         with self._failing("extended, so nothing was written"):
             self._connection.execute(sql, parameters)
@@ -179,66 +114,83 @@ class Database:
         return sorted({name for name, _ in expected ^ {tuple(row) for row in self.read(query)}})
 
     def close(self) -> None:
-        """Close the file; whatever is used afterwards raises LedgerError."""
+        """Close the file; any later use raises LedgerError."""
         with self._lock:
             self._connection.close()
 
-    def _refuse_other_kinds(self) -> None:
-        with self._failing("opened"):
-            (application_id,) = self._connection.execute("PRAGMA application_id").fetchone()
-            (version,) = self._connection.execute("PRAGMA user_version").fetchone()
-        if application_id != self._format.application_id:
-            raise LedgerError(f"{self.path} is not a {self._format.kind}")
-        if version != self._format.version:
+    def _refuse_shared_access(self) -> None:
+        mode = self._file.st_mode & 0o777
+        if mode & 0o066 & ~self._format.mode:
             raise LedgerError(
-                f"{self._format.kind} {self.path} has schema version {version}; "
-                f"this fedpriv reads version {self._format.version}"
+                f"{self._name} can be read or written by others than its owner "
+                f"(mode {mode:04o}); it must have mode {self._format.mode:04o}"
             )
 
-    def _set_pragmas(self) -> None:
-        with self._failing("opened"):
-            (journal,) = self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
-            self._connection.execute("PRAGMA synchronous = FULL")
-            self._connection.execute("PRAGMA fullfsync = ON")
-            self._connection.execute("PRAGMA foreign_keys = ON")
-        if journal != "wal":
+    def _prepare(self) -> None:
+        """Refuse other kinds of files, and make every transaction wait for the disk."""
+
+        def pragma(name: str) -> object:
+            return self._connection.execute(f"PRAGMA {name}").fetchone()[0]
+
+        self._connection.row_factory = sqlite3.Row
+        if pragma("application_id") != self._format.application_id:
+            raise LedgerError(f"{self.path} is not a {self._format.kind}")
+        version = pragma("user_version")
+        if version != self._format.version:
             raise LedgerError(
-                f"{self._format.kind} {self.path} is on a file system without write-ahead logging"
+                f"{self._name} has schema version {version}; "
+                f"this fedpriv reads version {self._format.version}"
             )
+        if pragma("journal_mode = WAL") != "wal":
+            raise LedgerError(f"{self._name} is on a file system without write-ahead logging")
+        self._connection.executescript("PRAGMA synchronous = FULL; PRAGMA fullfsync = ON")
 
     def _refuse_if_moved(self) -> None:
         # SQLite would go on writing to a file that no path leads to.
-        try:
+        in_place = False
+        with suppress(OSError):
             in_place = os.path.samestat(self.path.stat(), self._file)
-        except OSError:
-            in_place = False
         if not in_place:
-            raise LedgerError(
-                f"{self._format.kind} {self.path} was moved or replaced while it was open"
-            )
+            raise LedgerError(f"{self._name} was moved or replaced while it was open")
 
     @contextmanager
     def _failing(self, done: str) -> Iterator[None]:
         try:
             yield
         except (sqlite3.Error, OSError, OverflowError, UnicodeError) as error:
-            raise LedgerError(
-                f"{self._format.kind} {self.path} cannot be {done}: {error}"
-            ) from error
+            raise LedgerError(f"{self._name} cannot be {done}: {error}") from error
 
 
-def _fill(path: Path, file_format: FileFormat, rows: Rows) -> None:
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.executescript(
-            f"PRAGMA application_id = {file_format.application_id};"
-            f"PRAGMA user_version = {file_format.version};"
-            f"PRAGMA journal_mode = WAL; {file_format.schema}"
+def _create(path: Path, file_format: FileFormat, rows: Rows) -> None:
+    if Path(f"{path}-wal").exists():
+        # SQLite would replay it into the new file; it may also hold charges of a lost one.
+        raise LedgerError(
+            f"{path}-wal is left of another {file_format.kind}; restore that file beside it, "
+            "or move it away"
         )
-        for table, row in rows.items():
-            connection.execute(_insertion(table, row), row)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, file_format.mode))
+        with closing(sqlite3.connect(draft, isolation_level=None)) as connection:
+            connection.executescript(
+                f"PRAGMA application_id = {file_format.application_id};"
+                f"PRAGMA user_version = {file_format.version};"
+                f"PRAGMA journal_mode = WAL; {file_format.schema}"
+            )
+            for table, row in rows.items():
+                connection.execute(insertion(table, row), row)
+        _fsync(draft)
+        with suppress(FileExistsError):  # another process was first
+            os.link(draft, path)  # never replaces a file, unlike a rename
+        _fsync(path.parent)
+    except (OSError, sqlite3.Error, UnicodeError) as error:
+        raise LedgerError(f"{file_format.kind} {path} cannot be created: {error}") from error
+    finally:
+        draft.unlink(missing_ok=True)
 
 
-def _insertion(table: str, row: Row) -> str:
+def insertion(table: str, row: Row) -> str:
+    """SQL that inserts a row."""
     return f"INSERT INTO {table} ({', '.join(row)}) VALUES ({', '.join(f':{n}' for n in row)})"
 
 

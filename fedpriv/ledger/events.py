@@ -1,8 +1,8 @@
-"""What happened to the users' data, as frozen values that any accountant can price.
+"""What was done with users' data, as frozen values that any accountant can price.
 
-These values are the whole interface between privacy mechanisms and accountants. They are kept in
-ledgers for years, so they evolve by one rule: an event is never removed and never changes its
-meaning, new fields are optional, and an accountant refuses an event it has no analysis for.
+These values are the whole interface between privacy mechanisms and accountants. Ledgers keep them
+for years, so they evolve by one rule: an event is never removed and never changes its meaning, new
+fields are optional, and an accountant refuses an event that it has no analysis of.
 """
 
 import math
@@ -11,8 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
+from itertools import product
 
 from fedpriv.errors import InvalidValueError
+
+
+def require(holds: bool, sentence: str) -> None:  # noqa: FBT001
+    """Raise InvalidValueError with a sentence unless a condition holds."""
+    if not holds:
+        raise InvalidValueError(sentence)
 
 
 class SamplingPolicy(StrEnum):
@@ -25,18 +32,16 @@ class SamplingPolicy(StrEnum):
     FIXED_SIZE = "fixed-size"
     """Exactly m of the N enrolled users, every such set equally likely, drawn afresh each round."""
     SHUFFLED = "shuffled"
-    """The event is one whole **pass**: users are shuffled into disjoint batches, and each batch
-    gets a release of its own by the sum queries of the event. Every user is in exactly one batch of
-    a pass; a user that is missing leaves its place in its batch empty. A pass that stops early is
-    charged whole."""
+    """The event is one whole **pass**: users are shuffled into disjoint batches, and the sum
+    queries are released for each batch. Every user is in exactly one batch of a pass; a missing
+    user's place stays empty. A pass that stops early is charged whole."""
     RANDOM_ALLOCATION = "random-allocation"
-    """The event is one whole pass of n rounds, each with a release of its own; every user is in
-    exactly k of them, every such set equally likely, drawn afresh for each user and each pass. A
-    pass that stops early is charged whole."""
+    """The event is one whole pass of n rounds, each with its own release; every user is in exactly
+    k of them, every such set equally likely, drawn afresh for each user and each pass. A pass that
+    stops early is charged whole."""
     SEPARATED = "separated"
-    """The event is a series of n rounds, each with a release of its own; every user is in at most k
-    of them, any two at least b rounds apart, in which ones is nobody's secret. It is charged
-    whole."""
+    """The event is a series of n rounds, each with its own release; every user is in at most k of
+    them, any two at least b rounds apart; in which ones is not secret. It is charged whole."""
 
 
 class NeighbouringRelation(StrEnum):
@@ -51,51 +56,34 @@ class NeighbouringRelation(StrEnum):
     def sensitivity(self) -> float:
         """How far the sum of a cohort moves at most, in clipping norms.
 
-        A user that joins or leaves moves it by one; one that is replaced by two, because its
-        update may turn from +S to −S.
+        Adding or removing a user moves it by one. Replacing a user moves it by two, since an update
+        may turn from +S to −S.
         """
         return 2.0 if self is NeighbouringRelation.REPLACE_ONE else 1.0
 
 
-Pair = tuple[SamplingPolicy, NeighbouringRelation]
+EventKind = tuple[SamplingPolicy, NeighbouringRelation]
 """A sampling policy under a neighbouring relation: what an accountant can analyse, or not."""
 
-_ANALYSED: tuple[Pair, ...] = (
-    (SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE),
-    (SamplingPolicy.POISSON, NeighbouringRelation.REPLACE_ONE),
-    (SamplingPolicy.EVERY_USER, NeighbouringRelation.ADD_OR_REMOVE_ONE),
-    (SamplingPolicy.EVERY_USER, NeighbouringRelation.REPLACE_ONE),
-    (SamplingPolicy.FIXED_SIZE, NeighbouringRelation.REPLACE_ONE),
-    (SamplingPolicy.SHUFFLED, NeighbouringRelation.ADD_OR_REMOVE_ONE),
-    (SamplingPolicy.SHUFFLED, NeighbouringRelation.REPLACE_ONE),
-    (SamplingPolicy.RANDOM_ALLOCATION, NeighbouringRelation.ADD_OR_REMOVE_ONE),
-    (SamplingPolicy.SEPARATED, NeighbouringRelation.ADD_OR_REMOVE_ONE),
-    (SamplingPolicy.SEPARATED, NeighbouringRelation.REPLACE_ONE),
+_NOT_ANALYSED = (
+    (SamplingPolicy.FIXED_SIZE, NeighbouringRelation.ADD_OR_REMOVE_ONE),
+    (SamplingPolicy.RANDOM_ALLOCATION, NeighbouringRelation.REPLACE_ONE),
 )
-_ALWAYS_TAKING_PART = (
-    SamplingPolicy.EVERY_USER,
-    SamplingPolicy.SHUFFLED,
-    SamplingPolicy.SEPARATED,
+ANALYSED: tuple[EventKind, ...] = tuple(
+    kind for kind in product(SamplingPolicy, NeighbouringRelation) if kind not in _NOT_ANALYSED
 )
-_MANY_ROUNDS = (
-    SamplingPolicy.SHUFFLED,
-    SamplingPolicy.RANDOM_ALLOCATION,
-    SamplingPolicy.SEPARATED,
-)
+"""The kinds of events that can be constructed."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which rounds each user is in, of an event that spans several.
+    """Which rounds each user takes part in, for an event that spans several.
 
     Attributes:
-        rounds: n ≥ 1, the number of rounds, each with a release of its own.
-        participations: k in [1, n], the number of rounds that a user is in: exactly so many of a
-            pass, at most so many of a separated series.
-        separation: b in [1, n], the least distance of two rounds that a user is in; 1 asks nothing.
-
-    Raises:
-        InvalidValueError: a number is out of range.
+        rounds: n ≥ 1, each with its own release.
+        participations: k in [1, n], the number of rounds that a user is in: exactly k of a pass, at
+            most k of a separated series.
+        separation: b in [1, n], the least distance between two rounds of a user.
     """
 
     rounds: int
@@ -103,19 +91,17 @@ class Schedule:
     separation: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rounds, int) or self.rounds < 1:
-            raise InvalidValueError(
-                f"the schedule has {self.rounds} rounds; it must have a whole number of at least 1"
+        require(
+            isinstance(self.rounds, int) and self.rounds >= 1,
+            f"the schedule has {self.rounds} rounds; it must have a whole number of at least 1",
+        )
+        for name in ("participations", "separation"):
+            value = getattr(self, name)
+            require(
+                isinstance(value, int) and 1 <= value <= self.rounds,
+                f"{name} of the schedule is {value}; it must be a whole number from 1 to its "
+                f"{self.rounds} rounds",
             )
-        for name, value in (
-            ("participations", self.participations),
-            ("separation", self.separation),
-        ):
-            if not isinstance(value, int) or not 1 <= value <= self.rounds:
-                raise InvalidValueError(
-                    f"{name} of the schedule is {value}; it must be a whole number from 1 to its "
-                    f"{self.rounds} rounds"
-                )
 
 
 @dataclass(frozen=True)
@@ -124,17 +110,14 @@ class SamplingEvent:
 
     Attributes:
         policy: how the cohort is drawn.
-        sampling_probability: q in (0, 1], the chance of each user to be in the cohort of a round:
-            for fixed size the float nearest to m/N, so that q·N rounds to the cohort size m; for
-            random allocation the float nearest to k/n; 1 for every-user rounds, and for shuffled
-            passes and separated series, which sampling does not make cheaper.
+        sampling_probability: q in (0, 1], each user's chance to be in the cohort of a round. For
+            fixed size the float nearest to m/N, so that q·N rounds to the cohort size m; for random
+            allocation the float nearest to k/n; 1 for every-user rounds, and for shuffled passes
+            and separated series, which sampling does not make cheaper.
         population: N ≥ 1, the number of enrolled users, a public constant.
         relation: the neighbouring relation under which the event may be accounted.
-        schedule: which rounds users are in, where the event spans several; None elsewhere, and for
-            shuffled passes that do not say how many batches they had.
-
-    Raises:
-        InvalidValueError: a field is out of range, or policy and relation have no joint analysis.
+        schedule: which rounds users are in, where the event spans several. None otherwise, and for
+            shuffled passes with an unknown number of batches.
     """
 
     policy: SamplingPolicy
@@ -144,71 +127,49 @@ class SamplingEvent:
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.sampling_probability <= 1.0:
+        q, n, policy = self.sampling_probability, self.population, self.policy
+        require(0.0 < q <= 1.0, f"sampling_probability is {q}; it must be in (0, 1]")
+        require(
+            isinstance(n, int) and n >= 1,
+            f"population is {n}; it must be a whole number of at least 1",
+        )
+        if (policy, self.relation) not in ANALYSED:
             raise InvalidValueError(
-                f"sampling_probability is {self.sampling_probability}; it must be in (0, 1]"
+                f"{policy} sampling with {self.relation} neighbours has no analysis; "
+                f"legal is: {kinds_text(ANALYSED)}"
             )
-        if not isinstance(self.population, int) or self.population < 1:
-            raise InvalidValueError(
-                f"population is {self.population}; it must be a whole number of at least 1"
-            )
-        if (self.policy, self.relation) not in _ANALYSED:
-            raise InvalidValueError(
-                f"{self.policy} sampling with {self.relation} neighbours has no analysis; "
-                f"legal is: {names_of(_ANALYSED)}"
-            )
-        self._check_cohort()
         self._check_schedule()
-
-    def _check_cohort(self) -> None:
-        q = self.sampling_probability
-        if self.policy in _ALWAYS_TAKING_PART and q != 1.0:
-            raise InvalidValueError(
-                f"sampling_probability is {q}; with {self.policy} sampling it must be 1"
-            )
-        if self.policy is SamplingPolicy.FIXED_SIZE:
-            cohort_size = round(Fraction(q) * self.population)
-            if cohort_size < 1 or q != cohort_size / self.population:
-                raise InvalidValueError(
-                    f"sampling_probability is {q}; with {self.policy} sampling it must be m/N for "
-                    f"a whole cohort size m of at least 1 and a population N of {self.population}"
-                )
+        if policy is SamplingPolicy.FIXED_SIZE:
+            m = round(Fraction(q) * n)
+            exact = m >= 1 and q == m / n
+            legal = f"m/N for a whole cohort size m of at least 1 and a population N of {n}"
+        elif policy is SamplingPolicy.RANDOM_ALLOCATION and self.schedule is not None:
+            share = self.schedule.participations / self.schedule.rounds
+            exact, legal = q == share, f"k/n, {share}"
+        else:
+            exact, legal = q == 1.0 or policy is SamplingPolicy.POISSON, "1"
+        require(exact, f"sampling_probability is {q}; with {policy} sampling it must be {legal}")
 
     def _check_schedule(self) -> None:
         schedule, policy = self.schedule, self.policy
+        shuffled, separated = SamplingPolicy.SHUFFLED, SamplingPolicy.SEPARATED
+        of_many = policy in (shuffled, separated, SamplingPolicy.RANDOM_ALLOCATION)
         if schedule is None:
-            if policy in (SamplingPolicy.RANDOM_ALLOCATION, SamplingPolicy.SEPARATED):
-                raise InvalidValueError(f"the schedule is None; {policy} sampling must have one")
+            # How many batches a shuffled pass had may be unknown.
+            optional = policy is shuffled or not of_many
+            require(optional, f"the schedule is None; {policy} sampling must have one")
             return
-        if policy not in _MANY_ROUNDS:
-            raise InvalidValueError(
-                f"the schedule is {schedule}; {policy} sampling is of one round and must have none"
-            )
-        if policy is SamplingPolicy.SHUFFLED and schedule.participations != 1:
-            raise InvalidValueError(
-                f"participations of the schedule is {schedule.participations}; with {policy} "
-                "sampling it must be 1"
-            )
-        if policy is not SamplingPolicy.SEPARATED and schedule.separation != 1:
-            raise InvalidValueError(
-                f"separation of the schedule is {schedule.separation}; with {policy} sampling it "
-                "must be 1"
-            )
-        share = schedule.participations / schedule.rounds
-        if policy is SamplingPolicy.RANDOM_ALLOCATION and self.sampling_probability != share:
-            raise InvalidValueError(
-                f"sampling_probability is {self.sampling_probability}; with {policy} sampling it "
-                f"must be k/n, {share}"
-            )
+        one_round = f"{policy} sampling is of one round and must have none"
+        require(of_many, f"the schedule is {schedule}; {one_round}")
+        k, b = schedule.participations, schedule.separation
+        legal = f"with {policy} sampling it must be 1"
+        require(k == 1 or policy is not shuffled, f"participations of the schedule is {k}; {legal}")
+        require(b == 1 or policy is separated, f"separation of the schedule is {b}; {legal}")
 
 
-def names_of(pairs: Iterable[Pair]) -> str:
-    """How messages list pairs.
-
-    >>> names_of([(SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE)])
-    'poisson with add-or-remove-one'
-    """
-    return ", ".join(f"{policy} with {relation}" for policy, relation in pairs)
+def kinds_text(kinds: Iterable[EventKind]) -> str:
+    """How messages list kinds of events."""
+    return ", ".join(f"{policy} with {relation}" for policy, relation in kinds)
 
 
 class Randomness(StrEnum):
@@ -217,7 +178,7 @@ class Randomness(StrEnum):
     OPERATING_SYSTEM = "operating system"
     """A CSPRNG keyed by the operating system: the guarantee holds."""
     SEEDED = "seeded: reproducible, not a guarantee"
-    """A CSPRNG keyed by a seed: whoever knows the seed can subtract the noise."""
+    """A CSPRNG keyed by a seed: anyone who knows the seed can subtract the noise."""
 
 
 @dataclass(frozen=True)
@@ -236,11 +197,8 @@ class SumQueryEvent:
         group: name of the vector group.
         clipping_norm: S_g > 0, in the units of the summed vector.
         noise_stddev: σ_g ≥ 0, the standard deviation of the noise on the **sum**, same units.
-        granularity: γ, a power of two up to clipping_norm, same units; None: the noise was over
-            real numbers, as in examples and comparisons, or floating point.
-
-    Raises:
-        InvalidValueError: a field is out of range.
+        granularity: γ, a power of two up to clipping_norm, same units; None if the noise was real
+            or floating-point numbers.
     """
 
     group: str
@@ -249,45 +207,24 @@ class SumQueryEvent:
     granularity: float | None = None
 
     def __post_init__(self) -> None:
-        if not (self.clipping_norm > 0.0 and math.isfinite(self.clipping_norm)):
-            raise InvalidValueError(
-                f"clipping_norm of group {self.group!r} is {self.clipping_norm}; "
-                "it must be positive and finite"
+        norm, stddev, step = self.clipping_norm, self.noise_stddev, self.granularity
+        of = f"of group {self.group!r} is"
+        positive = "it must be positive and finite"
+        require(0.0 < norm < math.inf, f"clipping_norm {of} {norm}; {positive}")
+        not_negative = "it must be finite and not negative"
+        require(0.0 <= stddev < math.inf, f"noise_stddev {of} {stddev}; {not_negative}")
+        if step is not None:
+            # A mantissa of ½ is that of powers of two, not of NaN, infinity, 0 or negative numbers.
+            require(
+                math.frexp(step)[0] == 0.5 and step <= norm,
+                f"granularity {of} {step}; it must be a power of two up to the clipping_norm "
+                f"{norm}",
             )
-        if not (self.noise_stddev >= 0.0 and math.isfinite(self.noise_stddev)):
-            raise InvalidValueError(
-                f"noise_stddev of group {self.group!r} is {self.noise_stddev}; "
-                "it must be finite and not negative"
+            require(
+                max(norm, stddev) / step < math.inf,
+                f"granularity {of} {step}; clipping_norm {norm} and noise_stddev {stddev} must be "
+                "finite in its steps",
             )
-        if self.granularity is not None:
-            self._check_granularity(self.granularity)
-
-    def _check_granularity(self, granularity: float) -> None:
-        # A mantissa of ½ is that of powers of two, not of NaN, infinity, 0 or what is negative.
-        if math.frexp(granularity)[0] != 0.5 or granularity > self.clipping_norm:
-            raise InvalidValueError(
-                f"granularity of group {self.group!r} is {granularity}; it must be a power of two "
-                f"up to the clipping_norm {self.clipping_norm}"
-            )
-        if math.isinf(max(self.clipping_norm, self.noise_stddev) / granularity):
-            raise InvalidValueError(
-                f"granularity of group {self.group!r} is {granularity}; clipping_norm "
-                f"{self.clipping_norm} and noise_stddev {self.noise_stddev} must be finite in its "
-                "steps"
-            )
-
-    @property
-    def squared_bound(self) -> int | None:
-        """B = ⌊(clipping_norm/γ)²⌋ ≥ 1, exactly; None without a granularity."""
-        if self.granularity is None:
-            return None
-        numerator, denominator = (self.clipping_norm / self.granularity).as_integer_ratio()
-        return numerator**2 // denominator**2
-
-    @property
-    def noise_steps(self) -> float | None:
-        """noise_stddev/γ: standard deviation of η in steps of γ; None without a granularity."""
-        return None if self.granularity is None else self.noise_stddev / self.granularity
 
 
 @dataclass(frozen=True)
@@ -297,14 +234,11 @@ class RoundEvent:
     Attributes:
         sampling: how each cohort was drawn.
         queries: at least one sum query; all of one round see the *same* cohort.
-        count: how many such events happened; of one round, but where there is a schedule.
+        count: how many such events happened, each of one round unless there is a schedule.
         strategy: the first column (c_0, c_1, …) of the lower triangular Toeplitz matrix C that
             correlates noise over the rounds of a separated series: with X the sums of its n rounds
-            and Z fresh noise as in `SumQueryEvent`, what is released is C⁻¹(C·X + Z). Missing
-            coefficients are 0; (1,) is fresh noise in every round, and is all that others have.
-
-    Raises:
-        InvalidValueError: there is no query, count < 1, or no such strategy.
+            and Z fresh noise as in `SumQueryEvent`, C⁻¹(C·X + Z) is released. Missing coefficients
+            are 0; (1,) is fresh noise in every round, the only strategy of other policies.
     """
 
     sampling: SamplingEvent
@@ -313,31 +247,25 @@ class RoundEvent:
     strategy: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
-        if not self.queries:
-            raise InvalidValueError("a round event has no sum query; it must have at least one")
-        if self.count < 1:
-            raise InvalidValueError(f"count is {self.count}; it must be at least 1")
-        self._check_strategy()
-
-    def _check_strategy(self) -> None:
-        strategy, sampling = self.strategy, self.sampling
+        strategy, policy, schedule = self.strategy, self.sampling.policy, self.sampling.schedule
+        require(self.queries != (), "a round event has no sum query; it must have at least one")
+        require(self.count >= 1, f"count is {self.count}; it must be at least 1")
         if strategy == (1.0,):
             return
-        if sampling.policy is not SamplingPolicy.SEPARATED or sampling.schedule is None:
+        found = f"the strategy has {len(strategy)} coefficients"
+        if policy is not SamplingPolicy.SEPARATED or schedule is None:
             raise InvalidValueError(
-                f"the strategy has {len(strategy)} coefficients; {sampling.policy} sampling has "
-                "fresh noise in every round, the strategy (1,)"
+                f"{found}; {policy} sampling has fresh noise in every round, the strategy (1,)"
             )
-        if not 1 <= len(strategy) <= sampling.schedule.rounds:
-            raise InvalidValueError(
-                f"the strategy has {len(strategy)} coefficients; it must have from 1 to the "
-                f"{sampling.schedule.rounds} of the schedule's rounds"
-            )
-        if not all(map(math.isfinite, strategy)) or not strategy[0] > 0.0:
-            raise InvalidValueError(
-                f"the strategy begins with {strategy[0]}; its first coefficient must be positive "
-                "and all must be finite"
-            )
+        require(
+            1 <= len(strategy) <= schedule.rounds,
+            f"{found}; it must have from 1 to the {schedule.rounds} of the schedule's rounds",
+        )
+        require(
+            strategy[0] > 0.0 and all(map(math.isfinite, strategy)),
+            f"the strategy begins with {strategy[0]}; its first coefficient must be positive and "
+            "all must be finite",
+        )
 
     @property
     def noise_multiplier(self) -> float:

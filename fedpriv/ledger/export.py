@@ -1,7 +1,7 @@
 """A ledger as text, as `Ledger.export` writes it, read from a source that need not be honest.
 
-Digests find every change that leaves the head as it was. A forger who writes the whole export can
-make the head fit too, so what makes an export believable is a head that was kept elsewhere.
+Digests reveal every change that leaves the head as it was. A forger who writes the whole export can
+make the head fit too, so what makes an export credible is a head kept elsewhere.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,6 @@ from fedpriv.ledger.ledger import (
     Genesis,
     Head,
     confirm_cohort,
-    head_line,
     never_had,
     next_row,
 )
@@ -26,38 +25,26 @@ from fedpriv.ledger.participation import ParticipationRecord
 MAX_LINE = 2**24
 """Most characters of a line: a charge with many sum queries or a long strategy."""
 
-_SQLITE = b"SQLite format 3\0"
 _LONGEST_REASON = 400  # a sentence about hostile input must not be as long as the input
 
 
 @dataclass(frozen=True)
 class ExportedLedger:
-    """A ledger that was read from its export and believed.
-
-    Attributes:
-        genesis: what names the ledger.
-        rows: all charges, in order.
-    """
+    """A ledger that was read from its export and verified: all charges, in order."""
 
     genesis: Genesis
     rows: tuple[ChargedRow, ...]
 
     @classmethod
     def read(cls, lines: Iterable[str]) -> Self:
-        """Read an export; total.
+        """Read an export, whatever it contains; a LedgerError names the first wrong line.
 
         Guarantees:
-            * every line is, character by character, what `Ledger.export` writes of what is
-              returned;
+            * every line is, character by character, what `Ledger.export` writes for what is
+              returned, with or without a line feed at its end;
             * every digest is right, the chain leads to the head in the last line, and nothing is
               missing or follows;
-            * every charge is one that a ledger takes, and no attempt is charged twice.
-
-        Args:
-            lines: each with or without a line feed at its end.
-
-        Raises:
-            LedgerError: names the first line that is wrong or missing.
+            * every charge is one that a ledger accepts, and no attempt is charged twice.
         """
         numbered = ((number, line.removesuffix("\n")) for number, line in enumerate(lines, 1))
         number, line = next(numbered, (1, ""))
@@ -66,7 +53,7 @@ class ExportedLedger:
         last, rows, attempts = genesis.head, list[ChargedRow](), set[tuple[str, int, int]]()
         for number, line in numbered:
             with _naming(number, line):
-                if line == head_line(last):
+                if line == last.line:
                     break
                 if line.startswith('{"head"'):
                     raise LedgerError(f"the head is not {last.count} charges, hash {last.hash}")
@@ -86,19 +73,15 @@ class ExportedLedger:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read an export from a file.
-
-        Raises:
-            LedgerError: the file cannot be read, or is no export that `read` believes.
-        """
+        """Read an export from a file."""
         try:
-            # What is not ASCII is in no export; escaped, it reaches the check of its line.
+            # An export is ASCII; other bytes are escaped, and fail the check of their line.
             with path.open(encoding="ascii", errors="surrogateescape") as stream:
                 return cls.read(iter(partial(stream.readline, MAX_LINE + 2), ""))
         except OSError as error:
             raise LedgerError(f"{path} cannot be read: {error.strerror}") from error
         except LedgerError as error:
-            raise LedgerError(f"{path} is no ledger that can be believed: {error}") from error
+            raise LedgerError(f"{path} is not a valid export of a ledger: {error}") from error
 
     @property
     def ledger_id(self) -> str:
@@ -124,15 +107,7 @@ class ExportedLedger:
     def verify(
         self, participation: ParticipationRecord | None = None, head: Head | None = None
     ) -> None:
-        """Check what `read` could not: who took part, and a head that was kept elsewhere.
-
-        Args:
-            participation: if given, every cohort committed to must be in it.
-            head: if given, one that this ledger once had.
-
-        Raises:
-            LedgerError: names the first charge without its cohort, or the head that is not there.
-        """
+        """Check what `read` could not: every cohort, and a head that was kept elsewhere."""
         if participation is not None:
             for row in self.rows:
                 confirm_cohort(row, participation)
@@ -141,17 +116,17 @@ class ExportedLedger:
 
 
 def is_export(path: Path) -> bool:
-    """Whether a file is to be read as an export; others are SQLite files, or empty or absent."""
+    """Whether to read a file as an export; others are SQLite files, or empty or absent."""
     try:
         with path.open("rb") as stream:
-            return stream.read(len(_SQLITE)) not in (_SQLITE, b"")
+            return stream.read(15) not in (b"SQLite format 3", b"")
     except OSError:
         return False
 
 
 @contextmanager
 def _naming(number: int, line: str = "") -> Iterator[None]:
-    """Raise what is wrong with a line as a LedgerError that names it."""
+    """Name the line in a LedgerError about it."""
     try:
         if len(line) > MAX_LINE:
             raise LedgerError(f"it has more than {MAX_LINE} characters")
@@ -159,5 +134,5 @@ def _naming(number: int, line: str = "") -> Iterator[None]:
     except LedgerError as error:
         reason = str(error)
         if len(reason) > _LONGEST_REASON:
-            reason = reason[:_LONGEST_REASON] + "…"
+            reason = f"{reason[:_LONGEST_REASON]}…"
         raise LedgerError(f"line {number} of the export: {reason}") from error

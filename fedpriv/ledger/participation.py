@@ -8,7 +8,6 @@ import hashlib
 import json
 import secrets
 import zlib
-from dataclasses import dataclass
 from operator import index
 from pathlib import Path
 from typing import Self
@@ -16,18 +15,16 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.errors import LedgerError
 from fedpriv.ledger.database import Database, FileFormat
+from fedpriv.ledger.events import require
 
 Users = npt.NDArray[np.int64]
 """Positions of users in the population, ascending: [cohort]."""
+Attempt = tuple[str, int, int]
+"""Name of the run, number of the round, number of the attempt at it."""
 
 _SALT_BYTES = 32
-_QUICK = 1
-"""How hard zlib tries: seven times as fast as by default, for a cohort a tenth as large again."""
-
-
-# Without its index an attempt would be looked for row by row, cohorts and all.
 _SCHEMA = """
 CREATE TABLE participation (
     commitment TEXT PRIMARY KEY,
@@ -42,23 +39,6 @@ CREATE INDEX participation_by_attempt ON participation (run, round, attempt);
 _FORMAT = FileFormat("participation record", 0x66707077, _SCHEMA, 0o600)
 
 
-@dataclass(frozen=True, eq=False)
-class Cohort:
-    """Who was asked to take part in one attempt at a round.
-
-    Attributes:
-        run: name of the run.
-        round: number of the round.
-        attempt: number of the attempt.
-        users: their positions in the population, ascending: [cohort].
-    """
-
-    run: str
-    round: int
-    attempt: int
-    users: Users
-
-
 class ParticipationRecord:
     """A SQLite file of cohorts, readable and writable by its owner alone.
 
@@ -67,37 +47,20 @@ class ParticipationRecord:
         * the salt comes from the operating system, in seeded runs too;
         * a cohort that is read back is the one that was committed to.
 
-    Use `create`, `open` or `open_or_create`, and close it or use it as a context manager.
+    Use `open` or `open_or_create`, and close it or use it as a context manager.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     @classmethod
-    def create(cls, path: Path) -> Self:
-        """Create an empty record with mode 0600.
-
-        Raises:
-            LedgerError: there is a file already, or it cannot be written.
-        """
-        return cls(Database.create(path, _FORMAT, {}))
-
-    @classmethod
     def open(cls, path: Path) -> Self:
-        """Open an existing record.
-
-        Raises:
-            LedgerError: there is none, or others than its owner can read or write it.
-        """
+        """Open an existing record."""
         return cls(Database(path, _FORMAT))
 
     @classmethod
     def open_or_create(cls, path: Path) -> Self:
-        """Open the record at `path`, or create it if there is nothing.
-
-        Raises:
-            LedgerError: what is there cannot be used, or nothing can be created.
-        """
+        """Open the record at `path`, or create it if there is nothing."""
         return cls(Database.open_or_create(path, _FORMAT, {}))
 
     def record(
@@ -105,66 +68,61 @@ class ParticipationRecord:
     ) -> str:
         """Keep a cohort and return its commitment, 64 hexadecimal digits.
 
-        To be called before the cohort is asked, so that every commitment in the ledger has a
-        cohort; one that is never charged is harmless. The same attempt may be recorded again.
+        Call it before asking the cohort, so that every commitment in the ledger has a cohort; one
+        that is never charged is harmless. The same attempt may be recorded again.
 
         Args:
             run: name of the run.
-            round_number: number of the round.
-            attempt: number of the attempt.
+            round_number: number of the round, from 0.
+            attempt: number of the attempt at the round, from 0.
             users: distinct positions in the population, in any order: [cohort]; may be empty.
-
-        Raises:
-            InvalidValueError: `users` is not a vector of distinct integers from 0.
-            LedgerError: the cohort cannot be written.
         """
-        cohort = Cohort(run, index(round_number), index(attempt), _ascending(users))
+        attempted = run, index(round_number), index(attempt)
+        cohort = _ascending(users)
         salt = secrets.token_bytes(_SALT_BYTES)
-        row = {
-            "commitment": _commitment(salt, cohort),
-            "run": run,
-            "round": cohort.round,
-            "attempt": cohort.attempt,
-            "salt": salt,
-            "users": zlib.compress(_encoded(cohort.users), _QUICK),
-        }
+        commitment = _commitment(salt, attempted, cohort)
         with self._database.transaction():
-            self._database.insert("participation", row)
-        return str(row["commitment"])
+            self._database.write(
+                "INSERT INTO participation VALUES (?, ?, ?, ?, ?, ?)",
+                (commitment, *attempted, salt, zlib.compress(_encoded(cohort), level=1)),
+            )
+        return commitment
 
     def next_attempt(self, run: str, round_number: int) -> int:
-        """The first attempt at a round that no cohort, and none after it, was recorded for."""
+        """One more than the highest attempt at a round with a cohort; 0 if there is none."""
         sql = "SELECT max(attempt) + 1 AS next FROM participation WHERE run = ? AND round = ?"
         return int(self._database.read(sql, (run, round_number))[0]["next"] or 0)
 
-    def cohort_of(self, commitment: str) -> Cohort:
-        """The cohort that was committed to.
+    def users_of(self, commitment: str) -> Users:
+        """Positions of the users of a cohort; a LedgerError if there is none or it was changed."""
+        return self._cohort_of(commitment)[1]
 
-        Raises:
-            LedgerError: there is none, or it was changed.
-        """
-        sql = "SELECT * FROM participation WHERE commitment = ?"
-        rows = self._database.read(sql, (commitment,))
+    def confirm(self, commitment: str, attempt: Attempt, population: int) -> None:
+        """Raise LedgerError unless a cohort is recorded, of this attempt and of the population."""
+        recorded, users = self._cohort_of(commitment)
+        if recorded != attempt:
+            run, round_number, number = recorded
+            raise LedgerError(
+                f"its cohort is that of run {run}, round {round_number}, attempt {number}"
+            )
+        if (users >= population).any():
+            raise LedgerError(f"its cohort has user {users[-1]} of a population of {population}")
+
+    def _cohort_of(self, commitment: str) -> tuple[Attempt, Users]:
+        rows = self._database.read(
+            "SELECT * FROM participation WHERE commitment = ?", (commitment,)
+        )
         if not rows:
             raise LedgerError(f"no cohort with commitment {commitment} is recorded")
-        row = rows[0]
+        _, *attempt, salt, compressed = rows[0]
+        recorded: Attempt = tuple(attempt)
         try:
-            users = np.frombuffer(zlib.decompress(row["users"]), dtype="<i8").astype(np.int64)
-            cohort = Cohort(row["run"], row["round"], row["attempt"], users)
-            unchanged = _commitment(row["salt"], cohort) == commitment
+            users = np.frombuffer(zlib.decompress(compressed), dtype="<i8").astype(np.int64)
+            if _commitment(salt, recorded, users) == commitment:
+                return recorded, users
         except (TypeError, ValueError, zlib.error):
-            unchanged = False
-        if not unchanged:
-            raise LedgerError(f"the cohort with commitment {commitment} was changed")
-        return cohort
-
-    def users_of(self, commitment: str) -> Users:
-        """Positions of the users of a cohort, ascending: [cohort].
-
-        Raises:
-            LedgerError: no such cohort is recorded, or it was changed.
-        """
-        return self.cohort_of(commitment).users
+            pass
+        raise LedgerError(f"the cohort with commitment {commitment} was changed")
 
     def close(self) -> None:
         """Close the file."""
@@ -178,20 +136,15 @@ class ParticipationRecord:
 
 
 def _ascending(users: npt.NDArray[np.integer]) -> Users:
-    if users.ndim != 1 or not np.issubdtype(users.dtype, np.integer):
-        raise InvalidValueError(
-            f"users have shape {users.shape} and type {users.dtype}; they must be a vector of "
-            "integers"
-        )
-    ascending = users.astype(np.int64, copy=False)
-    if not np.all(ascending[1:] > ascending[:-1]):  # asking takes far less than sorting
-        ascending = np.unique(ascending)
-    if ascending.size != users.size:
-        raise InvalidValueError(
-            f"{users.size - ascending.size} users occur twice; a user joins a cohort once"
-        )
-    if ascending.size and ascending[0] < 0:
-        raise InvalidValueError(f"user {ascending[0]} is not a position; positions start at 0")
+    require(
+        users.ndim == 1 and np.issubdtype(users.dtype, np.integer),
+        f"users have shape {users.shape} and type {users.dtype}; they must be a vector of integers",
+    )
+    ascending = np.unique(users.astype(np.int64))
+    twice = users.size - ascending.size
+    require(twice == 0, f"{twice} users occur twice; a user joins a cohort once")
+    lowest = ascending.min(initial=0)
+    require(lowest >= 0, f"user {lowest} is not a position; positions start at 0")
     return ascending
 
 
@@ -199,7 +152,6 @@ def _encoded(users: Users) -> bytes:
     return users.astype("<i8").tobytes()
 
 
-def _commitment(salt: bytes, cohort: Cohort) -> str:
-    # The JSON object ends itself, so no two cohorts have the same encoding.
-    attempt = json.dumps([cohort.run, cohort.round, cohort.attempt]).encode()
-    return hashlib.sha256(salt + attempt + _encoded(cohort.users)).hexdigest()
+def _commitment(salt: bytes, attempt: Attempt, users: Users) -> str:
+    # The JSON array ends itself, so no two cohorts have the same encoding.
+    return hashlib.sha256(salt + json.dumps(attempt).encode() + _encoded(users)).hexdigest()

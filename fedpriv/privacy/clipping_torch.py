@@ -51,14 +51,9 @@ def integer_sum(
 ) -> torch.Tensor:
     """Sum of the contributions of the first users of a chunk, in steps: int64 [D] on their device.
 
+    There is a weight m for each of them, and each has all tensors of the layout but the indicator.
     Guarantees: what a user adds is `Clipping.contribution` of its tensors, and depends on no other
     user's.
-
-    Args:
-        updates: of at least as many users as there are weights; all tensors of the layout but the
-            indicator.
-        clipping: how users are clipped.
-        weights: m of each user, [C].
     """
     layout, device = clipping.layout, _device_of(updates)
     total = torch.zeros(layout.dimension, dtype=torch.float64, device=device)
@@ -118,13 +113,10 @@ def _clip_group(
 def rows_of(
     updates: Updates, layout: Layout, users: int, indicator: str | None = None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The tensors of the first users as rows [c, D] of float64, a few users at a time.
+    """The tensors of the first users, a few users at a time: which, and their rows [c, D] float64.
 
     The tensor of the indicator is left as it is. All rows are in the same memory: on a CPU, fresh
     pages cost more than the arithmetic.
-
-    Yields:
-        Which users, and their rows.
     """
     device = _device_of(updates)
     most = _NUMBERS_CUDA if device.type == "cuda" else _NUMBERS

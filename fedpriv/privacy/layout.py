@@ -71,11 +71,7 @@ class Layout:
         return sum(self.sizes.values())
 
     def flatten(self, tensors: Tensors) -> FloatVector:
-        """Concatenate `tensors` to a new float64 vector [D]; exact for float16, 32 and 64.
-
-        Raises:
-            InvalidValueError: a tensor is missing, unknown, not a float, or of another shape.
-        """
+        """Concatenate `tensors` to a new float64 vector [D]; exact for float16, 32 and 64."""
         if set(tensors) != set(self.names):
             odd = sorted(set(tensors) ^ set(self.names))
             raise InvalidValueError(f"tensors {odd} are missing or unknown; legal is {self.names}")

@@ -96,11 +96,7 @@ def keystream(key: bytes, size: int, *, stream: int = 0, start: int = 0) -> NDAr
     The bytes are AES-256 in counter mode (NIST SP 800-38A, section 6.5) with the initial counter
     stream·2^64, so streams do not overlap. A key is for one draw, so no nonce is needed.
 
-    Args:
-        key: 32 secret bytes; no error message contains them.
-        size: number of bytes, 0 or more.
-        stream: which stream, in [0, 2^64).
-        start: position of the first byte in the stream, with start + size ≤ 2^68.
+    The key is 32 secret bytes, which no error message contains; start + size ≤ 2^68.
     """
     if len(key) != _KEY_BYTES:
         raise InvalidValueError(f"the key has {len(key)} bytes; it must have {_KEY_BYTES}")
@@ -163,10 +159,7 @@ def rounded_gaussian(key: bytes, count: int, stddev: float) -> NDArray[np.int64]
     A normal that the band does not decide costs as much as thousands of others. These are one in
     30,000 up to σ = 2^27, and proportionally more beyond.
 
-    Args:
-        key: 32 secret bytes, used for nothing else.
-        count: number of integers, 0 or more.
-        stddev: σ, in [0, 2^40]; 0 gives zeros.
+    The key is 32 secret bytes, used for nothing else; σ is from 0, which gives zeros, to 2^40.
     """
     if count < 0:
         raise InvalidValueError(f"count is {count}; it must not be negative")

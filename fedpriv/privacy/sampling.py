@@ -68,11 +68,8 @@ class PoissonSampling:
     def draw(self, key: bytes) -> NDArray[np.int64]:
         """Draw the cohort that a key determines: positions in [0, N), ascending; a secret.
 
-        Reads a 64-bit word for each member and one for each G users passed over; memory is twice
-        the cohort and some megabytes, whatever the population.
-
-        Args:
-            key: 32 secret bytes, used for nothing else.
+        The key is 32 secret bytes, used for nothing else. A 64-bit word is read for each member and
+        for each G users passed over; memory is twice the cohort and some megabytes.
         """
         limits = _limits(self.sampling_probability)
         most = limits.size

@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 from fedpriv import __version__
 from fedpriv.accounting.accountant import PrivacyLoss
+from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.pricing import Cost, cost_of
-from fedpriv.accounting.registry import accountant_named
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.budget import merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts

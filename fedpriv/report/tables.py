@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -174,7 +175,7 @@ def print_plan(plan: Plan) -> None:
         noise = f"noise {plan.share_noise_multiplier:.6g} times its clipping norm"
         rows.append(("one more sum query per round", noise, "least that fits"))
         rows.append(("its share of the round", f"{plan.share:.2%}", "largest that fits"))
-    rows.append(("sampling", str(plan.sampled.policy), str(plan.sampled.relation)))
+    rows.append(("sampling", str(plan.sampling.policy), str(plan.sampling.relation)))
     rows.append(("user-level ε", format_epsilon(loss.epsilon), _kind(loss)))
     rows.append(("accountant", loss.accountant, ""))
     title = f"within ε = {plan.target_epsilon:g} at δ = {loss.delta:g}"
@@ -303,7 +304,7 @@ def write_plan(plan: Plan, stream: TextIO) -> None:
     priced = ("epsilon_low", "epsilon", "delta", "accountant")
     content = (
         {name: getattr(plan, name) for name in names.split()}
-        | {"policy": str(plan.sampled.policy), "target_epsilon": plan.target_epsilon}
+        | {"policy": str(plan.sampling.policy), "target_epsilon": plan.target_epsilon}
         | {name: getattr(plan.loss, name) for name in priced}
         | _statement(plan.loss)
     )
@@ -317,7 +318,9 @@ def _query_text(query: SumQueryEvent) -> str:
     text = f"{name}: {query.clipping_norm:.4g}, {query.noise_stddev:.4g}"
     if query.granularity is None:
         return f"{text}; {Arithmetic.FLOATING_POINT}"
-    return f"{text}; {Arithmetic.EXACT}: B = {query.squared_bound}, σ/γ = {query.noise_steps:.4g}"
+    squared_bound = math.floor(Fraction(query.clipping_norm / query.granularity) ** 2)
+    steps = query.noise_stddev / query.granularity
+    return f"{text}; {Arithmetic.EXACT}: B = {squared_bound}, σ/γ = {steps:.4g}"
 
 
 def _sampling_text(sampling: SamplingEvent) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from fedpriv.accounting.registry import epsilon as epsilon_of
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.build import simulated
 from fedpriv.config import load_config
 from fedpriv.errors import InvalidValueError

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.numpy import save
 
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
-from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.build import Experiment
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Ledger
@@ -265,8 +265,8 @@ def _print_result(
     """Print accuracy beside the (ε, δ) of the ledger."""
     privacy, plan, evaluation = experiment.config.privacy, experiment.plan, outcome.evaluation
     with Ledger.open(setup.ledger) as ledger:
-        spent, charges, head = ledger.spent(), list(ledger.charges()), ledger.head
-        of_run, runs = ledger.events(plan.run), ledger.runs()
+        spent, charges, head = ledger.spent(), tuple(ledger.charges()), ledger.head
+    of_run = [charge.event for charge in charges if charge.run == plan.run]
     loss = epsilon_of(spent, privacy.delta, privacy.accountant)
     table = Table(title=plan.run, show_header=False)
     table.add_column(style="bold")
@@ -277,7 +277,7 @@ def _print_result(
     for text in results[-1].metrics_text if results else ():
         table.add_row("private metric before the last round", text)
     table.add_row("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})")
-    if len(runs) > 1:
+    if len(of_run) < len(charges):
         alone = epsilon_of(of_run, privacy.delta, privacy.accountant)
         table.add_row("of which this run alone", format_epsilon(alone.epsilon))
     if of_run:

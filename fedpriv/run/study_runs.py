@@ -26,8 +26,7 @@ from rich.console import Console
 from fedpriv.build import Experiment, on_population
 from fedpriv.data.population import Population
 from fedpriv.data.registry import load_population
-from fedpriv.engine.transport import InProcessTransport
-from fedpriv.engine.workers import computing_with
+from fedpriv.engine.transport import InProcessTransport, computing_with
 from fedpriv.errors import FedprivError, WorkerError
 from fedpriv.run.diagnostics import ObservedTransport
 from fedpriv.run.folder import RunFolder

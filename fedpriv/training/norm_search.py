@@ -28,21 +28,13 @@ _LEAST, _MOST = 1e-6, 1e6  # norms outside count as these
 
 @dataclass(frozen=True)
 class NormQuantile:
-    """What is known of a quantile of the norms of one vector group.
-
-    Attributes:
-        group: name of the group.
-        low: lower end of the interval to search next; because of noise, not certain.
-        high: upper end.
-        estimate: the norm that about the quantile of users stays within.
-        noise_stddev: standard deviation of the noise on the share of users within a threshold.
-    """
+    """What is known of a quantile of the norms of one vector group."""
 
     group: str
-    low: float = _LEAST
+    low: float = _LEAST  # of the interval to search next; because of noise, not certain
     high: float = _MOST
-    estimate: float = math.nan
-    noise_stddev: float = math.inf
+    estimate: float = math.nan  # the norm that about the quantile of users stays within
+    noise_stddev: float = math.inf  # on the share of users within a threshold
 
     @property
     def thresholds(self) -> npt.NDArray[np.float64]:
@@ -62,23 +54,15 @@ class NormQuantile:
         """What is known after a round that released the share of users within each threshold."""
         # Shares grow with the threshold, so the nearest growing sequence has less noise.
         shares, thresholds = isotonic_regression(within).x, self.thresholds
-        above = int(np.searchsorted(shares, quantile))
-        if above in {0, len(thresholds)}:
-            nearest = float(thresholds[min(above, len(thresholds) - 1)])
-        else:
-            low, high = shares[above - 1], shares[above]
-            part = (quantile - low) / max(high - low, 1e-12)
-            ratio = float(thresholds[above] / thresholds[above - 1])
-            nearest = float(thresholds[above - 1]) * ratio**part
+        nearest = float(np.exp(np.interp(quantile, shares, np.log(thresholds))))
         # Up to two standard deviations the quantile is between these; where it is outside of all
         # thresholds, the next ones reach further by as much as these do.
-        surely_below = int(np.searchsorted(shares, quantile - 2 * noise_stddev)) - 1
-        surely_above = int(np.searchsorted(shares, quantile + 2 * noise_stddev))
         reach = self.high / self.low
-        low = self.low / reach if surely_below < 0 else float(thresholds[surely_below])
-        beyond = surely_above == len(thresholds)
-        high = self.high * reach if beyond else float(thresholds[surely_above])
-        return NormQuantile(self.group, max(low, _LEAST), min(high, _MOST), nearest, noise_stddev)
+        ends = np.array([self.low / reach, *thresholds, self.high * reach]).clip(_LEAST, _MOST)
+        below, above = np.searchsorted(shares, quantile + np.array([-2.0, 2.0]) * noise_stddev)
+        low, high = float(ends[below]), float(ends[above + 1])
+        # A threshold may come back from its logarithm a little off.
+        return NormQuantile(self.group, low, high, min(max(nearest, low), high), noise_stddev)
 
 
 def find_quantiles(

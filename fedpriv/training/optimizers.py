@@ -17,7 +17,8 @@ from fedpriv.errors import InvalidValueError
 
 Array = npt.NDArray[np.float64]
 Parameters = Mapping[str, npt.NDArray[np.float32]]
-Average = Moments = Mapping[str, Array]
+Average = Mapping[str, Array]
+Moments = Mapping[str, Array]
 
 
 @dataclass(frozen=True)

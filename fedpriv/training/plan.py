@@ -147,8 +147,7 @@ class TrainingPlan:
         if self.statistics is not None and shapes.get(BATCH_NORM_METRIC) != self.statistics.shape:
             raise InvalidValueError(
                 f"running statistics move by a metric {BATCH_NORM_METRIC!r} of shape "
-                f"{self.statistics.shape}; "
-                f"the plan has {shapes.get(BATCH_NORM_METRIC, 'none')}"
+                f"{self.statistics.shape}; the plan has {shapes.get(BATCH_NORM_METRIC, 'none')}"
             )
         _ = self.mechanism  # groups, shares and sampling that do not fit are refused here
 
@@ -159,18 +158,14 @@ class TrainingPlan:
 
     @cached_property
     def mechanism(self) -> PoissonGaussianMechanism:
-        """The mechanism of the first round, and of every round if clipping norms stay."""
-        return self._mechanism_at(self.clipping_norms)
+        """The mechanism of the first round."""
+        return self.mechanism_at(self.clipping_norms)
 
     def mechanism_at(self, clipping_norms: tuple[float, ...]) -> PoissonGaussianMechanism:
         """The mechanism of a round in which the groups of the update have these clipping norms.
 
         Its noise multiplier is that of the plan, whatever the norms.
         """
-        first = clipping_norms == self.clipping_norms
-        return self.mechanism if first else self._mechanism_at(clipping_norms)
-
-    def _mechanism_at(self, clipping_norms: tuple[float, ...]) -> PoissonGaussianMechanism:
         groups = [
             replace(group, clipping_norm=norm)
             for group, norm in zip(self.groups, clipping_norms, strict=True)

@@ -52,32 +52,20 @@ class Stop(StrEnum):
 class RoundResult:
     """What one round released and what it cost: a line of the metrics; callbacks are given it.
 
-    All of it may be published but for `simulation_only_seconds`. Nothing else depends on users but
-    through the noise.
+    All of it may be published but for `simulation_only_seconds`, the wall time of the round in a
+    simulation, which depends on who took part. Nothing else depends on users but through the noise.
 
-    Attributes:
-        run: name of the run.
-        rounds: T, how many are planned.
-        round: number of the round, from 0.
-        attempt: which attempt at the round succeeded, from 0.
-        charge: hash of the round's row in the ledger.
-        epsilon: ε of all charges of the ledger so far, at `delta`.
-        delta: δ of the budget.
-        clipping_norms: S of each vector group of the update in this round.
-        unclipped: by vector group, the noised fraction of users that were not clipped; empty unless
-            clipping is adaptive.
-        metrics: private averages by name, at the model before the round; a vector is a list.
-        metrics_noise_stddev: standard deviation of the noise in each component of a metric.
-        loss: mean loss of the new model on held-out rows, if it was evaluated.
-        accuracy: its accuracy on held-out rows, if there is one.
-        simulation_only_seconds: wall time of the round in a simulation; None elsewhere. It depends
-            on who took part, and no guarantee covers it.
+    `epsilon` is that of all charges of the ledger so far, at `delta`; `charge` is the hash of this
+    round's. `unclipped` is, by vector group, the noised fraction of users that were not clipped, if
+    clipping is adaptive. `metrics` are private averages by name, at the model before the round (a
+    vector is a list), with the standard deviation of the noise in each component. `loss` and
+    `accuracy` are of the new model on held-out rows, where it was evaluated.
     """
 
     run: str
-    rounds: int
-    round: int
-    attempt: int
+    rounds: int  # T, how many are planned
+    round: int  # from 0
+    attempt: int  # which attempt at the round succeeded, from 0
     charge: str
     epsilon: float
     delta: float
@@ -178,7 +166,7 @@ def run_round(
 
     mechanism = plan.mechanism_at(state.clipping_norms)
     release = private_round(mechanism, plan.run, state.round, collect, records, entropy)
-    epsilon = records.budget.epsilon_of(records.ledger.spent())
+    epsilon = records.ledger.epsilon(records.budget)
     return close_round(plan, state, release, epsilon, records.budget.delta)
 
 

@@ -28,7 +28,7 @@ Kind = TypeVar("Kind", bound=Message)
 
 
 def parse(kind: type[Kind], data: bytes, most: int) -> Kind:
-    """Read a protobuf message of at most so many bytes; total: any other bytes raise WireError."""
+    """Read a protobuf message of at most `most` bytes; total: other bytes raise WireError."""
     at_most(f"bytes in a {kind.__name__}", len(data), most)
     try:
         message: Kind = kind.FromString(data)
@@ -66,12 +66,12 @@ class Legal:
 
 
 def length(least: int, most: int) -> Legal:
-    """So many characters or bytes."""
+    """Texts and bytes of a length within these bounds."""
     return Legal(lambda text: least <= len(text) <= most, f"have {least} to {most}")
 
 
 def below(power: int) -> Legal:
-    """Whole numbers of so many bits."""
+    """Integers from 0 of at most this many bits."""
     return Legal(lambda number: 0 <= number < 2**power, f"be from 0 to 2^{power} - 1")
 
 

@@ -330,7 +330,7 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True)
 class Status:
-    """Where a federation stands; nothing about who was drawn."""
+    """Progress of a federation; says nothing about who was drawn."""
 
     run: Name
     round: UInt32  # the next one, from 0

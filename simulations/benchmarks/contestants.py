@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fedpriv.config import EngineSection
 from fedpriv.data.population import UserStore
 from fedpriv.engine import InProcessTransport, Task
-from fedpriv.engine.losses import cross_entropy
+from fedpriv.engine.task import cross_entropy
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest

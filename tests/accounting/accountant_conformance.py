@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from fedpriv.accounting.accountants import ACCOUNTANTS, Accountant, Bound
 from fedpriv.accounting.policies import (
     every_user_gaussian,
     fixed_size_gaussian,
@@ -19,7 +20,6 @@ from fedpriv.accounting.policies import (
     separated_gaussian,
     shuffled_gaussian,
 )
-from fedpriv.accounting.registry import ACCOUNTANTS, Accountant, Bound
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import (
     NeighbouringRelation,

@@ -20,7 +20,7 @@ from fedpriv.accounting.pld.lattice import (
     Sketch,
     lattice_points,
 )
-from fedpriv.accounting.rounds import Direction
+from fedpriv.accounting.round_counts import Direction
 
 SHAPES = [(1e-6, 1.0), (0.01, 0.5), (0.3, 3.0), (1.0, 1.0)]
 # Steps from a hundredth of the loss's standard deviation to far beyond all losses.

@@ -3,7 +3,7 @@
 from fedpriv.accounting import pld
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.lattice import Pairs
-from fedpriv.accounting.rounds import Rounds
+from fedpriv.accounting.round_counts import Rounds
 
 
 def poisson_pairs(rounds: Rounds) -> Pairs:

@@ -3,12 +3,7 @@
 import pytest
 from accountant_conformance import AccountantConformance, IntervalConformance
 
-from fedpriv.accounting.policies import (
-    fixed_size_gaussian,
-    poisson_gaussian,
-    poisson_replace_gaussian,
-)
-from fedpriv.accounting.registry import (
+from fedpriv.accounting.accountants import (
     ACCOUNTANTS,
     Accountant,
     Bound,
@@ -16,6 +11,11 @@ from fedpriv.accounting.registry import (
     accountant_named,
     delta,
     epsilon,
+)
+from fedpriv.accounting.policies import (
+    fixed_size_gaussian,
+    poisson_gaussian,
+    poisson_replace_gaussian,
 )
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SamplingPolicy

@@ -18,7 +18,7 @@ from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.lattice import Lattice
 from fedpriv.accounting.pld.random_allocation import AllocationPair, allocation_pairs
-from fedpriv.accounting.rounds import Direction, Vector
+from fedpriv.accounting.round_counts import Direction, Vector
 
 ALARM = 1e-9
 """Probability of a false alarm of one simulated test."""

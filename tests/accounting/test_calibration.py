@@ -4,12 +4,12 @@ import math
 
 import pytest
 
+from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.calibration import (
     calibrate_noise_multiplier,
     largest_number,
     largest_probability,
-    largest_rounds,
-    largest_sampling_probability,
+    plan_within,
     smallest_noise,
 )
 from fedpriv.accounting.policies import (
@@ -21,7 +21,6 @@ from fedpriv.accounting.policies import (
     separated_gaussian,
     shuffled_gaussian,
 )
-from fedpriv.accounting.registry import epsilon
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent
 
@@ -34,6 +33,24 @@ BUDGETS = [
     (8.0, 1e-5, 1, 1.0),
     (30.0, 1e-5, 10_000, 1e-3),
 ]
+
+
+def largest_rounds(
+    target: float, delta: float, z: float, q: float, accountant: str = "tight"
+) -> int:
+    def events(number: int) -> list[RoundEvent]:
+        return [poisson_gaussian(q, z, number)]
+
+    return largest_number(target, delta, events, 2**30, accountant)
+
+
+def largest_sampling_probability(
+    target: float, delta: float, rounds: int, z: float, accountant: str = "tight"
+) -> float:
+    def events(q: float) -> list[RoundEvent]:
+        return [poisson_gaussian(q, z, rounds)]
+
+    return largest_probability(target, delta, events, accountant)
 
 
 def price(z: float, rounds: int, q: float, delta: float, accountant: str) -> float:
@@ -191,7 +208,9 @@ def test_out_of_reach_is_an_error(accountant: str) -> None:
 
 def test_too_many_rounds_are_an_error() -> None:
     with pytest.raises(InvalidValueError, match=r"more than 1073741824 rounds"):
-        largest_rounds(100.0, 1e-5, 1000.0, 1e-6, "rdp")
+        plan_within(
+            100.0, 1e-5, sampling_probability=1e-6, noise_multiplier=1000.0, accountant="rdp"
+        )
 
 
 def test_sampling_that_is_no_limit_is_an_error() -> None:

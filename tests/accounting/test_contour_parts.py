@@ -24,7 +24,7 @@ from fedpriv.accounting.contour.saddle_point import (
     plan_at_delta,
     plan_at_epsilon,
 )
-from fedpriv.accounting.rounds import Direction, arrays
+from fedpriv.accounting.round_counts import Direction, arrays
 
 LOG_TAIL = -60.0
 DIRECTIONS = list(Direction)
@@ -163,6 +163,14 @@ class TestShiftedPaths:
         t = 2.0 / math.sqrt(float(tilted.variance[0]))
         fall = tilted.log_mgf[0] - log_mgf_along(tilted, t, 2)[0, 1].real
         assert 0.4 * fall < decay(tilted, t)[0]
+
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    @pytest.mark.parametrize(("q", "z", "c"), [(0.5, 30.0, 3.0), (1.0, 5.0, 1.0), (0.9, 50.0, 9.0)])
+    def test_no_bound_is_below_what_the_nodes_leave_out(self, q, z, c, direction):
+        tilted = tilt(at_nodes(q, z, direction), c)
+        for t in (3.0, 10.0, 30.0, 100.0, 1000.0):
+            bound = decay(tilted, t / math.sqrt(float(tilted.variance[0])))
+            assert math.exp(-bound[0]) >= tilted.losses.beyond_cut[0]
 
     @settings(max_examples=80, deadline=None)
     @given(

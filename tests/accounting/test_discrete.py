@@ -7,7 +7,7 @@ import pytest
 from pair_conformance import nodes_of
 
 from fedpriv.accounting.pld.lattice import DiscreteLaw, Lattice, dominated, dominating
-from fedpriv.accounting.rounds import Direction
+from fedpriv.accounting.round_counts import Direction
 
 P = np.array([0.1, 0.5, 1e-9, 0.4 - 1e-9])
 Q = np.array([0.2, 0.5 - 1e-12, 1e-12, 0.3])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from fedpriv.accounting.accountants import ANALYSES, bounds_of
 from fedpriv.accounting.pld.dominating_pairs import (
     FixedSizePair,
     LargestBatchPair,
@@ -20,8 +21,7 @@ from fedpriv.accounting.policies import (
     separated_gaussian,
     shuffled_gaussian,
 )
-from fedpriv.accounting.registry import ANALYSES, bounds_of
-from fedpriv.ledger.events import NeighbouringRelation, RoundEvent
+from fedpriv.ledger.events import ANALYSED, NeighbouringRelation, RoundEvent
 
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
 EXACT: list[tuple[RoundEvent, PoissonPair | ReplacePair]] = [
@@ -124,6 +124,4 @@ def test_kinds_add_up() -> None:
 
 
 def test_every_legal_event_has_an_analysis() -> None:
-    from fedpriv.ledger.events import _ANALYSED
-
-    assert set(ANALYSES) == set(_ANALYSED)
+    assert set(ANALYSES) == set(ANALYSED)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from poisson_rounds import epsilon_interval
 from scipy.stats import norm
 
+from fedpriv.accounting.accountants import ACCOUNTANTS, Bound, RDPAccountant
 from fedpriv.accounting.policies import every_user_gaussian, fixed_size_gaussian, shuffled_gaussian
 from fedpriv.accounting.rdp import (
     DEFAULT_ORDERS,
@@ -21,7 +22,6 @@ from fedpriv.accounting.rdp import (
     fixed_size_gaussian_rdp,
     subsampled_gaussian_rdp,
 )
-from fedpriv.accounting.registry import ACCOUNTANTS, Bound, RDPAccountant
 from fedpriv.ledger.events import NeighbouringRelation
 
 REPLACE = NeighbouringRelation.REPLACE_ONE

@@ -12,7 +12,7 @@ from test_poisson_pair import poisson_delta
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
 from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair
-from fedpriv.accounting.rounds import Direction
+from fedpriv.accounting.round_counts import Direction
 
 # Where the user, the one that replaces it and somebody else lie, in units of the sensitivity.
 TRIPLES = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.5, -0.5, 0.0), (1.0, 0.3, 0.0), (0.2, -0.7, 0.1)]

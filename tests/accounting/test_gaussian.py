@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from poisson_rounds import epsilon_interval
 
 from fedpriv.accounting import gaussian
-from fedpriv.accounting.rounds import unsampled_noise_multiplier
+from fedpriv.accounting.round_counts import unsampled_noise_multiplier
 from fedpriv.errors import InvalidValueError
 
 NOISE = (0.05, 0.3, 0.9, 1.0, 1.1, 4.0, 100.0, 1e4, 1e6)

@@ -12,7 +12,7 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from fedpriv.accounting import classical, gaussian
-from fedpriv.accounting.rounds import unsampled_noise_multiplier
+from fedpriv.accounting.round_counts import unsampled_noise_multiplier
 from fedpriv.errors import InvalidValueError
 
 ALPHA = np.linspace(0.0, 1.0, 2001)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.lattice import Lattice, _spaced, lattice_points
-from fedpriv.accounting.rounds import Direction
+from fedpriv.accounting.round_counts import Direction
 
 
 @settings(max_examples=100, deadline=None)

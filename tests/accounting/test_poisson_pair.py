@@ -7,7 +7,7 @@ from pair_conformance import PairConformance, delta_of, losses
 
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair, sample_at
 from fedpriv.accounting.pld.lattice import Lattice
-from fedpriv.accounting.rounds import Direction
+from fedpriv.accounting.round_counts import Direction
 
 
 def poisson_delta(q: float, z: float, epsilon: float, direction: Direction) -> float:

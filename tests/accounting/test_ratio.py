@@ -21,7 +21,7 @@ from fedpriv.accounting.pld.random_allocation import (
     spread,
     sum_of_ratios,
 )
-from fedpriv.accounting.rounds import Vector
+from fedpriv.accounting.round_counts import Vector
 
 Law = list[tuple[Fraction, Fraction]]
 few = settings(max_examples=40, deadline=None)

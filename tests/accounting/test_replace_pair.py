@@ -14,7 +14,7 @@ from scipy.stats import norm
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair, ReplacePair
-from fedpriv.accounting.rounds import Direction
+from fedpriv.accounting.round_counts import Direction
 
 
 def replace_delta(q: float, z: float, epsilon: float) -> float:

@@ -14,7 +14,7 @@ from fedpriv.accounting.pld.queries import (
     _cumulant,
     _resolved,
 )
-from fedpriv.accounting.rounds import Direction
+from fedpriv.accounting.round_counts import Direction
 
 CASES = [((0.01, 1.0), 2.5, Direction.REMOVE), ((0.3, 2.0), 4.0, Direction.ADD)]
 

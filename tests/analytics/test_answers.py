@@ -22,7 +22,7 @@ from tests.analytics.people import (
 )
 
 UNBIASED = QUESTIONS[:5]
-ROUNDS = 2000
+ROUNDS = 1000
 
 
 def test_without_noise_and_sampling_answers_are_the_truth() -> None:
@@ -63,10 +63,10 @@ def test_answers_are_unbiased_over_all_cohorts(q: float) -> None:
 def test_answers_are_unbiased_over_seeded_rounds(z: float) -> None:
     users = some_people(80, seed=4)
     asked, truth = survey(80, 0.5, z, questions=UNBIASED), exact(survey(80), users)
-    rounds = [released(asked, users, seed) for seed in range(ROUNDS)]
+    rounds = [released(asked, users, seed) for seed in range(2 * ROUNDS)]
     for question in UNBIASED:
         values = np.array([answers[question.name].value for answers in rounds])
-        error = values.std(0) / math.sqrt(ROUNDS)
+        error = values.std(0) / math.sqrt(2 * ROUNDS)
         away = (values.mean(0) - truth[question.name].value) / error
         assert np.all(np.abs(away) < 5.5), question.name
         shrunk = (0.8 * values.mean(0) - truth[question.name].value) / error

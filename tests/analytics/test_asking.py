@@ -100,7 +100,7 @@ def test_the_budget_is_that_of_all_runs_of_the_ledger(tmp_path: Path) -> None:
             )
         with pytest.raises(BudgetExceededError):
             ask(survey(40, 0.5, 1.0), USERS, records, SeededEntropy(0))
-        assert records.ledger.runs() == ["one", "two"]
+        assert [row.run for row in records.ledger.charges()] == ["one", "two"]
 
 
 def test_asking_again_is_a_new_attempt_with_fresh_cohort_noise_and_charge(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import (
     every_user_gaussian,
     poisson_gaussian,
     poisson_replace_gaussian,
 )
-from fedpriv.accounting.registry import epsilon
 from fedpriv.clients.audit import Examined, charged_already, confirm, examine, price_with
 from fedpriv.clients.journal import Journal
 from fedpriv.errors import AuditError, InvalidValueError
@@ -75,7 +75,7 @@ class Pair:
 @pytest.fixture
 def both(tmp_path):
     with (
-        Ledger.create(tmp_path / "ledger", "people") as ledger,
+        Ledger.open_or_create(tmp_path / "ledger", "people") as ledger,
         Journal.open(tmp_path / "journal") as journal,
     ):
         yield Pair(ledger, journal)
@@ -95,7 +95,7 @@ class TestExamining:
         assert (both.examined().epsilon, both.examined().ledger.rows) == (0.0, ())
 
     def test_a_ledger_of_another_population_is_refused(self, both, tmp_path):
-        with Ledger.create(tmp_path / "other", "others") as ledger:
+        with Ledger.open_or_create(tmp_path / "other", "others") as ledger:
             other = read(ledger)
         with pytest.raises(AuditError, match="not of population 'people'"):
             examine(other, WELCOME, both.journal, DELTA)
@@ -103,7 +103,7 @@ class TestExamining:
 
     def test_a_ledger_in_place_of_another_is_refused(self, both, tmp_path):
         both.examined()
-        with Ledger.create(tmp_path / "other", "people") as ledger:
+        with Ledger.open_or_create(tmp_path / "other", "people") as ledger:
             other = read(ledger)
         with pytest.raises(AuditError, match=f"and now has {other.ledger_id}: what was spent"):
             examine(other, WELCOME, both.journal, DELTA)
@@ -317,8 +317,8 @@ class TestHistories:
         folder = tmp_path_factory.mktemp("history")
         missing = data.draw(st.integers(0, len(rounds) - 1))
         with (
-            Ledger.create(folder / "honest", "people") as honest,
-            Ledger.create(folder / "lying", "people") as lying,
+            Ledger.open_or_create(folder / "honest", "people") as honest,
+            Ledger.open_or_create(folder / "lying", "people") as lying,
             Journal.open(folder / "journal") as journal,
             Journal.open(folder / "journal of another") as other,
         ):

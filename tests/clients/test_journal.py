@@ -178,7 +178,7 @@ class TestFile:
                 assert len(journal.taken_part("people")) == 1
 
     def test_what_is_no_journal_is_refused(self, tmp_path):
-        Ledger.create(tmp_path / "ledger", "people").close()
+        Ledger.open_or_create(tmp_path / "ledger", "people").close()
         (tmp_path / "ledger").chmod(0o600)
         (tmp_path / "text").write_text("text" * 999)
         (tmp_path / "text").chmod(0o600)

@@ -594,7 +594,7 @@ EVENT = poisson_gaussian(0.5, 1.0, population=100)
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
-    with Ledger.create(tmp_path / "ledger.sqlite", "people") as opened:
+    with Ledger.open_or_create(tmp_path / "ledger.sqlite", "people") as opened:
         yield opened
 
 
@@ -657,7 +657,7 @@ def test_a_total_epsilon_is_held_to_the_nodes_own_reading(
 def test_a_ledger_that_cannot_be_believed_is_declined_until_it_can(
     play: Callable[[Act], None], ledger: Ledger, tmp_path: Path, ledger_sent: str
 ) -> None:
-    with Ledger.create(tmp_path / "another.sqlite", "people") as another:
+    with Ledger.open_or_create(tmp_path / "another.sqlite", "people") as another:
         swapped = exported(another)
 
     async def act(scene: Scene) -> None:
@@ -688,7 +688,7 @@ def test_a_ledger_that_cannot_be_believed_is_declined_until_it_can(
 def test_a_ledger_that_cannot_be_believed_at_the_end_is_an_error_of_once(
     play: Callable[[Act], None], ledger: Ledger, tmp_path: Path
 ) -> None:
-    with Ledger.create(tmp_path / "another.sqlite", "people") as another:
+    with Ledger.open_or_create(tmp_path / "another.sqlite", "people") as another:
         swapped = exported(another)
 
     async def act(scene: Scene) -> None:

@@ -12,8 +12,7 @@ from transport_conformance import TransportConformance
 from fedpriv.clients.training import Trainer
 from fedpriv.data.population import UserStore
 from fedpriv.data.synthetic import synthetic_population
-from fedpriv.engine.losses import cross_entropy
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping

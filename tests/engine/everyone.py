@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.losses import cross_entropy
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Metric

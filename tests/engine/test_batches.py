@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import Examples, Rung, Schedule, by_rung, counted, ladder, schedule
-from fedpriv.engine.losses import cross_entropy
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.privacy.round import LocalTraining
 
 KEY = bytes(range(32))

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.separability import separable_layers
-from fedpriv.engine.task import Task, check_task
+from fedpriv.engine.task import Task, check_task, cross_entropy
 from fedpriv.models import CharacterMLP, build_model
 
 SIZES = {"alphabet": 7, "width": 4}

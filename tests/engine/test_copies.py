@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fedpriv.engine.losses import cross_entropy
-from fedpriv.engine.task import Task, check_task
+from fedpriv.engine.task import Task, check_task, cross_entropy
 from fedpriv.errors import ModelError
 from fedpriv.models import MODELS, build_model
 

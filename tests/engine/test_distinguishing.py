@@ -12,10 +12,9 @@ from federation import open_records
 from scipy.stats import binomtest
 from torch import nn
 
-from fedpriv.accounting.registry import delta
+from fedpriv.accounting.accountants import delta
 from fedpriv.data.population import UserStore
-from fedpriv.engine.losses import cross_entropy
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy.layout import Layout, flat

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from fedpriv.engine import matmul
-from fedpriv.engine.losses import cross_entropy
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.models import cnn, mlp
 from fedpriv.privacy.round import LocalTraining

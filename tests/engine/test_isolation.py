@@ -19,8 +19,7 @@ from fedpriv.engine import isolation as module
 from fedpriv.engine import matmul
 from fedpriv.engine import trainer as trainer_module
 from fedpriv.engine.batches import Rung, by_rung
-from fedpriv.engine.losses import cross_entropy
-from fedpriv.engine.task import RoundParameters, Task
+from fedpriv.engine.task import RoundParameters, Task, cross_entropy
 from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import ModelError

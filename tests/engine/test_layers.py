@@ -12,12 +12,10 @@ from torch.nn import functional
 
 from fedpriv.engine import layers as module
 from fedpriv.engine.batches import Batches, by_rung, schedule
-from fedpriv.engine.local_training import train_chunk
-from fedpriv.engine.losses import cross_entropy
-from fedpriv.engine.low_rank import train_layers_chunk
+from fedpriv.engine.local_training import train_chunk, train_layers_chunk
 from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.separability import separable_layers
-from fedpriv.engine.task import RoundParameters, Task
+from fedpriv.engine.task import RoundParameters, Task, cross_entropy
 from fedpriv.models import cnn, mlp, softmax_regression
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates
 from fedpriv.privacy.round import LocalTraining
@@ -250,6 +248,8 @@ KINDS = {
         SIX,
         {"0": 1, "2": 1},
     ),
+    "masked": (Masked, SIX, {"layer": 1}),
+    "turned": (Turned, SIX, {"layer": 1}),
     "branches": (Branches, SIX, {"one": 1, "two": 1}),
 }
 
@@ -281,34 +281,6 @@ def test_models_that_only_call_known_layers_qualify(
     assert (found.rows if found else None) == rows
     if found:
         assert set(found.trained) >= set(found.rows)
-
-
-@pytest.mark.parametrize(
-    ("model", "example", "entrance"),
-    [
-        (mlp(), torch.zeros(1, 1, 28, 28), "1"),
-        (nn.Linear(6, 3), SIX, ""),
-        (pieces(), SIX, "1"),
-        (nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)), SIX, "0"),
-        (nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3)), SIX, None),
-        (nn.Sequential(nn.ReLU(), nn.Linear(6, 3)), SIX, None),
-        (nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 3)), SIX, None),
-        (Bounded(), SIX, None),
-        (Branches(), SIX, None),
-        (Masked(), SIX, None),
-        (Branching(), SIX, None),
-        (Turned(), SIX, None),
-        (in_place(), IMAGE, None),
-        (frozen_trunk(), SIX, None),
-        (Language(), SENTENCE, None),
-    ],
-)
-def test_a_layer_by_which_all_examples_enter_as_they_are_is_known(
-    model: nn.Module, example: torch.Tensor, entrance: str | None
-) -> None:
-    found = separable_layers(Task(model, cross_entropy), example, target_of(example))
-    assert found is not None
-    assert found.entrance == entrance
 
 
 def test_corrections_pay_while_users_have_few_examples() -> None:

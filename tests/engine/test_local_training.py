@@ -9,8 +9,7 @@ from torch import nn
 
 from fedpriv.engine import layers as engine_layers
 from fedpriv.engine.local_training import Algorithm, algorithm_of
-from fedpriv.engine.losses import cross_entropy
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.privacy.round import LocalTraining
 from tests.engine.everyone import request_under, total_of, users_of
@@ -25,8 +24,8 @@ class SignTraining(LocalTraining):
     decay: float = 1.0
 
 
-class SignSGD(Algorithm):
-    linear, plain, memories = False, False, 1
+class SignDescent(Algorithm):
+    linear, memories = False, 1
 
     def __init__(self, local: SignTraining) -> None:
         self.learning_rate, self.decay = local.learning_rate, local.decay
@@ -34,15 +33,15 @@ class SignSGD(Algorithm):
     def direction(
         self,
         gradient: torch.Tensor,
-        place: tuple[torch.Tensor, torch.Tensor] | None,
+        displacement: torch.Tensor | None,
         memory: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert (place is None) == (memory is None)  # in the first step
+        assert (displacement is None) == (memory is None)  # in the first step
         scale = torch.ones_like(gradient) if memory is None else memory * self.decay
         return gradient.sign() * scale, scale
 
 
-algorithm_of.register(SignTraining, SignSGD)
+algorithm_of.register(SignTraining, SignDescent)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -78,11 +77,11 @@ def test_an_algorithm_from_outside_trains_users(
         np.testing.assert_allclose(found[name], update, atol=5e-6)
 
 
-def test_settings_without_an_algorithm_of_their_own_are_sgd() -> None:
+def test_settings_without_an_algorithm_of_their_own_are_gradient_descent() -> None:
     @dataclass(frozen=True)
     class Named(LocalTraining):
         name: str = ""
 
     algorithm = algorithm_of(Named(0.5, steps=1, name="mine"))
-    assert (algorithm.learning_rate, algorithm.linear, algorithm.plain) == (0.5, True, True)
+    assert (algorithm.learning_rate, algorithm.linear, algorithm.memories) == (0.5, True, 0)
     assert algorithm_of(replace(Named(0.5, steps=1), momentum=0.9)).memories == 1

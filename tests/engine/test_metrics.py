@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.engine.losses import cross_entropy, squared_error
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Task, cross_entropy, squared_error
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import Metric
@@ -179,8 +178,8 @@ def test_checking_leaves_model_and_generator_alone() -> None:
 
 
 def test_own_metrics_are_imported_by_name_and_nothing_else_is() -> None:
-    names = ["loss", "update-norms:update", "fedpriv.engine.losses:squared_error"]
-    assert own_metrics(names) == {"fedpriv.engine.losses:squared_error": squared_error}
+    names = ["loss", "update-norms:update", "fedpriv.engine.task:squared_error"]
+    assert own_metrics(names) == {"fedpriv.engine.task:squared_error": squared_error}
     for name in ("nowhere:metric", "fedpriv.models:none"):
         with pytest.raises(ModelError, match=f"metric '{name}' cannot be imported"):
             own_metrics([name])

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.separability import separable_layers
-from fedpriv.engine.task import Task, check_task
+from fedpriv.engine.task import Task, check_task, cross_entropy
 from fedpriv.errors import ModelError
 from fedpriv.models import mlp
 

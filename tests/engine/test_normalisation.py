@@ -9,13 +9,13 @@ from torch import nn
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import Examples, by_rung, schedule
-from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.metrics import Measuring, check_metrics, metric, user_metrics
 from fedpriv.engine.task import (
     RoundParameters,
     RunningNorm,
     Task,
     check_task,
+    cross_entropy,
     running_norms,
     without_batch_norm,
 )

@@ -14,13 +14,11 @@ from torch import nn
 from fedpriv.data.population import UserStore
 from fedpriv.engine import layers as engine_layers
 from fedpriv.engine.batches import Batches
-from fedpriv.engine.local_training import train_chunk
-from fedpriv.engine.losses import cross_entropy
-from fedpriv.engine.low_rank import train_layers_chunk
+from fedpriv.engine.local_training import train_chunk, train_layers_chunk
 from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.separability import separable_layers
-from fedpriv.engine.task import Activations, RoundParameters, Task, activations_named
+from fedpriv.engine.task import Activations, RoundParameters, Task, activations_named, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.models import build_model

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.engine.losses import LOSSES, cross_entropy, find_loss, squared_error
-from fedpriv.engine.task import Task, check_task
+from fedpriv.engine.task import LOSSES, Task, check_task, cross_entropy, find_loss, squared_error
 from fedpriv.errors import ModelError
 from fedpriv.models import MODELS, build_model
 
@@ -108,7 +107,7 @@ def test_losses_by_name() -> None:
     assert find_loss("squared-error") is squared_error
     outputs = torch.tensor([[1.0, 2.0], [0.0, 0.0]])
     np.testing.assert_array_equal(squared_error(outputs, outputs + 2).numpy(), np.full((2, 2), 4.0))
-    assert find_loss("fedpriv.engine.losses:cross_entropy") is LOSSES["cross-entropy"]
+    assert find_loss("fedpriv.engine.task:cross_entropy") is LOSSES["cross-entropy"]
     for name, message in [
         ("cross-entropi", "did you mean 'cross-entropy'"),
         ("fedpriv.models:none", "cannot be imported"),

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedpriv.engine.losses import cross_entropy
-from fedpriv.engine.task import RoundParameters, Task
+from fedpriv.engine.task import RoundParameters, Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.clipping_torch import clip_rows

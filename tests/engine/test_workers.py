@@ -20,10 +20,8 @@ from torch import nn
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine import transport as module
-from fedpriv.engine import workers
-from fedpriv.engine.losses import cross_entropy
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.trainer import ChunkSum, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import WorkerError
@@ -79,11 +77,7 @@ def test_sums_are_those_of_one_process_to_the_last_bit() -> None:
     assert summed(transport.collect(request)) == expected
 
 
-@pytest.mark.parametrize("slack", [2**16, 0])
-def test_requests_and_sums_of_any_size_find_their_way(
-    slack: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers, "_SLACK", slack)  # 0: a longer one takes new processes
+def test_requests_and_sums_of_any_size_find_their_way() -> None:
     transport, request = parts()
     before = request.clipping
     indicator = Indicator.of(before.groups)
@@ -128,7 +122,7 @@ def test_the_text_of_an_exception_stays_there(
             raise ValueError("7 of user 3")
         except ValueError:
             logging.getLogger("some.library").exception("no %s", "luck")
-        return ChunkSum("", 0, torch.zeros(request.clipping.layout.dimension), 0)
+        return ChunkSum(merged("", (), request.clipping.layout.dimension))
 
     monkeypatch.setattr(Trainer, "sum_of", logs)
     transport, request = parts()
@@ -155,10 +149,10 @@ def test_users_may_be_mapped_from_files_which_stay_nobody_elses(tmp_path: Path) 
 def test_they_end_with_a_process_that_is_killed(seconds: int) -> None:
     program = (
         "import multiprocessing, os, signal, threading, time\n"
-        "import torch\n"
         "from fedpriv.engine.trainer import ChunkSum, Trainer\n"
+        "from fedpriv.privacy.round import merged\n"
         "from tests.engine.test_workers import parts, torch_threads\n"
-        f"zero = lambda *_: time.sleep({seconds}) or ChunkSum('', 0, torch.zeros(dimension), 0)\n"
+        f"zero = lambda *_: time.sleep({seconds}) or ChunkSum(merged('', (), dimension))\n"
         "Trainer.sum_of = zero\n"
         "with torch_threads(2):\n"
         "    transport, request = parts()\n"

@@ -47,7 +47,7 @@ def test_illegal_proposals_name_the_value(changes, message):
 class TestReceipt:
     @pytest.fixture
     def receipt(self, tmp_path):
-        with Ledger.create(tmp_path / "ledger", "users") as ledger:
+        with Ledger.open_or_create(tmp_path / "ledger", "users") as ledger:
             return ledger.charge(propose("a", 3, 1))
 
     def test_names_what_was_charged(self, receipt):

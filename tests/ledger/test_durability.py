@@ -65,8 +65,8 @@ with Ledger.open(folder / "ledger") as ledger, ParticipationRecord.open(folder /
 
 @pytest.mark.parametrize("observed", disk_calls.OBSERVERS)
 def test_cohorts_and_charges_are_on_the_disk_when_their_calls_return(tmp_path, observed):
-    Ledger.create(tmp_path / "ledger", "users").close()
-    ParticipationRecord.create(tmp_path / "who").close()
+    Ledger.open_or_create(tmp_path / "ledger", "users").close()
+    ParticipationRecord.open_or_create(tmp_path / "who").close()
     calls = observed(RECORDER, tmp_path)
     marks = [n for n, call in enumerate(calls) if call.path.name in {"asked", "returned"}]
     assert [calls[n].path.name for n in marks] == ["asked", "returned"] * 2 * CHARGES
@@ -82,7 +82,7 @@ def test_cohorts_and_charges_are_on_the_disk_when_their_calls_return(tmp_path, o
 
 
 def test_sqlite_is_told_to_wait_for_the_disk(path):
-    with Ledger.create(path, "users") as ledger:
+    with Ledger.open_or_create(path, "users") as ledger:
         for setting, value in (("synchronous", 2), ("fullfsync", 1)):
             assert tuple(ledger._database.read(f"PRAGMA {setting}")[0]) == (value,)
 
@@ -95,7 +95,7 @@ class TestCreating:
             synced.append((os.fstat(descriptor).st_ino, path.exists()))
 
         monkeypatch.setattr(os, "fsync", record)
-        Ledger.create(path, "users").close()
+        Ledger.open_or_create(path, "users").close()
         assert synced == [(path.stat().st_ino, False), (path.parent.stat().st_ino, True)]
 
     def test_a_file_appears_whole_or_not_at_all(self, path, monkeypatch):
@@ -104,7 +104,7 @@ class TestCreating:
 
         monkeypatch.setattr(os, "fsync", fail)
         with pytest.raises(LedgerError, match="cannot be created: disk is gone"):
-            Ledger.create(path, "users")
+            Ledger.open_or_create(path, "users")
         assert list(path.parent.iterdir()) == []
 
     def test_many_may_open_or_create_at_once(self, path):
@@ -135,7 +135,7 @@ with Ledger.open(Path(sys.argv[1])) as ledger:
 
 
 def test_kill_9_loses_no_charge_that_returned(path):
-    Ledger.create(path, "users").close()
+    Ledger.open_or_create(path, "users").close()
     moments = random.Random(1)
     returned = []
     for killed in range(1, 6):
@@ -181,7 +181,7 @@ def out_of_pages(ledger, path):
 
 @pytest.mark.parametrize("shortage", [full, out_of_pages])
 def test_a_full_disk_charges_nothing(path, shortage):
-    with Ledger.create(path, "users") as ledger:
+    with Ledger.open_or_create(path, "users") as ledger:
         ledger.charge(propose(0))
         head = ledger.head
         with (
@@ -202,13 +202,13 @@ def test_a_full_disk_charges_nothing(path, shortage):
 
 class TestFilesThatGoAway:
     def test_nothing_is_charged_to_a_file_that_no_path_leads_to(self, path):
-        with Ledger.create(path, "users") as ledger:
+        with Ledger.open_or_create(path, "users") as ledger:
             path.rename(path.with_name("elsewhere"))
             with pytest.raises(LedgerError, match="moved or replaced"):
                 ledger.charge(propose(0))
 
     def test_nothing_is_charged_to_a_file_that_was_replaced(self, path):
-        with Ledger.create(path, "users") as ledger:
+        with Ledger.open_or_create(path, "users") as ledger:
             copy = shutil.copy(path, path.with_name("copy"))
             copy.replace(path)
             with pytest.raises(LedgerError, match="moved or replaced"):
@@ -216,7 +216,7 @@ class TestFilesThatGoAway:
 
     def test_another_folder_for_the_process_changes_nothing(self, path, monkeypatch):
         monkeypatch.chdir(path.parent)
-        with Ledger.create(path.relative_to(path.parent), "users") as ledger:
+        with Ledger.open_or_create(path.relative_to(path.parent), "users") as ledger:
             monkeypatch.chdir("/")
             ledger.charge(propose(0))
             ledger.verify()
@@ -224,7 +224,7 @@ class TestFilesThatGoAway:
 
 def test_a_ledger_that_is_locked_for_too_long_says_so(path, monkeypatch):
     monkeypatch.setattr("fedpriv.ledger.database._BUSY_SECONDS", 0.01)
-    with Ledger.create(path, "users") as ledger:
+    with Ledger.open_or_create(path, "users") as ledger:
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             with pytest.raises(LedgerError, match="locked"):

@@ -26,7 +26,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def record(path):
-    with ParticipationRecord.create(path) as record:
+    with ParticipationRecord.open_or_create(path) as record:
         yield record
 
 
@@ -127,7 +127,7 @@ class TestSecrecy:
     def test_only_the_owner_can_use_its_files(self, path):
         mask = os.umask(0)
         try:
-            with ParticipationRecord.create(path) as record:
+            with ParticipationRecord.open_or_create(path) as record:
                 record.record("r", 0, 0, np.arange(5))
                 modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in path.parent.iterdir()}
         finally:
@@ -138,7 +138,7 @@ class TestSecrecy:
 
     @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o666])
     def test_a_file_that_others_can_use_is_refused(self, path, mode):
-        ParticipationRecord.create(path).close()
+        ParticipationRecord.open_or_create(path).close()
         path.chmod(mode)
         for attempt in (ParticipationRecord.open, ParticipationRecord.open_or_create):
             with pytest.raises(LedgerError, match=rf"mode {mode:04o}\); it must have mode 0600"):
@@ -147,7 +147,7 @@ class TestSecrecy:
         ParticipationRecord.open(path).close()
 
     def test_a_ledger_is_no_participation_record(self, tmp_path):
-        Ledger.create(tmp_path / "ledger", "users").close()
+        Ledger.open_or_create(tmp_path / "ledger", "users").close()
         (tmp_path / "ledger").chmod(0o600)
         with pytest.raises(LedgerError, match="is not a participation record"):
             ParticipationRecord.open(tmp_path / "ledger")
@@ -161,7 +161,7 @@ class TestSecrecy:
 class TestWithALedger:
     @pytest.fixture
     def ledger(self, tmp_path):
-        with Ledger.create(tmp_path / "ledger", "users") as ledger:
+        with Ledger.open_or_create(tmp_path / "ledger", "users") as ledger:
             yield ledger
 
     @staticmethod

@@ -49,7 +49,7 @@ def proposal(number):
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     path = tmp_path_factory.mktemp("ledger") / "original"
-    with Ledger.create(path, "users") as ledger:
+    with Ledger.open_or_create(path, "users") as ledger:
         for number in range(ROWS):
             ledger.charge(proposal(number))
         ledger.verify()
@@ -136,13 +136,14 @@ class TestChangedCells:
     @pytest.mark.parametrize(("column", "value"), [("text", "{}"), ("text", 7), ("hash", "x")])
     def test_of_what_names_the_ledger(self, path, raw, column, value):
         raw.execute(f"UPDATE chain SET {column} = ? WHERE position = 0", (value,))
-        with pytest.raises(LedgerError, match=r"first line of a ledger|names the ledger"):
+        with pytest.raises(LedgerError, match=r"first line of a ledger|identifies the ledger"):
             Ledger.open(path)
 
     def test_of_what_names_the_ledger_with_its_digest(self, path, raw):
         rewrite(raw, 0, text_of(raw, 0).replace("users", "others"))
         assert complaint(path) == (
-            f"{name(1)} does not follow the text that names the ledger: one of them was replaced"
+            f"{name(1)} does not follow the text that identifies the ledger: "
+            "one of them was replaced"
         )
 
     def test_of_the_hash_of_the_head(self, path, raw):

@@ -91,7 +91,7 @@ def made_up(
     simulation_only: Sequence[SimulationOnlyRound] = (),
 ) -> RunRecord:
     """A run with these charges in a real ledger, and these rounds."""
-    with Ledger.create(path, population) as ledger:
+    with Ledger.open_or_create(path, population) as ledger:
         for number, event in enumerate(events):
             ledger.charge(ProposedCharge(name, number, 0, randomness, event, "0" * 64))
         head = ledger.head

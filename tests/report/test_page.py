@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from scipy.stats import norm
 
+from fedpriv.accounting.accountants import ACCOUNTANTS
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.accounting.pricing import read_ledger
-from fedpriv.accounting.registry import ACCOUNTANTS
-from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
     NeighbouringRelation,

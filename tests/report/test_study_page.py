@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.pricing import read_ledger
-from fedpriv.accounting.registry import epsilon as epsilon_of
 from fedpriv.run.folder import RunFolder
 from fedpriv.studies import read_study
 from fedpriv.studies.results import (

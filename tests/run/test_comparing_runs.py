@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.accounting.registry import epsilon
 from fedpriv.data.registry import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.ledger.ledger import Ledger, ProposedCharge

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.engine.losses import cross_entropy, squared_error
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Task, cross_entropy, squared_error
 from fedpriv.run.evaluation import Evaluator
 
 CPU = torch.device("cpu")

@@ -33,16 +33,16 @@ class SignSGD(LocalTraining):
 
 
 class Sign(Algorithm):
-    linear = plain = False
+    linear = False
     memories = 0
 
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = learning_rate
 
     def direction(
-        self, gradient: torch.Tensor, place: object, memory: torch.Tensor | None
+        self, gradient: torch.Tensor, displacement: object, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        del place, memory
+        del displacement, memory
         return gradient.sign(), None
 
 

@@ -18,9 +18,8 @@ from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.server import certificates
 from fedpriv.server.authentication import Authentication, Identify, RateLimit, by_certificate
-from fedpriv.server.certificates import fingerprint_of
 from fedpriv.server.deployment import GrpcTransport, Patience
-from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
+from fedpriv.server.enrolment import EnrolledCertificates, Enrolment, fingerprint_of
 from fedpriv.server.listener import Address, Listener, listening, tls_credentials
 from fedpriv.server.monitoring import Monitor
 from fedpriv.server.service import Service, TransferLimits

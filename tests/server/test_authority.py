@@ -14,7 +14,8 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.certificates import YEAR, fingerprint_of, init, issue, issue_server, load_ca
+from fedpriv.server.certificates import YEAR, init, issue, issue_server, load_ca
+from fedpriv.server.enrolment import fingerprint_of
 
 NOW = datetime.now(UTC)
 DAY = timedelta(days=1)

@@ -21,8 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.certificates import check_node_name, fingerprint_of, init, issue, load_ca
-from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
+from fedpriv.server.certificates import init, issue, load_ca
+from fedpriv.server.enrolment import (
+    CertificateError,
+    EnrolledCertificates,
+    Enrolment,
+    check_node_name,
+    fingerprint_of,
+)
 
 NOW = datetime.now(UTC) + timedelta(hours=1)  # after what these tests issue
 DAY = timedelta(days=1)

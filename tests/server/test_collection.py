@@ -126,8 +126,8 @@ def test_attempts_of_one_number_are_told_apart() -> None:
         ("silo", Answer(RUN, summed(0)), None),
         ("silo", Answer(RUN, summed(2)), None),
         ("silo", Answer(RUN, summed(3)), "more users than were drawn"),
-        ("five", Answer(RUN, summed(1)), "no answer of this node is awaited"),
-        ("nobody", Answer(RUN, summed(1)), "no answer of this node is awaited"),
+        ("five", Answer(RUN, summed(1)), "the server is not waiting for an answer of this node"),
+        ("nobody", Answer(RUN, summed(1)), "the server is not waiting for an answer of this node"),
         ("four", Answer(replace(RUN, attempt=0), summed(1)), "another round or attempt"),
         ("four", Answer(replace(RUN, attempt=2), Decline("no")), "another round or attempt"),
         ("four", Answer(replace(RUN, round=2), summed(1)), "another round or attempt"),
@@ -165,7 +165,7 @@ def test_an_answer_counts_once_in_whatever_order() -> None:
         assert not await it.settle("four", None)
         assert (
             it.refusal("four", to(it, Answer(RUN, summed(1))))
-            == "no answer of this node is awaited"
+            == "the server is not waiting for an answer of this node"
         )
         assert await it.settle("five", None)
         assert not await it.settle("five", of("five"))

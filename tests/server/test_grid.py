@@ -337,15 +337,21 @@ HOSTILE: dict[str, App] = {
 }
 
 
+@pytest.fixture(scope="module")
+def of_others(folder: Path) -> np.ndarray:
+    """The sum of the users who are not at the silo."""
+    with enrolled(folder) as (_, transport):
+        return total_of(transport, request_to([4, 5]))
+
+
 @pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_reply_counts_as_zero_and_harms_nobody(
-    folder: Path, hostile: App, caplog: pytest.LogCaptureFixture
+    folder: Path, of_others: np.ndarray, hostile: App, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = request_to([0, 1, 4, 5])
     with enrolled(folder, {"silo": hostile}) as (_, transport):
         total = total_of(transport, request)
-    with enrolled(folder) as (_, transport):
-        np.testing.assert_array_equal(total, total_of(transport, request_to([4, 5])))
+    np.testing.assert_array_equal(total, of_others)
     assert total.any()
     assert SECRET not in caplog.text
 

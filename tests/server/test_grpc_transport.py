@@ -178,7 +178,9 @@ def test_an_answer_counts_once_and_repetitions_are_refused(alone: Site) -> None:
         total = collected(alone.transport(), request_to([0, 4]))
         assert kept.pop().accepted
         (again,) = made["four"].receipts
-        assert again == wire.Receipt(accepted=False, reason="no answer of this node is awaited")
+        assert again == wire.Receipt(
+            accepted=False, reason="the server is not waiting for an answer of this node"
+        )
         np.testing.assert_array_equal(total, of_users([0, 4]))
 
         def replays(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:

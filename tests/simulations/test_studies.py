@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.engine.losses import find_loss
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Task, find_loss
 from fedpriv.studies.study import load_study
 from simulations import dealt_mnist, two_scanners
 from simulations.small_cnn import small_cnn

@@ -9,8 +9,7 @@ from federation import LAYOUT, PARAMETERS, FakeTransport, make_plan, open_record
 from torch import nn
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.losses import cross_entropy
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import BudgetExceededError, InvalidValueError
 from fedpriv.privacy.gaussian_mechanism import Metric

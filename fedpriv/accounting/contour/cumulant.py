@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri_exp
 
-from fedpriv.accounting.rounds import Direction, Vector
+from fedpriv.accounting.round_counts import Direction, Vector
 
 ComplexVector = NDArray[np.complex128]
 _Floats = NDArray[np.float64 | np.longdouble]

@@ -34,7 +34,7 @@ from fedpriv.accounting.contour.saddle_point import (
     decay,
     turned,
 )
-from fedpriv.accounting.rounds import Direction, Vector
+from fedpriv.accounting.round_counts import Direction, Vector
 
 # Semiaxes of ellipses in the imaginary direction, cut where A could vanish.
 _HEIGHTS = (0.2, 0.5, 1.2, 2.4, 4.8)

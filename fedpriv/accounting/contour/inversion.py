@@ -21,7 +21,7 @@ from fedpriv.accounting.contour.saddle_point import (
     plan_at_epsilon,
 )
 from fedpriv.accounting.gaussian import Ends, check_delta, check_epsilon
-from fedpriv.accounting.rounds import Direction, Rounds, arrays, check_rounds, summary
+from fedpriv.accounting.round_counts import Direction, Rounds, arrays, check_rounds, summary
 from fedpriv.errors import UnsupportedEventError
 
 _WIDEST = 1e-3  # largest width of an interval, relative to its upper end

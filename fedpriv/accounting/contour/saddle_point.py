@@ -13,7 +13,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtri_exp
 
 from fedpriv.accounting.contour.cumulant import Losses, Tilted, losses, tilt, window
-from fedpriv.accounting.rounds import Direction, Vector
+from fedpriv.accounting.round_counts import Direction, Vector
 
 LEAST_LOG_DELTA = math.log(1e-100)  # a smaller δ is not told from this one
 CERTAINTY = math.log(1e9)  # how much smaller than δ, in logarithms, each error is that is chosen

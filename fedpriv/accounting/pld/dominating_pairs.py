@@ -24,7 +24,7 @@ from fedpriv.accounting.pld.lattice import (
     dominated,
     dominating,
 )
-from fedpriv.accounting.rounds import Direction, Vector
+from fedpriv.accounting.round_counts import Direction, Vector
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(6)
 _LEAST_TAIL = 1e-290
@@ -219,7 +219,7 @@ class FixedSizePair(GaussianPair):
     def masses(self, edges: Vector) -> Vector:
         """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
         p, q, gap = self._positive(-edges[::-1])[:, ::-1]
-        found = self._positive(edges) + np.array([q, p, -gap])
+        found: Vector = self._positive(edges) + np.array([q, p, -gap])
         found[:2, np.searchsorted(edges, 0.0)] += self.at_zero
         return found
 
@@ -227,7 +227,7 @@ class FixedSizePair(GaussianPair):
         """The loss at evenly spaced outputs and at 0."""
         _, high = sample_range(self.q, self.z, tail)
         width = max(high - 0.5, self.z) / (SKETCHED // 2)
-        x = 0.5 + width * (np.arange(SKETCHED // 2) + 0.5)
+        x: Vector = 0.5 + width * (np.arange(SKETCHED // 2, dtype=np.float64) + 0.5)
         loss = privacy_loss(x, self.q, self.z)
         log_q = -(x**2) / (2 * self.z**2) + math.log(width / (self.z * math.sqrt(2 * math.pi)))
         zero = [math.log(self.at_zero) if self.at_zero > 0 else -math.inf]

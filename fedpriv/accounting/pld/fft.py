@@ -17,7 +17,7 @@ from scipy.fft import irfft, rfft
 from scipy.linalg.blas import dtbsv
 
 from fedpriv.accounting.pld.lattice import ROUNDING, LossAtoms
-from fedpriv.accounting.rounds import Vector
+from fedpriv.accounting.round_counts import Vector
 
 _EPS = float(np.finfo(np.float64).eps)
 _NOISE = 1e-4  # share of δ that rounding may take before a wider floating-point type is used

@@ -21,7 +21,7 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.accounting.rounds import Direction, Vector
+from fedpriv.accounting.round_counts import Direction, Vector
 
 ROUNDING = 1e-12
 """Relative error allowed to a mass: ten times the largest that tests find, not a proved bound."""
@@ -279,7 +279,8 @@ def _excess(masses: Vector, loss: Vector) -> Vector:
     """P − e^loss·Q of each, accurate relative to what a small error of the loss changes."""
     p, q, gap = masses
     near = np.abs(loss) < _NEAR
-    return np.where(near, gap - q * np.expm1(np.where(near, loss, 0.0)), p - q * np.exp(loss))
+    from_gap = gap - q * np.expm1(np.where(near, loss, 0.0))
+    return np.asarray(np.where(near, from_gap, p - q * np.exp(loss)))
 
 
 def _exchanged(masses: Vector, points: LatticePoints) -> Vector:
@@ -292,7 +293,7 @@ def _exchanged(masses: Vector, points: LatticePoints) -> Vector:
     gap = np.exp(points.loss[:-1]) * np.expm1(points.spacing)
     lend_down = np.maximum(excess[1:], 0.0) / gap
     lend_up = np.maximum(-excess[:-1], 0.0) / gap
-    mass = masses[1].copy()
+    mass: Vector = masses[1].copy()
     mass[1:] += lend_down - lend_up
     mass[:-1] += lend_up - lend_down
     return mass

@@ -18,7 +18,7 @@ from fedpriv.accounting.contour.inversion import conversion
 from fedpriv.accounting.gaussian import Ends
 from fedpriv.accounting.pld.fft import Composition, Window, compose_atoms
 from fedpriv.accounting.pld.lattice import GaussianPair, Lattice, LossPair, Pairs
-from fedpriv.accounting.rounds import (
+from fedpriv.accounting.round_counts import (
     Direction,
     Vector,
     folded,

@@ -47,7 +47,7 @@ from fedpriv.accounting.pld.lattice import (
     dominated,
     dominating,
 )
-from fedpriv.accounting.rounds import Direction, Vector
+from fedpriv.accounting.round_counts import Direction, Vector
 
 _ULP = 2.0**-53
 _PAIRS_AT_ONCE = 1 << 17

@@ -5,20 +5,18 @@ refuses the rest: a policy and an accountant that do not match must not yield an
 subclass `Accountant`, put it into `ACCOUNTANTS`, and inherit its tests from the conformance suite.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from types import MappingProxyType
 
 from fedpriv.accounting import pld, tight
 from fedpriv.accounting.accountant import (
     GAUSSIAN,
-    LEAST_DELTA,
     Accountant,
     Bound,
     CheckedEvents,
     PrivacyLoss,
-    check_delta,
     check_epsilon,
     checked,
 )
@@ -29,7 +27,7 @@ from fedpriv.accounting.pld.dominating_pairs import (
     PoissonPair,
     ReplacePair,
 )
-from fedpriv.accounting.pld.lattice import GaussianPair, Pairs
+from fedpriv.accounting.pld.lattice import GaussianPair, LossPair, Pairs
 from fedpriv.accounting.pld.random_allocation import allocation_pairs
 from fedpriv.accounting.rdp import (
     DEFAULT_ORDERS,
@@ -38,17 +36,15 @@ from fedpriv.accounting.rdp import (
     delta_from_rdp,
     epsilon_from_rdp,
 )
-from fedpriv.accounting.rounds import Vector
+from fedpriv.accounting.round_counts import Vector
 from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError, known_names
-from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy, Schedule
-from fedpriv.ledger.events import Pair as Kind
+from fedpriv.ledger.budget import LEAST_DELTA, check_delta
+from fedpriv.ledger.events import EventKind, NeighbouringRelation, RoundEvent, SamplingPolicy
 
 Interval = Callable[[Pairs, float], tuple[float, float]]
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
 
-WITH_FIXED_SIZE: tuple[Kind, ...] = (*GAUSSIAN, (SamplingPolicy.FIXED_SIZE, REPLACE))
-"""What the RDP accountant can price."""
 _BELOW = 1.0 - 2.0**-30
 """Keeps lower ends below, though `compose` counts noise that is smaller by up to a part in 2³⁶."""
 
@@ -59,40 +55,31 @@ class PairBounds:
 
     Attributes:
         above: together they dominate the events, adaptively chosen ones included.
-        below: together they are something that the events may show. Equal to `above`: exact.
+        below: an observer of the events can tell as much. Equal to `above`: exact.
         complete: whether `below` has a share in every event, so that the two are an interval.
     """
 
     above: Pairs
     below: Pairs
-    complete: bool
+    complete: bool = True
+
+
+Analysis = Callable[[Sequence[RoundEvent]], PairBounds]
+"""From events of one kind, at least one, to their bounds."""
 
 
 def bounds_of(events: Iterable[RoundEvent]) -> PairBounds:
     """Bounds of all events together, each of a kind in `ANALYSES`."""
-    kinds: dict[Kind, list[RoundEvent]] = {}
+    kinds: dict[EventKind, list[RoundEvent]] = {}
     for event in events:
         kinds.setdefault((event.sampling.policy, event.sampling.relation), []).append(event)
-    return _together(ANALYSES[kind](alike) for kind, alike in kinds.items())
-
-
-def _together(bounds: Iterable[PairBounds]) -> PairBounds:
-    def both(first: PairBounds, second: PairBounds) -> PairBounds:
-        above, below = _sum(first.above, second.above), _sum(first.below, second.below)
-        return PairBounds(above, below, first.complete and second.complete)
-
-    return reduce(both, bounds, _exact({}))
-
-
-def _sum(first: Pairs, second: Pairs) -> Pairs:
-    total = dict(first)
-    for pair, count in second.items():
-        total[pair] = total.get(pair, 0) + count
-    return total
-
-
-def _exact(pairs: Pairs) -> PairBounds:
-    return PairBounds(pairs, pairs, complete=True)
+    above, below, complete = Counter[LossPair](), Counter[LossPair](), True
+    for kind, alike in kinds.items():
+        bounds = ANALYSES[kind](alike)
+        above.update(bounds.above)
+        below.update(bounds.below)
+        complete = complete and bounds.complete
+    return PairBounds(above, below, complete)
 
 
 def _of(kind: type[GaussianPair], events: Iterable[RoundEvent]) -> Pairs:
@@ -103,35 +90,33 @@ def _of(kind: type[GaussianPair], events: Iterable[RoundEvent]) -> Pairs:
     }
 
 
-def _poisson(events: Sequence[RoundEvent]) -> PairBounds:
-    """Poisson samples when a user is added or removed; all users are a sample with q = 1."""
-    return _exact(_of(PoissonPair, events))
+def _exact(kind: type[GaussianPair]) -> Analysis:
+    """The pairs of this kind themselves; all users are a Poisson sample with q = 1."""
 
+    def bounds(events: Sequence[RoundEvent]) -> PairBounds:
+        pairs = _of(kind, events)
+        return PairBounds(pairs, pairs)
 
-def _poisson_replaced(events: Sequence[RoundEvent]) -> PairBounds:
-    return _exact(_of(ReplacePair, events))
+    return bounds
 
 
 def _fixed_size(events: Sequence[RoundEvent]) -> PairBounds:
-    return PairBounds(_of(FixedSizePair, events), _of(PoissonPair, events), complete=True)
+    return PairBounds(_of(FixedSizePair, events), _of(PoissonPair, events))
 
 
 def _shuffled(events: Sequence[RoundEvent]) -> PairBounds:
     """At most one Gaussian for each pass, as in every order one batch alone has the user."""
-    below: Pairs = {}
-    scheduled = _scheduled(events)
-    for event, schedule in scheduled:
-        relation = event.sampling.relation
-        base = 1.0 if relation is ADD_OR_REMOVE else 0.0
-        z = event.noise_multiplier / relation.sensitivity
-        below = _sum(below, {LargestBatchPair(schedule.rounds, z, base): event.count})
-    return PairBounds(_of(PoissonPair, events), below, len(scheduled) == len(events))
-
-
-def _scheduled(events: Iterable[RoundEvent]) -> list[tuple[RoundEvent, Schedule]]:
-    """The events that say how many rounds they had."""
-    each = ((event, event.sampling.schedule) for event in events)
-    return [(event, schedule) for event, schedule in each if schedule is not None]
+    below = Counter[LossPair]()
+    complete = True
+    for event in events:
+        schedule, relation = event.sampling.schedule, event.sampling.relation
+        if schedule is None:  # how many batches there were is unknown
+            complete = False
+        else:
+            base = 1.0 if relation is ADD_OR_REMOVE else 0.0
+            z = event.noise_multiplier / relation.sensitivity
+            below[LargestBatchPair(schedule.rounds, z, base)] += event.count
+    return PairBounds(_of(PoissonPair, events), below, complete)
 
 
 def _separated(events: Sequence[RoundEvent]) -> PairBounds:
@@ -150,22 +135,24 @@ def _separated(events: Sequence[RoundEvent]) -> PairBounds:
 
 def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
     """Exact for one participation or n; else what the sum of all rounds shows is below."""
+    above, below = Counter[LossPair](), Counter[LossPair]()
+    for event in events:
+        if event.sampling.schedule is None:
+            raise AssertionError("a random allocation always has a schedule")
+        n, k = event.sampling.schedule.rounds, event.sampling.schedule.participations
+        z, count = event.noise_multiplier, event.count
+        pairs = {pair: m * count for pair, m in allocation_pairs(n, k, z).items()}
+        above.update(pairs)
+        below.update(pairs if k in (1, n) else {PoissonPair(1.0, z * n**0.5 / k): count})
+    return PairBounds(above, below)
 
-    def one(event: RoundEvent, schedule: Schedule) -> PairBounds:
-        n, k, z = schedule.rounds, schedule.participations, event.noise_multiplier
-        above: Pairs = {pair: m * event.count for pair, m in allocation_pairs(n, k, z).items()}
-        below: Pairs = {PoissonPair(1.0, z * n**0.5 / k): event.count}
-        return PairBounds(above, above if k in (1, n) else below, complete=True)
 
-    return _together(one(event, schedule) for event, schedule in _scheduled(events))
-
-
-ANALYSES: Mapping[Kind, Callable[[Sequence[RoundEvent]], PairBounds]] = MappingProxyType(
+ANALYSES: Mapping[EventKind, Analysis] = MappingProxyType(
     {
-        (SamplingPolicy.POISSON, ADD_OR_REMOVE): _poisson,
-        (SamplingPolicy.POISSON, REPLACE): _poisson_replaced,
-        (SamplingPolicy.EVERY_USER, ADD_OR_REMOVE): _poisson,
-        (SamplingPolicy.EVERY_USER, REPLACE): _poisson,
+        (SamplingPolicy.POISSON, ADD_OR_REMOVE): _exact(PoissonPair),
+        (SamplingPolicy.POISSON, REPLACE): _exact(ReplacePair),
+        (SamplingPolicy.EVERY_USER, ADD_OR_REMOVE): _exact(PoissonPair),
+        (SamplingPolicy.EVERY_USER, REPLACE): _exact(PoissonPair),
         (SamplingPolicy.FIXED_SIZE, REPLACE): _fixed_size,
         (SamplingPolicy.SHUFFLED, ADD_OR_REMOVE): _shuffled,
         (SamplingPolicy.SHUFFLED, REPLACE): _shuffled,
@@ -174,39 +161,35 @@ ANALYSES: Mapping[Kind, Callable[[Sequence[RoundEvent]], PairBounds]] = MappingP
         (SamplingPolicy.SEPARATED, REPLACE): _separated,
     }
 )
-"""The analysis of events, at least one, of each policy under each relation."""
+"""The analysis of each policy under each relation."""
 
 
 @dataclass(frozen=True)
 class IntervalAccountant(Accountant):
     """Intervals of every policy, by default by composing privacy losses (`pld`).
 
-    Attributes:
-        name: its name in `ACCOUNTANTS`.
-        epsilon_interval: from pairs and δ to an interval that holds their ε.
-        delta_interval: from pairs and ε to an interval that holds their δ.
+    Its `epsilon` is an upper bound alone where an event has no share in the lower end: shuffled
+    passes without a schedule, and separated series whose sensitivity is known from above alone. Its
+    `delta` is the upper end of an interval, at least 1e-60 where there is an event.
     """
 
     name: str = "pld"
-    epsilon_interval: Interval = pld.epsilon_interval
-    delta_interval: Interval = pld.delta_interval
+    epsilon_interval: Interval = pld.epsilon_interval  # from pairs and δ to ends that hold ε
+    delta_interval: Interval = pld.delta_interval  # from pairs and ε to ends that hold δ
 
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
-        """An interval of ε; an upper bound where some event has no share in its lower end.
-
-        These are shuffled passes without a schedule, and separated series whose sensitivity is
-        known from above alone.
-        """
+        """An interval of ε, or its upper end alone."""
         check_delta(delta)
         priced = checked(events, self.name, tuple(ANALYSES))
         bounds = bounds_of(priced.events)
         low, up = self.epsilon_interval(bounds.above, delta)
         if bounds.below != bounds.above:
             low, _ = self.epsilon_interval(bounds.below, delta)
-        return priced.interval(float(low) * _BELOW, float(up), delta, self.name, bounds.complete)
+        kind = Bound.INTERVAL if bounds.complete else Bound.UPPER
+        return priced.loss(float(low) * _BELOW, float(up), delta, self.name, kind)
 
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
-        """The upper end of an interval of δ, at least 1e-60 where there is an event."""
+        """The upper end of an interval of δ."""
         check_epsilon(epsilon)
         priced = checked(events, self.name, tuple(ANALYSES))
         above = bounds_of(priced.events).above
@@ -215,13 +198,9 @@ class IntervalAccountant(Accountant):
 
 @dataclass(frozen=True)
 class RDPAccountant(Accountant):
-    """Upper bounds by the moments accountant (`rdp`).
+    """Upper bounds by the moments accountant (`rdp`), at the best of the orders α > 1.
 
-    Attributes:
-        orders: the orders α > 1 to choose from.
-
-    Raises:
-        InvalidValueError: there is no order, or one is not above 1.
+    Cohorts of a fixed size have an interval, whose lower end is that of `pld`.
     """
 
     name: str = field(default="rdp", init=False)
@@ -235,30 +214,33 @@ class RDPAccountant(Accountant):
             )
 
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
-        """An upper bound on ε at the best order; an interval with cohorts of a fixed size.
-
-        Its lower end is that of `pld`.
-        """
+        """The least ε over the orders."""
         check_delta(delta)
-        priced = checked(events, self.name, WITH_FIXED_SIZE)
+        priced = self._checked(events)
         up = epsilon_from_rdp(self.orders, self._rdp(priced), delta) if priced.events else 0.0
-        if SamplingPolicy.FIXED_SIZE not in priced.policies:
+        if all(e.sampling.policy is not SamplingPolicy.FIXED_SIZE for e in priced.events):
             return priced.loss(0.0, up, delta, self.name, Bound.UPPER)
         bounds = bounds_of(priced.events)
         low, _ = pld.epsilon_interval(bounds.below, delta)
-        return priced.interval(float(low) * _BELOW, float(up), delta, self.name, bounds.complete)
+        kind = Bound.INTERVAL if bounds.complete else Bound.UPPER
+        return priced.loss(float(low) * _BELOW, float(up), delta, self.name, kind)
 
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
-        """An upper bound on δ at the best order."""
+        """The least δ over the orders."""
         check_epsilon(epsilon)
-        priced = checked(events, self.name, WITH_FIXED_SIZE)
+        priced = self._checked(events)
         return delta_from_rdp(self.orders, self._rdp(priced), epsilon) if priced.events else 0.0
+
+    def _checked(self, events: Iterable[RoundEvent]) -> CheckedEvents:
+        return checked(events, self.name, (*GAUSSIAN, (SamplingPolicy.FIXED_SIZE, REPLACE)))
 
     def _rdp(self, priced: CheckedEvents) -> Vector:
         """[orders] RDP of all events together."""
-        others = composed_rdp(priced.rounds(without=SamplingPolicy.FIXED_SIZE), self.orders)
-        fixed = priced.rounds_of(SamplingPolicy.FIXED_SIZE)
-        return others + composed_fixed_size_rdp(fixed, self.orders)
+        sizes = {True: list[RoundEvent](), False: list[RoundEvent]()}
+        for event in priced.events:
+            sizes[event.sampling.policy is SamplingPolicy.FIXED_SIZE].append(event)
+        fixed, others = compose(sizes[True]), compose(sizes[False])
+        return composed_rdp(others, self.orders) + composed_fixed_size_rdp(fixed, self.orders)
 
 
 _TIGHT = IntervalAccountant("tight", tight.epsilon_interval_of, tight.delta_interval_of)
@@ -269,7 +251,7 @@ ACCOUNTANTS: Mapping[str, Accountant] = MappingProxyType(
 
 
 def epsilon(events: Iterable[RoundEvent], delta: float, accountant: str = "tight") -> PrivacyLoss:
-    """What the events cost together at δ.
+    """What the events, in any order, cost together at δ in [1e-60, 1).
 
     >>> from fedpriv.accounting.policies import poisson_gaussian
     >>> loss = epsilon([poisson_gaussian(q=0.01, noise_multiplier=4.0, count=10_000)], delta=1e-5)
@@ -277,8 +259,8 @@ def epsilon(events: Iterable[RoundEvent], delta: float, accountant: str = "tight
     (0.946867, 0.946867)
 
     Args:
-        events: any number of events, in any order.
-        delta: δ in [1e-60, 1).
+        events: what was released.
+        delta: δ.
         accountant: a key of `ACCOUNTANTS`.
 
     Raises:
@@ -289,26 +271,12 @@ def epsilon(events: Iterable[RoundEvent], delta: float, accountant: str = "tight
 
 
 def delta(events: Iterable[RoundEvent], epsilon: float, accountant: str = "tight") -> float:
-    """A δ for which the events together are (ε, δ)-DP.
-
-    Args:
-        events: any number of events, in any order.
-        epsilon: ε ≥ 0, finite.
-        accountant: a key of `ACCOUNTANTS`.
-
-    Raises:
-        InvalidValueError: ε is out of range, or there is no such accountant.
-        UnsupportedEventError: the accountant has no analysis of one of the events.
-    """
+    """A δ for which the events together are (ε, δ)-DP; ε ≥ 0 is finite. Raises as `epsilon`."""
     return accountant_named(accountant).delta(events, epsilon)
 
 
 def accountant_named(name: str) -> Accountant:
-    """The accountant of this name.
-
-    Raises:
-        InvalidValueError: there is none.
-    """
+    """The accountant of this name."""
     if name not in ACCOUNTANTS:
         raise InvalidValueError(f"unknown accountant {name!r}; {known_names(name, ACCOUNTANTS)}")
     return ACCOUNTANTS[name]

@@ -1,4 +1,4 @@
-"""Rounds by (q, z): one Gaussian for all that everybody is in, and few groups for many others.
+"""Rounds counted by (q, z), and moved outward into few groups where many differ.
 
 A round with (q', z'), q' ≥ q and z' ≤ z, costs at least as much as one with (q, z): more noise on
 its output, and replacing the output by noise with probability 1 − q/q', turn its pair of output
@@ -54,13 +54,11 @@ def arrays(rounds: Rounds) -> tuple[Vector, Vector, Vector]:
 
 
 def unsampled_noise_multiplier(rounds: Rounds) -> float:
-    """The z of the one Gaussian mechanism that the rounds are if nobody is left out of a cohort.
+    """The z of the one Gaussian mechanism that the rounds are together if all users take part.
 
     Gaussian mechanisms compose exactly: 1/z² = Σ count/zᵢ² (Dong, Roth & Su 2019, Section 3). With
-    q = 1 its curve is exact; with any q it is an upper bound, as sampling never costs.
-
-    Returns:
-        z ≥ 0, right to 2⁻⁵⁰ of itself; ∞ for no round and 0 if a round has no noise.
+    q = 1 its curve is exact; with any q it is an upper bound, as sampling never costs. ∞ for no
+    round, 0 if a round has no noise, and else right to 2⁻⁵⁰ of itself.
     """
     check_rounds(rounds)
     least = min((z for _, z in rounds), default=math.inf)
@@ -86,16 +84,9 @@ def folded(rounds: Rounds) -> Rounds:
 
 
 def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:
-    """Rounds in at most so many groups, moved to their worst and to their best corners.
+    """Rounds that cost at least, and rounds that cost at most as much, in up to `most` groups.
 
-    Up to `most` different rounds stay as they are.
-
-    Args:
-        rounds: z > 0.
-        most: ≥ 1.
-
-    Returns:
-        Rounds that cost at least, and rounds that cost at most as much.
+    Up to `most` different rounds stay as they are; otherwise each, of z > 0, moves to a corner.
     """
     if len(rounds) <= most:
         return rounds, rounds
@@ -112,7 +103,7 @@ def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:
 
 
 def summary(rounds: Rounds, most: int) -> Rounds:
-    """Rounds that cost about as much, in at most so many groups: for plans, not for bounds."""
+    """Rounds that cost about as much, in up to `most` groups: for plans, not for bounds."""
     if len(rounds) <= most:
         return rounds
     q, z, counts = arrays(rounds)
@@ -127,7 +118,7 @@ def summary(rounds: Rounds, most: int) -> Rounds:
 def _boxes(q: Vector, z: Vector, counts: Vector, most: int) -> list[NDArray[np.int64]]:
     """The members of each group, which are split where that tells most of their variance apart.
 
-    In the end there are `most` groups, or none is wider than 1e-4 of q and z.
+    It stops when there are `most` groups, or none is wider than 1e-4 of q and z.
     """
     settings = np.stack([np.log(q), np.log(z)])
     boxes = [_box(settings, counts, np.arange(len(q)))]
