@@ -265,8 +265,8 @@ def _print_result(
     """Print accuracy beside the (ε, δ) of the ledger."""
     privacy, plan, evaluation = experiment.config.privacy, experiment.plan, outcome.evaluation
     with Ledger.open(setup.ledger) as ledger:
-        spent, charges, head = ledger.spent(), list(ledger.charges()), ledger.head
-    of_run = [row.event for row in charges if row.run == plan.run]
+        spent, charges, head = ledger.spent(), tuple(ledger.charges()), ledger.head
+    of_run = [charge.event for charge in charges if charge.run == plan.run]
     loss = epsilon_of(spent, privacy.delta, privacy.accountant)
     table = Table(title=plan.run, show_header=False)
     table.add_column(style="bold")
