@@ -120,7 +120,7 @@ def test_one_user_moves_what_is_noised_by_at_most_what_is_charged(
     moved = squares(b - a for b, a in zip(before, after, strict=True))
     step, _ = steps_of(group.clipping_norm)
     assert moved <= (factor(query) * Fraction(group.clipping_norm) / step) ** 2
-    assert moved <= event.squared_bound
+    assert moved <= (Fraction(event.clipping_norm) / Fraction(event.granularity)) ** 2
 
 
 @pytest.mark.parametrize(("exponent", "needed"), [(20, False), (30, True), (32, True), (36, True)])
