@@ -59,7 +59,9 @@ def metric(name: str, **numbers: float | Sequence[float]) -> Metric:
     Raises:
         InvalidValueError: the name or a number is unknown, absent or out of range.
     """
-    make = _own_metric if _is_own(name) else _kind_of(name, {}, "module:function").make
+    make: Callable[..., Metric] = _own_metric
+    if not _is_own(name):
+        make = _kind_of(name, {}, "module:function").make
     check_options(
         f"metric {name!r}", partial(make, name), numbers, InvalidValueError, noun="number"
     )
