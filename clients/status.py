@@ -55,7 +55,7 @@ def _print(found: Status) -> None:
     table.add_row("ε left", _left(found))
     table.add_row("nodes connected", f"{found.nodes_connected} of {found.nodes_enrolled}")
     table.add_row("users enrolled", str(found.users_enrolled))
-    # The name of a run is no markup, whatever brackets it contains.
+    # The name of a run is not markup, whatever brackets it contains.
     Console(markup=False, emoji=False, highlight=False).print(table)
 
 

@@ -119,7 +119,7 @@ class Choice(Generic[_Kind]):
         what = f"{self.key} {name!r}"
         found: object = self.known.get(name) or import_function(what, name, InvalidValueError)
         if not (isinstance(found, type) and issubclass(found, self.kind)):
-            given = "another class" if isinstance(found, type) else "no class"
+            given = "another class" if isinstance(found, type) else "not a class"
             wanted = path_of(self.kind)
             raise InvalidValueError(f"{what} is {given}; it must be derived from {wanted}")
         known = inspect.signature(found).parameters

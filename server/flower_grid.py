@@ -57,7 +57,7 @@ def exchange(
                     if reply.metadata.reply_to_message_id == message_id:
                         replies.put((key, reply))
                         return
-            except Exception as error:  # of the connection, or of bytes that are no message
+            except Exception as error:  # of the connection, or of bytes that are not a message
                 _log.warning("a reply cannot be received: %s", type(error).__name__)
                 replies.put((key, None))
                 return

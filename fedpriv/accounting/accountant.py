@@ -40,7 +40,7 @@ class Bound(StrEnum):
     INTERVAL = "interval"
     """The true ε is at most this and at least `epsilon_low`."""
     ESTIMATE = "estimate"
-    """Near the true ε for many rounds; it can be below it, so it is no guarantee."""
+    """Near the true ε for many rounds; it can be below it, so it is not a guarantee."""
 
 
 @dataclass(frozen=True)

@@ -46,5 +46,5 @@ def read_npz(path: Path) -> dict[str, NDArray[np.generic]]:
         ) from error
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray) or array.ndim == 0:
-            raise DataError(f"{name!r} in {path} is no array whose first axis is the rows")
+            raise DataError(f"{name!r} in {path} is not an array whose first axis is the rows")
     return arrays

@@ -257,7 +257,7 @@ def _table_of_files(place: Path) -> "Table":
     kinds = {file.suffix for file in files}
     if len(kinds) != 1 or not kinds <= readers.keys():
         raise DataError(
-            f"{place} is no dataset; legal are a folder saved by save_to_disk, and "
+            f"{place} is not a dataset; legal are a folder saved by save_to_disk, and "
             f"{', '.join(readers)} files, one or a folder of one kind"
         )
     read = readers[kinds.pop()]

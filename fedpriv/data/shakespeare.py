@@ -106,6 +106,6 @@ def _role(said: object, path: Path, number: int) -> Said:
         ):
             return name, train, test
     raise DataError(
-        f"line {number} of {path} is no role; it must have user, a text, and train and test, "
+        f"line {number} of {path} is not a role; it must have user, a text, and train and test, "
         "lists of texts"
     )

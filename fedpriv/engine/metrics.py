@@ -153,7 +153,7 @@ def _hits(seen: _Seen, metric: Metric) -> torch.Tensor:
 def _classes(seen: _Seen, metric: Metric) -> torch.Tensor:
     _check_classes(seen.targets, metric)
     targets = seen.targets.reshape(len(seen.targets), -1, 1)
-    # Compared, not indexed: a target that is no class must not raise, least of all on a GPU.
+    # Compared, not indexed: a target that is not a class must not raise, least of all on a GPU.
     return (targets == torch.arange(metric.shape[0], device=targets.device)).double().sum(1)
 
 

@@ -142,7 +142,7 @@ class Clipping:
         weight_cap: c ≥ 1; a user's weight is m/c for a whole number m from 0 to c.
 
     Raises:
-        InvalidValueError: groups are no partition, a name is not that of a group, or c < 1.
+        InvalidValueError: groups are not a partition, a name is not that of a group, or c < 1.
     """
 
     layout: Layout

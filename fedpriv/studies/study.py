@@ -110,7 +110,7 @@ class Study(Section):
         _refuse_repeated("target.epsilon", [target.epsilon for target in self.targets])
         if self.baseline and self.baseline not in names:
             raise ValueError(
-                f"baseline is {self.baseline!r}, which is no arm; "
+                f"baseline is {self.baseline!r}, which is not an arm; "
                 f"{known_names(self.baseline, names)}"
             )
         alike: dict[str, str] = {}

@@ -230,7 +230,7 @@ def test_held_out_rows_of_the_enrolled_are_refused(place):
     ("name", "content", "sentence"),
     [
         ("absent.csv", None, "absent.csv does not exist"),
-        ("notes.txt", "a,b", r"notes.txt is no dataset; legal are .*\.parquet"),
+        ("notes.txt", "a,b", r"notes.txt is not a dataset; legal are .*\.parquet"),
         ("bad.csv", "a,b\n1,2\nsecret,3,4\n", r"bad.csv cannot be read \(ArrowInvalid\)"),
         ("bad.json", '{"secret"', r"bad.json cannot be read \(ArrowInvalid\)"),
         ("bad.parquet", "secret", r"bad.parquet cannot be read \(ArrowInvalid\)"),
@@ -250,7 +250,7 @@ def test_folders_that_hold_no_dataset_are_one_sentence(place, tmp_path):
     ):
         open_dataset(place / "saved")
     for folder in (tmp_path, place):  # nothing, and files of several kinds
-        with pytest.raises(DataError, match="is no dataset; legal are a folder saved by"):
+        with pytest.raises(DataError, match="is not a dataset; legal are a folder saved by"):
             open_dataset(folder)
 
 

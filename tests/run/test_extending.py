@@ -205,7 +205,7 @@ def test_one_of_each_is_named_in_a_file_and_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("clipping.strategy=json:loads", "'json:loads' is no class; it must be derived from"),
+        ("clipping.strategy=json:loads", "'json:loads' is not a class; it must be derived from"),
         ("server.optimizer=json:JSONDecoder", "is another class; it must be derived from"),
         ("local.algorithm=sgd", "local.algorithm 'sgd' has no option 'shrinking'"),
         ("privacy.sampling_probability=0.3", "sampling_probability is 0.3; it must be absent"),

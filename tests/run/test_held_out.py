@@ -56,7 +56,7 @@ def test_a_zip_of_something_else_has_no_rows(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "rows.npz", "w") as file:
         file.writestr("x.npy", "no array")
         file.writestr("y", "nor here")
-    with pytest.raises(DataError, match="is no array whose first axis is the rows"):
+    with pytest.raises(DataError, match="is not an array whose first axis is the rows"):
         held_out_rows(CONFIG, section(tmp_path / "rows.npz"))
 
 
@@ -106,7 +106,7 @@ def test_fields_without_rows_or_of_different_numbers_are_refused(
 
 def test_a_number_has_no_rows(tmp_path: Path) -> None:
     np.savez(tmp_path / "rows.npz", x=np.zeros((3, 2)), y=np.zeros(()))
-    with pytest.raises(DataError, match=r"'y' in .*rows.npz is no array whose first axis is"):
+    with pytest.raises(DataError, match=r"'y' in .*rows.npz is not an array whose first axis is"):
         held_out_rows(CONFIG, section(tmp_path / "rows.npz"))
 
 

@@ -113,7 +113,7 @@ def test_committed_studies_are_valid(path: Path) -> None:
         ({"target": {"epsilon": [1.0, 1.0], "delta": 0.1}}, "target.epsilon hold 1.0 more than"),
         ({"target": {"epsilon": -1.0, "delta": 0.1}}, "target.epsilon is -1.0"),
         ({"target": None}, "key target is absent"),
-        ({"baseline": "flatt"}, "baseline is 'flatt', which is no arm; did you mean 'flat'?"),
+        ({"baseline": "flatt"}, "baseline is 'flatt', which is not an arm; did you mean 'flat'?"),
         ({"baselin": "flat"}, "unknown key baselin; did you mean 'baseline'?"),
         ({"base": "nowhere.toml"}, "nowhere.toml cannot be read"),
         ({"axes": {"privacy.epsilon": [2.0]}}, "sets privacy.epsilon; the study's target"),
