@@ -24,7 +24,6 @@ from fedpriv.engine.local_training import train_layers_chunk
 from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.ledger.budget import PrivacyBudget
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.mechanism import Flat, Mechanism, Poisson
@@ -96,7 +95,7 @@ def parts_of(profile: cProfile.Profile) -> dict[str, float]:
         "budget": seconds(PrivacyRecords.refuse_if_beyond),
         "ledger": seconds(PrivacyRecords.next_attempt, ParticipationRecord.record, Ledger.charge),
         "checkpoint": seconds(save_checkpoint),
-        "figures": seconds(PrivacyBudget.epsilon_of, RunFolder.append_metrics),
+        "figures": seconds(RunFolder.append_metrics),
         "all": seconds(conduct),
     }
 
