@@ -15,9 +15,9 @@ federation: .venv/installed
 test: lint
 	$(BIN)/pytest -m "not slow" --numprocesses auto --dist loadfile
 
-# They wait more than they compute, for deadlines and for processes that were killed.
+# They wait half of the time, for deadlines and for processes that were killed: three on two cores.
 test-slow: .venv/installed-test
-	$(BIN)/pytest -m slow --numprocesses auto --dist loadfile
+	$(BIN)/pytest -m slow --numprocesses 3 --dist loadfile
 
 # What is said of all values, tried with others than `make test` does, and with more.
 test-search: .venv/installed-test

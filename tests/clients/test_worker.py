@@ -184,7 +184,7 @@ def test_a_user_that_hangs_counts_as_zero(worker: Worker, runner: asyncio.Runner
     began = time.monotonic()
     runner.run(worker.train(request_to(GOOD), LIMIT))
     # Half of the time is for all; of the other half a new process and two users need a part.
-    seconds = 8.0 * (time.monotonic() - began)
+    seconds = 5.0 * (time.monotonic() - began)
     names = ["u01", "u10", "u40"]
     assert_equal(runner.run(worker.train(request_to(names), seconds)), of_good(names))
 
