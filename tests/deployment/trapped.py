@@ -92,10 +92,10 @@ def set_at_server() -> None:
 
     write, replace = Database.write, Path.replace
 
-    def written(self, sql, parameters) -> None:
+    def written(self, sql, *parameters) -> None:
         if sql.startswith("UPDATE head"):  # what is charged is in the transaction, not committed
             pause("half charged")
-        write(self, sql, parameters)
+        write(self, sql, *parameters)
 
     def replaced(self, target) -> Path:
         if self.name.endswith(".partial"):
