@@ -81,15 +81,15 @@ class RunFolder:
 
 
 def _rows(kind: type[_Row], path: Path, what: str) -> list[_Row]:
+    adapter = TypeAdapter(kind)
     try:
-        rows: list[_Row] = TypeAdapter(list[kind]).validate_python(list(_read(path)))  # type: ignore[valid-type]
+        return [adapter.validate_python(row) for row in _read(path)]
     except (UnicodeDecodeError, ValidationError) as error:
         reason = str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise DataError(f"{path} cannot be read as {what}: {reason}") from error
-    return rows
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def parse(kind: type[Kind], data: bytes, most: int) -> Kind:
     try:
         message: Kind = kind.FromString(data)
     except DecodeError as error:
-        raise WireError(f"{len(data)} bytes are no {kind.__name__}: {error}") from error
+        raise WireError(f"{len(data)} bytes are not a message {kind.__name__}: {error}") from error
     return message
 
 

@@ -220,5 +220,5 @@ def test_too_long_a_message_is_refused_unread() -> None:
 
 
 def test_deep_groups_of_unknown_fields_are_refused() -> None:
-    with pytest.raises(WireError, match="no Offer"):
+    with pytest.raises(WireError, match="not a message Offer"):
         parse(pb.Offer, b"\x7b" * 100_000, SERVER_RECEIVES_BYTES)
