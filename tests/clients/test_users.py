@@ -125,7 +125,7 @@ def test_a_folder_in_a_folder_is_refused(tmp_path: Path) -> None:
         ({**fields_of([1.0]), "y": np.zeros(2, np.int64)}, "different numbers of rows"),
         ({**fields_of([1.0]), "x": np.zeros((1, 2), np.float32)}, "per row"),
         ({**fields_of([1.0]), "x": np.zeros((1, 1))}, "per row"),
-        ({**fields_of([1.0]), "y": np.int64(1)}, "no array whose first axis is the rows"),
+        ({**fields_of([1.0]), "y": np.int64(1)}, "not an array whose first axis is the rows"),
     ],
 )
 def test_a_user_unlike_the_others_is_refused(
