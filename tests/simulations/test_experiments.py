@@ -54,7 +54,7 @@ def test_roles_are_predicted_far_better_than_by_the_most_frequent_character(
         pytest.skip(f"{FILE} is absent: set FEDPRIV_DATA to the folder that holds it")
     monkeypatch.setenv("FEDPRIV_DATA", folder)
     study = load_study(ROOT / "simulations" / "clipping_shakespeare.toml")
-    (assignments,) = (a.assignments for a in study.arms if a.name == arm)
+    (assignments,) = (a.set for a in study.arms if a.name == arm)
     file = ROOT / "simulations" / "shakespeare_roles.toml"
     result = summary([run_seed(file, 0, ["rounds=30", *assignments])])
     baseline = share_of_the_most_frequent(load_shakespeare_roles(length=20))
