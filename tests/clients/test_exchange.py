@@ -122,7 +122,7 @@ WELCOME = TinyServer().welcome
         (lambda: saying(OFFER, welcome=False), "one welcome first"),
         (lambda: saying(WELCOME), "one welcome first"),
         (lambda: saying(None, welcome=False), "without a welcome"),
-        (lambda: saying(b"\xff\xff\xff"), "no FromServer"),
+        (lambda: saying(b"\xff\xff\xff"), "not a message FromServer"),
         (lambda: saying(pb.FromServer(offer=pb.Offer())), "not legal"),
         (lambda: saying(pb.FromServer(welcome=pb.Welcome()), welcome=False), "not legal"),
     ],
@@ -180,7 +180,7 @@ def hostile_models() -> dict[str, list[Said]]:
         "came in place": [good[1], good[0]],
         "must have": [*good[:2], short],
         "CRC-32": [damaged],
-        "no Chunk": [b"\xff\xff"],
+        "not a message Chunk": [b"\xff\xff"],
     }
 
 
@@ -311,7 +311,7 @@ def declared(size: int) -> pb.LedgerPart:
         ([declared(9)], "ended after 0 of 9"),
         ([*ledger_parts(b"xy"), ledger_parts(b"z")[1]], "follows after all"),
         ([ledger_parts(b"xy")[0], pb.LedgerPart()], "has 0 bytes"),
-        ([b"\xff"], "no LedgerPart"),
+        ([b"\xff"], "not a message LedgerPart"),
     ],
 )
 def test_what_is_not_the_declared_ledger_is_refused(parts: list[Said], reason: str) -> None:

@@ -495,7 +495,7 @@ def test_a_round_whose_model_cannot_be_fetched_is_declined(play: Callable[[Act],
         ((grpc.StatusCode.FAILED_PRECONDITION, "other users"), "refuses"),
         ((grpc.StatusCode.INVALID_ARGUMENT, "a hello"), "refuses"),
         ((grpc.StatusCode.ABORTED, "newer connection of the same node"), "another process speaks"),
-        (b"\xff\xff", "no FromServer"),
+        (b"\xff\xff", "not a message FromServer"),
         (pb.FromServer(offer=pb.Offer()), "not legal"),
     ],
 )
