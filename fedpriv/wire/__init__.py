@@ -1,56 +1,23 @@
 """What machines say to each other: protobuf messages, and tensors in checksummed chunks.
 
-Read `messages` first; `codec` holds the limits and the one way a value becomes a message and back,
-`tensors` the streams, and `flower` the same messages on Flower's runtime.
-
 Guarantees of every decoder here, whatever the bytes: it returns a value that our own constructors
 accepted or raises `WireError`, its work is bounded by the length of the message and the limits of
 `codec`, and its memory by the message or the content it was told to expect. The decoder of the
 other side reads what an encoder returns as an equal value.
 """
 
+# isort: off
+# fmt: off
 from fedpriv.wire.codec import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, parse
 from fedpriv.wire.messages import (
-    VERSION,
-    Answer,
-    Decline,
-    Hello,
-    Price,
-    Receipt,
-    RoundId,
-    RoundOffer,
-    RunState,
-    Status,
-    SummedUpdates,
-    TaskDescription,
-    Welcome,
-    decode_answer,
-    decode_hello,
-    decode_offer,
-    decode_receipt,
-    decode_round_id,
-    decode_status,
-    decode_welcome,
-    digest_of,
-    encode_answer,
-    encode_hello,
-    encode_offer,
-    encode_receipt,
-    encode_round_id,
-    encode_status,
-    encode_welcome,
-    layout_of_sums,
-    model_of,
-    tensors_of,
+    VERSION, Answer, Decline, Hello, Price, Receipt, RoundId, RoundOffer, RunState, Status,
+    SummedUpdates, TaskDescription, Welcome, decode_answer, decode_hello, decode_offer,
+    decode_receipt, decode_round_id, decode_status, decode_welcome, digest_of, encode_answer,
+    encode_hello, encode_offer, encode_receipt, encode_round_id, encode_status, encode_welcome,
+    layout_of_sums, model_of, tensors_of,
 )
 from fedpriv.wire.tensors import (
-    CHUNK_BYTES,
-    Assembler,
-    Manifest,
-    Receiver,
-    chunks,
-    manifest_of,
-    pieces,
+    CHUNK_BYTES, Assembler, Manifest, Receiver, chunks, manifest_of, pieces,
 )
 
 __all__ = [
@@ -61,4 +28,4 @@ __all__ = [
     "decode_welcome", "digest_of", "encode_answer", "encode_hello", "encode_offer",
     "encode_receipt", "encode_round_id", "encode_status", "encode_welcome", "layout_of_sums",
     "manifest_of", "model_of", "parse", "pieces", "tensors_of",
-]  # fmt: skip
+]

@@ -1,7 +1,7 @@
 """How a frozen value becomes a protobuf message and back, within limits on what a message holds.
 
 A `Codec` declares both directions at once: value and message have fields of the same names. What a
-field of a value may hold stands in its annotation, and `check_fields` holds the value to it.
+field of a value may hold stands in its annotation, and `Checked` holds the value to it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
@@ -16,7 +16,7 @@ from fedpriv.errors import InvalidValueError, WireError
 
 SERVER_RECEIVES_BYTES = 2**20 + 2**16  # of one message: a chunk, or the header of an answer
 NODE_RECEIVES_BYTES = 16 * 2**20  # of one message: an offer to 2^20 users
-ENVELOPE_BYTES = 16  # for the tag and length of a message inside another
+_ENVELOPE_BYTES = 16  # for the tag and length of a message inside another
 MAX_USERS = 2**20
 MAX_NAME = 1024  # characters of any text that has no limit of its own
 # Elements of any list without a limit of its own; checks of `Layout` take time with its square.
@@ -41,6 +41,11 @@ def at_most(what: str, number: int, most: int) -> None:
     """Raise WireError if there are more than `most`."""
     if number > most:
         raise WireError(f"there are {number} {what}; there may be at most {most}")
+
+
+def check_size(what: str, message: Message, receives: int) -> None:
+    """Raise WireError for a message that is too large to be received, inside another."""
+    at_most(f"bytes in {what}", message.ByteSize(), receives - _ENVELOPE_BYTES)
 
 
 @contextmanager
@@ -75,17 +80,19 @@ def below(power: int) -> Legal:
     return Legal(lambda number: 0 <= number < 2**power, f"be from 0 to 2^{power} - 1")
 
 
-def check_fields(value: object) -> None:
-    """Raise InvalidValueError if a field does not hold what its annotation allows."""
-    for name, annotation in get_annotations(type(value)).items():
-        for legal in getattr(annotation, "__metadata__", ()):
-            content = getattr(value, name)
-            if not legal.holds(content):
-                found = f"is {content}"
-                if isinstance(content, str | bytes):
-                    unit = "characters" if isinstance(content, str) else "bytes"
-                    found = f"has {len(content)} {unit}"
-                raise InvalidValueError(f"{name} {found}; it must {legal.reading}")
+class Checked:
+    """A base of dataclasses that raise InvalidValueError for a field unlike its annotation."""
+
+    def __post_init__(self) -> None:
+        for name, annotation in get_annotations(type(self)).items():
+            content = getattr(self, name)
+            for legal in getattr(annotation, "__metadata__", ()):
+                if not legal.holds(content):
+                    found = f"is {content}"
+                    if isinstance(content, str | bytes):
+                        unit = "characters" if isinstance(content, str) else "bytes"
+                        found = f"has {len(content)} {unit}"
+                    raise InvalidValueError(f"{name} {found}; it must {legal.reading}")
 
 
 @dataclass(frozen=True)
@@ -149,14 +156,14 @@ class Codec(Generic[Value, Kind]):
                 longest = max(map(len, texts))
                 at_most(f"characters in {name} of {self.what}", longest, most or MAX_NAME)
         self.check(message)
-        at_most(f"bytes in {self.what}", message.ByteSize(), NODE_RECEIVES_BYTES - ENVELOPE_BYTES)
+        check_size(self.what, message, NODE_RECEIVES_BYTES)
 
 
-def one(codec: Codec[Value, Kind], *, optional: bool = False) -> Part:
+def one(inner: Codec[Any, Any], *, optional: bool = False) -> Part:
     """A message inside another."""
-    return Part(codec.encode, codec.decode, optional)
+    return Part(inner.encode, inner.decode, optional)
 
 
-def each(codec: Codec[Value, Kind]) -> Part:
+def each(inner: Codec[Any, Any] | Part) -> Part:
     """A tuple of messages inside another."""
-    return Part(lambda vs: [codec.encode(v) for v in vs], lambda ms: tuple(map(codec.decode, ms)))
+    return Part(lambda vs: [inner.encode(v) for v in vs], lambda ms: tuple(map(inner.decode, ms)))

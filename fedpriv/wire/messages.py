@@ -22,35 +22,10 @@ from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, Tensors, VectorGroup
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
+from fedpriv.wire import codec, tensors
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import (
-    ENVELOPE_BYTES,
-    MAX_NAME,
-    MAX_USERS,
-    SERVER_RECEIVES_BYTES,
-    Codec,
-    Legal,
-    Part,
-    at_most,
-    below,
-    check_fields,
-    each,
-    length,
-    one,
-    refusing,
-)
-from fedpriv.wire.tensors import (
-    FLOAT32,
-    INT32,
-    INT64,
-    LAYOUT,
-    SHAPE,
-    Manifest,
-    Number,
-    decode_manifest,
-    encode_manifest,
-    expect_manifest,
-)
+from fedpriv.wire.codec import MAX_USERS, Checked, Codec, Legal, Part, below, each, one
+from fedpriv.wire.tensors import FLOAT32, INT32, INT64, LAYOUT, MANIFEST, SHAPE, Manifest
 
 VERSION = 1  # of the protocol
 SUM = "sum"  # name of the one vector that users' contributions add up to
@@ -60,9 +35,9 @@ _USERS_OF_32_BITS = 63  # each adds less than 2^25 to a component
 
 Parameters = Mapping[str, npt.NDArray[np.float32]]
 Positions = npt.NDArray[np.int64]
-Name = Annotated[str, length(1, MAX_NAME)]
-Text = Annotated[str, length(0, MAX_NAME)]
-Bytes32 = Annotated[bytes, length(32, 32)]
+Name = Annotated[str, codec.length(1, codec.MAX_NAME)]
+Text = Annotated[str, codec.length(0, codec.MAX_NAME)]
+Bytes32 = Annotated[bytes, codec.length(32, 32)]
 Population = Annotated[int, Legal(lambda n: 1 <= n < 2**63, "be from 1 to 2^63 - 1")]
 UInt32 = Annotated[int, below(32)]
 Epsilon = Annotated[float, Legal(lambda epsilon: epsilon >= 0.0, "be a number, not negative")]
@@ -82,7 +57,7 @@ def _check_positions(users: Positions, population: int) -> None:
 
 
 @dataclass(frozen=True)
-class Hello:
+class Hello(Checked):
     """A node says who it is, with the `digest_of` the ids of its users."""
 
     node: Name  # must be that in its certificate
@@ -90,7 +65,7 @@ class Hello:
     version: Annotated[int, Legal(lambda n: n == VERSION, f"be {VERSION}, as here")] = VERSION
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if not self.node.isprintable():
             raise InvalidValueError(f"node is {self.node!r}; all characters must be printable")
 
@@ -102,7 +77,7 @@ def digest_of(user_ids: Iterable[str]) -> bytes:
 
 
 @dataclass(frozen=True)
-class TaskDescription:
+class TaskDescription(Checked):
     """Model and loss by name, as `fedpriv.build.build_task` reads them."""
 
     model: str  # a name, or the import path of a function that makes one
@@ -111,9 +86,6 @@ class TaskDescription:
     loss: str
     metrics: tuple[str, ...] = ()  # import paths of those that are not built in
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     @property
     def imports(self) -> tuple[str, ...]:
         """The import paths in it: code that building the task runs."""
@@ -121,7 +93,7 @@ class TaskDescription:
 
 
 @dataclass(frozen=True, eq=False)
-class Welcome:
+class Welcome(Checked):
     """What the server says to a node that has connected.
 
     `users` are the ascending positions of the node's users in the population, read-only: the k-th
@@ -134,12 +106,12 @@ class Welcome:
     task: TaskDescription
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         _check_positions(self.users, self.population)
 
 
 @dataclass(frozen=True)
-class RoundId:
+class RoundId(Checked):
     """One attempt at a round of a run.
 
     The random nonce tells apart two attempts of one number, of which the first was abandoned
@@ -151,12 +123,9 @@ class RoundId:
     attempt: UInt32  # from 0
     nonce: Annotated[int, below(64)] = 0
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
-class Price:
+class Price(Checked):
     """What a round costs the users, for a node to consent to or not."""
 
     sampling_probability: Annotated[float, Legal(lambda q: 0.0 < q <= 1.0, "be in (0, 1]")]
@@ -165,12 +134,9 @@ class Price:
     epsilon_after: Epsilon  # of all charges of the ledger and this round, at delta
     delta: Delta
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, eq=False)
-class RoundOffer:
+class RoundOffer(Checked):
     """A `RoundRequest` to one node; the tensors that `model` declares follow separately.
 
     They are float32: the update's tensors as `clipping` orders them, then running statistics.
@@ -187,7 +153,7 @@ class RoundOffer:
     model: Manifest
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         _check_positions(self.users, self.price.population)
         layout = self.clipping.layout
         shapes = dict(zip(layout.names, layout.shapes, strict=True))
@@ -213,10 +179,10 @@ class RoundOffer:
 
         The model is that of `manifest_of(model_of(request))`, the same for all nodes.
         """
-        round_id = RoundId(request.run, request.round, request.attempt, nonce)
+        at = RoundId(request.run, request.round, request.attempt, nonce)
         users, clipping, local = request.users.copy(), request.clipping, request.local
         key, metrics = request.local_key, request.metrics
-        return cls(round_id, seconds, users, clipping, local, key, metrics, price, model)
+        return cls(at, seconds, users, clipping, local, key, metrics, price, model)
 
     def request(self, tensors: Tensors) -> RoundRequest:
         """The request that was offered, of the tensors that `model` declares."""
@@ -224,20 +190,11 @@ class RoundOffer:
             raise InvalidValueError("the tensors are not those of the offered model")
         statistics = {n: t.astype(np.float32, copy=False) for n, t in tensors.items()}
         update = [name for name in tensors if name in self.clipping.layout.names]
-        parameters = {name: statistics.pop(name) for name in update}
+        weights = {name: statistics.pop(name) for name in update}
         at, clipping, local = self.id, self.clipping, self.local
         users, key, metrics = self.users, self.local_key, self.metrics
         return RoundRequest(
-            at.run,
-            at.round,
-            at.attempt,
-            parameters,
-            clipping,
-            local,
-            users,
-            key,
-            metrics,
-            statistics,
+            at.run, at.round, at.attempt, weights, clipping, local, users, key, metrics, statistics
         )
 
 
@@ -266,26 +223,23 @@ class SummedUpdates:
     @classmethod
     def of(cls, partial: PartialSum) -> "SummedUpdates":
         """The header of a partial sum; a certificate, not the header, says of which node."""
-        layout = Layout((SUM,), (partial.total.shape,))
-        return cls(partial.users, partial.weight, Manifest(layout, _dtype_of(partial)))
+        dtype = INT32 if partial.users <= _USERS_OF_32_BITS else INT64
+        manifest = Manifest(Layout((SUM,), (partial.total.shape,)), dtype)
+        return cls(partial.users, partial.weight, manifest)
 
     def partial_sum(self, node: str, total: npt.NDArray[np.generic]) -> PartialSum:
         """The partial sum of a node, whose total [D] must be what `tensors` declares."""
-        if (total.shape,) != self.tensors.layout.shapes or total.dtype != self.tensors.dtype:
-            raise InvalidValueError(
-                f"total is {total.dtype}{list(total.shape)}; it must be {self.tensors.dtype}"
-                f"{list(self.tensors.layout.shapes[0])}"
-            )
+        (shape,), dtype = self.tensors.layout.shapes, self.tensors.dtype
+        if (total.shape, total.dtype) != (shape, dtype):
+            found = f"{total.dtype}{list(total.shape)}"
+            raise InvalidValueError(f"total is {found}; it must be {dtype}{list(shape)}")
         return PartialSum(node, self.users, total.astype(np.int64, copy=False), self.weight)
 
 
 def tensors_of(partial: PartialSum) -> Tensors:
     """What is sent of a partial sum: its total, in 32 bits where users are few enough."""
-    return {SUM: partial.total.astype(_dtype_of(partial), copy=False)}
-
-
-def _dtype_of(partial: PartialSum) -> Number:
-    return INT32 if partial.users <= _USERS_OF_32_BITS else INT64
+    dtype = SummedUpdates.of(partial).tensors.dtype
+    return {SUM: partial.total.astype(dtype, copy=False)}
 
 
 def layout_of_sums(clipping: Clipping) -> Layout:
@@ -294,13 +248,10 @@ def layout_of_sums(clipping: Clipping) -> Layout:
 
 
 @dataclass(frozen=True)
-class Decline:
+class Decline(Checked):
     """The node does not take part, and its users count as zero; the reason names no user."""
 
     reason: Text
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -312,14 +263,11 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Receipt:
+class Receipt(Checked):
     """Whether the server took an answer, and why not."""
 
     accepted: bool
     reason: Text = ""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 class RunState(StrEnum):
@@ -333,7 +281,7 @@ class RunState(StrEnum):
 
 
 @dataclass(frozen=True)
-class Status:
+class Status(Checked):
     """Progress of a federation; says nothing about who was drawn."""
 
     run: Name
@@ -346,9 +294,6 @@ class Status:
     nodes_connected: UInt32
     users_enrolled: UInt32
     state: RunState
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def _encode_options(options: Mapping[str, object]) -> str:
@@ -367,12 +312,12 @@ def _decode_options(text: str) -> dict[str, object]:
 
 
 def _check_groups(message: pb.Clipping) -> None:
-    groups, tensors = len(message.groups), len(message.layout.names)
+    groups, named = len(message.groups), len(message.layout.names)
     grouped = sum(len(group.tensors) for group in message.groups)
-    if grouped != tensors:
-        raise WireError(f"vector groups hold {grouped} tensors; it must be all {tensors}, once")
-    at_most("weighted groups", len(message.weighted), groups)
-    at_most("groups of an indicator", len(message.indicator.groups), groups)
+    if grouped != named:
+        raise WireError(f"vector groups hold {grouped} tensors; it must be all {named}, once")
+    codec.at_most("weighted groups", len(message.weighted), groups)
+    codec.at_most("groups of an indicator", len(message.indicator.groups), groups)
 
 
 _JSON = Part(_encode_options, _decode_options)
@@ -403,10 +348,11 @@ _OFFERED = {
     "local": one(LOCAL_TRAINING),
     "metrics": each(METRIC),
     "price": one(PRICE),
-    "model": Part(encode_manifest, decode_manifest),
+    "model": one(MANIFEST),
 }
 _OFFER = Codec(RoundOffer, pb.Offer, "an offer", _OFFERED, {"users": MAX_USERS})
 encode_offer, decode_offer = _OFFER.encode, _OFFER.decode
+_SUM = Codec(SummedUpdates, pb.PartialSum, "a sum", {"tensors": one(MANIFEST)})
 _DECLINE = Codec(Decline, pb.Decline, "a decline")
 _RECEIPT = Codec(Receipt, pb.Receipt, "a receipt")
 encode_receipt, decode_receipt = _RECEIPT.encode, _RECEIPT.decode
@@ -416,27 +362,26 @@ encode_status, decode_status = _STATUS.encode, _STATUS.decode
 
 def encode_answer(answer: Answer) -> pb.Answer:
     """The message of an answer; raises WireError if it passes a limit."""
-    message = pb.Answer(id=encode_round_id(answer.id))
-    match answer.content:
-        case SummedUpdates(users, weight, tensors):
-            manifest = encode_manifest(tensors)
-            message.sum.CopyFrom(pb.PartialSum(users=users, weight=weight, tensors=manifest))
-        case Decline() as decline:
-            message.decline.CopyFrom(_DECLINE.encode(decline))
-    at_most("bytes in an answer", message.ByteSize(), SERVER_RECEIVES_BYTES - ENVELOPE_BYTES)
+    message, content = pb.Answer(id=encode_round_id(answer.id)), answer.content
+    if isinstance(content, Decline):
+        message.decline.CopyFrom(_DECLINE.encode(content))
+    else:
+        message.sum.CopyFrom(_SUM.encode(content))
+    codec.check_size("an answer", message, codec.SERVER_RECEIVES_BYTES)
     return message
 
 
 def decode_answer(message: pb.Answer, expected: Layout) -> Answer:
     """The answer in a message, to a round with that `layout_of_sums`; total, or WireError."""
-    round_id = decode_round_id(message.id)
+    content: SummedUpdates | Decline
     match message.WhichOneof("what"):
         case "sum":
-            total = message.sum
-            manifest = expect_manifest(total.tensors, expected, (INT32, INT64))
-            with refusing("an answer"):
-                return Answer(round_id, SummedUpdates(total.users, total.weight, manifest))
+            tensors.check_layout(message.sum.tensors.layout, expected)
+            content = _SUM.decode(message.sum)
+            if content.tensors.dtype == FLOAT32:
+                raise WireError(f"the tensors are {FLOAT32}; they must be {INT32} or {INT64}")
         case "decline":
-            return Answer(round_id, _DECLINE.decode(message.decline))
+            content = _DECLINE.decode(message.decline)
         case _:
             raise WireError("an answer is empty; it must be a sum or a decline")
+    return Answer(decode_round_id(message.id), content)

@@ -4,7 +4,7 @@ Components of tensors follow each other in C order, little endian on every machi
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import Codec, Part, at_most
+from fedpriv.wire.codec import Codec, Part, at_most, each, one
 
 MAX_DIMENSIONS = 32  # of one tensor; NumPy 1 has no more
 MAX_COMPONENTS = 2**30  # of all tensors together
@@ -165,54 +165,37 @@ def _decode_shape(shape: pb.Shape) -> tuple[int, ...]:
     return tuple(shape.sizes)
 
 
-def _decode_shapes(shapes: Iterable[pb.Shape]) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(_decode_shape, shapes))
-
-
 def _check_components(message: pb.Layout) -> None:
     # NumPy refuses a shape whose product without zeros is too large, even if one is there.
-    sizes = (prod(max(size, 1) for size in shape) for shape in _decode_shapes(message.shapes))
-    at_most("components of tensors", sum(sizes), MAX_COMPONENTS)
+    shapes = map(_decode_shape, message.shapes)
+    total = sum(prod(max(size, 1) for size in shape) for shape in shapes)
+    at_most("components of tensors", total, MAX_COMPONENTS)
+
+
+def _dtype_numbered(number: int) -> Number:
+    if number not in _NAMED:
+        raise WireError(f"dtype is number {number}; legal are {sorted(_NAMED)}")
+    return _NAMED[number]
+
+
+def _manifest(layout: Layout, dtype: Number, size: int) -> Manifest:
+    manifest = Manifest(layout, dtype)
+    if size != manifest.size:
+        raise WireError(f"the tensors have {manifest.size} bytes, not {size}")
+    return manifest
 
 
 SHAPE = Part(_encode_shape, _decode_shape)
-_SHAPES = Part(lambda shapes: [_encode_shape(shape) for shape in shapes], _decode_shapes)
-LAYOUT = Codec(Layout, pb.Layout, "a layout", {"shapes": _SHAPES}, check=_check_components)
+LAYOUT = Codec(Layout, pb.Layout, "a layout", {"shapes": each(SHAPE)}, check=_check_components)
+_DECLARED = {"layout": one(LAYOUT), "dtype": Part(_ON_WIRE.__getitem__, _dtype_numbered)}
+MANIFEST = Codec(_manifest, pb.Tensors, "a manifest of tensors", _DECLARED)
 
 
-def encode_manifest(manifest: Manifest) -> pb.Tensors:
-    """The message of a manifest; raises WireError if it passes a limit."""
-    layout, dtype = LAYOUT.encode(manifest.layout), _ON_WIRE[manifest.dtype]
-    return pb.Tensors(layout=layout, dtype=dtype, size=manifest.size)
+def check_layout(message: pb.Layout, expected: Layout) -> None:
+    """Refuse another layout than is expected, before it is decoded.
 
-
-def decode_manifest(message: pb.Tensors) -> Manifest:
-    """The manifest of a message whose layout is not known yet; total, or raises WireError."""
-    return _manifest(message, LAYOUT.decode(message.layout))
-
-
-def expect_manifest(message: pb.Tensors, layout: Layout, dtypes: Sequence[Number]) -> Manifest:
-    """The manifest of a message that must have this layout and one of these dtypes; total."""
-    names, shapes = message.layout.names, message.layout.shapes
-    # Not decoded first: the checks of a layout take time with the square of its length.
-    if (
-        (len(names), len(shapes)) != (len(layout.names), len(layout.shapes))
-        or tuple(names) != layout.names
-        or _decode_shapes(shapes) != layout.shapes
-    ):
+    The checks of a layout take time with the square of its length.
+    """
+    message.DiscardUnknownFields()
+    if message != LAYOUT.encode(expected):
         raise WireError("names, shapes or order of the tensors differ from those asked for")
-    manifest = _manifest(message, layout)
-    if manifest.dtype not in dtypes:
-        legal = " or ".join(map(str, dtypes))
-        raise WireError(f"the tensors are {manifest.dtype}; they must be {legal}")
-    return manifest
-
-
-def _manifest(message: pb.Tensors, layout: Layout) -> Manifest:
-    dtype = _NAMED.get(message.dtype)
-    if dtype is None:
-        raise WireError(f"dtype is number {message.dtype}; legal are {sorted(_NAMED)}")
-    manifest = Manifest(layout, dtype)
-    if message.size != manifest.size:
-        raise WireError(f"the tensors have {manifest.size} bytes, not {message.size}")
-    return manifest

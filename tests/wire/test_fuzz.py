@@ -16,7 +16,7 @@ from fedpriv.wire.codec import SERVER_RECEIVES_BYTES, parse
 from fedpriv.wire.messages import CLIPPING, LOCAL_TRAINING, METRIC
 from fedpriv.wire.messages import PRICE as PRICE_CODEC
 from fedpriv.wire.tensors import LAYOUT as LAYOUT_CODEC
-from fedpriv.wire.tensors import decode_manifest
+from fedpriv.wire.tensors import MANIFEST
 from tests.wire.examples import PRICE, peak_memory, small_offer, small_welcome
 
 OFFER = wire.encode_offer(small_offer())
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[Callable[[Message], object], Message]] = {
     "layout": (LAYOUT_CODEC.decode, OFFER.clipping.layout),
     "local": (LOCAL_TRAINING.decode, OFFER.local),
     "metric": (METRIC.decode, OFFER.metrics[0]),
-    "tensors": (decode_manifest, OFFER.model),
+    "tensors": (MANIFEST.decode, OFFER.model),
     "price": (PRICE_CODEC.decode, PRICE_CODEC.encode(PRICE)),
     "round": (wire.decode_round_id, OFFER.id),
     "one": (decode_answer, summed(1)),
