@@ -48,17 +48,15 @@ def examine(ledger: ExportedLedger, welcome: Welcome, journal: Journal, delta: f
         raise AuditError(f"the ledger is not of population {name!r}")
     known = journal.ledger_of(name)
     if known not in (None, ledger.ledger_id):
-        raise AuditError(
-            f"population {name!r} had the ledger {known}, and now has {ledger.ledger_id}: what was "
-            "spent before is not in it"
-        )
+        now = f"and now has {ledger.ledger_id}: what was spent before is not in it"
+        raise AuditError(f"population {name!r} had the ledger {known}, {now}")
     head = journal.last_head(ledger.ledger_id)
     if head is not None and not ledger.contains(head):
         raise AuditError(
             f"the ledger does not contain its former head of {head.count} charges with hash "
             f"{head.hash}: it was set back or rewritten"
         )
-    spent = _loss((row.event for row in ledger.rows), delta).epsilon
+    spent = _loss(ledger.rows, delta).epsilon
     journal.remember_head(ledger.ledger_id, name, ledger.head)
     return Examined(ledger, delta, spent)
 
@@ -137,9 +135,8 @@ def _fits(row: ChargedRow, part: TakenPart) -> bool:
 
 
 def _check_offered_epsilon(examined: Examined, offer: RoundOffer) -> None:
-    said, delta = offer.price.epsilon_after, offer.price.delta
+    said, delta, least = offer.price.epsilon_after, offer.price.delta, float("inf")
     # No finite ε holds at δ = 0, where there is a Gaussian; ε only grows where δ is smaller.
-    least = float("inf")
     if delta > 0.0:
         charged = _before(examined.ledger.rows, offer)
         least = _loss_with(charged, offer, max(delta, LEAST_DELTA)).epsilon_low
@@ -159,31 +156,52 @@ def _before(rows: Sequence[ChargedRow], offer: RoundOffer) -> Sequence[ChargedRo
 
 def _loss_with(rows: Iterable[ChargedRow], offer: RoundOffer, delta: float) -> PrivacyLoss:
     q, z = offer.price.sampling_probability, offer.price.noise_multiplier
-    offered = poisson_gaussian(q, z, population=offer.price.population)
-    return _loss([*(row.event for row in rows), offered], delta)
+    return _loss(rows, delta, poisson_gaussian(q, z, population=offer.price.population))
 
 
-def _loss(events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
+def _loss(rows: Iterable[ChargedRow], delta: float, *more: RoundEvent) -> PrivacyLoss:
     try:
-        return priced(merge_equal(events), delta)
+        return priced(merge_equal([*(row.event for row in rows), *more]), delta)
     except UnsupportedEventError as error:
         raise AuditError(f"what the ledger charges has no ε: {error}") from error
 
 
 @dataclass(frozen=True)
-class Auditor:
-    """Reads the server's ledger, as `fedpriv join --verify-ledger` does."""
+class OfferPolicy:
+    """What a node asks of an offer; without the ledger, the server's word on ε counts."""
 
     server: FederationStub
     journal: Journal
     consent: Consent
     backoff: Backoff
+    verify_ledger: bool
 
-    async def examined(self, welcome: Welcome, offer: RoundOffer | None = None) -> Examined:
-        """Fetch the ledger, check all that can be checked, and remember its head.
+    async def objection(self, welcome: Welcome, offer: RoundOffer) -> str | None:
+        """Why the node does not take part, in one sentence that says nothing of users, or None."""
+        if unfit := misfit(welcome, offer):
+            return unfit
+        epsilon: float | None = None
+        if self.verify_ledger:
+            try:
+                examined = await self._examined(welcome, offer)
+                if late := charged_already(examined, offer):
+                    return late
+                epsilon = await asyncio.to_thread(price_with, examined, offer)
+            except DISBELIEF as error:
+                _log.error("the ledger cannot be believed: %.400s", error)
+                return "the ledger cannot be believed"
+            _log.info("after this round ε would be %.6g at δ = %g", epsilon, examined.delta)
+        today = self.journal.rounds_since(datetime.now(UTC) - _DAY)
+        return self.consent.objection(offer, today, epsilon)
 
-        Raises one of `DISBELIEF`, InvalidValueError (of the journal) or grpc.aio.AioRpcError.
-        """
+    async def report(self, welcome: Welcome) -> None:
+        """Check the ledger and log what it has come to."""
+        found = await self._examined(welcome)
+        held = len(found.ledger.rows), found.epsilon, found.delta
+        _log.info("the ledger holds %d charges: ε = %.6g at δ = %g", *held)
+
+    async def _examined(self, welcome: Welcome, offer: RoundOffer | None = None) -> Examined:
+        """Fetch the ledger, check all that can be checked, and remember its head."""
         lines = await persist(self.server.fetch_ledger, self.backoff)
         delta = self.consent.delta_for(welcome.population)
 
@@ -194,39 +212,3 @@ class Auditor:
 
         # It takes seconds for a long ledger, in which the connection must stay alive.
         return await asyncio.to_thread(examined)
-
-    async def report(self, welcome: Welcome) -> None:
-        """Log what the ledger has come to; raises what `examined` raises."""
-        found = await self.examined(welcome)
-        held = len(found.ledger.rows), found.epsilon, found.delta
-        _log.info("the ledger holds %d charges: ε = %.6g at δ = %g", *held)
-
-
-@dataclass(frozen=True)
-class OfferPolicy:
-    """What a node asks of an offer; without an auditor, the server's word on ε is taken."""
-
-    consent: Consent
-    journal: Journal
-    auditor: Auditor | None
-
-    async def objection(self, welcome: Welcome, offer: RoundOffer) -> str | None:
-        """Why the node does not take part, in one sentence that says nothing of users, or None.
-
-        Raises InvalidValueError (of the journal) or grpc.aio.AioRpcError (no ledger).
-        """
-        if unfit := misfit(welcome, offer):
-            return unfit
-        epsilon: float | None = None
-        if self.auditor is not None:
-            try:
-                examined = await self.auditor.examined(welcome, offer)
-                if late := charged_already(examined, offer):
-                    return late
-                epsilon = await asyncio.to_thread(price_with, examined, offer)
-            except DISBELIEF as error:
-                _log.error("the ledger cannot be believed: %.400s", error)
-                return "the ledger cannot be believed"
-            _log.info("after this round ε would be %.6g at δ = %g", epsilon, examined.delta)
-        today = self.journal.rounds_since(datetime.now(UTC) - _DAY)
-        return self.consent.objection(offer, today, epsilon)

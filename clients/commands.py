@@ -79,24 +79,10 @@ def join(
     from fedpriv.clients.membership import join as take_part
     from fedpriv.clients.worker import HostSettings
 
-    host = HostSettings(
-        users,
-        device=device,
-        memory_mebibytes=memory,
-        seconds=seconds,
-        activations=activations,
-        processes=processes,
-    )
+    host = HostSettings(users, device, memory, seconds, activations, processes)
+    trusted = tuple(trust or ())
     settings = NodeSettings(
-        server,
-        host,
-        certificates=certificates,
-        node=node,
-        consent=consent,
-        verify_ledger=verify_ledger,
-        state=state,
-        trusted=tuple(trust or ()),
-        once=once,
+        server, host, certificates, node, consent, verify_ledger, state, trusted, once
     )
     take_part(settings)
 

@@ -59,8 +59,8 @@ def respond(
     """Train the users of an offer that are hosted here, or say why the node declines.
 
     Enrolled users that are not done within half of the offer's time count as zero, and the other
-    half is left for sending; all users of a simulation are waited for. Raises anything that
-    training raises, whose text may hold users' data.
+    half is left for sending; all users of a simulation are waited for. The text of an error may
+    hold users' data.
     """
     began = time.monotonic()
     header = flower.header_in(content, flower.WELCOME, NODE_RECEIVES_BYTES)
@@ -83,9 +83,11 @@ def respond(
 def _host_of(settings: Settings) -> Host:
     device = str(settings.get("device", HostSettings.device))
     activations = str(settings.get("activations", HostSettings.activations))
-    at_once = _count(settings, "chunk-mebibytes") or HostSettings.chunk_mebibytes
-    users, processes = str(settings["users"]), _count(settings, "processes")
-    known = HostSettings(users, device, at_once, activations=activations, processes=processes)
+    users, names = str(settings["users"]), ("chunk-mebibytes", "processes")
+    counts = {name: check_count(name, settings[name]) for name in names if name in settings}
+    processes = counts.get("processes")
+    at_once = counts.get("chunk-mebibytes", HostSettings.chunk_mebibytes)
+    known = HostSettings(users, device, None, None, activations, processes, at_once)
     machine_of(known)
     try:
         return Host.of(known)
@@ -94,19 +96,13 @@ def _host_of(settings: Settings) -> Host:
         raise DataError("the node's users cannot be loaded; its log says where") from None
 
 
-def _count(settings: Settings, name: str) -> int | None:
-    number = settings.get(name)
-    return None if number is None else check_count(name, number)
-
-
 def _simulated(content: RecordDict) -> bytes:
-    header = flower.header_in(content, flower.SIMULATED, _POPULATION_BYTES)
-    if header is None:
-        raise InvalidValueError(
-            "the node has no users: give it node and users in its node-config, or run it as a "
-            "worker of a simulation"
-        )
-    return header
+    if header := flower.header_in(content, flower.SIMULATED, _POPULATION_BYTES):
+        return header
+    raise InvalidValueError(
+        "the node has no users: give it node and users in its node-config, or run it as a worker "
+        "of a simulation"
+    )
 
 
 def _shard(population: int, settings: Settings) -> range:
@@ -130,14 +126,10 @@ def _population(simulated: bytes) -> Population:
 def _worker(simulated: bytes, welcome: bytes) -> Trainer:
     described, task = flower.Simulated.decode(simulated), _welcome(welcome).task
     built = build_task(task.model, task.options, task.seed, task.loss, task.metrics)
-    users, device = _population(simulated).users, device_named(described.device)
-    at_once = described.chunk_mebibytes * _MEBIBYTE
-    activations = activations_named(described.activations)
+    users, at_once = _population(simulated).users, described.chunk_mebibytes * _MEBIBYTE
+    device, kind = device_named(described.device), activations_named(described.activations)
     # Ray gives each worker a core.
-    transport = InProcessTransport(
-        built, users, device, at_once, activations=activations, processes=1
-    )
-    return Trainer(transport)
+    return Trainer(InProcessTransport(built, users, device, at_once, activations=kind, processes=1))
 
 
 def _welcome(header: bytes) -> Welcome:
@@ -180,7 +172,5 @@ def take_part(message: Message, context: Context) -> Message:
 
 def _reply(message: Message, offer: RoundOffer, trained: PartialSum | Decline) -> Message:
     answer, tensors = answer_of(offer.id, trained)
-    headers = {flower.ANSWER: answer.SerializeToString()}
-    return Message(
-        flower.content_of(headers, flower.packed(tensors) if tensors else None), reply_to=message
-    )
+    headers, sent = {flower.ANSWER: answer.SerializeToString()}, flower.packed(tensors)
+    return Message(flower.content_of(headers, sent if tensors else None), reply_to=message)

@@ -75,8 +75,7 @@ class Journal:
         * an attempt counts once, however often it is recorded;
         * a population has one ledger, and the remembered head of a ledger never goes back.
 
-    Every method raises InvalidValueError if the file cannot be used. It may be used from several
-    threads. Use `open`, and close it or use it as a context manager.
+    Every method raises InvalidValueError if the file cannot be used, from any thread.
     """
 
     def __init__(self, database: Database) -> None:

@@ -1,7 +1,6 @@
 """What `fedpriv join` does: bring a node's users to a server and answer its offers until stopped.
 
-`take_part` puts a node together, `Membership` keeps it connected, and `OfferHandler` answers one
-offer: object or train, and say so before the deadline.
+`Membership` keeps a node connected, and `OfferHandler` answers one offer.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ from urllib.parse import quote
 
 import grpc
 
-from fedpriv.clients.audit import DISBELIEF, Auditor, OfferPolicy
+from fedpriv.clients.audit import DISBELIEF, OfferPolicy
 from fedpriv.clients.connection import Backoff, FederationStub, identity_of, persist
 from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
@@ -67,13 +66,9 @@ def join(settings: NodeSettings) -> None:
         * this process neither imports torch nor holds users' data;
         * a lost connection never ends it.
 
-    Raises:
-        InvalidValueError: a setting is not legal, a file of the node's cannot be used, or the
-            server names code that is not trusted.
-        DataError: the users cannot be loaded.
-        ModelError: the task cannot be built.
-        WireError: the server refuses the node for good, or sends a malformed message.
-        AuditError, LedgerError: with `once`, the ledger cannot be believed at the end.
+    It raises a FedprivError for settings, users or a task that cannot be used, a server that
+    refuses the node for good or sends a malformed message, and, with `once`, for a ledger that
+    cannot be believed at the end.
     """
 
     async def until_stopped() -> None:
@@ -90,19 +85,17 @@ def join(settings: NodeSettings) -> None:
 
 
 async def take_part(settings: NodeSettings) -> None:
-    """As `join`, for a running event loop; it ends when its task is cancelled."""
+    """As `join`, on a running event loop, until its task is cancelled."""
     identity, backoff = identity_of(settings.certificates, settings.node), settings.backoff
     consent = Consent() if settings.consent is None else Consent.load(settings.consent)
     folder = _state_folder(settings.state, identity.node)
     async with FederationStub.open(settings.server, identity) as server:
         with Journal.open(folder / "journal.sqlite") as journal:
-            verify = settings.verify_ledger
-            auditor = Auditor(server, journal, consent, backoff) if verify else None
+            policy = OfferPolicy(server, journal, consent, backoff, settings.verify_ledger)
             worker = await Worker.start(settings.host)
             try:
-                policy = OfferPolicy(consent, journal, auditor)
                 handler = OfferHandler(server, worker, policy, journal, backoff)
-                hello = Hello(identity.node, worker.users_sha256)
+                hello = Hello(identity.node, worker.loaded.users_sha256)
                 await Membership(settings, hello, handler).last()
             finally:
                 await worker.close()
@@ -208,8 +201,7 @@ class OfferHandler:
         self, welcome: Welcome, offer: RoundOffer, deadline: float
     ) -> PartialSum | Decline:
         try:
-            objection = await self.policy.objection(welcome, offer)
-            if objection is not None:
+            if objection := await self.policy.objection(welcome, offer):
                 return Decline(objection[:_LONGEST_REASON])
             self.journal.record(welcome.population_name, offer, datetime.now(UTC))
         except InvalidValueError as error:
@@ -218,8 +210,7 @@ class OfferHandler:
         return await self._trained(offer, deadline)
 
     async def _trained(self, offer: RoundOffer, deadline: float) -> PartialSum | Decline:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+        began = asyncio.get_running_loop().time()
         try:
             tensors = await persist(lambda: self.server.download(offer), self.backoff)
         except WireError as error:
@@ -229,7 +220,7 @@ class OfferHandler:
             # Without an answer, the round would last until its deadline.
             _log.error("the model cannot be fetched: %s (%r)", error.code().name, error.details())
             return Decline("the model cannot be fetched")
-        now = loop.time()
+        now = asyncio.get_running_loop().time()
         # A sum has up to twice the bytes of the model, and uploads are often the slower way.
         margin = max(4.0 * (now - began), _LEAST_MARGIN * (deadline - began))
         seconds = max(0.5 * (deadline - now), deadline - now - margin)
@@ -257,7 +248,6 @@ class Membership:
 
     def __init__(self, settings: NodeSettings, hello: Hello, handler: OfferHandler) -> None:
         self._settings, self._hello, self._handler = settings, hello, handler
-        self._auditor = handler.policy.auditor
         self._work = LatestTask()
         self._prepared: Welcome | None = None
 
@@ -286,7 +276,9 @@ class Membership:
                         await self._welcomed(message)
                         welcomed = True
                     elif self._prepared is not None:
-                        await self._offered(self._prepared, message)
+                        deadline = asyncio.get_running_loop().time() + message.seconds
+                        answer = partial(self._handler.answer, self._prepared, message, deadline)
+                        await self._work.begin(message.id, answer)
         except grpc.aio.AioRpcError as error:
             self._check_recoverable(error)
             _log.warning("no connection: %s (%r)", error.code().name, error.details())
@@ -315,19 +307,14 @@ class Membership:
             await worker.prepare(welcome)
         self._prepared = welcome
         node, server = self._hello.node, self._settings.server
-        hosted = f"{worker.users} of the {welcome.population} users of the population"
+        hosted = f"{worker.loaded.users} of the {welcome.population} users of the population"
         _log.info("connected as %s to %s, with %s", node, server, hosted)
-        if self._auditor is not None and self._work.idle:
-            await self._work.begin(None, partial(self._report, self._auditor, welcome))
+        if self._settings.verify_ledger and self._work.idle:
+            await self._work.begin(None, partial(self._report, welcome))
 
-    async def _offered(self, welcome: Welcome, offer: RoundOffer) -> None:
-        deadline = asyncio.get_running_loop().time() + offer.seconds
-        answer = partial(self._handler.answer, welcome, offer, deadline)
-        await self._work.begin(offer.id, answer)
-
-    async def _report(self, auditor: Auditor, welcome: Welcome) -> None:
+    async def _report(self, welcome: Welcome) -> None:
         try:
-            await auditor.report(welcome)
+            await self._handler.policy.report(welcome)
         except DISBELIEF as error:
             _log.error("the ledger cannot be believed: %.400s", error)
         except InvalidValueError as error:
@@ -339,13 +326,12 @@ class Membership:
         """Read the ledger for the last time."""
         await self._work.stop()
         _log.info("the run is over")
-        auditor, welcome = self._auditor, self._prepared
-        if auditor is None or welcome is None:
+        if self._prepared is None or not self._settings.verify_ledger:
             return
         # A node that leaves fails if the ledger cannot be believed; one that stays logs it.
-        report = auditor.report if self._settings.once else partial(self._report, auditor)
+        report = self._handler.policy.report if self._settings.once else self._report
         try:
             async with asyncio.timeout(_LAST_LOOK_SECONDS):
-                await report(welcome)
+                await report(self._prepared)
         except TimeoutError:
             _log.warning("the ledger cannot be fetched: the server does not answer")

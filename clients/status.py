@@ -48,20 +48,15 @@ async def _ask(server: str, identity: Identity) -> Status:
 
 
 def _print(found: Status) -> None:
+    limit, left = found.epsilon_limit, "no limit"
+    if not math.isinf(limit):  # rounded down
+        left = f"{math.floor(max(0.0, limit - found.epsilon) * 1000) / 1000:.3f} of {limit:g}"
     table = Table(title=one_line(found.run), show_header=False)
     table.add_row("state", str(found.state))
     table.add_row("round", f"{found.round} of {found.rounds}")
     table.add_row("ε spent", f"{format_epsilon(found.epsilon)} at δ = {found.delta:g}")
-    table.add_row("ε left", _left(found))
+    table.add_row("ε left", left)
     table.add_row("nodes connected", f"{found.nodes_connected} of {found.nodes_enrolled}")
     table.add_row("users enrolled", str(found.users_enrolled))
     # The name of a run is not markup, whatever brackets it contains.
     Console(markup=False, emoji=False, highlight=False).print(table)
-
-
-def _left(found: Status) -> str:
-    """What the budget has left, rounded down."""
-    if math.isinf(found.epsilon_limit):
-        return "no limit"
-    left = max(0.0, found.epsilon_limit - found.epsilon)
-    return f"{math.floor(left * 1000) / 1000:.3f} of {found.epsilon_limit:g}"

@@ -35,6 +35,7 @@ from fedpriv.privacy.layout import Layout, Tensors, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged
 from fedpriv.wire import Welcome, digest_of
 
+Shapes = set[tuple[str, tuple[int, ...]]]  # by names of tensors
 _IDS = "user_id"
 _MEBIBYTE = 2**20
 
@@ -62,10 +63,8 @@ def load_users(source: str) -> UserStore:
         raise DataError(f"users {source!r} cannot be read: {error.strerror}") from error
     if ":" in source:
         return _from_function(source)
-    raise DataError(
-        f"users {source!r} do not exist; legal are a folder, an .npz file and "
-        "package.module:function"
-    )
+    legal = "a folder, an .npz file and package.module:function"
+    raise DataError(f"users {source!r} do not exist; legal are {legal}")
 
 
 def _from_files(path: Path) -> UserStore:
@@ -94,11 +93,10 @@ def _from_function(path: str) -> UserStore:
     except (OSError, MemoryError) as error:  # its text may hold users' data
         raise DataError(f"{what} cannot be made: {raised_at(error)}") from error
     users = loaded.users if isinstance(loaded, Population) else loaded
-    if not isinstance(users, UserStore):
-        raise DataError(
-            f"{path} returned a {type(users).__name__}; it must return a UserStore or a Population"
-        )
-    return users
+    if isinstance(users, UserStore):
+        return users
+    found = f"{path} returned a {type(users).__name__}"
+    raise DataError(f"{found}; it must return a UserStore or a Population")
 
 
 def enrolled_positions(store: UserStore, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -107,10 +105,8 @@ def enrolled_positions(store: UserStore, positions: NDArray[np.int64]) -> NDArra
     The store's k-th user, ids sorted by code points, is at the k-th of the positions.
     """
     if len(positions) != store.population:
-        raise InvalidValueError(
-            f"there are {len(positions)} positions for {store.population} users; the users "
-            "enrolled at this node must be those that it holds"
-        )
+        found = f"there are {len(positions)} positions for {store.population} users"
+        raise InvalidValueError(f"{found}; the users enrolled at a node must be those it holds")
     ids = [store.id_of(user) for user in range(store.population)]
     enrolled = np.empty(store.population, np.int64)
     enrolled[sorted(range(len(ids)), key=ids.__getitem__)] = positions
@@ -170,10 +166,9 @@ def _warm_up(transport: InProcessTransport) -> None:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains users of a node for rounds of one task.
+    """Trains users of a node for rounds of one task, and clips each of their updates.
 
-    The node is trusted with its users' data and clips each of their updates itself; the server can
-    only check the norm of a partial sum against the number of users in it.
+    The server can only check the norm of a partial sum against the number of users in it.
     """
 
     transport: InProcessTransport  # without an observer; `hosted` says which users it has
@@ -181,8 +176,7 @@ class Trainer:
     def __post_init__(self) -> None:
         if self.transport.observer is not None:
             raise InvalidValueError(
-                "a node has a transport with an observer; only a simulation may have one, as what "
-                "it sees is not private"
+                "a node has a transport with an observer; only a simulation may have one"
             )
 
     def answer(self, request: RoundRequest, seconds: float = math.inf) -> PartialSum:
@@ -203,14 +197,13 @@ class Trainer:
     def ready(self, request: RoundRequest) -> Iterator[Ready]:
         """Train the node's users of a round; say chunk by chunk which are done.
 
-        If only one user is hosted here, nothing of its training is logged: that would say that it
-        was drawn. Besides fedpriv's errors it raises MemoryError, and RuntimeError where the device
-        no longer works.
+        MemoryError or RuntimeError: the process can no longer train.
         """
-        parameters, statistics = self._known
-        _check_tensors("parameters", request.parameters, parameters)
+        parameters, statistics = self._shapes
+        _check_shapes("parameters", request.parameters, parameters)
         if request.statistics:
-            _check_tensors("running statistics", request.statistics, statistics)
+            _check_shapes("running statistics", request.statistics, statistics)
+        # The log of a node's only user would say that it was drawn.
         with _unlogged() if self.transport.users.population == 1 else nullcontext():
             for users, partial in self.transport.by_chunk(request):
                 if self.transport.device.type == "cuda":
@@ -219,25 +212,26 @@ class Trainer:
                 yield Ready(users, partial)
 
     @cached_property
-    def _known(self) -> tuple[Tensors, Tensors]:
-        """Parameters and running statistics of the task."""
-        return self.transport.task.parameters(), self.transport.task.statistics()
+    def _shapes(self) -> tuple[Shapes, Shapes]:
+        """Of the parameters and running statistics of the task."""
+        task = self.transport.task
+        return _shapes_of(task.parameters()), _shapes_of(task.statistics())
 
 
-def _check_tensors(what: str, given: Tensors, known: Tensors) -> None:
-    shapes, legal = ({n: t.shape for n, t in tensors.items()} for tensors in (given, known))
-    if shapes != legal:
-        odd = sorted(name for name in shapes | legal if shapes.get(name) != legal.get(name))
-        raise InvalidValueError(
-            f"{what} {odd} of the round are missing, unknown or of another shape; legal are those "
-            "of the task"
-        )
+def _shapes_of(tensors: Tensors) -> Shapes:
+    return {(name, tensor.shape) for name, tensor in tensors.items()}
+
+
+def _check_shapes(what: str, given: Tensors, legal: Shapes) -> None:
+    if odd := sorted({name for name, _ in _shapes_of(given) ^ legal}):
+        unlike = f"{what} {odd} of the round are missing, unknown or of another shape"
+        raise InvalidValueError(f"{unlike}; legal are those of the task")
 
 
 def serve(channel: BufferedRWPair) -> None:
     """Answer the messages of `fedpriv.clients.worker` until the other end is closed, an EOFError.
 
-    Anything else that is raised cannot be answered; its text may hold users' data.
+    The text of anything else that is raised may hold users' data.
     """
     host: Host | None = None
     trainer: Trainer | None = None

@@ -53,13 +53,13 @@ class HostSettings:
 
     users: str  # as `fedpriv.clients.training.load_users` reads it
     device: str = "auto"  # as `fedpriv.engine.transport.device_named` reads it
-    chunk_mebibytes: int = 128  # roughly what users who train together may take
     # Address space for training, besides what each process has taken once data and model are
     # loaded (Linux); None: no limit.
     memory_mebibytes: int | None = None
     seconds: float | None = None  # longest for one round; None: until its deadline
     activations: str = "float32"  # of the model while users train
     processes: int | None = None  # that train side by side; None: one for each thread
+    chunk_mebibytes: int = 128  # roughly what users who train together may take
 
     def __post_init__(self) -> None:
         for name in ("chunk_mebibytes", "memory_mebibytes", "seconds", "processes"):
@@ -244,7 +244,8 @@ class Worker:
     """
 
     def __init__(self, settings: HostSettings, process: Process, loaded: Loaded) -> None:
-        self._settings, self._process, self._loaded = settings, process, loaded
+        self.loaded = loaded
+        self._settings, self._process = settings, process
         self._welcome: Welcome | None = None
         self._starting: asyncio.Task[None] | None = None
         self._busy = self._closed = False
@@ -259,16 +260,6 @@ class Worker:
             process.kill()
             await process.gone()
             raise
-
-    @property
-    def users(self) -> int:
-        """How many users the node has, at least 1."""
-        return self._loaded.users
-
-    @property
-    def users_sha256(self) -> bytes:
-        """`fedpriv.wire.digest_of` of their ids."""
-        return self._loaded.users_sha256
 
     async def prepare(self, welcome: Welcome) -> None:
         """Build the task that the node is welcomed to.
@@ -309,7 +300,12 @@ class Worker:
     async def _trained(self, request: RoundRequest, deadline: float) -> PartialSum | None:
         nothing = PartialSum("", 0, np.zeros(request.clipping.layout.dimension, np.int64), 0)
         waiting, together, total = request.users, len(request.users) != 1, None
-        while (process := await self._ready_before(deadline)) is not None:
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    process = await self._ready()
+            except TimeoutError:
+                return total
             asked = replace(request, users=waiting)
             answer = process.ask(asked if together else OneByOne(asked))
             try:
@@ -329,17 +325,8 @@ class Worker:
                 if len(request.users) > 1:  # of a single user it would say that it was drawn
                     _log.warning("%s", _TOGETHER_FAILED if together else _ONE_FAILED)
             if waiting.size == 0:
-                break
+                return total
             together = False
-        return total
-
-    async def _ready_before(self, deadline: float) -> Process | None:
-        """The process, loaded and prepared; None if that takes longer."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await self._ready()
-        except TimeoutError:
-            return None
 
     async def _ready(self) -> Process:
         if self._closed:
@@ -360,7 +347,7 @@ class Worker:
         await self._process.gone()
         self._process = Process()
         try:
-            if await _load(self._process, self._settings) != self._loaded:
+            if await _load(self._process, self._settings) != self.loaded:
                 raise DataError(
                     f"users {self._settings.users!r} are other users than at the start; a node "
                     "must be stopped before its users change"

@@ -17,7 +17,7 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.clients import membership
 from fedpriv.clients.connection import Backoff
 from fedpriv.clients.membership import NodeSettings, take_part
-from fedpriv.clients.worker import HostSettings
+from fedpriv.clients.worker import HostSettings, Loaded
 from fedpriv.errors import AuditError, InvalidValueError, ModelError, WireError
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
@@ -57,8 +57,7 @@ class Player:
     """
 
     answer: PartialSum | Exception | None = field(default_factory=lambda: SUM)
-    users: int = 1
-    users_sha256: bytes = bytes(32)
+    loaded: Loaded = Loaded(1, bytes(32))  # noqa: RUF009 - it is frozen
     go: asyncio.Event = field(default_factory=asyncio.Event)
     prepared: list[Welcome] = field(default_factory=list)
     asked: asyncio.Queue[RoundRequest] = field(default_factory=asyncio.Queue)
@@ -169,7 +168,7 @@ def test_a_round_is_answered_and_the_end_of_the_run_is_the_end(
             await tiny.script.put(None)
             await task
         hello = tiny.hellos.get_nowait()
-        assert (hello.node, hello.users_sha256) == ("n", player.users_sha256)
+        assert (hello.node, hello.users_sha256) == ("n", player.loaded.users_sha256)
         assert (request.run, request.round, request.attempt) == ("run", 4, 0)
         np.testing.assert_array_equal(request.parameters["1.weight"], PARAMETERS["1.weight"])
         assert header.id == encode_round_id(offer.id)

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from fedpriv.build import build_task
-from fedpriv.clients.worker import HostSettings, Worker, receive, send
+from fedpriv.clients.worker import HostSettings, Loaded, Worker, receive, send
 from fedpriv.config import EngineSection
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
@@ -149,8 +149,7 @@ async def cancel_once(condition: Callable[[], bool], coroutine: Coroutine[None, 
 
 
 def test_it_says_whom_it_holds(worker: Worker) -> None:
-    assert worker.users == len(IDS)
-    assert worker.users_sha256 == digest_of(IDS)
+    assert worker.loaded == Loaded(len(IDS), digest_of(IDS))
 
 
 def test_it_answers_as_the_engine_does(worker: Worker, runner: asyncio.Runner) -> None:
