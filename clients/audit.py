@@ -52,10 +52,8 @@ def examine(ledger: ExportedLedger, welcome: Welcome, journal: Journal, delta: f
         raise AuditError(f"population {name!r} had the ledger {known}, {now}")
     head = journal.last_head(ledger.ledger_id)
     if head is not None and not ledger.contains(head):
-        raise AuditError(
-            f"the ledger does not contain its former head of {head.count} charges with hash "
-            f"{head.hash}: it was set back or rewritten"
-        )
+        former = f"its former head of {head.count} charges with hash {head.hash}"
+        raise AuditError(f"the ledger does not contain {former}: it was set back or rewritten")
     spent = _loss(ledger.rows, delta).epsilon
     journal.remember_head(ledger.ledger_id, name, ledger.head)
     return Examined(ledger, delta, spent)

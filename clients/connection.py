@@ -68,15 +68,12 @@ class Backoff:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.base <= self.cap < float("inf"):
-            raise InvalidValueError(
-                f"base is {self.base} and cap is {self.cap}; both must be positive and finite, and "
-                "base not above cap"
-            )
+            legal = "both must be positive and finite, and base not above cap"
+            raise InvalidValueError(f"base is {self.base} and cap is {self.cap}; {legal}")
 
     def wait(self, failures: int) -> float:
         """Seconds to wait after so many failures in a row, from 0."""
-        longest = self.base * 2.0 ** min(failures, _LARGEST_EXPONENT)
-        return self.draw(0.0, min(self.cap, longest))
+        return self.draw(0.0, min(self.cap, self.base * 2.0 ** min(failures, _LARGEST_EXPONENT)))
 
     def rest(self) -> float:
         """Seconds to wait where nothing failed: uniform on [0, cap]."""
@@ -108,15 +105,13 @@ class Identity:
 def identity_of(certificates: Path | None, node: str | None) -> Identity:
     """Who this node is, by its folder with ca.pem, node.pem and node.key, or by a name alone."""
     if (certificates is None) == (node is None):
-        raise InvalidValueError(
-            f"certificates is {certificates} and node is {node!r}; exactly one must be given"
-        )
+        given = f"certificates is {certificates} and node is {node!r}"
+        raise InvalidValueError(f"{given}; exactly one must be given")
     if certificates is None:
         return Identity(check_node_name(str(node)))
     try:
-        ca, certificate, key = (
-            (certificates / name).read_bytes() for name in ("ca.pem", "node.pem", "node.key")
-        )
+        names = ("ca.pem", "node.pem", "node.key")
+        ca, certificate, key = ((certificates / name).read_bytes() for name in names)
     except OSError as error:
         raise InvalidValueError(f"{error.filename} cannot be read: {error.strerror}") from error
     name = _name_in(certificates / "node.pem", certificate)
@@ -167,8 +162,6 @@ class FederationStub:
             * without one nothing leaves this machine, whatever the host's name resolves to later;
             * no message exceeds the limits of `fedpriv.wire.codec`;
             * a server that is silent is noticed within 100 seconds, also between calls.
-
-        InvalidValueError: the address is not legal, or it is not this machine and there is no TLS.
         """
         address = Address.parse(server, "server")
         if address.port == 0:
@@ -216,13 +209,9 @@ class FederationStub:
         return receiver.finish()
 
     async def upload(self, round_id: RoundId, answer: PartialSum | wire.Decline) -> Receipt:
-        """Answer an offer, chunk by chunk.
-
-        If the call fails, the server may have the answer; a repeated one is refused, and harmless.
-        """
-        parts = _parts(*answer_of(round_id, answer))
-        serialise = pb.UploadPart.SerializeToString
-        call = self.channel.stream_unary(f"/{SERVICE}/Upload", request_serializer=serialise)
+        """Answer an offer; the server refuses an answer that it has already."""
+        parts = (part.SerializeToString() for part in _parts(*answer_of(round_id, answer)))
+        call = self.channel.stream_unary(f"/{SERVICE}/Upload")
         data = await call(parts, metadata=self.metadata)
         return wire.decode_receipt(wire.parse(pb.Receipt, data, wire.NODE_RECEIVES_BYTES))
 
@@ -241,18 +230,16 @@ class FederationStub:
 
     async def status(self) -> Status:
         """Where the federation stands."""
-        serialise = pb.StatusRequest.SerializeToString
-        call = self.channel.unary_unary(f"/{SERVICE}/GetStatus", request_serializer=serialise)
-        data = await call(pb.StatusRequest(), metadata=self.metadata)
+        call, request = self.channel.unary_unary(f"/{SERVICE}/GetStatus"), pb.StatusRequest()
+        data = await call(request.SerializeToString(), metadata=self.metadata)
         return wire.decode_status(wire.parse(pb.Status, data, wire.NODE_RECEIVES_BYTES))
 
     async def _responses(
         self, method: str, request: Message, kind: type[Kind]
     ) -> AsyncGenerator[Kind, None]:
         """Parsed messages of the server; the call ends when this is closed."""
-        serialise = type(request).SerializeToString
-        call = self.channel.unary_stream(f"/{SERVICE}/{method}", request_serializer=serialise)
-        responses = call(request, metadata=self.metadata)
+        call = self.channel.unary_stream(f"/{SERVICE}/{method}")
+        responses = call(request.SerializeToString(), metadata=self.metadata)
         try:
             async for data in responses:
                 yield wire.parse(kind, data, wire.NODE_RECEIVES_BYTES)

@@ -26,10 +26,8 @@ class Consent(Section):
     @model_validator(mode="after")
     def _must_have_a_delta(self) -> Self:
         if self.total_epsilon is not None and self.delta is None:
-            raise ValueError(
-                f"total_epsilon is {self.total_epsilon} without a delta; an ε says nothing "
-                "without its δ, so delta must be given"
-            )
+            given = f"total_epsilon is {self.total_epsilon} without a delta"
+            raise ValueError(f"{given}; an ε says nothing without its δ, so delta must be given")
         return self
 
     @classmethod
@@ -68,10 +66,8 @@ class Consent(Section):
         if total is None or delta is None:
             return None
         if epsilon_after is None and not price.delta <= delta:
-            return (
-                f"ε is given at δ = {price.delta}; this node consents to ε at δ = {delta} or less, "
-                "as it has not read the ledger"
-            )
+            consents = f"this node consents to ε at δ = {delta} or less"
+            return f"ε is given at δ = {price.delta}; {consents}, as it has not read the ledger"
         after = price.epsilon_after if epsilon_after is None else epsilon_after
         if after <= total:
             return None

@@ -37,9 +37,8 @@ _SHARE_FOR_TRAINING = 0.5  # of the time until a deadline
 Settings = Mapping[str, object]
 """Flower's configuration of a node.
 
-A worker of a simulation has `partition-id` and `num-partitions`. A node that hosts enrolled users
-has `node`, its name, and `users`; it may have `device`, `chunk-mebibytes`, `activations` and
-`processes`, all as in `HostSettings`.
+A worker of a simulation has `partition-id` and `num-partitions`; a node that hosts enrolled users
+has `node`, its name, `users`, and perhaps others of `HostSettings`.
 """
 
 
@@ -108,10 +107,9 @@ def _simulated(content: RecordDict) -> bytes:
 def _shard(population: int, settings: Settings) -> range:
     worker, workers = (settings.get(name) for name in ("partition-id", "num-partitions"))
     if not (isinstance(worker, int) and isinstance(workers, int) and 0 <= worker < workers):
-        raise InvalidValueError(
-            f"partition-id is {worker!r} of num-partitions {workers!r}; both must be whole "
-            "numbers, the first from 0 to below the second"
-        )
+        found = f"partition-id is {worker!r} of num-partitions {workers!r}"
+        legal = "both must be whole numbers, the first from 0 to below the second"
+        raise InvalidValueError(f"{found}; {legal}")
     return flower.shard_of(population, worker, workers)
 
 
@@ -145,10 +143,9 @@ def say_hello(message: Message, context: Context) -> Message:
     try:
         hello = introduce(message.content, context.node_config)
         headers = {flower.HELLO: wire.encode_hello(hello).SerializeToString()}
-    except FedprivError as error:
-        headers = {flower.TROUBLE: str(error)[:_LONGEST_TROUBLE].encode(errors="replace")}
-    except Exception as error:  # its text may hold users' data
-        headers = {flower.TROUBLE: type(error).__name__.encode(errors="replace")}
+    except Exception as error:  # only the text of our own surely holds no users' data
+        told = str(error) if isinstance(error, FedprivError) else type(error).__name__
+        headers = {flower.TROUBLE: told[:_LONGEST_TROUBLE].encode(errors="replace")}
     return Message(flower.content_of(headers), reply_to=message)
 
 

@@ -66,7 +66,7 @@ class TakenPart:
 
 
 class Journal:
-    """A SQLite file of a node, readable and writable by its owner alone.
+    """A SQLite file of a node, made if there is none, with mode 0600.
 
     It says when users of the node were drawn, though not which: keep it as secret as their data.
 
@@ -78,14 +78,9 @@ class Journal:
     Every method raises InvalidValueError if the file cannot be used, from any thread.
     """
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open a journal, or create it with mode 0600 if there is none."""
+    def __init__(self, path: Path) -> None:
         with _refusing():
-            return cls(Database.open_or_create(path, _FORMAT, {}))
+            self._database = Database.open_or_create(path, _FORMAT, {})
 
     def record(self, population_name: str, offer: RoundOffer, now: datetime) -> None:
         """Record that the node takes part; if that raises, the node must not train."""
@@ -109,9 +104,8 @@ class Journal:
         """Keep the newest verified head of a ledger; that of fewer charges changes nothing."""
         known = self.ledger_of(population_name)
         if known not in (None, ledger_id):
-            raise InvalidValueError(
-                f"population {population_name!r} has the ledger {known}, not {ledger_id}"
-            )
+            found = f"population {population_name!r} has the ledger {known}"
+            raise InvalidValueError(f"{found}, not {ledger_id}")
         row = {"ledger_id": ledger_id, "population_name": population_name, **vars(head)}
         self._write(_REMEMBER, row)
 
@@ -122,9 +116,8 @@ class Journal:
 
     def ledger_of(self, population_name: str) -> str | None:
         """Id of the ledger of a population, or None if no head of one was remembered."""
-        rows = self._read(
-            "SELECT ledger_id FROM ledgers WHERE population_name = ?", population_name
-        )
+        sql = "SELECT ledger_id FROM ledgers WHERE population_name = ?"
+        rows = self._read(sql, population_name)
         return str(rows[0][0]) if rows else None
 
     def close(self) -> None:

@@ -26,15 +26,8 @@ from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import Decline, Hello, Receipt, RoundOffer, Welcome
 
-_REFUSALS = frozenset(
-    {
-        grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.PERMISSION_DENIED,
-        grpc.StatusCode.FAILED_PRECONDITION,
-        grpc.StatusCode.INVALID_ARGUMENT,
-        grpc.StatusCode.UNIMPLEMENTED,
-    }
-)  # with which a server refuses a node for good
+# Codes of calls that a server refuses for good.
+_FINAL = "UNAUTHENTICATED PERMISSION_DENIED FAILED_PRECONDITION INVALID_ARGUMENT UNIMPLEMENTED"
 _NEWER = "newer connection"
 _LAST_LOOK_SECONDS = 60.0
 _LEAST_MARGIN = 0.05  # of the time that an offer leaves, for the upload
@@ -90,7 +83,7 @@ async def take_part(settings: NodeSettings) -> None:
     consent = Consent() if settings.consent is None else Consent.load(settings.consent)
     folder = _state_folder(settings.state, identity.node)
     async with FederationStub.open(settings.server, identity) as server:
-        with Journal.open(folder / "journal.sqlite") as journal:
+        with Journal(folder / "journal.sqlite") as journal:
             policy = OfferPolicy(server, journal, consent, backoff, settings.verify_ledger)
             worker = await Worker.start(settings.host)
             try:
@@ -104,8 +97,7 @@ async def take_part(settings: NodeSettings) -> None:
 def _state_folder(given: Path | None, node: str) -> Path:
     """The folder of a node's journal, open to its owner only.
 
-    By default it is fedpriv/NODE, percent-encoded, in $XDG_STATE_HOME or ~/.local/state (XDG Base
-    Directory Specification 0.8).
+    By default it is fedpriv/NODE in $XDG_STATE_HOME or ~/.local/state (XDG Base Directory 0.8).
     """
     home = os.environ.get("XDG_STATE_HOME", "")
     base = Path(home) if Path(home).is_absolute() else Path.home() / ".local" / "state"
@@ -167,15 +159,13 @@ class OfferHandler:
 
     async def answer(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
         """Answer an offer by its deadline, on the event loop's clock, and log the outcome."""
-        what = f"round {offer.id.round} of run {offer.id.run!r}"
-        loop = asyncio.get_running_loop()
+        what, loop = f"round {offer.id.round} of run {offer.id.run!r}", asyncio.get_running_loop()
         began = loop.time()
         try:
             async with asyncio.timeout_at(deadline):
                 answer = await self._answer(welcome, offer, deadline)
                 receipt = await self._send(offer, answer)
-                if not receipt.accepted:
-                    # Otherwise the server would wait for another answer until the deadline.
+                if not receipt.accepted:  # or the server would wait for another until the deadline
                     await self._send(offer, Decline("the answer was refused"))
         except asyncio.CancelledError:
             _log.info("%s: left unfinished", what)
@@ -291,15 +281,14 @@ class Membership:
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.ABORTED and _NEWER in details:
             raise WireError(f"another process speaks for node {node!r} at {server}") from error
-        if code in _REFUSALS:
+        if code.name in _FINAL.split():
             raise WireError(f"{server} refuses node {node!r}: {details[:400]!r}") from error
 
     async def _welcomed(self, welcome: Welcome) -> None:
         for path in welcome.task.imports:
             if path not in self._settings.trusted:
-                raise InvalidValueError(
-                    f"the server wants to run {path!r}; --trust {path!r} allows it"
-                )
+                allow = f"--trust {path!r} allows it"
+                raise InvalidValueError(f"the server wants to run {path!r}; {allow}")
         worker, old = self._handler.worker, self._prepared
         new = (welcome.task, welcome.users.tobytes())
         if old is None or (old.task, old.users.tobytes()) != new:

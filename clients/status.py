@@ -21,9 +21,8 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
     """Ask a server and print what it says, of which only the form is checked."""
     found = asyncio.run(_ask(server, identity))
     if as_json:
-        fields = {**vars(found), "state": str(found.state)}
-        for name in ("epsilon", "epsilon_limit"):
-            fields[name] = number(fields[name])
+        spent, limit = number(found.epsilon), number(found.epsilon_limit)
+        fields = vars(found) | {"epsilon": spent, "epsilon_limit": limit}
         print(json.dumps(fields, indent=2, allow_nan=False))  # noqa: T201
     else:
         _print(found)

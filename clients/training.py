@@ -1,7 +1,6 @@
 """The training side of a node: it holds the users' data and the model, and trains.
 
-`load_users` reads the users, a `Host` holds them, and a `Trainer` trains those that are asked for:
-on Flower's runtime in the process of the ClientApp, else in the process that `serve` runs in.
+On Flower's runtime it is in the process of the ClientApp, else in the process that `serve` runs in.
 """
 
 import logging
@@ -55,10 +54,8 @@ def load_users(source: str) -> UserStore:
     """
     path = Path(source)
     try:
-        if (path / "store.json").exists():
-            return UserStore.load(path)
         if path.exists():
-            return _from_files(path)
+            return UserStore.load(path) if (path / "store.json").exists() else _from_files(path)
     except OSError as error:
         raise DataError(f"users {source!r} cannot be read: {error.strerror}") from error
     if ":" in source:

@@ -110,8 +110,7 @@ class Process:
     """A spawned process that answers messages, one message at a time.
 
     Guarantees:
-        * It ends with the process that made it, even if that is killed; on Linux also with the
-          thread that made it, which should be that of the event loop.
+        * It ends with the process that made it, even by SIGKILL; on Linux also with the thread.
         * SIGINT and SIGTERM do not reach it: a terminal sends them to all processes of a group.
         * It writes nothing about what ended it, since such a text may hold users' data.
         * A message that is cancelled or has no answer is its last: it is killed at once.
@@ -137,9 +136,9 @@ class Process:
         return self._gone is None and self._process.is_alive()
 
     async def ask(self, message: object) -> object:
-        """Send a message and wait for its first answer, raising a FedprivError that it is.
+        """Send a message and wait for its first answer; ChildProcessError if the process has ended.
 
-        ChildProcessError if the process has ended.
+        An answer that is a FedprivError is raised.
         """
 
         def exchange() -> object:
@@ -158,9 +157,8 @@ class Process:
         except (OSError, EOFError):
             self.kill()
             await self.gone()
-            raise ChildProcessError(
-                f"the training process ended with exit code {self._process.exitcode}"
-            ) from None
+            ended = f"the training process ended with exit code {self._process.exitcode}"
+            raise ChildProcessError(ended) from None
         except BaseException:
             self.kill()
             raise
@@ -221,8 +219,7 @@ def _enter(channel: socket.socket, parent: int) -> None:
 
 
 def _exit_after_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if (parent := multiprocessing.parent_process()) is not None:
         parent.join()  # ends with a pipe that only the parent holds
         os._exit(0)
 
@@ -262,10 +259,7 @@ class Worker:
             raise
 
     async def prepare(self, welcome: Welcome) -> None:
-        """Build the task that the node is welcomed to.
-
-        Raises ModelError, InvalidValueError, or DataError if users cannot be loaded again.
-        """
+        """Build the task that the node is welcomed to."""
         with self._alone():
             self._welcome = None
             await _prepare(await self._ready(), welcome)
@@ -277,7 +271,7 @@ class Worker:
         Users who are done count, whatever happens to the others. If training users together ends
         the process, or no more are done within half of the time that is left, the rest are trained
         one by one, each within an equal share of the time. None if no training ended well within
-        `seconds` and the limit of the settings. Raises what `prepare` raises.
+        `seconds` and the limit of the settings.
         """
         with self._alone():
             if self._welcome is None:
@@ -335,8 +329,7 @@ class Worker:
             self._starting = asyncio.create_task(self._start_again())
         if (starting := self._starting) is not None:
             try:
-                # A call that is cancelled here has begun nothing; the next one finds it ready.
-                await asyncio.shield(starting)
+                await asyncio.shield(starting)  # it goes on for the next call if this is cancelled
             finally:
                 if starting.done():
                     self._starting = None
@@ -348,10 +341,8 @@ class Worker:
         self._process = Process()
         try:
             if await _load(self._process, self._settings) != self.loaded:
-                raise DataError(
-                    f"users {self._settings.users!r} are other users than at the start; a node "
-                    "must be stopped before its users change"
-                )
+                other = f"users {self._settings.users!r} are other users than at the start"
+                raise DataError(f"{other}; a node must be stopped before its users change")
             if self._welcome is not None:
                 await _prepare(self._process, self._welcome)
         except BaseException:
@@ -380,8 +371,8 @@ async def _prepare(process: Process, welcome: Welcome) -> None:
     try:
         await process.ask(welcome)
     except ChildProcessError as error:
-        model = welcome.task.model
-        raise ModelError(f"the task with model {model!r} cannot be built: {error}") from error
+        what = f"the task with model {welcome.task.model!r}"
+        raise ModelError(f"{what} cannot be built: {error}") from error
 
 
 def _added(total: PartialSum, one: PartialSum) -> PartialSum:

@@ -138,10 +138,10 @@ class Codec(Generic[Value, Kind]):
                 content, part = getattr(message, name), self.parts.get(name)
                 if part is not None:
                     absent = part.optional and not message.HasField(name)
-                    contents[name] = None if absent else part.decode(content)
-                else:
-                    repeated = isinstance(content, MutableSequence)
-                    contents[name] = tuple(content) if repeated else content
+                    content = None if absent else part.decode(content)
+                elif isinstance(content, MutableSequence):
+                    content = tuple(content)
+                contents[name] = content
             return self.value(**contents)
 
     def _check_limits(self, message: Kind) -> None:

@@ -62,14 +62,10 @@ def digest_of_shard(population: str, users: UserStore, shard: range) -> bytes:
     Any other population, ids, fields, rows or numbers of rows of the shard's users give another
     digest. Guesses of users' data can be tested against it: it is for workers and server alone.
     """
-    fields = sorted(users.fields.items())
+    fields, ids = sorted(users.fields.items()), [users.id_of(user) for user in shard]
     cuts = users.offsets[shard.start : shard.stop + 1].tolist()
-    said = (
-        population,
-        [users.id_of(user) for user in shard],
-        [cut - cuts[0] for cut in cuts],
-        [(name, field.dtype.str, field.shape[1:]) for name, field in fields],
-    )
+    kinds = [(name, field.dtype.str, field.shape[1:]) for name, field in fields]
+    said = (population, ids, [cut - cuts[0] for cut in cuts], kinds)
     digest = hashlib.sha256(json.dumps(said).encode())
     row_bytes = sum(field.nbytes for _, field in fields) // max(1, users.rows)
     at_once = 1 + _BYTES_AT_ONCE // (1 + row_bytes)
@@ -99,12 +95,10 @@ def header_in(content: RecordDict, name: str, most: int) -> bytes | None:
     record = content.get(_RECORD)
     if not isinstance(record, ConfigRecord):
         raise WireError("a message holds no record of fedpriv")
-    version = record.get(_VERSION)
+    version = str(record.get(_VERSION))
     if version != __version__:
-        raise WireError(
-            f"the other side runs fedpriv {str(version)[:MAX_NAME]!r}, this side {__version__!r}; "
-            "both must be the same"
-        )
+        both = f"{version[:MAX_NAME]!r}, this side {__version__!r}; both must be the same"
+        raise WireError(f"the other side runs fedpriv {both}")
     header = record.get(name)
     if header is None:
         return None

@@ -1,9 +1,8 @@
 """What server and nodes say to each other: a frozen value for each message, and its codec.
 
-In the order of a connection: hello and welcome, the offer of a round with its price, the answer
-and its receipt, and the status of the federation. Each constructor raises InvalidValueError for a
-field that is out of range or does not fit the others; each `decode_x` is total, or raises
-WireError; each `encode_x` raises WireError for a value that the other side would refuse.
+Each constructor raises InvalidValueError for a field that is out of range or does not fit the
+others; each `decode_x` is total, or raises WireError; each `encode_x` raises WireError for a value
+that the other side would refuse.
 """
 
 import hashlib
@@ -41,9 +40,7 @@ Bytes32 = Annotated[bytes, codec.length(32, 32)]
 Population = Annotated[int, Legal(lambda n: 1 <= n < 2**63, "be from 1 to 2^63 - 1")]
 UInt32 = Annotated[int, below(32)]
 Epsilon = Annotated[float, Legal(lambda epsilon: epsilon >= 0.0, "be a number, not negative")]
-NoiseMultiplier = Annotated[
-    float, Legal(lambda z: 0.0 <= z < math.inf, "be finite and not negative")
-]
+Noise = Annotated[float, Legal(lambda z: 0.0 <= z < math.inf, "be finite and not negative")]
 Delta = Annotated[float, Legal(lambda delta: 0.0 <= delta < 1.0, "be in [0, 1)")]
 
 
@@ -94,14 +91,12 @@ class TaskDescription(Checked):
 
 @dataclass(frozen=True, eq=False)
 class Welcome(Checked):
-    """What the server says to a node that has connected.
-
-    `users` are the ascending positions of the node's users in the population, read-only: the k-th
-    is that of the node's k-th user, ids sorted by code points.
-    """
+    """What the server says to a node that has connected."""
 
     population_name: Name  # as in the ledger
     population: Population  # N
+    # Of the node's users in the population, ascending: the k-th is that of the node's k-th user,
+    # ids sorted by code points.
     users: Positions = field(repr=False)
     task: TaskDescription
 
@@ -112,16 +107,12 @@ class Welcome(Checked):
 
 @dataclass(frozen=True)
 class RoundId(Checked):
-    """One attempt at a round of a run.
-
-    The random nonce tells apart two attempts of one number, of which the first was abandoned
-    without a charge.
-    """
+    """One attempt at a round of a run."""
 
     run: Name
     round: UInt32  # from 0
-    attempt: UInt32  # from 0
-    nonce: Annotated[int, below(64)] = 0
+    attempt: UInt32  # from 0; one that was abandoned without a charge may have had the same
+    nonce: Annotated[int, below(64)] = 0  # random: tells the two apart
 
 
 @dataclass(frozen=True)
@@ -130,7 +121,7 @@ class Price(Checked):
 
     sampling_probability: Annotated[float, Legal(lambda q: 0.0 < q <= 1.0, "be in (0, 1]")]
     population: Population  # N
-    noise_multiplier: NoiseMultiplier  # of the whole round
+    noise_multiplier: Noise  # of the whole round
     epsilon_after: Epsilon  # of all charges of the ledger and this round, at delta
     delta: Delta
 
@@ -159,9 +150,8 @@ class RoundOffer(Checked):
         shapes = dict(zip(layout.names, layout.shapes, strict=True))
         for metric in self.metrics:
             if shapes.pop(metric.tensor, None) != metric.shape:
-                raise InvalidValueError(
-                    f"metric {metric.name!r} is given twice, or has no tensor of its shape"
-                )
+                unfit = "is given twice, or has no tensor of its shape"
+                raise InvalidValueError(f"metric {metric.name!r} {unfit}")
         if self.clipping.indicator is not None:
             shapes.pop(self.clipping.indicator.tensor, None)
         model = self.model.layout
@@ -326,8 +316,8 @@ _NONE_IS_ZERO = Part(lambda number: number or 0, lambda number: number or None)
 _HELLO = Codec(Hello, pb.Hello, "a hello")
 encode_hello, decode_hello = _HELLO.encode, _HELLO.decode
 _TASK = Codec(TaskDescription, pb.Task, "a task", {"options": _JSON}, {"options": _LONGEST_OPTIONS})
-_AT_NODE = {"users": _POSITIONS, "task": one(_TASK)}
-_WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _AT_NODE, {"users": MAX_USERS})
+_WELCOMED = {"users": _POSITIONS, "task": one(_TASK)}
+_WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOMED, {"users": MAX_USERS})
 encode_welcome, decode_welcome = _WELCOME.encode, _WELCOME.decode
 _ROUND_ID = Codec(RoundId, pb.RoundId, "the name of a round")
 encode_round_id, decode_round_id = _ROUND_ID.encode, _ROUND_ID.decode

@@ -31,10 +31,7 @@ _LEGAL = ", ".join(map(str, _ON_WIRE))
 
 
 def chunks(pieces: Iterable[Bytes]) -> Iterator[pb.Chunk]:
-    """Cut pieces, one after the other, into chunks of `CHUNK_BYTES`; no bytes give no chunk.
-
-    Holds one chunk besides the pieces that it spans, which must stay unchanged meanwhile.
-    """
+    """Cut pieces into chunks, holding one besides the pieces that it spans; no bytes give none."""
     for number, data in enumerate(_full(pieces)):
         yield pb.Chunk(number=number, data=data, crc32=zlib.crc32(data))
 
@@ -57,8 +54,6 @@ def _full(pieces: Iterable[Bytes]) -> Iterator[bytes]:
 
 class Assembler:
     """Puts chunks together.
-
-    Guarantees:
 
     * it never holds more than the declared size, and takes memory as bytes arrive;
     * a chunk that is out of turn, of the wrong length or damaged is refused, and changes nothing;
@@ -84,10 +79,8 @@ class Assembler:
             raise WireError(f"chunk {chunk.number} follows after all {self._received} bytes")
         if chunk.number != self._chunks:
             raise WireError(f"chunk {chunk.number} came in place of chunk {self._chunks}")
-        if len(data) != min(left, CHUNK_BYTES):
-            raise WireError(
-                f"chunk {chunk.number} has {len(data)} bytes; it must have {min(left, CHUNK_BYTES)}"
-            )
+        if len(data) != (due := min(left, CHUNK_BYTES)):
+            raise WireError(f"chunk {chunk.number} has {len(data)} bytes; it must have {due}")
         if zlib.crc32(data) != chunk.crc32:
             raise WireError(f"chunk {chunk.number} is damaged: its CRC-32 differs")
         self._bytes[self._received : self._received + len(data)] = np.frombuffer(data, np.uint8)
@@ -192,10 +185,7 @@ MANIFEST = Codec(_manifest, pb.Tensors, "a manifest of tensors", _DECLARED)
 
 
 def check_layout(message: pb.Layout, expected: Layout) -> None:
-    """Refuse another layout than is expected, before it is decoded.
-
-    The checks of a layout take time with the square of its length.
-    """
+    """Refuse another layout without decoding it, which takes time with the square of its length."""
     message.DiscardUnknownFields()
     if message != LAYOUT.encode(expected):
         raise WireError("names, shapes or order of the tensors differ from those asked for")

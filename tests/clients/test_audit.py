@@ -76,7 +76,7 @@ class Pair:
 def both(tmp_path):
     with (
         Ledger.open_or_create(tmp_path / "ledger", "people") as ledger,
-        Journal.open(tmp_path / "journal") as journal,
+        Journal(tmp_path / "journal") as journal,
     ):
         yield Pair(ledger, journal)
 
@@ -311,7 +311,7 @@ def histories(draw):
 class TestHistories:
     """Of each attempt: its number, whether it was charged, and whether the node took part."""
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(histories(), st.data())
     def test_honest_servers_are_believed_and_others_caught(self, tmp_path_factory, rounds, data):
         folder = tmp_path_factory.mktemp("history")
@@ -319,8 +319,8 @@ class TestHistories:
         with (
             Ledger.open_or_create(folder / "honest", "people") as honest,
             Ledger.open_or_create(folder / "lying", "people") as lying,
-            Journal.open(folder / "journal") as journal,
-            Journal.open(folder / "journal of another") as other,
+            Journal(folder / "journal") as journal,
+            Journal(folder / "journal of another") as other,
         ):
             for number, attempts in enumerate(rounds):
                 for attempt, charged, drawn in attempts:

@@ -31,7 +31,7 @@ def offer(run="r", round_number=0, attempt=0, price=OFFER.price):
 
 @pytest.fixture
 def journal(tmp_path):
-    with Journal.open(tmp_path / "journal.sqlite") as opened:
+    with Journal(tmp_path / "journal.sqlite") as opened:
         yield opened
 
 
@@ -92,7 +92,7 @@ class TestTakingPart:
         st.datetimes(timezones=st.just(UTC)),
     )
     def test_it_says_what_a_list_would(self, tmp_path_factory, written, moment):
-        with Journal.open(tmp_path_factory.mktemp("journal") / "journal") as journal:
+        with Journal(tmp_path_factory.mktemp("journal") / "journal") as journal:
             times = {}
             for run, number, attempt, at in written:
                 journal.record("people", offer(run, number, attempt), at)
@@ -136,7 +136,7 @@ from fedpriv.clients.journal import Journal
 from fedpriv.wire import RoundId
 from tests.wire.examples import small_offer
 
-journal = Journal.open(Path(sys.argv[1]))
+journal = Journal(Path(sys.argv[1]))
 journal.record("people", replace(small_offer(), id=RoundId("r", 4, 2)), datetime.now(UTC))
 journal.remember_head("a", "people", Head(3, "y"))
 os.kill(os.getpid(), signal.SIGKILL)
@@ -149,7 +149,7 @@ class TestFile:
         begin = datetime.now(UTC)
         done = subprocess.run([sys.executable, "-c", WRITER, path], cwd=ROOT, check=False)
         assert done.returncode == -signal.SIGKILL
-        with Journal.open(path) as journal:
+        with Journal(path) as journal:
             assert [(p.run, p.round, p.attempt) for p in journal.taken_part("people")] == [
                 ("r", 4, 2)
             ]
@@ -160,7 +160,7 @@ class TestFile:
         path = tmp_path / "journal.sqlite"
         before = os.umask(0)
         try:
-            with Journal.open(path) as journal:
+            with Journal(path) as journal:
                 journal.record("people", offer(), NOON)
                 modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
         finally:
@@ -169,11 +169,11 @@ class TestFile:
         assert set(modes.values()) == {0o600}
         path.chmod(0o644)
         with pytest.raises(InvalidValueError, match="can be read or written by others"):
-            Journal.open(path)
+            Journal(path)
 
     def test_it_is_opened_again(self, tmp_path):
         for _ in range(2):
-            with Journal.open(tmp_path / "journal") as journal:
+            with Journal(tmp_path / "journal") as journal:
                 journal.record("people", offer(), NOON)
                 assert len(journal.taken_part("people")) == 1
 
@@ -188,7 +188,7 @@ class TestFile:
             (tmp_path / "absent" / "journal", "cannot be created"),
         ):
             with pytest.raises(InvalidValueError, match=message) as error:
-                Journal.open(path)
+                Journal(path)
             assert not isinstance(error.value, LedgerError)
 
     def test_a_journal_that_cannot_be_written_says_so(self, journal, tmp_path):
@@ -208,7 +208,7 @@ class TestFile:
                 use()
 
     def test_after_closing_it_refuses(self, tmp_path):
-        with Journal.open(tmp_path / "journal") as journal:
+        with Journal(tmp_path / "journal") as journal:
             pass
         with pytest.raises(InvalidValueError, match="cannot be"):
             journal.record("people", offer(), NOON)

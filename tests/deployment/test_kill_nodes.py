@@ -29,7 +29,7 @@ def journal_of(site: Site, name: str) -> tuple[TakenPart, ...]:
     """What a node has written down, by round."""
     with Ledger.open(site.run.ledger) as ledger:
         population = ledger.population_name
-    with Journal.open(site.folder / "state" / name / "journal.sqlite") as journal:
+    with Journal(site.folder / "state" / name / "journal.sqlite") as journal:
         return journal.taken_part(population)
 
 
