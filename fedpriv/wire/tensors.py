@@ -165,7 +165,7 @@ def _check_components(message: pb.Layout) -> None:
     at_most("components of tensors", total, MAX_COMPONENTS)
 
 
-def _dtype_numbered(number: int) -> Number:
+def _dtype_numbered(number: pb.DType) -> Number:
     if number not in _NAMED:
         raise WireError(f"dtype is number {number}; legal are {sorted(_NAMED)}")
     return _NAMED[number]
