@@ -45,7 +45,6 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),  # an idle node goes on asking
     ("grpc.max_receive_message_length", wire.NODE_RECEIVES_BYTES),
     ("grpc.max_send_message_length", wire.SERVER_RECEIVES_BYTES),
-    ("grpc.initial_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 60_000),
 )
 
@@ -71,13 +70,9 @@ class Backoff:
             legal = "both must be positive and finite, and base not above cap"
             raise InvalidValueError(f"base is {self.base} and cap is {self.cap}; {legal}")
 
-    def wait(self, failures: int) -> float:
-        """Seconds to wait after so many failures in a row, from 0."""
+    def wait(self, failures: int = _LARGEST_EXPONENT) -> float:
+        """Seconds to wait after so many failures in a row, from 0; else uniform on [0, cap]."""
         return self.draw(0.0, min(self.cap, self.base * 2.0 ** min(failures, _LARGEST_EXPONENT)))
-
-    def rest(self) -> float:
-        """Seconds to wait where nothing failed: uniform on [0, cap]."""
-        return self.draw(0.0, self.cap)
 
 
 async def persist(call: Callable[[], Awaitable[Result]], backoff: Backoff) -> Result:

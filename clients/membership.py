@@ -252,7 +252,7 @@ class Membership:
                 if over and self._settings.once:
                     return
                 failures = 0 if welcomed else failures + 1
-                await asyncio.sleep(backoff.rest() if over else backoff.wait(failures))
+                await asyncio.sleep(backoff.wait() if over else backoff.wait(failures))
         finally:
             await self._work.stop()
 

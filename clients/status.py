@@ -24,8 +24,20 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
         spent, limit = number(found.epsilon), number(found.epsilon_limit)
         fields = vars(found) | {"epsilon": spent, "epsilon_limit": limit}
         print(json.dumps(fields, indent=2, allow_nan=False))  # noqa: T201
-    else:
-        _print(found)
+        return
+    left = "no limit"
+    if not math.isinf(found.epsilon_limit):  # rounded down
+        thousandths = math.floor(max(0.0, found.epsilon_limit - found.epsilon) * 1000)
+        left = f"{thousandths / 1000:.3f} of {found.epsilon_limit:g}"
+    table = Table(title=one_line(found.run), show_header=False)
+    table.add_row("state", str(found.state))
+    table.add_row("round", f"{found.round} of {found.rounds}")
+    table.add_row("ε spent", f"{format_epsilon(found.epsilon)} at δ = {found.delta:g}")
+    table.add_row("ε left", left)
+    table.add_row("nodes connected", f"{found.nodes_connected} of {found.nodes_enrolled}")
+    table.add_row("users enrolled", str(found.users_enrolled))
+    # The name of a run is not markup, whatever brackets it contains.
+    Console(markup=False, emoji=False, highlight=False).print(table)
 
 
 async def _ask(server: str, identity: Identity) -> Status:
@@ -44,18 +56,3 @@ async def _ask(server: str, identity: Identity) -> Status:
         away = code is grpc.StatusCode.UNAVAILABLE
         failed = "cannot be reached" if away else f"refuses, {code.name}"
         raise WireError(f"{server} {failed}: {details}") from error
-
-
-def _print(found: Status) -> None:
-    limit, left = found.epsilon_limit, "no limit"
-    if not math.isinf(limit):  # rounded down
-        left = f"{math.floor(max(0.0, limit - found.epsilon) * 1000) / 1000:.3f} of {limit:g}"
-    table = Table(title=one_line(found.run), show_header=False)
-    table.add_row("state", str(found.state))
-    table.add_row("round", f"{found.round} of {found.rounds}")
-    table.add_row("ε spent", f"{format_epsilon(found.epsilon)} at δ = {found.delta:g}")
-    table.add_row("ε left", left)
-    table.add_row("nodes connected", f"{found.nodes_connected} of {found.nodes_enrolled}")
-    table.add_row("users enrolled", str(found.users_enrolled))
-    # The name of a run is not markup, whatever brackets it contains.
-    Console(markup=False, emoji=False, highlight=False).print(table)

@@ -41,8 +41,6 @@ from fedpriv.wire import Welcome
 
 _FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
-_TOGETHER_FAILED = "training users together failed; those not done yet are trained one by one"
-_ONE_FAILED = "a user counts as zero: it ended the process or took too long"
 
 _log = logging.getLogger(__name__)
 
@@ -314,10 +312,12 @@ class Worker:
                     total = _added(total or nothing, ready.partial)
                     answer = process.listen()
             except (ChildProcessError, TimeoutError, WorkerError):
+                failed = "training users together failed; the others are trained one by one"
                 if not together:
                     waiting = waiting[1:]
+                    failed = "a user counts as zero: it ended the process or took too long"
                 if len(request.users) > 1:  # of a single user it would say that it was drawn
-                    _log.warning("%s", _TOGETHER_FAILED if together else _ONE_FAILED)
+                    _log.warning(failed)
             if waiting.size == 0:
                 return total
             together = False

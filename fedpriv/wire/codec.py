@@ -97,11 +97,10 @@ class Checked:
 
 @dataclass(frozen=True)
 class Part:
-    """How a field that differs between value and message is converted."""
+    """How a field that differs between value and message is converted; None is left out."""
 
     encode: Callable[..., object]
     decode: Callable[..., object]  # total, or raises WireError or ValueError
-    optional: bool = False  # whether None stands for an absent message
 
 
 @dataclass(frozen=True)
@@ -111,10 +110,12 @@ class Codec(Generic[Value, Kind]):
     value: Callable[..., Value]
     message: type[Kind]
     what: str  # in errors, with its article
-    parts: Mapping[str, Part] = field(default_factory=dict)  # other lists become tuples
+    # Of what differs, and of messages inside this one; other lists become tuples.
+    parts: "Parts" = field(default_factory=dict)
     # Of the elements of lists and the characters of texts, where not MAX_TENSORS and MAX_NAME.
     limits: Mapping[str, int] = field(default_factory=dict)
     check: Callable[[Kind], None] = lambda _: None  # raises WireError
+    optional: str = ""  # the message inside that may be absent: None
 
     def encode(self, value: Value) -> Kind:
         """The message of a value; WireError if the other side would not decode an equal value."""
@@ -122,9 +123,7 @@ class Codec(Generic[Value, Kind]):
         with refusing(self.what):
             for name in self.message.DESCRIPTOR.fields_by_name:
                 content, part = getattr(value, name), self.parts.get(name)
-                if part is not None and not (part.optional and content is None):
-                    content = part.encode(content)
-                contents[name] = content
+                contents[name] = part.encode(content) if part and content is not None else content
             message: Kind = self.message(**contents)
         self._check_limits(message)
         return message
@@ -136,9 +135,10 @@ class Codec(Generic[Value, Kind]):
         with refusing(self.what):
             for name in message.DESCRIPTOR.fields_by_name:
                 content, part = getattr(message, name), self.parts.get(name)
-                if part is not None:
-                    absent = part.optional and not message.HasField(name)
-                    content = None if absent else part.decode(content)
+                if name == self.optional and not message.HasField(name):
+                    content = None
+                elif part is not None:
+                    content = part.decode(content)
                 elif isinstance(content, MutableSequence):
                     content = tuple(content)
                 contents[name] = content
@@ -159,9 +159,7 @@ class Codec(Generic[Value, Kind]):
         check_size(self.what, message, NODE_RECEIVES_BYTES)
 
 
-def one(inner: Codec[Any, Any], *, optional: bool = False) -> Part:
-    """A message inside another."""
-    return Part(inner.encode, inner.decode, optional)
+Parts = Mapping[str, Codec[Any, Any] | Part]
 
 
 def each(inner: Codec[Any, Any] | Part) -> Part:

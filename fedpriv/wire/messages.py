@@ -23,7 +23,7 @@ from fedpriv.privacy.layout import Layout, Tensors, VectorGroup
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from fedpriv.wire import codec, tensors
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import MAX_USERS, Checked, Codec, Legal, Part, below, each, one
+from fedpriv.wire.codec import MAX_USERS, Checked, Codec, Legal, Part, Parts, below, each
 from fedpriv.wire.tensors import FLOAT32, INT32, INT64, LAYOUT, MANIFEST, SHAPE, Manifest
 
 VERSION = 1  # of the protocol
@@ -312,37 +312,37 @@ def _check_groups(message: pb.Clipping) -> None:
 
 _JSON = Part(_encode_options, _decode_options)
 _POSITIONS = Part(np.ndarray.tolist, lambda users: np.array(users, np.int64))
-_NONE_IS_ZERO = Part(lambda number: number or 0, lambda number: number or None)
+_NONE_IS_ZERO = Part(int, lambda number: number or None)
 _HELLO = Codec(Hello, pb.Hello, "a hello")
 encode_hello, decode_hello = _HELLO.encode, _HELLO.decode
 _TASK = Codec(TaskDescription, pb.Task, "a task", {"options": _JSON}, {"options": _LONGEST_OPTIONS})
-_WELCOMED = {"users": _POSITIONS, "task": one(_TASK)}
+_WELCOMED: Parts = {"users": _POSITIONS, "task": _TASK}
 _WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOMED, {"users": MAX_USERS})
 encode_welcome, decode_welcome = _WELCOME.encode, _WELCOME.decode
 _ROUND_ID = Codec(RoundId, pb.RoundId, "the name of a round")
 encode_round_id, decode_round_id = _ROUND_ID.encode, _ROUND_ID.decode
 PRICE = Codec(Price, pb.Price, "a price")
-_CLIPPED = {
-    "layout": one(LAYOUT),
+_CLIPPED: Parts = {
+    "layout": LAYOUT,
     "groups": each(Codec(VectorGroup, pb.VectorGroup, "a vector group")),
-    "indicator": one(Codec(Indicator, pb.Indicator, "an indicator"), optional=True),
+    "indicator": Codec(Indicator, pb.Indicator, "an indicator"),
 }
-CLIPPING = Codec(Clipping, pb.Clipping, "a clipping", _CLIPPED, check=_check_groups)
+CLIPPING = Codec(Clipping, pb.Clipping, "a clipping", _CLIPPED, {}, _check_groups, "indicator")
 _ABSENT = dict.fromkeys(("batch_size", "epochs", "steps", "max_examples"), _NONE_IS_ZERO)
 LOCAL_TRAINING = Codec(LocalTraining, pb.LocalTraining, "local training", _ABSENT)
 METRIC = Codec(Metric, pb.Metric, "a metric", {"shape": SHAPE}, {"options": _MAX_OPTIONS})
-_OFFERED = {
-    "id": one(_ROUND_ID),
+_OFFERED: Parts = {
+    "id": _ROUND_ID,
     "users": _POSITIONS,
-    "clipping": one(CLIPPING),
-    "local": one(LOCAL_TRAINING),
+    "clipping": CLIPPING,
+    "local": LOCAL_TRAINING,
     "metrics": each(METRIC),
-    "price": one(PRICE),
-    "model": one(MANIFEST),
+    "price": PRICE,
+    "model": MANIFEST,
 }
 _OFFER = Codec(RoundOffer, pb.Offer, "an offer", _OFFERED, {"users": MAX_USERS})
 encode_offer, decode_offer = _OFFER.encode, _OFFER.decode
-_SUM = Codec(SummedUpdates, pb.PartialSum, "a sum", {"tensors": one(MANIFEST)})
+_SUM = Codec(SummedUpdates, pb.PartialSum, "a sum", {"tensors": MANIFEST})
 _DECLINE = Codec(Decline, pb.Decline, "a decline")
 _RECEIPT = Codec(Receipt, pb.Receipt, "a receipt")
 encode_receipt, decode_receipt = _RECEIPT.encode, _RECEIPT.decode

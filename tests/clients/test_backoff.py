@@ -22,7 +22,7 @@ def test_a_wait_is_uniform_up_to_a_power_of_two_or_the_cap(
     backoff = Backoff(base, cap, lambda low, high: (low, high))  # type: ignore[arg-type, return-value]
     expected = min(cap, base * 2**failures) if failures < 100 else cap
     assert backoff.wait(failures) == (0.0, expected)
-    assert backoff.rest() == (0.0, cap)
+    assert backoff.wait() == (0.0, cap)
     assert 0.0 <= Backoff(base, cap).wait(failures) <= expected
 
 
