@@ -24,8 +24,7 @@ from fedpriv.ledger.export import ExportedLedger
 from fedpriv.ledger.ledger import ChargedRow
 from fedpriv.wire import RoundOffer, Welcome
 
-DISBELIEF = (AuditError, LedgerError, WireError)
-"""What an audit raises when a ledger cannot be believed."""
+DISBELIEF = (AuditError, LedgerError, WireError)  # raised when a ledger cannot be believed
 _ROUNDING = 1e-9  # relative difference by which the same noise may be computed in two ways
 _UNDERSTATED = 1e-6  # relative
 _DAY = timedelta(days=1)
@@ -105,8 +104,7 @@ def confirm(examined: Examined, journal: Journal, offer: RoundOffer | None = Non
 def charged_already(examined: Examined, offer: RoundOffer) -> str | None:
     """Why an offer comes after its charge, in one sentence, or None.
 
-    Either the node is late, or the server wants to release a second time on one charge, which could
-    be averaged with the first; in both cases the node must not train.
+    If the node is not merely late, the server would release twice on one charge.
     """
     if len(_before(examined.ledger.rows, offer)) == len(examined.ledger.rows):
         return None

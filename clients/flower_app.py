@@ -151,7 +151,7 @@ def say_hello(message: Message, context: Context) -> Message:
 
 @app.train()
 def take_part(message: Message, context: Context) -> Message:
-    """Answer an offer; where that fails, decline it, and where there is none, say nothing."""
+    """Answer an offer, or decline it where that fails; say nothing where there is none."""
     try:
         header = flower.header_in(message.content, flower.OFFER, NODE_RECEIVES_BYTES)
         offer = wire.decode_offer(wire.parse(pb.Offer, header or b"", NODE_RECEIVES_BYTES))

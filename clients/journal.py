@@ -120,15 +120,11 @@ class Journal:
         rows = self._read(sql, population_name)
         return str(rows[0][0]) if rows else None
 
-    def close(self) -> None:
-        """Close the file."""
-        self._database.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._database.close()
 
     def _write(self, sql: str, row: Mapping[str, object]) -> None:
         with _refusing(), self._database.transaction():

@@ -110,10 +110,7 @@ def _state_folder(given: Path | None, node: str) -> Path:
 
 
 class LatestTask:
-    """Runs the latest task it was given, once an older one has been cancelled and has ended.
-
-    A task that raises makes the next call raise the same.
-    """
+    """Runs the latest task it was given; the next call raises what a task has raised."""
 
     def __init__(self) -> None:
         self._key: object = None
@@ -125,7 +122,7 @@ class LatestTask:
         return self._task is None or self._task.done()
 
     async def begin(self, key: object, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Begin a task; one of the same key that is running goes on instead."""
+        """Begin a task after the end of an older one; one of the same key goes on instead."""
         if self.idle or key != self._key:
             await self.stop()
             self._key, self._task = key, asyncio.create_task(work())
@@ -295,9 +292,9 @@ class Membership:
             await self._work.stop()
             await worker.prepare(welcome)
         self._prepared = welcome
-        node, server = self._hello.node, self._settings.server
+        where = f"{self._hello.node} to {self._settings.server}"
         hosted = f"{worker.loaded.users} of the {welcome.population} users of the population"
-        _log.info("connected as %s to %s, with %s", node, server, hosted)
+        _log.info("connected as %s, with %s", where, hosted)
         if self._settings.verify_ledger and self._work.idle:
             await self._work.begin(None, partial(self._report, welcome))
 

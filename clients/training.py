@@ -42,8 +42,8 @@ _MEBIBYTE = 2**20
 def load_users(source: str) -> UserStore:
     """Read the users that a node hosts.
 
-    Nothing is unpickled, and no error holds a user's data. One may name a user, and a fedpriv error
-    that a function raises passes as it is; both are for the node's operator alone.
+    Nothing is unpickled. No error holds a user's data, but one may name a user, and a fedpriv error
+    of a function passes as it is: they are for the node's operator alone.
 
     The source is what exists of the first three, or else a function:
         * a folder saved by `UserStore.save`; its fields are mapped, not read;
@@ -90,10 +90,10 @@ def _from_function(path: str) -> UserStore:
     except (OSError, MemoryError) as error:  # its text may hold users' data
         raise DataError(f"{what} cannot be made: {raised_at(error)}") from error
     users = loaded.users if isinstance(loaded, Population) else loaded
-    if isinstance(users, UserStore):
-        return users
-    found = f"{path} returned a {type(users).__name__}"
-    raise DataError(f"{found}; it must return a UserStore or a Population")
+    if not isinstance(users, UserStore):
+        found = f"{path} returned a {type(users).__name__}"
+        raise DataError(f"{found}; it must return a UserStore or a Population")
+    return users
 
 
 def enrolled_positions(store: UserStore, positions: NDArray[np.int64]) -> NDArray[np.int64]:

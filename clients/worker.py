@@ -1,7 +1,6 @@
-"""A node's training process, as its main process sees it, and what the two say to each other.
+"""A node's training process, and what it and the main process say to each other.
 
-The main process talks to the server and never imports torch; the training process holds the users'
-data and the model. Over a socket they exchange:
+The main process never imports torch; the training process holds the users' data and the model.
 
 | message        | answers                                                                        |
 |----------------|--------------------------------------------------------------------------------|
@@ -76,7 +75,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Ready:
-    """Some users of a round who are done: their positions, with those who failed, and their sum."""
+    """Users of a round who are done, or failed: their positions, and their sum."""
 
     users: npt.NDArray[np.int64]
     partial: PartialSum
