@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console, JustifyMethod
-from rich.table import Table
+from rich import box
+from rich.console import Console
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.build import simulated
 from fedpriv.config import load_config
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.round import PrivacyRecords
-from fedpriv.report.tables import format_epsilon
+from fedpriv.report.tables import Column, Table, format_epsilon, print_table
 from fedpriv.run.folder import RunFolder
 from fedpriv.training.norm_search import NormQuantile, find_quantiles
 from fedpriv.training.plan import TrainingPlan
@@ -23,10 +23,11 @@ from fedpriv.training.plan import TrainingPlan
 def show_allocation(file: Path, assignments: list[str]) -> None:
     """Print how a round of an experiment is released and what all rounds cost; spend nothing."""
     experiment, _ = simulated(load_config(file, assignments), "plan")
-    plan, privacy, console = experiment.plan, experiment.config.privacy, _console()
+    plan, privacy = experiment.plan, experiment.config.privacy
+    console = Console(markup=False, emoji=False)
     title = f"One round: {len(plan.shares)} vector groups, one sample, one charge"
     names = ("group", "tensors", "d", "S", "σ", "share", "signal/noise")
-    console.print(_table(title, names, _group_rows(plan)))
+    _print(console, title, names, _group_rows(plan))
     event = replace(plan.mechanism.event, count=plan.rounds)
     loss = epsilon_of([event], privacy.delta, privacy.accountant)
     sampling, weight = plan.sampling, plan.averaging.total_weight
@@ -48,7 +49,7 @@ def show_allocation(file: Path, assignments: list[str]) -> None:
         console.print(line, highlight=False)
 
 
-def _group_rows(plan: TrainingPlan) -> Iterable[tuple[str, ...]]:
+def _group_rows(plan: TrainingPlan) -> Iterable[list[str]]:
     """A row for each vector group of the first round, in the order of the ledger."""
     mechanism = plan.mechanism
     groups, queries = mechanism.clipping.groups, mechanism.event.queries
@@ -58,7 +59,7 @@ def _group_rows(plan: TrainingPlan) -> Iterable[tuple[str, ...]]:
         noise = query.noise_stddev * math.sqrt(dimension)
         # If every user of an expected cohort contributes the most it may, all in one direction.
         signal_to_noise = users * group.clipping_norm / noise if noise else math.inf
-        yield (
+        yield [
             group.name,
             ", ".join(tensor for tensor in group.tensors if tensor != group.name),
             f"{dimension:,}",
@@ -66,7 +67,7 @@ def _group_rows(plan: TrainingPlan) -> Iterable[tuple[str, ...]]:
             f"{query.noise_stddev:.4g}",
             f"{share:.1%}",
             f"{signal_to_noise:.3g}",
-        )
+        ]
 
 
 def suggest_norms(
@@ -75,9 +76,6 @@ def suggest_norms(
     """Ask users of an experiment about their update norms, and propose clipping norms.
 
     Each of the rounds is charged to the ledger, by default the shared one of the experiment.
-
-    Raises:
-        FedprivError: something is wrong with the input, or the budget would be passed.
     """
     config = load_config(file, assignments)
     charged = ledger or (Path(config.privacy.ledger) if config.privacy.ledger else None)
@@ -90,7 +88,8 @@ def suggest_norms(
         raise InvalidValueError(f"rounds is {rounds}; it must be at least 1")
     experiment, transport = simulated(config, f"{config.name}-suggest-{os.urandom(4).hex()}")
     plan = replace(experiment.plan, rounds=rounds)
-    console, record = _console(), RunFolder(charged.parent).participation_of(charged)
+    console = Console(markup=False, emoji=False)
+    record = RunFolder(charged.parent).participation_of(charged)
     known: tuple[NormQuantile, ...] = ()
     with PrivacyRecords.open(charged, record, plan.population, experiment.budget) as records:
         state, entropy = experiment.initial_state, experiment.entropy
@@ -99,18 +98,18 @@ def suggest_norms(
             console.print(f"round {result.number} of {rounds}: charge {result.charge[:12]}")
         loss = epsilon_of(records.ledger.spent(), config.privacy.delta, config.privacy.accountant)
     names = ("group", "suggested S", "likely between", "± share of users", "S in the file")
-    rows = [
-        (
+    rows = (
+        [
             each.group,
             f"{each.estimate:.3g}",
             f"{each.low:.3g} and {each.high:.3g}",
             f"{each.noise_stddev:.2g}",
             f"{norm:.3g}",
-        )
+        ]
         for each, norm in zip(known, plan.clipping_norms, strict=True)
-    ]
+    )
     title = f"Norms that about {quantile:.0%} of users stay within"
-    console.print(_table(title, names, rows))
+    _print(console, title, names, rows)
     console.print(
         f"The ledger {charged} now stands at ε = {format_epsilon(loss.epsilon)} at "
         f"δ = {config.privacy.delta:g}; train with privacy.ledger set to it.",
@@ -118,17 +117,8 @@ def suggest_norms(
     )
 
 
-def _console() -> Console:
-    return Console(markup=False, emoji=False)
-
-
-def _table(title: str, names: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
-    """Names are on the left and may be folded, numbers on the right."""
-    table = Table(title=title)
-    for name in names:
-        text = name in {"group", "tensors"}
-        justify: JustifyMethod = "left" if text else "right"
-        table.add_column(name, justify=justify, no_wrap=not text, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _print(console: Console, title: str, names: Iterable[str], rows: Iterable[list[str]]) -> None:
+    """Print a table with names on the left, which may be folded, and numbers on the right."""
+    text = {"group", "tensors"}
+    columns = [Column(name, "text" if name in text else "number") for name in names]
+    print_table(Table(title, columns, list(rows)), console, box.HEAVY_HEAD)

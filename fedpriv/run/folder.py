@@ -1,16 +1,16 @@
-"""The folder of a run: where each file lies, and the one rule for writing metrics."""
+"""The folder of a run: where each file lies, and how its rows are written and read."""
 
 import fcntl
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 from fedpriv.errors import DataError, InvalidValueError, writing
 from fedpriv.report.records import SimulationOnlyRound
@@ -21,7 +21,7 @@ _Row = TypeVar("_Row")
 
 
 class _File:
-    """Where a file or a folder lies in that of a run."""
+    """The path of a file in a run's folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -60,11 +60,11 @@ class RunFolder:
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
         """Add a line; a line that a crash cut short is ended first."""
-        _append(self.metrics, row)
+        _append(self.metrics, row, "constants")
 
     def append_simulation_only(self, row: Mapping[str, object]) -> None:
         """Add a line; numbers that are not finite are null."""
-        _append(self.simulation_only, _finite(row))
+        _append(self.simulation_only, row, "null")
 
     def read_metrics(self) -> Iterator[dict[str, object]]:
         """Rows of all releases; lines that a crash cut short are left out."""
@@ -80,24 +80,11 @@ class RunFolder:
         return _rows(SimulationOnlyRound, self.simulation_only, "figures of rounds")
 
 
-def _rows(kind: type[_Row], path: Path, what: str) -> list[_Row]:
-    adapter = TypeAdapter(kind)
-    try:
-        return [adapter.validate_python(row) for row in _read(path)]
-    except (UnicodeDecodeError, ValidationError) as error:
-        reason = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise DataError(f"{path} cannot be read as {what}: {reason}") from error
-
-
 @contextmanager
 def held(path: Path, what: str) -> Iterator[None]:
-    """Keep other processes from a file or a folder until the block is left or this process ends.
+    """Lock a file or folder against other processes, which would overwrite each other's files.
 
-    Two that went on with one run would write over each other's checkpoints. If another process
-    holds it, an InvalidValueError begins with `what`.
+    If another process holds it, an InvalidValueError begins with `what`.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
@@ -112,13 +99,13 @@ def held(path: Path, what: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _append(path: Path, row: object) -> None:
+def _append(path: Path, row: object, not_finite: Literal["constants", "null"]) -> None:
     with naming(path), path.open("a+b") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - 1, 0))
         if file.read(1) not in (b"", b"\n"):
             file.write(b"\n")
-        file.write(json.dumps(row).encode() + b"\n")
+        file.write(to_json(row, inf_nan_mode=not_finite) + b"\n")
 
 
 def _read(path: Path) -> Iterator[dict[str, object]]:
@@ -131,8 +118,13 @@ def _read(path: Path) -> Iterator[dict[str, object]]:
             continue
 
 
-def _finite(value: object) -> object:
-    """A value of JSON with null for numbers that are not finite."""
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _rows(kind: type[_Row], path: Path, what: str) -> list[_Row]:
+    adapter = TypeAdapter(kind)
+    try:
+        return [adapter.validate_python(row) for row in _read(path)]
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except UnicodeDecodeError as error:
+        reason = str(error)
+    raise DataError(f"{path} cannot be read as {what}: {reason}")

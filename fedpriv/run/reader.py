@@ -21,12 +21,8 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run and check its ledger.
 
     Guarantees: the hash chain of the ledger holds, cohorts fit their commitments where the record
-    of them can be read, and each release of the run has its charge.
-
-    Raises:
-        InvalidValueError: the folder holds no run.
-        DataError: its metrics cannot be read.
-        LedgerError: its ledger cannot be believed, or does not have the charge of a release.
+    of them can be read, and each release of the run has its charge. Otherwise a LedgerError is
+    raised; a DataError if the metrics cannot be read.
     """
     run = RunFolder(folder)
     if not run.plan.exists():
@@ -47,6 +43,7 @@ def read_run(folder: Path) -> RunRecord:
                 "its ε would leave out what was released"
             )
     released = {(result.round, result.attempt) for result in results}
+    collected = [row for row in run.collected() if (row.round, row.attempt) in released]
     return RunRecord(
         name=config.run or config.name,
         folder=folder,
@@ -58,15 +55,12 @@ def read_run(folder: Path) -> RunRecord:
         ledger=content,
         verification=Verification(head, cohorts, len(results)),
         rounds=tuple(results),
-        # Of the attempts that were released.
-        simulation_only=tuple(
-            each for each in run.collected() if (each.round, each.attempt) in released
-        ),
+        simulation_only=tuple(collected),
     )
 
 
 def _verified(ledger: Ledger, participation: Path) -> bool:
-    """Verify a ledger, and the cohorts too where the record of them can be read."""
+    """Verify a ledger; whether the record of cohorts could be read and was verified too."""
     try:
         participation.open("rb").close()
     except OSError:
@@ -81,10 +75,6 @@ def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -
     """Write the report of a run or a study as one HTML page, and return the file.
 
     By default it is report.html in the folder; `show` opens it in the browser of this machine.
-
-    Raises:
-        FedprivError: the folder holds no run or study that can be read, its ledger cannot be
-            believed, or the file cannot be written.
     """
     path = out or folder / "report.html"
     write_page(render(_page(folder)), path)
@@ -94,19 +84,17 @@ def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -
 
 
 def _page(folder: Path) -> Page:
-    if (folder / STUDY).exists():
-        read = read_study(folder)
-        if holds_results_alone(folder):
+    if not (folder / STUDY).exists():
+        plan = RunFolder(folder).plan
+        if not plan.exists():
             raise InvalidValueError(
-                f"{folder} holds the results of a study without its runs and ledgers, which a page "
-                "verifies; --figures draws what results can show"
+                f"{folder} holds no run and no study; {plan.name} and {STUDY} are absent"
             )
-        return page_of_study(
-            read, {cell: read_run(folder / cell.path) for cell, _ in read.finished}
-        )
-    plan = RunFolder(folder).plan
-    if not plan.exists():
+        return page_of_run(read_run(folder))
+    read = read_study(folder)
+    if holds_results_alone(folder):
         raise InvalidValueError(
-            f"{folder} holds no run and no study; {plan.name} and {STUDY} are absent"
+            f"{folder} holds the results of a study without its runs and ledgers, which a page "
+            "verifies; --figures draws what results can show"
         )
-    return page_of_run(read_run(folder))
+    return page_of_study(read, {cell: read_run(folder / cell.path) for cell, _ in read.finished})

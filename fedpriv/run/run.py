@@ -7,27 +7,30 @@ experiment in its folder, and `carry_out` is a whole run around it, with all tha
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from safetensors.numpy import save
+from torch.func import functional_call
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
-from fedpriv.build import Experiment
+from fedpriv.build import Experiment, HeldOut
+from fedpriv.engine.task import Task
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.report.run_page import write_run_figures
-from fedpriv.report.tables import format_epsilon
-from fedpriv.run.evaluation import Evaluation, Evaluator
+from fedpriv.report.tables import Column, Table, format_epsilon, print_table
 from fedpriv.run.folder import RunFolder, held
 from fedpriv.run.setup import RunSetup
 from fedpriv.training.checkpoint import (
@@ -37,25 +40,58 @@ from fedpriv.training.checkpoint import (
     save_checkpoint,
     write_atomically,
 )
+from fedpriv.training.optimizers import Parameters
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import OnRound, RoundResult, ServerState, Stop, train
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 _log = logging.getLogger(__name__)
+_ROWS = 2_000  # held-out rows that are evaluated at once
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: why, with which state, and how good its model is."""
+    """How a run ended."""
 
-    stop: Stop
+    stop: Stop  # why
     state: ServerState
-    evaluation: Evaluation
+    loss: float  # mean loss of the last model on held-out rows
+    accuracy: float | None  # of the last model on held-out rows; None if targets are not classes
 
 
 Hosted = Callable[[Experiment, PrivacyRecords], Transport]
 """Makes the transport to the users of an experiment, once its records are open."""
 Follow = Callable[[Experiment, int, Callable[[OnRound], Outcome]], Outcome]
 """Shows a run: gets the first round to come, and the function that runs it with an observer."""
+
+
+@torch.no_grad()
+def evaluate(
+    task: Task, rows: HeldOut, device: torch.device, parameters: Parameters
+) -> tuple[float, float | None]:
+    """Mean loss of a model on rows of no enrolled user, and accuracy in [0, 1] if it classifies.
+
+    The model is in evaluation mode (no dropout).
+    """
+    was_training = task.model.training
+    task.model.eval()
+    tensors = task.constants(device)
+    tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
+    x, y = rows[task.inputs], rows[task.targets]
+    loss, right, classes = 0.0, 0, 0
+    for start in range(0, len(x), _ROWS):
+        inputs = torch.tensor(x[start : start + _ROWS], device=device)
+        targets = torch.tensor(y[start : start + _ROWS], device=device)
+        outputs = functional_call(task.model, tensors, (inputs,))
+        losses = task.loss(outputs, targets).double()
+        loss += float(losses.reshape(len(inputs), -1).mean(1).sum())
+        if not targets.dtype.is_floating_point and outputs.dim() == targets.dim() + 1:
+            right += int((outputs.argmax(1) == targets).sum())
+            classes += targets.numel()
+    task.model.train(was_training)
+    return loss / len(x), right / classes if classes else None
 
 
 def state_to_start_from(
@@ -84,7 +120,9 @@ def conduct(
     `clock` gives the seconds that time the rounds of a simulation; it is None in a deployment.
     """
     plan, output = experiment.plan, experiment.config.output
-    evaluate = Evaluator(experiment.task, experiment.held_out, experiment.device)
+
+    def measured() -> tuple[float, float | None]:
+        return evaluate(experiment.task, experiment.held_out, experiment.device, state.model)
 
     def keep() -> None:
         checkpoint = Checkpoint(state, plan.digest, records.ledger.head)
@@ -101,8 +139,8 @@ def conduct(
         seconds = clock() - began if clock else None
         result = replace(result, simulation_only_seconds=seconds)
         if state.round % output.evaluate_every == 0 or state.round == plan.rounds:
-            measured = evaluate(state.model)
-            result = replace(result, loss=measured.loss, accuracy=measured.accuracy)
+            loss, accuracy = measured()
+            result = replace(result, loss=loss, accuracy=accuracy)
         folder.append_metrics(asdict(result))
         if state.round % output.checkpoint_every == 0:
             keep()
@@ -110,7 +148,7 @@ def conduct(
     keep()
     tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
     write_atomically(folder.model, save(tensors))
-    return Outcome(stop, state, evaluate(state.model))
+    return Outcome(stop, state, *measured())
 
 
 def run_rounds(
@@ -120,7 +158,11 @@ def run_rounds(
     follow: Follow,
     clock: Callable[[], float] | None,
 ) -> Outcome:
-    """Start or resume an experiment in its folder, and run it to its end; see `carry_out`."""
+    """Start or resume an experiment in its folder, and run it to its end.
+
+    Callbacks are not told how long a round took. One that raises is logged, and called again after
+    the next round: a service that is down must not cost a run what it has spent.
+    """
     folder, plan, output = setup.folder, experiment.plan, experiment.config.output
     if output.tensorboard and find_spec("tensorboard") is None:
         raise InvalidValueError(
@@ -137,13 +179,23 @@ def run_rounds(
         state = state_to_start_from(folder, plan, records, experiment.initial_state)
         callbacks = dict(experiment.on_round)
         if output.tensorboard:
-            events = stack.enter_context(_event_files(folder.tensorboard, state.round))
-            callbacks = {"tensorboard": events, **callbacks}
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, and slow
+
+            # This hides the events of rounds that a run repeats after a crash.
+            writer = SummaryWriter(str(folder.tensorboard), purge_step=state.round + 1)
+            stack.enter_context(writer)
+            callbacks = {"tensorboard": partial(_write_scalars, writer), **callbacks}
         transport = hosted(experiment, records)
 
         def run(show: OnRound) -> Outcome:
             def on_round(result: RoundResult) -> None:
-                _tell(callbacks, replace(result, simulation_only_seconds=None))
+                untimed = replace(result, simulation_only_seconds=None)
+                for name, callback in callbacks.items():
+                    try:
+                        callback(untimed)
+                    except Exception as error:
+                        said = name, type(error).__name__, result.round, error
+                        _log.warning("callback %s raised %s in round %d: %s", *said)
                 show(result)
 
             return conduct(folder, experiment, state, transport, records, on_round, clock)
@@ -151,32 +203,9 @@ def run_rounds(
         return follow(experiment, state.round, run)
 
 
-def _tell(callbacks: Mapping[str, OnRound], result: RoundResult) -> None:
-    """Call each callback; one that raises is logged, and called again after the next round.
-
-    A service that is down must not cost a run what it has spent.
-    """
-    for name, callback in callbacks.items():
-        try:
-            callback(result)
-        except Exception as error:
-            kind = type(error).__name__
-            _log.warning("callback %s raised %s in round %d: %s", name, kind, result.round, error)
-
-
-@contextmanager
-def _event_files(folder: Path, first: int) -> Iterator[OnRound]:
-    """A callback that writes TensorBoard's event files; complete when the block is left."""
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, and slow
-
-    # Events of rounds that a run repeats after a crash are hidden by those that are written now.
-    with SummaryWriter(str(folder), purge_step=first + 1) as writer:
-
-        def write(result: RoundResult) -> None:
-            for name, value in result.scalars.items():
-                writer.add_scalar(name, value, result.number)
-
-        yield write
+def _write_scalars(writer: "SummaryWriter", result: RoundResult) -> None:
+    for name, value in result.scalars.items():
+        writer.add_scalar(name, value, result.number)
 
 
 def carry_out(
@@ -189,8 +218,7 @@ def carry_out(
 ) -> Outcome:
     """Run an experiment to its end, with all that it writes and prints.
 
-    Callbacks are called after every round; they are not told how long it took. `follow` shows each
-    round, by default in a progress bar; `clock` is as for `conduct`.
+    `follow` shows each round, by default in a progress bar; `clock` is as for `conduct`.
     """
 
     def shown(experiment: Experiment, first: int, run: Callable[[OnRound], Outcome]) -> Outcome:
@@ -198,7 +226,7 @@ def carry_out(
             console.print(f"resuming {setup.folder.path} at round {first}")
         if follow:
             return follow(experiment, first, run)
-        with _progress(experiment, first, console) as show:
+        with _progress(experiment.plan, first, console) as show:
             return run(show)
 
     _warn(experiment, console)
@@ -211,9 +239,9 @@ def carry_out(
 
 
 @contextmanager
-def _progress(experiment: Experiment, first: int, console: Console) -> Iterator[OnRound]:
+def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRound]:
     """A progress bar, in a terminal or a notebook, that moves with each result."""
-    text, plan, last = TextColumn("{task.fields[figures]}"), experiment.plan, ""
+    text, last = TextColumn("{task.fields[figures]}"), ""
     columns = "{task.description}", BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
         line = progress.add_task(plan.run, total=plan.rounds, completed=first, figures="")
@@ -263,39 +291,37 @@ def _print_result(
     console: Console,
 ) -> None:
     """Print accuracy beside the (ε, δ) of the ledger."""
-    privacy, plan, evaluation = experiment.config.privacy, experiment.plan, outcome.evaluation
+    privacy, plan, clipping = experiment.config.privacy, experiment.plan, experiment.config.clipping
     with Ledger.open(setup.ledger) as ledger:
         spent, charges, head = ledger.spent(), tuple(ledger.charges()), ledger.head
     of_run = [charge.event for charge in charges if charge.run == plan.run]
     loss = epsilon_of(spent, privacy.delta, privacy.accountant)
-    table = Table(title=plan.run, show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    if evaluation.accuracy is not None:
-        table.add_row("accuracy on held-out rows", f"{evaluation.accuracy:.2%}")
-    table.add_row("loss on held-out rows", f"{evaluation.loss:.4f}")
-    for text in results[-1].metrics_text if results else ():
-        table.add_row("private metric before the last round", text)
-    table.add_row("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})")
+    rows = [("loss on held-out rows", f"{outcome.loss:.4f}")]
+    if outcome.accuracy is not None:
+        rows.insert(0, ("accuracy on held-out rows", f"{outcome.accuracy:.2%}"))
+    private = results[-1].metrics_text if results else ()
+    rows += [("private metric before the last round", text) for text in private]
+    rows.append(("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})"))
     if len(of_run) < len(charges):
         alone = epsilon_of(of_run, privacy.delta, privacy.accountant)
-        table.add_row("of which this run alone", format_epsilon(alone.epsilon))
+        rows.append(("of which this run alone", format_epsilon(alone.epsilon)))
     if of_run:
-        table.add_row("what it means", loss.assumptions)
-        table.add_row("randomness", str(weakest_randomness(charges)))
-        table.add_row("sums and noise", str(weakest_arithmetic(charges)))
+        rows.append(("what it means", loss.assumptions))
+        rows.append(("randomness", str(weakest_randomness(charges))))
+        rows.append(("sums and noise", str(weakest_arithmetic(charges))))
     stopped = "" if outcome.stop is Stop.ROUNDS else f": stopped, {outcome.stop}"
-    rounds = f"{outcome.state.round} of {plan.rounds}, {len(of_run)} charged{stopped}"
-    table.add_row("rounds", rounds)
-    clipping = experiment.config.clipping
     clipped = f"{clipping.strategy} clipping"
     if clipping.groups:
         clipped = f"{len(plan.groups)} vector groups in {len(clipping.groups)} parts"
-    table.add_row(
-        "mechanism",
+    mechanism = (
         f"q = {plan.sampling.sampling_probability:g} of N = {plan.sampling.population} users, "
-        f"z = {plan.noise_multiplier:.4g}, {clipped}{' that adapts' if plan.adaptive else ''}",
+        f"z = {plan.noise_multiplier:.4g}, {clipped}{' that adapts' if plan.adaptive else ''}"
     )
-    table.add_row("ledger", f"{setup.ledger}\nhead {head.count}:{head.hash}")
-    table.add_row("folder", str(setup.folder.path))
-    console.print(table)
+    rows += [
+        ("rounds", f"{outcome.state.round} of {plan.rounds}, {len(of_run)} charged{stopped}"),
+        ("mechanism", mechanism),
+        ("ledger", f"{setup.ledger}\nhead {head.count}:{head.hash}"),
+        ("folder", str(setup.folder.path)),
+    ]
+    columns = [Column("", "text"), Column("", "text")]
+    print_table(Table(plan.run, columns, rows), console, box.HEAVY_HEAD)

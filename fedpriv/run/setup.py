@@ -7,14 +7,15 @@ from typing import Self
 
 import tomli_w
 
-from fedpriv.build import Enrolled, Experiment, build
+from fedpriv.build import Enrolled, Experiment, HeldOut, build
 from fedpriv.config import Config, FederationSection, load_config
-from fedpriv.errors import InvalidValueError
+from fedpriv.data.files import read_npz
+from fedpriv.data.population import load_population
+from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.local import ALGORITHMS
 from fedpriv.report.records import versions
-from fedpriv.run.evaluation import held_out_rows
 from fedpriv.run.folder import RunFolder
 from fedpriv.training.checkpoint import write_atomically
 from fedpriv.training.plan import TrainingPlan
@@ -40,7 +41,7 @@ class RunSetup:
 
     @classmethod
     def at(cls, config: Config, out: Path | None, *, resume: bool) -> Self:
-        """As `of`, of settings that are read already."""
+        """As `of`, for settings that have been read already."""
         # A seeded run can be repeated, so its name is the same each time.
         suffix = os.urandom(4).hex() if config.seed is None else f"seed{config.seed}"
         run = config.run or f"{config.name}-{suffix}"
@@ -105,9 +106,9 @@ class RunSetup:
 
 
 def _as_begun(folder: RunFolder, config: Config) -> tuple[str, Config]:
-    """Name of the run that a folder holds, and the configuration with the noise it began with.
+    """Name of a folder's run, and the configuration with the noise that the run began with.
 
-    Calibrated again it would be another, as the ledger has grown since.
+    Calibrated again the noise would differ, as the ledger has grown since.
     """
     begun = load_config(folder.plan)
     noise_multiplier = begun.privacy.noise_multiplier
@@ -117,12 +118,11 @@ def _as_begun(folder: RunFolder, config: Config) -> tuple[str, Config]:
         )
     if config.privacy.noise_multiplier is not None:
         return begun.run, config
-    privacy = config.privacy.model_copy(update={"noise_multiplier": noise_multiplier})
-    return begun.run, config.model_copy(update={"privacy": privacy})
+    return begun.run, config.with_noise(noise_multiplier)
 
 
 def _resolved_plan(experiment: Experiment) -> str:
-    """Configuration as it was run, with a head of facts; it can be run again."""
+    """Configuration as it was run, under a head of facts; it can be run again."""
     plan = experiment.plan
     facts = {
         "population": plan.population,
@@ -136,3 +136,17 @@ def _resolved_plan(experiment: Experiment) -> str:
         facts[f"group {query.group}"] = stated
     head = "".join(f"# {name}: {value}\n" for name, value in facts.items())
     return head + tomli_w.dumps(experiment.config.model_dump(exclude_none=True))
+
+
+def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
+    """Rows of no enrolled user: those of `federation.held_out`, or of the configured data."""
+    if section.held_out is None:
+        return load_population(config.data.name, config.data.options).test
+    rows = read_npz(Path(section.held_out))
+    counts = {len(array) for array in rows.values()}
+    if len(counts) != 1 or 0 in counts:
+        raise DataError(
+            f"{section.held_out} holds fields with {sorted(counts)} rows; all need the same "
+            "number, at least one"
+        )
+    return rows

@@ -1,38 +1,35 @@
 """A run on simulated users, from Python values or from a configuration."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
 
-from fedpriv.build import (
-    Enrolled,
-    Experiment,
-    description_of,
-    resolve,
-    settings_of,
-    simulated,
-)
-from fedpriv.config import Config
+from fedpriv.build import Experiment, Method, experiment_of, settings_of, simulated
 from fedpriv.data.population import Population
+from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.importing import path_of
 from fedpriv.mechanism import Mechanism
-from fedpriv.privacy.round import LocalTraining, PrivacyRecords, Transport
-from fedpriv.run.diagnostics import ObservedTransport
+from fedpriv.privacy.clipping import IntegerVector
+from fedpriv.privacy.layout import Layout, layers
+from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.reader import write_report
 from fedpriv.run.run import Outcome, carry_out
 from fedpriv.run.setup import RunSetup
 from fedpriv.training.optimizers import FedAvg, ServerOptimizer
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import OnRound, RoundResult, ServerState, Stop
 
 if TYPE_CHECKING:
@@ -75,7 +72,7 @@ class Run:
     def model(self) -> nn.Module:
         """A copy of the task's model with the released parameters and running statistics."""
         model = copy.deepcopy(self.task.model)
-        tensors = {n: torch.tensor(t) for n, t in self.state.model.items()}
+        tensors = {name: torch.tensor(t) for name, t in self.state.model.items()}
         model.load_state_dict(tensors, strict=False)
         return model
 
@@ -163,13 +160,11 @@ def simulate(
         raise InvalidValueError("rounds is absent; the mechanism was not calibrated for a number")
     if resume and out is None:
         raise InvalidValueError("resume is true; out must then be given")
+    method = Method(task, mechanism, local, server)
     config = settings_of(
         name,
         population,
-        task,
-        mechanism,
-        local,
-        server,
+        method,
         rounds=planned,
         seed=seed,
         privacy={
@@ -187,35 +182,17 @@ def simulate(
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
         begun = setup.config.privacy.noise_multiplier
         mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
-    experiment = experiment_of(setup.config, population, task, mechanism, local, server, setup.run)
+        method = replace(method, mechanism=mechanism)
+    experiment = experiment_of(setup.config, population, method, setup.run)
     callbacks = {f"{number}: {path_of(each)}": each for number, each in enumerate(on_round)}
     experiment = replace(experiment, on_round=callbacks)
     transport, console = experiment.in_process(population.users), Console(quiet=quiet)
-    outcome = _run(setup, experiment, transport, console)
-    accuracy, loss = outcome.evaluation.accuracy, outcome.evaluation.loss
-    return Run(setup.folder.path, task, outcome.stop, outcome.state, accuracy, loss)
-
-
-def experiment_of(
-    config: Config,
-    population: Population,
-    task: Task,
-    mechanism: Mechanism,
-    local: LocalTraining,
-    server: ServerOptimizer,
-    run: str = "",
-) -> Experiment:
-    """The experiment of Python values, whose settings are recorded as `config`; see `resolve`."""
-    users = Enrolled(population.name, population.users.population)
-    text = description_of(task, local, mechanism, config.seed)
-    return resolve(config, run, users, population.test, task, mechanism, local, server, text)
+    end = _run(setup, experiment, transport, console)
+    return Run(setup.folder.path, task, end.stop, end.state, end.accuracy, end.loss)
 
 
 def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> None:
-    """Run or resume the experiment of a file in this process, and print how it went.
-
-    Arguments and errors as for `RunSetup.of` and `carry_out`.
-    """
+    """Run or resume the experiment of a file in this process, and print how it went."""
     setup = RunSetup.of(file, assignments, out, resume=resume)
     experiment, transport = simulated(setup.config, setup.run, setup.spent)
     _run(setup, experiment, transport, Console())
@@ -224,24 +201,65 @@ def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resu
 def _run(
     setup: RunSetup, experiment: Experiment, transport: InProcessTransport, console: Console
 ) -> Outcome:
-    def hosted(experiment: Experiment, _records: PrivacyRecords) -> Transport:
-        if not experiment.config.output.simulation_only:
-            return transport
-        return ObservedTransport(transport, experiment.plan, setup.folder.append_simulation_only)
+    chosen: Transport = transport
+    if experiment.config.output.simulation_only:
+        tell = setup.folder.append_simulation_only
+        chosen = ObservedTransport(transport, experiment.plan, tell)
+    return carry_out(setup, experiment, lambda *_: chosen, console)
 
-    return carry_out(setup, experiment, hosted, console)
+
+class ObservedTransport(Transport):
+    """A transport of a simulation that also reports figures nobody may know about real users.
+
+    It yields what the wrapped transport yields, and calls `tell` with a row for each round, whose
+    figures are named simulation_only.
+    """
+
+    def __init__(
+        self,
+        transport: InProcessTransport,
+        plan: TrainingPlan,
+        tell: Callable[[Mapping[str, object]], None],
+    ) -> None:
+        self._diagnosed: list[SimulationOnlyDiagnostics] = []
+        self._transport = replace(transport, observer=self._diagnosed.append)
+        self._plan, self._tell = plan, tell
+
+    def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
+        """Yield the partial sums of a round, then report its figures."""
+        total = np.zeros(request.clipping.layout.dimension, np.int64)
+        for partial in self._transport.collect(request):
+            total += partial.total
+            yield partial
+        ratios = _signal_to_noise(self._plan, request, total)
+        self._tell(asdict(self._diagnosed.pop()) | {"simulation_only_signal_to_noise": ratios})
+
+
+def _signal_to_noise(
+    plan: TrainingPlan, request: RoundRequest, total: IntegerVector
+) -> dict[str, float]:
+    """Norm of the sum of clipped updates over the root mean square norm of its noise, by layer.
+
+    Both are in the model's units, so that it is the same question under every way to clip. `total`
+    is the [D] sum of the cohort's contributions, in steps.
+    """
+    norms = tuple(group.clipping_norm for group in request.clipping.groups[: len(plan.groups)])
+    query = plan.mechanism_at(norms).query
+    clipping, stddevs = query.clipping, query.tensor_stddevs
+    signal = clipping.layout.unflatten(total * clipping.steps / clipping.spread(query.divisors))
+    ratios = {}
+    for layer, tensors in layers(Layout.of(request.parameters)).items():
+        energy = math.fsum(signal[name].size * stddevs[name] ** 2 for name in tensors)
+        power = math.fsum(float(np.square(signal[name]).sum()) for name in tensors)
+        ratios[layer] = math.sqrt(power / energy) if energy else math.inf
+    return ratios
 
 
 def frame(rows: Iterable[Mapping[str, object]]) -> "pd.DataFrame":
-    """A pandas table of rows.
-
-    Raises:
-        InvalidValueError: pandas is not installed.
-    """
+    """A pandas table of rows; InvalidValueError if pandas is not installed."""
     try:
         import pandas as pd  # noqa: PLC0415 - not a dependency
     except ImportError as error:
-        raise InvalidValueError(
-            "pandas cannot be imported; pip install pandas installs it"
-        ) from error
+        sentence = "pandas cannot be imported; pip install pandas installs it"
+        raise InvalidValueError(sentence) from error
     return pd.DataFrame(list(rows))
