@@ -1,7 +1,7 @@
 """From settings or values to an experiment that is resolved and checked.
 
-`build` takes a configuration, which names everything; `experiment_of` takes the values themselves,
-and `settings_of` is the way back: what a configuration says of values. Both meet in `_resolve`.
+`build` takes a configuration, which names everything, or the values themselves; `settings_of` is
+the way back: what a configuration says of values.
 """
 
 import hashlib
@@ -94,11 +94,15 @@ def simulated(
 
 
 def on_population(
-    config: Config, run: str, population: Population, spent: Sequence[RoundEvent] = ()
+    config: Config,
+    run: str,
+    population: Population,
+    spent: Sequence[RoundEvent] = (),
+    method: Method | None = None,
 ) -> tuple[Experiment, InProcessTransport]:
-    """As `simulated`, where the configured population is already loaded."""
+    """As `simulated`, where the population is loaded already, and perhaps the method made."""
     enrolled = Enrolled(population.name, population.users.population)
-    experiment = build(config, run, enrolled, population.test, spent)
+    experiment = build(config, run, enrolled, population.test, spent, method)
     return experiment, experiment.in_process(population.users)
 
 
@@ -108,47 +112,22 @@ def build(
     enrolled: Enrolled,
     held_out: HeldOut,
     spent: Sequence[RoundEvent] = (),
-) -> Experiment:
-    """The experiment that a configuration describes.
-
-    `run` is the name in the ledger if the configuration has none. A mechanism without a noise
-    multiplier is calibrated so that all rounds stay within its budget beside what was `spent`.
-    """
-    model = config.model
-    task = build_task(model.name, model.options, model.seed, model.loss, config.metrics.report)
-    method = Method(task, config.mechanism(), config.local.build(), config.server.build())
-    description = f"{model!r} {_kinds(method)} seed={config.seed}"
-    return _resolve(config, run, enrolled, held_out, method, description, spent)
-
-
-def experiment_of(
-    config: Config, population: Population, method: Method, run: str = ""
-) -> Experiment:
-    """The experiment of Python values, whose settings are recorded as `config`."""
-    enrolled = Enrolled(population.name, population.users.population)
-    # Initial values of trained parameters are left out: a run goes on with those of its checkpoint.
-    task, moved = method.task, method.task.statistics()
-    constants = task.constants(torch.device("cpu")).items()
-    frozen = _digest({name: tensor.numpy() for name, tensor in constants if name not in moved})
-    kinds = f"{path_of(task.loss)} {_kinds(method)} seed={config.seed}"
-    description = f"{task.model} {frozen} {kinds}"
-    return _resolve(config, run, enrolled, population.test, method, description)
-
-
-def _resolve(
-    config: Config,
-    run: str,
-    enrolled: Enrolled,
-    held_out: HeldOut,
-    method: Method,
-    description: str,
-    spent: Sequence[RoundEvent] = (),
+    method: Method | None = None,
 ) -> Experiment:
     """Calibrate the noise if asked to, and check that all parts of a run fit together.
 
-    Of the configuration, rounds, seed, engine, output and callbacks are read; the rest is a record
-    of the values. `description` binds checkpoints to what is in no other part of the plan.
+    With a `method`, which the configuration then records, only rounds, seed, engine, output and
+    callbacks are read from the configuration. `run` is the name in the ledger if the configuration
+    has none. A mechanism without a noise multiplier is calibrated so that all rounds stay within
+    its budget beside what was `spent`.
     """
+    if method:
+        origin = _origin(method.task)
+    else:
+        model, origin = config.model, repr(config.model)
+        task = build_task(model.name, model.options, model.seed, model.loss, config.metrics.report)
+        method = Method(task, config.mechanism(), config.local.build(), config.server.build())
+    kinds = [path_of(type(part)) for part in (method.local, method.mechanism.sampling)]
     task, device = method.task, device_named(config.engine.device)
     few = {name: column[:4] for name, column in held_out.items()}
     check_task(task, few)
@@ -169,7 +148,7 @@ def _resolve(
         sampling=mechanism.sampling.of(enrolled.users),
         local=method.local,
         optimizer=method.server,
-        description=description,
+        description=f"{origin} {kinds} seed={config.seed}",
         metrics=metrics,
         metrics_share=mechanism.metrics_share if metrics else 0.0,
         adaptive=mechanism.adaptive,
@@ -282,8 +261,14 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
     return parse_config(plain(table), "settings")
 
 
-def _kinds(method: Method) -> list[str]:
-    return [path_of(type(part)) for part in (method.local, method.mechanism.sampling)]
+def _origin(task: Task) -> str:
+    """What decides the result of a task and is in no other part of a plan.
+
+    Initial values of trained parameters are left out: a run goes on with those of its checkpoint.
+    """
+    moved, constants = task.statistics(), task.constants(torch.device("cpu")).items()
+    frozen = {name: tensor.numpy() for name, tensor in constants if name not in moved}
+    return f"{task.model} {_digest(frozen)} {path_of(task.loss)}"
 
 
 def _digest(tensors: HeldOut) -> str:

@@ -109,7 +109,7 @@ def report(
 ) -> None:
     """Write one HTML page of a run or a study, which opens offline; ledgers are verified first."""
     from fedpriv.report.studies import write_study_figures
-    from fedpriv.run.reader import write_report
+    from fedpriv.run.folder import write_report
     from fedpriv.studies import read_study
 
     if figures is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fedpriv.build import Method, experiment_of, settings_of
+from fedpriv.build import Method, on_population, settings_of
 from fedpriv.config import EngineSection
 from fedpriv.data.population import Population, UserStore
 from fedpriv.engine.batches import schedule
@@ -67,7 +67,7 @@ def run(folder: Path, engine: InProcessTransport, rounds: int) -> None:
     output = {"evaluate_every": rounds}  # evaluation is not of every round
     method = Method(engine.task, mechanism, LOCAL, FedAvg())
     config = settings_of("overheads", population, method, rounds=rounds, output=output)
-    experiment = experiment_of(config, population, method, "run")
+    experiment, _ = on_population(config, "run", population, method=method)
     files, name = (folder / "ledger", folder / "participation"), population.name
     with PrivacyRecords.open(*files, name, experiment.budget) as records:
         state, written = experiment.initial_state, RunFolder(folder)

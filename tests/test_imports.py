@@ -123,7 +123,7 @@ def test_no_packages_import_each_other_in_a_circle() -> None:
         ("fedpriv.wire", "torch grpc flwr sklearn altair pydantic"),
         ("fedpriv.cli", "torch grpc flwr sklearn altair scipy prometheus_client cryptography"),
         ("fedpriv.cli", "jinja2 vl_convert"),
-        ("fedpriv.run.reader", "torch grpc flwr sklearn"),
+        ("fedpriv.run.folder", "torch grpc flwr sklearn"),
         ("fedpriv.report.tables", "torch grpc flwr sklearn altair"),
         ("fedpriv.logs", "torch grpc numpy pydantic"),
         ("fedpriv.clients.status", "torch flwr sklearn altair pydantic"),

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedpriv.build import Experiment, Method, experiment_of, on_population, settings_of
+from fedpriv.build import Experiment, Method, on_population, settings_of
 from fedpriv.config import DataSection
 from fedpriv.data.population import Population, load_population
 from fedpriv.engine.task import Task
@@ -35,8 +35,7 @@ from fedpriv.errors import FedprivError, InvalidValueError, WorkerError, known_n
 from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.report.studies import print_study, results_json
-from fedpriv.run.folder import RunFolder, held
-from fedpriv.run.reader import write_report
+from fedpriv.run.folder import RunFolder, held, write_report
 from fedpriv.run.run import Outcome, run_rounds
 from fedpriv.run.setup import RunSetup
 from fedpriv.run.simulate import FEDAVG, ObservedTransport, frame
@@ -198,20 +197,15 @@ def compare(
     )
     folder = Path(out or Path("studies") / name)
 
-    def prepared(cell: Cell) -> Experiment:
+    def prepared(cell: Cell) -> tuple[Experiment, InProcessTransport]:
         with _naming_arm(cell.arm):
             of_cell = method(cell.arm.name, cell.seed)
-            return experiment_of(study.config_of(cell), population, of_cell)
-
-    def run(cell: Cell) -> Ended:
-        experiment = prepared(cell)
-        transport = experiment.in_process(population.users)
-        return cell, _run_prepared(study, cell, folder, experiment, transport)
+            return on_population(study.config_of(cell), "", population, method=of_cell)
 
     def start(missing: Sequence[Cell]) -> Generator[Ended]:
         for cell in study.cells[: len(study.arms)]:
             prepared(cell)  # no run starts before all arms could be built
-        return (run(cell) for cell in missing)
+        return ((cell, _run_prepared(study, cell, folder, *prepared(cell))) for cell in missing)
 
     read = _complete(study, folder, start, Console(quiet=quiet))
     return Comparison(folder, read.runs, read.arms, " ".join(verdict(study, read.arms)))

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from fedpriv.build import Experiment, Method, experiment_of, settings_of, simulated
+from fedpriv.build import Experiment, Method, on_population, settings_of, simulated
 from fedpriv.data.population import Population
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
@@ -24,8 +24,7 @@ from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport
-from fedpriv.run.folder import RunFolder
-from fedpriv.run.reader import write_report
+from fedpriv.run.folder import RunFolder, write_report
 from fedpriv.run.run import Outcome, carry_out
 from fedpriv.run.setup import RunSetup
 from fedpriv.training.optimizers import FedAvg, ServerOptimizer
@@ -183,11 +182,10 @@ def simulate(
         begun = setup.config.privacy.noise_multiplier
         mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
         method = replace(method, mechanism=mechanism)
-    experiment = experiment_of(setup.config, population, method, setup.run)
+    built = on_population(setup.config, setup.run, population, method=method)
     callbacks = {f"{number}: {path_of(each)}": each for number, each in enumerate(on_round)}
-    experiment = replace(experiment, on_round=callbacks)
-    transport, console = experiment.in_process(population.users), Console(quiet=quiet)
-    end = _run(setup, experiment, transport, console)
+    experiment, transport = replace(built[0], on_round=callbacks), built[1]
+    end = _run(setup, experiment, transport, Console(quiet=quiet))
     return Run(setup.folder.path, task, end.stop, end.state, end.accuracy, end.loss)
 
 
