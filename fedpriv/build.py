@@ -243,20 +243,29 @@ def build_task(
 def settings_of(name: str, population: Population, method: Method, **others: object) -> Config:
     """What a configuration says of values; objects without a name have their class's path.
 
-    `others` are rounds, seed and keys of sections, as in a configuration.
+    `others` are rounds, seed and keys of sections, as in a configuration; by default the rounds are
+    those that the mechanism was calibrated for.
     """
-    task = method.task
+    task, mechanism = method.task, method.mechanism
+    if mechanism.noise_multiplier is None:
+        raise InvalidValueError(
+            "the mechanism has no noise_multiplier; calibrate(epsilon=..., delta=..., rounds=...) "
+            "returns one that has"
+        )
+    if others.get("rounds") is None and mechanism.rounds is None:
+        raise InvalidValueError("rounds is absent; the mechanism was not calibrated for a number")
     table: dict[str, Any] = {
         "name": name,
+        "rounds": mechanism.rounds,
         "data": {"name": population.name},
         "model": {
             "name": path_of(type(task.model)),
             "options": {"parameters": _digest({**task.parameters(), **task.statistics()})},
             "loss": next((n for n, f in LOSSES.items() if f is task.loss), path_of(task.loss)),
         },
-        **tables_of(method.mechanism, method.local, method.server),
+        **tables_of(mechanism, method.local, method.server),
     }
-    for key, value in others.items():
+    for key, value in plain(others).items():
         table[key] = table[key] | value if isinstance(table.get(key), dict) else value
     return parse_config(plain(table), "settings")
 

@@ -218,6 +218,7 @@ def calibrate(
     from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy
     from fedpriv.report import tables
 
+    other = "replace-one" if policy == "fixed-size" else "add-or-remove-one"
     found = plan_within(
         epsilon,
         delta,
@@ -225,9 +226,7 @@ def calibrate(
         sampling_probability,
         noise_multiplier,
         SamplingPolicy(policy),
-        NeighbouringRelation(
-            relation or ("replace-one" if policy == "fixed-size" else "add-or-remove-one")
-        ),
+        NeighbouringRelation(relation or other),
         population,
         accountant,
     )

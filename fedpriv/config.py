@@ -410,8 +410,12 @@ def tables_of(
             "policy": _POLICY.name_of(sampling),
             "options": _scalars(sampling, ("probability",)),
         },
-        "privacy": {key: getattr(mechanism, key) for key in _MECHANISM_KEYS}
-        | {"sampling_probability": getattr(sampling, "probability", None)},
+        "privacy": {
+            **{key: getattr(mechanism, key) for key in _MECHANISM_KEYS},
+            "sampling_probability": getattr(sampling, "probability", None),
+            # Noise that was calibrated for the rounds is no setting.
+            "noise_multiplier": None if mechanism.rounds else mechanism.noise_multiplier,
+        },
         "clipping": _clipping_table(mechanism.clipping)
         | {"adaptive": adaptive and asdict(adaptive)},
         "noise": {"allocation": mechanism.allocation},

@@ -38,7 +38,7 @@ from fedpriv.report.studies import print_study, results_json
 from fedpriv.run.folder import RunFolder, held, write_report
 from fedpriv.run.run import Outcome, run_rounds
 from fedpriv.run.setup import RunSetup
-from fedpriv.run.simulate import FEDAVG, ObservedTransport, frame
+from fedpriv.run.simulate import FEDAVG, ObservedTransport
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
 from fedpriv.studies.results import (
     ALL_RESULTS,
@@ -97,13 +97,12 @@ class Comparison:
 
     def to_pandas(self) -> "pd.DataFrame":
         """One row for each run; pandas must be installed."""
-        return frame(asdict(each) for each in self.runs)
+        import pandas as pd  # noqa: PLC0415 - not a dependency
+
+        return pd.DataFrame(list(map(asdict, self.runs)))
 
     def report(self, out: Path | str | None = None) -> Path:
-        """Verify all ledgers, write the report as one HTML file, and return its path.
-
-        By default it is report.html in the folder of the study.
-        """
+        """Verify all ledgers, and write one HTML page, by default report.html in the folder."""
         return write_report(self.folder, Path(out) if out else None)
 
 
@@ -173,19 +172,10 @@ def compare(
     numbers = tuple(range(seeds) if isinstance(seeds, int) else seeds)
 
     def settings(arm: str) -> dict[str, object]:
-        of_arm = method(arm, next(iter(numbers), 0))
-        rounds = of_arm.mechanism.rounds
-        if rounds is None:
-            raise InvalidValueError(f"the mechanism of arm {arm!r} is not calibrated; it must be")
-        config = settings_of(
-            "arm",
-            population,
-            of_arm,
-            rounds=rounds,
-            privacy={"noise_multiplier": None},  # is calibrated
-            output={"evaluate_every": evaluate_every},
-            engine={"device": device},
-        )
+        output, engine = {"evaluate_every": evaluate_every}, {"device": device}
+        with _naming_arm(arm):
+            of_arm = method(arm, next(iter(numbers), 0))
+            config = settings_of("arm", population, of_arm, output=output, engine=engine)
         return config.model_dump(exclude_none=True, exclude={"name"})
 
     study = study_of_settings(
@@ -198,7 +188,7 @@ def compare(
     folder = Path(out or Path("studies") / name)
 
     def prepared(cell: Cell) -> tuple[Experiment, InProcessTransport]:
-        with _naming_arm(cell.arm):
+        with _naming_arm(cell.arm.name):
             of_cell = method(cell.arm.name, cell.seed)
             return on_population(study.config_of(cell), "", population, method=of_cell)
 
@@ -277,12 +267,12 @@ def _progress(
 
 
 @contextmanager
-def _naming_arm(arm: Arm) -> Iterator[None]:
+def _naming_arm(arm: str) -> Iterator[None]:
     """Name the arm in errors."""
     try:
         yield
     except FedprivError as error:
-        raise type(error)(f"arm {arm.name!r}: {error}") from error
+        raise type(error)(f"arm {arm!r}: {error}") from error
 
 
 def calibrated(study: Study) -> dict[tuple[Arm, Target], float]:
@@ -290,7 +280,7 @@ def calibrated(study: Study) -> dict[tuple[Arm, Target], float]:
     noise = {}
     for arm, target in itertools.product(study.arms, study.targets):
         config = study.config_of(Cell(arm, target, study.seeds[0]))
-        with _naming_arm(arm):
+        with _naming_arm(arm.name):
             population = _loaded(config.data.model_dump_json())
             experiment, _ = on_population(config, str(config.run), population)
         noise[arm, target] = experiment.plan.noise_multiplier

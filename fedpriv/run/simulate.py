@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -77,13 +77,12 @@ class Run:
 
     def to_pandas(self) -> "pd.DataFrame":
         """One row a round, one column for every released number; pandas must be installed."""
-        return frame({"round": each.number, **each.scalars} for each in self.rounds)
+        import pandas as pd  # noqa: PLC0415 - not a dependency
+
+        return pd.DataFrame([{"round": each.number, **each.scalars} for each in self.rounds])
 
     def report(self, out: Path | str | None = None) -> Path:
-        """Verify the ledger, write the report as one HTML file, and return its path.
-
-        By default it is report.html in the folder of the run.
-        """
+        """Verify the ledger, and write one HTML page, by default report.html in the folder."""
         return write_report(self.folder, Path(out) if out else None)
 
 
@@ -149,34 +148,16 @@ def simulate(
     Raises:
         FedprivError: something does not fit, or the run cannot go on; the message says what.
     """
-    planned = rounds if rounds is not None else mechanism.rounds
-    if mechanism.noise_multiplier is None:
-        raise InvalidValueError(
-            "the mechanism has no noise_multiplier; calibrate(epsilon=..., delta=..., rounds=...) "
-            "returns one that has"
-        )
-    if planned is None:
-        raise InvalidValueError("rounds is absent; the mechanism was not calibrated for a number")
     if resume and out is None:
         raise InvalidValueError("resume is true; out must then be given")
     method = Method(task, mechanism, local, server)
-    config = settings_of(
-        name,
-        population,
-        method,
-        rounds=planned,
-        seed=seed,
-        privacy={
-            "ledger": str(ledger) if ledger else None,
-            "noise_multiplier": None if mechanism.rounds else mechanism.noise_multiplier,
-        },
-        engine={"device": device},
-        output={
-            "evaluate_every": evaluate_every,
-            "checkpoint_every": checkpoint_every,
-            "simulation_only": simulation_only,
-        },
-    )
+    output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
+    others: dict[str, object] = {
+        "privacy": {"ledger": str(ledger) if ledger else None},
+        "engine": {"device": device},
+        "output": output | {"simulation_only": simulation_only},
+    }
+    config = settings_of(name, population, method, rounds=rounds, seed=seed, **others)
     setup = RunSetup.at(config, Path(out) if out else None, resume=resume)
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
         begun = setup.config.privacy.noise_multiplier
@@ -251,13 +232,3 @@ def _signal_to_noise(
         power = math.fsum(float(np.square(signal[name]).sum()) for name in tensors)
         ratios[layer] = math.sqrt(power / energy) if energy else math.inf
     return ratios
-
-
-def frame(rows: Iterable[Mapping[str, object]]) -> "pd.DataFrame":
-    """A pandas table of rows; InvalidValueError if pandas is not installed."""
-    try:
-        import pandas as pd  # noqa: PLC0415 - not a dependency
-    except ImportError as error:
-        sentence = "pandas cannot be imported; pip install pandas installs it"
-        raise InvalidValueError(sentence) from error
-    return pd.DataFrame(list(rows))
