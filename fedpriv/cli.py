@@ -27,6 +27,7 @@ RunFolder = Annotated[Path | None, _option("folder of the run", "--out", default
 Resume = Annotated[bool, _option("go on with the run in --out, or start it there", "--resume")]
 AsJson = Annotated[bool, _option("print one JSON object", "--json")]
 ReadLedgerPath = Annotated[Path, typer.Argument(help="the ledger file, or an export of it")]
+_Policy = Literal["poisson", "every-user", "fixed-size"]
 Delta = Annotated[float | None, _option("δ", default="largest power of ten below 1/N")]
 
 app = typer.Typer(
@@ -56,9 +57,7 @@ def show(
 @ledger_app.command()
 def verify(
     ledger: ReadLedgerPath,
-    participation: Annotated[
-        Path | None, _option("record of who took part, to check the commitments too")
-    ] = None,
+    participation: Annotated[Path | None, _option("record of cohorts to check as well")] = None,
     head: Annotated[str | None, _option("COUNT:HASH, a head that this ledger once had")] = None,
 ) -> None:
     """Check the hash chain of a ledger; exit code 2 and the first bad row if it is broken."""
@@ -127,7 +126,7 @@ def simulate(
     assignments: Assignments = None,
     out: RunFolder = None,
     resume: Resume = False,
-    engine: Annotated[Literal["in-process", "flower"], _option("where users train")] = "in-process",
+    engine: Annotated[Literal["in-process", "flower"], _option("where to train")] = "in-process",
     workers: Annotated[int | None, _option("of the engine flower", min=1, default="2")] = None,
 ) -> None:
     """Train across simulated users, and print accuracy beside the (ε, δ) of the ledger."""
@@ -173,9 +172,7 @@ def epsilon(
         typer.Argument(help="ledger files, or exports; several add up", metavar="LEDGER"),
     ],
     delta: Delta = None,
-    target: Annotated[
-        float | None, _option("print the δ that holds at this ε instead", "--epsilon")
-    ] = None,
+    target: Annotated[float | None, _option("print δ at this ε instead", "--epsilon")] = None,
     accountant: Annotated[str, _option("name of an accountant, or all")] = "all",
     as_json: AsJson = False,
 ) -> None:
@@ -196,12 +193,8 @@ def calibrate(
     delta: Annotated[float, _option("δ of the privacy budget")],
     rounds: Annotated[int | None, _option("T")] = None,
     sampling_probability: Annotated[float | None, _option("q in (0, 1]")] = None,
-    noise_multiplier: Annotated[
-        float | None, _option("z: the noise on a sum over its clipping norm")
-    ] = None,
-    policy: Annotated[
-        Literal["poisson", "every-user", "fixed-size"], _option("how users are sampled")
-    ] = "poisson",
+    noise_multiplier: Annotated[float | None, _option("z, noise over clipping norm")] = None,
+    policy: Annotated[_Policy, _option("how users are sampled")] = "poisson",
     relation: Annotated[
         Literal["add-or-remove-one", "replace-one"] | None,
         _option("neighbours", default="replace-one for fixed-size, else add-or-…"),

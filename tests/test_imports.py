@@ -121,8 +121,10 @@ def test_no_packages_import_each_other_in_a_circle() -> None:
         ("fedpriv.analytics", "torch flwr sklearn altair pydantic"),
         ("fedpriv.studies", "torch grpc flwr sklearn altair"),
         ("fedpriv.wire", "torch grpc flwr sklearn altair pydantic"),
-        ("fedpriv.cli", "torch grpc flwr sklearn altair scipy prometheus_client cryptography"),
-        ("fedpriv.cli", "jinja2 vl_convert"),
+        (
+            "fedpriv.cli",
+            "torch grpc flwr sklearn altair scipy prometheus_client cryptography jinja2 vl_convert",
+        ),
         ("fedpriv.run.folder", "torch grpc flwr sklearn"),
         ("fedpriv.report.tables", "torch grpc flwr sklearn altair"),
         ("fedpriv.logs", "torch grpc numpy pydantic"),

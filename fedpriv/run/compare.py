@@ -36,8 +36,7 @@ from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.report.studies import print_study, results_json
 from fedpriv.run.folder import RunFolder, held, write_report
-from fedpriv.run.run import Outcome, run_rounds
-from fedpriv.run.setup import RunSetup
+from fedpriv.run.run import Run, RunSetup, run_rounds
 from fedpriv.run.simulate import FEDAVG, ObservedTransport
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
 from fedpriv.studies.results import (
@@ -325,7 +324,7 @@ def _run_prepared(
 
 
 def _result(
-    study: Study, cell: Cell, experiment: Experiment, outcome: Outcome, run: RunFolder
+    study: Study, cell: Cell, experiment: Experiment, outcome: Run, run: RunFolder
 ) -> RunResult:
     plan, rounds, collected = experiment.plan, run.results(), run.collected()
     queries = plan.mechanism.query.events[: len(plan.groups)]

@@ -1,17 +1,13 @@
 """A run on simulated users, from Python values or from a configuration."""
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from rich.console import Console
-from torch import nn
 
 from fedpriv.build import Experiment, Method, on_population, settings_of, simulated
 from fedpriv.data.population import Population
@@ -24,66 +20,15 @@ from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport
-from fedpriv.run.folder import RunFolder, write_report
-from fedpriv.run.run import Outcome, carry_out
-from fedpriv.run.setup import RunSetup
+from fedpriv.run.run import Run, RunSetup, carry_out
 from fedpriv.training.optimizers import FedAvg, ServerOptimizer
 from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import OnRound, RoundResult, ServerState, Stop
+from fedpriv.training.rounds import OnRound
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 FEDAVG = FedAvg()
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run that has ended; everything in it is also in its folder.
-
-    Attributes:
-        folder: where the run is written: plan, ledger, metrics, checkpoints, model.
-        task: model and loss.
-        stop: why it ended.
-        state: the server's state at the end, all of it released.
-        accuracy: of the last model on held-out rows; None if targets are not classes.
-        loss: mean loss of the last model on held-out rows.
-    """
-
-    folder: Path
-    task: Task
-    stop: Stop
-    state: ServerState
-    accuracy: float | None
-    loss: float
-
-    @cached_property
-    def rounds(self) -> tuple[RoundResult, ...]:
-        """The result of each round, those before a resumption included."""
-        return tuple(RunFolder(self.folder).results())
-
-    @property
-    def epsilon(self) -> float:
-        """ε of all charges of the ledger after the last round, at the δ of the budget."""
-        return self.rounds[-1].epsilon if self.rounds else 0.0
-
-    @property
-    def model(self) -> nn.Module:
-        """A copy of the task's model with the released parameters and running statistics."""
-        model = copy.deepcopy(self.task.model)
-        tensors = {name: torch.tensor(t) for name, t in self.state.model.items()}
-        model.load_state_dict(tensors, strict=False)
-        return model
-
-    def to_pandas(self) -> "pd.DataFrame":
-        """One row a round, one column for every released number; pandas must be installed."""
-        import pandas as pd  # noqa: PLC0415 - not a dependency
-
-        return pd.DataFrame([{"round": each.number, **each.scalars} for each in self.rounds])
-
-    def report(self, out: Path | str | None = None) -> Path:
-        """Verify the ledger, and write one HTML page, by default report.html in the folder."""
-        return write_report(self.folder, Path(out) if out else None)
 
 
 def simulate(
@@ -166,8 +111,7 @@ def simulate(
     built = on_population(setup.config, setup.run, population, method=method)
     callbacks = {f"{number}: {path_of(each)}": each for number, each in enumerate(on_round)}
     experiment, transport = replace(built[0], on_round=callbacks), built[1]
-    end = _run(setup, experiment, transport, Console(quiet=quiet))
-    return Run(setup.folder.path, task, end.stop, end.state, end.accuracy, end.loss)
+    return _run(setup, experiment, transport, Console(quiet=quiet))
 
 
 def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> None:
@@ -179,7 +123,7 @@ def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resu
 
 def _run(
     setup: RunSetup, experiment: Experiment, transport: InProcessTransport, console: Console
-) -> Outcome:
+) -> Run:
     chosen: Transport = transport
     if experiment.config.output.simulation_only:
         tell = setup.folder.append_simulation_only

@@ -24,6 +24,8 @@ from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import Average, OptimizerState, Parameters, ServerOptimizer
 from tests.commandline import printed, refused
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @dataclass(frozen=True)
 class SignSGD(LocalTraining):
