@@ -146,7 +146,7 @@ def simulate(
 @app.command()
 def plan(file: ExperimentFile, assignments: Assignments = None) -> None:
     """Show what each vector group of a round gets, and what all rounds would cost."""
-    from fedpriv.run.commands import show_allocation
+    from fedpriv.run.simulate import show_allocation
 
     show_allocation(file, assignments or [])
 
@@ -160,7 +160,7 @@ def suggest(
     quantile: Annotated[float, _option("share of users not to be clipped")] = 0.5,
 ) -> None:
     """Propose clipping norms for each vector group, from private rounds that are charged."""
-    from fedpriv.run.commands import suggest_norms
+    from fedpriv.run.simulate import suggest_norms
 
     suggest_norms(file, assignments or [], ledger, rounds, quantile)
 
