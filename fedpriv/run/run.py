@@ -413,12 +413,11 @@ def carry_out(
             return run(show)
 
     _warn(experiment, console)
-    outcome = run_rounds(setup, experiment, hosted, shown, clock)
-    results, budget = setup.folder.results(), experiment.budget
-    _print_result(setup, experiment, outcome, results, console)
-    folder, name = setup.folder.path, experiment.plan.run
-    write_run_figures(results, name, budget.delta, budget.epsilon, folder)
-    return outcome
+    run = run_rounds(setup, experiment, hosted, shown, clock)
+    _print_result(setup, experiment, run, console)
+    budget = experiment.budget
+    write_run_figures(run.rounds, experiment.plan.run, budget.delta, budget.epsilon, run.folder)
+    return run
 
 
 @contextmanager
@@ -466,23 +465,17 @@ def _warn(experiment: Experiment, console: Console) -> None:
         console.print(f"warning: unsafe_no_privacy is set; {consequence}", style="red")
 
 
-def _print_result(
-    setup: RunSetup,
-    experiment: Experiment,
-    outcome: Run,
-    results: list[RoundResult],
-    console: Console,
-) -> None:
+def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Console) -> None:
     """Print accuracy beside the (ε, δ) of the ledger."""
     privacy, plan, clipping = experiment.config.privacy, experiment.plan, experiment.config.clipping
     with Ledger.open(setup.ledger) as ledger:
         spent, charges, head = ledger.spent(), tuple(ledger.charges()), ledger.head
     of_run = [charge.event for charge in charges if charge.run == plan.run]
     loss = epsilon_of(spent, privacy.delta, privacy.accountant)
-    rows = [("loss on held-out rows", f"{outcome.loss:.4f}")]
-    if outcome.accuracy is not None:
-        rows.insert(0, ("accuracy on held-out rows", f"{outcome.accuracy:.2%}"))
-    private = results[-1].metrics_text if results else ()
+    rows = [("loss on held-out rows", f"{run.loss:.4f}")]
+    if run.accuracy is not None:
+        rows.insert(0, ("accuracy on held-out rows", f"{run.accuracy:.2%}"))
+    private = run.rounds[-1].metrics_text if run.rounds else ()
     rows += [("private metric before the last round", text) for text in private]
     rows.append(("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})"))
     if len(of_run) < len(charges):
@@ -492,7 +485,7 @@ def _print_result(
         rows.append(("what it means", loss.assumptions))
         rows.append(("randomness", str(weakest_randomness(charges))))
         rows.append(("sums and noise", str(weakest_arithmetic(charges))))
-    stopped = "" if outcome.stop is Stop.ROUNDS else f": stopped, {outcome.stop}"
+    stopped = "" if run.stop is Stop.ROUNDS else f": stopped, {run.stop}"
     clipped = f"{clipping.strategy} clipping"
     if clipping.groups:
         clipped = f"{len(plan.groups)} vector groups in {len(clipping.groups)} parts"
@@ -501,7 +494,7 @@ def _print_result(
         f"z = {plan.noise_multiplier:.4g}, {clipped}{' that adapts' if plan.adaptive else ''}"
     )
     rows += [
-        ("rounds", f"{outcome.state.round} of {plan.rounds}, {len(of_run)} charged{stopped}"),
+        ("rounds", f"{run.state.round} of {plan.rounds}, {len(of_run)} charged{stopped}"),
         ("mechanism", mechanism),
         ("ledger", f"{setup.ledger}\nhead {head.count}:{head.hash}"),
         ("folder", str(setup.folder.path)),
