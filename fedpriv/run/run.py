@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -343,8 +343,7 @@ def run_rounds(
 ) -> Run:
     """Start or resume an experiment in its folder, and run it to its end.
 
-    Callbacks are not told how long a round took. One that raises is logged, and called again after
-    the next round: a service that is down must not cost a run what it has spent.
+    Callbacks are not told how long a round took.
     """
     folder, plan, output = setup.folder, experiment.plan, experiment.config.output
     if output.tensorboard and find_spec("tensorboard") is None:
@@ -372,18 +371,22 @@ def run_rounds(
 
         def run(show: OnRound) -> Run:
             def on_round(result: RoundResult) -> None:
-                untimed = replace(result, simulation_only_seconds=None)
-                for name, callback in callbacks.items():
-                    try:
-                        callback(untimed)
-                    except Exception as error:
-                        said = name, type(error).__name__, result.round, error
-                        _log.warning("callback %s raised %s in round %d: %s", *said)
+                _tell(callbacks, replace(result, simulation_only_seconds=None))
                 show(result)
 
             return conduct(folder, experiment, state, transport, records, on_round, clock)
 
         return follow(experiment, state.round, run)
+
+
+def _tell(callbacks: Mapping[str, OnRound], result: RoundResult) -> None:
+    """Call each callback; one that raises is logged, and called again after the next round."""
+    for name, callback in callbacks.items():
+        try:
+            callback(result)
+        except Exception as error:  # a service that is down must not cost a run what it has spent
+            kind = type(error).__name__
+            _log.warning("callback %s raised %s in round %d: %s", name, kind, result.round, error)
 
 
 def _write_scalars(writer: "SummaryWriter", result: RoundResult) -> None:
