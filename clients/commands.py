@@ -80,9 +80,16 @@ def join(
     from fedpriv.clients.worker import HostSettings
 
     host = HostSettings(users, device, memory, seconds, activations, processes)
-    trusted = tuple(trust or ())
     settings = NodeSettings(
-        server, host, certificates, node, consent, verify_ledger, state, trusted, once
+        server,
+        host,
+        certificates=certificates,
+        node=node,
+        consent=consent,
+        verify_ledger=verify_ledger,
+        state=state,
+        trusted=tuple(trust or ()),
+        once=once,
     )
     take_part(settings)
 
