@@ -22,17 +22,11 @@ def check_delta(delta: float) -> None:
 
 @dataclass(frozen=True)
 class PrivacyBudget:
-    """A limit (ε, δ) on the events of a ledger.
+    """A limit (ε, δ) on the events of a ledger."""
 
-    Attributes:
-        epsilon: ε > 0, the most that may be spent; inf if only δ and the record matter.
-        delta: δ in [1e-60, 1).
-        price: prices events at δ, never below the truth, such as `Accountant.upper_epsilon`.
-    """
-
-    epsilon: float
-    delta: float
-    price: Price
+    epsilon: float  # ε > 0, the most that may be spent; inf if only δ and the record matter
+    delta: float  # δ in [1e-60, 1)
+    price: Price  # never below the truth, such as `Accountant.upper_epsilon`
 
     def __post_init__(self) -> None:
         require(self.epsilon > 0.0, f"epsilon is {self.epsilon}; it must be positive")

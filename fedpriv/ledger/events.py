@@ -63,12 +63,12 @@ class NeighbouringRelation(StrEnum):
 
 
 EventKind = tuple[SamplingPolicy, NeighbouringRelation]
-"""A sampling policy under a neighbouring relation: what an accountant can analyse, or not."""
+"""A sampling policy under a neighbouring relation."""
 
-_NOT_ANALYSED = (
+_NOT_ANALYSED = {
     (SamplingPolicy.FIXED_SIZE, NeighbouringRelation.ADD_OR_REMOVE_ONE),
     (SamplingPolicy.RANDOM_ALLOCATION, NeighbouringRelation.REPLACE_ONE),
-)
+}
 ANALYSED: tuple[EventKind, ...] = tuple(
     kind for kind in product(SamplingPolicy, NeighbouringRelation) if kind not in _NOT_ANALYSED
 )
@@ -77,18 +77,13 @@ ANALYSED: tuple[EventKind, ...] = tuple(
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which rounds each user takes part in, for an event that spans several.
+    """Which rounds each user takes part in, for an event that spans several."""
 
-    Attributes:
-        rounds: n ≥ 1, each with its own release.
-        participations: k in [1, n], the number of rounds that a user is in: exactly k of a pass, at
-            most k of a separated series.
-        separation: b in [1, n], the least distance between two rounds of a user.
-    """
-
-    rounds: int
-    participations: int = 1
-    separation: int = 1
+    rounds: int  # n ≥ 1, each with its own release
+    participations: int = (
+        1  # k in [1, n]: a user is in k rounds of a pass, in at most k of a series
+    )
+    separation: int = 1  # b in [1, n], the least distance between two rounds of a user
 
     def __post_init__(self) -> None:
         require(
@@ -108,31 +103,24 @@ class Schedule:
 class SamplingEvent:
     """One draw of a cohort; everything released about that cohort belongs to it.
 
-    Attributes:
-        policy: how the cohort is drawn.
-        sampling_probability: q in (0, 1], each user's chance to be in the cohort of a round. For
-            fixed size the float nearest to m/N, so that q·N rounds to the cohort size m; for random
-            allocation the float nearest to k/n; 1 for every-user rounds, and for shuffled passes
-            and separated series, which sampling does not make cheaper.
-        population: N ≥ 1, the number of enrolled users, a public constant.
-        relation: the neighbouring relation under which the event may be accounted.
-        schedule: which rounds users are in, where the event spans several. None otherwise, and for
-            shuffled passes with an unknown number of batches.
+    The sampling probability q in (0, 1] is each user's chance to be in the cohort of a round. For
+    fixed size it is the float nearest to m/N, so that q·N rounds to the cohort size m; for random
+    allocation the float nearest to k/n; 1 for every-user rounds, and for shuffled passes and
+    separated series, which sampling does not make cheaper.
     """
 
     policy: SamplingPolicy
     sampling_probability: float
-    population: int
-    relation: NeighbouringRelation
+    population: int  # N ≥ 1, the number of enrolled users, a public constant
+    relation: NeighbouringRelation  # under which the event may be accounted
+    # None where the event is one round, or a shuffled pass with an unknown number of batches.
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         q, n, policy = self.sampling_probability, self.population, self.policy
         require(0.0 < q <= 1.0, f"sampling_probability is {q}; it must be in (0, 1]")
-        require(
-            isinstance(n, int) and n >= 1,
-            f"population is {n}; it must be a whole number of at least 1",
-        )
+        whole = isinstance(n, int) and n >= 1
+        require(whole, f"population is {n}; it must be a whole number of at least 1")
         if (policy, self.relation) not in ANALYSED:
             raise InvalidValueError(
                 f"{policy} sampling with {self.relation} neighbours has no analysis; "
@@ -155,7 +143,6 @@ class SamplingEvent:
         shuffled, separated = SamplingPolicy.SHUFFLED, SamplingPolicy.SEPARATED
         of_many = policy in (shuffled, separated, SamplingPolicy.RANDOM_ALLOCATION)
         if schedule is None:
-            # How many batches a shuffled pass had may be unknown.
             optional = policy is shuffled or not of_many
             require(optional, f"the schedule is None; {policy} sampling must have one")
             return
@@ -192,58 +179,44 @@ class SumQueryEvent:
     integers with ‖a_i‖₂² ≤ B and K = round(η/γ), η ~ N(0, noise_stddev²·I). As Σ_i a_i is whole,
     this is post-processing of the continuous Gaussian mechanism with sensitivity γ√B ≤
     clipping_norm, so nothing in its price changes.
-
-    Attributes:
-        group: name of the vector group.
-        clipping_norm: S_g > 0, in the units of the summed vector.
-        noise_stddev: σ_g ≥ 0, the standard deviation of the noise on the **sum**, same units.
-        granularity: γ, a power of two up to clipping_norm, same units; None if the noise was real
-            or floating-point numbers.
     """
 
-    group: str
-    clipping_norm: float
-    noise_stddev: float
+    group: str  # name of the vector group
+    clipping_norm: float  # S_g > 0, in the units of the summed vector
+    noise_stddev: float  # σ_g ≥ 0, the standard deviation of the noise on the **sum**
+    # γ, a power of two up to clipping_norm; None if the noise was real or floating-point numbers.
     granularity: float | None = None
 
     def __post_init__(self) -> None:
         norm, stddev, step = self.clipping_norm, self.noise_stddev, self.granularity
         of = f"of group {self.group!r} is"
-        positive = "it must be positive and finite"
-        require(0.0 < norm < math.inf, f"clipping_norm {of} {norm}; {positive}")
-        not_negative = "it must be finite and not negative"
-        require(0.0 <= stddev < math.inf, f"noise_stddev {of} {stddev}; {not_negative}")
-        if step is not None:
-            # A mantissa of ½ is that of powers of two, not of NaN, infinity, 0 or negative numbers.
-            require(
-                math.frexp(step)[0] == 0.5 and step <= norm,
-                f"granularity {of} {step}; it must be a power of two up to the clipping_norm "
-                f"{norm}",
-            )
-            require(
-                max(norm, stddev) / step < math.inf,
-                f"granularity {of} {step}; clipping_norm {norm} and noise_stddev {stddev} must be "
-                "finite in its steps",
-            )
+        legal = "it must be positive and finite"
+        require(0.0 < norm < math.inf, f"clipping_norm {of} {norm}; {legal}")
+        legal = "it must be finite and not negative"
+        require(0.0 <= stddev < math.inf, f"noise_stddev {of} {stddev}; {legal}")
+        if step is None:
+            return
+        # A mantissa of ½ is that of powers of two, not of NaN, infinity, 0 or negative numbers.
+        power = math.frexp(step)[0] == 0.5 and step <= norm
+        legal = f"it must be a power of two up to the clipping_norm {norm}"
+        require(power, f"granularity {of} {step}; {legal}")
+        legal = f"clipping_norm {norm} and noise_stddev {stddev} must be finite in its steps"
+        require(max(norm, stddev) / step < math.inf, f"granularity {of} {step}; {legal}")
 
 
 @dataclass(frozen=True)
 class RoundEvent:
     """One cohort and all sum queries over it, repeated `count` times with fresh cohorts.
 
-    Attributes:
-        sampling: how each cohort was drawn.
-        queries: at least one sum query; all of one round see the *same* cohort.
-        count: how many such events happened, each of one round unless there is a schedule.
-        strategy: the first column (c_0, c_1, …) of the lower triangular Toeplitz matrix C that
-            correlates noise over the rounds of a separated series: with X the sums of its n rounds
-            and Z fresh noise as in `SumQueryEvent`, C⁻¹(C·X + Z) is released. Missing coefficients
-            are 0; (1,) is fresh noise in every round, the only strategy of other policies.
+    The strategy is the first column (c_0, c_1, …) of the lower triangular Toeplitz matrix C that
+    correlates noise over the rounds of a separated series: with X the sums of its n rounds and Z
+    fresh noise as in `SumQueryEvent`, C⁻¹(C·X + Z) is released. Missing coefficients are 0; (1,) is
+    fresh noise in every round, the only strategy of other policies.
     """
 
     sampling: SamplingEvent
-    queries: tuple[SumQueryEvent, ...]
-    count: int = 1
+    queries: tuple[SumQueryEvent, ...]  # at least one; all of one round see the *same* cohort
+    count: int = 1  # how many such events happened, each of one round unless there is a schedule
     strategy: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
@@ -257,15 +230,11 @@ class RoundEvent:
             raise InvalidValueError(
                 f"{found}; {policy} sampling has fresh noise in every round, the strategy (1,)"
             )
-        require(
-            1 <= len(strategy) <= schedule.rounds,
-            f"{found}; it must have from 1 to the {schedule.rounds} of the schedule's rounds",
-        )
-        require(
-            strategy[0] > 0.0 and all(map(math.isfinite, strategy)),
-            f"the strategy begins with {strategy[0]}; its first coefficient must be positive and "
-            "all must be finite",
-        )
+        legal = f"it must have from 1 to the {schedule.rounds} of the schedule's rounds"
+        require(1 <= len(strategy) <= schedule.rounds, f"{found}; {legal}")
+        legal = "its first coefficient must be positive and all must be finite"
+        proper = strategy[0] > 0.0 and all(map(math.isfinite, strategy))
+        require(proper, f"the strategy begins with {strategy[0]}; {legal}")
 
     @property
     def noise_multiplier(self) -> float:

@@ -4,27 +4,17 @@ Digests reveal every change that leaves the head as it was. A forger who writes 
 make the head fit too, so what makes an export credible is a head kept elsewhere.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 from fedpriv.errors import LedgerError
-from fedpriv.ledger.ledger import (
-    ChargedRow,
-    Genesis,
-    Head,
-    confirm_cohort,
-    never_had,
-    next_row,
-)
+from fedpriv.ledger.ledger import ChargedRow, Genesis, Head, check_charges, never_had, next_row
 from fedpriv.ledger.participation import ParticipationRecord
 
-MAX_LINE = 2**24
-"""Most characters of a line: a charge with many sum queries or a long strategy."""
-
+MAX_LINE = 2**24  # characters: a charge with many sum queries or a long strategy
 _LONGEST_REASON = 400  # a sentence about hostile input must not be as long as the input
 
 
@@ -46,29 +36,35 @@ class ExportedLedger:
               missing or follows;
             * every charge is one that a ledger accepts, and no attempt is charged twice.
         """
-        numbered = ((number, line.removesuffix("\n")) for number, line in enumerate(lines, 1))
+        rows, attempts, ended = list[ChargedRow](), set[tuple[str, int, int]](), False
+        numbered = enumerate(lines, 1)
         number, line = next(numbered, (1, ""))
-        with _naming(number, line):
-            genesis = Genesis.parse(line)
-        last, rows, attempts = genesis.head, list[ChargedRow](), set[tuple[str, int, int]]()
-        for number, line in numbered:
-            with _naming(number, line):
-                if line == last.line:
-                    break
-                if line.startswith('{"head"'):
+        try:
+            genesis = Genesis.parse(_checked(line))
+            last = genesis.head
+            for number, line in numbered:  # noqa: B007 - errors name it
+                text = _checked(line)
+                if ended:
+                    raise LedgerError("there is more after the head")
+                if text == last.line:
+                    ended = True
+                elif text.startswith('{"head"'):
                     raise LedgerError(f"the head is not {last.count} charges, hash {last.hash}")
-                row = next_row(last, line)
-                attempts.add((row.run, row.round, row.attempt))
-                if len(attempts) == len(rows):
-                    raise LedgerError(f"{row} was charged before")
-                rows.append(row)
-                last = row.head
-        else:
-            with _naming(number + 1):
+                else:
+                    row = next_row(last, text)
+                    attempts.add((row.run, row.round, row.attempt))
+                    if len(attempts) == len(rows):
+                        raise LedgerError(f"{row} was charged before")
+                    rows.append(row)
+                    last = row.head
+            if not ended:
+                number += 1
                 raise LedgerError(f"charge {last.count + 1} is missing, or the head")
-        for number, line in numbered:
-            with _naming(number, line):
-                raise LedgerError("there is more after the head")
+        except LedgerError as error:
+            reason = str(error)
+            if len(reason) > _LONGEST_REASON:
+                reason = f"{reason[:_LONGEST_REASON]}…"
+            raise LedgerError(f"line {number} of the export: {reason}") from error
         return cls(genesis, tuple(rows))
 
     @classmethod
@@ -108,9 +104,7 @@ class ExportedLedger:
         self, participation: ParticipationRecord | None = None, head: Head | None = None
     ) -> None:
         """Check what `read` could not: every cohort, and a head that was kept elsewhere."""
-        if participation is not None:
-            for row in self.rows:
-                confirm_cohort(row, participation)
+        check_charges(self.rows, participation)
         if head is not None and not self.contains(head):
             raise never_had(head)
 
@@ -124,15 +118,9 @@ def is_export(path: Path) -> bool:
         return False
 
 
-@contextmanager
-def _naming(number: int, line: str = "") -> Iterator[None]:
-    """Name the line in a LedgerError about it."""
-    try:
-        if len(line) > MAX_LINE:
-            raise LedgerError(f"it has more than {MAX_LINE} characters")
-        yield
-    except LedgerError as error:
-        reason = str(error)
-        if len(reason) > _LONGEST_REASON:
-            reason = f"{reason[:_LONGEST_REASON]}…"
-        raise LedgerError(f"line {number} of the export: {reason}") from error
+def _checked(line: str) -> str:
+    """A line without its line feed."""
+    text = line.removesuffix("\n")
+    if len(text) > MAX_LINE:
+        raise LedgerError(f"it has more than {MAX_LINE} characters")
+    return text

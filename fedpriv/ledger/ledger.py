@@ -14,7 +14,7 @@ import secrets
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -36,12 +36,10 @@ from fedpriv.ledger.events import (
 )
 from fedpriv.ledger.participation import ParticipationRecord
 
-FORMAT = "fedpriv ledger 1"
-"""How the first text of a chain names its format."""
-
+_FORMAT = "fedpriv ledger 1"  # in the first text of a chain
 _ROWS_AT_ONCE = 1000
+# What reading a value from hostile JSON may raise.
 _MALFORMED = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
-"""What reading a value from hostile JSON may raise."""
 
 # SQLite itself lets a ledger only grow, whichever program writes to it. The insert triggers also
 # stop INSERT OR REPLACE, which deletes without firing delete triggers.
@@ -102,11 +100,11 @@ class Genesis:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the first text of a ledger; a LedgerError if the text is something else."""
+        """Read the first text of a ledger; LedgerError if the text is something else."""
         try:
             fields = json.loads(text)
             found = cls(fields["ledger_id"], fields["population"], fields["created_at"])
-            require(found.text == text, f"it is not written in the format {FORMAT!r}")
+            require(found.text == text, f"it is not written in the format {_FORMAT!r}")
         except _MALFORMED as error:
             raise LedgerError(f"it is not the first line of a ledger: {error}") from error
         return found
@@ -114,7 +112,7 @@ class Genesis:
     @property
     def text(self) -> str:
         """As it is written in the chain."""
-        return json.dumps({"format": FORMAT, **asdict(self)})
+        return json.dumps({"format": _FORMAT, **asdict(self)})
 
     @property
     def head(self) -> Head:
@@ -124,30 +122,20 @@ class Genesis:
 
 @dataclass(frozen=True)
 class ProposedCharge:
-    """What a ledger is asked to charge before anything is released.
+    """What a ledger is asked to charge before anything is released."""
 
-    Attributes:
-        run: name of the run; printable and not empty.
-        round: number of the round, from 0.
-        attempt: number of the attempt at this round, from 0.
-        randomness: where cohort and noise come from.
-        event: the one round to charge; its count is 1.
-        cohort_commitment: SHA-256, 64 hexadecimal digits, from `ParticipationRecord.record`.
-    """
-
-    run: str
-    round: int
-    attempt: int
-    randomness: Randomness
-    event: RoundEvent
-    cohort_commitment: str
+    run: str  # its name, printable and not empty
+    round: int  # from 0
+    attempt: int  # at the round, from 0
+    randomness: Randomness  # of cohort and noise
+    event: RoundEvent  # the one round to charge; its count is 1
+    cohort_commitment: str  # 64 hexadecimal digits, from `ParticipationRecord.record`
 
     def __post_init__(self) -> None:
         _check_name("run", self.run)
-        require(
-            0 <= self.round < 2**63 and 0 <= self.attempt < 2**63,
-            f"round {self.round}, attempt {self.attempt}: both must be from 0 to 2^63 - 1",
-        )
+        numbers = f"round {self.round}, attempt {self.attempt}"
+        small = 0 <= self.round < 2**63 and 0 <= self.attempt < 2**63
+        require(small, f"{numbers}: both must be from 0 to 2^63 - 1")
         count = self.event.count
         require(count == 1, f"the event has count {count}; each round is charged by itself")
         _check_digits("cohort_commitment", self.cohort_commitment, 64)
@@ -166,6 +154,9 @@ class ChargedRow:
     cohort_commitment: str
     charged_at: str  # UTC, ISO 8601
     previous_hash: str  # digest of the text before
+
+    def __post_init__(self) -> None:
+        _check_name("charged_at", self.charged_at)
 
     @cached_property
     def text(self) -> str:
@@ -210,9 +201,8 @@ class ChargedRow:
         return Head(self.position, self.hash)
 
     def __str__(self) -> str:
-        return (
-            f"charge {self.position} (run {self.run}, round {self.round}, attempt {self.attempt})"
-        )
+        attempt = f"run {self.run}, round {self.round}, attempt {self.attempt}"
+        return f"charge {self.position} ({attempt})"
 
 
 @dataclass(frozen=True)
@@ -278,7 +268,10 @@ class Ledger:
     @classmethod
     def open_or_create(cls, path: Path, population: str) -> Self:
         """Open the ledger of a population, or create it if there is no file."""
-        ledger = cls(Database.open_or_create(path, LEDGER, _first_rows(population)))
+        genesis = Genesis(secrets.token_hex(16), population, _now())
+        first = {"position": 0, "text": genesis.text, "hash": genesis.head.hash}
+        rows = {"chain": first, "head": asdict(genesis.head)}
+        ledger = cls(Database.open_or_create(path, LEDGER, rows))
         if ledger.population_name != population:
             ledger.close()
             raise LedgerError(
@@ -294,13 +287,9 @@ class Ledger:
     def charge(self, charge: ProposedCharge, budget: PrivacyBudget | None = None) -> Charge:
         """Write down a charge, if the budget allows it, and return the receipt to release it.
 
-        Args:
-            charge: what is about to be released.
-            budget: what all charges of this ledger together may cost; None: no limit.
-
-        Raises, without charging anything:
-            BudgetExceededError: the budget would be passed.
-            LedgerError: this attempt was charged before, or the ledger is broken or not writable.
+        Raises, without charging anything, BudgetExceededError where all charges together would pass
+        the budget, and LedgerError where this attempt was charged before, or the ledger is broken
+        or cannot be written.
         """
         name = f"run {charge.run}, round {charge.round}, attempt {charge.attempt}"
         with self._lock, self._database.transaction():
@@ -316,9 +305,8 @@ class Ledger:
                     f"budget of ε = {budget.epsilon}; nothing was charged"
                 )
             last = self._known
-            row = ChargedRow(
-                last.count + 1, **vars(charge), charged_at=_now(), previous_hash=last.hash
-            )
+            place = {"charged_at": _now(), "previous_hash": last.hash}
+            row = ChargedRow(last.count + 1, **vars(charge), **place)
             columns = _columns(row)
             self._database.write(insertion("chain", columns), columns)
             self._database.write("UPDATE head SET count = :count, hash = :hash", asdict(row.head))
@@ -370,17 +358,12 @@ class Ledger:
     def verify(
         self, participation: ParticipationRecord | None = None, head: Head | None = None
     ) -> None:
-        """Check every charge, and that the file still only grows.
+        """Check every charge, every cohort if they are given, and that the file still only grows.
 
-        Without `head`, a ledger passes that was set back, or rewritten from some charge to its end.
-
-        Args:
-            participation: if given, it must hold every cohort that was committed to.
-            head: if given, one that this ledger once had, kept elsewhere.
+        Without a head that was kept elsewhere, a ledger passes that was set back, or rewritten from
+        some charge to its end.
         """
-        for row in self.charges():
-            if participation is not None:
-                confirm_cohort(row, participation)
+        check_charges(self.charges(), participation)
         strays = "position < 0 OR position > (SELECT count FROM head)"
         for stray in self._database.read(f"SELECT position FROM chain WHERE {strays} LIMIT 1"):
             raise LedgerError(f"charge {stray['position']} was added outside the chain")
@@ -392,8 +375,8 @@ class Ledger:
     def export(self, stream: TextIO) -> None:
         """Write the texts of the chain as lines, and a last line with the head.
 
-        The digest of a line is SHA-256 of its bytes without the line feed. `ExportedLedger` reads
-        it. It never says who took part.
+        The digest of a line is SHA-256 of its bytes without the line feed. It never says who took
+        part. `ExportedLedger` reads it.
         """
         head = self.head
         stream.write(f"{self._genesis.text}\n")
@@ -453,15 +436,12 @@ def digest(text: str) -> str:
 def next_row(last: Head, text: str) -> ChargedRow:
     """The charge that a text describes, after `last`.
 
-    A LedgerError if the text does not follow `last`, or is not, character by character, what a
-    ledger writes for a charge that it accepts.
+    LedgerError if the text does not follow `last`, or is not, character by character, what a ledger
+    writes for a charge that it accepts.
     """
     number = last.count + 1
     try:
-        fields = json.loads(text)
-        place = {name: fields[name] for name in ("position", "charged_at", "previous_hash")}
-        row = ChargedRow(**place, **vars(_proposed(fields)))
-        _check_name("charged_at", row.charged_at)
+        row = _row(json.loads(text))
         require(row.text == text, "it is not written as a ledger writes it")
     except _MALFORMED as error:
         raise LedgerError(f"charge {number} is not one that this fedpriv knows: {error}") from error
@@ -473,13 +453,33 @@ def next_row(last: Head, text: str) -> ChargedRow:
     return row
 
 
-def confirm_cohort(row: ChargedRow, participation: ParticipationRecord) -> None:
-    """Raise LedgerError unless the cohort of a charge is recorded and fits its round."""
-    attempt, population = (row.run, row.round, row.attempt), row.event.sampling.population
-    try:
-        participation.confirm(row.cohort_commitment, attempt, population)
-    except LedgerError as error:
-        raise LedgerError(f"{row}: {error}") from error
+def _row(fields: dict[str, Any]) -> ChargedRow:
+    """The charge that JSON fields describe; raises what its constructors raise."""
+    schedule = fields.pop("schedule")
+    sampling = SamplingEvent(
+        SamplingPolicy(fields.pop("policy")),
+        fields.pop("sampling_probability"),
+        fields.pop("population"),
+        NeighbouringRelation(fields.pop("relation")),
+        None if schedule is None else Schedule(**schedule),
+    )
+    queries = tuple(SumQueryEvent(**query) for query in fields.pop("sum_queries"))
+    event = RoundEvent(sampling, queries, strategy=tuple(fields.pop("strategy")))
+    randomness = Randomness(fields.pop("randomness"))
+    place = {name: fields.pop(name) for name in ("position", "charged_at", "previous_hash")}
+    charge = ProposedCharge(**fields, randomness=randomness, event=event)
+    return ChargedRow(**place, **vars(charge))
+
+
+def check_charges(charges: Iterable[ChargedRow], participation: ParticipationRecord | None) -> None:
+    """Read all charges; if a record is given, it must hold the cohort of each."""
+    for row in charges:
+        attempt, population = (row.run, row.round, row.attempt), row.event.sampling.population
+        try:
+            if participation is not None:
+                participation.confirm(row.cohort_commitment, attempt, population)
+        except LedgerError as error:
+            raise LedgerError(f"{row}: {error}") from error
 
 
 def never_had(head: Head) -> LedgerError:
@@ -490,45 +490,19 @@ def never_had(head: Head) -> LedgerError:
     )
 
 
-def _proposed(fields: dict[str, Any]) -> ProposedCharge:
-    """The charge that JSON fields describe; raises what its constructors raise."""
-    schedule = fields["schedule"]
-    sampling = SamplingEvent(
-        SamplingPolicy(fields["policy"]),
-        fields["sampling_probability"],
-        fields["population"],
-        NeighbouringRelation(fields["relation"]),
-        None if schedule is None else Schedule(**schedule),
-    )
-    queries = tuple(SumQueryEvent(**query) for query in fields["sum_queries"])
-    event = RoundEvent(sampling, queries, strategy=tuple(fields["strategy"]))
-    names = ("run", "round", "attempt", "cohort_commitment")
-    others = {name: fields[name] for name in names}
-    return ProposedCharge(**others, randomness=Randomness(fields["randomness"]), event=event)
-
-
 def _check_name(what: str, name: str) -> None:
-    require(
-        name.isprintable() and name != "", f"{what} is {name!r}; it must be printable and not empty"
-    )
+    printable = name.isprintable() and name != ""
+    require(printable, f"{what} is {name!r}; it must be printable and not empty")
 
 
 def _check_digits(what: str, digits: str, length: int) -> None:
-    require(
-        re.fullmatch(f"[0-9a-f]{{{length}}}", digits) is not None,
-        f"{what} is {digits!r}; it must be {length} lower-case hexadecimal digits",
-    )
+    hexadecimal = re.fullmatch(f"[0-9a-f]{{{length}}}", digits) is not None
+    require(hexadecimal, f"{what} is {digits!r}; it must be {length} lower-case hexadecimal digits")
 
 
 def _columns(row: ChargedRow) -> dict[str, object]:
     names = ("position", "run", "round", "attempt", "text", "hash")
     return {name: getattr(row, name) for name in names}
-
-
-def _first_rows(population: str) -> dict[str, dict[str, object]]:
-    genesis = Genesis(secrets.token_hex(16), population, _now())
-    first = {"position": 0, "text": genesis.text, "hash": genesis.head.hash}
-    return {"chain": first, "head": asdict(genesis.head)}
 
 
 def _now() -> str:
