@@ -1,14 +1,15 @@
-"""What was done with users' data, as frozen values that any accountant can price.
+"""What was done with users' data, as frozen values that any accountant can price, and the budget.
 
-These values are the whole interface between privacy mechanisms and accountants. Ledgers keep them
-for years, so they evolve by one rule: an event is never removed and never changes its meaning, new
+Events are the whole interface between privacy mechanisms and accountants. Ledgers keep them for
+years, so they evolve by one rule: an event is never removed and never changes its meaning, new
 fields are optional, and an accountant refuses an event that it has no analysis of.
 """
 
 import math
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from itertools import product
@@ -56,15 +57,12 @@ class NeighbouringRelation(StrEnum):
     def sensitivity(self) -> float:
         """How far the sum of a cohort moves at most, in clipping norms.
 
-        Adding or removing a user moves it by one. Replacing a user moves it by two, since an update
-        may turn from +S to −S.
+        Replacing a user may turn its update from +S to −S.
         """
         return 2.0 if self is NeighbouringRelation.REPLACE_ONE else 1.0
 
 
 EventKind = tuple[SamplingPolicy, NeighbouringRelation]
-"""A sampling policy under a neighbouring relation."""
-
 _NOT_ANALYSED = {
     (SamplingPolicy.FIXED_SIZE, NeighbouringRelation.ADD_OR_REMOVE_ONE),
     (SamplingPolicy.RANDOM_ALLOCATION, NeighbouringRelation.REPLACE_ONE),
@@ -80,23 +78,18 @@ class Schedule:
     """Which rounds each user takes part in, for an event that spans several."""
 
     rounds: int  # n ≥ 1, each with its own release
-    participations: int = (
-        1  # k in [1, n]: a user is in k rounds of a pass, in at most k of a series
-    )
+    participations: int = 1  # k in [1, n]: how many a user is in; in a separated series, at most
     separation: int = 1  # b in [1, n], the least distance between two rounds of a user
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.rounds, int) and self.rounds >= 1,
-            f"the schedule has {self.rounds} rounds; it must have a whole number of at least 1",
-        )
+        n = self.rounds
+        legal = "it must have a whole number of at least 1"
+        require(isinstance(n, int) and n >= 1, f"the schedule has {n} rounds; {legal}")
+        legal = f"it must be a whole number from 1 to its {n} rounds"
         for name in ("participations", "separation"):
             value = getattr(self, name)
-            require(
-                isinstance(value, int) and 1 <= value <= self.rounds,
-                f"{name} of the schedule is {value}; it must be a whole number from 1 to its "
-                f"{self.rounds} rounds",
-            )
+            proper = isinstance(value, int) and 1 <= value <= n
+            require(proper, f"{name} of the schedule is {value}; {legal}")
 
 
 @dataclass(frozen=True)
@@ -122,10 +115,8 @@ class SamplingEvent:
         whole = isinstance(n, int) and n >= 1
         require(whole, f"population is {n}; it must be a whole number of at least 1")
         if (policy, self.relation) not in ANALYSED:
-            raise InvalidValueError(
-                f"{policy} sampling with {self.relation} neighbours has no analysis; "
-                f"legal is: {kinds_text(ANALYSED)}"
-            )
+            found = f"{policy} sampling with {self.relation} neighbours has no analysis"
+            raise InvalidValueError(f"{found}; legal is: {kinds_text(ANALYSED)}")
         self._check_schedule()
         if policy is SamplingPolicy.FIXED_SIZE:
             m = round(Fraction(q) * n)
@@ -245,6 +236,54 @@ class RoundEvent:
         """
         if any(query.noise_stddev == 0.0 for query in self.queries):
             return 0.0
-        # Never 0, even where S/σ underflows; then z is below the truth, which is the safe side.
+        # Never 0, even where S/σ underflows; then z is below the truth, the safe side.
         ratios = (query.clipping_norm / query.noise_stddev for query in self.queries)
         return 1.0 / max(math.hypot(*ratios), sys.float_info.min)
+
+
+LEAST_DELTA = 1e-60
+"""A smaller δ is refused: no price tells it from 0, as doubles lose probabilities that small."""
+
+Price = Callable[[Sequence[RoundEvent], float], float]
+"""An upper bound on the ε that events cost together at this δ; +inf if no finite ε holds."""
+
+
+def check_delta(delta: float) -> None:
+    """Raise InvalidValueError unless δ is in [1e-60, 1)."""
+    require(0.0 < delta < 1.0, f"delta is {delta}; it must be in (0, 1)")
+    smallest = f"no accountant tells it from 0 below {LEAST_DELTA:g}"
+    require(delta >= LEAST_DELTA, f"delta is {delta}; {smallest}")
+
+
+@dataclass(frozen=True)
+class PrivacyBudget:
+    """A limit (ε, δ) on the events of a ledger."""
+
+    epsilon: float  # ε > 0, the most that may be spent; inf if only δ and the record matter
+    delta: float  # δ in [1e-60, 1)
+    price: Price  # never below the truth, such as `Accountant.upper_epsilon`
+
+    def __post_init__(self) -> None:
+        require(self.epsilon > 0.0, f"epsilon is {self.epsilon}; it must be positive")
+        check_delta(self.delta)
+
+    def epsilon_of(self, events: Iterable[RoundEvent]) -> float:
+        """ε that the events cost together; equal events are merged before they are priced."""
+        return self.price(merge_equal(events), self.delta)
+
+    def admits(self, events: Iterable[RoundEvent]) -> bool:
+        """Whether the events together stay within the budget; no, if their price is NaN."""
+        return self.epsilon_of(events) <= self.epsilon
+
+
+def merge_equal(events: Iterable[RoundEvent]) -> tuple[RoundEvent, ...]:
+    """Each distinct event once, in order of first use, with its repetitions in `count`."""
+    rounds = Counter[RoundEvent]()
+    for event in events:
+        rounds[event if event.count == 1 else replace(event, count=1)] += event.count
+    return repeated(rounds)
+
+
+def repeated(rounds: Mapping[RoundEvent, int]) -> tuple[RoundEvent, ...]:
+    """Events of count 1, each as one event of the given count."""
+    return tuple(event if n == 1 else replace(event, count=n) for event, n in rounds.items())

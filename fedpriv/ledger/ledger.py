@@ -17,27 +17,30 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 from fedpriv.errors import BudgetExceededError, LedgerError
-from fedpriv.ledger.budget import PrivacyBudget, repeated
 from fedpriv.ledger.database import Database, FileFormat, insertion
 from fedpriv.ledger.events import (
     NeighbouringRelation,
+    PrivacyBudget,
     Randomness,
     RoundEvent,
     SamplingEvent,
     SamplingPolicy,
     Schedule,
     SumQueryEvent,
+    repeated,
     require,
 )
 from fedpriv.ledger.participation import ParticipationRecord
 
 _FORMAT = "fedpriv ledger 1"  # in the first text of a chain
 _ROWS_AT_ONCE = 1000
+MAX_LINE = 2**24  # characters: a charge with many sum queries or a long strategy
+_LONGEST_REASON = 400  # characters: a sentence must not be as long as the input it is about
 # What reading a value from hostile JSON may raise.
 _MALFORMED = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 
@@ -426,6 +429,116 @@ class Ledger:
         for row in self._walk(self._known, self.head):
             self._rounds[row.event] += 1
             self._known = row.head
+
+
+@dataclass(frozen=True)
+class ExportedLedger:
+    """A ledger as text, verified, from a source that need not be honest: all charges, in order.
+
+    Digests reveal every change that leaves the head as it was. Who writes a whole export can make
+    the head fit too, so what makes an export credible is a head that was kept elsewhere.
+    """
+
+    genesis: Genesis
+    rows: tuple[ChargedRow, ...]
+
+    @classmethod
+    def read(cls, lines: Iterable[str]) -> Self:
+        """Read an export, whatever it contains; a LedgerError names the first wrong line.
+
+        Guarantees:
+            * every line is, character by character, what `Ledger.export` writes for what is
+              returned, with or without a line feed at its end;
+            * every digest is right, the chain leads to the head in the last line, and nothing is
+              missing or follows;
+            * every charge is one that a ledger accepts, and no attempt is charged twice.
+        """
+        rows, attempts, ended = list[ChargedRow](), set[tuple[str, int, int]](), False
+        numbered = enumerate(lines, 1)
+        number, line = next(numbered, (1, ""))
+        try:
+            genesis = Genesis.parse(_checked(line))
+            last = genesis.head
+            for number, line in numbered:  # noqa: B007 - errors name it
+                text = _checked(line)
+                if ended:
+                    raise LedgerError("there is more after the head")
+                if text == last.line:
+                    ended = True
+                elif text.startswith('{"head"'):
+                    raise LedgerError(f"the head is not {last.count} charges, hash {last.hash}")
+                else:
+                    row = next_row(last, text)
+                    attempts.add((row.run, row.round, row.attempt))
+                    if len(attempts) == len(rows):
+                        raise LedgerError(f"{row} was charged before")
+                    rows.append(row)
+                    last = row.head
+            if not ended:
+                number += 1
+                raise LedgerError(f"charge {last.count + 1} is missing, or the head")
+        except LedgerError as error:
+            reason = str(error)
+            if len(reason) > _LONGEST_REASON:
+                reason = f"{reason[:_LONGEST_REASON]}…"
+            raise LedgerError(f"line {number} of the export: {reason}") from error
+        return cls(genesis, tuple(rows))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read an export from a file."""
+        try:
+            # An export is ASCII; other bytes are escaped, and fail the check of their line.
+            with path.open(encoding="ascii", errors="surrogateescape") as stream:
+                return cls.read(iter(partial(stream.readline, MAX_LINE + 2), ""))
+        except OSError as error:
+            raise LedgerError(f"{path} cannot be read: {error.strerror}") from error
+        except LedgerError as error:
+            raise LedgerError(f"{path} is not a valid export of a ledger: {error}") from error
+
+    @property
+    def ledger_id(self) -> str:
+        """32 hexadecimal digits."""
+        return self.genesis.ledger_id
+
+    @property
+    def population(self) -> str:
+        """Name of the population."""
+        return self.genesis.population
+
+    @property
+    def head(self) -> Head:
+        """The head of the chain."""
+        return self.rows[-1].head if self.rows else self.genesis.head
+
+    def contains(self, head: Head) -> bool:
+        """Whether this ledger has, or once had, this head: it grew from there."""
+        return head == self.genesis.head or any(head == row.head for row in self.rows)
+
+    def verify(
+        self, participation: ParticipationRecord | None = None, head: Head | None = None
+    ) -> None:
+        """Check what `read` could not: every cohort, and a head that was kept elsewhere."""
+        check_charges(self.rows, participation)
+        if head is not None and not self.contains(head):
+            raise never_had(head)
+
+
+def is_export(path: Path) -> bool:
+    """Whether to read a file as an export; others are SQLite files, or empty or absent."""
+    try:
+        with path.open("rb") as stream:
+            return stream.read(15) not in (b"SQLite format 3", b"")
+    except OSError:
+        return False
+
+
+def _checked(line: str) -> str:
+    """A line without its line feed."""
+    text = line.removesuffix("\n")
+    if len(text) > MAX_LINE:
+        raise LedgerError(f"it has more than {MAX_LINE} characters")
+    return text
 
 
 def digest(text: str) -> str:

@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError
-from fedpriv.ledger.budget import PrivacyBudget
-from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent
 from fedpriv.ledger.ledger import Charge, Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping import Clipping, IntegerVector

@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 from fedpriv.accounting.accountants import ACCOUNTANTS, epsilon
 from fedpriv.accounting.policies import every_user_gaussian, poisson_gaussian
 from fedpriv.errors import BudgetExceededError, InvalidValueError, UnsupportedEventError
-from fedpriv.ledger.budget import PrivacyBudget, merge_equal, repeated
-from fedpriv.ledger.events import NeighbouringRelation, Randomness
+from fedpriv.ledger.events import (
+    NeighbouringRelation,
+    PrivacyBudget,
+    Randomness,
+    merge_equal,
+    repeated,
+)
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 
 CHEAP, DEAR = poisson_gaussian(0.1, 4.0), poisson_gaussian(0.1, 1.0)
@@ -232,7 +237,7 @@ class TestPrices:
 RACER = """
 import sys
 from pathlib import Path
-from fedpriv.ledger.budget import PrivacyBudget
+from fedpriv.ledger.events import PrivacyBudget
 from fedpriv.ledger.events import Randomness
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.ledger.ledger import Ledger, ProposedCharge

@@ -21,8 +21,7 @@ from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import poisson_gaussian, separated_gaussian, shuffled_gaussian
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, SumQueryEvent
-from fedpriv.ledger.export import MAX_LINE, ExportedLedger
-from fedpriv.ledger.ledger import Head, Ledger, ProposedCharge
+from fedpriv.ledger.ledger import MAX_LINE, ExportedLedger, Head, Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 from tests.commandline import fedpriv, printed, refused
 
