@@ -98,10 +98,8 @@ class _Adaptive(ServerOptimizer):
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """One adaptive step."""
-        first = {
-            name: self.beta1 * m + (1.0 - self.beta1) * average[name]
-            for name, m in state.first.items()
-        }
+        kept, new = self.beta1, 1.0 - self.beta1
+        first = {name: kept * m + new * average[name] for name, m in state.first.items()}
         second = {n: self.second_moment(v, average[n] ** 2) for n, v in state.second.items()}
         direction = {name: m / (np.sqrt(second[name]) + self.tau) for name, m in first.items()}
         return _moved(parameters, direction, self.learning_rate), OptimizerState(first, second)
@@ -112,18 +110,12 @@ class FedAdam(_Adaptive):
     """m ← β₁·m + (1 − β₁)·Δ;  v ← β₂·v + (1 − β₂)·Δ²;  x ← x + η·m / (√v + τ).
 
     No bias correction, and v starts at τ², as in Reddi et al. 2021; so in the two below.
-
-    Attributes:
-        learning_rate: η ≥ 0.
-        beta1: decay of m in [0, 1).
-        beta2: decay of v in [0, 1).
-        tau: degree of adaptivity τ > 0.
     """
 
-    learning_rate: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 1e-3
+    learning_rate: float = 0.1  # η ≥ 0
+    beta1: float = 0.9  # decay of m in [0, 1)
+    beta2: float = 0.99  # decay of v in [0, 1)
+    tau: float = 1e-3  # degree of adaptivity τ > 0
 
     def second_moment(self, v: Array, square: Array) -> Array:
         """A decaying average."""
@@ -158,11 +150,7 @@ class FedYogi(_Adaptive):
 
 
 SERVER_OPTIMIZERS: Mapping[str, type[ServerOptimizer]] = {
-    "fedavg": FedAvg,
-    "fedavgm": FedAvgM,
-    "fedadam": FedAdam,
-    "fedadagrad": FedAdagrad,
-    "fedyogi": FedYogi,
+    each.__name__.lower(): each for each in (FedAvg, FedAvgM, FedAdam, FedAdagrad, FedYogi)
 }
 """The values of server.optimizer in a configuration."""
 
