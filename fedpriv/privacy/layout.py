@@ -116,25 +116,16 @@ def squared_bound(clipping_norm: float) -> int:
 
 @dataclass(frozen=True)
 class VectorGroup:
-    """Tensors v_1…v_m that are clipped as the one vector u = (v_1/α_1, …, v_m/α_m).
+    """Tensors v_1…v_m that are clipped as the one vector u = (v_1/α_1, …, v_m/α_m)."""
 
-    Attributes:
-        name: of the group in the ledger.
-        tensors: names of its tensors.
-        clipping_norm: S_g, the bound on ‖u‖₂.
-        scales: α_j > 0 of each tensor; all 1 unless the group is clipped jointly.
-    """
-
-    name: str
-    tensors: tuple[str, ...]
-    clipping_norm: float
-    scales: tuple[float, ...]
+    name: str  # of the group in the ledger
+    tensors: tuple[str, ...]  # their names
+    clipping_norm: float  # S_g, the bound on ‖u‖₂
+    scales: tuple[float, ...]  # α_j > 0 of each tensor; all 1 unless the group is clipped jointly
 
     def __post_init__(self) -> None:
         if not self.tensors:
-            raise InvalidValueError(
-                f"group {self.name!r} has no tensors; it must have at least one"
-            )
+            raise InvalidValueError(f"group {self.name!r} has no tensors; it must have some")
         if not SMALLEST_CLIPPING_NORM <= self.clipping_norm <= LARGEST_CLIPPING_NORM:
             raise InvalidValueError(
                 f"clipping_norm of group {self.name!r} is {self.clipping_norm}; it must be "
