@@ -14,14 +14,7 @@ from fedpriv.ledger.events import (
     Schedule,
     SumQueryEvent,
 )
-from fedpriv.ledger.ledger import (
-    Charge,
-    ChargedRow,
-    ExportedLedger,
-    Head,
-    Ledger,
-    ProposedCharge,
-)
+from fedpriv.ledger.ledger import Charge, ChargedRow, ExportedLedger, Head, Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 
 __all__ = [

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from fedpriv.errors import LedgerError
 
@@ -41,7 +40,15 @@ class Database:
         * no thread sees rows of an unfinished transaction of another thread.
     """
 
-    def __init__(self, path: Path, file_format: FileFormat) -> None:
+    def __init__(
+        self, path: Path, file_format: FileFormat, rows: Mapping[str, Row] | None = None
+    ) -> None:
+        """Open a file; where there is none, create it with these rows by table, if they are given.
+
+        A new file appears whole or not at all. Several processes may create it at once.
+        """
+        if rows is not None and not path.exists():
+            _create(path, file_format, rows)
         self.path = path.absolute()
         self._format = file_format
         self._name = f"{file_format.kind} {path}"
@@ -64,16 +71,6 @@ class Database:
                 self.close()
                 raise
 
-    @classmethod
-    def open_or_create(cls, path: Path, file_format: FileFormat, rows: Mapping[str, Row]) -> Self:
-        """Open the file, or create it with one row in each table of `rows` if there is none.
-
-        It appears whole or not at all. Several processes may do so at once.
-        """
-        if not path.exists():
-            _create(path, file_format, rows)
-        return cls(path, file_format)
-
     def read(self, sql: str, parameters: Sequence[object] = ()) -> list[sqlite3.Row]:
         """All rows of one query, from one consistent state of the file."""
         with self._lock, self._failing("read"):
@@ -83,7 +80,11 @@ class Database:
     def transaction(self) -> Iterator[None]:
         """Everything inside is written together, or not at all if anything raises."""
         with self._lock:
-            self._refuse_if_moved()
+            in_place = False
+            with suppress(OSError):
+                in_place = os.path.samestat(self.path.stat(), self._file)
+            if not in_place:  # SQLite would go on writing to a file that no path leads to
+                raise LedgerError(f"{self._name} was moved or replaced while it was open")
             self.write("BEGIN IMMEDIATE")
             try:
                 yield
@@ -128,14 +129,6 @@ class Database:
         if pragma("journal_mode = WAL") != "wal":
             raise LedgerError(f"{self._name} is on a file system without write-ahead logging")
         self._connection.executescript("PRAGMA synchronous = FULL; PRAGMA fullfsync = ON")
-
-    def _refuse_if_moved(self) -> None:
-        # SQLite would go on writing to a file that no path leads to.
-        in_place = False
-        with suppress(OSError):
-            in_place = os.path.samestat(self.path.stat(), self._file)
-        if not in_place:
-            raise LedgerError(f"{self._name} was moved or replaced while it was open")
 
     @contextmanager
     def _failing(self, done: str) -> Iterator[None]:

@@ -26,39 +26,33 @@ def require(holds: bool, sentence: str) -> None:  # noqa: FBT001
 class SamplingPolicy(StrEnum):
     """How the cohort of a round is drawn from the enrolled users."""
 
-    POISSON = "poisson"
-    """Each user joins independently with the sampling probability."""
-    EVERY_USER = "every-user"
-    """All enrolled users are the cohort."""
+    POISSON = "poisson"  # each user joins independently with the sampling probability
+    EVERY_USER = "every-user"  # all enrolled users are the cohort
+    # Exactly m of the N enrolled users, every such set equally likely, drawn afresh each round.
     FIXED_SIZE = "fixed-size"
-    """Exactly m of the N enrolled users, every such set equally likely, drawn afresh each round."""
+    # The event is one whole *pass*: users are shuffled into disjoint batches, and the sum queries
+    # are released for each batch. Every user is in exactly one batch of a pass; a missing user's
+    # place stays empty. A pass that stops early is charged whole.
     SHUFFLED = "shuffled"
-    """The event is one whole **pass**: users are shuffled into disjoint batches, and the sum
-    queries are released for each batch. Every user is in exactly one batch of a pass; a missing
-    user's place stays empty. A pass that stops early is charged whole."""
+    # The event is one whole pass of n rounds, each with its own release; every user is in exactly k
+    # of them, every such set equally likely, drawn afresh for each user and each pass. A pass that
+    # stops early is charged whole.
     RANDOM_ALLOCATION = "random-allocation"
-    """The event is one whole pass of n rounds, each with its own release; every user is in exactly
-    k of them, every such set equally likely, drawn afresh for each user and each pass. A pass that
-    stops early is charged whole."""
+    # The event is a series of n rounds, each with its own release; every user is in at most k of
+    # them, any two at least b rounds apart; in which ones is not secret. It is charged whole.
     SEPARATED = "separated"
-    """The event is a series of n rounds, each with its own release; every user is in at most k of
-    them, any two at least b rounds apart; in which ones is not secret. It is charged whole."""
 
 
 class NeighbouringRelation(StrEnum):
     """Which two populations an (ε, δ) statement compares."""
 
-    ADD_OR_REMOVE_ONE = "add-or-remove-one"
-    """One population is the other plus one user."""
-    REPLACE_ONE = "replace-one"
-    """The populations are of equal size and differ in the data of one user."""
+    ADD_OR_REMOVE_ONE = "add-or-remove-one"  # one population is the other plus one user
+    REPLACE_ONE = "replace-one"  # equally many users, of whom one has other data
 
     @property
     def sensitivity(self) -> float:
-        """How far the sum of a cohort moves at most, in clipping norms.
-
-        Replacing a user may turn its update from +S to −S.
-        """
+        """How far the sum of a cohort moves at most, in clipping norms."""
+        # Replacing a user may turn its update from +S to −S.
         return 2.0 if self is NeighbouringRelation.REPLACE_ONE else 1.0
 
 
@@ -67,10 +61,10 @@ _NOT_ANALYSED = {
     (SamplingPolicy.FIXED_SIZE, NeighbouringRelation.ADD_OR_REMOVE_ONE),
     (SamplingPolicy.RANDOM_ALLOCATION, NeighbouringRelation.REPLACE_ONE),
 }
+# The kinds of events that can be constructed.
 ANALYSED: tuple[EventKind, ...] = tuple(
     kind for kind in product(SamplingPolicy, NeighbouringRelation) if kind not in _NOT_ANALYSED
 )
-"""The kinds of events that can be constructed."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +90,13 @@ class Schedule:
 class SamplingEvent:
     """One draw of a cohort; everything released about that cohort belongs to it.
 
-    The sampling probability q in (0, 1] is each user's chance to be in the cohort of a round. For
-    fixed size it is the float nearest to m/N, so that q·N rounds to the cohort size m; for random
-    allocation the float nearest to k/n; 1 for every-user rounds, and for shuffled passes and
-    separated series, which sampling does not make cheaper.
+    q in (0, 1] is each user's chance to be in the cohort of a round: for fixed size the float
+    nearest to m/N, so that q·N rounds to the cohort size m, for random allocation that nearest to
+    k/n, and 1 for all but Poisson sampling otherwise, which sampling does not make cheaper.
     """
 
     policy: SamplingPolicy
-    sampling_probability: float
+    sampling_probability: float  # q
     population: int  # N ≥ 1, the number of enrolled users, a public constant
     relation: NeighbouringRelation  # under which the event may be accounted
     # None where the event is one round, or a shuffled pass with an unknown number of batches.
@@ -132,13 +125,12 @@ class SamplingEvent:
     def _check_schedule(self) -> None:
         schedule, policy = self.schedule, self.policy
         shuffled, separated = SamplingPolicy.SHUFFLED, SamplingPolicy.SEPARATED
-        of_many = policy in (shuffled, separated, SamplingPolicy.RANDOM_ALLOCATION)
+        needed = policy in (separated, SamplingPolicy.RANDOM_ALLOCATION)
         if schedule is None:
-            optional = policy is shuffled or not of_many
-            require(optional, f"the schedule is None; {policy} sampling must have one")
+            require(not needed, f"the schedule is None; {policy} sampling must have one")
             return
         one_round = f"{policy} sampling is of one round and must have none"
-        require(of_many, f"the schedule is {schedule}; {one_round}")
+        require(needed or policy is shuffled, f"the schedule is {schedule}; {one_round}")
         k, b = schedule.participations, schedule.separation
         legal = f"with {policy} sampling it must be 1"
         require(k == 1 or policy is not shuffled, f"participations of the schedule is {k}; {legal}")
@@ -153,10 +145,9 @@ def kinds_text(kinds: Iterable[EventKind]) -> str:
 class Randomness(StrEnum):
     """Where the cohort and the noise came from."""
 
-    OPERATING_SYSTEM = "operating system"
-    """A CSPRNG keyed by the operating system: the guarantee holds."""
+    OPERATING_SYSTEM = "operating system"  # a CSPRNG that it keyed: the guarantee holds
+    # A CSPRNG keyed by a seed: anyone who knows the seed can subtract the noise.
     SEEDED = "seeded: reproducible, not a guarantee"
-    """A CSPRNG keyed by a seed: anyone who knows the seed can subtract the noise."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +171,7 @@ class SumQueryEvent:
 
     def __post_init__(self) -> None:
         norm, stddev, step = self.clipping_norm, self.noise_stddev, self.granularity
-        of = f"of group {self.group!r} is"
-        legal = "it must be positive and finite"
+        of, legal = f"of group {self.group!r} is", "it must be positive and finite"
         require(0.0 < norm < math.inf, f"clipping_norm {of} {norm}; {legal}")
         legal = "it must be finite and not negative"
         require(0.0 <= stddev < math.inf, f"noise_stddev {of} {stddev}; {legal}")
@@ -241,11 +231,10 @@ class RoundEvent:
         return 1.0 / max(math.hypot(*ratios), sys.float_info.min)
 
 
+# A smaller δ is refused: no price tells it from 0, as doubles lose probabilities that small.
 LEAST_DELTA = 1e-60
-"""A smaller δ is refused: no price tells it from 0, as doubles lose probabilities that small."""
-
+# An upper bound on the ε that events cost together at this δ; +inf if no finite ε holds.
 Price = Callable[[Sequence[RoundEvent], float], float]
-"""An upper bound on the ε that events cost together at this δ; +inf if no finite ε holds."""
 
 
 def check_delta(delta: float) -> None:

@@ -2,9 +2,9 @@
 
 A ledger is a chain of texts in a SQLite file. The first identifies the ledger; each of the others
 is a charge, as JSON, and contains the SHA-256 digest of the text before it. The digest of the last
-text, the head, therefore fixes them all. A forger who can write to the file can also write a new
-chain, so what makes a ledger credible is a head kept elsewhere: in a checkpoint, a report or a
-client.
+text, the head, therefore fixes them all. Whoever can write to the file can also write a new chain,
+so what makes a ledger or its export credible is a head that was kept elsewhere: in a checkpoint, a
+report or a client.
 """
 
 import hashlib
@@ -54,12 +54,9 @@ CREATE TABLE chain (
     position INTEGER PRIMARY KEY, run TEXT, round INTEGER, attempt INTEGER,
     text TEXT NOT NULL, hash TEXT NOT NULL, UNIQUE (run, round, attempt)
 );
-CREATE TRIGGER chain_no_update BEFORE UPDATE ON chain
-BEGIN SELECT RAISE(ABORT, 'a ledger only grows: no update'); END;
-CREATE TRIGGER chain_no_delete BEFORE DELETE ON chain
-BEGIN SELECT RAISE(ABORT, 'a ledger only grows: no delete'); END;
-CREATE TRIGGER head_no_delete BEFORE DELETE ON head
-BEGIN SELECT RAISE(ABORT, 'a ledger has a head'); END;
+CREATE TRIGGER chain_no_update BEFORE UPDATE ON chain BEGIN SELECT RAISE(ABORT, 'only grows'); END;
+CREATE TRIGGER chain_no_delete BEFORE DELETE ON chain BEGIN SELECT RAISE(ABORT, 'only grows'); END;
+CREATE TRIGGER head_no_delete BEFORE DELETE ON head BEGIN SELECT RAISE(ABORT, 'has a head'); END;
 CREATE TRIGGER head_once BEFORE INSERT ON head WHEN EXISTS (SELECT 1 FROM head)
 BEGIN SELECT RAISE(ABORT, 'a ledger has one head'); END;
 CREATE TRIGGER chain_follows_the_head BEFORE INSERT ON chain
@@ -131,14 +128,14 @@ class ProposedCharge:
     round: int  # from 0
     attempt: int  # at the round, from 0
     randomness: Randomness  # of cohort and noise
-    event: RoundEvent  # the one round to charge; its count is 1
+    event: RoundEvent  # of one round: its count is 1
     cohort_commitment: str  # 64 hexadecimal digits, from `ParticipationRecord.record`
 
     def __post_init__(self) -> None:
         _check_name("run", self.run)
         numbers = f"round {self.round}, attempt {self.attempt}"
-        small = 0 <= self.round < 2**63 and 0 <= self.attempt < 2**63
-        require(small, f"{numbers}: both must be from 0 to 2^63 - 1")
+        legal = 0 <= self.round < 2**63 and 0 <= self.attempt < 2**63
+        require(legal, f"{numbers}: both must be from 0 to 2^63 - 1")
         count = self.event.count
         require(count == 1, f"the event has count {count}; each round is charged by itself")
         _check_digits("cohort_commitment", self.cohort_commitment, 64)
@@ -157,9 +154,6 @@ class ChargedRow:
     cohort_commitment: str
     charged_at: str  # UTC, ISO 8601
     previous_hash: str  # digest of the text before
-
-    def __post_init__(self) -> None:
-        _check_name("charged_at", self.charged_at)
 
     @cached_property
     def text(self) -> str:
@@ -210,11 +204,7 @@ class ChargedRow:
 
 @dataclass(frozen=True)
 class Charge:
-    """Receipt for one charge, good for one release of its event.
-
-    Copies share the one release: `copy`, `replace` and threads cannot double it, and it cannot be
-    pickled.
-    """
+    """Receipt for one charge, good for one release, which copies share; it cannot be pickled."""
 
     run: str
     round: int
@@ -240,10 +230,8 @@ class Ledger:
     Guarantees:
         * a charge is durable (fsync) when `charge` returns, and never refunded;
         * processes and threads that charge one file never pass a budget together;
-        * no charge is returned by this class that does not fit the chain: methods that read charges
-          raise a LedgerError that names the first one that is missing, changed or out of order.
-
-    Use `open` or `open_or_create`, and close it or use it as a context manager.
+        * methods that read charges raise a LedgerError that names the first charge that is missing,
+          changed or out of order.
     """
 
     def __init__(self, database: Database) -> None:
@@ -274,7 +262,7 @@ class Ledger:
         genesis = Genesis(secrets.token_hex(16), population, _now())
         first = {"position": 0, "text": genesis.text, "hash": genesis.head.hash}
         rows = {"chain": first, "head": asdict(genesis.head)}
-        ledger = cls(Database.open_or_create(path, LEDGER, rows))
+        ledger = cls(Database(path, LEDGER, rows))
         if ledger.population_name != population:
             ledger.close()
             raise LedgerError(
@@ -291,8 +279,7 @@ class Ledger:
         """Write down a charge, if the budget allows it, and return the receipt to release it.
 
         Raises, without charging anything, BudgetExceededError where all charges together would pass
-        the budget, and LedgerError where this attempt was charged before, or the ledger is broken
-        or cannot be written.
+        the budget, and LedgerError where the attempt was charged before or the ledger is broken.
         """
         name = f"run {charge.run}, round {charge.round}, attempt {charge.attempt}"
         with self._lock, self._database.transaction():
@@ -317,30 +304,19 @@ class Ledger:
         return Charge(row.run, row.round, row.attempt, row.event, row.hash)
 
     def epsilon(self, budget: PrivacyBudget, event: RoundEvent | None = None) -> float:
-        """ε of all charges, and of one more event of count 1 if given, at the budget's δ.
-
-        The last answer is kept, so a round that asks before it starts, when it is charged and when
-        it is reported is priced once.
-        """
+        """ε of all charges, and of one more event of count 1 if given, at the budget's δ."""
         with self._lock:
             self._catch_up()
+            # A round asks before it starts, when it is charged and when it is reported.
             asked = (self._known, event, budget)
             if self._price[0] != asked:
                 rounds = self._rounds if event is None else self._rounds + Counter([event])
                 self._price = asked, budget.price(repeated(rounds), budget.delta)
             return self._price[1]
 
-    def admits(self, event: RoundEvent, budget: PrivacyBudget) -> bool:
-        """Whether `charge` would now find that one more event of count 1 is within the budget."""
-        return self.epsilon(budget, event) <= budget.epsilon
-
     def charges(self) -> Iterator[ChargedRow]:
         """All charges, in the order in which they were made."""
         return self._walk(self._genesis.head, self.head)
-
-    def events(self) -> list[RoundEvent]:
-        """The event of each charge, in order."""
-        return [row.event for row in self.charges()]
 
     def spent(self) -> list[RoundEvent]:
         """All events so far with equal ones merged, in order of first use."""
@@ -358,28 +334,23 @@ class Ledger:
         rows = self._database.read("SELECT hash FROM chain WHERE position = ?", (head.count,))
         return [row["hash"] for row in rows] == [head.hash]
 
-    def verify(
-        self, participation: ParticipationRecord | None = None, head: Head | None = None
-    ) -> None:
+    def verify(self, record: ParticipationRecord | None = None, head: Head | None = None) -> None:
         """Check every charge, every cohort if they are given, and that the file still only grows.
 
         Without a head that was kept elsewhere, a ledger passes that was set back, or rewritten from
         some charge to its end.
         """
-        check_charges(self.charges(), participation)
+        _check(self._genesis.head, self.charges(), record, head)
         strays = "position < 0 OR position > (SELECT count FROM head)"
         for stray in self._database.read(f"SELECT position FROM chain WHERE {strays} LIMIT 1"):
             raise LedgerError(f"charge {stray['position']} was added outside the chain")
         if altered := self._database.altered_schema():
             raise LedgerError(f"tables or triggers were altered: {', '.join(altered)}")
-        if head is not None and not self.contains_head(head):
-            raise never_had(head)
 
     def export(self, stream: TextIO) -> None:
         """Write the texts of the chain as lines, and a last line with the head.
 
-        The digest of a line is SHA-256 of its bytes without the line feed. It never says who took
-        part. `ExportedLedger` reads it.
+        The digest of a line is SHA-256 of its bytes without the line feed.
         """
         head = self.head
         stream.write(f"{self._genesis.text}\n")
@@ -433,14 +404,12 @@ class Ledger:
 
 @dataclass(frozen=True)
 class ExportedLedger:
-    """A ledger as text, verified, from a source that need not be honest: all charges, in order.
+    """A ledger as text, verified, from a source that need not be honest."""
 
-    Digests reveal every change that leaves the head as it was. Who writes a whole export can make
-    the head fit too, so what makes an export credible is a head that was kept elsewhere.
-    """
-
-    genesis: Genesis
-    rows: tuple[ChargedRow, ...]
+    ledger_id: str
+    population: str  # its name
+    first: Head  # before any charge
+    rows: tuple[ChargedRow, ...]  # all charges, in order
 
     @classmethod
     def read(cls, lines: Iterable[str]) -> Self:
@@ -448,9 +417,7 @@ class ExportedLedger:
 
         Guarantees:
             * every line is, character by character, what `Ledger.export` writes for what is
-              returned, with or without a line feed at its end;
-            * every digest is right, the chain leads to the head in the last line, and nothing is
-              missing or follows;
+              returned, with or without a line feed at its end, and nothing is missing or follows;
             * every charge is one that a ledger accepts, and no attempt is charged twice.
         """
         rows, attempts, ended = list[ChargedRow](), set[tuple[str, int, int]](), False
@@ -482,7 +449,7 @@ class ExportedLedger:
             if len(reason) > _LONGEST_REASON:
                 reason = f"{reason[:_LONGEST_REASON]}…"
             raise LedgerError(f"line {number} of the export: {reason}") from error
-        return cls(genesis, tuple(rows))
+        return cls(genesis.ledger_id, genesis.population, genesis.head, tuple(rows))
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -497,31 +464,17 @@ class ExportedLedger:
             raise LedgerError(f"{path} is not a valid export of a ledger: {error}") from error
 
     @property
-    def ledger_id(self) -> str:
-        """32 hexadecimal digits."""
-        return self.genesis.ledger_id
-
-    @property
-    def population(self) -> str:
-        """Name of the population."""
-        return self.genesis.population
-
-    @property
     def head(self) -> Head:
         """The head of the chain."""
-        return self.rows[-1].head if self.rows else self.genesis.head
+        return self.rows[-1].head if self.rows else self.first
 
     def contains(self, head: Head) -> bool:
         """Whether this ledger has, or once had, this head: it grew from there."""
-        return head == self.genesis.head or any(head == row.head for row in self.rows)
+        return head == self.first or any(head == row.head for row in self.rows)
 
-    def verify(
-        self, participation: ParticipationRecord | None = None, head: Head | None = None
-    ) -> None:
+    def verify(self, record: ParticipationRecord | None = None, head: Head | None = None) -> None:
         """Check what `read` could not: every cohort, and a head that was kept elsewhere."""
-        check_charges(self.rows, participation)
-        if head is not None and not self.contains(head):
-            raise never_had(head)
+        _check(self.first, self.rows, record, head)
 
 
 def is_export(path: Path) -> bool:
@@ -547,11 +500,7 @@ def digest(text: str) -> str:
 
 
 def next_row(last: Head, text: str) -> ChargedRow:
-    """The charge that a text describes, after `last`.
-
-    LedgerError if the text does not follow `last`, or is not, character by character, what a ledger
-    writes for a charge that it accepts.
-    """
+    """The charge after `last` that a text describes; LedgerError if no ledger writes it so."""
     number = last.count + 1
     try:
         row = _row(json.loads(text))
@@ -580,27 +529,32 @@ def _row(fields: dict[str, Any]) -> ChargedRow:
     event = RoundEvent(sampling, queries, strategy=tuple(fields.pop("strategy")))
     randomness = Randomness(fields.pop("randomness"))
     place = {name: fields.pop(name) for name in ("position", "charged_at", "previous_hash")}
+    _check_name("charged_at", place["charged_at"])
     charge = ProposedCharge(**fields, randomness=randomness, event=event)
     return ChargedRow(**place, **vars(charge))
 
 
-def check_charges(charges: Iterable[ChargedRow], participation: ParticipationRecord | None) -> None:
-    """Read all charges; if a record is given, it must hold the cohort of each."""
+def _check(
+    first: Head,
+    charges: Iterable[ChargedRow],
+    record: ParticipationRecord | None,
+    head: Head | None,
+) -> None:
+    """Read all charges; a record must hold the cohort of each, and a head lie on their chain."""
+    heads = {first}
     for row in charges:
+        heads.add(row.head)
         attempt, population = (row.run, row.round, row.attempt), row.event.sampling.population
         try:
-            if participation is not None:
-                participation.confirm(row.cohort_commitment, attempt, population)
+            if record is not None:
+                record.confirm(row.cohort_commitment, attempt, population)
         except LedgerError as error:
             raise LedgerError(f"{row}: {error}") from error
-
-
-def never_had(head: Head) -> LedgerError:
-    """The error where a head that was kept elsewhere is not in the chain."""
-    return LedgerError(
-        f"the ledger never had the head of {head.count} charges with hash {head.hash}: "
-        "it is another ledger, or was set back or rewritten"
-    )
+    if head is not None and head not in heads:
+        raise LedgerError(
+            f"the ledger never had the head of {head.count} charges with hash {head.hash}: "
+            "it is another ledger, or was set back or rewritten"
+        )
 
 
 def _check_name(what: str, name: str) -> None:

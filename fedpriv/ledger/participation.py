@@ -45,8 +45,6 @@ class ParticipationRecord:
         * a cohort is durable when `record` returns its commitment;
         * the salt comes from the operating system, in seeded runs too;
         * a cohort that is read back is the one that was committed to.
-
-    Use `open` or `open_or_create`, and close it or use it as a context manager.
     """
 
     def __init__(self, database: Database) -> None:
@@ -60,7 +58,7 @@ class ParticipationRecord:
     @classmethod
     def open_or_create(cls, path: Path) -> Self:
         """Open the record at `path`, or create it if there is nothing."""
-        return cls(Database.open_or_create(path, _FORMAT, {}))
+        return cls(Database(path, _FORMAT, {}))
 
     def record(
         self, run: str, round_number: int, attempt: int, users: npt.NDArray[np.integer]
@@ -93,10 +91,8 @@ class ParticipationRecord:
         """Raise LedgerError unless a cohort is recorded, of this attempt and of the population."""
         recorded, users = self._cohort_of(commitment)
         if recorded != attempt:
-            run, round_number, number = recorded
-            raise LedgerError(
-                f"its cohort is that of run {run}, round {round_number}, attempt {number}"
-            )
+            named = "run {}, round {}, attempt {}".format(*recorded)
+            raise LedgerError(f"its cohort is that of {named}")
         if (users >= population).any():
             raise LedgerError(f"its cohort has user {users[-1]} of a population of {population}")
 
@@ -125,10 +121,9 @@ class ParticipationRecord:
 
 
 def _ascending(users: npt.NDArray[np.integer]) -> Users:
-    require(
-        users.ndim == 1 and np.issubdtype(users.dtype, np.integer),
-        f"users have shape {users.shape} and type {users.dtype}; they must be a vector of integers",
-    )
+    found = f"users have shape {users.shape} and type {users.dtype}"
+    proper = users.ndim == 1 and np.issubdtype(users.dtype, np.integer)
+    require(proper, f"{found}; they must be a vector of integers")
     ascending = np.unique(users.astype("<i8"))
     twice = users.size - ascending.size
     require(twice == 0, f"{twice} users occur twice; a user joins a cohort once")

@@ -175,7 +175,7 @@ class PrivacyRecords:
 
     def refuse_if_beyond(self, event: RoundEvent, what: str) -> None:
         """Raise BudgetExceededError before users are asked; the charge asks again, atomically."""
-        if not self.ledger.admits(event, self.budget):
+        if not self.ledger.epsilon(self.budget, event) <= self.budget.epsilon:
             raise BudgetExceededError(
                 f"{what} would pass the budget of ε = {self.budget.epsilon} at "
                 f"δ = {self.budget.delta}; no user was asked and nothing charged"
