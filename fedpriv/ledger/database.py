@@ -43,10 +43,7 @@ class Database:
     def __init__(
         self, path: Path, file_format: FileFormat, rows: Mapping[str, Row] | None = None
     ) -> None:
-        """Open a file; where there is none, create it with these rows by table, if they are given.
-
-        A new file appears whole or not at all. Several processes may create it at once.
-        """
+        """Open a file; if first rows are given, by table, create it where there is none."""
         if rows is not None and not path.exists():
             _create(path, file_format, rows)
         self.path = path.absolute()

@@ -15,6 +15,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -445,9 +446,7 @@ class ExportedLedger:
                 number += 1
                 raise LedgerError(f"charge {last.count + 1} is missing, or the head")
         except LedgerError as error:
-            reason = str(error)
-            if len(reason) > _LONGEST_REASON:
-                reason = f"{reason[:_LONGEST_REASON]}…"
+            reason = str(error)[:_LONGEST_REASON]
             raise LedgerError(f"line {number} of the export: {reason}") from error
         return cls(genesis.ledger_id, genesis.population, genesis.head, tuple(rows))
 
@@ -479,11 +478,9 @@ class ExportedLedger:
 
 def is_export(path: Path) -> bool:
     """Whether to read a file as an export; others are SQLite files, or empty or absent."""
-    try:
-        with path.open("rb") as stream:
-            return stream.read(15) not in (b"SQLite format 3", b"")
-    except OSError:
-        return False
+    with suppress(OSError), path.open("rb") as stream:
+        return stream.read(15) not in (b"SQLite format 3", b"")
+    return False
 
 
 def _checked(line: str) -> str:

@@ -63,11 +63,10 @@ class ParticipationRecord:
     def record(
         self, run: str, round_number: int, attempt: int, users: npt.NDArray[np.integer]
     ) -> str:
-        """Keep a cohort and return its commitment, 64 hexadecimal digits.
+        """Keep a cohort, distinct positions in any order, and return its commitment.
 
-        Users are distinct positions in any order, [cohort], and may be none. Call it before asking
-        the cohort, so that every commitment in the ledger has a cohort; one that is never charged
-        is harmless. The same attempt may be recorded again.
+        Call it before asking the cohort, so that every commitment in the ledger has a cohort; one
+        that is never charged is harmless. The same attempt may be recorded again.
         """
         attempted = run, index(round_number), index(attempt)
         cohort = _ascending(users)
@@ -91,8 +90,7 @@ class ParticipationRecord:
         """Raise LedgerError unless a cohort is recorded, of this attempt and of the population."""
         recorded, users = self._cohort_of(commitment)
         if recorded != attempt:
-            named = "run {}, round {}, attempt {}".format(*recorded)
-            raise LedgerError(f"its cohort is that of {named}")
+            raise LedgerError("its cohort is of run {}, round {}, attempt {}".format(*recorded))
         if (users >= population).any():
             raise LedgerError(f"its cohort has user {users[-1]} of a population of {population}")
 
