@@ -76,9 +76,6 @@ class Question(ABC):
     * what a user contributes has an L2 norm of at most `clipping_norm`, whatever it holds;
     * a user without a value that counts contributes the zero vector, and so does NaN;
     * the answer is a function of the released average and of public numbers alone.
-
-    Raises:
-        InvalidValueError: a field is out of range.
     """
 
     name: str  # of the question, and of its vector group in the ledger
@@ -150,10 +147,10 @@ def sampling_spread(sampling: PoissonSampling) -> float:
 class Histogram(Question):
     """Values of all enrolled users, counted by category.
 
-    What a user contributes is how many of its values are in each category, scaled down to the
-    clipping norm if it is longer. Where users have one value each, 1 is enough, and the answer is
-    unbiased; where they have more, long users count for less than they hold. The answer has shape
-    [K], in the order of the categories; noise can make a count negative.
+    A user contributes its counts, scaled down to the clipping norm if they are longer. Where users
+    have one value each, 1 is enough, and the answer is unbiased; where they have more, long users
+    count for less than they hold. The answer has shape [K], in the order of the categories; noise
+    can make a count negative.
     """
 
     categories: Sequence[int] | Sequence[str]  # K different ones; other values are not counted
@@ -356,10 +353,9 @@ class _Ranged(Question):
 class Mean(_Ranged):
     """The mean over all enrolled users of their values, each clipped to [low, high].
 
-    What a user contributes is its value minus the middle of [low, high], which has the smallest
-    bound that the range allows, half of it. A user without a value counts as one in the middle.
-    The denominator is the constant qN, never a noisy count of those who have a value: the answer,
-    of shape (), is unbiased, which a ratio is not. The narrower the range, the smaller the noise.
+    A user contributes its value minus the middle of the range, and without a value counts as one
+    there. The denominator is the constant qN, never a noisy count of those who have a value: the
+    answer, of shape (), is unbiased, which a ratio is not. A narrow range has little noise.
     """
 
     @property
@@ -407,10 +403,10 @@ class Sum(_Ranged):
 class Variance(_Ranged):
     """The variance over all users of their values, clipped to [low, high]: mean square − mean².
 
-    What a user contributes is (t, t²), t being its value in units of half the range from the
-    centre. A user without a value counts as one in the middle. The answer has shape () and is
-    unbiased, hence at times negative. It is not linear in the release: noise_stddev takes the
-    released mean for the true one, and the interval the cohort's part of the error to first order.
+    A user contributes (t, t²), t being its value in units of half the range from the centre; without
+    a value it counts as one there. The answer has shape () and is unbiased, hence at times negative.
+    It is not linear in the release: noise_stddev takes the released mean for the true one, and the
+    interval the cohort's part of the error to first order.
     """
 
     @property

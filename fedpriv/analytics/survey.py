@@ -91,10 +91,10 @@ class Survey:
 
     def check(self, users: UserStore) -> None:
         """Raise DataError or InvalidValueError if the survey does not fit the users."""
-        if users.population != self.sampling.population:
+        enrolled = self.sampling.population
+        if users.population != enrolled:
             raise InvalidValueError(
-                f"the store holds {users.population} users; the sampling is of "
-                f"{self.sampling.population}"
+                f"the store holds {users.population} users; the sampling is of {enrolled}"
             )
         for question in self.questions:
             if not isinstance(question.of, str):
@@ -131,13 +131,8 @@ def ask(survey: Survey, users: UserStore, records: PrivacyRecords, entropy: Entr
     """Ask all enrolled users and release noised answers, with the guarantees of `private_round`.
 
     One charge covers all answers: one user more or less moves the sums of all questions, each
-    divided by its σ, by at most 1/z together (McMahan et al. 2018, equation (1)).
-
-    Raises:
-        BudgetExceededError: asking would pass the budget; no user was asked and nothing charged.
-        DataError: the users' columns do not fit the questions.
-        InvalidValueError: there are not as many users as are enrolled.
-        LedgerError: the ledger or the record cannot be believed or written; nothing is released.
+    divided by its σ, by at most 1/z together (McMahan et al. 2018, equation (1)). Users whose
+    number or columns do not fit are refused first.
     """
     survey.check(users)
 
@@ -155,8 +150,7 @@ def collect(survey: Survey, users: UserStore, cohort: Positions) -> Iterator[Par
 
     * what a user adds to the sum of each question has a norm of at most the question's;
     * a user whose values of one question cannot be used adds zero to that one, whatever it holds,
-      and nothing that a user holds, nor a function of a question, raises here;
-    * columns are read for many users at once, and only those and the rows that are asked for.
+      and nothing that a user holds, nor a function of a question, raises here.
     """
     clipping = survey.mechanism.clipping
     step = max(1, _COMPONENTS // clipping.layout.dimension)

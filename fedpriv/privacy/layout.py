@@ -189,7 +189,7 @@ def joint(
     layout: Layout, clipping_norm: float, scales: Mapping[str, float]
 ) -> tuple[VectorGroup, ...]:
     """One group that holds everything, tensor j measured in units of its scale α_j > 0."""
-    _check_names("scales and tensors", scales, layout.names)
+    check_names("scales and tensors", scales, layout.names)
     ordered = tuple(scales[name] for name in layout.names)
     return (VectorGroup("update", layout.names, clipping_norm, ordered),)
 
@@ -198,7 +198,7 @@ def per_layer(
     layout: Layout, parts: Parts, clipping_norms: Mapping[str, float]
 ) -> tuple[VectorGroup, ...]:
     """One group per part, e.g. of `layers`, each with its own norm, e.g. of `equal_split`."""
-    _check_names("clipping norms and parts", clipping_norms, parts)
+    check_names("clipping norms and parts", clipping_norms, parts)
     groups = tuple(
         VectorGroup(name, tensors, clipping_norms[name], (1.0,) * len(tensors))
         for name, tensors in parts.items()
@@ -246,7 +246,8 @@ def scales_by_dimension(layout: Layout) -> dict[str, float]:
     return {name: math.sqrt(total / energy) * size**-0.25 for name, size in sizes.items()}
 
 
-def _check_names(what: str, given: Mapping[str, object], wanted: Iterable[str]) -> None:
+def check_names(what: str, given: Mapping[str, object], wanted: Iterable[str]) -> None:
+    """Raise InvalidValueError unless these are the names that are wanted."""
     odd = sorted(set(given) ^ set(wanted))
     if odd:
         raise InvalidValueError(f"{what} differ in {odd}; each of {list(wanted)} needs one")

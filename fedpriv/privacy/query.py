@@ -14,7 +14,7 @@ import numpy as np
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SumQueryEvent
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, IntegerVector
-from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup
+from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_names
 from fedpriv.privacy.noise import LARGEST_STDDEV, Entropy, rounded_gaussian
 
 
@@ -71,9 +71,7 @@ def given_shares(
 ) -> tuple[float, ...]:
     """ω_g in proportion to positive weights, one per group name."""
     names = [group.name for group in groups]
-    odd = sorted(set(names) ^ set(weights))
-    if odd:
-        raise InvalidValueError(f"weights and groups differ in {odd}; each of {names} needs one")
+    check_names("weights and groups", weights, names)
     for name, weight in weights.items():
         if not 0.0 < weight < math.inf:
             raise InvalidValueError(f"weight of group {name!r} is {weight}; it must be positive")

@@ -89,7 +89,7 @@ class _Adaptive(ServerOptimizer):
         _check(self)
 
     @abstractmethod
-    def second_moment(self, v: Array, square: Array) -> Array:
+    def _second(self, v: Array, square: Array) -> Array:
         """The next v, given Δ²."""
 
     def init(self, parameters: Parameters) -> OptimizerState:
@@ -100,7 +100,7 @@ class _Adaptive(ServerOptimizer):
         """One adaptive step."""
         kept, new = self.beta1, 1.0 - self.beta1
         first = {name: kept * m + new * average[name] for name, m in state.first.items()}
-        second = {n: self.second_moment(v, average[n] ** 2) for n, v in state.second.items()}
+        second = {n: self._second(v, average[n] ** 2) for n, v in state.second.items()}
         direction = {name: m / (np.sqrt(second[name]) + self.tau) for name, m in first.items()}
         return _moved(parameters, direction, self.learning_rate), OptimizerState(first, second)
 
@@ -117,8 +117,7 @@ class FedAdam(_Adaptive):
     beta2: float = 0.99  # decay of v in [0, 1)
     tau: float = 1e-3  # degree of adaptivity τ > 0
 
-    def second_moment(self, v: Array, square: Array) -> Array:
-        """A decaying average."""
+    def _second(self, v: Array, square: Array) -> Array:
         return self.beta2 * v + (1.0 - self.beta2) * square
 
 
@@ -130,8 +129,7 @@ class FedAdagrad(_Adaptive):
     beta1: float = 0.9
     tau: float = 1e-3
 
-    def second_moment(self, v: Array, square: Array) -> Array:
-        """A sum."""
+    def _second(self, v: Array, square: Array) -> Array:
         return v + square
 
 
@@ -144,8 +142,7 @@ class FedYogi(_Adaptive):
     beta2: float = 0.99
     tau: float = 1e-3
 
-    def second_moment(self, v: Array, square: Array) -> Array:
-        """A step towards Δ² whose size does not depend on v."""
+    def _second(self, v: Array, square: Array) -> Array:
         return v - (1.0 - self.beta2) * square * np.sign(v - square)
 
 
@@ -171,8 +168,7 @@ def _filled(parameters: Parameters, value: float) -> Moments:
 def _moved(parameters: Parameters, direction: Average, learning_rate: float) -> Parameters:
     """Parameters after a step, saturated to what float32 holds so that a model stays finite."""
     limit = np.finfo(np.float32).max
-    after = {}
-    for name, parameter in parameters.items():
-        moved = learning_rate * direction[name] + parameter
-        after[name] = np.clip(moved, -limit, limit, out=moved).astype(np.float32)
-    return after
+    return {
+        name: np.clip(learning_rate * direction[name] + p, -limit, limit).astype(np.float32)
+        for name, p in parameters.items()
+    }

@@ -91,14 +91,11 @@ class RoundResult:
         {'test/accuracy': 0.9, 'privacy/epsilon': 0.25, 'clipping_norm/update': 0.5}
         """
         own = {"test/loss": self.loss, "test/accuracy": self.accuracy}
-        own |= {"privacy/epsilon": self.epsilon}
-        named = {
-            "clipping_norm": self.clipping_norms,
-            "unclipped": self.unclipped,
-            "metric": self.scalar_metrics,
-        }
         released = {name: value for name, value in own.items() if value is not None}
-        return released | {f"{k}/{n}": v for k, values in named.items() for n, v in values.items()}
+        released["privacy/epsilon"] = self.epsilon
+        released |= {f"clipping_norm/{name}": norm for name, norm in self.clipping_norms.items()}
+        released |= {f"unclipped/{name}": share for name, share in self.unclipped.items()}
+        return released | {f"metric/{name}": value for name, value in self.scalar_metrics.items()}
 
     @property
     def metrics_text(self) -> tuple[str, ...]:
