@@ -403,10 +403,10 @@ class Sum(_Ranged):
 class Variance(_Ranged):
     """The variance over all users of their values, clipped to [low, high]: mean square − mean².
 
-    A user contributes (t, t²), t being its value in units of half the range from the centre; without
-    a value it counts as one there. The answer has shape () and is unbiased, hence at times negative.
-    It is not linear in the release: noise_stddev takes the released mean for the true one, and the
-    interval the cohort's part of the error to first order.
+    A user contributes (t, t²), t being its value in units of half the range from the centre, and
+    without a value counts as one there. The answer has shape () and is unbiased, hence at times
+    negative. It is not linear in the release: noise_stddev takes the released mean for the true
+    one, and the interval the cohort's part of the error to first order.
     """
 
     @property
