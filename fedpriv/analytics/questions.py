@@ -111,7 +111,7 @@ class Question(ABC):
     def dimension(self) -> int:
         """Length d of a user's vector."""
         nobody = UserValues(np.empty(0, self.scalar), np.zeros(1, np.int64))
-        return self.contributions(nobody).shape[1]
+        return len(self.contributions(nobody).T)
 
     @abstractmethod
     def contributions(self, held: UserValues) -> FloatMatrix:

@@ -295,9 +295,10 @@ class Ledger:
                     f"{name} would make ε = {epsilon} at δ = {budget.delta}, which passes the "
                     f"budget of ε = {budget.epsilon}; nothing was charged"
                 )
-            last = self._known
-            place = {"charged_at": _now(), "previous_hash": last.hash}
-            row = ChargedRow(last.count + 1, **vars(charge), **place)
+            last, now = self._known, _now()
+            row = ChargedRow(
+                last.count + 1, **vars(charge), charged_at=now, previous_hash=last.hash
+            )
             columns = _columns(row)
             self._database.write(insertion("chain", columns), columns)
             self._database.write("UPDATE head SET count = :count, hash = :hash", asdict(row.head))
