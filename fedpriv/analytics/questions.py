@@ -38,18 +38,15 @@ class UserValues:
     values: Values  # [R] float64, or strings
     offsets: npt.NDArray[np.int64]  # [U + 1]
 
-    @property
-    def owners(self) -> npt.NDArray[np.int64]:
-        """The user of each value: [R]."""
-        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
-
     def sums(self, weights: Values) -> FloatVector:
         """Sum over each user's values of a number per value: [R] → [U]."""
-        return np.bincount(self.owners, weights, len(self.offsets) - 1).astype(np.float64)
+        columns = np.zeros(len(weights), np.int64)
+        return np.asarray(self.spread(weights, columns, 1).toarray())[:, 0]
 
-    def spread(self, weights: FloatVector, columns: npt.NDArray[np.int64], width: int) -> csr_array:
+    def spread(self, weights: Values, columns: npt.NDArray[np.int64], width: int) -> csr_array:
         """Each user's weights added up by column: [R] weights and columns → sparse [U, width]."""
-        return csr_array((weights, columns, self.offsets), shape=(len(self.offsets) - 1, width))
+        shape = (len(self.offsets) - 1, width)
+        return csr_array((weights.astype(np.float64), columns, self.offsets), shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +177,7 @@ class Histogram(Question):
         """Counts of users' values: [users, K]."""
         given, order = self._given, np.argsort(self._given)
         columns = order[np.searchsorted(given, held.values, sorter=order).clip(max=given.size - 1)]
-        counted = (given[columns] == held.values).astype(np.float64)
+        counted = given[columns] == held.values
         return np.asarray(held.spread(counted, columns, given.size).toarray())
 
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
@@ -235,13 +232,12 @@ class _Curve(Question):
 
     def contributions(self, held: UserValues) -> FloatMatrix:
         """Columns of R that belong to users' bins: [users, m]."""
-        known, size = np.isfinite(held.values), len(self.thresholds)
+        known = np.isfinite(held.values)
         # NaN is sorted above all thresholds, where the column is zero.
-        bins = np.searchsorted(self.thresholds, held.values)
-        weights = known / np.maximum(held.sums(known), 1.0)[held.owners]
-        return np.asarray(
-            held.spread(weights, bins, size + 1) @ np.vstack([self._root.T, np.zeros(size)])
-        )
+        columns = np.searchsorted(self.thresholds, held.values)
+        root = np.vstack([self._root.T, np.zeros(len(self.thresholds))])
+        parts = held.spread(known, columns, len(root)) @ root
+        return np.asarray(parts / np.maximum(held.sums(known), 1.0)[:, np.newaxis])
 
     def curve(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """The curve: R times the average. Row i of R has the first i + 1 coefficients."""

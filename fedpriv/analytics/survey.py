@@ -9,15 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.analytics.questions import (
-    Answer,
-    FloatMatrix,
-    Function,
-    Question,
-    Scalar,
-    UserValues,
-    Values,
-)
+from fedpriv.analytics.questions import Answer, FloatMatrix, Function, Question, UserValues, Values
 from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.ledger.events import RoundEvent
@@ -181,7 +173,7 @@ def held(question: Question, users: UserStore, positions: Positions) -> UserValu
     return UserValues(np.concatenate([np.empty(0, scalar), *returned]), offsets)
 
 
-def _returned(function: Function, fields: Mapping[str, Values], scalar: Scalar) -> Values:
+def _returned(function: Function, fields: Mapping[str, Values], scalar: type[np.generic]) -> Values:
     """What a function returns for one user; nothing if it raises or that is of no use."""
     try:
         values = np.atleast_1d(np.asarray(function(fields)))
@@ -194,10 +186,10 @@ def _returned(function: Function, fields: Mapping[str, Values], scalar: Scalar) 
     return np.empty(0, scalar)
 
 
-def _readable(values: Values, scalar: Scalar) -> bool:
+def _readable(values: Values, scalar: type[np.generic]) -> bool:
     return values.ndim == 1 and values.dtype.kind in ("U" if scalar is np.str_ else "biuf")
 
 
-def _converted(values: Values, scalar: Scalar) -> Values:
+def _converted(values: Values, scalar: type[np.generic]) -> Values:
     with np.errstate(over="ignore"):  # a number beyond the range of float64 becomes infinite
         return values.astype(scalar, copy=False)
