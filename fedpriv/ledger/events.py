@@ -72,7 +72,7 @@ class Schedule:
     """Which rounds each user takes part in, for an event that spans several."""
 
     rounds: int  # n ≥ 1, each with its own release
-    participations: int = 1  # k in [1, n]: how many a user is in; in a separated series, at most
+    participations: int = 1  # k in [1, n]: a user is in k of a pass, in at most k of a series
     separation: int = 1  # b in [1, n], the least distance between two rounds of a user
 
     def __post_init__(self) -> None:
@@ -90,9 +90,9 @@ class Schedule:
 class SamplingEvent:
     """One draw of a cohort; everything released about that cohort belongs to it.
 
-    q in (0, 1] is each user's chance to be in the cohort of a round: for fixed size the float
-    nearest to m/N, so that q·N rounds to the cohort size m, for random allocation that nearest to
-    k/n, and 1 for all but Poisson sampling otherwise, which sampling does not make cheaper.
+    q in (0, 1] is each user's chance to be in the cohort of a round: any for Poisson sampling; for
+    fixed size the float nearest to m/N, so that q·N rounds to the cohort size m; for random
+    allocation that nearest to k/n; 1 for the others, which sampling does not make cheaper.
     """
 
     policy: SamplingPolicy
