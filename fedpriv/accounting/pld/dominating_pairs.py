@@ -247,11 +247,10 @@ class LargestBatchPair:
     @cached_property
     def _law(self) -> DiscreteLaw:
         """The largest sum, told to within one of some thousand intervals."""
-        z = self.z
+        z, b = self.z, self.base
         low = z * float(ndtri_exp(_LOG_BATCH_TAIL / self.batches))
-        edges = np.linspace(low, self.base + 1 + _BATCH_RANGE * z, _BATCH_EDGES + 1)
-        means = (self.base + 1, self.base)
-        p, q = (_largest_masses(edges, self.batches, mean, z) for mean in means)
+        edges = np.linspace(low, b + 1 + _BATCH_RANGE * z, _BATCH_EDGES + 1)
+        p, q = (_largest_masses(edges, self.batches, mean, z) for mean in (b + 1, b))
         some = (p > 0) & (q > 0)
         return DiscreteLaw(p[some], q[some], (p - q)[some])
 

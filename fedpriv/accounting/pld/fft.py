@@ -66,10 +66,7 @@ class Composition:
 
 
 def compose_atoms(parts: Sequence[tuple[LossAtoms, int]], window: Window) -> Composition:
-    """Distribution of the sum of independent losses on the window's lattice, each repeated.
-
-    Where it would need more than 2²¹ points, it has none, and only a moment is known.
-    """
+    """The sum of independent repeated losses; if it takes over 2²¹ points, only its moment."""
     tilt, step = window.tilt, window.step
     logs, weights = zip(*(_tilted(atoms, step, tilt) for atoms, _ in parts), strict=True)
     counts = [count for _, count in parts]

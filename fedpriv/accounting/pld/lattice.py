@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,10 +95,7 @@ class LossLaw(ABC):
 
 
 class LossPair(Protocol):
-    """The pair (P, Q) of some event, for z in [0.05, 10⁶]; a value that is compared and hashed.
-
-    The code that chooses a pair says what events it bounds, and from which side.
-    """
+    """The pair (P, Q) of some event, for z in [0.05, 10⁶]; a value that is compared and hashed."""
 
     @property
     def z(self) -> float:
@@ -108,7 +105,7 @@ class LossPair(Protocol):
         """The same kind elsewhere: a larger q, if it has one, and a smaller z cost no less."""
 
     def laws(self, tail: float) -> tuple[LossLaw | None, LossLaw]:
-        """Losses at most (None: unknown), and at least as bad, but for tails this improbable."""
+        """Losses at most (None: unknown) and at least as bad, which may cut off such tails."""
 
 
 Pairs = Mapping[LossPair, int]
@@ -140,7 +137,8 @@ class GaussianPair(LossLaw):
         return self, self
 
 
-class LatticePoints(NamedTuple):
+@dataclass(frozen=True)
+class LatticePoints:
     """The points in use for one pair."""
 
     offset: float
@@ -184,8 +182,9 @@ def dominating(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtom
     What lies between two points goes to both so that its masses under P and Q are kept; what lies
     beyond the lattice moves to its end or to infinity, whichever is worse than where it was.
     """
-    points = _, index, loss = lattice_points(law, lattice, direction)
-    found, share = law.masses(loss), -np.expm1(-lattice.step * np.diff(index))
+    points = lattice_points(law, lattice, direction)
+    loss, share = points.loss, -np.expm1(-lattice.step * np.diff(points.index))
+    found = law.masses(loss)
     inner, lost = _without_small(found)
     p, q, _ = inner
     mass = np.zeros(len(loss))
@@ -213,7 +212,8 @@ def dominated(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtoms
     meet it; the lower convex hull of that chain is again a curve. What lies beyond the lattice is
     dropped, so masses sum to at most 1 within rounding.
     """
-    points = _, index, loss = lattice_points(law, lattice, direction)
+    points = lattice_points(law, lattice, direction)
+    loss, spacing = points.loss, lattice.step * np.diff(points.index)
     touch = (loss[:-1] + loss[1:]) / 2
 
     def inner() -> Vector:
@@ -230,7 +230,7 @@ def dominated(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtoms
         else:
             beyond = np.cumsum(inner()[:, ::-1], axis=1)[:, -2::-1]
             touch = np.where(_excess(beyond, loss[1:]) >= 0, touch, loss[1:])
-    mass = _convex_hull(_exchanged(inner(), loss, lattice.step * np.diff(index)), loss)
+    mass = _convex_hull(_exchanged(inner(), loss, spacing), loss)
     if direction is Direction.REMOVE:
         mass = mass * np.exp(loss)
     return _atoms(law, points, mass, 0.0, direction)

@@ -194,10 +194,7 @@ def _cumulant(pairs: Pairs, tail: float, direction: Direction) -> _Cumulant:
 
 
 def _common(pairs: Pairs, log_delta: float, direction: Direction) -> _Cumulant:
-    """The cumulant without losses which all rounds together show with probability below δ/2.
-
-    A single rare loss can be so large that it spoils any Chernoff bound.
-    """
+    """The cumulant without losses rarer than δ/2 in all rounds, which spoil Chernoff bounds."""
     return _cumulant(pairs, math.exp(log_delta) / (2 * sum(pairs.values())), direction)
 
 

@@ -238,10 +238,9 @@ def _law(ratios: RatioSum, sign: int) -> DiscreteLaw:
     If X is off by a factor of e^{±v}, then so are its masses under P, and the loss is off by v.
     Where X is infinite, or something may have underflowed, the loss is infinite either way.
     """
-    p, q = ratios.mass * ratios.value / ratios.rounds, ratios.mass
-    gap = ratios.mass * (ratios.value - ratios.rounds) / ratios.rounds
-    infinite = ratios.infinite / ratios.rounds + _LOST
-    beyond = np.array([[infinite, 0.0], [0.0, _LOST], [infinite, -_LOST]])
+    n, q, infinite = ratios.rounds, ratios.mass, ratios.infinite / ratios.rounds + _LOST
+    finite = [q * ratios.value / n, q, q * (ratios.value - n) / n]
+    beyond = [[infinite, 0.0], [0.0, _LOST], [infinite, -_LOST]]
     factor = math.exp(sign * (ratios.mass_error + ratios.value_error))
-    resolution = 1.0 + ratios.value_error / (2 * ROUNDING)
-    return DiscreteLaw(*(factor * np.hstack([[p, q, gap], beyond])), resolution)
+    p, q, gap = factor * np.hstack([finite, beyond])
+    return DiscreteLaw(p, q, gap, 1.0 + ratios.value_error / (2 * ROUNDING))
