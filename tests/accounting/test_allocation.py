@@ -142,10 +142,9 @@ def test_simulation_agrees_and_tells_other_noise(
     n: int, z: float, epsilon: float, wrong: float
 ) -> None:
     least, most = simulated(n, z, epsilon, 20_000, 7)
-    low, up = delta_interval_of({AllocationPair(n, z): 1}, epsilon)
-    assert low <= most
-    assert up >= least
-    assert delta_interval_of({AllocationPair(n, wrong): 1}, epsilon)[1] < least
+    assert epsilon_interval_of({AllocationPair(n, z): 1}, most)[0] <= epsilon
+    assert epsilon_interval_of({AllocationPair(n, z): 1}, least)[1] >= epsilon
+    assert epsilon_interval_of({AllocationPair(n, wrong): 1}, least)[1] < epsilon
 
 
 def test_two_passes_are_the_two_fold_product() -> None:

@@ -157,7 +157,9 @@ class _Cumulant:
 
     def __call__(self, w: float) -> float:
         """K(w) for any real w."""
-        return float(self.count @ logsumexp(self.log_mass + w * self.loss, axis=1))
+        exponent = self.log_mass + w * self.loss  # SciPy's logsumexp takes several times as long
+        largest = exponent.max(axis=1, keepdims=True)
+        return float(self.count @ (largest[:, 0] + np.log(np.exp(exponent - largest).sum(axis=1))))
 
     def tilted(self, w: float) -> Vector:
         """[pairs, nodes] probabilities of the nodes under the tilt e^{wL}."""
