@@ -12,10 +12,7 @@ _ENVIRONMENT = "FEDPRIV_DATA"
 
 
 def find_folder(folder: str | Path | None, title: str, file: str, source: str) -> Path:
-    """Folder with a data set's file: the one given or else FEDPRIV_DATA's, or `title` inside it.
-
-    `source` is a phrase for the DataError that says where to get the file.
-    """
+    """Folder with a data set's file: the one given or else FEDPRIV_DATA's, or `title` inside it."""
     named = os.environ.get(_ENVIRONMENT) if folder is None else folder
     if not isinstance(named, (str, Path, type(None))):
         raise DataError(f"folder is {named!r}; it must be a path")
@@ -32,10 +29,7 @@ def find_folder(folder: str | Path | None, title: str, file: str, source: str) -
 
 
 def read_npz(path: Path) -> dict[str, NDArray[np.generic]]:
-    """Read all arrays of a file into memory, by name; nothing is unpickled.
-
-    The message of a DataError says nothing of the content.
-    """
+    """Read all arrays of a file into memory, by name; nothing is unpickled or quoted in errors."""
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = dict(file.items())

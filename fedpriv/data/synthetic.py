@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data.population import Population, UserStore, check_count, offsets_of
+from fedpriv.data.population import Array, Population, UserStore, check_count, offsets_of
 from fedpriv.errors import InvalidValueError
 
 _CLASS_RADIUS = 4.0
@@ -25,10 +25,8 @@ def synthetic_population(
     """Draw users whose rows are x = m_y + s_u + noise, for tests of scale.
 
     With d the number of components of x: class means m_k are uniform on the sphere of radius 4 in
-    R^d, so classes are nearly linearly separable once d is larger than a few; a user's shift is
-    s_u ~ N(0, 0.25·I_d), the same for all its rows; noise ~ N(0, I_d); labels are uniform. Each
-    test row has a shift of its own, as if it came from an unseen user. Memory beyond that of the
-    result is a few times the largest user's.
+    R^d, a user's shift is s_u ~ N(0, 0.25·I_d), the same for all its rows, noise ~ N(0, I_d), and
+    labels are uniform. Each test row has a shift of its own, as if it came from an unseen user.
 
     A user has `examples_per_user` rows, or a uniform number in (low, high), low ≥ 0. The result is
     fixed by the seed: x float32 [rows, *shape] and y int64 [rows] in 0..classes - 1.
@@ -36,7 +34,9 @@ def synthetic_population(
     check_count("users", users)
     check_count("classes", classes)
     check_count("test_rows", test_rows)
-    sides = _sides(shape)
+    if isinstance(shape, str) or not isinstance(shape, Sequence):
+        raise InvalidValueError(f"shape is {shape!r}; it must be a list of whole numbers")
+    sides = tuple(check_count("each side of shape", side) for side in shape)
     low, high = _size_range(examples_per_user)
     rng = np.random.default_rng(check_count("seed", seed, least=0))
     means = rng.standard_normal((classes, int(np.prod(sides))), dtype=np.float32)
@@ -50,12 +50,6 @@ def synthetic_population(
         f"{classes} classes, seed {seed}"
     )
     return Population(name, store, test)
-
-
-def _sides(shape: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(shape, str) or not isinstance(shape, Sequence):
-        raise InvalidValueError(f"shape is {shape!r}; it must be a list of whole numbers")
-    return tuple(check_count("each side of shape", side) for side in shape)
 
 
 def _size_range(examples_per_user: int | Sequence[int]) -> tuple[int, int]:
@@ -76,8 +70,7 @@ def _draw(
     means: NDArray[np.float32],
     offsets: NDArray[np.int64],
     shape: tuple[int, ...],
-) -> dict[str, NDArray[np.generic]]:
-    """Fields of users that own the rows between the offsets."""
+) -> dict[str, Array]:
     rows, width = int(offsets[-1]), means.shape[1]
     y = rng.integers(len(means), size=rows)
     x = np.empty((rows, width), dtype=np.float32)
