@@ -66,45 +66,36 @@ def privacy_sections(
     of: str = "",
     number: int = 0,
 ) -> list[Section]:
-    """ε of a ledger by every accountant, and its trade-off function.
+    """ε of a ledger by every accountant, and its trade-off function; `cost` may say why not.
 
-    Where there are no curves, `cost` says why. A page that has ledgers of several kinds numbers
-    them and says `of` which runs they are.
+    A page that has ledgers of several kinds numbers them and says `of` which runs they are.
     """
     notes = [f"Of {of}."] if of else []
     if loss is None:
-        nothing = "Nothing was charged, so nothing was released: ε = 0."
-        return [_of_kind(Section("privacy", "Privacy", [*notes, nothing]), number)]
-    if isinstance(cost, str):
+        notes.append("Nothing was charged, so nothing was released: ε = 0.")
+        sections = [Section("privacy", "Privacy", notes)]
+    elif isinstance(cost, str):
         why = f"No curve is drawn: {cost}."
-        return [_of_kind(Section("privacy", "Privacy", notes, warnings=[why]), number)]
-    columns = [Column("accountant", "text"), Column("what ε is", "text")]
-    rows = [
-        (
-            curve.accountant,
-            str(curve.bound),
-            format_epsilon_low(curve.epsilon_low[-1]) or "–",
-            format_epsilon(curve.epsilon[-1]),
-        )
-        for curve in cost.by_rounds
-    ]
-    caption = f"All {len(ledger.charges)} charges of the ledger at δ = {cost.delta:g}"
-    table = Table(caption, [*columns, Column("ε, lower end"), Column("ε")], rows)
-    by_rounds, errors = epsilon_chart(cost), trade_off_chart(cost)
-    sections = [
-        Section(by_rounds.name, "ε by round", notes, tables=[table], charts=[by_rounds]),
-        Section(errors.name, "What an attacker can tell", notes, charts=[errors]),
-    ]
-    return [_of_kind(section, number) for section in sections]
+        sections = [Section("privacy", "Privacy", notes, warnings=[why])]
+    else:
+        columns = [Column("accountant", "text"), Column("what ε is", "text")]
+        rows = []
+        for curve in cost.by_rounds:
+            low, high = format_epsilon_low(curve.epsilon_low[-1]), format_epsilon(curve.epsilon[-1])
+            rows.append((curve.accountant, str(curve.bound), low or "–", high))
+        caption = f"All {len(ledger.charges)} charges of the ledger at δ = {cost.delta:g}"
+        table = Table(caption, [*columns, Column("ε, lower end"), Column("ε")], rows)
+        rounds, errors = epsilon_chart(cost), trade_off_chart(cost)
+        sections = [
+            Section(rounds.name, "ε by round", notes, tables=[table], charts=[rounds]),
+            Section(errors.name, "What an attacker can tell", notes, charts=[errors]),
+        ]
+    return [_numbered(section, number) for section in sections] if number else sections
 
 
-def _of_kind(section: Section, number: int) -> Section:
-    """A section as it is called if others of its kind come before it."""
-    if number == 0:
-        return section
-    end = f"-{number}"
+def _numbered(section: Section, number: int) -> Section:
+    end, title = f"-{number}", f"{section.title} ({number + 1})"
     charts = [replace(chart, name=f"{chart.name}{end}") for chart in section.charts]
-    title = f"{section.title} ({number + 1})"
     return replace(section, name=f"{section.name}{end}", title=title, charts=charts, linked=False)
 
 
@@ -113,16 +104,9 @@ def epsilon_chart(cost: Cost) -> Chart:
     series = []
     for curve in cost.by_rounds:
         proven = curve.bound is Bound.INTERVAL and min(curve.epsilon_low) > 0.0
-        series.append(
-            Series(
-                f"{curve.accountant}: {curve.bound}",
-                curve.rounds,
-                curve.epsilon,
-                curve.epsilon_low if proven else (),
-                curve.epsilon if proven else (),
-                dashed=curve.bound is Bound.ESTIMATE,
-            )
-        )
+        band = (curve.epsilon_low, curve.epsilon) if proven else ((), ())
+        name, estimate = f"{curve.accountant}: {curve.bound}", curve.bound is Bound.ESTIMATE
+        series.append(Series(name, curve.rounds, curve.epsilon, *band, dashed=estimate))
     return declared("epsilon", series, {"delta": cost.delta})
 
 
@@ -154,16 +138,14 @@ def trade_off_chart(cost: Cost) -> Chart:
 
 
 def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
-    """Write each curve of a ledger as a figure and as CSV, and return the files.
+    """Write each curve of a ledger as a figure, "png" or "svg", and as CSV, and return the files.
 
-    * epsilon_by_rounds.csv: `accountant`, `bound` (what kind of number ε is), `delta`, `rounds`,
-      `epsilon_low` (lower end, 0 if there is none), `epsilon` (inf if none is proven).
-    * delta_by_epsilon.csv: `accountant`, `bound`, `epsilon`, `delta` (upper end of an interval).
-    * trade_off.csv: `type_one`, `type_two` (at least this), `type_two_gaussian` (G_μ),
-      `type_two_perfect` (no information).
+    * epsilon_by_rounds.csv: `bound` is what kind of number ε is; `epsilon_low` its lower end, 0 if
+      there is none; `epsilon` is inf if none is proven.
+    * delta_by_epsilon.csv: `delta` is the upper end of an interval.
+    * trade_off.csv: `type_two` is a lower bound; beside it G_μ, and what perfect privacy gives.
 
-    The folder is made if it does not exist; files of these names are replaced. The suffix is that
-    of the figures, "png" or "svg".
+    The folder is made if it does not exist; files of these names are replaced.
     """
     cost, off = curves.cost, curves.cost.trade_off
     by_rounds = [
@@ -176,18 +158,24 @@ def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
         for curve in curves.by_epsilon
         for point in zip(curve.epsilon, curve.delta, strict=True)
     ]
-    errors = np.stack([off.type_one, off.type_two, off.gaussian, 1 - off.type_one], axis=1)
-    rounds_columns = "accountant bound delta rounds epsilon_low epsilon"
-    errors_columns = "type_one type_two type_two_gaussian type_two_perfect"
-    written: tuple[tuple[str, Chart, str, Sequence[Sequence[object]]], ...] = (
-        ("epsilon_by_rounds", epsilon_chart(cost), rounds_columns, by_rounds),
-        ("delta_by_epsilon", delta_chart(curves), "accountant bound epsilon delta", by_epsilon),
-        ("trade_off", trade_off_chart(cost), errors_columns, errors.tolist()),
-    )
+    errors = np.stack([off.type_one, off.type_two, off.gaussian, 1 - off.type_one], axis=1).tolist()
+    written: dict[str, tuple[Chart, str, Sequence[Sequence[object]]]] = {
+        "epsilon_by_rounds": (
+            epsilon_chart(cost),
+            "accountant bound delta rounds epsilon_low epsilon",
+            by_rounds,
+        ),
+        "delta_by_epsilon": (delta_chart(curves), "accountant bound epsilon delta", by_epsilon),
+        "trade_off": (
+            trade_off_chart(cost),
+            "type_one type_two type_two_gaussian type_two_perfect",
+            errors,
+        ),
+    }
     files = []
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for name, chart, columns, rows in written:
+        for name, (chart, columns, rows) in written.items():
             titled = replace(chart, name=name, title=f"{curves.population}: {chart.title}")
             table = folder / f"{name}.csv"
             files += [*save(titled, folder, [suffix]), table]

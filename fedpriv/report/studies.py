@@ -1,25 +1,16 @@
 """What a study found: charts and tables of its arms, printed, drawn, and for other programs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from pydantic_core import to_json
 from rich.console import Console
 
 from fedpriv.errors import DataError, writing
-from fedpriv.report.charts import (
-    Axis,
-    Chart,
-    Series,
-    declared,
-    save,
-    spans_decades,
-    texts,
-)
-from fedpriv.report.tables import Column, Table, format_epsilon, print_table
+from fedpriv.report.charts import Axis, Chart, Series, declared, save, spans_decades, texts
+from fedpriv.report.tables import Column, Table, format_epsilon, json_text, print_table
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target
-from fedpriv.studies.results import verdict
+from fedpriv.studies.results import ACCURACY, LOSS, Measure, verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes
 from fedpriv.training.rounds import RoundResult
 
@@ -37,42 +28,12 @@ _NONE = "–"
 _Of = Callable[[ArmSummary], Interval | None]
 
 
-@dataclass(frozen=True)
-class Measure:
-    """How good a model is, in the units of its axis: an attribute of rounds and arms, scaled."""
-
-    name: str
-    axis: Axis
-    unit: str  # of a difference
-    better: str  # where a chart shows what is better
-    scale: float
-
-    def end(self, arm: ArmSummary) -> Interval | None:
-        """Its mean over seeds at the end."""
-        return self._scaled(getattr(arm, self.name))
-
-    def difference(self, arm: ArmSummary) -> Interval | None:
-        """Its mean paired difference from the baseline at the end; None without one."""
-        return self._scaled(getattr(arm, f"{self.name}_difference"))
-
-    def _scaled(self, found: Interval | None) -> Interval | None:
-        if found is None:
-            return None
-        half_width = found.half_width and self.scale * found.half_width
-        return replace(found, mean=self.scale * found.mean, half_width=half_width)
-
-    def line(self, rounds: Sequence[RoundResult]) -> tuple[list[RoundResult], list[float]]:
-        """The rounds after which it was measured, and its values."""
-        found = [each for each in rounds if getattr(each, self.name) is not None]
-        return found, [self.scale * getattr(each, self.name) for each in found]
-
-
-def _measure(name: str, unit: str, better: str, scale: float) -> Measure:
-    return Measure(name, declared(name, []).y, unit, better, scale)
-
-
-ACCURACY = _measure("accuracy", "points", "higher", 100.0)
-LOSS = _measure("loss", "unit of the loss", "lower", 1.0)
+def measured(
+    measure: Measure, rounds: Sequence[RoundResult]
+) -> tuple[list[RoundResult], list[float]]:
+    """The rounds after which a measure was taken, and its values."""
+    found = [each for each in rounds if getattr(each, measure.name) is not None]
+    return found, [measure.scale * getattr(each, measure.name) for each in found]
 
 
 def measure_of(arms: Sequence[ArmSummary]) -> Measure:
@@ -93,9 +54,10 @@ def line_of(name: str, x: Sequence[float], found: Sequence[Interval | None]) -> 
 def front_chart(arms: Sequence[ArmSummary]) -> Chart:
     """Accuracy in the end against ε spent, a line for each arm with all its targets."""
     measure = measure_of(arms)
+    by_name = {name: [arm for arm in arms if arm.arm == name] for name in _names(arms)}
     series = [
-        _with_bars(name, [arm.epsilon for arm in of_arm], of_arm, measure.end)
-        for name, of_arm in _by_name(arms).items()
+        replace(line_of(name, [arm.epsilon for arm in own], [*map(measure.end, own)]), bars=True)
+        for name, own in by_name.items()
     ]
     spent = [arm.epsilon for arm in arms]
     x = _axis(f"user-level ε at δ = {arms[0].target.delta:g}", "no unit", spent)
@@ -104,9 +66,9 @@ def front_chart(arms: Sequence[ArmSummary]) -> Chart:
 
 def arms_chart(arms: Sequence[ArmSummary]) -> Chart:
     """Accuracy in the end, arms beside each other at each target."""
-    measure, targets = measure_of(arms), _targets(arms)
-    series = _beside(list(_by_name(arms)), arms, targets, measure.end)
-    return measure_chart("arms", measure, series, x=_targets_axis(targets))
+    measure = measure_of(arms)
+    series = _beside(_names(arms), arms, measure.end)
+    return measure_chart("arms", measure, series, x=_targets_axis(_targets(arms)))
 
 
 def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
@@ -118,14 +80,14 @@ def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
     found = [arm for arm in arms if measure.difference(arm) is not None]
     if not found:
         return None
-    targets, names = _targets(found), list(_by_name(arms))
-    series = _beside(names, found, targets, measure.difference)
+    targets, names = _targets(found), _names(arms)
+    series = _beside(names, found, measure.difference)
     # In the place of the baseline, so that arms keep the colour and marker of other charts.
     zero, ends = f"{study.baseline}, the baseline", [-0.5, len(targets) - 0.5]
     series[names.index(study.baseline)] = Series(zero, ends, [0.0, 0.0], dashed=True, marked=False)
     y = Axis(f"{measure.name} minus baseline's", measure.unit)
-    words = _words(measure) | {"baseline": study.baseline}
-    return declared("differences", series, words, x=_targets_axis(targets), y=y)
+    x = _targets_axis(targets)
+    return measure_chart("differences", measure, series, x=x, y=y, baseline=study.baseline)
 
 
 def varied_charts(study: Study, arms: Sequence[ArmSummary]) -> list[Chart]:
@@ -155,14 +117,14 @@ def _varied_chart(
     name: str,
     at: str = "",
 ) -> Chart:
-    """Accuracy against a number, a series for each line at its target."""
     measure = measure_of(arms)
     found = {(arm.arm, arm.target): arm for arm in arms}
     series, all_values = [], []
     for label, line, target in lines:
         points = [(x, found[arm, target]) for x, arm in line.arms if (arm, target) in found]
         values = [x for x, _ in points]
-        series.append(_with_bars(label, values, [arm for _, arm in points], measure.end))
+        ends = [measure.end(arm) for _, arm in points]
+        series.append(replace(line_of(label, values, ends), bars=True))
         all_values += values
     title, unit = _NAMES.get(axis.key, (axis.key, "as in the study's file"))
     follows = f"With it change: {', '.join(axis.follows)}. " if axis.follows else ""
@@ -176,29 +138,21 @@ def measure_chart(
     series: Sequence[Series],
     name: str = "",
     x: Axis | None = None,
+    y: Axis | None = None,
     **words: object,
 ) -> Chart:
     """A chart of a measure against something."""
-    return declared(kind, series, _words(measure) | words, name, x, measure.axis)
-
-
-def _words(measure: Measure) -> dict[str, object]:
-    return {
-        "measure": measure.name,
-        "Measure": measure.name.capitalize(),
-        "better": measure.better,
-        "Better": measure.better.capitalize(),
-        "bars": texts()["study"]["bars"],
-    }
+    words |= {"measure": measure.name, "Measure": measure.name.capitalize()}
+    words |= {"better": measure.better, "Better": measure.better.capitalize()}
+    words["bars"] = texts()["study"]["bars"]
+    return declared(kind, series, words, name, x, y or declared(measure.name, []).y)
 
 
 def write_study_figures(read: ReadStudy, folder: Path) -> list[Path]:
     """Write the figures of a study as PNG and SVG, and return the files; ledgers are not read.
 
-    * front: accuracy in the end against ε spent, a line for each arm, with Student's intervals;
-      arms: the same without lines, instead, where the study has one ε.
-    * differences: from the baseline, paired by seed, where there are any.
-    * along-…: accuracy against each number that the arms vary.
+    They are front (arms, where the study has one ε), differences from the baseline where there are
+    any, and along-…, accuracy against each number that the arms vary.
     """
     if not read.arms:
         raise DataError(f"no run of the study in {read.folder} is finished; run it first")
@@ -214,25 +168,24 @@ def write_study_figures(read: ReadStudy, folder: Path) -> list[Path]:
 def results_table(read: ReadStudy, target: Target) -> Table:
     """How arms compare at a target."""
     study, arms = read.study, [arm for arm in read.arms if arm.target == target]
-    measure, levels = measure_of(arms), read.study.accuracies
+    measure, seeds = measure_of(arms), len(study.seeds)
     columns = (
         Column("arm", "text"),
         Column("accuracy\n(%)" if measure is ACCURACY else "loss"),
         Column("difference"),
-        *(Column(f"rounds\nto {100 * level:g}%") for level in levels),
+        *(Column(f"rounds\nto {100 * level:g}%") for level in study.accuracies),
         Column("noise\nz"),
         Column("ε\nspent"),
     )
     rows = []
     for arm in arms:
-        finished = len(arm.seeds)
-        some = "" if finished == len(study.seeds) else f" ({finished} seeds)"
+        some = "" if len(arm.seeds) == seeds else f" ({len(arm.seeds)} seeds)"
         against = "baseline" if arm.arm == study.baseline else _text(measure.difference(arm), "+")
-        reached = [_rounds(arm, level) for level in levels]
+        reached = [_rounds(arm, level) for level in study.accuracies]
         spent = (f"{arm.noise_multiplier:.4g}", format_epsilon(arm.epsilon))
         rows.append((f"{arm.arm}{some}", _text(measure.end(arm)), against, *reached, *spent))
     caption = (
-        f"At ε = {target.epsilon:g}, δ = {target.delta:g}: means over {len(study.seeds)} seeds ± "
+        f"At ε = {target.epsilon:g}, δ = {target.delta:g}: means over {seeds} seeds ± "
         f"Student's 95% interval, differences from {study.baseline} paired by seed"
     )
     return Table(caption, columns, rows)
@@ -282,12 +235,12 @@ def results_json(read: ReadStudy) -> str:
     content = {
         "name": study.name,
         "baseline": study.baseline,
-        "seeds": list(study.seeds),
+        "seeds": study.seeds,
         "missing_runs": read.missing,
-        "verdict": list(verdict(study, read.arms)),
+        "verdict": verdict(study, read.arms),
         "arms": [_arm_row(arm) for arm in read.arms],
     }
-    return to_json(content, indent=2, inf_nan_mode="strings").decode() + "\n"
+    return json_text(content)
 
 
 def _arm_row(arm: ArmSummary) -> dict[str, object]:
@@ -300,36 +253,26 @@ def _arm_row(arm: ArmSummary) -> dict[str, object]:
     return row
 
 
-def _by_name(arms: Sequence[ArmSummary]) -> dict[str, list[ArmSummary]]:
-    found: dict[str, list[ArmSummary]] = {}
-    for arm in arms:
-        found.setdefault(arm.arm, []).append(arm)
-    return found
+def _names(arms: Sequence[ArmSummary]) -> list[str]:
+    return list(dict.fromkeys(arm.arm for arm in arms))
 
 
 def _targets(arms: Sequence[ArmSummary]) -> list[Target]:
     return list(dict.fromkeys(arm.target for arm in arms))
 
 
-def _with_bars(name: str, x: Sequence[float], arms: Sequence[ArmSummary], of: _Of) -> Series:
-    return replace(line_of(name, x, [of(arm) for arm in arms]), bars=True)
-
-
-def _beside(
-    names: Sequence[str], arms: Sequence[ArmSummary], targets: Sequence[Target], of: _Of
-) -> list[Series]:
+def _beside(names: Sequence[str], arms: Sequence[ArmSummary], of: _Of) -> list[Series]:
     """Points of each arm around the place of each target."""
-    series, by_name = [], _by_name(arms)
+    series, targets = [], _targets(arms)
     for count, name in enumerate(names):
-        of_arm = by_name.get(name, [])
         shift = _WIDTH * ((count + 0.5) / len(names) - 0.5)
-        x = [targets.index(arm.target) + shift for arm in of_arm]
-        series.append(replace(_with_bars(name, x, of_arm, of), joined=False))
+        own = [arm for arm in arms if arm.arm == name]
+        x = [targets.index(arm.target) + shift for arm in own]
+        series.append(replace(line_of(name, x, [*map(of, own)]), bars=True, joined=False))
     return series
 
 
 def _targets_axis(targets: Sequence[Target]) -> Axis:
-    """A place for each target, side by side."""
     return Axis(
         f"user-level ε of each run at δ = {targets[0].delta:g}",
         "no unit",

@@ -20,19 +20,19 @@ from fedpriv.report.run_page import (
 )
 from fedpriv.report.studies import (
     CAVEAT,
-    Measure,
     clipping_table,
     differences_chart,
     front_chart,
     line_of,
     measure_chart,
     measure_of,
+    measured,
     results_table,
     varied_charts,
 )
 from fedpriv.report.tables import Column, Table
 from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Target
-from fedpriv.studies.results import STUDY, verdict
+from fedpriv.studies.results import STUDY, Measure, verdict
 
 # Policies under which a round costs the same among any number of users.
 _ANY_NUMBER = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER)
@@ -47,17 +47,12 @@ class _Arm:
 
 
 def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
-    """The page of a study, from its results and the verified record of each finished run.
-
-    Raises:
-        DataError: no run is finished, or a result says less ε than its ledger holds.
-    """
+    """The page of a study, from its results and the verified record of each finished run."""
     arms = _arms(read, records)
     if not arms:
         raise DataError(f"no run of the study in {read.folder} is finished; run it first")
     targets = [target for target in read.study.targets if _at(arms, target)]
     compared = differences_chart(read.study, read.arms)
-    varied = varied_charts(read.study, read.arms)
     text = (read.folder / STUDY).read_text(encoding="utf-8")
     by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
     front = front_chart(read.arms) if len(targets) > 1 else _spent_chart(arms, targets[0])
@@ -66,7 +61,7 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
         Section("differences", "Against the baseline", charts=[compared] if compared else []),
         Section("accuracy", "How good the models are", charts=by_round),
         Section("front", "Accuracy and privacy", charts=[front]),
-        Section("varied", "What was varied", charts=varied),
+        Section("varied", "What was varied", charts=varied_charts(read.study, read.arms)),
         *_privacy(arms),
         _clipping(read, arms, targets),
         Section("ledger", "Ledger verification", tables=[_ledgers_table(arms)]),
@@ -149,7 +144,7 @@ def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]
     """Rounds that were measured under every seed, and what was found."""
     values: dict[int, list[float]] = {}
     for record in arm.records:
-        for each, value in zip(*measure.line(record.rounds), strict=True):
+        for each, value in zip(*measured(measure, record.rounds), strict=True):
             values.setdefault(each.number, []).append(value)
     rounds = [number for number in sorted(values) if len(values[number]) == len(arm.records)]
     return rounds, [Interval.of(values[number]) for number in rounds]
@@ -166,9 +161,8 @@ def _privacy(arms: Sequence[_Arm]) -> list[Section]:
         loss = loss_of(record)
         if number == 0 and loss is not None:
             sections.append(assumptions(loss, record.ledger))
-        names = ", ".join(
-            f"{arm.summary.arm} at ε = {arm.summary.target.epsilon:g}" for arm in alike
-        )
+        summaries = [arm.summary for arm in alike]
+        names = ", ".join(f"{each.arm} at ε = {each.target.epsilon:g}" for each in summaries)
         sections += privacy_sections(loss, cost_or_reason(record), record.ledger, names, number)
     return sections
 
@@ -195,24 +189,18 @@ def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) 
 
 
 def _ledgers_table(arms: Sequence[_Arm]) -> Table:
-    """The ledger of each run, as it was verified."""
     columns = (
         Column("arm", "text"),
         *(Column(name) for name in ("target ε", "seed", "charges")),
         Column("cohorts checked", "text"),
         Column("head of the chain", "long"),
     )
-    rows = [
-        (
-            arm.summary.arm,
-            f"{arm.summary.target.epsilon:g}",
-            str(seed),
-            str(record.verification.head.count),
-            "yes" if record.verification.cohorts else "no record here",
-            record.verification.head.hash,
-        )
-        for arm in arms
-        for seed, record in zip(arm.summary.seeds, arm.records, strict=True)
-    ]
+    rows = []
+    for arm in arms:
+        for seed, record in zip(arm.summary.seeds, arm.records, strict=True):
+            found, target = record.verification, f"{arm.summary.target.epsilon:g}"
+            checked = "yes" if found.cohorts else "no record here"
+            counts = (target, str(seed), str(found.head.count))
+            rows.append((arm.summary.arm, *counts, checked, found.head.hash))
     caption = "One ledger for each run: its chain is intact, and every release has its charge"
     return Table(caption, columns, rows)
