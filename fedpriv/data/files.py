@@ -17,10 +17,8 @@ def find_folder(folder: str | Path | None, title: str, file: str, source: str) -
     if not isinstance(named, (str, Path, type(None))):
         raise DataError(f"folder is {named!r}; it must be a path")
     if not named:
-        raise DataError(
-            f"no folder for {title}: give folder= or set {_ENVIRONMENT} to the folder that holds "
-            f"{file}; {source}"
-        )
+        how = f"give folder= or set {_ENVIRONMENT} to the folder that holds {file}"
+        raise DataError(f"no folder for {title}: {how}; {source}")
     places = (Path(named), Path(named) / title.lower())
     for place in places:
         if (place / file).is_file():
@@ -35,9 +33,7 @@ def read_npz(path: Path) -> dict[str, NDArray[np.generic]]:
             arrays = dict(file.items())
     # NumPy and zipfile raise many kinds of errors, and their text may quote the content.
     except Exception as error:
-        raise DataError(
-            f"{path} cannot be read as an .npz file of numbers or strings ({type(error).__name__})"
-        ) from error
+        raise DataError(f"{path} cannot be read as an .npz file of numbers or strings") from error
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray) or array.ndim == 0:
             raise DataError(f"{name!r} in {path} is not an array whose first axis is the rows")

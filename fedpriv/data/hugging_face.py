@@ -32,7 +32,6 @@ ColumnNames: TypeAlias = Mapping[str, str | Sequence[str]]
 DEFAULT_COLUMNS: ColumnNames = {"x": "image", "y": "label"}
 _ROW = "fedpriv.row"
 _Kind = TypeVar("_Kind")
-_LONGEST_ARGUMENTS = 200  # characters; some partitioners take a list with an entry per user
 
 
 def from_dataset(
@@ -86,12 +85,9 @@ def load_hugging_face(
     listed = columns.values() if isinstance(columns, Mapping) else [None]
     names = [name for each in listed for name in (each if isinstance(each, list) else [each])]
     if not all(isinstance(name, str) for name in names):
-        raise InvalidValueError(
-            f"columns is {columns!r}; it must be a table: field → column, or list of columns"
-        )
-    rows, held_out = (
-        open_dataset(_option(name, path, str)) for name, path in (("train", train), ("test", test))
-    )
+        raise InvalidValueError(f"columns is {columns!r}; it must map fields to columns")
+    rows = open_dataset(_option("train", train, str))
+    held_out = open_dataset(_option("test", test, str))
     if isinstance(user_column, str) and partitioner is None and arguments is None:
         store, how = from_dataset(rows, user_column, columns), user_column
         _check_held_out(store, held_out, user_column)
@@ -116,8 +112,8 @@ def load_redealt(
 ) -> Population:
     """Load another population with `options`, and `redeal` its users; held-out rows are kept."""
     made, how = _described_partitioner(_option("partitioner", partitioner, str), arguments)
-    chosen = _option("options", {} if options is None else options, Mapping)
-    base = load_population(_option("population", population, str), chosen)
+    settings = _option("options", options or {}, Mapping)
+    base = load_population(_option("population", population, str), settings)
     users = redeal(base.users, made)
     name = f"{base.name}; dealt to {users.population} users by {how}"
     return Population(name, users, base.test)
@@ -144,9 +140,7 @@ def open_dataset(path: str | Path) -> "Dataset":
         raise
     # Readers raise errors of many classes, and their texts may quote the content.
     except Exception as error:
-        raise DataError(
-            f"{place} cannot be read ({type(error).__name__}); it must be a whole dataset"
-        ) from error
+        raise DataError(f"{place} cannot be read ({type(error).__name__})") from error
 
 
 def partitioner_named(name: str, arguments: Mapping[str, object]) -> "Partitioner":
@@ -161,13 +155,11 @@ def partitioner_named(name: str, arguments: Mapping[str, object]) -> "Partitione
         return cast("Partitioner", make(**arguments))
 
 
-def _described_partitioner(
-    name: str, arguments: Mapping[str, object] | None
-) -> tuple["Partitioner", str]:
+def _described_partitioner(name: str, arguments: object) -> tuple["Partitioner", str]:
     """A partitioner, and its public settings for the population's name."""
-    given = _option("arguments", {} if arguments is None else arguments, Mapping)
+    given = _option("arguments", arguments or {}, Mapping)
     text = json.dumps(given, sort_keys=True, default=repr)
-    if len(text) > _LONGEST_ARGUMENTS:
+    if len(text) > 200:  # some partitioners take a list with an entry per user
         text = f"arguments of SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
     return partitioner_named(name, given), f"{name} with {text}" if given else name
 
@@ -183,10 +175,8 @@ def _package(name: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        package = name.replace("_", "-")
-        raise DataError(
-            f"the package {package} is not installed; pip install 'fedpriv[{extra}]'"
-        ) from error
+        what = f"the package {name.replace('_', '-')} is not installed"
+        raise DataError(f"{what}; pip install 'fedpriv[{extra}]'") from error
 
 
 def _table_of_files(place: Path) -> "Table":
@@ -200,20 +190,16 @@ def _table_of_files(place: Path) -> "Table":
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     kinds = {file.suffix for file in files}
     if len(kinds) != 1 or not kinds <= readers.keys():
-        raise DataError(
-            f"{place} is not a dataset; legal are a folder saved by save_to_disk, and "
-            f"{', '.join(readers)} files, one or a folder of one kind"
-        )
+        legal = f"a folder saved by save_to_disk, and {', '.join(readers)} files of one kind"
+        raise DataError(f"{place} is not a dataset; legal are {legal}")
     read = readers[kinds.pop()]
     return pyarrow.concat_tables([read(file) for file in files], promote_options="permissive")
 
 
 def _read_columns(dataset: "Dataset", columns: ColumnNames) -> dict[str, Array]:
     if not isinstance(dataset, _package("datasets", "datasets").Dataset):
-        raise DataError(
-            f"dataset is a {type(dataset).__name__}; it must be a datasets.Dataset, which is one "
-            "split of a DatasetDict and not a stream"
-        )
+        found = f"dataset is a {type(dataset).__name__}"
+        raise DataError(f"{found}; it must be a datasets.Dataset, which is one split, no stream")
     named = [[column] if isinstance(column, str) else column for column in columns.values()]
     arrays = _select(dataset, {name for names in named for name in names}, "numpy")
     return {
@@ -236,13 +222,9 @@ def _select(dataset: "Dataset", columns: set[str], form: str | None) -> dict[str
 
 
 def _components(field: str, columns: Sequence[str], arrays: Fields) -> NDArray[np.float32]:
-    """Columns of numbers side by side: float32 [rows, columns]."""
     for column in columns:
         if arrays[column].ndim != 1 or arrays[column].dtype.kind not in "biuf":
-            raise DataError(
-                f"column {column!r} is not a column of numbers, as field {field!r} with several "
-                "columns needs"
-            )
+            raise DataError(f"column {column!r} of field {field!r} is not a column of numbers")
     if not columns:
         raise DataError(f"field {field!r} is made of no columns; there must be at least one")
     return np.stack([arrays[column] for column in columns], axis=1).astype(np.float32)
@@ -259,16 +241,12 @@ def _dealt(fields: Fields, dataset: "Dataset", partitioner: "Partitioner") -> Us
         with _refusals(what):
             part = partitioner.load_partition(user)
         if _ROW not in part.column_names:
-            raise DataError(
-                f"{what} does not deal whole rows; users must differ in rows, not in columns"
-            )
+            raise DataError(f"{what} does not deal whole rows; users must differ in rows")
         rows[user] = np.asarray(part[_ROW][:], np.int64)
     dealt, times = np.unique(np.concatenate(rows), return_counts=True)
     if times.max(initial=0) > 1:
-        raise DataError(
-            f"{what} gives {np.count_nonzero(times > 1)} rows to two users or twice to one; a row "
-            "must have one user"
-        )
+        twice = np.count_nonzero(times > 1)
+        raise DataError(f"{what} gives {twice} rows to two users or twice to one; each needs one")
     user_of_row = np.zeros(len(dataset), np.int64)
     user_of_row[np.concatenate(rows)] = np.repeat(np.arange(users), [len(own) for own in rows])
     if len(dealt) < len(dataset):
@@ -291,10 +269,8 @@ def _check_held_out(users: UserStore, held_out: "Dataset", user_column: str) -> 
         enrolled = {users.id_of(user) for user in range(users.population)}
         both = {str(user) for user in _read_ids(held_out, user_column)} & enrolled
         if both:
-            raise DataError(
-                f"{len(both)} users have rows in train and in test; held-out rows must not belong "
-                "to an enrolled user"
-            )
+            found = f"{len(both)} users have rows in train and in test"
+            raise DataError(f"{found}; held-out rows must not belong to an enrolled user")
 
 
 def _as_inputs(fields: Fields) -> dict[str, Array]:

@@ -72,10 +72,7 @@ def load_digits(
 
 def _check_setting(name: str, value: float | None, partition: str, needed_by: str) -> None:
     if (value is not None) != (partition == needed_by):
-        raise InvalidValueError(
-            f"{name} is {value} with partition {partition!r}; "
-            f"it must be given for {needed_by!r} and for nothing else"
-        )
+        raise InvalidValueError(f"{name} is {value}; it must be given for {needed_by!r} alone")
 
 
 def load_mnist_writers(folder: str | Path | None = None) -> Population:
@@ -95,9 +92,7 @@ def load_mnist_writers(folder: str | Path | None = None) -> Population:
     images, labels = _read_pair(place, _TRAIN)
     writers = _read_train_writers(place)
     if len(writers) != len(images):
-        raise DataError(
-            f"{place} has writers for {len(writers)} training images; there are {len(images)}"
-        )
+        raise DataError(f"{place} has {len(writers)} writers for {len(images)} training images")
     grouped = from_arrays({"x": images, "y": labels}, writers)
     x, y = grouped.fields["x"], grouped.fields["y"]
     users = UserStore({"x": _normalised(x), "y": y}, grouped.offsets, grouped.user_ids)
@@ -106,16 +101,12 @@ def load_mnist_writers(folder: str | Path | None = None) -> Population:
     return Population(name, users, {"x": _normalised(images), "y": labels})
 
 
-def _read_pair(
-    place: Path, files: tuple[str, str]
-) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+def _read_pair(place: Path, files: tuple[str, str]) -> tuple[Array, NDArray[np.int64]]:
     images_path, labels_path = (place / name for name in files)
     images, labels = _read_idx(images_path, dimensions=3), _read_idx(labels_path, dimensions=1)
     if images.dtype != np.uint8 or images.shape[1:] != (28, 28):
-        raise DataError(
-            f"{images_path} has images {images.dtype}{list(images.shape[1:])}; "
-            "they must be uint8[28, 28]"
-        )
+        found = f"{images.dtype}{list(images.shape[1:])}"
+        raise DataError(f"{images_path} has images {found}; they must be uint8[28, 28]")
     if len(labels) != len(images):
         raise DataError(f"{labels_path} has {len(labels)} labels for {len(images)} images")
     if labels.size and labels.max() > 9:
@@ -133,10 +124,8 @@ def _read_idx(path: Path, dimensions: int) -> NDArray[np.integer]:
         values = np.frombuffer(content, _IDX_DTYPES[code], offset=4 + 4 * dimensions)
         return values.reshape(shape).astype(values.dtype.newbyteorder("="))
     except (OSError, EOFError, zlib.error, struct.error, KeyError, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be read; it must be a whole gzip-compressed idx file of bytes or "
-            f"32-bit integers in {dimensions} dimensions"
-        ) from error
+        legal = f"a gzip-compressed idx file of integers in {dimensions} dimensions"
+        raise DataError(f"{path} cannot be read; it must be {legal}") from error
 
 
 def _read_train_writers(folder: Path) -> NDArray[np.integer]:
@@ -148,9 +137,8 @@ def _read_train_writers(folder: Path) -> NDArray[np.integer]:
             raise DataError(f"{derived} holds no list of integers train_writer")
         return writers.astype(np.int64)
     if not original.is_file():
-        raise DataError(
-            f"{_WRITERS} and {_QMNIST_LABELS} are absent from {folder}; {_QMNIST_SOURCE}"
-        )
+        both = f"{_WRITERS} and {_QMNIST_LABELS}"
+        raise DataError(f"{both} are absent from {folder}; {_QMNIST_SOURCE}")
     columns = _read_idx(original, dimensions=2)
     if columns.shape[1] <= _WRITER_COLUMN:
         raise DataError(f"{original} has {columns.shape[1]} columns; the writer is column 2 of 8")

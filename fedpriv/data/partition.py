@@ -92,10 +92,7 @@ def partition(
         raise DataError(f"user_of_row names user {users - 1}, but there are {len(user_ids)} ids")
     for name, field in fields.items():
         if np.shape(field)[:1] != owners.shape:
-            raise DataError(
-                f"field {name!r} has shape {np.shape(field)}; its first axis must be the "
-                f"{owners.size} rows that were given a user"
-            )
+            raise DataError(f"field {name!r} has shape {np.shape(field)}, not {owners.size} rows")
     sizes = np.bincount(owners, minlength=users if user_ids is None else len(user_ids))
     if np.any(owners[1:] < owners[:-1]):
         order = np.argsort(owners, kind="stable")
@@ -128,9 +125,7 @@ def _generator(seed: int) -> np.random.Generator:
 
 def _check_labels(labels: Array, parts: int, what: str) -> None:
     if np.ndim(labels) != 1:
-        raise InvalidValueError(
-            f"labels have shape {np.shape(labels)}; one label per row is needed"
-        )
+        raise InvalidValueError(f"labels have shape {np.shape(labels)}, not one label per row")
     _check_enough(len(labels), parts, what)
 
 

@@ -104,9 +104,7 @@ class UserStore:
     def rows_of(self, user: int) -> slice:
         """Rows of the user at a position; InvalidValueError if it is not a position."""
         if check_count("user", user, least=0) >= self.population:
-            raise InvalidValueError(
-                f"user is {user}; positions of this store are 0 to {self.population - 1}"
-            )
+            raise InvalidValueError(f"user is {user}; it must be below {self.population}")
         return slice(int(self.offsets[user]), int(self.offsets[user + 1]))
 
     def examples_of(self, user: int) -> dict[str, Array]:
@@ -192,17 +190,13 @@ class Population:
         if not self.name.strip() or not self.name.isprintable():
             raise DataError(f"population name {self.name!r} must be one printable line")
         if self.test.keys() != self.users.fields.keys():
-            raise DataError(
-                f"test rows have the fields {sorted(self.test)}; "
-                f"the users have {sorted(self.users.fields)}"
-            )
+            names = sorted(self.users.fields)
+            raise DataError(f"test rows have the fields {sorted(self.test)}; users have {names}")
         for name, array in self.test.items():
             check_like(f"test field {name!r}", array, "the users' is", self.users.fields[name])
         counts = {len(array) for array in self.test.values()}
         if len(counts) != 1 or 0 in counts:
-            raise DataError(
-                f"test fields have {sorted(counts)} rows; all need the same number, at least one"
-            )
+            raise DataError(f"test fields have {sorted(counts)} rows; they must agree, above 0")
         object.__setattr__(self, "test", dict(self.test))
 
     @classmethod
@@ -232,10 +226,7 @@ class Population:
         users = from_arrays({"x": x, "y": y}, user_ids)
         if not isinstance(held_out, tuple) or len(held_out) != 2:
             raise DataError("held_out must be a pair: inputs and targets")
-        test = {
-            field: to_array(f"held-out {field!r}", column)
-            for field, column in zip(("x", "y"), held_out, strict=True)
-        }
+        test = {"x": to_array("held-out x", held_out[0]), "y": to_array("held-out y", held_out[1])}
         return cls(f"{name}: {users.population} users", users, test)
 
 
@@ -246,18 +237,14 @@ def load_population(name: str, options: Mapping[str, object]) -> Population:
     is not fedpriv's own only type and line are reported, because its text may hold users' data.
     """
     if name not in _LOADERS and ":" not in name:
-        raise DataError(
-            f"unknown population {name!r}; {known_names(name, _LOADERS)}, "
-            "or package.module:function"
-        )
+        known = known_names(name, _LOADERS)
+        raise DataError(f"unknown population {name!r}; {known}, or package.module:function")
     what = f"population {name!r}"
     loader = import_function(what, _LOADERS.get(name, name), DataError)
     check_options(what, loader, options, InvalidValueError)
     population = call_imported(what, loader, options, DataError)
     if not isinstance(population, Population):
-        raise DataError(
-            f"{name} returned a {type(population).__name__}; it must return a Population"
-        )
+        raise DataError(f"{name} must return a Population, not {type(population).__name__}")
     return population
 
 
@@ -295,9 +282,8 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     kind = str if values and isinstance(values[0], str) else (int, np.integer)
     for position, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, kind):
-            raise DataError(
-                f"user id number {position} is {value!r}; ids must be all strings or all integers"
-            )
+            found = f"user id number {position} is {value!r}"
+            raise DataError(f"{found}; ids must be all strings or all integers")
     array = np.array(values) if values else np.empty(0, dtype=np.str_)
     if array.dtype.kind not in "iuU":
         raise DataError("user ids hold an integer beyond 64 bits; write such ids as strings")
@@ -321,15 +307,9 @@ def _checked_rows(fields: Fields) -> int:
         if not isinstance(name, str) or not name.isidentifier():
             raise DataError(f"field name {name!r} is not a Python identifier")
         if not isinstance(column, np.ndarray) or column.ndim == 0:
-            raise DataError(
-                f"field {name!r} is a {type(column).__name__}; "
-                "it must be a NumPy array whose first axis is the rows"
-            )
+            raise DataError(f"field {name!r} is a {type(column).__name__}, not an array of rows")
         if column.dtype.hasobject:
-            raise DataError(
-                f"field {name!r} has dtype {column.dtype}; rows must be of one shape and one "
-                "number or string dtype"
-            )
+            raise DataError(f"field {name!r} has dtype {column.dtype}, not of numbers or strings")
     rows = {len(column) for column in fields.values()}
     if not rows:
         raise DataError("a user store has no field; it needs at least one")
@@ -342,10 +322,8 @@ def _checked_rows(fields: Fields) -> int:
 def _checked_offsets(offsets: Array, rows: int) -> NDArray[np.int64]:
     array = np.asarray(offsets)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(
-            f"offsets have dtype {array.dtype} and shape {array.shape}; "
-            "they must be N + 1 integers in one dimension"
-        )
+        shape = array.shape
+        raise DataError(f"offsets have dtype {array.dtype} and shape {shape}, not [N + 1] integers")
     if array.size < 2:
         raise DataError("a user store has no users; it needs at least one")
     cuts: NDArray[np.int64] = array.astype(np.int64, copy=False)
@@ -399,8 +377,7 @@ def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
     """Write all files of a store; of the fields, one part is in memory at a time."""
     like: dict[str, Array] = {}
     files: dict[str, BinaryIO] = {}
-    sizes: list[NDArray[np.int64]] = []
-    ids: list[IdArray] = []
+    sizes, ids = list[NDArray[np.int64]](), list[IdArray]()
     with ExitStack() as opened:
         for part in parts:
             for name, column in part.fields.items() if not sizes else ():
@@ -411,10 +388,10 @@ def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
             if part.fields.keys() != like.keys():
                 raise DataError(f"parts have the fields {list(like)} and {list(part.fields)}")
             for name, column in part.fields.items():
-                if _per_row(column) != _per_row(like[name]):
+                one, other = _per_row(like[name]), _per_row(column)
+                if one != other:
                     raise DataError(
-                        f"field {name!r} is {_per_row(like[name])} per row in one part, "
-                        f"{_per_row(column)} in another"
+                        f"field {name!r} is {one} per row in one part, {other} in another"
                     )
                 np.ascontiguousarray(column).tofile(files[name])
             sizes.append(part.sizes)

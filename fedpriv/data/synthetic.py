@@ -37,7 +37,15 @@ def synthetic_population(
     if isinstance(shape, str) or not isinstance(shape, Sequence):
         raise InvalidValueError(f"shape is {shape!r}; it must be a list of whole numbers")
     sides = tuple(check_count("each side of shape", side) for side in shape)
-    low, high = _size_range(examples_per_user)
+    size = examples_per_user
+    if isinstance(size, Sequence) and (isinstance(size, str) or len(size) != 2):
+        legal = "a whole number or a pair (low, high)"
+        raise InvalidValueError(f"examples_per_user is {size!r}; it must be {legal}")
+    if isinstance(size, Sequence):
+        low = check_count("low of examples_per_user", size[0], least=0)
+        high = check_count("high of examples_per_user", size[1], least=max(low, 1))
+    else:
+        low = high = check_count("examples_per_user", size)
     rng = np.random.default_rng(check_count("seed", seed, least=0))
     means = rng.standard_normal((classes, int(np.prod(sides))), dtype=np.float32)
     means *= _CLASS_RADIUS / np.linalg.norm(means, axis=1, keepdims=True)
@@ -50,19 +58,6 @@ def synthetic_population(
         f"{classes} classes, seed {seed}"
     )
     return Population(name, store, test)
-
-
-def _size_range(examples_per_user: int | Sequence[int]) -> tuple[int, int]:
-    pair = examples_per_user
-    if isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2:
-        low = check_count("low of examples_per_user", pair[0], least=0)
-        return low, check_count("high of examples_per_user", pair[1], least=max(low, 1))
-    if isinstance(pair, Sequence):
-        raise InvalidValueError(
-            f"examples_per_user is {pair!r}; it must be a whole number or a pair (low, high)"
-        )
-    size = check_count("examples_per_user", pair)
-    return size, size
 
 
 def _draw(

@@ -49,9 +49,7 @@ class Axis:
 
     def __post_init__(self) -> None:
         if not self.name or not self.unit:
-            raise InvalidValueError(
-                f"an axis has name {self.name!r} and unit {self.unit!r}; it must have both"
-            )
+            raise InvalidValueError(f"axis {self.name!r} has unit {self.unit!r}; it must have both")
 
 
 ROUNDS = Axis("rounds released", "count")

@@ -7,29 +7,11 @@ from dataclasses import dataclass, replace
 from fedpriv.errors import DataError
 from fedpriv.ledger.budget import merge_equal
 from fedpriv.ledger.events import SamplingPolicy
+from fedpriv.report import run_page, studies
 from fedpriv.report.charts import Chart, texts
 from fedpriv.report.guarantee import assumptions, privacy_sections, users_of
 from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import RunRecord
-from fedpriv.report.run_page import (
-    FOOTER,
-    cost_or_reason,
-    loss_of,
-    norms_charts,
-    software_section,
-)
-from fedpriv.report.studies import (
-    CAVEAT,
-    clipping_table,
-    differences_chart,
-    front_chart,
-    line_of,
-    measure_chart,
-    measure_of,
-    measured,
-    results_table,
-    varied_charts,
-)
 from fedpriv.report.tables import Column, Table
 from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Target
 from fedpriv.studies.results import STUDY, Measure, verdict
@@ -52,23 +34,23 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
     if not arms:
         raise DataError(f"no run of the study in {read.folder} is finished; run it first")
     targets = [target for target in read.study.targets if _at(arms, target)]
-    compared = differences_chart(read.study, read.arms)
+    compared = studies.differences_chart(read.study, read.arms)
     text = (read.folder / STUDY).read_text(encoding="utf-8")
     by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
-    front = front_chart(read.arms) if len(targets) > 1 else _spent_chart(arms, targets[0])
+    front = studies.front_chart(read.arms) if len(targets) > 1 else _spent_chart(arms, targets[0])
     sections = [
         _summary(read, arms, targets),
         Section("differences", "Against the baseline", charts=[compared] if compared else []),
         Section("accuracy", "How good the models are", charts=by_round),
         Section("front", "Accuracy and privacy", charts=[front]),
-        Section("varied", "What was varied", charts=varied_charts(read.study, read.arms)),
+        Section("varied", "What was varied", charts=studies.varied_charts(read.study, read.arms)),
         *_privacy(arms),
         _clipping(read, arms, targets),
         Section("ledger", "Ledger verification", tables=[_ledgers_table(arms)]),
         Section("plan", "Resolved study", [texts()["plan"]["study"]], listing=text),
-        software_section(),
+        run_page.software_section(),
     ]
-    return Page(read.study.name, f"A study on {_who(arms)}, by fedpriv", sections, FOOTER)
+    return Page(read.study.name, f"A study on {_who(arms)}, by fedpriv", sections, run_page.FOOTER)
 
 
 def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
@@ -80,7 +62,7 @@ def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
             if (cell.arm.name, cell.target) == (summary.arm, summary.target)
         ]
         for result, record in of_arm:
-            loss = loss_of(record)
+            loss = run_page.loss_of(record)
             if loss is None or loss.epsilon > result.epsilon * (1.0 + 1e-9):
                 raise DataError(
                     f"the result of {record.folder} says ε = {result.epsilon:g}, and its ledger "
@@ -109,7 +91,7 @@ def _summary(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -
     return Section(
         "summary",
         "Summary",
-        [*said, CAVEAT],
+        [*said, studies.CAVEAT],
         answers=len(said),
         warnings=[f"{read.missing} runs of the study are not finished."] if read.missing else [],
         cards=[
@@ -118,33 +100,33 @@ def _summary(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -
             Card("seeds", str(len(study.seeds)), "the same in each arm"),
             Card("users", counts, _who(arms)),
         ],
-        tables=[results_table(read, target) for target in targets],
+        tables=[studies.results_table(read, target) for target in targets],
     )
 
 
 def _by_round_chart(arms: Sequence[_Arm], target: Target, name: str) -> Chart:
     """Mean accuracy by round with 95% intervals over seeds, for each arm at a target."""
-    measure = measure_of([arm.summary for arm in arms])
-    series = [line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms]
-    return measure_chart("study-rounds", measure, series, name, epsilon=target.epsilon)
+    measure = studies.measure_of([arm.summary for arm in arms])
+    series = [studies.line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms]
+    return studies.measure_chart("study-rounds", measure, series, name, epsilon=target.epsilon)
 
 
 def _spent_chart(arms: Sequence[_Arm], target: Target) -> Chart:
     """Accuracy against the ε spent until then, for each arm at one target."""
-    measure = measure_of([arm.summary for arm in arms])
+    measure = studies.measure_of([arm.summary for arm in arms])
     series = []
     for arm in arms:
         rounds, found = _over_seeds(arm, measure)
         spent = {each.number: each.epsilon for each in arm.records[0].rounds}
-        series.append(line_of(arm.summary.arm, [spent[each] for each in rounds], found))
-    return measure_chart("study-spent", measure, series, "front", delta=target.delta)
+        series.append(studies.line_of(arm.summary.arm, [spent[each] for each in rounds], found))
+    return studies.measure_chart("study-spent", measure, series, "front", delta=target.delta)
 
 
 def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]:
-    """Rounds that were measured under every seed, and what was found."""
+    """Rounds that were studies.measured under every seed, and what was found."""
     values: dict[int, list[float]] = {}
     for record in arm.records:
-        for each, value in zip(*measured(measure, record.rounds), strict=True):
+        for each, value in zip(*studies.measured(measure, record.rounds), strict=True):
             values.setdefault(each.number, []).append(value)
     rounds = [number for number in sorted(values) if len(values[number]) == len(arm.records)]
     return rounds, [Interval.of(values[number]) for number in rounds]
@@ -158,12 +140,14 @@ def _privacy(arms: Sequence[_Arm]) -> list[Section]:
     sections = []
     for number, alike in enumerate(kinds.values()):
         record = alike[0].records[0]
-        loss = loss_of(record)
+        loss = run_page.loss_of(record)
         if number == 0 and loss is not None:
             sections.append(assumptions(loss, record.ledger))
         summaries = [arm.summary for arm in alike]
         names = ", ".join(f"{each.arm} at ε = {each.target.epsilon:g}" for each in summaries)
-        sections += privacy_sections(loss, cost_or_reason(record), record.ledger, names, number)
+        sections += privacy_sections(
+            loss, run_page.cost_or_reason(record), record.ledger, names, number
+        )
     return sections
 
 
@@ -182,9 +166,11 @@ def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) 
     last = targets[-1]
     note = f"Charts show all seeds of each arm at ε = {last.epsilon:g}; tables are for each ε."
     charts = [
-        chart for arm in _at(arms, last) for chart in norms_charts(arm.records, arm.summary.arm)
+        chart
+        for arm in _at(arms, last)
+        for chart in run_page.norms_charts(arm.records, arm.summary.arm)
     ]
-    tables = [clipping_table(read, target) for target in targets]
+    tables = [studies.clipping_table(read, target) for target in targets]
     return Section("norms", "Clipping", [note], tables=tables, charts=charts)
 
 

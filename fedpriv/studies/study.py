@@ -188,9 +188,7 @@ def _levels(key: str, axis: object) -> list[Arm]:
     elif isinstance(axis, Mapping):
         levels = list(axis.items())
     else:
-        raise InvalidValueError(
-            f"axis {key!r} is {axis!r}; it must be a table of levels or a list of values"
-        )
+        raise InvalidValueError(f"axis {key!r} is {axis!r}; it must be a table or a list")
     if not levels:
         raise InvalidValueError(f"axis {key!r} has no level; it must have at least one")
     for name, assignments in levels:
@@ -220,9 +218,7 @@ def load_study(path: Path) -> Study:
     if isinstance(base, dict):
         table["base"] = spelled_out(base)
     if not isinstance(axes, dict) or bool(axes) == bool(table.get("arms")):
-        raise InvalidValueError(
-            f"{path}: exactly one of arms and axes must be given, with at least one arm"
-        )
+        raise InvalidValueError(f"{path}: exactly one of arms and axes must be given")
     if axes:
         crossed = itertools.product(*(_levels(key, axis) for key, axis in axes.items()))
         table["arms"] = [
