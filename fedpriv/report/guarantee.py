@@ -10,17 +10,21 @@ from pathlib import Path
 import numpy as np
 
 from fedpriv.accounting.accountant import Bound, PrivacyLoss
+from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.pricing import (
     Cost,
     Curves,
     LedgerContent,
+    cost_of,
     weakest_arithmetic,
     weakest_randomness,
 )
-from fedpriv.errors import writing
+from fedpriv.errors import InvalidValueError, UnsupportedEventError, writing
+from fedpriv.ledger.budget import merge_equal
 from fedpriv.ledger.events import Randomness, SamplingPolicy
 from fedpriv.report.charts import Chart, Series, declared, save, texts
 from fedpriv.report.page import Section
+from fedpriv.report.records import RunRecord
 from fedpriv.report.tables import Column, Table, format_epsilon, format_epsilon_low, lower_end
 
 _FALSE_ALARMS = 0.05
@@ -59,38 +63,44 @@ def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> Section:
     return Section("assumptions", "What ε says", terms=terms)
 
 
-def privacy_sections(
-    loss: PrivacyLoss | None,
-    cost: Cost | str,
-    ledger: LedgerContent,
-    of: str = "",
-    number: int = 0,
-) -> list[Section]:
-    """ε of a ledger by every accountant, and its trade-off function; `cost` may say why not.
+def loss_of(record: RunRecord) -> PrivacyLoss | None:
+    """What all charges of a run's ledger cost, by the plan's accountant; None without charges."""
+    events = merge_equal(record.ledger.events)
+    return accountant_named(record.accountant).epsilon(events, record.delta) if events else None
+
+
+def privacy_sections(record: RunRecord, of: str = "", number: int = 0) -> list[Section]:
+    """ε of a run's ledger by every accountant, and its trade-off function.
 
     A page that has ledgers of several kinds numbers them and says `of` which runs they are.
     """
-    notes = [f"Of {of}."] if of else []
-    if loss is None:
-        notes.append("Nothing was charged, so nothing was released: ε = 0.")
-        sections = [Section("privacy", "Privacy", notes)]
-    elif isinstance(cost, str):
-        why = f"No curve is drawn: {cost}."
+    notes, charges = [f"Of {of}."] if of else [], record.ledger.charges
+    try:
+        cost = cost_of(record.ledger, record.delta) if charges else None
+    except (InvalidValueError, UnsupportedEventError) as error:
+        why = f"No curve is drawn: {error}."
         sections = [Section("privacy", "Privacy", notes, warnings=[why])]
     else:
-        columns = [Column("accountant", "text"), Column("what ε is", "text")]
-        rows = []
-        for curve in cost.by_rounds:
-            low, high = format_epsilon_low(curve.epsilon_low[-1]), format_epsilon(curve.epsilon[-1])
-            rows.append((curve.accountant, str(curve.bound), low or "–", high))
-        caption = f"All {len(ledger.charges)} charges of the ledger at δ = {cost.delta:g}"
-        table = Table(caption, [*columns, Column("ε, lower end"), Column("ε")], rows)
-        rounds, errors = epsilon_chart(cost), trade_off_chart(cost)
-        sections = [
-            Section(rounds.name, "ε by round", notes, tables=[table], charts=[rounds]),
-            Section(errors.name, "What an attacker can tell", notes, charts=[errors]),
-        ]
+        sections = _cost_sections(cost, len(charges), notes)
     return [_numbered(section, number) for section in sections] if number else sections
+
+
+def _cost_sections(cost: Cost | None, charges: int, notes: list[str]) -> list[Section]:
+    if cost is None:
+        nothing = "Nothing was charged, so nothing was released: ε = 0."
+        return [Section("privacy", "Privacy", [*notes, nothing])]
+    columns = [Column("accountant", "text"), Column("what ε is", "text")]
+    rows = []
+    for curve in cost.by_rounds:
+        low, high = format_epsilon_low(curve.epsilon_low[-1]), format_epsilon(curve.epsilon[-1])
+        rows.append((curve.accountant, str(curve.bound), low or "–", high))
+    caption = f"All {charges} charges of the ledger at δ = {cost.delta:g}"
+    table = Table(caption, [*columns, Column("ε, lower end"), Column("ε")], rows)
+    rounds, errors = _epsilon_chart(cost), _trade_off_chart(cost)
+    return [
+        Section(rounds.name, "ε by round", notes, tables=[table], charts=[rounds]),
+        Section(errors.name, "What an attacker can tell", notes, charts=[errors]),
+    ]
 
 
 def _numbered(section: Section, number: int) -> Section:
@@ -99,7 +109,7 @@ def _numbered(section: Section, number: int) -> Section:
     return replace(section, name=f"{section.name}{end}", title=title, charts=charts, linked=False)
 
 
-def epsilon_chart(cost: Cost) -> Chart:
+def _epsilon_chart(cost: Cost) -> Chart:
     """ε by the number of charges, by every accountant that can price the ledger."""
     series = []
     for curve in cost.by_rounds:
@@ -110,8 +120,7 @@ def epsilon_chart(cost: Cost) -> Chart:
     return declared("epsilon", series, {"delta": cost.delta})
 
 
-def delta_chart(curves: Curves) -> Chart:
-    """δ by ε of the whole ledger, by every accountant, with the point that is reported."""
+def _delta_chart(curves: Curves) -> Chart:
     cost = curves.cost
     reported = f"reported: ε = {format_epsilon(cost.epsilon)} at δ = {cost.delta:g}"
     series = [
@@ -122,8 +131,7 @@ def delta_chart(curves: Curves) -> Chart:
     return declared("delta", [*series, reported_point])
 
 
-def trade_off_chart(cost: Cost) -> Chart:
-    """The trade-off function f(α), beside G_μ and guessing."""
+def _trade_off_chart(cost: Cost) -> Chart:
     off, same = cost.trade_off, f"one Gaussian of the same ε: μ = {cost.trade_off.mu:.3g}"
     x, ends = off.type_one.tolist(), [0.0, 1.0]
     # One point in words; the number is rounded down, as a bound is.
@@ -140,12 +148,8 @@ def trade_off_chart(cost: Cost) -> Chart:
 def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
     """Write each curve of a ledger as a figure, "png" or "svg", and as CSV, and return the files.
 
-    * epsilon_by_rounds.csv: `bound` is what kind of number ε is; `epsilon_low` its lower end, 0 if
-      there is none; `epsilon` is inf if none is proven.
-    * delta_by_epsilon.csv: `delta` is the upper end of an interval.
-    * trade_off.csv: `type_two` is a lower bound; beside it G_μ, and what perfect privacy gives.
-
-    The folder is made if it does not exist; files of these names are replaced.
+    `bound` is what kind of number ε is, `epsilon_low` its lower end, 0 if there is none; `epsilon`
+    is inf if none is proven, `delta` the upper end of an interval, `type_two` a lower bound.
     """
     cost, off = curves.cost, curves.cost.trade_off
     by_rounds = [
@@ -159,28 +163,25 @@ def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
         for point in zip(curve.epsilon, curve.delta, strict=True)
     ]
     errors = np.stack([off.type_one, off.type_two, off.gaussian, 1 - off.type_one], axis=1).tolist()
-    written: dict[str, tuple[Chart, str, Sequence[Sequence[object]]]] = {
-        "epsilon_by_rounds": (
-            epsilon_chart(cost),
-            "accountant bound delta rounds epsilon_low epsilon",
-            by_rounds,
-        ),
-        "delta_by_epsilon": (delta_chart(curves), "accountant bound epsilon delta", by_epsilon),
-        "trade_off": (
-            trade_off_chart(cost),
-            "type_one type_two type_two_gaussian type_two_perfect",
-            errors,
-        ),
+    charts = {
+        "epsilon_by_rounds": _epsilon_chart(cost),
+        "delta_by_epsilon": _delta_chart(curves),
+        "trade_off": _trade_off_chart(cost),
     }
+    tables: list[list[Sequence[object]]] = [
+        [["accountant", "bound", "delta", "rounds", "epsilon_low", "epsilon"], *by_rounds],
+        [["accountant", "bound", "epsilon", "delta"], *by_epsilon],
+        [["type_one", "type_two", "type_two_gaussian", "type_two_perfect"], *errors],
+    ]
     files = []
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for name, (chart, columns, rows) in written.items():
+        for (name, chart), rows in zip(charts.items(), tables, strict=True):
             titled = replace(chart, name=name, title=f"{curves.population}: {chart.title}")
             table = folder / f"{name}.csv"
             files += [*save(titled, folder, [suffix]), table]
             with table.open("w", newline="", encoding="utf-8") as stream:
-                csv.writer(stream).writerows([columns.split(), *rows])
+                csv.writer(stream).writerows(rows)
     return files
 
 

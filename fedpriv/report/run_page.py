@@ -10,11 +10,9 @@ from urllib.parse import quote
 from fedpriv import __version__
 from fedpriv.accounting.accountant import PrivacyLoss
 from fedpriv.accounting.accountants import accountant_named
-from fedpriv.accounting.pricing import Cost, cost_of
-from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.budget import merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
-from fedpriv.report.guarantee import assumptions, privacy_sections, users_of, warnings
+from fedpriv.report.guarantee import assumptions, loss_of, privacy_sections, users_of, warnings
 from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import Figures, RunRecord, versions
 from fedpriv.report.studies import measured
@@ -35,7 +33,7 @@ def page_of_run(record: RunRecord) -> Page:
         *([assumptions(loss, record.ledger)] if loss else []),
         Section("accuracy", "How good the model is", nothing, charts=round_charts(record.rounds)),
         Section("front", "Accuracy and privacy", charts=_front_charts(record)),
-        *privacy_sections(loss, cost_or_reason(record), record.ledger),
+        *privacy_sections(record),
         Section("norms", "Clipping", charts=norms),
         _ledger_section(record),
         Section("plan", "Resolved plan", [texts()["plan"]["run"]], listing=record.plan),
@@ -59,24 +57,8 @@ def write_run_figures(
         save(replace(chart, title=f"{name}: {chart.title}"), folder)
 
 
-def loss_of(record: RunRecord) -> PrivacyLoss | None:
-    """What all charges of a run's ledger cost, by the plan's accountant; None without charges."""
-    if not record.ledger.charges:
-        return None
-    events = merge_equal(record.ledger.events)
-    return accountant_named(record.accountant).epsilon(events, record.delta)
-
-
-def cost_or_reason(record: RunRecord) -> Cost | str:
-    """Curves of a run's ledger, or the sentence why it has none."""
-    try:
-        return cost_of(record.ledger, record.delta)
-    except (InvalidValueError, UnsupportedEventError) as error:
-        return str(error)
-
-
 def software_section() -> Section:
-    """The versions that wrote the page; those of a run are in its plan."""
+    """The versions that wrote the page."""
     return Section("software", "Software", [texts()["plan"]["versions"]], terms=versions())
 
 
@@ -190,7 +172,6 @@ def _group(line: Series, what: str, colours: Mapping[str, int]) -> Series:
 
 
 def _clipped_charts(record: RunRecord) -> list[Chart]:
-    """Share of users clipped and signal to noise by round, where they were recorded."""
     shares = _recorded([record], "clipped")
     percent = [replace(line, y=[y and 100.0 * y for y in line.y]) for line in shares]
     signal = _recorded([record], "signal_to_noise")
@@ -206,10 +187,7 @@ def _recorded(records: Sequence[RunRecord], name: str) -> list[Series]:
 
 
 def _lines(runs: Sequence[Iterable[tuple[int, Figures]]]) -> list[Series]:
-    """A line by round for each name: the mean over runs, between the least and the largest.
-
-    Where no run has a number the line has a gap. One run has no band.
-    """
+    """A line by round for each name: the mean over runs, between the least and the largest."""
     values: dict[str, dict[int, list[float]]] = {}
     for number, figures in itertools.chain.from_iterable(runs):
         for name, value in figures.items():
@@ -220,10 +198,8 @@ def _lines(runs: Sequence[Iterable[tuple[int, Figures]]]) -> list[Series]:
         rounds = sorted(by_round)
         found = [by_round[number] for number in rounds]
         line = Series(name, rounds, [sum(each) / len(each) if each else None for each in found])
-        if len(runs) > 1:
-            low = [min(each, default=None) for each in found]
-            line = replace(line, low=low, high=[max(each, default=None) for each in found])
-        lines.append(line)
+        low, high = ([end(each, default=None) for each in found] for end in (min, max))
+        lines.append(replace(line, low=low, high=high) if len(runs) > 1 else line)
     return lines
 
 

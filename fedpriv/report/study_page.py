@@ -9,7 +9,7 @@ from fedpriv.ledger.budget import merge_equal
 from fedpriv.ledger.events import SamplingPolicy
 from fedpriv.report import run_page, studies
 from fedpriv.report.charts import Chart, texts
-from fedpriv.report.guarantee import assumptions, privacy_sections, users_of
+from fedpriv.report.guarantee import assumptions, loss_of, privacy_sections, users_of
 from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import RunRecord
 from fedpriv.report.tables import Column, Table
@@ -62,12 +62,11 @@ def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
             if (cell.arm.name, cell.target) == (summary.arm, summary.target)
         ]
         for result, record in of_arm:
-            loss = run_page.loss_of(record)
+            loss = loss_of(record)
             if loss is None or loss.epsilon > result.epsilon * (1.0 + 1e-9):
-                raise DataError(
-                    f"the result of {record.folder} says ε = {result.epsilon:g}, and its ledger "
-                    f"holds {loss.epsilon if loss else 0.0:g}; run the study again"
-                )
+                told, true = f"ε = {result.epsilon:g}", f"{loss.epsilon if loss else 0.0:g}"
+                why = f"the result of {record.folder} says {told}, and its ledger holds {true}"
+                raise DataError(f"{why}; run the study again")
         found.append(_Arm(summary, tuple(record for _, record in of_arm)))
     return found
 
@@ -105,14 +104,12 @@ def _summary(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -
 
 
 def _by_round_chart(arms: Sequence[_Arm], target: Target, name: str) -> Chart:
-    """Mean accuracy by round with 95% intervals over seeds, for each arm at a target."""
     measure = studies.measure_of([arm.summary for arm in arms])
     series = [studies.line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms]
     return studies.measure_chart("study-rounds", measure, series, name, epsilon=target.epsilon)
 
 
 def _spent_chart(arms: Sequence[_Arm], target: Target) -> Chart:
-    """Accuracy against the ε spent until then, for each arm at one target."""
     measure = studies.measure_of([arm.summary for arm in arms])
     series = []
     for arm in arms:
@@ -123,7 +120,7 @@ def _spent_chart(arms: Sequence[_Arm], target: Target) -> Chart:
 
 
 def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]:
-    """Rounds that were studies.measured under every seed, and what was found."""
+    """Rounds that were measured under every seed, and what was found."""
     values: dict[int, list[float]] = {}
     for record in arm.records:
         for each, value in zip(*studies.measured(measure, record.rounds), strict=True):
@@ -140,14 +137,12 @@ def _privacy(arms: Sequence[_Arm]) -> list[Section]:
     sections = []
     for number, alike in enumerate(kinds.values()):
         record = alike[0].records[0]
-        loss = run_page.loss_of(record)
+        loss = loss_of(record)
         if number == 0 and loss is not None:
             sections.append(assumptions(loss, record.ledger))
         summaries = [arm.summary for arm in alike]
         names = ", ".join(f"{each.arm} at ε = {each.target.epsilon:g}" for each in summaries)
-        sections += privacy_sections(
-            loss, run_page.cost_or_reason(record), record.ledger, names, number
-        )
+        sections += privacy_sections(record, names, number)
     return sections
 
 
@@ -163,24 +158,17 @@ def _priced_alike(record: RunRecord) -> object:
 
 
 def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -> Section:
-    last = targets[-1]
+    last, charts = targets[-1], list[Chart]()
     note = f"Charts show all seeds of each arm at ε = {last.epsilon:g}; tables are for each ε."
-    charts = [
-        chart
-        for arm in _at(arms, last)
-        for chart in run_page.norms_charts(arm.records, arm.summary.arm)
-    ]
+    for arm in _at(arms, last):
+        charts += run_page.norms_charts(arm.records, arm.summary.arm)
     tables = [studies.clipping_table(read, target) for target in targets]
     return Section("norms", "Clipping", [note], tables=tables, charts=charts)
 
 
 def _ledgers_table(arms: Sequence[_Arm]) -> Table:
-    columns = (
-        Column("arm", "text"),
-        *(Column(name) for name in ("target ε", "seed", "charges")),
-        Column("cohorts checked", "text"),
-        Column("head of the chain", "long"),
-    )
+    columns = [Column("arm", "text"), Column("target ε"), Column("seed"), Column("charges")]
+    columns += [Column("cohorts checked", "text"), Column("head of the chain", "long")]
     rows = []
     for arm in arms:
         for seed, record in zip(arm.summary.seeds, arm.records, strict=True):

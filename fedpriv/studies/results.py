@@ -1,8 +1,4 @@
-"""What the runs of a study came to: the result of each, means over seeds, and a verdict in words.
-
-The folder of a study holds `study.toml` and, for each run, a run folder in which `result.json` is
-written last: a run without it is not finished.
-"""
+"""What the runs of a study came to: a result of each, means over seeds, a verdict in words."""
 
 import itertools
 import math
@@ -20,7 +16,7 @@ from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.studies.study import RUNS, Cell, Study, Target, load_study
 
 STUDY = "study.toml"
-RESULT = "result.json"
+RESULT = "result.json"  # written last into the folder of a run: without it a run is not finished
 ALL_RESULTS = "runs.jsonl"
 CONFIDENCE = 0.95
 _FEW = 3  # arms that a sentence names; tables have the rest
@@ -125,10 +121,7 @@ def holds_results_alone(folder: Path) -> bool:
 
 
 def finished_runs(study: Study, folder: Path) -> dict[Cell, RunResult]:
-    """Results of the finished runs in the folder of a study, in the order of its cells.
-
-    DataError if a result cannot be read, or is of other settings than the study has now.
-    """
+    """Results of the finished runs in the folder of a study, in the order of its cells."""
     if holds_results_alone(folder):
         kept = {(r.arm, r.target_epsilon, r.seed): r for r in read_results(folder / ALL_RESULTS)}
         found = {c: kept.get((c.arm.name, c.target.epsilon, c.seed)) for c in study.cells}
@@ -138,10 +131,8 @@ def finished_runs(study: Study, folder: Path) -> dict[Cell, RunResult]:
     finished = {cell: result for cell, result in found.items() if result is not None}
     for cell, result in finished.items():
         if result.settings != study.digest_of(cell):
-            raise DataError(
-                f"{folder / cell.path} holds a run of other settings than the study has now; "
-                "move it away or choose another folder"
-            )
+            found = f"{folder / cell.path} holds a run of other settings than the study has now"
+            raise DataError(f"{found}; move it away or choose another folder")
     return finished
 
 
@@ -194,26 +185,21 @@ def _summary(
 ) -> ArmSummary:
     pairs = [(run, baseline[run.seed]) for run in runs if run.seed in baseline]
     speeds = [run.simulation_only_users_per_second for run in runs]
-    accuracies = [(a.accuracy, b.accuracy) for a, b in pairs]
+    both = [(a.accuracy, b.accuracy) for a, b in pairs]
+    tables = [f"simulation_only_{name}" for name in ("clipped", "update_norms", "signal_to_noise")]
     return ArmSummary(
         arm=runs[0].arm,
         target=target,
         seeds=tuple(run.seed for run in runs),
         accuracy=_interval(run.accuracy for run in runs),
         loss=Interval.of([run.loss for run in runs]),
-        accuracy_difference=_interval(
-            a - b for a, b in accuracies if a is not None and b is not None
-        ),
+        accuracy_difference=_interval(None if a is None or b is None else a - b for a, b in both),
         loss_difference=_interval(a.loss - b.loss for a, b in pairs),
         rounds_to={level: _rounds_to(runs, level) for level in study.accuracies},
         noise_multiplier=runs[0].noise_multiplier,
         epsilon=max(run.epsilon for run in runs),
         simulation_only_users_per_second=statistics.median(speeds),
-        simulation_only_clipped=means([run.simulation_only_clipped for run in runs]),
-        simulation_only_update_norms=means([run.simulation_only_update_norms for run in runs]),
-        simulation_only_signal_to_noise=means(
-            [run.simulation_only_signal_to_noise for run in runs]
-        ),
+        **{name: means([getattr(run, name) for run in runs]) for name in tables},
     )
 
 
@@ -292,10 +278,7 @@ class ReadStudy:
 
 
 def read_study(folder: Path) -> ReadStudy:
-    """Read the folder of a study, from `runs.jsonl` if it is kept without its runs.
-
-    InvalidValueError if the folder holds no study, DataError as for `finished_runs`.
-    """
+    """Read the folder of a study, from `runs.jsonl` if it is kept without its runs."""
     file = folder / STUDY
     if not file.exists():
         raise InvalidValueError(f"{folder} holds no study; {STUDY} is absent")

@@ -30,15 +30,13 @@ from fedpriv.errors import InvalidValueError, known_names
 RUNS = "runs"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 # What an arm may not vary, as the study sets it, or as arms would then not cost the same.
-_FIXED = (
-    dict.fromkeys(("name", "run"), "the study names its runs")
-    | dict.fromkeys(("seed", "model.seed"), "the study's seeds are those of every arm")
-    | dict.fromkeys(("privacy.epsilon", "privacy.delta"), "the study's target is that of every arm")
-    | {
-        "privacy.noise_multiplier": "the noise of every arm is calibrated to the study's target",
-        "privacy.accountant": "all arms are calibrated by one accountant",
-    }
-)
+_FIXED = {
+    "the study names its runs": ("name", "run"),
+    "the study's seeds are those of every arm": ("seed", "model.seed"),
+    "the study's target is that of every arm": ("privacy.epsilon", "privacy.delta"),
+    "every arm is calibrated to the study's target": ("privacy.noise_multiplier",),
+    "all arms are calibrated by one accountant": ("privacy.accountant",),
+}
 
 _Name = Annotated[str, Field(pattern=_NAME)]
 _Seeds = Annotated[
@@ -57,8 +55,6 @@ class Arm(Section):
 
 
 class _Targets(Section):
-    """What each run may cost; with several ε, every arm runs at each of them."""
-
     epsilon: Positive | Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
     delta: Annotated[float, Field(gt=0.0, lt=1.0)]
 
@@ -104,18 +100,14 @@ class Study(Section):
         _refuse_repeated("seeds", self.seeds)
         _refuse_repeated("target.epsilon", [target.epsilon for target in self.targets])
         if self.baseline and self.baseline not in names:
-            raise ValueError(
-                f"baseline is {self.baseline!r}, which is not an arm; "
-                f"{known_names(self.baseline, names)}"
-            )
+            known = known_names(self.baseline, names)
+            raise ValueError(f"baseline is {self.baseline!r}, which is not an arm; {known}")
         alike: dict[str, str] = {}
         for arm in self.arms:
             _check_arm(self.base, arm)
             other = alike.setdefault(repr(self.flat_settings(arm)), arm.name)
             if other != arm.name:
-                raise ValueError(
-                    f"arms {other!r} and {arm.name!r} are alike; they must differ in what they set"
-                )
+                raise ValueError(f"arms {other!r} and {arm.name!r} are alike; they must differ")
         return self if self.baseline else self.model_copy(update={"baseline": names[0]})
 
     @property
@@ -193,15 +185,11 @@ def _levels(key: str, axis: object) -> list[Arm]:
         raise InvalidValueError(f"axis {key!r} has no level; it must have at least one")
     for name, assignments in levels:
         if not re.match(_NAME, name):
-            raise InvalidValueError(
-                f"axis {key!r} has the level {name!r}, which makes no name of an arm; a table of "
-                "levels can name them, with letters, digits, dots, underscores and hyphens"
-            )
+            legal = "letters, digits, dots, underscores and hyphens, as a table can give levels"
+            raise InvalidValueError(f"axis {key!r} has the level {name!r}; names are of {legal}")
         if not isinstance(assignments, list) or not all(isinstance(a, str) for a in assignments):
-            raise InvalidValueError(
-                f"level {name!r} of axis {key!r} is {assignments!r}; it must be a list of "
-                'assignments "a.b=value"'
-            )
+            found = f"level {name!r} of axis {key!r} is {assignments!r}"
+            raise InvalidValueError(f'{found}; it must be a list of assignments "a.b=value"')
     return [Arm(name=name, set=tuple(assignments)) for name, assignments in levels]
 
 
@@ -220,14 +208,11 @@ def load_study(path: Path) -> Study:
     if not isinstance(axes, dict) or bool(axes) == bool(table.get("arms")):
         raise InvalidValueError(f"{path}: exactly one of arms and axes must be given")
     if axes:
-        crossed = itertools.product(*(_levels(key, axis) for key, axis in axes.items()))
-        table["arms"] = [
-            Arm(
-                name="_".join(level.name for level in levels),
-                set=tuple(itertools.chain.from_iterable(level.set for level in levels)),
-            )
-            for levels in crossed
-        ]
+        table["arms"] = []
+        for levels in itertools.product(*(_levels(key, axis) for key, axis in axes.items())):
+            assignments = itertools.chain.from_iterable(level.set for level in levels)
+            name = "_".join(level.name for level in levels)
+            table["arms"].append(Arm(name=name, set=tuple(assignments)))
     return checked(Study, table, str(path))
 
 
@@ -273,9 +258,10 @@ def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
         before, table = _flat(base), _flat(_varied(base, arm))
     except InvalidValueError as error:
         raise ValueError(f"{what}: {error}") from error
-    for key, reason in _FIXED.items():
-        if table.get(key) != before.get(key):
-            raise ValueError(f"{what} sets {key}; {reason}")
+    for reason, keys in _FIXED.items():
+        for key in keys:
+            if table.get(key) != before.get(key):
+                raise ValueError(f"{what} sets {key}; {reason}")
     if table.get("privacy.ledger") is not None:
         raise ValueError(f"{what} has a privacy.ledger; every run of a study has its own")
     if table.get("privacy.unsafe_no_privacy"):
@@ -284,10 +270,10 @@ def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """Arms that differ in one number, and in what follows from it, as (number, arm) in order."""
+    """Arms that differ in one number, and in what follows from it."""
 
     name: str  # what they share
-    arms: tuple[tuple[float, str], ...]
+    arms: tuple[tuple[float, str], ...]  # (number, arm) in order
 
 
 @dataclass(frozen=True)
