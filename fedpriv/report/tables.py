@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, Context
 from fractions import Fraction
 from pathlib import Path
@@ -175,23 +175,15 @@ def print_plan(plan: Plan) -> None:
 def print_ledger(path: Path, last: int | None) -> None:
     """Print the charges of a ledger or an export of one, one line each."""
     content = read_ledger(path)
-    shown = content.charges[-(last or len(content.charges)) :]
     names = ("#", "run", "round", "attempt", "sampling", "q", "N", "group: S, σ; noise", "z")
-    rows = [
-        (
-            str(row.position),
-            row.run,
-            str(row.round),
-            str(row.attempt),
-            _sampling_text(row.event.sampling),
-            f"{row.event.sampling.sampling_probability:g}",
-            str(row.event.sampling.population),
-            "\n".join(map(_query_text, row.event.queries)),
-            f"{row.event.noise_multiplier:.4g}",
-            row.randomness.partition(":")[0],
-        )
-        for row in shown
-    ]
+    rows = []
+    for row in content.charges[-(last or len(content.charges)) :]:
+        event, sampling = row.event, row.event.sampling
+        place = map(str, (row.position, row.run, row.round, row.attempt))
+        sampled = (f"{sampling.sampling_probability:g}", str(sampling.population))
+        queries, z = "\n".join(map(_query_text, event.queries)), f"{event.noise_multiplier:.4g}"
+        source = row.randomness.partition(":")[0]
+        rows.append((*place, _sampling_text(sampling), *sampled, queries, z, source))
     title = f"{content.population}: {len(content.charges)} charges"
     columns = [Column(name, "text") for name in (*names, "randomness")]
     print_table(Table(title, columns, rows), border=box.HEAVY_HEAD)
@@ -232,46 +224,36 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
     `epsilon_low` is there if ε was found. `refusals` says why an accountant has no row. An infinite
     ε is the string "Infinity", which no program takes for a small number.
     """
-    by_delta = spending.epsilon is None
-    content = {
-        "ledgers": [
-            {
-                "path": str(ledger.path),
-                "ledger_id": ledger.ledger_id,
-                "population": ledger.population,
-                "charges": len(ledger.charges),
-                "head": ledger.charges[-1].hash if ledger.charges else None,
-            }
-            for ledger in spending.ledgers
-        ],
-        "runs": [
-            {"ledger": str(ledger.path), "run": run, "rounds": len(events)}
-            for ledger in spending.ledgers
+    ledgers, runs, rows = [], [], []
+    for ledger in spending.ledgers:
+        head = ledger.charges[-1].hash if ledger.charges else None
+        found = {
+            "path": ledger.path,
+            "ledger_id": ledger.ledger_id,
+            "population": ledger.population,
+        }
+        ledgers.append(found | {"charges": len(ledger.charges), "head": head})
+        runs += [
+            {"ledger": ledger.path, "run": run, "rounds": len(events)}
             for run, events in ledger.runs().items()
-        ],
-        **({"delta": spending.delta} if by_delta else {"epsilon": spending.epsilon}),
+        ]
+    for price in spending.prices:
+        part = {"ledger": price.part.ledger, "run": price.part.run, "rounds": price.part.rounds}
+        row = part | asdict(price.loss) | {"epsilon": price.epsilon, "delta": price.delta}
+        if spending.epsilon is not None:
+            del row["epsilon_low"]
+        rows.append(row)
+    asked = {"delta": spending.delta, "epsilon": spending.epsilon}
+    content = {
+        "ledgers": ledgers,
+        "runs": runs,
+        **{name: value for name, value in asked.items() if value is not None},
         "randomness": spending.randomness,
         "arithmetic": spending.arithmetic,
-        "rows": [
-            {
-                "ledger": price.part.ledger,
-                "run": price.part.run,
-                "rounds": price.part.rounds,
-                "accountant": price.loss.accountant,
-                **({"epsilon_low": price.loss.epsilon_low} if by_delta else {}),
-                "epsilon": price.epsilon,
-                "delta": price.delta,
-                **_statement(price.loss),
-            }
-            for price in spending.prices
-        ],
+        "rows": rows,
         "refusals": spending.refusals,
     }
     stream.write(json_text(content))
-
-
-def _statement(loss: PrivacyLoss) -> dict[str, str]:
-    return {"bound": loss.bound, "relation": loss.relation, "assumptions": loss.assumptions}
 
 
 def json_text(content: object) -> str:
@@ -282,11 +264,9 @@ def json_text(content: object) -> str:
 def write_plan(plan: Plan, stream: TextIO) -> None:
     """Write one JSON object: the settings, which of them was found, and what they cost."""
     names = "found rounds sampling_probability noise_multiplier share share_noise_multiplier"
-    priced = ("epsilon_low", "epsilon", "delta", "accountant")
     content = {name: getattr(plan, name) for name in names.split()}
     content |= {"policy": plan.sampling.policy, "target_epsilon": plan.target_epsilon}
-    content |= {name: getattr(plan.loss, name) for name in priced} | _statement(plan.loss)
-    stream.write(json_text(content))
+    stream.write(json_text(content | asdict(plan.loss)))
 
 
 def _query_text(query: SumQueryEvent) -> str:
