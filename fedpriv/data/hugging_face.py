@@ -112,7 +112,7 @@ def load_redealt(
 ) -> Population:
     """Load another population with `options`, and `redeal` its users; held-out rows are kept."""
     made, how = _described_partitioner(_option("partitioner", partitioner, str), arguments)
-    settings = _option("options", options or {}, Mapping)
+    settings = _option("options", options or {}, dict)
     base = load_population(_option("population", population, str), settings)
     users = redeal(base.users, made)
     name = f"{base.name}; dealt to {users.population} users by {how}"
@@ -157,7 +157,7 @@ def partitioner_named(name: str, arguments: Mapping[str, object]) -> "Partitione
 
 def _described_partitioner(name: str, arguments: object) -> tuple["Partitioner", str]:
     """A partitioner, and its public settings for the population's name."""
-    given = _option("arguments", arguments or {}, Mapping)
+    given = _option("arguments", arguments or {}, dict)
     text = json.dumps(given, sort_keys=True, default=repr)
     if len(text) > 200:  # some partitioners take a list with an entry per user
         text = f"arguments of SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"

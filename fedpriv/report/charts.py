@@ -233,15 +233,10 @@ def _rows(chart: Chart) -> alt.InlineData:
         for index, (x, y) in enumerate(zip(each.x, each.y, strict=True)):
             # Its x, or a little aside from the error bars of other series.
             place = x * (high / low) ** aside if chart.x.log else x + (high - low) * aside
-            row: dict[str, object] = {
-                "series": each.name,
-                "x": _shown(x, chart.x),
-                "place": _shown(place, chart.x),
-                "y": _shown(y, chart.y),
-                "joined": each.joined,
-                "dashed": each.dashed,
-                "marked": each.marked and index % every == 0,
-            }
+            row: dict[str, object] = {"series": each.name, "x": _shown(x, chart.x)}
+            row |= {"place": _shown(place, chart.x), "y": _shown(y, chart.y)}
+            row |= {"joined": each.joined, "dashed": each.dashed}
+            row["marked"] = each.marked and index % every == 0
             if each.low:
                 row["bar" if each.bars else "band"] = True
                 row["low"] = _shown(each.low[index], chart.y)

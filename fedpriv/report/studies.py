@@ -41,27 +41,28 @@ def measure_of(arms: Sequence[ArmSummary]) -> Measure:
     return ACCURACY if all(arm.accuracy is not None for arm in arms) else LOSS
 
 
-def line_of(name: str, x: Sequence[float], found: Sequence[Interval | None]) -> Series:
+def line_of(
+    name: str, x: Sequence[float], found: Sequence[Interval | None], *, bars: bool = False
+) -> Series:
     """Means over seeds with their intervals, where more than one seed gives one."""
     low, high, means = (
-        [None if interval is None else getattr(interval, end) for interval in found]
-        for end in ("low", "high", "mean")
+        [each and getattr(each, end) for each in found] for end in ("low", "high", "mean")
     )
     known = any(end is not None for end in low)
-    return Series(name, x, means, low if known else (), high if known else ())
+    return Series(name, x, means, low if known else (), high if known else (), bars=bars)
 
 
 def front_chart(arms: Sequence[ArmSummary]) -> Chart:
     """Accuracy in the end against ε spent, a line for each arm with all its targets."""
     measure = measure_of(arms)
-    by_name = {name: [arm for arm in arms if arm.arm == name] for name in _names(arms)}
-    series = [
-        replace(line_of(name, [arm.epsilon for arm in own], [*map(measure.end, own)]), bars=True)
-        for name, own in by_name.items()
-    ]
+    series = []
+    for name in _names(arms):
+        own = [arm for arm in arms if arm.arm == name]
+        x = [arm.epsilon for arm in own]
+        series.append(line_of(name, x, [*map(measure.end, own)], bars=True))
     spent = [arm.epsilon for arm in arms]
-    x = _axis(f"user-level ε at δ = {arms[0].target.delta:g}", "no unit", spent)
-    return measure_chart("study-front", measure, series, "front", x)
+    axis = _axis(f"user-level ε at δ = {arms[0].target.delta:g}", "no unit", spent)
+    return measure_chart("study-front", measure, series, "front", axis)
 
 
 def arms_chart(arms: Sequence[ArmSummary]) -> Chart:
@@ -72,10 +73,7 @@ def arms_chart(arms: Sequence[ArmSummary]) -> Chart:
 
 
 def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
-    """Paired differences from the baseline, an interval for each arm and target.
-
-    None if no arm has a seed in common with the baseline.
-    """
+    """Paired differences from the baseline for each arm and target; None if there are none."""
     measure = measure_of(arms)
     found = [arm for arm in arms if measure.difference(arm) is not None]
     if not found:
@@ -96,17 +94,16 @@ def varied_charts(study: Study, arms: Sequence[ArmSummary]) -> list[Chart]:
     A line is a combination of all else that arms vary, and there is a chart for each target; if
     there is one combination only, lines are targets.
     """
-    charts = []
-    targets = _targets(arms)
+    charts, targets = [], _targets(arms)
     for count, axis in enumerate(numeric_axes(study)):
         if len(axis.lines) == 1:
             lines = [(f"ε = {target.epsilon:g}", axis.lines[0], target) for target in targets]
-            charts.append(_varied_chart(axis, lines, arms, f"along-{count}"))
+            charts.append(_varied_chart(axis, lines, arms, f"along-{count}", ""))
             continue
         for index, target in enumerate(targets):
             lines = [(line.name, line, target) for line in axis.lines]
-            at = f" at ε = {target.epsilon:g}"
-            charts.append(_varied_chart(axis, lines, arms, f"along-{count}-{index}", at))
+            name, at = f"along-{count}-{index}", f" at ε = {target.epsilon:g}"
+            charts.append(_varied_chart(axis, lines, arms, name, at))
     return charts
 
 
@@ -115,20 +112,16 @@ def _varied_chart(
     lines: Sequence[tuple[str, Line, Target]],
     arms: Sequence[ArmSummary],
     name: str,
-    at: str = "",
+    at: str,
 ) -> Chart:
-    measure = measure_of(arms)
+    measure, series = measure_of(arms), []
     found = {(arm.arm, arm.target): arm for arm in arms}
-    series, all_values = [], []
     for label, line, target in lines:
-        points = [(x, found[arm, target]) for x, arm in line.arms if (arm, target) in found]
-        values = [x for x, _ in points]
-        ends = [measure.end(arm) for _, arm in points]
-        series.append(replace(line_of(label, values, ends), bars=True))
-        all_values += values
+        points = {x: found[arm, target] for x, arm in line.arms if (arm, target) in found}
+        series.append(line_of(label, [*points], [*map(measure.end, points.values())], bars=True))
     title, unit = _NAMES.get(axis.key, (axis.key, "as in the study's file"))
     follows = f"With it change: {', '.join(axis.follows)}. " if axis.follows else ""
-    x = _axis(title, unit, all_values)
+    x = _axis(title, unit, [x for each in series for x in each.x])
     return measure_chart("varied", measure, series, name, x, number=title, at=at, follows=follows)
 
 
@@ -169,14 +162,9 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     """How arms compare at a target."""
     study, arms = read.study, [arm for arm in read.arms if arm.target == target]
     measure, seeds = measure_of(arms), len(study.seeds)
-    columns = (
-        Column("arm", "text"),
-        Column("accuracy\n(%)" if measure is ACCURACY else "loss"),
-        Column("difference"),
-        *(Column(f"rounds\nto {100 * level:g}%") for level in study.accuracies),
-        Column("noise\nz"),
-        Column("ε\nspent"),
-    )
+    levels = [f"rounds\nto {100 * level:g}%" for level in study.accuracies]
+    end = "accuracy\n(%)" if measure is ACCURACY else "loss"
+    numbers = [Column(name) for name in (end, "difference", *levels, "noise\nz", "ε\nspent")]
     rows = []
     for arm in arms:
         some = "" if len(arm.seeds) == seeds else f" ({len(arm.seeds)} seeds)"
@@ -188,7 +176,7 @@ def results_table(read: ReadStudy, target: Target) -> Table:
         f"At ε = {target.epsilon:g}, δ = {target.delta:g}: means over {seeds} seeds ± "
         f"Student's 95% interval, differences from {study.baseline} paired by seed"
     )
-    return Table(caption, columns, rows)
+    return Table(caption, [Column("arm", "text"), *numbers], rows)
 
 
 def clipping_table(read: ReadStudy, target: Target) -> Table:
@@ -197,9 +185,8 @@ def clipping_table(read: ReadStudy, target: Target) -> Table:
     numbers = [Column(name) for name in ("mean update\nnorm (L2)", "signal\nto noise", "users/s")]
     rows = []
     for arm in (arm for arm in read.arms if arm.target == target):
-        shares = ", ".join(
-            f"{name}: {100 * share:.0f}" for name, share in arm.simulation_only_clipped.items()
-        )
+        clipped = arm.simulation_only_clipped.items()
+        shares = ", ".join(f"{name}: {100 * share:.0f}" for name, share in clipped)
         first = (arm.arm, shares, f"{arm.simulation_only_users_per_second:,.0f}")
         for layer, norm in arm.simulation_only_update_norms.items():
             ratio = arm.simulation_only_signal_to_noise.get(layer)
@@ -268,7 +255,8 @@ def _beside(names: Sequence[str], arms: Sequence[ArmSummary], of: _Of) -> list[S
         shift = _WIDTH * ((count + 0.5) / len(names) - 0.5)
         own = [arm for arm in arms if arm.arm == name]
         x = [targets.index(arm.target) + shift for arm in own]
-        series.append(replace(line_of(name, x, [*map(of, own)]), bars=True, joined=False))
+        line = line_of(name, x, [*map(of, own)], bars=True)
+        series.append(replace(line, joined=False))
     return series
 
 

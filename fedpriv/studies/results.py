@@ -131,8 +131,8 @@ def finished_runs(study: Study, folder: Path) -> dict[Cell, RunResult]:
     finished = {cell: result for cell, result in found.items() if result is not None}
     for cell, result in finished.items():
         if result.settings != study.digest_of(cell):
-            found = f"{folder / cell.path} holds a run of other settings than the study has now"
-            raise DataError(f"{found}; move it away or choose another folder")
+            held = f"{folder / cell.path} holds a run of other settings than the study has now"
+            raise DataError(f"{held}; move it away or choose another folder")
     return finished
 
 

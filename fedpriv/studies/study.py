@@ -208,11 +208,12 @@ def load_study(path: Path) -> Study:
     if not isinstance(axes, dict) or bool(axes) == bool(table.get("arms")):
         raise InvalidValueError(f"{path}: exactly one of arms and axes must be given")
     if axes:
-        table["arms"] = []
+        arms = []
         for levels in itertools.product(*(_levels(key, axis) for key, axis in axes.items())):
             assignments = itertools.chain.from_iterable(level.set for level in levels)
             name = "_".join(level.name for level in levels)
-            table["arms"].append(Arm(name=name, set=tuple(assignments)))
+            arms.append(Arm(name=name, set=tuple(assignments)))
+        table["arms"] = arms
     return checked(Study, table, str(path))
 
 
