@@ -42,8 +42,10 @@ def load_digits(
     """
     from sklearn.datasets import load_digits as load_embedded  # noqa: PLC0415
 
-    _check_setting("alpha", alpha, partition, "dirichlet")
-    _check_setting("shards_per_user", shards_per_user, partition, "shards")
+    given = {"dirichlet": ("alpha", alpha), "shards": ("shards_per_user", shards_per_user)}
+    for needed_by, (name, value) in given.items():
+        if (value is not None) != (partition == needed_by):
+            raise InvalidValueError(f"{name} is {value}; it must be given for {needed_by!r} alone")
     pixels, labels = load_embedded(return_X_y=True)
     x = (pixels / 16.0).astype(np.float32).reshape(-1, 1, 8, 8)
     y = labels.astype(np.int64)
@@ -68,11 +70,6 @@ def load_digits(
         users=partitioners.partition({"x": x[train], "y": y[train]}, user_of_row),
         test={"x": x[test], "y": y[test]},
     )
-
-
-def _check_setting(name: str, value: float | None, partition: str, needed_by: str) -> None:
-    if (value is not None) != (partition == needed_by):
-        raise InvalidValueError(f"{name} is {value}; it must be given for {needed_by!r} alone")
 
 
 def load_mnist_writers(folder: str | Path | None = None) -> Population:

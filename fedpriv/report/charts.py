@@ -52,9 +52,6 @@ class Axis:
             raise InvalidValueError(f"axis {self.name!r} has unit {self.unit!r}; it must have both")
 
 
-ROUNDS = Axis("rounds released", "count")
-
-
 @dataclass(frozen=True)
 class Series:
     """A line or points, and a band or error bars; what an axis has no place for is left out."""

@@ -46,7 +46,7 @@ def line_of(
 ) -> Series:
     """Means over seeds with their intervals, where more than one seed gives one."""
     low, high, means = (
-        [each and getattr(each, end) for each in found] for end in ("low", "high", "mean")
+        [getattr(each, end, None) for each in found] for end in ("low", "high", "mean")
     )
     known = any(end is not None for end in low)
     return Series(name, x, means, low if known else (), high if known else (), bars=bars)
