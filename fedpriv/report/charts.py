@@ -141,8 +141,8 @@ def save(chart: Chart, folder: Path, formats: Iterable[str] = ("png", "svg")) ->
     return paths
 
 
-def embedded(chart: Chart) -> str:
-    """The chart as Vega-Lite JSON for a page: as wide as its place, with zoom and tooltips."""
+def embedded(chart: Chart) -> dict[str, Any]:
+    """The chart as Vega-Lite for a page: as wide as its place, with zoom and tooltips."""
     chosen = alt.selection_point(name="chosen", fields=["series"], bind="legend")
     # Without shift the wheel scrolls the page; pointer events would keep a phone from scrolling.
     moved = alt.selection_interval(
@@ -171,7 +171,7 @@ def embedded(chart: Chart) -> str:
         background="transparent",
         description=f"{chart.title}. {chart.caption}",
     )
-    return json.dumps(drawn.to_dict(), separators=(",", ":"), allow_nan=False)
+    return drawn.to_dict()
 
 
 @cache

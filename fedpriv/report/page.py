@@ -73,7 +73,7 @@ def render(page: Page) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters["as_data"] = _as_data
+    environment.filters["embedded"] = embedded
     script, style = (
         _TEMPLATES.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("js", "css")
     )
@@ -93,9 +93,3 @@ def write_page(text: str, path: Path) -> None:
     """Write a page, whole or not at all; an existing file is replaced."""
     with writing(path):
         write_atomically(path, text.encode())
-
-
-def _as_data(chart: Chart) -> Markup:
-    """JSON that can stand in a page: nothing in it can end the element around it."""
-    text = embedded(chart)
-    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
