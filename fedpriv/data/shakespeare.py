@@ -3,11 +3,11 @@
 import gzip
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
 
 from fedpriv.data.files import find_folder
 from fedpriv.data.population import Array, Population, UserStore, check_count, offsets_of
@@ -26,7 +26,8 @@ _CODES = np.full(256, _NO_CODE, np.uint8)
 _CODES[list(CHARACTERS.encode("ascii"))] = range(len(CHARACTERS))
 
 
-class _Role(BaseModel):
+@dataclass(frozen=True)
+class _Role:
     user: str
     train: list[str]
     test: list[str]
@@ -80,10 +81,12 @@ def _windows(texts: Sequence[str], length: int, path: Path) -> NDArray[np.int64]
 
 
 def _read(path: Path) -> list[_Role]:
-    roles: list[_Role] = []
+    from pydantic import TypeAdapter  # noqa: PLC0415 - analytics need no pydantic
+
+    role, roles = TypeAdapter(_Role), list[_Role]()
     try:
         with gzip.open(path) as file:
-            roles.extend(_Role.model_validate_json(line, strict=True) for line in file)
+            roles.extend(role.validate_json(line, strict=True) for line in file)
     except (OSError, EOFError, zlib.error, ValueError) as error:
         # The text of an error may quote the content.
         raise DataError(
