@@ -1,30 +1,41 @@
-"""Who is calling: an interceptor that lets no call reach a handler before its node is known.
+"""Who is calling: where the server listens, how callers are known there, and what each may do.
 
-It also bounds how often a node may call, and how many calls it may have open.
+An interceptor lets no call reach a handler before its node is known; it also bounds how often a
+node may call, and how many calls it may have open.
 """
 
 import asyncio
+import ipaddress
+import logging
+import re
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from time import monotonic
-from typing import TypeAlias
+from typing import Self, TypeAlias
 from urllib.parse import unquote
 
 import grpc
 
+from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.server.certificates import load_ca
 from fedpriv.server.enrolment import (
     CertificateError,
     EnrolledCertificates,
     Enrolment,
     check_node_name,
 )
-from fedpriv.server.monitoring import Monitor, Refusal
+from fedpriv.server.monitoring import Monitor
 
+_log = logging.getLogger(__name__)
 NODE: ContextVar[str] = ContextVar("NODE")  # the node that the handler of a call speaks with
 NODE_KEY = "fedpriv-node"  # metadata with a node's name, percent-encoded, in plain text
+_ADDRESS = re.compile(r"(\[(?P<six>[^\[\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>[0-9]{1,5})")
 _TOO_LONG = "it took too long, the node began another, or the round is over"
 _OPEN_CALLS = 16  # of one node; it needs two or three, and some that are lost without a word
 
@@ -79,6 +90,94 @@ def by_declaration(context: Context) -> str:
         return check_node_name(unquote(str(names[0]), errors="strict"))
     except ValueError as error:
         raise _unknown(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Address:
+    """A place to listen: a DNS name or IP address, without brackets; port 0 takes a free one."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str, key: str) -> Self:
+        """Read "host:port", "192.0.2.7:7443" or "[::1]:7443", the value of a key."""
+        match = _ADDRESS.fullmatch(text)
+        try:
+            if match is None or int(match["port"]) >= 2**16:
+                raise ValueError
+            host = match["host"] or str(ipaddress.IPv6Address(match["six"]))
+        except ValueError as error:
+            shown = text if len(text) <= 100 else f"{text[:100]}…"
+            sentence = f"{key} is {shown!r}; it must be HOST:PORT or [IPv6]:PORT"
+            raise InvalidValueError(sentence) from error
+        return cls(host, int(match["port"]))
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except (OSError, ValueError):  # unknown, or not a name at all
+            return False
+        # A scope such as "%lo" may follow an IPv6 address.
+        addresses = {str(entry[4][0]).partition("%")[0] for entry in found}
+        return all(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An address, and how callers are known there."""
+
+    address: Address
+    credentials: grpc.ServerCredentials | None  # of TLS; None: plain text
+    identify: Identify
+
+
+def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
+    """The endpoint that a configuration describes.
+
+    With `insecure` it speaks plain text, where a node is believed to be the one it says: on
+    loopback only. Otherwise certificates must be there and usable, and some enrolled.
+    """
+    address = Address.parse(section.address, "federation.address")
+    if insecure:
+        if not address.on_loopback:
+            raise InvalidValueError(
+                f"federation.address is {section.address!r}; without TLS it must be on loopback, "
+                "such as 127.0.0.1:7443"
+            )
+        _log.warning("plain text: any process on this machine can claim to be any node")
+        return Endpoint(address, None, by_declaration)
+    if section.certificates is None:
+        raise InvalidValueError(
+            "federation.certificates is absent; it must be a folder with ca.pem, server.pem "
+            "and server.key, as `fedpriv certs init` makes it, or --insecure be given"
+        )
+    certificates = EnrolledCertificates(Path(section.enrolment))
+    credentials = tls_credentials(Path(section.certificates))
+    if not certificates.nodes():
+        raise InvalidValueError(
+            f"{section.enrolment} enrols no certificate; each node's table must have the key "
+            "certificate, with the fingerprint that `fedpriv certs issue` prints"
+        )
+    return Endpoint(address, credentials, by_certificate(certificates))
+
+
+def tls_credentials(folder: Path) -> grpc.ServerCredentials:
+    """Credentials that show the server's certificate and demand one of every peer."""
+    load_ca(folder / "ca.pem")
+    try:
+        ca, certificate, key = (
+            (folder / name).read_bytes() for name in ("ca.pem", "server.pem", "server.key")
+        )
+    except OSError as error:
+        raise InvalidValueError(f"{error.filename} cannot be read: {error.strerror}") from error
+    return grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
 
 
 class RateLimit:
@@ -178,16 +277,16 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         try:
             node = self._identify(context)
         except UnknownPeerError:
-            self._monitor.refused(Refusal.IDENTITY)
+            self._monitor.add("refused_calls", 1, "identity")
             raise
         if node not in self._enrolled:
-            self._monitor.refused(Refusal.ENROLMENT)
+            self._monitor.add("refused_calls", 1, "enrolment")
             raise RefusedCallError(grpc.StatusCode.PERMISSION_DENIED, "the node is not enrolled")
         busy = f"the node has {_OPEN_CALLS} calls open" if self._open[node] >= _OPEN_CALLS else None
         if not self._rates.admits(node):
             busy = "the node calls too often"
         if busy:
-            self._monitor.refused(Refusal.RATE)
+            self._monitor.add("refused_calls", 1, "rate")
             raise RefusedCallError(grpc.StatusCode.RESOURCE_EXHAUSTED, busy)
         return node
 

@@ -20,12 +20,24 @@ from fedpriv.errors import InvalidValueError, StoppedError
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.run import Outcome, carry_out, released_text
 from fedpriv.run.setup import RunSetup
-from fedpriv.server.authentication import Authentication, RateLimit
+from fedpriv.server.authentication import (
+    Address,
+    Authentication,
+    Endpoint,
+    RateLimit,
+    endpoint_of,
+)
 from fedpriv.server.collection import Collection, End, prices, welcomes
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.listener import Address, Endpoint, Listener, endpoint_of, listening
 from fedpriv.server.monitoring import Monitor
-from fedpriv.server.service import LedgerLines, Service, TransferLimits, status_at_start
+from fedpriv.server.service import (
+    LedgerLines,
+    Listener,
+    Service,
+    TransferLimits,
+    listening,
+    status_at_start,
+)
 from fedpriv.training.rounds import OnRound, RoundResult, Stop
 from fedpriv.wire import Price, RunState, Status, encode_welcome
 

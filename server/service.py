@@ -1,24 +1,30 @@
-"""The service that nodes call: what happens on the server's event loop."""
+"""The service that nodes call, and the gRPC server that carries it, on an event loop of its own."""
 
 import asyncio
 import io
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from fedpriv import wire
-from fedpriv.errors import WireError
+from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger.ledger import Head, Ledger
 from fedpriv.logs import one_line
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.server.authentication import (
     NODE,
+    Address,
+    Authentication,
     Context,
     Identify,
     RefusedCallError,
@@ -26,17 +32,43 @@ from fedpriv.server.authentication import (
 )
 from fedpriv.server.collection import Collection, Connection, Connections, End
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.monitoring import Monitor, Refusal
+from fedpriv.server.monitoring import Monitor
 from fedpriv.training.plan import TrainingPlan
-from fedpriv.wire import Receiver
+from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
 from fedpriv.wire import federation_pb2 as pb
 
 _log = logging.getLogger(__name__)
+SERVICE = "fedpriv.v1.Federation"
 _LONGEST_REASON = 400  # characters
+_SMALL = 8192  # bytes of a message without tensors
 _BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added
 _DOWNLOADS = 16  # at once; each holds a chunk or two
 _LEDGERS = 2
 _RECHECK_SECONDS = 5.0  # after which an idle connection of a node struck off has ended
+_GRACE_SECONDS = 5.0
+_WATCH_SECONDS = 2.0
+OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.max_receive_message_length", SERVER_RECEIVES_BYTES),
+    ("grpc.max_send_message_length", NODE_RECEIVES_BYTES),
+    ("grpc.max_metadata_size", 8192),
+    ("grpc.max_concurrent_streams", 8),  # of one connection
+    # What a node may send before it is read; without a bound, memory grows with nodes.
+    ("grpc.http2.lookahead_bytes", 2**18),
+    ("grpc.http2.bdp_probe", 0),
+    # A peer that vanished without a word is noticed after the first of these and the minute that
+    # gRPC waits for the answer to a ping; on a slow uplink, that answer waits behind an update.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Nodes may ping as well, but not flood.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 3),
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.max_connection_idle_ms", 300_000),  # of one without calls
+    ("grpc.so_reuseport", 0),  # two servers on one port would each see half of the nodes
+)
+Kind = TypeVar("Kind", bound=Message)
+Result = TypeVar("Result")
 
 
 class Parts(Protocol):
@@ -173,7 +205,7 @@ class Service:
         self._ledgers = Transfers(_LEDGERS, limits.seconds)
 
     def _changed(self) -> None:
-        self._monitor.connected(len(self.connections))
+        self._monitor.set("nodes_connected", len(self.connections))
         self.arrivals.set()
         if self.collection is not None:
             self.collection.changed.set()
@@ -211,7 +243,7 @@ class Service:
             sentence = "the node that says hello is not the one of the certificate"
             raise RefusedCallError(grpc.StatusCode.PERMISSION_DENIED, sentence)
         if hello.users_sha256 != wire.digest_of(self._enrolment.users[node]):
-            self._monitor.refused(Refusal.ENROLMENT)
+            self._monitor.add("refused_calls", 1, "enrolment")
             _log.warning("refused: %s holds other users than are enrolled at it", node)
             sentence = "the users that the node holds are not those that are enrolled at it"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
@@ -224,10 +256,9 @@ class Service:
                     self._check_known(context)
                 case End.RUN_OVER:
                     return
-                case End.NEWER as why:
-                    raise RefusedCallError(grpc.StatusCode.ABORTED, str(why))
                 case End() as why:
-                    raise RefusedCallError(grpc.StatusCode.UNAVAILABLE, str(why))
+                    newer, code = why is End.NEWER, grpc.StatusCode
+                    raise RefusedCallError(code.ABORTED if newer else code.UNAVAILABLE, str(why))
                 case offer:
                     self._check_known(context)
                     await self._say(pb.FromServer(offer=wire.encode_offer(offer)), context)
@@ -242,7 +273,7 @@ class Service:
         try:
             self._identify(context)
         except UnknownPeerError:
-            self._monitor.refused(Refusal.IDENTITY)
+            self._monitor.add("refused_calls", 1, "identity")
             raise
 
     async def download(self, request: pb.RoundId, context: Context) -> None:
@@ -255,7 +286,7 @@ class Service:
         async with self._downloads.turn(node, collection.deadline):
             for chunk in collection.model_chunks:
                 await context.write(chunk)
-                self._monitor.sent(len(chunk))
+                self._monitor.add("sent_bytes", len(chunk))
 
     async def upload(self, parts: Parts, context: Context) -> pb.Receipt:
         """Take a node's answer to the round that is collected, or say why it does not count.
@@ -282,7 +313,7 @@ class Service:
                 await collection.settle(node, None)
                 raise
         if not receipt.accepted:
-            self._monitor.answer_refused()
+            self._monitor.set("answer_refused", 1.0)
             name = self._enrolment.hosting.log_name(node)
             _log.warning("an answer of %s is refused: %s", name, receipt.reason)
         return wire.encode_receipt(receipt)
@@ -317,7 +348,7 @@ class Service:
         receiver = Receiver(content.tensors)
         async for part in parts:
             receiver.add(part.chunk)  # waking a thread would cost as much
-        self._monitor.received(content.tensors.size)
+        self._monitor.add("received_bytes", content.tensors.size)
         work = asyncio.ensure_future(asyncio.to_thread(_finished, node, content, receiver))
         try:
             return await asyncio.shield(work)
@@ -351,3 +382,138 @@ def _refused(reason: str) -> wire.Receipt:
 
 def _settled(*, counted: bool) -> wire.Receipt:
     return wire.Receipt(accepted=True) if counted else _refused("the round is over")
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A running server; the port of its address is the one in use."""
+
+    address: Address
+    service: Service  # for the event loop alone
+    authentication: Authentication
+    loop: asyncio.AbstractEventLoop
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Run a function on the event loop, and wait for its result."""
+
+        async def run() -> Result:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result()
+
+
+@contextmanager
+def listening(
+    service: Service,
+    authentication: Authentication,
+    address: Address,
+    credentials: grpc.ServerCredentials | None,
+) -> Iterator[Listener]:
+    """Serve in a thread until the block is left; then end all connections.
+
+    Without credentials of TLS it is plain text. InvalidValueError: it cannot listen there.
+    """
+    started: Future[Listener] = Future()
+    stop = threading.Event()
+    bind = partial(_bind, service, authentication, credentials)
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            server, healthy, at = await bind(address)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(Listener(at, service, authentication, loop))
+        stopping = loop.run_in_executor(None, stop.wait)
+        while not (await asyncio.wait({stopping}, timeout=_WATCH_SECONDS))[0]:
+            if not await _accepts(at):
+                _log.error("gRPC stopped listening on %s; the server listens again", at)
+                await server.stop(None)  # the nodes' calls end, and they connect again
+                try:
+                    server, healthy, at = await bind(at)
+                except InvalidValueError as error:
+                    _log.error("%s; the server will try again", error)
+        await healthy.enter_graceful_shutdown()
+        service.connections.end_all(End.SHUTTING_DOWN)
+        await server.stop(_GRACE_SECONDS)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="fedpriv service")
+    thread.start()
+    try:
+        yield started.result()
+    finally:
+        stop.set()
+        thread.join()
+
+
+async def _bind(
+    service: Service,
+    authentication: Authentication,
+    credentials: grpc.ServerCredentials | None,
+    address: Address,
+) -> tuple[grpc.aio.Server, health.aio.HealthServicer, Address]:
+    server = grpc.aio.server(interceptors=[authentication], options=OPTIONS)
+    server.add_generic_rpc_handlers((_generic_handler(service),))
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(str(address))
+        else:
+            port = server.add_secure_port(str(address), credentials)
+    except RuntimeError as error:
+        raise InvalidValueError(
+            f"the server cannot listen on {address}: the port is taken, the host is not of this "
+            "machine, or key and certificate do not fit"
+        ) from error
+    await server.start()
+    for name in ("", SERVICE):
+        await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return server, healthy, Address(address.host, port)
+
+
+async def _accepts(address: Address) -> bool:
+    """Whether the port takes connections; grpcio 1.85 stops at a method name that is not UTF-8."""
+    try:
+        async with asyncio.timeout(_WATCH_SECONDS):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+    except ConnectionRefusedError:
+        return False
+    except (OSError, TimeoutError):
+        return True  # an overloaded machine or a lack of descriptors is no reason to start anew
+    writer.close()
+    return True
+
+
+def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
+    """The methods of federation.proto.
+
+    Messages are parsed in our own code: gRPC would log a traceback for each malformed request.
+    """
+
+    def reading(
+        kind: type[Kind], method: Callable[[Kind, Context], Awaitable[object]]
+    ) -> Callable[[bytes, Context], Awaitable[object]]:
+        async def read(data: bytes, context: Context) -> object:
+            return await method(parse(kind, data, _SMALL), context)
+
+        return read
+
+    def part(data: bytes) -> pb.UploadPart:
+        return parse(pb.UploadPart, data, SERVER_RECEIVES_BYTES)  # a WireError where it is read
+
+    def serialised(message: Message) -> bytes:
+        return bytes(message.SerializeToString())
+
+    stream = grpc.unary_stream_rpc_method_handler
+    methods = {
+        "Connect": stream(reading(pb.Hello, service.connect), None, serialised),
+        "Download": stream(reading(pb.RoundId, service.download)),  # writes what is serialised
+        "Upload": grpc.stream_unary_rpc_method_handler(service.upload, part, serialised),
+        "FetchLedger": stream(reading(pb.LedgerRequest, service.fetch_ledger), None, serialised),
+        "GetStatus": grpc.unary_unary_rpc_method_handler(
+            reading(pb.StatusRequest, service.get_status), None, serialised
+        ),
+    }
+    return grpc.method_handlers_generic_handler(SERVICE, methods)

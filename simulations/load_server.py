@@ -13,13 +13,17 @@ import grpc
 import numpy as np
 
 from fedpriv.privacy.round import add_up
-from fedpriv.server.authentication import Authentication, RateLimit, by_certificate
+from fedpriv.server.authentication import (
+    Address,
+    Authentication,
+    RateLimit,
+    by_certificate,
+)
 from fedpriv.server.collection import End
 from fedpriv.server.deployment import GrpcTransport, Patience
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
-from fedpriv.server.listener import Address, Listener, listening
 from fedpriv.server.monitoring import Monitor
-from fedpriv.server.service import Service, TransferLimits
+from fedpriv.server.service import Listener, Service, TransferLimits, listening
 from fedpriv.wire import CHUNK_BYTES, Price, RunState, Status, TaskDescription, Welcome
 from simulations.load_site import Site
 

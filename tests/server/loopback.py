@@ -17,12 +17,18 @@ from fedpriv import wire
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.server import certificates
-from fedpriv.server.authentication import Authentication, Identify, RateLimit, by_certificate
+from fedpriv.server.authentication import (
+    Address,
+    Authentication,
+    Identify,
+    RateLimit,
+    by_certificate,
+    tls_credentials,
+)
 from fedpriv.server.deployment import GrpcTransport, Patience
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment, fingerprint_of
-from fedpriv.server.listener import Address, Listener, listening, tls_credentials
 from fedpriv.server.monitoring import Monitor
-from fedpriv.server.service import Service, TransferLimits
+from fedpriv.server.service import Listener, Service, TransferLimits, listening
 from fedpriv.wire import RunState, Status, TaskDescription, Welcome
 from fedpriv.wire import federation_pb2 as pb
 from tests.wire.stub import FederationStub

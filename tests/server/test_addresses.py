@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.listener import Address
+from fedpriv.server.authentication import Address
 
 
 @pytest.mark.parametrize(

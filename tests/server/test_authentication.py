@@ -13,9 +13,15 @@ from grpc_health.v1 import health, health_pb2
 
 from fedpriv import wire
 from fedpriv.server import certificates
-from fedpriv.server.authentication import NODE, NODE_KEY, RateLimit, by_certificate, by_declaration
+from fedpriv.server.authentication import (
+    NODE,
+    NODE_KEY,
+    RateLimit,
+    by_certificate,
+    by_declaration,
+    tls_credentials,
+)
 from fedpriv.server.enrolment import EnrolledCertificates
-from fedpriv.server.listener import tls_credentials
 from fedpriv.server.service import Service
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.hostile_nodes import CALLS, HEALTH, Outcome, one
