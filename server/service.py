@@ -26,13 +26,11 @@ from fedpriv.server.authentication import (
     Address,
     Authentication,
     Context,
-    Identify,
     RefusedCallError,
     UnknownPeerError,
 )
 from fedpriv.server.collection import Collection, Connection, Connections, End
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.monitoring import Monitor
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
 from fedpriv.wire import federation_pb2 as pb
@@ -168,6 +166,7 @@ class TransferLimits:
         return cls(max(1, memory // one), seconds)
 
 
+@dataclass(eq=False)
 class Service:
     """Handlers of the five methods; `NODE` says which node calls.
 
@@ -180,29 +179,24 @@ class Service:
           then on, whatever it has open.
         * A node that does not read what it is sent, or does not send, ends no later than
           `limits.seconds` after its turn came, and with the round.
-
-    `ledger` gives the lines of the public ledger as they are now, and is called in a thread.
     """
 
-    def __init__(
-        self,
-        enrolment: Enrolment,
-        welcome_of: Callable[[str], wire.Welcome],
-        ledger: Callable[[], bytes],
-        identify: Identify,
-        status: wire.Status,
-        limits: TransferLimits,
-        monitor: Monitor,
-    ) -> None:
-        self._enrolment, self._welcome_of, self._ledger = enrolment, welcome_of, ledger
-        self._identify, self._monitor, self.status = identify, monitor, status
-        self.collection: Collection | None = None
-        self.connections = Connections(self._changed)
-        self.arrivals = asyncio.Event()
-        self._seconds = limits.seconds
-        self._uploads = Transfers(limits.uploads, limits.seconds)
-        self._downloads = Transfers(_DOWNLOADS, limits.seconds)
-        self._ledgers = Transfers(_LEDGERS, limits.seconds)
+    authentication: Authentication
+    welcome_of: Callable[[str], wire.Welcome]
+    ledger: Callable[[], bytes]  # lines of the public ledger as they are now; called in a thread
+    status: wire.Status
+    limits: TransferLimits
+    collection: Collection | None = None
+
+    def __post_init__(self) -> None:
+        self._enrolment, self._monitor = self.authentication.enrolment, self.authentication.monitor
+        self.connections, self.arrivals = Connections(self._changed), asyncio.Event()
+        seconds = self.limits.seconds
+        self._uploads = Transfers(self.limits.uploads, seconds)
+        self._downloads, self._ledgers = (
+            Transfers(_DOWNLOADS, seconds),
+            Transfers(_LEDGERS, seconds),
+        )
 
     def _changed(self) -> None:
         self._monitor.set("nodes_connected", len(self.connections))
@@ -210,16 +204,27 @@ class Service:
         if self.collection is not None:
             self.collection.changed.set()
 
-    def publish(self, status: wire.Status) -> None:
-        """Set the status that `get_status` returns from now on."""
-        self.status = status
-        self._monitor.progress(status.state, status.round, status.epsilon)
+    def publish(self, **changes: object) -> None:
+        """Change the status that `get_status` returns from now on."""
+        self.status = replace(self.status, **changes)  # type: ignore[arg-type]
+        self._monitor.progress(self.status.state, self.status.round, self.status.epsilon)
 
-    def forget_round(self) -> None:
-        """Drop the round that was collected, and all transfers that belong to it."""
+    def open_round(self, collection: Collection) -> None:
+        """Collect a round, and offer it to the nodes that are connected and asked."""
+        self.collection = collection
+        self.publish(round=collection.terms.id.round, state=wire.RunState.COLLECTING)
+        for node in collection.waiting:
+            connection, offer = self.connections.of(node), collection.offer_to(node)
+            if connection is not None and offer is not None:
+                connection.offer(offer)
+
+    def close_round(self, collection: Collection) -> None:
+        """Drop a round and all transfers that belong to it."""
+        collection.abandon()
         self.collection = None
         self._downloads.end_all()
         self._uploads.end_all()
+        self.publish(state=wire.RunState.RELEASING)
 
     async def connect(self, request: pb.Hello, context: Context) -> None:
         """Welcome a node, then offer it rounds."""
@@ -228,7 +233,7 @@ class Service:
         connection = self.connections.connect(node)
         _log.info("connected: %s", node)
         try:
-            welcome = wire.encode_welcome(self._welcome_of(node))
+            welcome = wire.encode_welcome(self.welcome_of(node))
             await self._say(pb.FromServer(welcome=welcome), context)
             if self.collection is not None and (offer := self.collection.offer_to(node)):
                 connection.offer(offer)
@@ -253,28 +258,20 @@ class Service:
         while True:
             match await connection.next(_RECHECK_SECONDS):
                 case None:
-                    self._check_known(context)
+                    self.authentication.known(context)
                 case End.RUN_OVER:
                     return
                 case End() as why:
                     newer, code = why is End.NEWER, grpc.StatusCode
                     raise RefusedCallError(code.ABORTED if newer else code.UNAVAILABLE, str(why))
                 case offer:
-                    self._check_known(context)
+                    self.authentication.known(context)
                     await self._say(pb.FromServer(offer=wire.encode_offer(offer)), context)
 
     async def _say(self, message: pb.FromServer, context: Context) -> None:
         """Send a message; raises TimeoutError if the node does not read it."""
-        async with asyncio.timeout(self._seconds):
+        async with asyncio.timeout(self.limits.seconds):
             await context.write(message)
-
-    def _check_known(self, context: Context) -> None:
-        """End the call if its node may no longer take part."""
-        try:
-            self._identify(context)
-        except UnknownPeerError:
-            self._monitor.add("refused_calls", 1, "identity")
-            raise
 
     async def download(self, request: pb.RoundId, context: Context) -> None:
         """Send the model of the round to a node that is asked."""
@@ -335,10 +332,10 @@ class Service:
                 _log.info("%s declines: %s", name, one_line(answer.content.reason))
                 return _settled(counted=await collection.settle(node, None))
             async with self._uploads.places:
-                async with asyncio.timeout(self._seconds):
+                async with asyncio.timeout(self.limits.seconds):
                     partial = await self._received(node, answer.content, parts)
                 self._uploads.excuse(node)  # what is left to do takes no time of the node
-                self._check_known(context)
+                self.authentication.known(context)
                 return _settled(counted=await collection.settle(node, partial))
 
     async def _received(
@@ -360,7 +357,7 @@ class Service:
         """Send the public ledger."""
         del request
         async with self._ledgers.turn(NODE.get()):
-            lines = await asyncio.to_thread(self._ledger)
+            lines = await asyncio.to_thread(self.ledger)
             await context.write(pb.LedgerPart(size=len(lines)))
             for chunk in wire.chunks([lines]):
                 await context.write(pb.LedgerPart(chunk=chunk))
@@ -390,7 +387,6 @@ class Listener:
 
     address: Address
     service: Service  # for the event loop alone
-    authentication: Authentication
     loop: asyncio.AbstractEventLoop
 
     def call(self, function: Callable[[], Result]) -> Result:
@@ -404,10 +400,7 @@ class Listener:
 
 @contextmanager
 def listening(
-    service: Service,
-    authentication: Authentication,
-    address: Address,
-    credentials: grpc.ServerCredentials | None,
+    service: Service, address: Address, credentials: grpc.ServerCredentials | None
 ) -> Iterator[Listener]:
     """Serve in a thread until the block is left; then end all connections.
 
@@ -415,7 +408,7 @@ def listening(
     """
     started: Future[Listener] = Future()
     stop = threading.Event()
-    bind = partial(_bind, service, authentication, credentials)
+    bind = partial(_bind, service, credentials)
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
@@ -424,7 +417,7 @@ def listening(
         except BaseException as error:
             started.set_exception(error)
             return
-        started.set_result(Listener(at, service, authentication, loop))
+        started.set_result(Listener(at, service, loop))
         stopping = loop.run_in_executor(None, stop.wait)
         while not (await asyncio.wait({stopping}, timeout=_WATCH_SECONDS))[0]:
             if not await _accepts(at):
@@ -448,12 +441,9 @@ def listening(
 
 
 async def _bind(
-    service: Service,
-    authentication: Authentication,
-    credentials: grpc.ServerCredentials | None,
-    address: Address,
+    service: Service, credentials: grpc.ServerCredentials | None, address: Address
 ) -> tuple[grpc.aio.Server, health.aio.HealthServicer, Address]:
-    server = grpc.aio.server(interceptors=[authentication], options=OPTIONS)
+    server = grpc.aio.server(interceptors=[service.authentication], options=OPTIONS)
     server.add_generic_rpc_handlers((_generic_handler(service),))
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)

@@ -9,7 +9,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedpriv.clients.flower_app import app as client_app
-from fedpriv.server.flower_grid import (
+from fedpriv.server.flower_runs import (
     GridTransport,
     shards,
     simulated_workers,

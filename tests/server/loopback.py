@@ -140,7 +140,7 @@ def serving(
     rates: RateLimit = NO_LIMIT,
 ) -> Iterator[Site]:
     """A server that knows its callers so."""
-    enrolment, monitor = Enrolment(POPULATION_ID, users), Monitor()
+    enrolment = Enrolment(POPULATION_ID, users)
     status = Status(
         "run", 0, 5, 0.5, 1.0, 1e-6, len(users), 0, enrolment.population, RunState.WAITING
     )
@@ -148,9 +148,9 @@ def serving(
     def welcome_of(node: str) -> Welcome:
         return Welcome(POPULATION_ID, enrolment.population, enrolment.users_of(node).copy(), TASK)
 
-    authentication = Authentication(identify, enrolment, rates, monitor)
-    service = Service(enrolment, welcome_of, lambda: LEDGER, identify, status, transfers, monitor)
-    with listening(service, authentication, Address("127.0.0.1", 0), credentials) as server:
+    authentication = Authentication(identify, enrolment, rates, Monitor())
+    service = Service(authentication, welcome_of, lambda: LEDGER, status, transfers)
+    with listening(service, Address("127.0.0.1", 0), credentials) as server:
         yield Site(certs, enrolment, server)
 
 

@@ -29,7 +29,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, StoppedError, WireError, WorkerError
 from fedpriv.privacy.round import RoundRequest, Transport, add_up
 from fedpriv.server.enrolment import Enrolment, Hosting
-from fedpriv.server.flower_grid import (
+from fedpriv.server.flower_runs import (
     EnrolledNodes,
     GridTransport,
     shards,
