@@ -5,10 +5,7 @@ node may call, and how many calls it may have open.
 """
 
 import asyncio
-import ipaddress
 import logging
-import re
-import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -16,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
-from typing import Self, TypeAlias
+from typing import TypeAlias
 from urllib.parse import unquote
 
 import grpc
@@ -24,18 +21,12 @@ import grpc
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.server.certificates import load_ca
-from fedpriv.server.enrolment import (
-    CertificateError,
-    EnrolledCertificates,
-    Enrolment,
-    check_node_name,
-)
+from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import Monitor
+from fedpriv.wire.naming import NODE_KEY, Address, check_node_name
 
 _log = logging.getLogger(__name__)
 NODE: ContextVar[str] = ContextVar("NODE")  # the node that the handler of a call speaks with
-NODE_KEY = "fedpriv-node"  # metadata with a node's name, percent-encoded, in plain text
-_ADDRESS = re.compile(r"(\[(?P<six>[^\[\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>[0-9]{1,5})")
 _TOO_LONG = "it took too long, the node began another, or the round is over"
 _UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 _OPEN_CALLS = 16  # of one node; it needs two or three, and some that are lost without a word
@@ -89,42 +80,6 @@ def by_declaration(context: Context) -> str:
 
 
 @dataclass(frozen=True)
-class Address:
-    """A place to listen: a DNS name or IP address, without brackets; port 0 takes a free one."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str, key: str) -> Self:
-        """Read "host:port", "192.0.2.7:7443" or "[::1]:7443", the value of a key."""
-        match = _ADDRESS.fullmatch(text)
-        try:
-            if match is None or int(match["port"]) >= 2**16:
-                raise ValueError
-            host = match["host"] or str(ipaddress.IPv6Address(match["six"]))
-        except ValueError as error:
-            shown = text if len(text) <= 100 else f"{text[:100]}…"
-            sentence = f"{key} is {shown!r}; it must be HOST:PORT or [IPv6]:PORT"
-            raise InvalidValueError(sentence) from error
-        return cls(host, int(match["port"]))
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @property
-    def on_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
-        try:
-            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        except (OSError, ValueError):  # unknown, or not a name at all
-            return False
-        # A scope such as "%lo" may follow an IPv6 address.
-        addresses = {str(entry[4][0]).partition("%")[0] for entry in found}
-        return all(ipaddress.ip_address(address).is_loopback for address in addresses)
-
-
-@dataclass(frozen=True)
 class Endpoint:
     """An address, and how callers are known there."""
 
@@ -141,11 +96,7 @@ def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
     """
     address = Address.parse(section.address, "federation.address")
     if insecure:
-        if not address.on_loopback:
-            raise InvalidValueError(
-                f"federation.address is {section.address!r}; without TLS it must be on loopback, "
-                "such as 127.0.0.1:7443"
-            )
+        address.check_loopback("federation.address")
         _log.warning("plain text: any process on this machine can claim to be any node")
         return Endpoint(address, None, by_declaration)
     if section.certificates is None:

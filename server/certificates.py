@@ -23,8 +23,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
 from fedpriv.errors import InvalidValueError, writing
-from fedpriv.server.enrolment import MALFORMED, check_node_name, fingerprint_of
+from fedpriv.server.enrolment import MALFORMED, fingerprint_of
 from fedpriv.training.checkpoint import write_atomically
+from fedpriv.wire.naming import NODE_URI, check_node_name
 
 YEAR = timedelta(days=365)
 _AUTHORITY_LIFETIME = 10 * YEAR
@@ -100,7 +101,7 @@ def issue(
     from `begin` on, which has a time zone, by default at once; it must not outlive the authority.
     """
     begin = datetime.now(UTC) - _CLOCK_SKEW if begin is None else begin
-    uri = x509.UniformResourceIdentifier("fedpriv:node:" + quote(check_node_name(node)))
+    uri = x509.UniformResourceIdentifier(NODE_URI + quote(check_node_name(node)))
     usage, authority = ExtendedKeyUsageOID.CLIENT_AUTH, _opened(folder)
     issued = _signed(node, authority, begin, lifetime, usage, [uri])
     _write(folder / "nodes" / node, "node", issued, authority)

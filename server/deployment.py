@@ -21,7 +21,6 @@ from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Tran
 from fedpriv.run.run import Outcome, carry_out, released_text
 from fedpriv.run.setup import RunSetup
 from fedpriv.server.authentication import (
-    Address,
     Authentication,
     Endpoint,
     RateLimit,
@@ -40,6 +39,7 @@ from fedpriv.server.service import (
 )
 from fedpriv.training.rounds import OnRound, RoundResult, Stop
 from fedpriv.wire import Price, RunState, encode_welcome
+from fedpriv.wire.naming import Address
 
 _log = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 10.0  # the longest wait for nodes that read the ledger once more

@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from fedpriv.config import Section, checked, read_toml
 from fedpriv.errors import FedprivError, InvalidValueError
+from fedpriv.wire.naming import check_node_name
 
 Positions = NDArray[np.int64]  # users, as ascending positions in the population
 # What cryptography raises for a certificate or key that cannot be parsed.
@@ -27,17 +28,6 @@ MALFORMED = (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtensio
 _ID = re.compile("[0-9a-f]{32}")
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 _SETTLED_NANOSECONDS = 2_000_000_000
-
-
-def check_node_name(name: str) -> str:
-    """Return a name that a node can have; it becomes a common name and the name of a folder."""
-    legal = name.isprintable() and name == name.strip() and "/" not in name and name[:1] != "."
-    if not (legal and 1 <= len(name.encode()) <= 64):
-        raise InvalidValueError(
-            f"the name of a node is {name!r}; it must be 1 to 64 bytes of printable text without "
-            "'/', a leading '.', or a leading or trailing space"
-        )
-    return name
 
 
 def fingerprint_of(certificate: x509.Certificate) -> str:

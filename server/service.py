@@ -23,7 +23,6 @@ from fedpriv.logs import one_line
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.server.authentication import (
     NODE,
-    Address,
     Authentication,
     Context,
     RefusedCallError,
@@ -34,9 +33,9 @@ from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.naming import SERVICE, Address
 
 _log = logging.getLogger(__name__)
-SERVICE = "fedpriv.v1.Federation"
 _LONGEST_REASON = 400  # characters
 _SMALL = 8192  # bytes of a message without tensors
 _BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added

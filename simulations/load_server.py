@@ -14,7 +14,6 @@ import numpy as np
 
 from fedpriv.privacy.round import add_up
 from fedpriv.server.authentication import (
-    Address,
     Authentication,
     RateLimit,
     by_certificate,
@@ -25,6 +24,7 @@ from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import Monitor
 from fedpriv.server.service import Listener, Service, TransferLimits, listening
 from fedpriv.wire import CHUNK_BYTES, Price, RunState, Status, TaskDescription, Welcome
+from fedpriv.wire.naming import Address
 from simulations.load_site import Site
 
 BARE = "bare.Stream"

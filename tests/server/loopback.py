@@ -18,7 +18,6 @@ from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.server import certificates
 from fedpriv.server.authentication import (
-    Address,
     Authentication,
     Identify,
     RateLimit,
@@ -31,6 +30,7 @@ from fedpriv.server.monitoring import Monitor
 from fedpriv.server.service import Listener, Service, TransferLimits, listening
 from fedpriv.wire import RunState, Status, TaskDescription, Welcome
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.naming import Address
 from tests.wire.stub import FederationStub
 
 PRICE = wire.Price(0.5, 1000, 1.0, 2.0, 1e-6)

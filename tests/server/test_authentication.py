@@ -15,7 +15,6 @@ from fedpriv import wire
 from fedpriv.server import certificates
 from fedpriv.server.authentication import (
     NODE,
-    NODE_KEY,
     RateLimit,
     by_certificate,
     by_declaration,
@@ -24,6 +23,7 @@ from fedpriv.server.authentication import (
 from fedpriv.server.enrolment import EnrolledCertificates
 from fedpriv.server.service import Service
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.naming import NODE_KEY
 from tests.server.hostile_nodes import CALLS, HEALTH, Outcome, one
 from tests.server.loopback import Site, channel_to, enrol, serving, site, strike, until
 from tests.wire.stub import FederationStub
