@@ -86,21 +86,16 @@ class End(StrEnum):
 
 
 class Connection:
-    """One open `Connect` call; of offers, only the newest waits."""
+    """One open `Connect` call; of what it is told, only the newest offer waits, or the end."""
 
     def __init__(self) -> None:
         self._told = asyncio.Event()
-        self._offer: wire.RoundOffer | None = None
-        self._end: End | None = None
+        self._next: wire.RoundOffer | End | None = None
 
-    def offer(self, offer: wire.RoundOffer) -> None:
-        """Tell the node of a round, in place of one that it has not been told of yet."""
-        self._offer = offer
-        self._told.set()
-
-    def end(self, why: End) -> None:
-        """End the connection; what waits is dropped, and the first reason stays."""
-        self._end = self._end or why
+    def tell(self, what: wire.RoundOffer | End) -> None:
+        """Tell the node of a round or the end; after an end, which stays, nothing else."""
+        if not isinstance(self._next, End):
+            self._next = what
         self._told.set()
 
     async def next(self, seconds: float) -> wire.RoundOffer | End | None:
@@ -110,11 +105,9 @@ class Connection:
                 await self._told.wait()
         except TimeoutError:
             return None
-        if self._end is not None:
-            return self._end
-        self._told.clear()
-        offer, self._offer = self._offer, None
-        return offer
+        if not isinstance(self._next, End):
+            self._told.clear()
+        return self._next
 
 
 class Connections:
@@ -136,10 +129,10 @@ class Connections:
     def connect(self, node: str) -> Connection:
         """A new connection of a node, which ends an older one."""
         if node in self._open:
-            self._open[node].end(End.NEWER)
+            self._open[node].tell(End.NEWER)
         connection = self._open[node] = Connection()
         if self._over is not None:
-            connection.end(self._over)
+            connection.tell(self._over)
         self._changed()
         return connection
 
@@ -162,7 +155,7 @@ class Connections:
         """End all connections, and every one that is still to come."""
         self._over = why
         for connection in self._open.values():
-            connection.end(why)
+            connection.tell(why)
 
 
 class Collection:
@@ -180,16 +173,13 @@ class Collection:
         self, request: RoundRequest, price: wire.Price, enrolment: Enrolment, seconds: float
     ) -> None:
         self.terms = RoundTerms.of(request, enrolment.hosting)
-        self.deadline = monotonic() + seconds
-        self.changed = asyncio.Event()
+        self.deadline, self.changed = monotonic() + seconds, asyncio.Event()
         self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()
-        self._taken = asyncio.Semaphore(0)
-        self._loop = asyncio.get_running_loop()
+        self._taken, self._loop = asyncio.Semaphore(0), asyncio.get_running_loop()
         self._model = wire.model_of(request)
         manifest, nonce = wire.manifest_of(self._model), self.terms.id.nonce
         self._offer = wire.RoundOffer.of(request, seconds, price, manifest, nonce)
-        self._waiting = dict(self.terms.drawn)
-        self._over = False
+        self._waiting, self._over = dict(self.terms.drawn), False
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -210,22 +200,19 @@ class Collection:
 
     def refusal(self, node: str, answer: wire.Answer) -> str | None:
         """Why an answer cannot count, in one sentence; None if it can."""
-        if reason := self.terms.misfit(node, answer):
-            return reason
-        return _NOT_AWAITED if node not in self._waiting or self._over else None
+        late = _NOT_AWAITED if node not in self._waiting or self._over else None
+        return self.terms.misfit(node, answer) or late
 
     async def settle(self, node: str, partial: PartialSum | None) -> bool:
         """Count what a node sent, or that it sends nothing; False if it came too late.
 
         Returns once the sum was taken, so that no more sums are in memory than may be transferred.
         """
-        if node not in self._waiting or self._over:
+        if self._over or self._waiting.pop(node, None) is None:
             return False
-        del self._waiting[node]
-        if partial is not None:
-            self.results.put(partial)
         self.changed.set()
         if partial is not None:
+            self.results.put(partial)
             await self._taken.acquire()
         return True
 
@@ -239,12 +226,10 @@ class Collection:
         A node that is not connected is waited for `absent` seconds; if `fixed`, the deadline is
         waited for whatever happens.
         """
-        end = self.deadline
-        if not fixed:
-            away = [connections.away_since(node) for node in self._waiting]
-            gone = [since for since in away if since is not None]
-            if len(gone) == len(away):
-                end = min(end, max(gone) + absent) if gone else 0.0
+        end, away = self.deadline, [connections.away_since(node) for node in self._waiting]
+        gone = [since for since in away if since is not None]
+        if not fixed and len(gone) == len(away):
+            end = min(end, max(gone) + absent) if gone else 0.0
         return max(0.0, end - monotonic())
 
     def finish(self) -> None:

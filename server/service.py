@@ -37,6 +37,7 @@ from fedpriv.wire.naming import SERVICE, Address
 
 _log = logging.getLogger(__name__)
 _LONGEST_REASON = 400  # characters
+_OVER = "the round is over"
 _SMALL = 8192  # bytes of a message without tensors
 _BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added
 _DOWNLOADS = 16  # at once; each holds a chunk or two
@@ -215,7 +216,7 @@ class Service:
         for node in collection.waiting:
             connection, offer = self.connections.of(node), collection.offer_to(node)
             if connection is not None and offer is not None:
-                connection.offer(offer)
+                connection.tell(offer)
 
     def close_round(self, collection: Collection) -> None:
         """Drop a round and all transfers that belong to it."""
@@ -235,7 +236,7 @@ class Service:
             welcome = wire.encode_welcome(self.welcome_of(node))
             await self._say(pb.FromServer(welcome=welcome), context)
             if self.collection is not None and (offer := self.collection.offer_to(node)):
-                connection.offer(offer)
+                connection.tell(offer)
             await self._tell(connection, context)
         finally:
             self.connections.disconnect(node, connection)
@@ -254,18 +255,13 @@ class Service:
 
     async def _tell(self, connection: Connection, context: Context) -> None:
         """Pass offers on until the connection is over."""
-        while True:
-            match await connection.next(_RECHECK_SECONDS):
-                case None:
-                    self.authentication.known(context)
-                case End.RUN_OVER:
-                    return
-                case End() as why:
-                    newer, code = why is End.NEWER, grpc.StatusCode
-                    raise RefusedCallError(code.ABORTED if newer else code.UNAVAILABLE, str(why))
-                case offer:
-                    self.authentication.known(context)
-                    await self._say(pb.FromServer(offer=wire.encode_offer(offer)), context)
+        while (what := await connection.next(_RECHECK_SECONDS)) is not End.RUN_OVER:
+            if isinstance(what, End):
+                newer, code = what is End.NEWER, grpc.StatusCode
+                raise RefusedCallError(code.ABORTED if newer else code.UNAVAILABLE, str(what))
+            self.authentication.known(context)
+            if what is not None:
+                await self._say(pb.FromServer(offer=wire.encode_offer(what)), context)
 
     async def _say(self, message: pb.FromServer, context: Context) -> None:
         """Send a message; raises TimeoutError if the node does not read it."""
@@ -292,50 +288,51 @@ class Service:
         """
         node, collection = NODE.get(), self.collection
         if collection is None:
-            return wire.encode_receipt(_refused("no round is collected"))
+            return wire.encode_receipt(wire.Receipt(accepted=False, reason="no round is collected"))
         # Neither read to its end nor closed, it would be kept until Python's collector runs, and
         # with it its stream, of which a connection may have few.
         async with aclosing(aiter(parts)) as received:
             try:
-                receipt = await self._taken(node, received, collection, context)
+                refusal = await self._refusal(node, received, collection, context)
             except TimeoutError:
-                receipt = _refused("it took too long, the node sent another, or the round is over")
+                refusal = "it took too long, the node sent another, or the round is over"
             except WireError as error:
                 # A stream whose connection broke looks like one that ended; then this fails.
                 await context.send_initial_metadata(())
                 await collection.settle(node, None)
-                receipt = _refused(str(error))
+                refusal = str(error)[:_LONGEST_REASON]
             except UnknownPeerError:
                 await collection.settle(node, None)
                 raise
-        if not receipt.accepted:
+        if refusal:
             self._monitor.set("answer_refused", 1.0)
             name = self._enrolment.hosting.log_name(node)
-            _log.warning("an answer of %s is refused: %s", name, receipt.reason)
-        return wire.encode_receipt(receipt)
+            _log.warning("an answer of %s is refused: %s", name, refusal)
+        return wire.encode_receipt(wire.Receipt(accepted=not refusal, reason=refusal))
 
-    async def _taken(
+    async def _refusal(
         self,
         node: str,
         parts: AsyncIterator[pb.UploadPart],
         collection: Collection,
         context: Context,
-    ) -> wire.Receipt:
+    ) -> str:
+        """Take an answer; why it does not count, or nothing."""
         async with self._uploads.newest(node, collection.deadline):
             header = await anext(parts, pb.UploadPart())
             answer = wire.decode_answer(header.answer, collection.terms.expected)
             if reason := collection.refusal(node, answer):
-                return _refused(reason)
+                return reason
             if isinstance(answer.content, wire.Decline):
                 name = self._enrolment.hosting.log_name(node)
                 _log.info("%s declines: %s", name, one_line(answer.content.reason))
-                return _settled(counted=await collection.settle(node, None))
+                return "" if await collection.settle(node, None) else _OVER
             async with self._uploads.places:
                 async with asyncio.timeout(self.limits.seconds):
-                    partial = await self._received(node, answer.content, parts)
+                    partial_sum = await self._received(node, answer.content, parts)
                 self._uploads.excuse(node)  # what is left to do takes no time of the node
                 self.authentication.known(context)
-                return _settled(counted=await collection.settle(node, partial))
+                return "" if await collection.settle(node, partial_sum) else _OVER
 
     async def _received(
         self, node: str, content: wire.SummedUpdates, parts: AsyncIterator[pb.UploadPart]
@@ -345,7 +342,12 @@ class Service:
         async for part in parts:
             receiver.add(part.chunk)  # waking a thread would cost as much
         self._monitor.add("received_bytes", content.tensors.size)
-        work = asyncio.ensure_future(asyncio.to_thread(_finished, node, content, receiver))
+
+        def finished() -> PartialSum:
+            (total,) = receiver.finish().values()
+            return content.partial_sum(node, total)
+
+        work = asyncio.ensure_future(asyncio.to_thread(finished))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -365,19 +367,6 @@ class Service:
         """Return the status of the run."""
         del request, context
         return wire.encode_status(replace(self.status, nodes_connected=len(self.connections)))
-
-
-def _finished(node: str, content: wire.SummedUpdates, receiver: Receiver) -> PartialSum:
-    (total,) = receiver.finish().values()
-    return content.partial_sum(node, total)
-
-
-def _refused(reason: str) -> wire.Receipt:
-    return wire.Receipt(accepted=False, reason=reason[:_LONGEST_REASON])
-
-
-def _settled(*, counted: bool) -> wire.Receipt:
-    return wire.Receipt(accepted=True) if counted else _refused("the round is over")
 
 
 @dataclass(frozen=True)
