@@ -20,12 +20,7 @@ from fedpriv.errors import InvalidValueError, StoppedError
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.run import Outcome, carry_out, released_text
 from fedpriv.run.setup import RunSetup
-from fedpriv.server.authentication import (
-    Authentication,
-    Endpoint,
-    RateLimit,
-    endpoint_of,
-)
+from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
 from fedpriv.server.collection import Collection, End, prices, welcomes
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.monitoring import Monitor

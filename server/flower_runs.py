@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Self
@@ -48,7 +48,7 @@ _INTRODUCTION_SECONDS = 60.0
 _START_SECONDS = 600.0  # a worker imports torch and loads all users' data
 
 Headers = Mapping[str, bytes]
-Reply = tuple[str, Message | None]  # key of a message, and None for one that cannot be received
+Reply = tuple[str, Message | str]  # key of a message; its reply, or why there is none
 
 
 def exchange(
@@ -57,8 +57,8 @@ def exchange(
     """Send messages by key, and yield the reply to each as it comes.
 
     A message that the grid does not take, as for a node that has gone, has no reply; the others
-    have one at most, whatever their nodes send again, and none after the deadline, on the clock of
-    `time.monotonic`, or the stop. Each reply has a thread of its own: a pull for several messages
+    have one at most, whatever their nodes send again, and none after the deadline (on the clock of
+    `time.monotonic`) or the stop. Each reply has a thread of its own: a pull for several messages
     waits for the slowest, and a node that dies in mid-upload holds it for minutes, whatever its
     timeout. A thread that Flower holds up does not keep the process alive.
     """
@@ -70,11 +70,11 @@ def exchange(
             try:
                 for reply in grid.pull_messages([message_id]):
                     if reply.metadata.reply_to_message_id == message_id:
-                        replies.put((key, reply))
+                        trouble = f"error {reply.error.code} of Flower" if reply.has_error() else ""
+                        replies.put((key, trouble or reply))
                         return
             except Exception as error:  # of the connection, or of bytes that are not a message
-                _log.warning("a reply cannot be received: %s", type(error).__name__)
-                replies.put((key, None))
+                replies.put((key, f"its reply cannot be received: {type(error).__name__}"))
                 return
             over.wait(pause)
             pause = min(_POLL_GROWTH * pause, _LONGEST_POLL_SECONDS)
@@ -151,14 +151,12 @@ class GridTransport(Transport):
             raise WorkerError(f"{found} workers answered in round {request.round}; all must")
 
     def _counted(
-        self, terms: RoundTerms, node: str, node_id: int, reply: Message | None
+        self, terms: RoundTerms, node: str, node_id: int, reply: Message | str
     ) -> PartialSum | None:
         """What a reply adds to the sum; None if it does not count."""
         name = self.hosting.log_name(node)
-        if reply is None:
-            return None
-        if reply.has_error():
-            _log.warning("%s counts as zero: error %d of Flower", name, reply.error.code)
+        if isinstance(reply, str):
+            _log.warning("%s counts as zero: %s", name, reply)
             return None
         try:
             if reply.metadata.src_node_id != node_id:
@@ -192,11 +190,9 @@ def _introduced(
         yield int(key), _said(reply)
 
 
-def _said(reply: Message | None) -> wire.Hello | str:
-    if reply is None:
-        return "its reply cannot be received"
-    if reply.has_error():
-        return f"error {reply.error.code} of Flower; fedpriv must be installed there"
+def _said(reply: Message | str) -> wire.Hello | str:
+    if isinstance(reply, str):
+        return f"{reply}; fedpriv must be installed there"
     try:
         if trouble := flower.header_in(reply.content, flower.TROUBLE, _HELLO_BYTES):
             return one_line(trouble.decode(errors="replace"))
@@ -206,6 +202,7 @@ def _said(reply: Message | None) -> wire.Hello | str:
         return one_line(str(error))
 
 
+@dataclass(frozen=True, eq=False)
 class EnrolledNodes:
     """The enrolled nodes that are on a grid, asked again whenever others are there.
 
@@ -213,38 +210,38 @@ class EnrolledNodes:
     several with one name, the one that came last counts. A round waits until `least` are there.
     """
 
-    def __init__(
-        self, grid: Grid, enrolment: Enrolment, least: int, stopping: threading.Event
-    ) -> None:
-        self._grid, self._enrolment = grid, enrolment
-        self._least, self._stopping = least, stopping
-        self._names: dict[int, str | None] = {}  # by id on the grid; None: not enrolled
+    grid: Grid
+    enrolment: Enrolment
+    least: int
+    stopping: threading.Event
+    _names: dict[int, str | None] = field(default_factory=dict)  # None: not enrolled
 
     def __call__(self) -> Mapping[str, int]:
         """Name → id of the nodes on the grid now; StoppedError if it was asked to stop."""
-        while len(present := self._present()) < self._least:
-            _log.info("waiting for %d nodes; %d are there", self._least, len(present))
-            if self._stopping.wait(_NODES_CHECK_SECONDS):
+        while len(present := self._present()) < self.least:
+            _log.info("waiting for %d nodes; %d are there", self.least, len(present))
+            if self.stopping.wait(_NODES_CHECK_SECONDS):
                 break
-        if self._stopping.is_set():
+        if self.stopping.is_set():
             raise StoppedError("the server was asked to stop; no node was asked")
         return present
 
     def _present(self) -> dict[str, int]:
-        ids = list(self._grid.get_node_ids())
-        self._names = {i: name for i, name in self._names.items() if i in ids}
-        strangers = [i for i in ids if i not in self._names]
-        said = _introduced(self._grid, strangers, {}, _INTRODUCTION_SECONDS, self._stopping)
+        ids, names = list(self.grid.get_node_ids()), self._names
+        for gone in names.keys() - {*ids}:
+            del names[gone]
+        strangers = [i for i in ids if i not in names]
+        said = _introduced(self.grid, strangers, {}, _INTRODUCTION_SECONDS, self.stopping)
         for node_id, hello in said:
             if isinstance(hello, str):  # asked again in the next round
                 _log.warning("a node cannot take part now: %s", hello)
                 continue
-            enrolled = self._enrolment.users.get(hello.node)
+            enrolled = self.enrolment.users.get(hello.node)
             known = enrolled is not None and wire.digest_of(enrolled) == hello.users_sha256
             if not known:
                 _log.warning("a node is not enrolled, or holds other users than are enrolled at it")
-            self._names[node_id] = hello.node if known else None
-        return {name: node_id for node_id, name in self._names.items() if name is not None}
+            names[node_id] = hello.node if known else None
+        return {name: node_id for node_id, name in names.items() if name is not None}
 
 
 def run_on_nodes(
@@ -315,11 +312,10 @@ def simulated_workers(
         raise WorkerError(
             f"there are {len(ids)} workers (SuperNodes); the run is configured for {workers}"
         )
-    shares = (flower.shard_of(users.population, k, workers) for k in range(workers))
-    expected = {
-        f"worker-{k}": flower.digest_of_shard(population, users, share)
-        for k, share in enumerate(shares)
-    }
+    expected = {}
+    for k in range(workers):
+        shard = flower.shard_of(users.population, k, workers)
+        expected[f"worker-{k}"] = flower.digest_of_shard(population, users, shard)
     found: dict[str, int] = {}
     for node_id, hello in _introduced(grid, ids, headers, _START_SECONDS, stopping):
         if isinstance(hello, str):
@@ -357,11 +353,7 @@ class GridSimulation:
         return cls(setup, experiment, here.users, workers)
 
     def run(
-        self,
-        grid: Grid,
-        stopping: threading.Event,
-        console: Console,
-        follow: Follow | None = None,
+        self, grid: Grid, stopping: threading.Event, console: Console, follow: Follow | None = None
     ) -> None:
         """Run it to its end on the workers of a grid, and write and print as `fedpriv simulate`.
 
@@ -407,11 +399,6 @@ class RunConfig(Section):
             raise ValueError("resume is true; out must then be given")
         return self
 
-    @classmethod
-    def of(cls, given: Mapping[str, object]) -> Self:
-        """Read a run config, and refuse what is not legal."""
-        return checked(cls, given, "run config")
-
     def setup(self) -> RunSetup:
         """Read the experiment, and the folder of the run if it is to go on."""
         assignments = [part.strip() for part in self.set.split(";") if part.strip()]
@@ -435,7 +422,7 @@ def main(grid: Grid, context: Context) -> None:
     configure(LogFormat.TEXT)
     logging.getLogger("flwr").propagate = False  # it has a handler of its own
     logging.getLogger("httpx").setLevel(logging.WARNING)  # Flower's calls, several a second
-    config = RunConfig.of(context.run_config)
+    config = checked(RunConfig, context.run_config, "run config")
     setup, stopping, console = config.setup(), threading.Event(), Console()
     console.print(f"folder {setup.folder.path.absolute()}", soft_wrap=True, highlight=False)
     section = setup.config.federation
