@@ -215,16 +215,13 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                 raise asyncio.CancelledError from error
             finally:
                 if node is not None:
-                    self._end_call(node, name, began)
+                    self._ended = monotonic()
+                    self._open[node] -= 1
+                    if not self._open[node]:
+                        del self._open[node]
+                    self.monitor.handled(name, self._ended - began)
 
         return checked
-
-    def _end_call(self, node: str, name: str, began: float) -> None:
-        self._ended = monotonic()
-        self._open[node] -= 1
-        if not self._open[node]:
-            del self._open[node]
-        self.monitor.handled(name, self._ended - began)
 
     def _admitted(self, context: Context) -> str:
         node, code = self.known(context), grpc.StatusCode

@@ -56,7 +56,6 @@ class GrpcTransport(Transport):
     """Asks nodes that are connected, from the thread of the training loop."""
 
     listener: Listener
-    enrolment: Enrolment
     price_of: Callable[[RoundRequest], Price]
     patience: Patience
     _stopping: threading.Event = field(default_factory=threading.Event)
@@ -104,19 +103,18 @@ class GrpcTransport(Transport):
             raise StoppedError("the server was asked to stop; no node was asked")
 
     def _open(self, request: RoundRequest, price: Price) -> Collection:
-        collection = Collection(request, price, self.enrolment, self.patience.deadline)
-        self.listener.service.open_round(collection)
+        service = self.listener.service
+        collection = Collection(request, price, service.enrolment, self.patience.deadline)
+        service.open_round(collection)
         if self._stopping.is_set():
             collection.finish()
         return collection
 
     async def _watch(self, collection: Collection) -> None:
         """End the round when it can end."""
-        connections, patience = self.listener.service.connections, self.patience
+        connections, absent = self.listener.service.connections, self.patience.absent
         try:
-            while left := collection.seconds_left(
-                connections, patience.absent, fixed=patience.fixed
-            ):
+            while left := collection.seconds_left(connections, absent, fixed=self.patience.fixed):
                 collection.changed.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(left):
@@ -165,7 +163,7 @@ def serve(
             serving = listening(service, endpoint.address, endpoint.credentials)
             started.append(stack.enter_context(serving))
             price_of = prices(experiment.plan, records)
-            transport = GrpcTransport(started[0], enrolment, price_of, patience)
+            transport = GrpcTransport(started[0], price_of, patience)
             stack.enter_context(_stop_signals(asked, transport.stop))
             return transport
 

@@ -199,14 +199,12 @@ class EnrolledCertificates:
 
 
 def _stamp_of(path: Path) -> tuple[int, ...] | None:
-    """A value that differs once the file has changed; None where that cannot be told.
-
-    Two changes within one tick of the file system's clock leave equal times.
-    """
+    """A value that differs once the file has changed; None where that cannot be told."""
     try:
         found = path.stat()
     except OSError:
         return None
+    # Two changes within one tick of the file system's clock leave equal times.
     settled = time.time_ns() - found.st_ctime_ns >= _SETTLED_NANOSECONDS
     return (found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns) if settled else None
 

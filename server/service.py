@@ -28,7 +28,7 @@ from fedpriv.server.authentication import (
     RefusedCallError,
     UnknownPeerError,
 )
-from fedpriv.server.collection import Collection, Connection, Connections, End
+from fedpriv.server.collection import Collection, Connections, End
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
@@ -80,10 +80,8 @@ def status_at_start(
 ) -> wire.Status:
     """Where a run stands before any round is collected."""
     budget, nodes, users = records.budget, len(enrolment.nodes), enrolment.population
-    spent, limit, delta = records.ledger.epsilon(budget), budget.epsilon, budget.delta
-    return wire.Status(
-        plan.run, 0, plan.rounds, spent, limit, delta, nodes, 0, users, wire.RunState.WAITING
-    )
+    price = records.ledger.epsilon(budget), budget.epsilon, budget.delta
+    return wire.Status(plan.run, 0, plan.rounds, *price, nodes, 0, users, wire.RunState.WAITING)
 
 
 class LedgerLines:
@@ -189,7 +187,7 @@ class Service:
     collection: Collection | None = None
 
     def __post_init__(self) -> None:
-        self._enrolment, self._monitor = self.authentication.enrolment, self.authentication.monitor
+        self.enrolment, self._monitor = self.authentication.enrolment, self.authentication.monitor
         self.connections, self.arrivals = Connections(self._changed), asyncio.Event()
         seconds = self.limits.seconds
         self._uploads = Transfers(self.limits.uploads, seconds)
@@ -214,8 +212,7 @@ class Service:
         self.collection = collection
         self.publish(round=collection.terms.id.round, state=wire.RunState.COLLECTING)
         for node in collection.waiting:
-            connection, offer = self.connections.of(node), collection.offer_to(node)
-            if connection is not None and offer is not None:
+            if (connection := self.connections.of(node)) and (offer := collection.offer_to(node)):
                 connection.tell(offer)
 
     def close_round(self, collection: Collection) -> None:
@@ -227,17 +224,27 @@ class Service:
         self.publish(state=wire.RunState.RELEASING)
 
     async def connect(self, request: pb.Hello, context: Context) -> None:
-        """Welcome a node, then offer it rounds."""
+        """Welcome a node, then offer it rounds until its connection is over."""
         node = NODE.get()
         self._check_hello(node, request)
         connection = self.connections.connect(node)
         _log.info("connected: %s", node)
+
+        async def say(message: pb.FromServer) -> None:
+            async with asyncio.timeout(self.limits.seconds):  # for a node that does not read it
+                await context.write(message)
+
         try:
-            welcome = wire.encode_welcome(self.welcome_of(node))
-            await self._say(pb.FromServer(welcome=welcome), context)
+            await say(pb.FromServer(welcome=wire.encode_welcome(self.welcome_of(node))))
             if self.collection is not None and (offer := self.collection.offer_to(node)):
                 connection.tell(offer)
-            await self._tell(connection, context)
+            while (what := await connection.next(_RECHECK_SECONDS)) is not End.RUN_OVER:
+                if isinstance(what, End):
+                    newer, code = what is End.NEWER, grpc.StatusCode
+                    raise RefusedCallError(code.ABORTED if newer else code.UNAVAILABLE, str(what))
+                self.authentication.known(context)
+                if what is not None:
+                    await say(pb.FromServer(offer=wire.encode_offer(what)))
         finally:
             self.connections.disconnect(node, connection)
             _log.info("disconnected: %s", node)
@@ -247,26 +254,11 @@ class Service:
         if hello.node != node:
             sentence = "the node that says hello is not the one of the certificate"
             raise RefusedCallError(grpc.StatusCode.PERMISSION_DENIED, sentence)
-        if hello.users_sha256 != wire.digest_of(self._enrolment.users[node]):
+        if hello.users_sha256 != wire.digest_of(self.enrolment.users[node]):
             self._monitor.add("refused_calls", 1, "enrolment")
             _log.warning("refused: %s holds other users than are enrolled at it", node)
             sentence = "the users that the node holds are not those that are enrolled at it"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
-
-    async def _tell(self, connection: Connection, context: Context) -> None:
-        """Pass offers on until the connection is over."""
-        while (what := await connection.next(_RECHECK_SECONDS)) is not End.RUN_OVER:
-            if isinstance(what, End):
-                newer, code = what is End.NEWER, grpc.StatusCode
-                raise RefusedCallError(code.ABORTED if newer else code.UNAVAILABLE, str(what))
-            self.authentication.known(context)
-            if what is not None:
-                await self._say(pb.FromServer(offer=wire.encode_offer(what)), context)
-
-    async def _say(self, message: pb.FromServer, context: Context) -> None:
-        """Send a message; raises TimeoutError if the node does not read it."""
-        async with asyncio.timeout(self.limits.seconds):
-            await context.write(message)
 
     async def download(self, request: pb.RoundId, context: Context) -> None:
         """Send the model of the round to a node that is asked."""
@@ -306,7 +298,7 @@ class Service:
                 raise
         if refusal:
             self._monitor.set("answer_refused", 1.0)
-            name = self._enrolment.hosting.log_name(node)
+            name = self.enrolment.hosting.log_name(node)
             _log.warning("an answer of %s is refused: %s", name, refusal)
         return wire.encode_receipt(wire.Receipt(accepted=not refusal, reason=refusal))
 
@@ -324,7 +316,7 @@ class Service:
             if reason := collection.refusal(node, answer):
                 return reason
             if isinstance(answer.content, wire.Decline):
-                name = self._enrolment.hosting.log_name(node)
+                name = self.enrolment.hosting.log_name(node)
                 _log.info("%s declines: %s", name, one_line(answer.content.reason))
                 return "" if await collection.settle(node, None) else _OVER
             async with self._uploads.places:
@@ -337,7 +329,6 @@ class Service:
     async def _received(
         self, node: str, content: wire.SummedUpdates, parts: AsyncIterator[pb.UploadPart]
     ) -> PartialSum:
-        """The sum that the chunks of an answer hold."""
         receiver = Receiver(content.tensors)
         async for part in parts:
             receiver.add(part.chunk)  # waking a thread would cost as much
@@ -390,10 +381,7 @@ class Listener:
 def listening(
     service: Service, address: Address, credentials: grpc.ServerCredentials | None
 ) -> Iterator[Listener]:
-    """Serve in a thread until the block is left; then end all connections.
-
-    Without credentials of TLS it is plain text. InvalidValueError: it cannot listen there.
-    """
+    """Serve in a thread until the block is left; without credentials of TLS, in plain text."""
     started: Future[Listener] = Future()
     stop = threading.Event()
     bind = partial(_bind, service, credentials)

@@ -84,7 +84,7 @@ def serve(pipe: Connection, site: Site, limits: TransferLimits) -> None:
     authentication = Authentication(identify, enrolment, RateLimit(_CALLS_PER_MINUTE), Monitor())
     service = Service(authentication, welcome_of, bytes, status, limits)
     with listening(service, Address("127.0.0.1", 0), site.credentials) as server:
-        transport = GrpcTransport(server, enrolment, lambda _: price, _PATIENCE)
+        transport = GrpcTransport(server, lambda _: price, _PATIENCE)
         pipe.send(server.address.port)
         with suppress(EOFError):
             while True:

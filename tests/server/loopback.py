@@ -55,7 +55,7 @@ class Site:
         return f"localhost:{self.server.address.port}"
 
     def transport(self, patience: Patience = PATIENCE) -> GrpcTransport:
-        return GrpcTransport(self.server, self.enrolment, lambda _: PRICE, patience)
+        return GrpcTransport(self.server, lambda _: PRICE, patience)
 
     def channel(self, node: str | None) -> grpc.Channel:
         """A channel with the certificate of a node; None: without one."""
