@@ -13,7 +13,7 @@ from typing import Self
 from fedpriv import wire
 from fedpriv.config import Config
 from fedpriv.engine.metrics import own_metrics
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest
 from fedpriv.server.enrolment import Enrolment, Hosting, Positions
 from fedpriv.training.plan import TrainingPlan
@@ -54,20 +54,28 @@ def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundReques
 class RoundTerms:
     """Which attempt at a round nodes are asked to answer, and what an answer may hold."""
 
-    id: wire.RoundId
+    offer: wire.RoundOffer  # to no node yet
+    model: Tensors
     expected: Layout  # of sums
     drawn: Mapping[str, Positions]  # by node, the users that were drawn there; secret
+    deadline: float  # on the clock of `time.monotonic`
 
     @classmethod
-    def of(cls, request: RoundRequest, hosting: Hosting) -> Self:
+    def of(cls, request: RoundRequest, hosting: Hosting, price: wire.Price, seconds: float) -> Self:
         """The terms of a request to the nodes that host its users, under a new nonce."""
-        nonce = secrets.randbits(64)
-        round_id = wire.RoundId(request.run, request.round, request.attempt, nonce)
-        return cls(round_id, wire.layout_of_sums(request.clipping), hosting.drawn(request.users))
+        model, nonce = wire.model_of(request), secrets.randbits(64)
+        offer = wire.RoundOffer.of(request, seconds, price, wire.manifest_of(model), nonce)
+        expected, drawn = wire.layout_of_sums(request.clipping), hosting.drawn(request.users)
+        return cls(offer, model, expected, drawn, monotonic() + seconds)
+
+    def offer_to(self, node: str) -> wire.RoundOffer | None:
+        """What to ask a node of drawn users now; None after the deadline."""
+        left, users = self.deadline - monotonic(), self.drawn[node].copy()
+        return replace(self.offer, seconds=left, users=users) if left > 0.0 else None
 
     def misfit(self, node: str, answer: wire.Answer) -> str | None:
         """Why an answer of a node cannot count, in one sentence, or None."""
-        if answer.id != self.id:
+        if answer.id != self.offer.id:
             return "the answer is to another round or attempt than the one that is collected"
         if node not in self.drawn:
             return _NOT_AWAITED
@@ -172,14 +180,11 @@ class Collection:
     def __init__(
         self, request: RoundRequest, price: wire.Price, enrolment: Enrolment, seconds: float
     ) -> None:
-        self.terms = RoundTerms.of(request, enrolment.hosting)
-        self.deadline, self.changed = monotonic() + seconds, asyncio.Event()
+        self.terms = RoundTerms.of(request, enrolment.hosting, price, seconds)
+        self.changed = asyncio.Event()
         self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()
         self._taken, self._loop = asyncio.Semaphore(0), asyncio.get_running_loop()
-        self._model = wire.model_of(request)
-        manifest, nonce = wire.manifest_of(self._model), self.terms.id.nonce
-        self._offer = wire.RoundOffer.of(request, seconds, price, manifest, nonce)
-        self._waiting, self._over = dict(self.terms.drawn), False
+        self._waiting, self._over = dict.fromkeys(self.terms.drawn), False
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -188,15 +193,13 @@ class Collection:
 
     def offer_to(self, node: str) -> wire.RoundOffer | None:
         """What to ask a node now; None if it is not asked, or has answered."""
-        left = self.deadline - monotonic()
-        if node not in self._waiting or left <= 0.0 or self._over:
-            return None
-        return replace(self._offer, seconds=left, users=self._waiting[node].copy())
+        asked = node in self._waiting and not self._over
+        return self.terms.offer_to(node) if asked else None
 
     @cached_property
     def model_chunks(self) -> Sequence[bytes]:
         """The model as serialised chunks, which all calls share."""
-        return [chunk.SerializeToString() for chunk in wire.chunks(wire.pieces(self._model))]
+        return [chunk.SerializeToString() for chunk in wire.chunks(wire.pieces(self.terms.model))]
 
     def refusal(self, node: str, answer: wire.Answer) -> str | None:
         """Why an answer cannot count, in one sentence; None if it can."""
@@ -208,8 +211,9 @@ class Collection:
 
         Returns once the sum was taken, so that no more sums are in memory than may be transferred.
         """
-        if self._over or self._waiting.pop(node, None) is None:
+        if node not in self._waiting or self._over:
             return False
+        del self._waiting[node]
         self.changed.set()
         if partial is not None:
             self.results.put(partial)
@@ -226,7 +230,7 @@ class Collection:
         A node that is not connected is waited for `absent` seconds; if `fixed`, the deadline is
         waited for whatever happens.
         """
-        end, away = self.deadline, [connections.away_since(node) for node in self._waiting]
+        end, away = self.terms.deadline, [connections.away_since(node) for node in self._waiting]
         gone = [since for since in away if since is not None]
         if not fixed and len(gone) == len(away):
             end = min(end, max(gone) + absent) if gone else 0.0

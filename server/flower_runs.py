@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Self
@@ -122,28 +122,25 @@ class GridTransport(Transport):
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the contribution or sum of each node that answers in time."""
-        terms, present = RoundTerms.of(request, self.hosting), self.present()
-        model, price = wire.model_of(request), self.price_of(request)
-        manifest, tensors = wire.manifest_of(model), flower.packed(model)
-        offer = wire.RoundOffer.of(request, self.seconds, price, manifest, terms.id.nonce)
-        deadline, answered = monotonic() + self.seconds, 0
+        present = self.present()
+        terms = RoundTerms.of(request, self.hosting, self.price_of(request), self.seconds)
+        tensors, answered = flower.packed(terms.model), 0
 
         def messages() -> Iterator[tuple[str, Message]]:
-            for node, users in terms.drawn.items():
-                left = deadline - monotonic()
-                if node in present and left > 0.0:
-                    of_node = wire.encode_offer(replace(offer, seconds=left, users=users.copy()))
-                    headers = {flower.OFFER: of_node.SerializeToString(), **self.headers(node)}
+            for node in terms.drawn:
+                if node in present and (offer := terms.offer_to(node)):
+                    encoded, to = wire.encode_offer(offer).SerializeToString(), present[node]
+                    headers = {flower.OFFER: encoded, **self.headers(node)}
                     content = flower.content_of(headers, tensors)
-                    yield node, Message(content, present[node], MessageType.TRAIN, ttl=left)
+                    yield node, Message(content, to, MessageType.TRAIN, ttl=offer.seconds)
 
-        with closing(exchange(self.grid, messages(), deadline, self.stopping)) as replies:
+        with closing(exchange(self.grid, messages(), terms.deadline, self.stopping)) as replies:
             for node, reply in replies:
                 if partial := self._counted(terms, node, present[node], reply):
                     answered += 1
                     yield partial
         if self.fixed:
-            self.stopping.wait(max(0.0, deadline - monotonic()))
+            self.stopping.wait(max(0.0, terms.deadline - monotonic()))
         if self.stopping.is_set():
             raise StoppedError("the server was asked to stop; nothing was charged for this round")
         if self.required and answered < len(terms.drawn):
@@ -250,7 +247,6 @@ def run_on_nodes(
     grid: Grid,
     stopping: threading.Event,
     console: Console,
-    follow: Follow,
 ) -> None:
     """Run or resume an experiment on the enrolled SuperNodes of a grid, and print how it went.
 
@@ -263,21 +259,20 @@ def run_on_nodes(
         raise InvalidValueError(
             f"federation.least_nodes is {least}; {len(enrolment.nodes)} nodes are enrolled"
         )
-    welcome_of = welcomes(experiment.config, enrolment)
+    welcome_of, hosting = welcomes(experiment.config, enrolment), enrolment.hosting
+    present = EnrolledNodes(grid, enrolment, least, stopping)
+    seconds, fixed = section.deadline_seconds, section.fixed_length
+
+    def headers(node: str) -> Headers:
+        return _welcome(welcome_of(node))
 
     def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
+        price_of = prices(experiment.plan, records)
         return GridTransport(
-            grid,
-            enrolment.hosting,
-            EnrolledNodes(grid, enrolment, least, stopping),
-            lambda node: _welcome(welcome_of(node)),
-            prices(experiment.plan, records),
-            section.deadline_seconds,
-            stopping,
-            fixed=section.fixed_length,
+            grid, hosting, present, headers, price_of, seconds, stopping, fixed=fixed
         )
 
-    carry_out(setup, experiment, hosted, console, follow, clock=None)
+    carry_out(setup, experiment, hosted, console, _log_rounds, clock=None)
 
 
 def _welcome(welcome: wire.Welcome) -> Headers:
@@ -366,19 +361,14 @@ class GridSimulation:
         loaded = {flower.SIMULATED: flower.Simulated(data.name, data.options, *trained).encode()}
         present = simulated_workers(grid, plan.population, self.users, workers, loaded, stopping)
         nobody = np.empty(0, np.int64)  # which users a worker has follows from its number
-        told = wire.Welcome(plan.population, plan.sampling.population, nobody, task_of(config))
-        headers = loaded | _welcome(told)
+        welcome = wire.Welcome(plan.population, plan.sampling.population, nobody, task_of(config))
+        headers, hosting = loaded | _welcome(welcome), shards(self.users.population, workers)
 
         def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
+            price_of, seconds = prices(experiment.plan, records), float(DEFAULT_TTL)
+            known, told = (lambda: present), (lambda _worker: headers)
             return GridTransport(
-                grid,
-                shards(self.users.population, workers),
-                lambda: present,
-                lambda _worker: headers,
-                prices(experiment.plan, records),
-                DEFAULT_TTL,
-                stopping,
-                required=True,
+                grid, hosting, known, told, price_of, seconds, stopping, required=True
             )
 
         carry_out(self.setup, self.experiment, hosted, console, follow)
@@ -430,7 +420,7 @@ def main(grid: Grid, context: Context) -> None:
         if section is None:
             GridSimulation.of(setup, config.workers).run(grid, stopping, console, _log_rounds)
         else:
-            run_on_nodes(setup, section, grid, stopping, console, _log_rounds)
+            run_on_nodes(setup, section, grid, stopping, console)
     finally:
         stopping.set()
 

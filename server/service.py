@@ -210,7 +210,7 @@ class Service:
     def open_round(self, collection: Collection) -> None:
         """Collect a round, and offer it to the nodes that are connected and asked."""
         self.collection = collection
-        self.publish(round=collection.terms.id.round, state=wire.RunState.COLLECTING)
+        self.publish(round=collection.terms.offer.id.round, state=wire.RunState.COLLECTING)
         for node in collection.waiting:
             if (connection := self.connections.of(node)) and (offer := collection.offer_to(node)):
                 connection.tell(offer)
@@ -264,10 +264,14 @@ class Service:
         """Send the model of the round to a node that is asked."""
         node, collection = NODE.get(), self.collection
         round_id = wire.decode_round_id(request)
-        if collection is None or round_id != collection.terms.id or node not in collection.waiting:
+        if (
+            collection is None
+            or round_id != collection.terms.offer.id
+            or node not in collection.waiting
+        ):
             sentence = "the node is not asked in this round, or the round is over"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
-        async with self._downloads.turn(node, collection.deadline):
+        async with self._downloads.turn(node, collection.terms.deadline):
             for chunk in collection.model_chunks:
                 await context.write(chunk)
                 self._monitor.add("sent_bytes", len(chunk))
@@ -310,7 +314,7 @@ class Service:
         context: Context,
     ) -> str:
         """Take an answer; why it does not count, or nothing."""
-        async with self._uploads.newest(node, collection.deadline):
+        async with self._uploads.newest(node, collection.terms.deadline):
             header = await anext(parts, pb.UploadPart())
             answer = wire.decode_answer(header.answer, collection.terms.expected)
             if reason := collection.refusal(node, answer):

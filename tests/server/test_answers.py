@@ -282,7 +282,9 @@ def test_who_downloads_and_never_reads_holds_up_others_no_longer_than_a_transfer
     ):
         made["five"].answering = silent
         with collecting(short, [0, 1], deadline=15.0) as (total, it):
-            call = zero_window("Download", wire.encode_round_id(it.terms.id).SerializeToString())
+            call = zero_window(
+                "Download", wire.encode_round_id(it.terms.offer.id).SerializeToString()
+            )
             port, certs = short.server.address.port, short.certs
             with encrypted(port, certs, "four") as connection:
                 connection.sendall(call)
