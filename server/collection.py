@@ -4,6 +4,7 @@ import asyncio
 import queue
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -108,14 +109,13 @@ class Connection:
 
     async def next(self, seconds: float) -> wire.RoundOffer | End | None:
         """What to tell the node next; None if there is nothing within these seconds."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._told.wait()
-        except TimeoutError:
-            return None
-        if not isinstance(self._next, End):
-            self._told.clear()
-        return self._next
+            if not isinstance(self._next, End):
+                self._told.clear()
+            return self._next
+        return None
 
 
 class Connections:
