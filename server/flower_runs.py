@@ -362,7 +362,7 @@ class GridSimulation:
         present = simulated_workers(grid, plan.population, self.users, workers, loaded, stopping)
         nobody = np.empty(0, np.int64)  # which users a worker has follows from its number
         welcome = wire.Welcome(plan.population, plan.sampling.population, nobody, task_of(config))
-        headers, hosting = loaded | _welcome(welcome), shards(self.users.population, workers)
+        headers, hosting = {**loaded, **_welcome(welcome)}, shards(self.users.population, workers)
 
         def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
             price_of, seconds = prices(experiment.plan, records), float(DEFAULT_TTL)
