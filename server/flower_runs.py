@@ -29,8 +29,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
 from fedpriv.logs import LogFormat, configure, one_line
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
-from fedpriv.run.run import Follow, Outcome, carry_out, released_text
-from fedpriv.run.setup import RunSetup
+from fedpriv.run.run import Follow, Run, RunSetup, carry_out, released_text
 from fedpriv.server.collection import RoundTerms, prices, task_of, welcomes
 from fedpriv.server.enrolment import Enrolment, Hosting
 from fedpriv.training.rounds import OnRound
@@ -425,7 +424,7 @@ def main(grid: Grid, context: Context) -> None:
         stopping.set()
 
 
-def _log_rounds(experiment: Experiment, first: int, run: Callable[[OnRound], Outcome]) -> Outcome:
+def _log_rounds(experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
     """Log a line for each release."""
     rounds = experiment.plan.rounds
     _log.info("round %d of %d is next", first, rounds)

@@ -64,7 +64,7 @@ def simulate_on_ray(
     from flwr.serverapp import ServerApp
     from rich.console import Console
 
-    from fedpriv.run.setup import RunSetup
+    from fedpriv.run.run import RunSetup
     from fedpriv.server.flower_runs import GridSimulation
 
     simulation = GridSimulation.of(RunSetup.of(file, assignments, out, resume=resume), workers)
