@@ -11,12 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-import grpc
-
 from fedpriv.accounting.accountant import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.clients.connection import Backoff, fetch_ledger, persist
+from fedpriv.clients.connection import Backoff, FederationStub, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, TakenPart
 from fedpriv.errors import AuditError, LedgerError, UnsupportedEventError, WireError
@@ -48,10 +46,7 @@ class Examined:
 
 
 def examine(ledger: ExportedLedger, welcome: Welcome, journal: Journal, delta: float) -> Examined:
-    """Check that a ledger is the one that the node knows and only grew; price and remember it.
-
-    Raises AuditError if it breaks a promise, InvalidValueError if the journal cannot be used.
-    """
+    """Check that a ledger is the one that the node knows and only grew; price and remember it."""
     name = welcome.population_name
     if ledger.population != name:
         raise AuditError(f"the ledger is not of population {name!r}")
@@ -87,10 +82,6 @@ def confirm(examined: Examined, journal: Journal, offer: RoundOffer | None = Non
     The last round of a run can only be checked when another follows: one that the budget did not
     admit has no charge, and rightly so. Where several runs charge a ledger at the same time, a
     charge after the offer was made may look as if ε was understated.
-
-    Raises:
-        AuditError: names the round that was not charged or otherwise than offered, or the ε.
-        InvalidValueError: the journal cannot be used.
     """
     charges: dict[tuple[str, int], list[ChargedRow]] = {}
     for row in examined.ledger.rows:
@@ -100,16 +91,21 @@ def confirm(examined: Examined, journal: Journal, offer: RoundOffer | None = Non
     if offer is not None:
         offered.append((offer.id.run, offer.id.round))
     reached: dict[str, int] = {}
-    for run, round_number in (*charges, *offered):
-        reached[run] = max(round_number, reached.get(run, 0))
+    for run, number in (*charges, *offered):
+        reached[run] = max(number, reached.get(run, 0))
     for run in dict.fromkeys(run for run, _ in offered):
         # Ends at the first gap, so there are no more steps than charges.
-        for round_number in range(reached[run]):
-            if (run, round_number) not in charges:
-                raise AuditError(f"round {round_number} of run {run!r} went on without a charge")
+        for number in range(reached[run]):
+            if (run, number) not in charges:
+                raise AuditError(f"round {number} of run {run!r} went on without a charge")
     for part in taken:
-        if part.round < reached[part.run]:
-            _check_charged(part, charges[part.run, part.round])
+        rows = charges.get((part.run, part.round), [])
+        if part.round < reached[part.run] and not any(_fits(row, part) for row in rows):
+            raise AuditError(
+                f"attempt {part.attempt} at round {part.round} of run {part.run!r} was offered with"
+                f" q = {part.sampling_probability}, N = {part.population}, "
+                f"z = {part.noise_multiplier}; neither it nor one after it was charged so"
+            )
     if offer is not None:
         _check_offered_epsilon(examined, offer)
 
@@ -122,35 +118,21 @@ def charged_already(examined: Examined, offer: RoundOffer) -> str | None:
     """
     if len(_before(examined.ledger.rows, offer)) == len(examined.ledger.rows):
         return None
-    return (
-        f"attempt {offer.id.attempt} at round {offer.id.round} of run {offer.id.run!r}, or one "
-        "after it, is charged already"
-    )
+    what = f"attempt {offer.id.attempt} at round {offer.id.round} of run {offer.id.run!r}"
+    return f"{what}, or one after it, is charged already"
 
 
 def price_with(examined: Examined, offer: RoundOffer) -> float:
-    """ε at the examined δ of all charges and the offered round, by the accountant `tight`.
-
-    Poisson sampling, one user added or removed. AuditError if charges and round have no common ε.
-    """
+    """ε at the examined δ of all charges and the offered round, by the accountant `tight`."""
     return _loss_with(examined.ledger.rows, offer, examined.delta).epsilon
 
 
-def _check_charged(part: TakenPart, rows: Sequence[ChargedRow]) -> None:
-    """Raise AuditError unless a charge of the round fits what was offered."""
-    if any(row.attempt >= part.attempt and _fits(row.event, part) for row in rows):
-        return
-    raise AuditError(
-        f"attempt {part.attempt} at round {part.round} of run {part.run!r} was offered with "
-        f"q = {part.sampling_probability}, N = {part.population}, z = {part.noise_multiplier}; "
-        "neither it nor one after it was charged so"
-    )
-
-
-def _fits(event: RoundEvent, part: TakenPart) -> bool:
-    sampling = event.sampling
+def _fits(row: ChargedRow, part: TakenPart) -> bool:
+    """Whether a charge of the round is by this attempt or a later one, and as it was offered."""
+    event, sampling = row.event, row.event.sampling
     return (
-        sampling.policy is SamplingPolicy.POISSON
+        row.attempt >= part.attempt
+        and sampling.policy is SamplingPolicy.POISSON
         and sampling.relation is NeighbouringRelation.ADD_OR_REMOVE_ONE
         and sampling.population == part.population
         and sampling.sampling_probability <= part.sampling_probability * (1.0 + _ROUNDING)
@@ -166,10 +148,8 @@ def _check_offered_epsilon(examined: Examined, offer: RoundOffer) -> None:
         charged = _before(examined.ledger.rows, offer)
         least = _loss_with(charged, offer, max(delta, LEAST_DELTA)).epsilon_low
     if not said >= least * (1.0 - _UNDERSTATED):
-        raise AuditError(
-            f"the server says ε = {said} at δ = {delta}, but charges and offer cost at least "
-            f"{least}"
-        )
+        cost = f"charges and offer cost at least {least}"
+        raise AuditError(f"the server says ε = {said} at δ = {delta}, but {cost}")
 
 
 def _before(rows: Sequence[ChargedRow], offer: RoundOffer) -> Sequence[ChargedRow]:
@@ -198,7 +178,7 @@ def _loss(events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
 class Auditor:
     """Reads the server's ledger, as `fedpriv join --verify-ledger` does."""
 
-    channel: grpc.aio.Channel
+    server: FederationStub
     journal: Journal
     consent: Consent
     backoff: Backoff
@@ -208,7 +188,7 @@ class Auditor:
 
         Raises one of `DISBELIEF`, InvalidValueError (of the journal) or grpc.aio.AioRpcError.
         """
-        lines = await persist(lambda: fetch_ledger(self.channel), self.backoff)
+        lines = await persist(self.server.fetch_ledger, self.backoff)
         delta = self.consent.delta_for(welcome.population)
 
         def examined() -> Examined:
@@ -222,10 +202,8 @@ class Auditor:
     async def report(self, welcome: Welcome) -> None:
         """Log what the ledger has come to; raises what `examined` raises."""
         found = await self.examined(welcome)
-        charges = len(found.ledger.rows)
-        _log.info(
-            "the ledger holds %d charges: ε = %.6g at δ = %g", charges, found.epsilon, found.delta
-        )
+        held = len(found.ledger.rows), found.epsilon, found.delta
+        _log.info("the ledger holds %d charges: ε = %.6g at δ = %g", *held)
 
 
 @dataclass(frozen=True)

@@ -2,59 +2,26 @@
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.logs import LogFormat
 
-Server = Annotated[str, typer.Option(help="HOST:PORT of the server", show_default=False)]
-Users = Annotated[
-    str,
-    typer.Option(
-        help="users' data: a folder, a file or package.module:function",
-        metavar="SOURCE",
-        show_default=False,
-    ),
-]
-Certificates = Annotated[
-    Path | None, typer.Option(help="folder with ca.pem, node.pem and node.key", show_default=False)
-]
+
+def _option(text: str, *names: str, default: bool | str = False, **more: Any) -> Any:
+    return typer.Option(*names, help=text, show_default=default, **more)
+
+
+Server = Annotated[str, _option("HOST:PORT of the server")]
+Certificates = Annotated[Path | None, _option("folder with ca.pem, node.pem and node.key")]
 Insecure = Annotated[
-    bool, typer.Option("--insecure", help="plain text without certificates; on loopback only")
+    bool,
+    _option("plain text without certificates; on loopback only", "--insecure", default=True),
 ]
-NodeName = Annotated[
-    str | None, typer.Option(help="name of the node, with --insecure", show_default=False)
-]
-ConsentFile = Annotated[
-    Path | None, typer.Option(help="what the node agrees to, TOML", show_default="everything")
-]
-Verify = Annotated[
-    bool, typer.Option("--verify-ledger", help="check the ledger and its ε before each round")
-]
-State = Annotated[
-    Path | None,
-    typer.Option(help="folder of the node's journal", show_default="in the home folder"),
-]
-Trust = Annotated[
-    list[str] | None,
-    typer.Option(help="package.module:function that the server may name; may be repeated"),
-]
-Device = Annotated[str, typer.Option(help="where to train")]
-Memory = Annotated[
-    int | None, typer.Option(min=1, help="MiB that training may take", show_default="no limit")
-]
-Seconds = Annotated[
-    float | None, typer.Option(help="longest training of a round", show_default="its deadline")
-]
-Activations = Annotated[str, typer.Option(help="of the model while it trains: float32 or bfloat16")]
-Processes = Annotated[
-    int | None,
-    typer.Option(min=1, help="users train side by side, on a CPU", show_default="one per thread"),
-]
-Once = Annotated[bool, typer.Option("--once", help="leave when the run is over")]
-Format = Annotated[LogFormat, typer.Option("--log-format", help="of the log, on stderr")]
+NodeName = Annotated[str | None, _option("name of the node, with --insecure")]
+_USERS = "users' data: a folder, a file or package.module:function"
 
 
 def register(app: typer.Typer) -> None:
@@ -65,21 +32,41 @@ def register(app: typer.Typer) -> None:
 
 def join(
     server: Server,
-    users: Users,
+    users: Annotated[str, _option(_USERS, metavar="SOURCE")],
     certificates: Certificates = None,
     insecure: Insecure = False,
     node: NodeName = None,
-    consent: ConsentFile = None,
-    verify_ledger: Verify = False,
-    state: State = None,
-    trust: Trust = None,
-    device: Device = "auto",
-    memory: Memory = None,
-    seconds: Seconds = None,
-    activations: Activations = "float32",
-    processes: Processes = None,
-    once: Once = False,
-    log_format: Format = LogFormat.TEXT,
+    consent: Annotated[
+        Path | None, _option("what the node agrees to, TOML", default="everything")
+    ] = None,
+    verify_ledger: Annotated[
+        bool, _option("check the ledger and its ε before each round", "--verify-ledger")
+    ] = False,
+    state: Annotated[
+        Path | None, _option("folder of the node's journal", default="in the home folder")
+    ] = None,
+    trust: Annotated[
+        list[str] | None,
+        _option("package.module:function that the server may name; may be repeated"),
+    ] = None,
+    device: Annotated[str, _option("where to train", default=True)] = "auto",
+    memory: Annotated[
+        int | None, _option("MiB that training may take", min=1, default="no limit")
+    ] = None,
+    seconds: Annotated[
+        float | None, _option("longest training of a round", default="its deadline")
+    ] = None,
+    activations: Annotated[
+        str, _option("of the model while it trains: float32 or bfloat16", default=True)
+    ] = "float32",
+    processes: Annotated[
+        int | None,
+        _option("users train side by side, on a CPU", min=1, default="one per thread"),
+    ] = None,
+    once: Annotated[bool, _option("leave when the run is over", "--once")] = False,
+    log_format: Annotated[
+        LogFormat, _option("of the log, on stderr", "--log-format", default=True)
+    ] = LogFormat.TEXT,
 ) -> None:
     """Take part with the users whose data are here; their data do not leave this machine."""
     _check_identity(certificates, node, insecure=insecure)
@@ -88,8 +75,9 @@ def join(
     from fedpriv.logs import configure
 
     configure(log_format)
-    from fedpriv.clients import membership
-    from fedpriv.clients.pipe import HostSettings
+    from fedpriv.clients.membership import NodeSettings
+    from fedpriv.clients.membership import join as take_part
+    from fedpriv.clients.worker import HostSettings
 
     host = HostSettings(
         users,
@@ -99,7 +87,7 @@ def join(
         activations=activations,
         processes=processes,
     )
-    settings = membership.NodeSettings(
+    settings = NodeSettings(
         server,
         host,
         certificates=certificates,
@@ -110,7 +98,7 @@ def join(
         trusted=tuple(trust or ()),
         once=once,
     )
-    membership.join(settings)
+    take_part(settings)
 
 
 def status(
@@ -118,7 +106,7 @@ def status(
     certificates: Certificates = None,
     insecure: Insecure = False,
     node: NodeName = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    as_json: Annotated[bool, _option("print one JSON object", "--json")] = False,
 ) -> None:
     """Ask a server where its run stands: round, ε spent and left, nodes that are connected."""
     _check_identity(certificates, node, insecure=insecure)

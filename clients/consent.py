@@ -9,26 +9,18 @@ from pydantic import Field, model_validator
 
 from fedpriv.accounting.pricing import delta_below
 from fedpriv.config import NonNegative, Positive, Section, checked, read_toml
-from fedpriv.wire import RoundOffer, Welcome
+from fedpriv.wire import Price, RoundOffer, Welcome
 
 _ROUNDING = 1e-9  # relative; splitting a norm or the noise among groups may make such a difference
 
 
 class Consent(Section):
-    """The limits within which a node takes part; an absent one limits nothing.
+    """The limits within which a node takes part; an absent one limits nothing."""
 
-    Attributes:
-        largest_clipping_norm: how far one user may move the update, see `reach_of`.
-        least_noise_multiplier: of a whole round.
-        most_rounds_per_day: in which users of the node are trained, in the last 24 hours.
-        total_epsilon: ε, at `delta`, of all charges of the ledger and the round that is offered.
-        delta: δ in [1e-60, 1).
-    """
-
-    largest_clipping_norm: Positive | None = None
-    least_noise_multiplier: NonNegative | None = None
-    most_rounds_per_day: Annotated[int, Field(ge=0)] | None = None
-    total_epsilon: Positive | None = None
+    largest_clipping_norm: Positive | None = None  # how far a user may move it, see `reach_of`
+    least_noise_multiplier: NonNegative | None = None  # of a whole round
+    most_rounds_per_day: Annotated[int, Field(ge=0)] | None = None  # in the last 24 hours
+    total_epsilon: Positive | None = None  # at `delta`, of all charges and the offered round
     delta: Annotated[float, Field(ge=1e-60, lt=1.0)] | None = None
 
     @model_validator(mode="after")
@@ -69,24 +61,21 @@ class Consent(Section):
         most = self.most_rounds_per_day
         if most is not None and not rounds_today < most:
             return f"there were {rounds_today} rounds today; this node consents to at most {most}"
-        return self._objection_to_price(offer, epsilon_after)
+        return self._objection_to_price(offer.price, epsilon_after)
 
-    def _objection_to_price(self, offer: RoundOffer, epsilon_after: float | None) -> str | None:
-        most, delta, price = self.total_epsilon, self.delta, offer.price
-        if most is None or delta is None:
+    def _objection_to_price(self, price: Price, epsilon_after: float | None) -> str | None:
+        total, delta = self.total_epsilon, self.delta
+        if total is None or delta is None:
             return None
-        if epsilon_after is None:
-            if not price.delta <= delta:
-                return (
-                    f"ε is given at δ = {price.delta}; this node consents to ε at δ = {delta} or "
-                    "less, as it has not read the ledger"
-                )
-            epsilon_after = price.epsilon_after
-        if not epsilon_after <= most:
+        if epsilon_after is None and not price.delta <= delta:
             return (
-                f"ε would be {epsilon_after}; this node consents to at most {most} at δ = {delta}"
+                f"ε is given at δ = {price.delta}; this node consents to ε at δ = {delta} or less, "
+                "as it has not read the ledger"
             )
-        return None
+        after = price.epsilon_after if epsilon_after is None else epsilon_after
+        if after <= total:
+            return None
+        return f"ε would be {after}; this node consents to at most {total} at δ = {delta}"
 
 
 def reach_of(offer: RoundOffer) -> float:
@@ -97,10 +86,9 @@ def reach_of(offer: RoundOffer) -> float:
     scales it is the norm of the whole clipped update.
     """
     clipping = offer.clipping
-    apart = {metric.tensor for metric in offer.metrics}
+    apart, norms = {metric.tensor for metric in offer.metrics}, []
     if clipping.indicator is not None:
         apart.add(clipping.indicator.tensor)
-    norms = []
     for group in clipping.groups:
         scaled = zip(group.tensors, group.scales, strict=True)
         scales = [scale for tensor, scale in scaled if tensor not in apart]
@@ -110,16 +98,10 @@ def reach_of(offer: RoundOffer) -> float:
 
 
 def misfit(welcome: Welcome, offer: RoundOffer) -> str | None:
-    """Why no node can take part in an offer, whatever it consents to, or None.
-
-    The offer is of another population than the node was welcomed to, or sets no bound on the work
-    for one user. The sentence says nothing of users.
-    """
+    """Why no node can take part in an offer, whatever it consents to, or None."""
     if offer.price.population != welcome.population:
-        return (
-            f"the offer is of a population of {offer.price.population}; the node was welcomed to "
-            f"one of {welcome.population}"
-        )
+        offered = f"the offer is of a population of {offer.price.population}"
+        return f"{offered}; the node was welcomed to one of {welcome.population}"
     if not np.all(np.isin(offer.users, welcome.users)):
         return "the offer is to users that the node was not welcomed with"
     if offer.local.max_examples is None:

@@ -10,48 +10,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedpriv import wire
 from fedpriv.build import build_task
 from fedpriv.clients.connection import answer_of
 from fedpriv.clients.consent import misfit
-from fedpriv.clients.pipe import HostSettings
-from fedpriv.clients.training import Host, Trainer, check_machine
+from fedpriv.clients.training import Host, Trainer, machine_of
+from fedpriv.clients.worker import HostSettings
 from fedpriv.data.population import Population, check_count, load_population
 from fedpriv.engine.task import activations_named
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, WireError
 from fedpriv.importing import raised_at
 from fedpriv.privacy.round import PartialSum, RoundRequest
-from fedpriv.wire import (
-    NODE_RECEIVES_BYTES,
-    Decline,
-    Hello,
-    RoundOffer,
-    Welcome,
-    decode_offer,
-    decode_welcome,
-    encode_hello,
-    parse,
-)
+from fedpriv.wire import NODE_RECEIVES_BYTES, Decline, RoundOffer, Welcome, flower
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.flower import (
-    ANSWER,
-    HELLO,
-    OFFER,
-    SIMULATED,
-    TROUBLE,
-    WELCOME,
-    Simulated,
-    content_of,
-    digest_of_shard,
-    header_in,
-    packed,
-    shard_of,
-    tensors_in,
-)
 
 _log = logging.getLogger(__name__)
 _MEBIBYTE = 2**20
@@ -68,14 +43,14 @@ has `node`, its name, and `users`; it may have `device`, `chunk-mebibytes`, `act
 """
 
 
-def introduce(content: RecordDict, settings: Settings) -> Hello:
+def introduce(content: RecordDict, settings: Settings) -> wire.Hello:
     """Who a node is, and which users it holds; a FedprivError says nothing of enrolled users."""
     if "users" in settings:
-        return Hello(str(settings.get("node", "")), _host_of(settings).loaded.users_sha256)
+        return wire.Hello(str(settings.get("node", "")), _host_of(settings).loaded.users_sha256)
     population = _population(_simulated(content))
     shard = _shard(population.users.population, settings)
     name = f"worker-{settings['partition-id']}"
-    return Hello(name, digest_of_shard(population.name, population.users, shard))
+    return wire.Hello(name, flower.digest_of_shard(population.name, population.users, shard))
 
 
 def respond(
@@ -88,7 +63,7 @@ def respond(
     training raises, whose text may hold users' data.
     """
     began = time.monotonic()
-    header = header_in(content, WELCOME, NODE_RECEIVES_BYTES)
+    header = flower.header_in(content, flower.WELCOME, NODE_RECEIVES_BYTES)
     if header is None:
         raise WireError("an offer came without a welcome")
     if "users" not in settings:
@@ -106,14 +81,12 @@ def respond(
 
 
 def _host_of(settings: Settings) -> Host:
-    known = HostSettings(
-        str(settings["users"]),
-        str(settings.get("device", HostSettings.device)),
-        _count(settings, "chunk-mebibytes") or HostSettings.chunk_mebibytes,
-        activations=str(settings.get("activations", HostSettings.activations)),
-        processes=_count(settings, "processes"),
-    )
-    check_machine(known)
+    device = str(settings.get("device", HostSettings.device))
+    activations = str(settings.get("activations", HostSettings.activations))
+    at_once = _count(settings, "chunk-mebibytes") or HostSettings.chunk_mebibytes
+    users, processes = str(settings["users"]), _count(settings, "processes")
+    known = HostSettings(users, device, at_once, activations=activations, processes=processes)
+    machine_of(known)
     try:
         return Host.of(known)
     except FedprivError as error:  # its text may name a user, or hold what the loader put into it
@@ -127,7 +100,7 @@ def _count(settings: Settings, name: str) -> int | None:
 
 
 def _simulated(content: RecordDict) -> bytes:
-    header = header_in(content, SIMULATED, _POPULATION_BYTES)
+    header = flower.header_in(content, flower.SIMULATED, _POPULATION_BYTES)
     if header is None:
         raise InvalidValueError(
             "the node has no users: give it node and users in its node-config, or run it as a "
@@ -143,32 +116,32 @@ def _shard(population: int, settings: Settings) -> range:
             f"partition-id is {worker!r} of num-partitions {workers!r}; both must be whole "
             "numbers, the first from 0 to below the second"
         )
-    return shard_of(population, worker, workers)
+    return flower.shard_of(population, worker, workers)
 
 
 # A worker of a simulation lives as long as the run, and gets messages of all nodes.
 @lru_cache(maxsize=1)
 def _population(simulated: bytes) -> Population:
-    described = Simulated.decode(simulated)
+    described = flower.Simulated.decode(simulated)
     return load_population(described.name, described.options)
 
 
 @lru_cache(maxsize=1)
 def _worker(simulated: bytes, welcome: bytes) -> Trainer:
-    described, task = Simulated.decode(simulated), _welcome(welcome).task
+    described, task = flower.Simulated.decode(simulated), _welcome(welcome).task
+    built = build_task(task.model, task.options, task.seed, task.loss, task.metrics)
+    users, device = _population(simulated).users, device_named(described.device)
+    at_once = described.chunk_mebibytes * _MEBIBYTE
+    activations = activations_named(described.activations)
+    # Ray gives each worker a core.
     transport = InProcessTransport(
-        build_task(task.model, task.options, task.seed, task.loss, task.metrics),
-        _population(simulated).users,
-        device_named(described.device),
-        described.chunk_mebibytes * _MEBIBYTE,
-        activations=activations_named(described.activations),
-        processes=1,  # Ray gives each worker a core
+        built, users, device, at_once, activations=activations, processes=1
     )
     return Trainer(transport)
 
 
 def _welcome(header: bytes) -> Welcome:
-    return decode_welcome(parse(pb.Welcome, header, NODE_RECEIVES_BYTES))
+    return wire.decode_welcome(wire.parse(pb.Welcome, header, NODE_RECEIVES_BYTES))
 
 
 app = ClientApp()
@@ -179,38 +152,35 @@ def say_hello(message: Message, context: Context) -> Message:
     """Say who the node is and which users it holds, or in one sentence why it cannot."""
     try:
         hello = introduce(message.content, context.node_config)
-        headers = {HELLO: encode_hello(hello).SerializeToString()}
+        headers = {flower.HELLO: wire.encode_hello(hello).SerializeToString()}
     except FedprivError as error:
-        headers = {TROUBLE: str(error)[:_LONGEST_TROUBLE].encode(errors="replace")}
+        headers = {flower.TROUBLE: str(error)[:_LONGEST_TROUBLE].encode(errors="replace")}
     except Exception as error:  # its text may hold users' data
-        headers = {TROUBLE: type(error).__name__.encode(errors="replace")}
-    return Message(content_of(headers), reply_to=message)
+        headers = {flower.TROUBLE: type(error).__name__.encode(errors="replace")}
+    return Message(flower.content_of(headers), reply_to=message)
 
 
 @app.train()
 def take_part(message: Message, context: Context) -> Message:
     """Answer an offer; where that fails, decline it, and where there is none, say nothing."""
     try:
-        header = header_in(message.content, OFFER, NODE_RECEIVES_BYTES)
-        offer = decode_offer(parse(pb.Offer, header or b"", NODE_RECEIVES_BYTES))
+        header = flower.header_in(message.content, flower.OFFER, NODE_RECEIVES_BYTES)
+        offer = wire.decode_offer(wire.parse(pb.Offer, header or b"", NODE_RECEIVES_BYTES))
     except FedprivError as error:
         _log.error("a message holds no offer: %s", error)
-        return Message(content_of({}), reply_to=message)
+        return Message(flower.content_of({}), reply_to=message)
     try:
-        return _reply(message, offer, _trained(message.content, context, offer))
+        tensors = flower.tensors_in(message.content, offer.model)
+        request = offer.request(tensors)
+        return _reply(message, offer, respond(message.content, context.node_config, offer, request))
     except Exception as error:  # its text may hold users' data
         _log.error("training failed: %s", type(error).__name__)
         return _reply(message, offer, Decline(f"training failed: {type(error).__name__}"))
 
 
-def _trained(content: RecordDict, context: Context, offer: RoundOffer) -> PartialSum | Decline:
-    tensors = tensors_in(content, offer.model)
-    # An offer's model is float32, so nothing is copied.
-    request = offer.request({n: t.astype(np.float32, copy=False) for n, t in tensors.items()})
-    return respond(content, context.node_config, offer, request)
-
-
 def _reply(message: Message, offer: RoundOffer, trained: PartialSum | Decline) -> Message:
     answer, tensors = answer_of(offer.id, trained)
-    headers = {ANSWER: answer.SerializeToString()}
-    return Message(content_of(headers, packed(tensors) if tensors else None), reply_to=message)
+    headers = {flower.ANSWER: answer.SerializeToString()}
+    return Message(
+        flower.content_of(headers, flower.packed(tensors) if tensors else None), reply_to=message
+    )

@@ -1,6 +1,6 @@
 """What a node remembers: the rounds it took part in, and the ledgers it was shown."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -89,22 +89,9 @@ class Journal:
             return cls(Database(path, _FORMAT, {}))
 
     def record(self, population_name: str, offer: RoundOffer, now: datetime) -> None:
-        """Record that the node takes part; if that raises, the node must not train.
-
-        `now` must have a time zone.
-        """
-        row = {
-            "population_name": population_name,
-            "run": offer.id.run,
-            "round": offer.id.round,
-            "attempt": offer.id.attempt,
-            "population": offer.price.population,
-            "sampling_probability": offer.price.sampling_probability,
-            "noise_multiplier": offer.price.noise_multiplier,
-            "at": _text(now),
-        }
-        with _refusing(), self._database.transaction():
-            self._database.write(_RECORD, row)
+        """Record that the node takes part; if that raises, the node must not train."""
+        row = {"population_name": population_name, "at": _text(now)}
+        self._write(_RECORD, vars(offer.price) | vars(offer.id) | row)
 
     def rounds_since(self, moment: datetime) -> int:
         """How many attempts were recorded at this moment or later, of all populations."""
@@ -127,18 +114,18 @@ class Journal:
                 f"population {population_name!r} has the ledger {known}, not {ledger_id}"
             )
         row = {"ledger_id": ledger_id, "population_name": population_name, **vars(head)}
-        with _refusing(), self._database.transaction():
-            self._database.write(_REMEMBER, row)
+        self._write(_REMEMBER, row)
 
     def last_head(self, ledger_id: str) -> Head | None:
-        """The remembered head of a ledger, or None."""
+        """The remembered head of a ledger, if there is one."""
         rows = self._read("SELECT count, hash FROM ledgers WHERE ledger_id = ?", ledger_id)
         return Head(*rows[0]) if rows else None
 
     def ledger_of(self, population_name: str) -> str | None:
         """Id of the ledger of a population, or None if no head of one was remembered."""
-        sql = "SELECT ledger_id FROM ledgers WHERE population_name = ?"
-        rows = self._read(sql, population_name)
+        rows = self._read(
+            "SELECT ledger_id FROM ledgers WHERE population_name = ?", population_name
+        )
         return str(rows[0][0]) if rows else None
 
     def close(self) -> None:
@@ -150,6 +137,10 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _write(self, sql: str, row: Mapping[str, object]) -> None:
+        with _refusing(), self._database.transaction():
+            self._database.write(sql, row)
 
     def _read(self, sql: str, parameter: str) -> Sequence[Row]:
         with _refusing():

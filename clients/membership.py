@@ -19,24 +19,15 @@ from urllib.parse import quote
 import grpc
 
 from fedpriv.clients.audit import DISBELIEF, Auditor, OfferPolicy
-from fedpriv.clients.connection import (
-    Backoff,
-    connect,
-    download,
-    identity_of,
-    open_channel,
-    persist,
-    upload,
-)
+from fedpriv.clients.connection import Backoff, FederationStub, identity_of, persist
 from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
-from fedpriv.clients.pipe import HostSettings
-from fedpriv.clients.worker import Worker
+from fedpriv.clients.worker import HostSettings, Worker
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import Decline, Hello, Receipt, RoundOffer, Welcome
 
-_FINAL = frozenset(
+_REFUSALS = frozenset(
     {
         grpc.StatusCode.UNAUTHENTICATED,
         grpc.StatusCode.PERMISSION_DENIED,
@@ -44,8 +35,7 @@ _FINAL = frozenset(
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.UNIMPLEMENTED,
     }
-)
-"""How a server refuses a node for good."""
+)  # with which a server refuses a node for good
 _NEWER = "newer connection"
 _LAST_LOOK_SECONDS = 60.0
 _LEAST_MARGIN = 0.05  # of the time that an offer leaves, for the upload
@@ -101,19 +91,19 @@ def join(settings: NodeSettings) -> None:
 
 async def take_part(settings: NodeSettings) -> None:
     """As `join`, for a running event loop; it ends when its task is cancelled."""
-    identity = identity_of(settings.certificates, settings.node)
+    identity, backoff = identity_of(settings.certificates, settings.node), settings.backoff
     consent = Consent() if settings.consent is None else Consent.load(settings.consent)
-    folder, backoff = _state_folder(settings.state, identity.node), settings.backoff
-    async with open_channel(settings.server, identity) as channel:
+    folder = _state_folder(settings.state, identity.node)
+    async with FederationStub.open(settings.server, identity) as server:
         with Journal.open(folder / "journal.sqlite") as journal:
             verify = settings.verify_ledger
-            auditor = Auditor(channel, journal, consent, backoff) if verify else None
-            policy = OfferPolicy(consent, journal, auditor)
+            auditor = Auditor(server, journal, consent, backoff) if verify else None
             worker = await Worker.start(settings.host)
             try:
+                policy = OfferPolicy(consent, journal, auditor)
+                handler = OfferHandler(server, worker, policy, journal, backoff)
                 hello = Hello(identity.node, worker.users_sha256)
-                handler = OfferHandler(channel, worker, policy, journal, backoff)
-                await Membership(settings, hello, handler, auditor).last()
+                await Membership(settings, hello, handler).last()
             finally:
                 await worker.close()
 
@@ -135,7 +125,7 @@ def _state_folder(given: Path | None, node: str) -> Path:
 
 
 class LatestTask:
-    """Runs the latest task that it was given; an older one that is not done is cancelled first.
+    """Runs the latest task it was given, once an older one has been cancelled and has ended.
 
     A task that raises makes the next call raise the same.
     """
@@ -150,7 +140,7 @@ class LatestTask:
         return self._task is None or self._task.done()
 
     async def begin(self, key: object, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Begin a task once the older one has ended; a running one of the same key goes on."""
+        """Begin a task; one of the same key that is running goes on instead."""
         if self.idle or key != self._key:
             await self.stop()
             self._key, self._task = key, asyncio.create_task(work())
@@ -176,7 +166,7 @@ class OfferHandler:
         * What is said to the server and logged says nothing of users.
     """
 
-    channel: grpc.aio.Channel
+    server: FederationStub
     worker: Worker
     policy: OfferPolicy
     journal: Journal
@@ -185,14 +175,15 @@ class OfferHandler:
     async def answer(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
         """Answer an offer by its deadline, on the event loop's clock, and log the outcome."""
         what = f"round {offer.id.round} of run {offer.id.run!r}"
-        began = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             async with asyncio.timeout_at(deadline):
                 answer = await self._answer(welcome, offer, deadline)
-                receipt = await self._sent(offer, answer)
+                receipt = await self._send(offer, answer)
                 if not receipt.accepted:
                     # Otherwise the server would wait for another answer until the deadline.
-                    await self._sent(offer, Decline("the answer was refused"))
+                    await self._send(offer, Decline("the answer was refused"))
         except asyncio.CancelledError:
             _log.info("%s: left unfinished", what)
             raise
@@ -203,16 +194,15 @@ class OfferHandler:
         except WireError as error:
             _log.warning("%s: not answered: %s", what, error)
         else:
-            seconds = asyncio.get_running_loop().time() - began
             if not receipt.accepted:
                 _log.warning("%s: the server refuses the answer: %r", what, receipt.reason)
             elif isinstance(answer, Decline):
                 _log.info("%s: declined: %s", what, answer.reason)
             else:
-                _log.info("%s: answered after %.1f s", what, seconds)
+                _log.info("%s: answered after %.1f s", what, loop.time() - began)
 
-    async def _sent(self, offer: RoundOffer, answer: PartialSum | Decline) -> Receipt:
-        return await persist(lambda: upload(self.channel, offer.id, answer), self.backoff)
+    async def _send(self, offer: RoundOffer, answer: PartialSum | Decline) -> Receipt:
+        return await persist(lambda: self.server.upload(offer.id, answer), self.backoff)
 
     async def _answer(
         self, welcome: Welcome, offer: RoundOffer, deadline: float
@@ -231,7 +221,7 @@ class OfferHandler:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            tensors = await persist(lambda: download(self.channel, offer), self.backoff)
+            tensors = await persist(lambda: self.server.download(offer), self.backoff)
         except WireError as error:
             _log.error("the model did not arrive as it was declared: %s", error)
             return Decline("the model did not arrive as it was declared")
@@ -265,11 +255,9 @@ class Membership:
           welcome.
     """
 
-    def __init__(
-        self, settings: NodeSettings, hello: Hello, handler: OfferHandler, auditor: Auditor | None
-    ) -> None:
+    def __init__(self, settings: NodeSettings, hello: Hello, handler: OfferHandler) -> None:
         self._settings, self._hello, self._handler = settings, hello, handler
-        self._auditor = auditor
+        self._auditor = handler.policy.auditor
         self._work = LatestTask()
         self._prepared: Welcome | None = None
 
@@ -292,14 +280,13 @@ class Membership:
         """Stay connected; whether the server had welcomed, and whether the run is over."""
         welcomed = False
         try:
-            async with aclosing(connect(self._handler.channel, self._hello)) as said:
-                async for message in said:
-                    match message:
-                        case Welcome():
-                            await self._welcomed(message)
-                            welcomed = True
-                        case RoundOffer():
-                            await self._offered(message)
+            async with aclosing(self._handler.server.connect(self._hello)) as messages:
+                async for message in messages:
+                    if isinstance(message, Welcome):
+                        await self._welcomed(message)
+                        welcomed = True
+                    elif self._prepared is not None:
+                        await self._offered(self._prepared, message)
         except grpc.aio.AioRpcError as error:
             self._check_recoverable(error)
             _log.warning("no connection: %s (%r)", error.code().name, error.details())
@@ -312,7 +299,7 @@ class Membership:
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.ABORTED and _NEWER in details:
             raise WireError(f"another process speaks for node {node!r} at {server}") from error
-        if code in _FINAL:
+        if code in _REFUSALS:
             raise WireError(f"{server} refuses node {node!r}: {details[:400]!r}") from error
 
     async def _welcomed(self, welcome: Welcome) -> None:
@@ -321,29 +308,21 @@ class Membership:
                 raise InvalidValueError(
                     f"the server wants to run {path!r}; --trust {path!r} allows it"
                 )
-        worker, prepared = self._handler.worker, self._prepared
-        if prepared is None or (prepared.task, prepared.users.tobytes()) != (
-            welcome.task,
-            welcome.users.tobytes(),
-        ):
+        worker, old = self._handler.worker, self._prepared
+        new = (welcome.task, welcome.users.tobytes())
+        if old is None or (old.task, old.users.tobytes()) != new:
             await self._work.stop()
             await worker.prepare(welcome)
         self._prepared = welcome
-        _log.info(
-            "connected as %s to %s, with %d of the %d users of the population",
-            self._hello.node,
-            self._settings.server,
-            worker.users,
-            welcome.population,
-        )
+        node, server = self._hello.node, self._settings.server
+        hosted = f"{worker.users} of the {welcome.population} users of the population"
+        _log.info("connected as %s to %s, with %s", node, server, hosted)
         if self._auditor is not None and self._work.idle:
             await self._work.begin(None, partial(self._report, self._auditor, welcome))
 
-    async def _offered(self, offer: RoundOffer) -> None:
-        if self._prepared is None:
-            raise WireError("the server makes an offer before its welcome")
+    async def _offered(self, welcome: Welcome, offer: RoundOffer) -> None:
         deadline = asyncio.get_running_loop().time() + offer.seconds
-        answer = partial(self._handler.answer, self._prepared, offer, deadline)
+        answer = partial(self._handler.answer, welcome, offer, deadline)
         await self._work.begin(offer.id, answer)
 
     async def _report(self, auditor: Auditor, welcome: Welcome) -> None:

@@ -8,7 +8,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from fedpriv.clients.connection import Identity, open_channel, status
+from fedpriv.clients.connection import FederationStub, Identity
 from fedpriv.errors import WireError
 from fedpriv.logs import one_line
 from fedpriv.report.tables import format_epsilon, number
@@ -18,10 +18,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
-    """Ask a server and print what it says, as a table or as one JSON object.
-
-    It is the server's word: only its form is checked. As JSON, an infinite ε is "Infinity".
-    """
+    """Ask a server and print what it says, of which only the form is checked."""
     found = asyncio.run(_ask(server, identity))
     if as_json:
         fields = {**vars(found), "state": str(found.state)}
@@ -34,17 +31,20 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
 
 async def _ask(server: str, identity: Identity) -> Status:
     try:
-        async with open_channel(server, identity) as channel, asyncio.timeout(_PATIENCE_SECONDS):
-            return await status(channel)
+        async with (
+            FederationStub.open(server, identity) as stub,
+            asyncio.timeout(_PATIENCE_SECONDS),
+        ):
+            return await stub.status()
     except TimeoutError as error:
         sentence = f"{server} does not answer within {_PATIENCE_SECONDS:g} seconds"
         raise WireError(sentence) from error
     except grpc.aio.AioRpcError as error:
         # Its words are another machine's.
-        details = one_line(error.details() or "")[:400]
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
-            raise WireError(f"{server} cannot be reached: {details}") from error
-        raise WireError(f"{server} refuses, {error.code().name}: {details}") from error
+        details, code = one_line(error.details() or "")[:400], error.code()
+        away = code is grpc.StatusCode.UNAVAILABLE
+        failed = "cannot be reached" if away else f"refuses, {code.name}"
+        raise WireError(f"{server} {failed}: {details}") from error
 
 
 def _print(found: Status) -> None:

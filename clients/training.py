@@ -22,11 +22,11 @@ from torch.func import grad, vmap
 
 from fedpriv import errors
 from fedpriv.build import build_task
-from fedpriv.clients.pipe import HostSettings, Loaded, OneByOne, Ready, receive, send
+from fedpriv.clients.worker import HostSettings, Loaded, OneByOne, Ready, receive, send
 from fedpriv.data.arrays import from_arrays, from_grouped
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import Population, UserStore
-from fedpriv.engine.task import activations_named, check_task
+from fedpriv.engine.task import Activations, activations_named, check_task
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import DataError, FedprivError, InvalidValueError
 from fedpriv.importing import call_imported, import_function, raised_at
@@ -42,8 +42,8 @@ _MEBIBYTE = 2**20
 def load_users(source: str) -> UserStore:
     """Read the users that a node hosts.
 
-    Guarantees: nothing is unpickled, and no message holds a user's data. One may name a user, and
-    a fedpriv error that a function raises passes as it is; both are for the node's operator alone.
+    Nothing is unpickled, and no error holds a user's data. One may name a user, and a fedpriv error
+    that a function raises passes as it is; both are for the node's operator alone.
 
     The source is what exists of the first three, or else a function:
         * a folder saved by `UserStore.save`; its fields are mapped, not read;
@@ -57,7 +57,7 @@ def load_users(source: str) -> UserStore:
         if (path / "store.json").exists():
             return UserStore.load(path)
         if path.exists():
-            return _one_file_each(path) if path.is_dir() else _columns(path)
+            return _from_files(path)
     except OSError as error:
         raise DataError(f"users {source!r} cannot be read: {error.strerror}") from error
     if ":" in source:
@@ -68,24 +68,20 @@ def load_users(source: str) -> UserStore:
     )
 
 
-def _one_file_each(folder: Path) -> UserStore:
-    files = sorted(folder.iterdir())
-    for path in files:
-        if path.suffix != ".npz" or not path.is_file():
-            raise DataError(f"{path} is not an .npz file; a folder of users holds ID.npz files")
+def _from_files(path: Path) -> UserStore:
+    """Users of a folder with one .npz file each, or of one such file for all."""
+    one = None if path.is_dir() else read_npz(path)
     try:
-        return from_grouped((path.stem, read_npz(path)) for path in files)
-    except DataError as error:
-        raise DataError(f"{folder}: {error}") from error
-
-
-def _columns(path: Path) -> UserStore:
-    fields = read_npz(path)
-    if _IDS not in fields:
-        raise DataError(f"{path} has no field {_IDS!r}, the id of each row's user")
-    ids = fields.pop(_IDS)
-    try:
-        return from_arrays(fields, ids)
+        if one is not None:
+            if _IDS not in one:
+                raise DataError(f"there is no field {_IDS!r}, the id of each row's user")
+            ids = one.pop(_IDS)
+            return from_arrays(one, ids)
+        files = sorted(path.iterdir())
+        for file in files:
+            if file.suffix != ".npz" or not file.is_file():
+                raise DataError(f"{file.name} is not an .npz file")
+        return from_grouped((file.stem, read_npz(file)) for file in files)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
 
@@ -108,8 +104,7 @@ def _from_function(path: str) -> UserStore:
 def enrolled_positions(store: UserStore, positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Where in the enrolled population each user of a store is: int64 [N].
 
-    Ids are compared as strings by code points: the store's k-th in this order is at the k-th of
-    the positions. InvalidValueError if there are more or fewer positions than users.
+    The store's k-th user, ids sorted by code points, is at the k-th of the positions.
     """
     if len(positions) != store.population:
         raise InvalidValueError(
@@ -132,7 +127,7 @@ class Host:
     @classmethod
     def of(cls, settings: HostSettings) -> "Host":
         """Load the users; InvalidValueError if this machine lacks the device or activations."""
-        check_machine(settings)
+        machine_of(settings)
         return cls(load_users(settings.users), settings)
 
     @property
@@ -148,27 +143,22 @@ class Host:
         task = build_task(named.model, named.options, named.seed, named.loss, named.metrics)
         blank = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in self.users.fields.items()}
         check_task(task, blank)
+        device, activations = machine_of(settings)
+        at_once, processes = settings.chunk_mebibytes * _MEBIBYTE, settings.processes
         transport = InProcessTransport(
-            task,
-            self.users,
-            device_named(settings.device),
-            settings.chunk_mebibytes * _MEBIBYTE,
-            hosted,
-            activations=activations_named(settings.activations),
-            processes=settings.processes,
+            task, self.users, device, at_once, hosted, activations=activations, processes=processes
         )
         _warm_up(replace(transport, users=UserStore(blank, np.array([0, 1])), hosted=None))
         return Trainer(transport)
 
 
-def check_machine(settings: HostSettings) -> None:
-    """Raise InvalidValueError if this machine cannot train as the settings say."""
-    device_named(settings.device)
-    activations_named(settings.activations)
+def machine_of(settings: HostSettings) -> tuple[torch.device, Activations]:
+    """What to compute with; InvalidValueError if this machine lacks it."""
+    return device_named(settings.device), activations_named(settings.activations)
 
 
 def _warm_up(transport: InProcessTransport) -> None:
-    """Train one user, so that what torch loads and reserves at first comes before the limit."""
+    """Train one user, so that what torch loads and reserves comes before the limit of memory."""
     parameters = transport.task.parameters()
     layout = Layout.of(parameters)
     clipping, local = Clipping(layout, flat(layout, 1.0)), LocalTraining(1.0, steps=2)
@@ -184,13 +174,9 @@ class Trainer:
 
     The node is trusted with its users' data and clips each of their updates itself; the server can
     only check the norm of a partial sum against the number of users in it.
-
-    Attributes:
-        transport: trains; `hosted` says which users of the population it has. It has no observer,
-            else InvalidValueError.
     """
 
-    transport: InProcessTransport
+    transport: InProcessTransport  # without an observer; `hosted` says which users it has
 
     def __post_init__(self) -> None:
         if self.transport.observer is not None:
@@ -202,8 +188,7 @@ class Trainer:
     def answer(self, request: RoundRequest, seconds: float = math.inf) -> PartialSum:
         """The sum of clipped contributions of the node's users of a round, with an empty `node`.
 
-        Users that the node does not host are left to other nodes. No chunk begins once the
-        `seconds` have passed: users not done by then count as zero. Raises what `ready` raises.
+        No chunk begins once the `seconds` have passed: users not done by then count as zero.
         """
         deadline = time.monotonic() + seconds
 
@@ -222,9 +207,10 @@ class Trainer:
         was drawn. Besides fedpriv's errors it raises MemoryError, and RuntimeError where the device
         no longer works.
         """
-        _check_tensors("parameters", request.parameters, self._parameters)
+        parameters, statistics = self._known
+        _check_tensors("parameters", request.parameters, parameters)
         if request.statistics:
-            _check_tensors("running statistics", request.statistics, self._statistics)
+            _check_tensors("running statistics", request.statistics, statistics)
         with _unlogged() if self.transport.users.population == 1 else nullcontext():
             for users, partial in self.transport.by_chunk(request):
                 if self.transport.device.type == "cuda":
@@ -233,12 +219,9 @@ class Trainer:
                 yield Ready(users, partial)
 
     @cached_property
-    def _parameters(self) -> Tensors:
-        return self.transport.task.parameters()
-
-    @cached_property
-    def _statistics(self) -> Tensors:
-        return self.transport.task.statistics()
+    def _known(self) -> tuple[Tensors, Tensors]:
+        """Parameters and running statistics of the task."""
+        return self.transport.task.parameters(), self.transport.task.statistics()
 
 
 def _check_tensors(what: str, given: Tensors, known: Tensors) -> None:
@@ -252,7 +235,7 @@ def _check_tensors(what: str, given: Tensors, known: Tensors) -> None:
 
 
 def serve(channel: BufferedRWPair) -> None:
-    """Answer the messages of `fedpriv.clients.pipe` until the other end is closed, an EOFError.
+    """Answer the messages of `fedpriv.clients.worker` until the other end is closed, an EOFError.
 
     Anything else that is raised cannot be answered; its text may hold users' data.
     """
@@ -311,15 +294,11 @@ def _limited_afterwards(mebibytes: int | None) -> Iterator[None]:
         yield
     finally:
         if mebibytes is not None:
-            limit = _address_space() + mebibytes * _MEBIBYTE
+            try:
+                pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+            except OSError as error:
+                reason = "memory_mebibytes is given; only Linux can limit it"
+                raise InvalidValueError(reason) from error
+            limit = pages * resource.getpagesize() + mebibytes * _MEBIBYTE
             soft = limit if most == resource.RLIM_INFINITY else min(limit, most)
             resource.setrlimit(resource.RLIMIT_AS, (soft, most))
-
-
-def _address_space() -> int:
-    """Bytes of address space that this process has."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    except OSError as error:
-        raise InvalidValueError("memory_mebibytes is given; only Linux can limit it") from error
-    return pages * resource.getpagesize()

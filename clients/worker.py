@@ -1,7 +1,16 @@
-"""A node's training process, as its main process sees it.
+"""A node's training process, as its main process sees it, and what the two say to each other.
 
-`Process` is a spawned process that answers messages; `Worker` trains users in one that may fail, so
-that the failure of one user costs the others nothing.
+The main process talks to the server and never imports torch; the training process holds the users'
+data and the model. Over a socket they exchange:
+
+| message        | answers                                                                        |
+|----------------|--------------------------------------------------------------------------------|
+| `HostSettings` | `Loaded`                                                                       |
+| `Welcome`      | None: the task can be trained                                                  |
+| `RoundRequest` | `Ready`, any number of them; then None: all of the node's users of it are done |
+| `OneByOne`     | the same, one for each user in order                                           |
+
+A `FedprivError` is an answer too, and the last one. Any other failure ends the training process.
 """
 
 import asyncio
@@ -10,6 +19,7 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -17,13 +27,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from io import BufferedRWPair
 from multiprocessing import resource_tracker
-from typing import TypeVar, cast
+from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
-from fedpriv.clients.pipe import HostSettings, Loaded, OneByOne, Ready, receive, send
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, ModelError, WorkerError
 from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.wire import Welcome
@@ -34,7 +45,65 @@ _TOGETHER_FAILED = "training users together failed; those not done yet are train
 _ONE_FAILED = "a user counts as zero: it ended the process or took too long"
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """Which users a node hosts, and how it trains them."""
+
+    users: str  # as `fedpriv.clients.training.load_users` reads it
+    device: str = "auto"  # as `fedpriv.engine.transport.device_named` reads it
+    chunk_mebibytes: int = 128  # roughly what users who train together may take
+    # Address space for training, besides what each process has taken once data and model are
+    # loaded (Linux); None: no limit.
+    memory_mebibytes: int | None = None
+    seconds: float | None = None  # longest for one round; None: until its deadline
+    activations: str = "float32"  # of the model while users train
+    processes: int | None = None  # that train side by side; None: one for each thread
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_mebibytes", "memory_mebibytes", "seconds", "processes"):
+            number = getattr(self, name)
+            if number is not None and not number > 0:
+                raise InvalidValueError(f"{name} is {number}; it must be positive")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Which users a training process holds, at least one."""
+
+    users: int
+    users_sha256: bytes  # `fedpriv.wire.digest_of` of their ids
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Some users of a round who are done: their positions, with those who failed, and their sum."""
+
+    users: npt.NDArray[np.int64]
+    partial: PartialSum
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """Train the users of a request one after the other; the node has all of them."""
+
+    request: RoundRequest
+
+
+def send(channel: BufferedRWPair, value: object) -> None:
+    """Send a value to a trusted process; arrays in it are not copied."""
+    pickle.dump(value, channel, protocol=5)
+    channel.flush()
+
+
+def receive(channel: BufferedRWPair) -> object:
+    """Receive what a trusted process sent; EOFError if it has closed its end."""
+    try:
+        value: object = pickle.load(channel)
+    except pickle.UnpicklingError as error:
+        raise EOFError("the other process has closed its end within a message") from error
+    return value
 
 
 class Process:
@@ -72,15 +141,20 @@ class Process:
 
         ChildProcessError if the process has ended.
         """
-        return await self._answer(self._exchange, message)
+
+        def exchange() -> object:
+            send(self._channel, message)
+            return receive(self._channel)
+
+        return await self._answer(exchange)
 
     async def listen(self) -> object:
         """Wait for the next answer to a message that has several; raises what `ask` raises."""
-        return await self._answer(receive, self._channel)
+        return await self._answer(lambda: receive(self._channel))
 
-    async def _answer(self, exchange: Callable[[_T], object], given: _T) -> object:
+    async def _answer(self, exchange: Callable[[], object]) -> object:
         try:
-            answer = await asyncio.get_running_loop().run_in_executor(self._thread, exchange, given)
+            answer = await asyncio.get_running_loop().run_in_executor(self._thread, exchange)
         except (OSError, EOFError):
             self.kill()
             await self.gone()
@@ -108,10 +182,6 @@ class Process:
         """Wait until a killed process is gone."""
         if self._gone is not None:
             await asyncio.shield(asyncio.wrap_future(self._gone))
-
-    def _exchange(self, message: object) -> object:
-        send(self._channel, message)
-        return receive(self._channel)
 
     def _reap(self) -> None:
         self._process.join()
@@ -174,13 +244,10 @@ class Worker:
     """
 
     def __init__(self, settings: HostSettings, process: Process, loaded: Loaded) -> None:
-        self._settings = settings
-        self._process = process
-        self._loaded = loaded
+        self._settings, self._process, self._loaded = settings, process, loaded
         self._welcome: Welcome | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._busy = False
-        self._closed = False
+        self._busy = self._closed = False
 
     @classmethod
     async def start(cls, settings: HostSettings) -> "Worker":
@@ -224,9 +291,9 @@ class Worker:
         with self._alone():
             if self._welcome is None:
                 raise InvalidValueError("no task is prepared; call prepare first")
-            now = asyncio.get_running_loop().time()
             longest = self._settings.seconds
-            deadline = now + (seconds if longest is None else min(seconds, longest))
+            seconds = seconds if longest is None else min(seconds, longest)
+            deadline = asyncio.get_running_loop().time() + seconds
             users = np.intersect1d(request.users, self._welcome.users)
             return await self._trained(replace(request, users=users), deadline)
 
@@ -279,8 +346,7 @@ class Worker:
             raise InvalidValueError("the worker is closed")
         if self._starting is None and not self._process.alive:
             self._starting = asyncio.create_task(self._start_again())
-        if self._starting is not None:
-            starting = self._starting
+        if (starting := self._starting) is not None:
             try:
                 # A call that is cancelled here has begun nothing; the next one finds it ready.
                 await asyncio.shield(starting)
@@ -327,9 +393,8 @@ async def _prepare(process: Process, welcome: Welcome) -> None:
     try:
         await process.ask(welcome)
     except ChildProcessError as error:
-        raise ModelError(
-            f"the task with model {welcome.task.model!r} cannot be built: {error}"
-        ) from error
+        model = welcome.task.model
+        raise ModelError(f"the task with model {model!r} cannot be built: {error}") from error
 
 
 def _added(total: PartialSum, one: PartialSum) -> PartialSum:

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from fedpriv.clients.connection import connect, identity_of, open_channel
+from fedpriv.clients.connection import FederationStub, identity_of
 from fedpriv.errors import WireError
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import (
@@ -82,20 +82,21 @@ async def _stay(
 ) -> None:
     """One node, from its connection on."""
     hello = Hello(name_of(number), digest_of([user_of(number)]))
-    async with _channel(site, number, port) as channel:
-        async for message in connect(channel, hello):
+    async with _stub(site, number, port) as stub:
+        async for message in stub.connect(hello):
             match message:
                 case Welcome():
                     welcomed.set()
                 case RoundOffer():
                     asked = encode_round_id(message.id).SerializeToString()
-                    async for _ in channel.unary_stream("/fedpriv.v1.Federation/Download")(asked):
+                    call = stub.channel.unary_stream("/fedpriv.v1.Federation/Download")
+                    async for _ in call(asked):
                         pass
-                    await _upload(channel, update.messages(message))
+                    await _upload(stub.channel, update.messages(message))
 
 
-def _channel(site: Site, number: int, port: int) -> grpc.aio.Channel:
-    return open_channel(f"localhost:{port}", identity_of(site.node_folder(number), None))
+def _stub(site: Site, number: int, port: int) -> FederationStub:
+    return FederationStub.open(f"localhost:{port}", identity_of(site.node_folder(number), None))
 
 
 async def _upload(channel: grpc.aio.Channel, parts: Iterator[bytes]) -> None:
@@ -115,14 +116,14 @@ class BareNodes:
     """
 
     def __init__(self, site: Site, cohort: list[int], port: int) -> None:
-        self._channels = [_channel(site, number, port) for number in cohort]
+        self._stubs = [_stub(site, number, port) for number in cohort]
         self._parts = messages(site.model_bytes)
 
     async def exchange(self) -> None:
         """All at once: each node downloads, then uploads as much; nobody looks at the bytes."""
         async with asyncio.TaskGroup() as group:
-            for channel in self._channels:
-                group.create_task(self._exchange(channel))
+            for stub in self._stubs:
+                group.create_task(self._exchange(stub.channel))
 
     async def _exchange(self, channel: grpc.aio.Channel) -> None:
         async for _ in channel.unary_stream(f"/{BARE}/Download")(b""):
@@ -131,5 +132,5 @@ class BareNodes:
 
     async def close(self) -> None:
         """Close all connections."""
-        for channel in self._channels:
-            await channel.close()
+        for stub in self._stubs:
+            await stub.channel.close()

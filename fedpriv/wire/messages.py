@@ -218,22 +218,26 @@ class RoundOffer:
         key, metrics = request.local_key, request.metrics
         return cls(round_id, seconds, users, clipping, local, key, metrics, price, model)
 
-    def request(self, tensors: Parameters) -> RoundRequest:
+    def request(self, tensors: Tensors) -> RoundRequest:
         """The request that was offered, of the tensors that `model` declares."""
         if Layout.of(tensors) != self.model.layout:
             raise InvalidValueError("the tensors are not those of the offered model")
-        update = set(self.clipping.layout.names)
+        statistics = {n: t.astype(np.float32, copy=False) for n, t in tensors.items()}
+        update = [name for name in tensors if name in self.clipping.layout.names]
+        parameters = {name: statistics.pop(name) for name in update}
+        at, clipping, local = self.id, self.clipping, self.local
+        users, key, metrics = self.users, self.local_key, self.metrics
         return RoundRequest(
-            self.id.run,
-            self.id.round,
-            self.id.attempt,
-            {name: tensor for name, tensor in tensors.items() if name in update},
-            self.clipping,
-            self.local,
-            self.users,
-            self.local_key,
-            self.metrics,
-            {name: tensor for name, tensor in tensors.items() if name not in update},
+            at.run,
+            at.round,
+            at.attempt,
+            parameters,
+            clipping,
+            local,
+            users,
+            key,
+            metrics,
+            statistics,
         )
 
 

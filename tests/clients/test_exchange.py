@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.clients import connection
-from fedpriv.clients.connection import Named, open_channel
+from fedpriv.clients.connection import FederationStub, Identity
 from fedpriv.errors import WireError
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import (
@@ -52,23 +52,26 @@ Result = TypeVar("Result")
 
 
 @asynccontextmanager
-async def connected(tiny: TinyServer) -> AsyncIterator[grpc.aio.Channel]:
-    async with serving(tiny) as port, open_channel(f"127.0.0.1:{port}", Named("n")) as channel:
-        yield channel
+async def connected(tiny: TinyServer) -> AsyncIterator[FederationStub]:
+    async with (
+        serving(tiny) as port,
+        FederationStub.open(f"127.0.0.1:{port}", Identity("n")) as stub,
+    ):
+        yield stub
 
 
-def ask(tiny: TinyServer, call: Callable[[grpc.aio.Channel], Awaitable[Result]]) -> Result:
+def ask(tiny: TinyServer, call: Callable[[FederationStub], Awaitable[Result]]) -> Result:
     """What a call to the server returns."""
 
     async def main() -> Result:
-        async with connected(tiny) as channel:
-            return await call(channel)
+        async with connected(tiny) as stub:
+            return await call(stub)
 
     return asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
 
-async def heard(channel: grpc.aio.Channel) -> list[Welcome | RoundOffer]:
-    return [message async for message in connection.connect(channel, HELLO)]
+async def heard(stub: FederationStub) -> list[Welcome | RoundOffer]:
+    return [message async for message in stub.connect(HELLO)]
 
 
 def sending(**answers: list[Said] | Said) -> TinyServer:
@@ -142,8 +145,8 @@ def test_a_message_beyond_the_limit_is_not_read() -> None:
 def test_a_connection_that_is_cancelled_ends_at_the_server_too() -> None:
     async def main() -> None:
         tiny = TinyServer()
-        async with connected(tiny) as channel:
-            task = asyncio.create_task(heard(channel))
+        async with connected(tiny) as stub:
+            task = asyncio.create_task(heard(stub))
             await tiny.hellos.get()
             await asyncio.sleep(0.0)
             task.cancel()
@@ -162,7 +165,7 @@ def test_a_connection_that_is_cancelled_ends_at_the_server_too() -> None:
 def test_a_model_arrives_as_it_is(megabytes: int) -> None:
     offer, tensors = large_model(megabytes)
     tiny = sending(model=list(chunks(pieces(tensors))))
-    model = ask(tiny, lambda channel: connection.download(channel, offer))
+    model = ask(tiny, lambda stub: stub.download(offer))
     assert list(model) == ["w"]
     assert model["w"].dtype == np.float32
     np.testing.assert_array_equal(model["w"], tensors["w"])
@@ -189,7 +192,7 @@ def test_what_is_not_the_declared_model_is_refused(reason: str) -> None:
     offer, _ = large_model(3)
     tiny = sending(model=hostile_models()[reason])
     with pytest.raises(WireError, match=reason):
-        ask(tiny, lambda channel: connection.download(channel, offer))
+        ask(tiny, lambda stub: stub.download(offer))
 
 
 def test_a_model_takes_no_more_memory_than_was_declared() -> None:
@@ -197,7 +200,7 @@ def test_a_model_takes_no_more_memory_than_was_declared() -> None:
     offer = make_offer()[0]
     tiny = sending(model=[chunk for _ in range(64) for chunk in make_offer()[1]])
     with pytest.raises(WireError, match="follows after all"):
-        ask(tiny, lambda channel: connection.download(channel, offer))
+        ask(tiny, lambda stub: stub.download(offer))
 
 
 # Upload
@@ -206,8 +209,8 @@ def test_a_model_takes_no_more_memory_than_was_declared() -> None:
 def uploaded(answer: PartialSum | Decline) -> tuple[pb.Answer, bytes, Receipt]:
     async def main() -> tuple[pb.Answer, bytes, Receipt]:
         tiny = TinyServer()
-        async with connected(tiny) as channel:
-            receipt = await connection.upload(channel, ID, answer)
+        async with connected(tiny) as stub:
+            receipt = await stub.upload(ID, answer)
         return *tiny.answers.get_nowait(), receipt
 
     return asyncio.run(asyncio.wait_for(main(), PATIENCE))
@@ -240,10 +243,10 @@ def test_a_large_sum_is_cut_into_chunks_as_it_is_sent() -> None:
     async def main() -> tuple[int, int]:
         tiny = TinyServer()
         tiny.keeps = False
-        async with connected(tiny) as channel:
+        async with connected(tiny) as stub:
             tracemalloc.start()
             try:
-                await connection.upload(channel, ID, PartialSum("", 64, total, 64))
+                await stub.upload(ID, PartialSum("", 64, total, 64))
                 peak = tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
@@ -259,7 +262,7 @@ def test_a_server_may_refuse_before_it_has_heard_all() -> None:
     tiny = sending(receipts=[said(refusal)])
     tiny.listens = False
     large = PartialSum("", 1, np.zeros(20 * 250 * 1000, np.int64), 1)
-    receipt = ask(tiny, lambda channel: connection.upload(channel, ID, large))
+    receipt = ask(tiny, lambda stub: stub.upload(ID, large))
     assert receipt == refusal
 
 
@@ -267,13 +270,13 @@ def test_a_server_may_refuse_before_it_has_heard_all() -> None:
 def test_a_receipt_that_is_none_is_refused(receipt: Said) -> None:
     tiny = sending(receipts=[receipt])
     with pytest.raises(WireError, match=r"Receipt|receipt|reason"):
-        ask(tiny, lambda channel: connection.upload(channel, ID, Decline("no")))
+        ask(tiny, lambda stub: stub.upload(ID, Decline("no")))
 
 
 def test_a_call_that_fails_says_how() -> None:
     tiny = sending(receipts=[(grpc.StatusCode.UNAVAILABLE, "later")])
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        ask(tiny, lambda channel: connection.upload(channel, ID, Decline("no")))
+        ask(tiny, lambda stub: stub.upload(ID, Decline("no")))
     assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.UNAVAILABLE, "later")
 
 
@@ -284,7 +287,7 @@ def test_a_call_that_fails_says_how() -> None:
 def test_a_ledger_arrives_line_by_line(size: int) -> None:
     data = (b'{"a": 1}\n' * (size // 9 + 1))[:size]
     tiny = sending(ledger=ledger_parts(data))
-    lines = list(ask(tiny, connection.fetch_ledger))
+    lines = list(ask(tiny, FederationStub.fetch_ledger))
     assert "".join(lines).encode() == data
     assert all(line.endswith("\n") for line in lines[:-1])
     assert all(line.count("\n") <= 1 for line in lines)
@@ -293,7 +296,7 @@ def test_a_ledger_arrives_line_by_line(size: int) -> None:
 def test_bytes_that_are_no_text_reach_whoever_reads_the_lines() -> None:
     data = bytes(range(256)) + b"\r\n\r" + "ä\u2028\n".encode()
     tiny = sending(ledger=ledger_parts(data))
-    text = "".join(ask(tiny, connection.fetch_ledger))
+    text = "".join(ask(tiny, FederationStub.fetch_ledger))
     assert text.encode("ascii", "surrogateescape") == data
 
 
@@ -316,20 +319,20 @@ def declared(size: int) -> pb.LedgerPart:
 )
 def test_what_is_not_the_declared_ledger_is_refused(parts: list[Said], reason: str) -> None:
     with pytest.raises(WireError, match=reason):
-        ask(sending(ledger=parts), connection.fetch_ledger)
+        ask(sending(ledger=parts), FederationStub.fetch_ledger)
 
 
 # GetStatus
 
 
 def test_a_status_arrives_as_it_is() -> None:
-    assert ask(sending(status=said(STATUS)), connection.status) == STATUS
+    assert ask(sending(status=said(STATUS)), FederationStub.status) == STATUS
 
 
 @pytest.mark.parametrize("status", [b"\xff", pb.Status(), pb.Status(run="r", state="odd")])
 def test_a_status_that_is_none_is_refused(status: Said) -> None:
     with pytest.raises(WireError, match=r"Status|status"):
-        ask(sending(status=status), connection.status)
+        ask(sending(status=status), FederationStub.status)
 
 
 # All of them
@@ -343,13 +346,13 @@ def test_whatever_a_server_sends_is_a_value_or_a_wire_error(data: list[bytes]) -
         tiny.model, tiny.ledger, tiny.status = list(data), list(data), data[0]
         tiny.receipts = [data[0]]
         offer = make_offer()[0]
-        async with connected(tiny) as channel:
+        async with connected(tiny) as stub:
             for call in (
-                lambda: heard(channel),
-                lambda: connection.download(channel, offer),
-                lambda: connection.fetch_ledger(channel),
-                lambda: connection.status(channel),
-                lambda: connection.upload(channel, ID, Decline("no")),
+                lambda: heard(stub),
+                lambda: stub.download(offer),
+                stub.fetch_ledger,
+                stub.status,
+                lambda: stub.upload(ID, Decline("no")),
             ):
                 with suppress(WireError):
                     await call()

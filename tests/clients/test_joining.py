@@ -18,8 +18,8 @@ from fedpriv.build import build_task
 from fedpriv.clients import membership
 from fedpriv.clients.connection import Backoff
 from fedpriv.clients.membership import NodeSettings, take_part
-from fedpriv.clients.pipe import HostSettings
 from fedpriv.clients.training import load_users
+from fedpriv.clients.worker import HostSettings
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.privacy.round import add_up
@@ -41,7 +41,7 @@ COMMAND = """
 import logging, sys
 from pathlib import Path
 from fedpriv.clients.membership import NodeSettings, join
-from fedpriv.clients.pipe import HostSettings
+from fedpriv.clients.worker import HostSettings
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 server, users, certificates, state = sys.argv[1:]
 join(NodeSettings(server, HostSettings(users, "cpu"), Path(certificates), state=Path(state)))

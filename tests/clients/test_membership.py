@@ -17,7 +17,7 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.clients import membership
 from fedpriv.clients.connection import Backoff
 from fedpriv.clients.membership import NodeSettings, take_part
-from fedpriv.clients.pipe import HostSettings
+from fedpriv.clients.worker import HostSettings
 from fedpriv.errors import AuditError, InvalidValueError, ModelError, WireError
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fedpriv.build import build_task
-from fedpriv.clients.pipe import HostSettings
 from fedpriv.clients.training import Host, Trainer
+from fedpriv.clients.worker import HostSettings
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError

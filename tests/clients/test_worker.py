@@ -21,8 +21,7 @@ import pytest
 import torch
 
 from fedpriv.build import build_task
-from fedpriv.clients.pipe import HostSettings, receive, send
-from fedpriv.clients.worker import Worker
+from fedpriv.clients.worker import HostSettings, Worker, receive, send
 from fedpriv.config import EngineSection
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError

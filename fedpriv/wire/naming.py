@@ -1,0 +1,64 @@
+"""Names of nodes and addresses of servers, as both sides write and check them."""
+
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass
+from typing import Self
+
+from fedpriv.errors import InvalidValueError
+
+SERVICE = "fedpriv.v1.Federation"
+NODE_KEY = "fedpriv-node"  # metadata of plain-text calls: the node's name, percent-encoded
+NODE_URI = "fedpriv:node:"  # before the percent-encoded name in a node's certificate
+_ADDRESS = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^:\[\]/\s]+)):(?P<port>[0-9]{1,5})")
+
+
+def check_node_name(name: str) -> str:
+    """Return a name that a node can have; it becomes a common name and the name of a folder."""
+    legal = name.isprintable() and name == name.strip() and "/" not in name and name[:1] != "."
+    if not (legal and 1 <= len(name.encode()) <= 64):
+        raise InvalidValueError(
+            f"the name of a node is {name!r}; it must be 1 to 64 bytes of printable text without "
+            "'/', a leading '.', or a leading or trailing space"
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class Address:
+    """A DNS name or IP address, without brackets, and a port; a server at port 0 takes any."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str, key: str) -> Self:
+        """Read "host:port", "192.0.2.7:7443" or "[::1]:7443", the value of a setting."""
+        match = _ADDRESS.fullmatch(text)
+        try:
+            if match is None or int(match["port"]) >= 2**16:
+                raise ValueError
+            host = match["host"] or str(ipaddress.IPv6Address(match["six"]))
+        except ValueError as error:
+            shown = text if len(text) <= 100 else f"{text[:100]}…"
+            sentence = f"{key} is {shown!r}; it must be HOST:PORT or [IPv6]:PORT"
+            raise InvalidValueError(sentence) from error
+        return cls(host, int(match["port"]))
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def check_loopback(self, key: str) -> None:
+        """Raise InvalidValueError unless only this machine can reach the value of a setting."""
+        legal = "without TLS it must be on loopback, as in 127.0.0.1:7443"
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except (OSError, ValueError) as error:
+            sentence = f"{key} is {self}, whose host cannot be resolved, {error}; {legal}"
+            raise InvalidValueError(sentence) from error
+        for *_, (address, *_) in found:
+            # A scope such as "%lo" may follow an IPv6 address.
+            if not ipaddress.ip_address(str(address).partition("%")[0]).is_loopback:
+                raise InvalidValueError(f"{key} is {self}, perhaps another machine; {legal}")
