@@ -20,8 +20,7 @@ from fedpriv.accounting.pricing import (
     weakest_randomness,
 )
 from fedpriv.errors import InvalidValueError, UnsupportedEventError, writing
-from fedpriv.ledger.budget import merge_equal
-from fedpriv.ledger.events import Randomness, SamplingPolicy
+from fedpriv.ledger.events import Randomness, SamplingPolicy, merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
 from fedpriv.report.page import Section
 from fedpriv.report.records import RunRecord
