@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 
 import grpc
 
-from fedpriv.accounting.accountant import PrivacyLoss
+from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.clients.connection import Backoff, fetch_ledger, persist

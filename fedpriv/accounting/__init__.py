@@ -29,8 +29,14 @@ an **interval** is two ends that hold the truth. docs/accounting.md says which p
 are proved, and which are margins that tests support.
 """
 
-from fedpriv.accounting.accountant import Accountant, Bound, PrivacyLoss
-from fedpriv.accounting.accountants import ACCOUNTANTS, delta, epsilon
+from fedpriv.accounting.accountants import (
+    ACCOUNTANTS,
+    Accountant,
+    Bound,
+    PrivacyLoss,
+    delta,
+    epsilon,
+)
 from fedpriv.accounting.calibration import (
     calibrate_noise_multiplier,
     largest_number,

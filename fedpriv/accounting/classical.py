@@ -1,25 +1,16 @@
-"""The classical accountants, to see beside the exact answer.
+"""The classical formulas for ε, to see beside the exact answer.
 
 All but the CLT give upper bounds, and loose ones; the CLT's estimate can be below the truth. Rounds
 are numbers by (q, z); a q, z, count, δ, ε, μ or ρ out of range raises `InvalidValueError`.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import minimize_scalar
 from scipy.special import ndtr, ndtri
 
 from fedpriv.accounting import gaussian
-from fedpriv.accounting.accountant import (
-    Accountant,
-    Bound,
-    PrivacyLoss,
-    check_epsilon,
-    checked,
-)
 from fedpriv.accounting.round_counts import (
     Rounds,
     Vector,
@@ -28,15 +19,13 @@ from fedpriv.accounting.round_counts import (
     unsampled_noise_multiplier,
 )
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.budget import check_delta
-from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.events import require
 
 _LARGEST_EXPONENT = 700.0
 _LARGEST_LOGIT = 20.0
 _ROUNDING = 1e-12  # relative, of compositions: far more than their few operations lose
 _ZCDP_ROUNDING = 1e-14
 _SEARCH, _MOST_NOISE = 6.0, 1e150
-_LOG_LEAST, _LOG_MOST, _PRECISION = math.log(1e-300), math.log1p(-1e-12), 1e-6
 
 # μ-GDP: telling two neighbours apart is at least as hard as telling N(0, 1) from N(μ, 1) (Dong,
 # Roth & Su 2019, Section 2). The Gaussian mechanism with noise multiplier z is exactly 1/z-GDP.
@@ -95,19 +84,14 @@ def _inverse(x: float) -> float:
 
 
 def equivalent_mu(epsilon: float, delta: float) -> float:
-    """Largest μ for which every μ-GDP mechanism is (ε, δ)-DP.
-
-    It names the Gaussian mechanism that attains (ε, δ). What is only known to be (ε, δ)-DP need not
-    be μ-GDP.
-    """
+    """μ of the Gaussian mechanism that attains (ε, δ), which other (ε, δ)-DP ones need not be."""
     return 1.0 / gaussian.noise_multiplier(epsilon, delta)
 
 
 def trade_off(type_one: Vector, mu: float) -> Vector:
     """G_μ(α) = Φ(Φ⁻¹(1 − α) − μ): least type II error of any test between N(0, 1) and N(μ, 1)."""
     _check_not_negative("mu", mu)
-    if math.isinf(mu):
-        raise InvalidValueError(f"mu is {mu}; it must be finite")
+    require(math.isfinite(mu), f"mu is {mu}; it must be finite")
     _check_errors(type_one)
     return np.asarray(ndtr(-ndtri(type_one) - mu))
 
@@ -118,8 +102,7 @@ def trade_off_of_bound(type_one: Vector, epsilon: float, delta: float) -> Vector
     Bu et al. 2020, equation (2.1), at type I errors α of any shape.
     """
     _check_not_negative("epsilon", epsilon)
-    if not 0.0 <= delta <= 1.0:
-        raise InvalidValueError(f"delta is {delta}; it must be in [0, 1]")
+    require(0.0 <= delta <= 1.0, f"delta is {delta}; it must be in [0, 1]")
     _check_errors(type_one)
     steep = 1 - delta - math.exp(min(epsilon, _LARGEST_EXPONENT)) * type_one
     flat = math.exp(-epsilon) * (1 - delta - type_one)
@@ -127,8 +110,7 @@ def trade_off_of_bound(type_one: Vector, epsilon: float, delta: float) -> Vector
 
 
 def _check_not_negative(name: str, value: float) -> None:
-    if not value >= 0.0:
-        raise InvalidValueError(f"{name} is {value}; it must not be negative")
+    require(value >= 0.0, f"{name} is {value}; it must not be negative")
 
 
 def _check_errors(type_one: Vector) -> None:
@@ -175,12 +157,8 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
 
     def bound(log_excess: float) -> float:
         excess = math.exp(log_excess)  # α − 1
-        terms = (
-            (1 + excess) * rho,
-            -math.log1p(1 / excess),
-            log_inverse / excess,
-            -math.log1p(excess) / excess,
-        )
+        loss, tail = (1 + excess) * rho, log_inverse / excess
+        terms = (loss, -math.log1p(1 / excess), tail, -math.log1p(excess) / excess)
         return sum(terms) + _ZCDP_ROUNDING * sum(map(abs, terms))
 
     # Bun & Steinke's order minimises the bound without the terms that only help.
@@ -199,8 +177,7 @@ def basic_epsilon(rounds: Rounds, delta: float) -> float:
     check_rounds(rounds)
     if not rounds:
         return 0.0
-    _, _, counts = arrays(rounds)
-    return float(counts @ _round_epsilons(rounds, math.log(delta))) * (1 + _ROUNDING)
+    return float(arrays(rounds)[2] @ _round_epsilons(rounds, math.log(delta))) * (1 + _ROUNDING)
 
 
 def advanced_epsilon(rounds: Rounds, delta: float) -> float:
@@ -248,51 +225,3 @@ def _round_epsilons(rounds: Rounds, log_delta: float) -> Vector:
     # A δ₀ of 1 allows everything: the round is (0, q)-DP.
     base = gaussian.epsilons(np.minimum(each, -_ROUNDING), z)
     return np.where(each >= 0.0, 0.0, amplified_epsilon(base, q))
-
-
-@dataclass(frozen=True)
-class ClassicalAccountant(Accountant):
-    """An accountant that is one formula for ε."""
-
-    name: str = ""
-    bound: Bound = Bound.UPPER
-    price: Callable[[Rounds, float], float] = basic_epsilon  # ε of rounds at δ; falls as δ grows
-
-    def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
-        """What the formula says at δ."""
-        check_delta(delta)
-        priced = checked(events, self.name)
-        rounds = priced.rounds()
-        up = self.price(rounds, delta) if rounds else 0.0
-        return priced.loss(0.0, up, delta, self.name, self.bound)
-
-    def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
-        """The least δ, up to a millionth of log δ, at which the formula's ε is no more than this.
-
-        Between 1e-300 and 1; 1 if there is none.
-        """
-        check_epsilon(epsilon)
-        rounds = checked(events, self.name).rounds()
-        if not rounds:
-            return 0.0
-        low, high = _LOG_LEAST, _LOG_MOST
-        noiseless = any(z == 0.0 for _, z in rounds)
-        if noiseless or self.price(rounds, math.exp(high)) > epsilon:
-            return 1.0
-        while high - low > _PRECISION * abs(high) + _PRECISION**2:
-            middle = (low + high) / 2
-            if self.price(rounds, math.exp(middle)) > epsilon:
-                low = middle
-            else:
-                high = middle
-        return math.exp(high)
-
-
-CLASSICAL = (
-    ClassicalAccountant("gdp", Bound.ESTIMATE, clt_epsilon),
-    ClassicalAccountant("zcdp", price=lambda rounds, delta: zcdp_epsilon(zcdp_rho(rounds), delta)),
-    ClassicalAccountant("advanced", price=advanced_epsilon),
-    ClassicalAccountant("basic", price=basic_epsilon),
-)
-"""μ-GDP by the CLT (Bu et al. 2020), zCDP without amplification (Bun & Steinke 2016), and advanced
-and basic composition with amplification (Dwork & Roth 2014)."""

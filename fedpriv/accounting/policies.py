@@ -17,6 +17,8 @@ from fedpriv.ledger.events import (
     require,
 )
 
+_ADD_OR_REMOVE, _REPLACE = NeighbouringRelation
+
 
 def poisson_gaussian(
     q: float, noise_multiplier: float, count: int = 1, population: int = 1
@@ -26,21 +28,15 @@ def poisson_gaussian(
     >>> poisson_gaussian(q=0.01, noise_multiplier=4.0, count=10_000).noise_multiplier
     4.0
     """
-    relation = NeighbouringRelation.ADD_OR_REMOVE_ONE
-    sampling = SamplingEvent(SamplingPolicy.POISSON, q, population, relation)
+    sampling = SamplingEvent(SamplingPolicy.POISSON, q, population, _ADD_OR_REMOVE)
     return _one_group(sampling, noise_multiplier, count)
 
 
 def poisson_replace_gaussian(
     q: float, noise_multiplier: float, count: int = 1, population: int = 1
 ) -> RoundEvent:
-    """Event of rounds as `poisson_gaussian`, under replace-one.
-
-    >>> poisson_replace_gaussian(q=0.01, noise_multiplier=4.0).sampling.relation.sensitivity
-    2.0
-    """
-    relation = NeighbouringRelation.REPLACE_ONE
-    sampling = SamplingEvent(SamplingPolicy.POISSON, q, population, relation)
+    """Event of rounds as `poisson_gaussian`, under replace-one."""
+    sampling = SamplingEvent(SamplingPolicy.POISSON, q, population, _REPLACE)
     return _one_group(sampling, noise_multiplier, count)
 
 
@@ -55,17 +51,11 @@ def every_user_gaussian(
 def fixed_size_gaussian(
     cohort_size: int, population: int, noise_multiplier: float, count: int = 1
 ) -> RoundEvent:
-    """Event of rounds on m of N users, drawn afresh without replacement, under replace-one.
-
-    >>> fixed_size_gaussian(100, 10_000, noise_multiplier=1.0).sampling.sampling_probability
-    0.01
-    """
-    require(
-        1 <= cohort_size <= population,
-        f"cohort_size is {cohort_size}; it must be from 1 to the population of {population}",
-    )
-    q, relation = cohort_size / population, NeighbouringRelation.REPLACE_ONE
-    sampling = SamplingEvent(SamplingPolicy.FIXED_SIZE, q, population, relation)
+    """Event of rounds on m of N users, drawn afresh without replacement, under replace-one."""
+    legal = f"it must be from 1 to the population of {population}"
+    require(1 <= cohort_size <= population, f"cohort_size is {cohort_size}; {legal}")
+    q = cohort_size / population
+    sampling = SamplingEvent(SamplingPolicy.FIXED_SIZE, q, population, _REPLACE)
     return _one_group(sampling, noise_multiplier, count)
 
 
@@ -97,9 +87,9 @@ def random_allocation_gaussian(
     >>> random_allocation_gaussian(100, 2, noise_multiplier=1.0).sampling.sampling_probability
     0.02
     """
-    schedule = Schedule(rounds, participations)
-    relation, policy = NeighbouringRelation.ADD_OR_REMOVE_ONE, SamplingPolicy.RANDOM_ALLOCATION
-    sampling = SamplingEvent(policy, participations / rounds, population, relation, schedule)
+    schedule, policy = Schedule(rounds, participations), SamplingPolicy.RANDOM_ALLOCATION
+    q = participations / rounds
+    sampling = SamplingEvent(policy, q, population, _ADD_OR_REMOVE, schedule)
     return _one_group(sampling, noise_multiplier, passes)
 
 

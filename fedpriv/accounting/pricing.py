@@ -17,8 +17,13 @@ import numpy as np
 from scipy.special import ndtr
 
 from fedpriv.accounting import classical
-from fedpriv.accounting.accountant import Accountant, Bound, PrivacyLoss
-from fedpriv.accounting.accountants import ACCOUNTANTS, accountant_named
+from fedpriv.accounting.accountants import (
+    ACCOUNTANTS,
+    Accountant,
+    Bound,
+    PrivacyLoss,
+    accountant_named,
+)
 from fedpriv.accounting.round_counts import Vector
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.budget import merge_equal

@@ -1,4 +1,7 @@
-"""Rounds counted by (q, z), and moved outward into few groups where many differ.
+"""Events counted as rounds by (q, z), and rounds moved outward into few groups where many differ.
+
+q is the sampling probability and z the noise_stddev per **sensitivity**: accountants of one policy
+depend on nothing else, but for the schedule of a pass.
 
 A round with (q', z'), q' ≥ q and z' ≤ z, costs at least as much as one with (q, z): more noise on
 its output, and replacing the output by noise with probability 1 − q/q', turn its pair of output
@@ -6,24 +9,37 @@ distributions into that of the other, and post-processing never costs. So moving
 corner (largest q, smallest z) of its group gives an upper bound of ε, and moving it to the opposite
 corner a lower one, in both directions and under adaptive composition. The same holds for all
 sampling policies, whose pairs have the same form.
+
+A separated series of n rounds adds noise C⁻¹Z that is correlated over rounds, Z being fresh. It is
+a Gaussian mechanism on C·X, where X are the sums of the rounds, and costs no more if later rounds
+depend on earlier releases (Denisov et al. 2022, Theorem 2.1, for lower triangular C). One user
+changes row i of X, for each round i it takes part in, by a vector u_i of at most one clipping norm,
+so C·X by
+
+    ‖Σ_i C[:, i]·u_iᵀ‖² = Σ_ij G_ij·⟨u_i, u_j⟩ ≤ Σ_ij |G_ij|,   G = CᵀC,
+
+with sums over its rounds. Equal u_i reach the bound where G has no negative entry.
 """
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import RoundEvent, SamplingPolicy
 
 Vector = NDArray[np.float64]
 Rounds = Mapping[tuple[float, float], int]
 """Number of rounds by (sampling probability q, noise multiplier z)."""
 
-_FINE = 1e-4
-"""Rounds whose q and z differ by less, relatively, are not told apart once they must be grouped."""
+_SAME = 2.0**-36  # relative difference of noise multipliers that is rounding
+_FINE = 1e-4  # rounds whose q and z differ by less, relatively, need not be told apart in groups
 _ULPS = 2.0**-50
 
 
@@ -34,6 +50,100 @@ class Direction(IntEnum):
     """On the population with the user; the other neighbour is without."""
     ADD = -1
     """On the population without the user; the other neighbour is with."""
+
+
+def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
+    """Count events by (q, z), in order of both, so that results do not depend on their order.
+
+    The sensitivity is 1 clipping norm where one user is added or removed and 2 where one is
+    replaced, times that of the strategy of a separated series. Noise multipliers that differ by
+    less than a part in 2³⁶ count as the smallest of them: where clipping norms move, the last
+    digits of σ/S do, though it is meant to stay.
+
+    >>> from fedpriv.accounting.policies import poisson_gaussian
+    >>> compose([poisson_gaussian(0.5, 2.0), poisson_gaussian(0.5, 2.0, count=3)])
+    {(0.5, 2.0): 4}
+    """
+    rounds: dict[tuple[float, float], int] = {}
+    for event in events:
+        sampling = event.sampling
+        sensitivity = sampling.relation.sensitivity
+        if sampling.policy is SamplingPolicy.SEPARATED and sampling.schedule is not None:
+            sensitivity *= strategy_sensitivity(event.strategy, *astuple(sampling.schedule))
+        key = sampling.sampling_probability, event.noise_multiplier / sensitivity
+        rounds[key] = rounds.get(key, 0) + event.count
+    merged: dict[tuple[float, float], int] = {}
+    last = (0.0, 0.0)
+    for (q, z), count in sorted(rounds.items()):
+        if q != last[0] or z > last[1] * (1.0 + _SAME):
+            last = (q, z)
+        merged[last] = merged.get(last, 0) + count
+    return merged
+
+
+@lru_cache(maxsize=256)
+def strategy_sensitivity(
+    strategy: tuple[float, ...], rounds: int, participations: int, separation: int
+) -> float:
+    """Sensitivity in clipping norms of C·X, where a user is in at most k rounds, b apart.
+
+    * Coefficients that are nowhere negative and never increase have the exact value, that of the
+      rounds 1, 1 + b, 1 + 2b, … (Kalinin & Lampert 2024, Theorem 2).
+    * So have those of at most b coefficients, where a user's rounds do not meet: ‖c‖·√k, as far as
+      its last round has all coefficients in the series, and an upper bound elsewhere.
+    * Others have an upper bound: rounds that are m participations apart meet with at most the
+      largest of Σ_l |c_l|·|c_{l+d}| for d ≥ m·b.
+    * Fresh noise, the strategy (1,), has √k.
+    * It grows in k and n, falls in b, scales with the strategy, and is rounded up.
+
+    The strategy is the first column c of the lower triangular Toeplitz matrix C, at most n long,
+    finite, its first coefficient positive; n ≥ 1, and k and b are in [1, n].
+    """
+    fitting = min(participations, 1 + (rounds - 1) // separation)
+    coefficients = np.array(strategy, dtype=np.float64)
+    # In units of the largest, so that squares neither overflow nor vanish.
+    unit = float(np.abs(coefficients).max())
+    c = np.abs(coefficients) / unit
+    decreasing = strategy[-1] >= 0.0 and bool((np.diff(coefficients) <= 0.0).all())
+    square = _first_rounds if decreasing else _any_rounds
+    # Less than 4 roundings of each coefficient's share, all of positive numbers.
+    rounding = 2.0**-52 * (4 * len(c) + 100)
+    return math.sqrt(square(c, rounds, fitting, separation)) * unit * (1.0 + rounding)
+
+
+def _first_rounds(c: Vector, rounds: int, participations: int, separation: int) -> float:
+    """‖Σ_i C[:, i]‖² over the rounds i = 1, 1 + b, …: k of them, which fit into n."""
+    width = min(separation, len(c))
+    blocks = np.pad(c, (0, -len(c) % width)).reshape(-1, width)
+    # Each further participation only repeats a period of b rounds.
+    repeated = max(0, participations - len(blocks))
+    period = blocks.sum(axis=0)
+    left = participations - repeated
+    length = min(rounds - repeated * separation, len(c) + (left - 1) * separation)
+    column = _shifted_sum(np.pad(c, (0, length))[:length], left, separation)
+    return float(column @ column) + repeated * float(period @ period)
+
+
+def _shifted_sum(c: Vector, count: int, separation: int) -> Vector:
+    """Σ_{j < count} of c shifted by j·b to the right and cut off, by doubling the count."""
+    total, power = np.zeros_like(c), c.copy()
+    shift, step = 0, separation
+    for bit in reversed(f"{count:b}"):
+        if bit == "1":
+            total[shift:] += power[: len(c) - shift]
+            shift += step
+        power[step:] += power[:-step].copy()
+        step *= 2
+    return total
+
+
+def _any_rounds(c: Vector, _rounds: int, participations: int, separation: int) -> float:
+    """An upper bound on Σ_ij |G_ij| over any k rounds that are at least b apart."""
+    meeting = np.correlate(c, c, "full")[len(c) - 1 :]
+    largest = np.maximum.accumulate(meeting[::-1])[::-1]
+    apart = np.arange(1, 1 + min(participations - 1, (len(c) - 1) // separation))
+    pairs = float((participations - apart) @ largest[apart * separation])
+    return participations * float(meeting[0]) + 2.0 * pairs
 
 
 def check_rounds(rounds: Rounds) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpriv.accounting.accountant import Bound, PrivacyLoss
+from fedpriv.accounting.accountants import Bound, PrivacyLoss
 from fedpriv.accounting.pricing import (
     Cost,
     Curves,

@@ -7,8 +7,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from fedpriv import __version__
-from fedpriv.accounting.accountant import PrivacyLoss
-from fedpriv.accounting.accountants import accountant_named
+from fedpriv.accounting.accountants import PrivacyLoss, accountant_named
 from fedpriv.accounting.pricing import Cost, cost_of
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.budget import merge_equal

@@ -8,9 +8,9 @@ for Poisson sampling with probability p = q and whole rounds in the printed numb
 
 from dataclasses import dataclass
 
+from fedpriv.accounting.analyses import delta_interval, epsilon_interval
 from fedpriv.accounting.classical import clt_epsilon, clt_mu, gdp_delta
 from fedpriv.accounting.rdp import DEFAULT_ORDERS, composed_rdp, epsilon_from_rdp_2016
-from fedpriv.accounting.tight import delta_interval, epsilon_interval
 from simulations.papers.claims import Argument, Claim, print_claims
 
 NOTES = (

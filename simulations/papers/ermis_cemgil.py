@@ -11,8 +11,8 @@ import math
 
 from scipy.optimize import brentq, minimize_scalar
 
+from fedpriv.accounting.analyses import epsilon_interval
 from fedpriv.accounting.classical import advanced_epsilon, zcdp_epsilon_bun_steinke, zcdp_rho
-from fedpriv.accounting.tight import epsilon_interval
 from simulations.papers.claims import Argument, Claim, print_claims
 
 NU, ROUNDS, DELTA, EPSILON = 0.01, 20_000, 1e-4, "0.5"

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedpriv.accounting.analyses import delta_interval as tight_delta
+from fedpriv.accounting.analyses import epsilon_interval as tight_interval
 from fedpriv.accounting.contour.inversion import (
     ContourUnsuitableError,
     delta_interval,
     epsilon_interval,
 )
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.accounting.strategy import compose
-from fedpriv.accounting.tight import delta_interval as tight_delta
-from fedpriv.accounting.tight import epsilon_interval as tight_interval
+from fedpriv.accounting.round_counts import compose
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 
 ROUNDS = {(0.02, 0.9): 400, (0.005, 1.7): 3_000, (1.0, 25.0): 4}

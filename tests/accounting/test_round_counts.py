@@ -11,6 +11,7 @@ from poisson_rounds import epsilon_interval as pld_interval
 
 from fedpriv.accounting import poisson_gaussian
 from fedpriv.accounting.accountants import epsilon
+from fedpriv.accounting.analyses import delta_interval, epsilon_interval
 from fedpriv.accounting.contour import inversion as contour
 from fedpriv.accounting.round_counts import (
     folded,
@@ -18,7 +19,6 @@ from fedpriv.accounting.round_counts import (
     summary,
     unsampled_noise_multiplier,
 )
-from fedpriv.accounting.tight import delta_interval, epsilon_interval
 
 
 def scattered(n, q=(0.004, 0.02), z=(0.9, 1.6), seed=0):
