@@ -25,10 +25,10 @@ from fedpriv.accounting.gaussian import Ends, check_epsilon
 from fedpriv.accounting.pld.lattice import Pairs
 from fedpriv.accounting.rdp import (
     DEFAULT_ORDERS,
-    composed_fixed_size_rdp,
     composed_rdp,
     delta_from_rdp,
     epsilon_from_rdp,
+    fixed_size_gaussian_rdp,
 )
 from fedpriv.accounting.round_counts import Rounds, Vector, compose
 from fedpriv.errors import InvalidValueError, UnsupportedEventError, known_names
@@ -212,7 +212,7 @@ class RDPAccountant(Accountant):
         fixed = [each for each in events if each.sampling.policy is SamplingPolicy.FIXED_SIZE]
         others = [each for each in events if each.sampling.policy is not SamplingPolicy.FIXED_SIZE]
         sampled = composed_rdp(compose(others), self.orders)
-        return sampled + composed_fixed_size_rdp(compose(fixed), self.orders)
+        return sampled + composed_rdp(compose(fixed), self.orders, fixed_size_gaussian_rdp)
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ def _zcdp_epsilon(rounds: Rounds, delta: float) -> float:
 
 
 _ALL = (
-    IntervalAccountant("tight", analyses.epsilon_interval_of, analyses.delta_interval_of),
+    IntervalAccountant("tight", analyses.epsilon_interval, analyses.delta_interval),
     IntervalAccountant(),
     RDPAccountant(),
     ClassicalAccountant("gdp", clt_epsilon, Bound.ESTIMATE),

@@ -144,55 +144,38 @@ ANALYSES: Mapping[EventKind, Callable[[Sequence[RoundEvent]], PairBounds]] = Map
 """From events of one kind, at least one, to their bounds."""
 
 
-def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
-    """Ends that hold the least ε for which Poisson-sampled rounds are (ε, δ)-DP."""
-    z = _closed_form(rounds)
-    if z is not None:
-        return gaussian.epsilon_interval(delta, z)
-    return _grouped(rounds, delta, contour.epsilon_interval, pld.epsilon_interval)
+def poisson_pairs(rounds: Rounds) -> Pairs:
+    """The pairs of Poisson-sampled rounds."""
+    return {PoissonPair(q, z): count for (q, z), count in rounds.items()}
 
 
-def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
-    """Ends that hold the least δ for which Poisson-sampled rounds are (ε, δ)-DP; ε is finite."""
-    z = _closed_form(rounds)
-    if z is not None:
-        return gaussian.delta_interval(epsilon, z)
-    return _grouped(rounds, epsilon, contour.delta_interval, pld.delta_interval)
+def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
+    """Ends that hold the least ε for which the pairs together are (ε, δ)-DP."""
+    along = gaussian.epsilon_interval, contour.epsilon_interval, pld.epsilon_interval
+    return _tightest(pairs, delta, *along)
 
 
-def epsilon_interval_of(pairs: Pairs, delta: float) -> Ends:
-    """`epsilon_interval` of any pairs."""
-    rounds = _poisson_rounds(pairs)
-    return pld.epsilon_interval(pairs, delta) if rounds is None else epsilon_interval(rounds, delta)
+def delta_interval(pairs: Pairs, epsilon: float) -> Ends:
+    """Ends that hold the least δ for which the pairs together are (ε, δ)-DP; ε is finite."""
+    along = gaussian.delta_interval, contour.delta_interval, pld.delta_interval
+    return _tightest(pairs, epsilon, *along)
 
 
-def delta_interval_of(pairs: Pairs, epsilon: float) -> Ends:
-    """`delta_interval` of any pairs."""
-    rounds = _poisson_rounds(pairs)
-    return pld.delta_interval(pairs, epsilon) if rounds is None else delta_interval(rounds, epsilon)
-
-
-def _poisson_rounds(pairs: Pairs) -> Rounds | None:
-    """Rounds by (q, z) if all pairs are those of Poisson samples."""
-    rounds = {p.setting: count for p, count in pairs.items() if isinstance(p, PoissonPair)}
-    return rounds if len(rounds) == len(pairs) else None
-
-
-def _closed_form(rounds: Rounds) -> float | None:
-    """The z of the one Gaussian that unsampled rounds are, 0 if a round has no noise, or None."""
-    z = unsampled_noise_multiplier(rounds)
-    return z if z == 0.0 or all(q == 1.0 for q, _ in rounds) else None
-
-
-def _grouped(
-    rounds: Rounds,
+def _tightest(
+    pairs: Pairs,
     at: float,
+    closed_form: Callable[[float, float], Ends],
     along_contour: Callable[[Rounds, float], Ends],
     composed: Callable[[Pairs, float], Ends],
 ) -> Ends:
     """What holds for all groupings together; lower ends leave room for the rounding of `folded`."""
-    given, rounds = rounds, folded(rounds)
-    low, up = 0.0, math.inf
+    given = {pair.setting: n for pair, n in pairs.items() if isinstance(pair, PoissonPair)}
+    if len(given) < len(pairs):
+        return composed(pairs, at)
+    z = unsampled_noise_multiplier(given)
+    if z == 0.0 or all(q == 1.0 for q, _ in given):
+        return closed_form(at, z)
+    rounds, low, up = folded(given), 0.0, math.inf
     for most in _GROUPS:
         above, below = grouped(rounds, most)
         try:
@@ -204,5 +187,5 @@ def _grouped(
         if len(rounds) <= most or up - low <= _NARROW * up:
             break
     if math.isinf(up):
-        low, up = composed({PoissonPair(q, z): n for (q, z), n in rounds.items()}, at)
+        low, up = composed(poisson_pairs(rounds), at)
     return low if rounds == given else low * (1 - 2.0**-40), up

@@ -31,9 +31,8 @@ from fedpriv.ledger.events import Randomness, RoundEvent
 from fedpriv.ledger.export import ExportedLedger, is_export
 from fedpriv.ledger.ledger import ChargedRow, Ledger
 
-_POINTS = 30
-_ERRORS = 121
-_WIDEST = 4.0
+_POINTS = 30  # of a curve
+_ERRORS, _WIDEST = 121, 4.0  # type I errors of a trade-off, up to so many standard deviations
 Answer = TypeVar("Answer")
 
 
@@ -208,8 +207,7 @@ def _parts(ledgers: Sequence[LedgerContent]) -> list[Part]:
     """Each run, each ledger of several runs or of none, and all ledgers if there are several."""
     parts = []
     for ledger in ledgers:
-        runs = ledger.runs()
-        path = str(ledger.path)
+        runs, path = ledger.runs(), str(ledger.path)
         parts += [Part(path, run, merge_equal(events)) for run, events in runs.items()]
         if len(runs) != 1:
             parts.append(Part(path, None, merge_equal(ledger.events)))
@@ -269,12 +267,9 @@ class TradeOff:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a ledger costs by rounds, and what that means for a test.
+    """What a ledger costs by rounds, and what that means for a test."""
 
-    ε is finite and by the first accountant that has a bound, which the trade-off is made from too.
-    """
-
-    epsilon: float
+    epsilon: float  # finite, by the first accountant that has a bound, as is the trade-off
     delta: float
     by_rounds: tuple[EpsilonCurve, ...]  # one for each accountant
     trade_off: TradeOff
@@ -290,26 +285,27 @@ class Curves:
 
 
 def cost_of(ledger: LedgerContent, delta: float) -> Cost:
-    """Compute ε by rounds, for which each accountant is asked at most 30 times, and the trade-off.
-
-    Accountants without an analysis of the ledger's events have no curve.
-    """
-    losses = _losses(ledger, delta)
-    basis = _basis(losses)
-    by_rounds = tuple(_epsilon_curve(ledger, each) for each in losses)
-    mu = classical.equivalent_mu(basis.epsilon, delta)
-    trade_off = trade_off_of(_delta_curve(ledger, basis, basis), mu)
-    return Cost(basis.epsilon, delta, by_rounds, trade_off)
+    """ε by rounds, at up to 30 points for each accountant that can tell, and the trade-off."""
+    return _cost(ledger, _losses(ledger, delta))
 
 
 def curves_of(ledger: LedgerContent, delta: float) -> Curves:
-    """Compute `cost_of`, and δ by ε, for which each accountant is asked 30 times more."""
+    """`cost_of`, and δ by ε, at 30 points for each accountant."""
     losses = _losses(ledger, delta)
-    by_epsilon = tuple(_delta_curve(ledger, each, _basis(losses)) for each in losses)
-    return Curves(ledger.population, cost_of(ledger, delta), by_epsilon)
+    basis = _basis(losses)
+    by_epsilon = tuple(_delta_curve(ledger, each, basis.epsilon) for each in losses)
+    return Curves(ledger.population, _cost(ledger, losses), by_epsilon)
 
 
-def trade_off_of(curve: DeltaCurve, mu: float) -> TradeOff:
+def _cost(ledger: LedgerContent, losses: Sequence[PrivacyLoss]) -> Cost:
+    basis = _basis(losses)
+    by_rounds = tuple(_epsilon_curve(ledger, each) for each in losses)
+    curve = _delta_curve(ledger, basis, basis.epsilon)
+    trade_off = _trade_off(curve, classical.equivalent_mu(basis.epsilon, basis.delta))
+    return Cost(basis.epsilon, basis.delta, by_rounds, trade_off)
+
+
+def _trade_off(curve: DeltaCurve, mu: float) -> TradeOff:
     """The trade-off function that all points of a curve of δ prove together.
 
     Each (ε, δ(ε)) is a lower bound f_{ε, δ(ε)} on the type II error (Dong, Roth & Su 2019,
@@ -353,10 +349,10 @@ def _epsilon_curve(ledger: LedgerContent, whole: PrivacyLoss) -> EpsilonCurve:
     return EpsilonCurve(whole.accountant, whole.bound, whole.delta, rounds, lows, ups)
 
 
-def _delta_curve(ledger: LedgerContent, whole: PrivacyLoss, basis: PrivacyLoss) -> DeltaCurve:
+def _delta_curve(ledger: LedgerContent, whole: PrivacyLoss, least: float) -> DeltaCurve:
+    """δ by one accountant up to 1.5 times the ε of the whole ledger."""
     accountant, events = accountant_named(whole.accountant), merge_equal(ledger.events)
-    widest = 1.5 * basis.epsilon or 1.0
     # Most of the trade-off is made by small ε.
-    epsilon = tuple(float(x) for x in widest * np.linspace(0.0, 1.0, _POINTS) ** 2)
+    epsilon = tuple(float(x) for x in (1.5 * least or 1.0) * np.linspace(0.0, 1.0, _POINTS) ** 2)
     delta = tuple(accountant.delta(events, x) for x in epsilon)
     return DeltaCurve(whole.accountant, whole.bound, epsilon, delta)

@@ -72,25 +72,20 @@ def subsampled_gaussian_rdp(q: float, noise_multiplier: float, orders: Sequence[
     return log_moments * (1 + _SLACK) / (alpha - 1)
 
 
-def composed_rdp(rounds: Rounds, orders: Sequence[float]) -> Vector:
-    """[orders] RDP of all rounds together, the sum of theirs (Mironov 2017, Proposition 1)."""
-    return _composed(rounds, orders, subsampled_gaussian_rdp)
-
-
-def composed_fixed_size_rdp(rounds: Rounds, orders: Sequence[float]) -> Vector:
-    """[orders] RDP of all rounds of a fixed cohort size together."""
-    return _composed(rounds, orders, fixed_size_gaussian_rdp)
-
-
-def _composed(
-    rounds: Rounds, orders: Sequence[float], one: Callable[[float, float, Sequence[float]], Vector]
+def composed_rdp(
+    rounds: Rounds,
+    orders: Sequence[float],
+    of_round: Callable[[float, float, Sequence[float]], Vector] = subsampled_gaussian_rdp,
 ) -> Vector:
-    """The sum over all rounds, or over fewer different ones that cost at least as much."""
+    """[orders] RDP of all rounds together, the sum of theirs (Mironov 2017, Proposition 1).
+
+    Where many differ, that of fewer different ones which cost at least as much.
+    """
     if all(z > 0.0 for _, z in rounds):
         rounds, _ = grouped(rounds, _GROUPS)
     total = np.zeros(len(orders))
     for (q, z), count in rounds.items():
-        total += count * one(q, z, orders)
+        total += count * of_round(q, z, orders)
     return total
 
 

@@ -147,7 +147,7 @@ def _any_rounds(c: Vector, _rounds: int, participations: int, separation: int) -
 
 
 def check_rounds(rounds: Rounds) -> None:
-    """Raise InvalidValueError unless every q is in (0, 1], z finite and ≥ 0 and count ≥ 1."""
+    """Refuse rounds unless every q is in (0, 1], z finite and ≥ 0 and count ≥ 1."""
     for (q, z), count in rounds.items():
         if not 0.0 < q <= 1.0:
             raise InvalidValueError(f"sampling_probability is {q}; it must be in (0, 1]")
@@ -210,19 +210,6 @@ def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:
         above[worst] = above.get(worst, 0) + count
         below[best] = below.get(best, 0) + count
     return above, below
-
-
-def summary(rounds: Rounds, most: int) -> Rounds:
-    """Rounds that cost about as much, in up to `most` groups: for plans, not for bounds."""
-    if len(rounds) <= most:
-        return rounds
-    q, z, counts = arrays(rounds)
-    typical: dict[tuple[float, float], int] = {}
-    for inside in _boxes(q, z, counts, most):
-        share = counts[inside] / counts[inside].sum()
-        mean = math.sqrt(share @ q[inside] ** 2), math.exp(share @ np.log(z[inside]))
-        typical[mean] = typical.get(mean, 0) + int(counts[inside].sum())
-    return typical
 
 
 def _boxes(q: Vector, z: Vector, counts: Vector, most: int) -> list[NDArray[np.int64]]:

@@ -46,7 +46,7 @@ from fedpriv.accounting.round_counts import (
     Vector,
     arrays,
     check_rounds,
-    summary,
+    grouped,
 )
 from fedpriv.errors import UnsupportedEventError
 
@@ -419,7 +419,7 @@ def _worse(
     q, z, counts = arrays(rounds)
     if z.min() < _LEAST_NOISE or z.max() > _MOST_NOISE or q.min() < _LEAST_PROBABILITY:
         raise ContourUnsuitableError("the contour needs z from 0.1 to 1e6 and q of at least 1e-12")
-    few = arrays(summary(rounds, _PLANNED))
+    few = arrays(grouped(rounds, _PLANNED)[0])
     low = up = 0.0
     for direction in Direction:
         setting = DirectedRounds(q, z, counts, direction)
