@@ -41,8 +41,8 @@ from fedpriv.ledger.events import (
     kinds_text,
 )
 
+# Keeps lower ends below, though `compose` counts noise that is smaller by up to a part in 2³⁶.
 _BELOW = 1.0 - 2.0**-30
-"""Keeps lower ends below, though `compose` counts noise that is smaller by up to a part in 2³⁶."""
 _LOG_LEAST, _LOG_MOST, _PRECISION = math.log(1e-300), math.log1p(-1e-12), 1e-6
 
 _GAUSSIAN = tuple(
@@ -53,10 +53,8 @@ _GAUSSIAN = tuple(
 )
 """What costs no more than the Poisson-subsampled Gaussian of `compose`, q = 1 included.
 
-Poisson and every-user rounds cost exactly that, and so does a separated series whose sensitivity is
-exact. A shuffled pass costs at most one Gaussian, because in every order of the users only one of
-its batches has the user (joint convexity). It can cost less, though much more than a Poisson sample
-(Chua et al. 2024).
+A shuffled pass costs at most one Gaussian, because in every order of the users only one of its
+batches has the user (joint convexity); it can cost less (Chua et al. 2024).
 """
 
 
@@ -217,7 +215,7 @@ class RDPAccountant(Accountant):
 
 @dataclass(frozen=True)
 class ClassicalAccountant(Accountant):
-    """An accountant that is one formula for ε."""
+    """One formula for ε."""
 
     name: str = "basic"
     price: Callable[[Rounds, float], float] = basic_epsilon  # ε of rounds at δ; falls as δ grows
@@ -231,10 +229,7 @@ class ClassicalAccountant(Accountant):
         return _loss(events, (0.0, up), delta, self.name, self.bound)
 
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
-        """The least δ, up to a millionth of log δ, at which the formula's ε is no more than this.
-
-        Between 1e-300 and 1; 1 if there is none.
-        """
+        """The least δ in [1e-300, 1], up to a millionth of log δ, at which ε is not exceeded."""
         check_epsilon(epsilon)
         rounds = compose(_checked(events, self.name, _GAUSSIAN))
         if not rounds:
@@ -255,7 +250,7 @@ class ClassicalAccountant(Accountant):
 def _checked(
     events: Iterable[RoundEvent], name: str, legal: Sequence[EventKind]
 ) -> tuple[RoundEvent, ...]:
-    """The events, once every one is known to be legal and all have one neighbouring relation."""
+    """The events, if each is of a legal kind and all have one neighbouring relation."""
     kept = tuple(events)
     for event in kept:
         sampling = event.sampling
@@ -290,16 +285,12 @@ def _loss(
     return PrivacyLoss(low, up, delta, name, relation, bound, sentence)
 
 
-def _zcdp_epsilon(rounds: Rounds, delta: float) -> float:
-    return zcdp_epsilon(zcdp_rho(rounds), delta)
-
-
 _ALL = (
     IntervalAccountant("tight", analyses.epsilon_interval, analyses.delta_interval),
     IntervalAccountant(),
     RDPAccountant(),
     ClassicalAccountant("gdp", clt_epsilon, Bound.ESTIMATE),
-    ClassicalAccountant("zcdp", _zcdp_epsilon),
+    ClassicalAccountant("zcdp", lambda rounds, delta: zcdp_epsilon(zcdp_rho(rounds), delta)),
     ClassicalAccountant("advanced", advanced_epsilon),
     ClassicalAccountant(),
 )

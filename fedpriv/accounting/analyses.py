@@ -32,6 +32,7 @@ from fedpriv.accounting.pld.random_allocation import allocation_pairs
 from fedpriv.accounting.round_counts import (
     Rounds,
     compose,
+    decreasing,
     folded,
     grouped,
     unsampled_noise_multiplier,
@@ -100,15 +101,8 @@ def _shuffled(events: Sequence[RoundEvent]) -> PairBounds:
 
 
 def _separated(events: Sequence[RoundEvent]) -> PairBounds:
-    """One Gaussian for each series; from below where its sensitivity is exact.
-
-    It is where coefficients never increase and stay ≥ 0; see `strategy_sensitivity`.
-    """
-
-    def falls(strategy: tuple[float, ...]) -> bool:
-        return all(a >= b for a, b in zip(strategy, (*strategy[1:], 0.0), strict=True))
-
-    exact = [event for event in events if falls(event.strategy)]
+    """One Gaussian for each series; from below where its `strategy_sensitivity` is exact."""
+    exact = [event for event in events if decreasing(event.strategy)]
     above, below = _pairs(PoissonPair, events), _pairs(PoissonPair, exact)
     return PairBounds(above, below, len(exact) == len(events))
 

@@ -1,9 +1,5 @@
 """From a privacy budget to the noise, the rounds, the sampling or the queries that it allows.
 
-`smallest_noise`, `largest_number` and `largest_probability` solve for one setting of any events
-that an accountant prices, `smallest_query_noise` for one more sum query of a round, and
-`plan_within` for the setting of equal rounds that is not given.
-
 The budget is ε = target_epsilon > 0 at δ in [1e-60, 1), by an accountant of `ACCOUNTANTS`. The
 accountant always prices a result within it. `InvalidValueError` says what is out of range, or that
 nothing, or everything, stays within; `UnsupportedEventError` that an event has no analysis.
@@ -41,10 +37,9 @@ def smallest_noise(
     events_of: Callable[[float], Iterable[RoundEvent]],
     accountant: str = "tight",
 ) -> float:
-    """The smallest noise multiplier whose events stay within (ε, δ).
+    """The smallest noise multiplier, from 0.05 on, whose events stay within (ε, δ).
 
-    A noise multiplier smaller by a thousandth is priced above ε, unless the result is 0.05, the
-    smallest that is returned.
+    One that is smaller by a thousandth is priced above ε, unless the result is 0.05.
 
     >>> from fedpriv.ledger.events import NeighbouringRelation
     >>> from fedpriv.accounting.policies import every_user_gaussian
@@ -68,11 +63,8 @@ def calibrate_noise_multiplier(
     accountant: str = "tight",
 ) -> float:
     """`smallest_noise` of equal Poisson-sampled rounds, one user added or removed."""
-
-    def events_of(z: float) -> list[RoundEvent]:
-        return [poisson_gaussian(sampling_probability, z, rounds)]
-
-    return smallest_noise(target_epsilon, delta, events_of, accountant)
+    events = partial(poisson_gaussian, sampling_probability, count=rounds)
+    return smallest_noise(target_epsilon, delta, lambda z: [events(z)], accountant)
 
 
 def largest_number(
@@ -97,10 +89,7 @@ def largest_probability(
     events_of: Callable[[float], Iterable[RoundEvent]],
     accountant: str = "tight",
 ) -> float:
-    """The largest sampling probability whose events stay within (ε, δ).
-
-    A sampling probability larger by a thousandth is priced above ε.
-    """
+    """The largest sampling probability within (ε, δ); one that is larger by a thousandth is not."""
     price = _price(target_epsilon, delta, events_of, accountant)
     q = last_within(price, target_epsilon, 1.0, _LEAST_PROBABILITY, 1.0)
     if q is None:
@@ -117,8 +106,7 @@ def smallest_query_noise(
     """The smallest z_g = σ/S of one more sum query, given the other queries of the round.
 
     Queries over one cohort add up to one with 1/z² = Σ_g 1/z_g² (McMahan et al. 2018, equation
-    (1)), so the query's share of the round is (z/z_g)². A z_g smaller by a thousandth is priced
-    above ε, unless it is 0.05.
+    (1)), so the query's share of the round is (z/z_g)².
 
     >>> from fedpriv.accounting.policies import poisson_gaussian
     >>> others = poisson_gaussian(q=0.01, noise_multiplier=1.0, count=1000)
@@ -162,13 +150,10 @@ def last_within(
     *,
     whole: bool = False,
 ) -> float | None:
-    """The setting nearest to `boldest` whose price is at most the target, up to a precision.
+    """The positive setting nearest to `boldest` whose price is at most the target.
 
-    * The price of the result is at most the target, always.
-    * The price of some setting beyond it by less than a thousandth, or with `whole` of the next
-      whole number, is above the target, unless the result is `boldest`.
-
-    Settings are positive. None if not even `safest` is within the target.
+    The price of some setting beyond it by less than a thousandth, or with `whole` of the next whole
+    number, is above the target, unless the result is `boldest`. None if not even `safest` fits.
     """
 
     def excess(setting: float) -> float:

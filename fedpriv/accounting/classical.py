@@ -32,10 +32,9 @@ _SEARCH, _MOST_NOISE = 6.0, 1e150
 
 
 def clt_mu(rounds: Rounds) -> float:
-    """The μ that the rounds tend to: μ² = Σ count·q²·(e^{1/z²} − 1). An estimate, not a bound.
+    """The μ that rounds tend to: μ² = Σ count·q²·(e^{1/z²} − 1). An estimate, not a bound.
 
-    Bu et al. 2020, equation (3.1), for rounds that differ: in the limit the squares add up (Dong,
-    Roth & Su 2019, Theorem 6).
+    Bu et al. 2020, equation (3.1); in the limit squares add up (Dong, Roth & Su 2019, Theorem 6).
     """
     check_rounds(rounds)
     logs = [_log_square(q, z) + math.log(count) for (q, z), count in rounds.items()]
@@ -60,8 +59,7 @@ def _log_square(q: float, z: float) -> float:
 def clt_epsilon(rounds: Rounds, delta: float) -> float:
     """ε of the rounds by the CLT. An estimate that can be below the truth, never a guarantee.
 
-    Uses the smaller of `clt_mu` and of the μ of the same rounds without sampling. The latter is a
-    bound, and exact for q = 1, where the CLT would be above.
+    Its μ is at most that of the same rounds without sampling, a bound that is exact for q = 1.
     """
     return gdp_epsilon(delta, min(clt_mu(rounds), _inverse(unsampled_noise_multiplier(rounds))))
 
@@ -120,10 +118,9 @@ def _check_errors(type_one: Vector) -> None:
 
 
 def zcdp_rho(rounds: Rounds) -> float:
-    """ρ of all rounds, Σ count/(2z²), whatever their q (Bun & Steinke 2016, Proposition 1.6).
+    """An upper bound ρ = Σ count/(2z²) on all rounds (Bun & Steinke 2016, Proposition 1.6).
 
-    An upper bound. zCDP has no amplification by subsampling: at high orders the divergence of a
-    subsampled Gaussian is that of the Gaussian itself, so a round with q < 1 is charged in full.
+    Whatever their q: at high orders the divergence of a subsampled Gaussian is the Gaussian's own.
     """
     z = unsampled_noise_multiplier(rounds)
     if z == 0.0 or math.isinf(z):
@@ -141,14 +138,14 @@ def zcdp_epsilon_bun_steinke(rho: float, delta: float) -> float:
 
 
 def zcdp_epsilon(rho: float, delta: float) -> float:
-    """ε for which every ρ-zCDP mechanism is (ε, δ)-DP, by the tighter conversion. An upper bound.
+    """ε for which every ρ-zCDP mechanism is (ε, δ)-DP (Canonne, Kamath & Steinke 2020, Cor. 13).
 
-    Canonne, Kamath & Steinke 2020, Corollary 13. With a loss L of E[e^{(α−1)L}] ≤ e^{(α−1)αρ},
+    With a loss L of E[e^{(α−1)L}] ≤ e^{(α−1)αρ},
 
         δ(ε) = E[(1 − e^{ε−L})₊] ≤ e^{(α−1)(αρ−ε)}·max_x (1 − e^{−x})·e^{−(α−1)x},
 
-    and the maximum is (1 − 1/α)^{α−1}/α. Every order α > 1 gives a bound, so an inexact search for
-    the best one errs on the safe side.
+    and the maximum is (1 − 1/α)^{α−1}/α. Every order α > 1 gives a bound, so the search for the
+    best one may be inexact.
     """
     simple = zcdp_epsilon_bun_steinke(rho, delta)
     if rho == 0.0 or math.isinf(rho):
@@ -169,10 +166,7 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
 
 
 def basic_epsilon(rounds: Rounds, delta: float) -> float:
-    """ε by basic composition: Σ count·εᵢ, each round with an equal share of δ. An upper bound.
-
-    Dwork & Roth 2014, Theorem 3.16. Each round is (ε₀, δ₀)-DP by the Gaussian curve, amplified.
-    """
+    """ε = Σ count·εᵢ, each round with an equal share of δ (Dwork & Roth 2014, Theorem 3.16)."""
     gaussian.check_delta(delta)
     check_rounds(rounds)
     if not rounds:
@@ -181,15 +175,14 @@ def basic_epsilon(rounds: Rounds, delta: float) -> float:
 
 
 def advanced_epsilon(rounds: Rounds, delta: float) -> float:
-    """ε by advanced composition of rounds that may differ, at the best split of δ. An upper bound.
+    """ε by advanced composition of rounds that may differ, at the best split of δ.
 
     With a part δ' of δ for the tail, and the rest divided equally among the rounds,
 
         ε = Σ count·εᵢ·tanh(εᵢ/2) + √(2·log(1/δ')·Σ count·εᵢ²).
 
     Dwork & Roth 2014, Theorem 3.20, with the mean loss of Kairouz, Oh & Viswanath 2015, Theorem
-    3.5, which is below the εᵢ·(e^{εᵢ} − 1) of the former. Every split gives a bound, so an inexact
-    search for the best one errs on the safe side.
+    3.5, which is below the εᵢ·(e^{εᵢ} − 1) of the former. Every split gives a bound.
     """
     basic = basic_epsilon(rounds, delta)
     if basic in (0.0, math.inf):
@@ -209,10 +202,7 @@ def advanced_epsilon(rounds: Rounds, delta: float) -> float:
 
 
 def amplified_epsilon(epsilon: Vector, q: Vector) -> Vector:
-    """ε of an (ε, δ)-DP mechanism run on a Poisson sample, where its δ becomes q·δ.
-
-    An upper bound when one user is added or removed (Li, Qardaji & Su 2012, Theorem 1).
-    """
+    """ε on a Poisson sample, where δ becomes q·δ (Li, Qardaji & Su 2012, Theorem 1)."""
     near = np.log1p(q * np.expm1(np.minimum(epsilon, _LARGEST_EXPONENT)))
     far = np.logaddexp(0.0, np.log(q) + epsilon)
     return np.where(epsilon <= _LARGEST_EXPONENT, near, far)

@@ -1,10 +1,9 @@
 """Events of one vector group under each sampling policy and relation.
 
 Everywhere z = `noise_multiplier` ≥ 0 is noise_stddev over the clipping norm of the sum that is
-released in one round, whatever the relation and the number of rounds: accountants know that
-replacing a user moves a sum by two clipping norms, and that a user may be in several rounds of an
-event. `count` (or `passes`) is how often the whole event happens, at least 1, `population` the
-number N of enrolled users. A number out of range raises `InvalidValueError`.
+released in one round, whatever the relation and the number of rounds. `count` (or `passes`) is how
+often the whole event happens, at least 1, `population` the number N of enrolled users. A number out
+of range raises `InvalidValueError`.
 """
 
 from fedpriv.ledger.events import (
@@ -23,7 +22,7 @@ _ADD_OR_REMOVE, _REPLACE = NeighbouringRelation
 def poisson_gaussian(
     q: float, noise_multiplier: float, count: int = 1, population: int = 1
 ) -> RoundEvent:
-    """Event of `count` rounds of the Poisson-subsampled Gaussian mechanism with one group.
+    """Event of rounds of the Poisson-subsampled Gaussian mechanism, one user added or removed.
 
     >>> poisson_gaussian(q=0.01, noise_multiplier=4.0, count=10_000).noise_multiplier
     4.0

@@ -6,12 +6,10 @@ ledger cannot be opened or verified.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from scipy.special import ndtr
@@ -33,7 +31,6 @@ from fedpriv.ledger.ledger import ChargedRow, Ledger
 
 _POINTS = 30  # of a curve
 _ERRORS, _WIDEST = 121, 4.0  # type I errors of a trade-off, up to so many standard deviations
-Answer = TypeVar("Answer")
 
 
 class Arithmetic(StrEnum):
@@ -142,8 +139,8 @@ def price(
         raise InvalidValueError(
             f"delta is {delta} and epsilon is {epsilon}; only one can be given, to find the other"
         )
-    names = list(ACCOUNTANTS) if accountant == "all" else [accountant]
-    accountants = [accountant_named(name) for name in names]
+    every = accountant == "all"
+    accountants = list(ACCOUNTANTS.values()) if every else [accountant_named(accountant)]
     ledgers = read_ledgers(paths)
     if not any(ledger.charges for ledger in ledgers):
         named = ", ".join(str(ledger.path) for ledger in ledgers)
@@ -153,19 +150,17 @@ def price(
     if delta is None and epsilon is None:
         delta = default_delta(ledgers)
 
-    def ask(part: Part, accountant: Accountant) -> Price:
-        if delta is not None:
-            loss = accountant.epsilon(part.events, delta)
-            return Price(part, loss.epsilon, delta, loss)
-        at = epsilon or 0.0
-        # Only the words of this loss are used, and they are the same at any δ.
-        words = accountant.epsilon(part.events, 0.5)
-        return Price(part, at, accountant.delta(part.events, at), words)
-
-    answers = [_answers(accountants, partial(ask, part)) for part in _parts(ledgers)]
-    prices = tuple(price for found, _ in answers for price in found)
-    refusals = tuple(dict.fromkeys(str(error) for _, refused in answers for error in refused))
-    return Spending(ledgers, prices, refusals, delta, epsilon)
+    prices, refusals = list[Price](), dict[str, None]()
+    for part in _parts(ledgers):
+        # Where ε is given, only the words of a loss are used, which are the same at any δ.
+        losses, refused = _losses(accountants, part.events, 0.5 if delta is None else delta)
+        refusals |= dict.fromkeys(map(str, refused))
+        for loss in losses:
+            at, held = loss.epsilon, loss.delta
+            if epsilon is not None:
+                at, held = epsilon, accountant_named(loss.accountant).delta(part.events, epsilon)
+            prices.append(Price(part, at, held, loss))
+    return Spending(ledgers, tuple(prices), tuple(refusals), delta, epsilon)
 
 
 def default_delta(ledgers: Iterable[LedgerContent]) -> float:
@@ -217,19 +212,19 @@ def _parts(ledgers: Sequence[LedgerContent]) -> list[Part]:
     return parts
 
 
-def _answers(
-    accountants: Iterable[Accountant], ask: Callable[[Accountant], Answer]
-) -> tuple[list[Answer], list[UnsupportedEventError]]:
-    """What accountants answer, at least one of them, and why the others do not."""
-    answers, refusals = list[Answer](), list[UnsupportedEventError]()
+def _losses(
+    accountants: Iterable[Accountant], events: Sequence[RoundEvent], delta: float
+) -> tuple[list[PrivacyLoss], list[UnsupportedEventError]]:
+    """What accountants say, at least one of them, and why the others do not."""
+    losses, refusals = list[PrivacyLoss](), list[UnsupportedEventError]()
     for accountant in accountants:
         try:
-            answers.append(ask(accountant))
+            losses.append(accountant.epsilon(events, delta))
         except UnsupportedEventError as error:
             refusals.append(error)
-    if not answers:
+    if not losses:
         raise refusals[0]
-    return answers, refusals
+    return losses, refusals
 
 
 @dataclass(frozen=True)
@@ -286,12 +281,12 @@ class Curves:
 
 def cost_of(ledger: LedgerContent, delta: float) -> Cost:
     """ε by rounds, at up to 30 points for each accountant that can tell, and the trade-off."""
-    return _cost(ledger, _losses(ledger, delta))
+    return _cost(ledger, _finite_losses(ledger, delta))
 
 
 def curves_of(ledger: LedgerContent, delta: float) -> Curves:
     """`cost_of`, and δ by ε, at 30 points for each accountant."""
-    losses = _losses(ledger, delta)
+    losses = _finite_losses(ledger, delta)
     basis = _basis(losses)
     by_epsilon = tuple(_delta_curve(ledger, each, basis.epsilon) for each in losses)
     return Curves(ledger.population, _cost(ledger, losses), by_epsilon)
@@ -320,12 +315,11 @@ def _trade_off(curve: DeltaCurve, mu: float) -> TradeOff:
     return TradeOff(curve.accountant, mu, type_one, np.max(bounds, axis=0), gaussian)
 
 
-def _losses(ledger: LedgerContent, delta: float) -> list[PrivacyLoss]:
+def _finite_losses(ledger: LedgerContent, delta: float) -> list[PrivacyLoss]:
     """What the whole ledger costs, by each accountant that can tell; one is a finite bound."""
     if not ledger.charges:
         raise InvalidValueError(f"ledger {ledger.path} has no charge; a curve needs at least one")
-    events = merge_equal(ledger.events)
-    losses, refusals = _answers(ACCOUNTANTS.values(), lambda each: each.epsilon(events, delta))
+    losses, refusals = _losses(ACCOUNTANTS.values(), merge_equal(ledger.events), delta)
     if all(loss.bound is Bound.ESTIMATE for loss in losses):
         raise refusals[0]
     if math.isinf(_basis(losses).epsilon):

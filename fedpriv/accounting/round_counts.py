@@ -39,17 +39,15 @@ Rounds = Mapping[tuple[float, float], int]
 """Number of rounds by (sampling probability q, noise multiplier z)."""
 
 _SAME = 2.0**-36  # relative difference of noise multipliers that is rounding
-_FINE = 1e-4  # rounds whose q and z differ by less, relatively, need not be told apart in groups
+_FINE = 5e-4  # groups need not tell apart rounds whose variances differ by less, relatively
 _ULPS = 2.0**-50
 
 
 class Direction(IntEnum):
     """Which of the two neighbours the mechanism ran on; the value is the sign of the loss."""
 
-    REMOVE = 1
-    """On the population with the user; the other neighbour is without."""
-    ADD = -1
-    """On the population without the user; the other neighbour is with."""
+    REMOVE = 1  # on the population with the user; the other neighbour is without
+    ADD = -1  # on the population without the user; the other neighbour is with
 
 
 def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
@@ -87,28 +85,28 @@ def strategy_sensitivity(
 ) -> float:
     """Sensitivity in clipping norms of C·X, where a user is in at most k rounds, b apart.
 
-    * Coefficients that are nowhere negative and never increase have the exact value, that of the
-      rounds 1, 1 + b, 1 + 2b, … (Kalinin & Lampert 2024, Theorem 2).
+    * Coefficients c, the first column of C, that are ≥ 0 and never increase have the exact value,
+      that of the rounds 1, 1 + b, 1 + 2b, … (Kalinin & Lampert 2024, Theorem 2); (1,) has √k.
     * So have those of at most b coefficients, where a user's rounds do not meet: ‖c‖·√k, as far as
       its last round has all coefficients in the series, and an upper bound elsewhere.
     * Others have an upper bound: rounds that are m participations apart meet with at most the
       largest of Σ_l |c_l|·|c_{l+d}| for d ≥ m·b.
-    * Fresh noise, the strategy (1,), has √k.
-    * It grows in k and n, falls in b, scales with the strategy, and is rounded up.
 
-    The strategy is the first column c of the lower triangular Toeplitz matrix C, at most n long,
-    finite, its first coefficient positive; n ≥ 1, and k and b are in [1, n].
+    It grows in k and n, falls in b, scales with the strategy, and is rounded up.
     """
     fitting = min(participations, 1 + (rounds - 1) // separation)
-    coefficients = np.array(strategy, dtype=np.float64)
     # In units of the largest, so that squares neither overflow nor vanish.
-    unit = float(np.abs(coefficients).max())
-    c = np.abs(coefficients) / unit
-    decreasing = strategy[-1] >= 0.0 and bool((np.diff(coefficients) <= 0.0).all())
-    square = _first_rounds if decreasing else _any_rounds
+    unit = max(map(abs, strategy))
+    c = np.abs(strategy) / unit
+    square = _first_rounds if decreasing(strategy) else _any_rounds
     # Less than 4 roundings of each coefficient's share, all of positive numbers.
     rounding = 2.0**-52 * (4 * len(c) + 100)
     return math.sqrt(square(c, rounds, fitting, separation)) * unit * (1.0 + rounding)
+
+
+def decreasing(strategy: tuple[float, ...]) -> bool:
+    """Whether coefficients never increase and stay ≥ 0."""
+    return all(a >= b for a, b in zip(strategy, (*strategy[1:], 0.0), strict=True))
 
 
 def _first_rounds(c: Vector, rounds: int, participations: int, separation: int) -> float:
@@ -166,9 +164,8 @@ def arrays(rounds: Rounds) -> tuple[Vector, Vector, Vector]:
 def unsampled_noise_multiplier(rounds: Rounds) -> float:
     """The z of the one Gaussian mechanism that the rounds are together if all users take part.
 
-    Gaussian mechanisms compose exactly: 1/z² = Σ count/zᵢ² (Dong, Roth & Su 2019, Section 3). With
-    q = 1 its curve is exact; with any q it is an upper bound, as sampling never costs. ∞ for no
-    round, 0 if a round has no noise, and else right to 2⁻⁵⁰ of itself.
+    1/z² = Σ count/zᵢ² (Dong, Roth & Su 2019, Section 3): exact for q = 1, and else an upper bound,
+    as sampling never costs. ∞ for no round, 0 without noise, else right to 2⁻⁵⁰ of itself.
     """
     check_rounds(rounds)
     least = min((z for _, z in rounds), default=math.inf)
@@ -178,10 +175,7 @@ def unsampled_noise_multiplier(rounds: Rounds) -> float:
 
 
 def folded(rounds: Rounds) -> Rounds:
-    """The rounds with those of q = 1 as equal ones of z ≥ 1, if there are several.
-
-    They are one Gaussian together, and so are m of √m times its noise, here rounded down by 2⁻⁴⁹.
-    """
+    """The rounds with those of q = 1 as m equal ones of √m times the noise of all, rounded down."""
     everybody = {(q, z): n for (q, z), n in rounds.items() if q == 1.0}
     if len(everybody) < 2:
         return rounds
@@ -194,10 +188,7 @@ def folded(rounds: Rounds) -> Rounds:
 
 
 def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:
-    """Rounds that cost at least, and rounds that cost at most as much, in up to `most` groups.
-
-    Up to `most` different rounds stay as they are; otherwise each, of z > 0, moves to a corner.
-    """
+    """Rounds that cost at least, and rounds that cost at most as much, in up to `most` groups."""
     if len(rounds) <= most:
         return rounds, rounds
     q, z, counts = arrays(rounds)
@@ -213,38 +204,27 @@ def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:
 
 
 def _boxes(q: Vector, z: Vector, counts: Vector, most: int) -> list[NDArray[np.int64]]:
-    """The members of each group, which are split where that tells most of their variance apart.
+    """The members of each group; boxes are split where that tells most of their variance apart.
 
-    It stops when there are `most` groups, or none is wider than 1e-4 of q and z.
+    The variance of the likelihood ratio of one round is q²·(e^{1/z²} − 1), a product: axes are the
+    logarithms of its factors.
     """
-    settings = np.stack([np.log(q), np.log(z)])
-    boxes = [_box(settings, counts, np.arange(len(q)))]
+    square = np.clip(z**-2.0, 1e-300, 600.0)
+    axes = np.stack([2 * np.log(q), square + np.log(-np.expm1(-square))])
+
+    def box(inside: NDArray[np.int64]) -> tuple[float, int, int, NDArray[np.int64]]:
+        """Minus what a split gains, the first member (to break ties), the axis, the members."""
+        low, high = axes[:, inside].min(axis=1), axes[:, inside].max(axis=1)
+        shares = np.expm1(low - high)  # minus what a split along each axis may gain
+        gain = shares.sum() * counts[inside].sum() * math.exp(min(high.sum(), 600.0))
+        narrow = (high - low).max() <= _FINE
+        return 0.0 if narrow else float(gain), int(inside[0]), int(shares.argmin()), inside
+
+    boxes = [box(np.arange(len(q)))]
     while len(boxes) < most and boxes[0][0] < 0.0:
         _, _, axis, inside = heapq.heappop(boxes)
-        values = settings[axis, inside]
+        values = axes[axis, inside]
         upper = values > (values.min() + values.max()) / 2
         for part in (inside[upper], inside[~upper]):
-            heapq.heappush(boxes, _box(settings, counts, part))
+            heapq.heappush(boxes, box(part))
     return [inside for *_, inside in boxes]
-
-
-def _box(
-    settings: Vector, counts: Vector, inside: NDArray[np.int64]
-) -> tuple[float, int, int, NDArray[np.int64]]:
-    """Minus what a split may gain, the first member (to break ties), the axis to split, members."""
-    points = settings[:, inside]
-    (low_q, low_z), (high_q, high_z) = points.min(axis=1), points.max(axis=1)
-    if max(high_q - low_q, high_z - low_z) <= _FINE:
-        return 0.0, int(inside[0]), 0, inside
-    worst = _log_variance(high_q, low_z)
-    better = (low_q, low_z), (high_q, high_z)
-    gain = [-math.expm1(_log_variance(*corner) - worst) for corner in better]
-    total = float(counts[inside].sum()) * math.exp(min(worst, 600.0))
-    return -total * sum(gain), int(inside[0]), int(gain[1] > gain[0]), inside
-
-
-def _log_variance(log_q: float, log_z: float) -> float:
-    """Logarithm of the variance q²·(e^{1/z²} − 1) of the likelihood ratio of one round."""
-    square = math.exp(min(-2 * log_z, 600.0))
-    growth = square + math.log(-math.expm1(-square)) if square > 1e-300 else -2 * log_z
-    return 2 * log_q + growth

@@ -17,7 +17,7 @@ from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import eval_legendre, ndtr, ndtri_exp, roots_legendre
+from scipy.special import eval_legendre, expm1, log1p, ndtr, ndtri_exp, roots_legendre
 
 from fedpriv.accounting.round_counts import Direction, Vector
 
@@ -140,7 +140,7 @@ def losses(
 
 
 def tilt(given: Losses, c: float) -> Tilted:
-    """Tilt losses by e^{cL}, c > 0."""
+    """Losses tilted by e^{cL}, c > 0."""
     s = power(given.direction, c)
     change = s * given.log_ratio
     exponent = given.log_weight + change
@@ -189,7 +189,7 @@ def window(q: Vector, z: Vector, log_tail: float, direction: Direction) -> tuple
 
 
 def support(given: Losses, tilts: tuple[float, ...]) -> tuple[Vector, Vector]:
-    """[p, 1] ends of the part of a window where a tilted density is at least e^−_CUT of its peak.
+    """[p, 1] ends of the part of a window where a tilted density is at least e^−50 of its peak.
 
     log f = −y²/2 + s·log A has (log f)'' ≥ −1 for s ≥ 0, so no peak hides between nodes; for s < 0
     it is concave.
@@ -213,7 +213,7 @@ def log_mgf_along(tilted: Tilted, step: float, terms: int) -> ComplexVector:
         for first in range(0, terms, _POWERS**2):
             last = min(first + _POWERS**2, terms)
             rise = _rise(tilted.loss[block], tilted.mass[block], step, first, last)
-            result[block, first:last] = _log1p(rise)
+            result[block, first:last] = log1p(np.where(rise == -1.0, -1.0 + 1e-300j, rise))
     times = step * np.arange(terms)
     return result + tilted.log_mgf[:, None] + 1j * tilted.mean[:, None] * times
 
@@ -221,12 +221,13 @@ def log_mgf_along(tilted: Tilted, step: float, terms: int) -> ComplexVector:
 def _rise(loss: Vector, mass: Vector, step: float, first: int, last: int) -> ComplexVector:
     """[p, last − first] characteristic functions − 1 of [p, n] losses with these masses.
 
-    Each e^{itL} is a product of two of some √(last − first) powers, which makes a matrix product.
-    All are kept as e^{ia} − 1, which has all digits of a small a.
+    Each e^{itL} is a product of two of some √(last − first) powers, which makes a matrix product;
+    all are kept as e^{ia} − 1, which has all digits of a small a.
     """
     many = math.ceil(math.sqrt(last - first))
-    small = _powers(np.zeros_like(loss), _turn(step * loss), many)
-    big = _powers(_turn(step * first * loss), _turn(step * many * loss), -(-(last - first) // many))
+    small = _powers(np.zeros_like(loss), expm1(1j * step * loss), many)
+    turn = expm1(1j * step * many * loss)
+    big = _powers(expm1(1j * step * first * loss), turn, math.ceil((last - first) / many))
     weighted = big * mass[:, None, :]
     both = np.repeat(weighted.sum(axis=2)[:, :, None], small.shape[1], axis=2)
     for start in range(0, loss.shape[1], _NODES):
@@ -234,12 +235,6 @@ def _rise(loss: Vector, mass: Vector, step: float, first: int, last: int) -> Com
         both += weighted[:, :, nodes] @ small[:, :, nodes].transpose(0, 2, 1)
     both += (small * mass[:, None, :]).sum(axis=2)[:, None, :]
     return both.reshape(len(loss), -1)[:, : last - first]
-
-
-def _turn(angle: Vector) -> ComplexVector:
-    """e^{ia} − 1 = −2·sin²(a/2) + 2i·sin(a/2)·cos(a/2)."""
-    sine = np.sin(angle / 2)
-    return np.asarray(-2 * sine * sine + 2j * sine * np.cos(angle / 2))
 
 
 def _powers(start: Vector | ComplexVector, factor: ComplexVector, many: int) -> ComplexVector:
@@ -251,17 +246,6 @@ def _powers(start: Vector | ComplexVector, factor: ComplexVector, many: int) -> 
         result[:, j] += result[:, j - 1]
         result[:, j] += factor
     return result
-
-
-def _log1p(rise: ComplexVector) -> ComplexVector:
-    """log(1 + rise), accurate relative to its size, with an imaginary part in (−π, π]."""
-    real, imaginary = rise.real, rise.imag
-    change = real * (2 + real) + imaginary**2
-    modulus = np.log1p(np.maximum(change, -0.5))
-    far = change < -0.5
-    if far.any():
-        modulus[far] = np.log(np.maximum((1 + real[far]) ** 2 + imaginary[far] ** 2, 1e-300))
-    return np.asarray(modulus / 2 + 1j * np.arctan2(imaginary, 1 + real))
 
 
 @cache
@@ -286,10 +270,8 @@ def decay(tilted: Tilted, t: float) -> Vector:
 
     and by Cauchy's theorem |φ(t)| ≤ ∫ |F(y + i·d(y))|·√(1 + d'²) dy for any d that vanishes at the
     ends of the window. On a fixed path every factor e^{−u·arg} falls as u grows. For small t the
-    bound is 1 − α·t²·E[p²]/z² + α²·t²·(…)/2 when d = α·t·p/z.
-
-    The integral itself is a sum over the nodes. Its integrand is as smooth as f, but how far the
-    sum is off is not proved: a tenth of b is kept for that.
+    bound is 1 − α·t²·E[p²]/z² + α²·t²·(…)/2 when d = α·t·p/z. The integral is a sum over the nodes;
+    how far that is off is not proved: a tenth of b is kept for it.
     """
     given = tilted.losses
     p, z = given.present, given.z
@@ -354,10 +336,9 @@ def log_errors(
 
 
 def _peaks(rounds: DirectedRounds, low: Vector, high: Vector, c: float) -> tuple[Vector, Vector]:
-    """[p, k] bounds between neighbours of k + 1 outputs, for an ellipse up to the largest height.
+    """[p, k] bounds on log f and p between neighbours of k + 1 outputs, f and p as in `log_errors`.
 
-    They are on log f, f being the tilted density but for 1/E[A^s], and on the probability that the
-    user took part. (log f)'' ≥ −1 + min(s, 0)·p(1 − p)/z² bounds log f between two outputs.
+    (log f)'' ≥ −1 + min(s, 0)·p(1 − p)/z² bounds log f between two outputs.
     """
     q, z = rounds.q[:, None], rounds.z[:, None]
     half = (high - low) / 2

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq
@@ -91,8 +92,7 @@ class ContourPlan:
         return self.stop * self.period / (2 * math.pi)
 
 
-@dataclass(frozen=True)
-class _Saddle:
+class _Saddle(NamedTuple):
     """The c > 0 where |e^{K(w) − wε}/(w(w + 1))| is least on the real axis, for its ε, and δ(ε)."""
 
     c: float
@@ -134,11 +134,7 @@ def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
 
 
 def _log_tails(rounds: float, log_delta: float) -> tuple[float, float]:
-    """A wide and a narrow window.
-
-    Outside the narrow one is a share e^−certainty of δ. The wide one has the tilted losses of a
-    single round inside; but rare, huge losses may need the narrow one.
-    """
+    """A wide window, with the tilted losses of a round inside, and one for rare, huge losses."""
     narrow = log_delta - _CERTAINTY - math.log(rounds)
     return min(float(log_ndtr(ndtri_exp(log_delta) - _MARGIN)), narrow), narrow
 
@@ -185,12 +181,10 @@ def _plan(
     log_delta: float,
     log_tail: float,
 ) -> ContourPlan:
-    """The step and length of the contour through c."""
     tilted = tilt(given, c)
     spread = math.sqrt(max(rounds.sum(tilted.variance), 1e-200))
 
     def period_of(further: float) -> float:
-        """The period that makes the bounds on δ(ε ± P) small enough."""
         excess = rounds.sum(tilt(given, further).log_mgf) - further * epsilon
         right = (excess - log_delta + _CERTAINTY) / (further - c)
         return max((_CERTAINTY - log_delta) / c, right)
@@ -299,14 +293,14 @@ def cumulant_bound(rounds: DirectedRounds, plan: ContourPlan) -> float:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some of the settings, with nodes that are enough for them and what bounds their error."""
+    """Some of the settings, with enough nodes, and what bounds their error as in `log_errors`."""
 
     rounds: DirectedRounds
     low: Vector  # [p, 1] ends of the window
     high: Vector
     nodes: Vector  # [p] numbers of nodes
-    log_rho: Vector  # [p] as in `log_errors`, and its bounds along the contour
-    log_error: Vector
+    log_rho: Vector  # [p]
+    log_error: Vector  # [p] along the contour
     further_error: Vector  # the same at the further tilt, where Im w = 0
 
     def losses(self) -> Losses:
@@ -327,10 +321,7 @@ class _Part:
 
 
 def _parts(rounds: DirectedRounds, plan: ContourPlan, stop: float) -> list[_Part] | None:
-    """Enough nodes for a contour up to imaginary part `stop`, in parts that need about as many.
-
-    None where they would be too many.
-    """
+    """Parts that need about as many nodes, up to Im w = `stop`; None if they would be too many."""
     rough = rounds.survey(plan.log_tail)
     low, high = support(rough, (plan.c, plan.further))
     log_mgf = tilt(rough, plan.c).log_mgf
@@ -354,9 +345,8 @@ def _parts(rounds: DirectedRounds, plan: ContourPlan, stop: float) -> list[_Part
 def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
     """Interval around the least ε for which the rounds are (ε, δ)-DP, in the worse direction.
 
-    Its width is at most a thousandth of its upper end, or 1e-9, and usually below 1e-8 of it; where
-    it would be wider, z is outside [0.1, 1e6], q below 1e-12 or δ below 1e-100, the contour raises
-    ContourUnsuitableError.
+    Usually 1e-8 of its upper end wide, at most 1e-3 of it or 1e-9; ContourUnsuitableError where it
+    would be wider, z is outside [0.1, 1e6], q below 1e-12 or δ below 1e-100.
     """
     check_delta(delta)
     log_delta = math.log(delta)
@@ -376,10 +366,9 @@ def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
 
 
 def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
-    """Interval around the least δ for which the rounds are (ε, δ)-DP, in the worse direction.
+    """Interval around the least δ for which the rounds are (ε, δ)-DP, as `epsilon_interval`.
 
-    As `epsilon_interval`, but for a width of 1e-90 that never matters. Upper ends are at least
-    1e-100.
+    A width of 1e-90 never matters. Upper ends are at least 1e-100.
     """
     check_epsilon(epsilon)
 
@@ -476,7 +465,6 @@ def _epsilon_ends(found: Contour, log_delta: float) -> Ends:
 
 
 def _log(x: float) -> float:
-    """log x, −∞ where x is not positive."""
     return math.log(x) if x > 0.0 else -math.inf
 
 
