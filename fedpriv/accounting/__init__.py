@@ -5,7 +5,7 @@
 >>> round(spent.low, 6), round(spent.up, 6)
 (0.946867, 0.946867)
 
-`accountants` says what an accountant is and lists them; `analyses` chooses the analysis of events:
+`accountants` says what an accountant is and lists them; `analyses` chooses for events:
 
 | users in a round | neighbours | analysis | written in |
 | --- | --- | --- | --- |

@@ -12,24 +12,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
-from fedpriv.accounting import analyses, pld
+from fedpriv.accounting import analyses, classical, pld, rdp
 from fedpriv.accounting.analyses import ADD_OR_REMOVE, ANALYSES, REPLACE, bounds_of
-from fedpriv.accounting.classical import (
-    advanced_epsilon,
-    basic_epsilon,
-    clt_epsilon,
-    zcdp_epsilon,
-    zcdp_rho,
-)
 from fedpriv.accounting.gaussian import Ends, check_epsilon
 from fedpriv.accounting.pld.lattice import Pairs
-from fedpriv.accounting.rdp import (
-    DEFAULT_ORDERS,
-    composed_rdp,
-    delta_from_rdp,
-    epsilon_from_rdp,
-    fixed_size_gaussian_rdp,
-)
 from fedpriv.accounting.round_counts import Rounds, Vector, compose
 from fedpriv.errors import InvalidValueError, UnsupportedEventError, known_names
 from fedpriv.ledger.budget import LEAST_DELTA, check_delta
@@ -61,35 +47,22 @@ batches has the user (joint convexity); it can cost less (Chua et al. 2024).
 class Bound(StrEnum):
     """What kind of statement an ε is, in words for readers."""
 
-    UPPER = "upper bound"
-    """The true ε is at most this."""
-    INTERVAL = "interval"
-    """The true ε is at most this and at least `epsilon_low`."""
-    ESTIMATE = "estimate"
-    """Near the true ε for many rounds; it can be below it, so it is not a guarantee."""
+    UPPER = "upper bound"  # the true ε is at most this
+    INTERVAL = "interval"  # the true ε is at most this and at least `epsilon_low`
+    ESTIMATE = "estimate"  # near the true ε for many rounds; it can be below: no guarantee
 
 
 @dataclass(frozen=True)
 class PrivacyLoss:
-    """What events cost together, for the least ε that holds at δ.
+    """What events cost together, for the least ε that holds at δ."""
 
-    Attributes:
-        epsilon_low: the true ε is at least this; 0 where the accountant cannot tell.
-        epsilon: the true ε is at most this: the number to report. ∞ if no finite ε is proven.
-        delta: δ in [1e-60, 1).
-        accountant: its name in `ACCOUNTANTS`.
-        relation: which two populations are compared.
-        bound: what kind of statement `epsilon` is; the first two lines hold for bounds only.
-        assumptions: one sentence for readers.
-    """
-
-    epsilon_low: float
-    epsilon: float
-    delta: float
-    accountant: str
-    relation: NeighbouringRelation
-    bound: Bound
-    assumptions: str
+    epsilon_low: float  # of a bound, the true ε is at least this; 0 where it cannot be told
+    epsilon: float  # of a bound, the true ε is at most this: the number to report. ∞: not proven
+    delta: float  # in [1e-60, 1)
+    accountant: str  # its name in `ACCOUNTANTS`
+    relation: NeighbouringRelation  # which two populations are compared
+    bound: Bound  # what kind of statement `epsilon` is
+    assumptions: str  # one sentence for readers
 
     @property
     def low(self) -> float:
@@ -175,7 +148,7 @@ class RDPAccountant(Accountant):
     """
 
     name: str = field(default="rdp", init=False)
-    orders: tuple[float, ...] = DEFAULT_ORDERS
+    orders: tuple[float, ...] = rdp.DEFAULT_ORDERS
 
     def __post_init__(self) -> None:
         wrong = [order for order in self.orders if not 1.0 < order < math.inf]
@@ -188,7 +161,7 @@ class RDPAccountant(Accountant):
         """The least ε over the orders."""
         check_delta(delta)
         events = self._checked(events)
-        up = epsilon_from_rdp(self.orders, self._rdp(events), delta) if events else 0.0
+        up = rdp.epsilon_from_rdp(self.orders, self._rdp(events), delta) if events else 0.0
         low, kind = 0.0, Bound.UPPER
         if any(event.sampling.policy is SamplingPolicy.FIXED_SIZE for event in events):
             bounds = bounds_of(events)
@@ -200,7 +173,7 @@ class RDPAccountant(Accountant):
         """The least δ over the orders."""
         check_epsilon(epsilon)
         events = self._checked(events)
-        return delta_from_rdp(self.orders, self._rdp(events), epsilon) if events else 0.0
+        return rdp.delta_from_rdp(self.orders, self._rdp(events), epsilon) if events else 0.0
 
     def _checked(self, events: Iterable[RoundEvent]) -> tuple[RoundEvent, ...]:
         return _checked(events, self.name, (*_GAUSSIAN, (SamplingPolicy.FIXED_SIZE, REPLACE)))
@@ -209,8 +182,8 @@ class RDPAccountant(Accountant):
         """[orders] RDP of all events together."""
         fixed = [each for each in events if each.sampling.policy is SamplingPolicy.FIXED_SIZE]
         others = [each for each in events if each.sampling.policy is not SamplingPolicy.FIXED_SIZE]
-        sampled = composed_rdp(compose(others), self.orders)
-        return sampled + composed_rdp(compose(fixed), self.orders, fixed_size_gaussian_rdp)
+        sampled = rdp.composed_rdp(compose(others), self.orders)
+        return sampled + rdp.composed_rdp(compose(fixed), self.orders, rdp.fixed_size_gaussian_rdp)
 
 
 @dataclass(frozen=True)
@@ -218,7 +191,9 @@ class ClassicalAccountant(Accountant):
     """One formula for ε."""
 
     name: str = "basic"
-    price: Callable[[Rounds, float], float] = basic_epsilon  # ε of rounds at δ; falls as δ grows
+    price: Callable[[Rounds, float], float] = (
+        classical.basic_epsilon
+    )  # ε of rounds at δ; falls as δ grows
     bound: Bound = Bound.UPPER
 
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
@@ -289,9 +264,11 @@ _ALL = (
     IntervalAccountant("tight", analyses.epsilon_interval, analyses.delta_interval),
     IntervalAccountant(),
     RDPAccountant(),
-    ClassicalAccountant("gdp", clt_epsilon, Bound.ESTIMATE),
-    ClassicalAccountant("zcdp", lambda rounds, delta: zcdp_epsilon(zcdp_rho(rounds), delta)),
-    ClassicalAccountant("advanced", advanced_epsilon),
+    ClassicalAccountant("gdp", classical.clt_epsilon, Bound.ESTIMATE),
+    ClassicalAccountant(
+        "zcdp", lambda rounds, delta: classical.zcdp_epsilon(classical.zcdp_rho(rounds), delta)
+    ),
+    ClassicalAccountant("advanced", classical.advanced_epsilon),
     ClassicalAccountant(),
 )
 ACCOUNTANTS: Mapping[str, Accountant] = MappingProxyType({each.name: each for each in _ALL})
@@ -306,21 +283,15 @@ def accountant_named(name: str) -> Accountant:
 
 
 def epsilon(events: Iterable[RoundEvent], delta: float, accountant: str = "tight") -> PrivacyLoss:
-    """What the events, in any order, cost together at δ in [1e-60, 1).
+    """What the events, in any order, cost together at δ in [1e-60, 1), by one of `ACCOUNTANTS`.
+
+    Raises InvalidValueError if δ is out of range or there is no such accountant, and
+    UnsupportedEventError if it has no analysis of one of the events.
 
     >>> from fedpriv.accounting.policies import poisson_gaussian
     >>> loss = epsilon([poisson_gaussian(q=0.01, noise_multiplier=4.0, count=10_000)], delta=1e-5)
     >>> round(loss.low, 6), round(loss.up, 6)
     (0.946867, 0.946867)
-
-    Args:
-        events: what was released.
-        delta: δ.
-        accountant: a key of `ACCOUNTANTS`.
-
-    Raises:
-        InvalidValueError: δ is out of range, or there is no such accountant.
-        UnsupportedEventError: the accountant has no analysis of one of the events.
     """
     return accountant_named(accountant).epsilon(events, delta)
 

@@ -75,11 +75,7 @@ def shuffled_gaussian(
 
 
 def random_allocation_gaussian(
-    rounds: int,
-    participations: int,
-    noise_multiplier: float,
-    passes: int = 1,
-    population: int = 1,
+    rounds: int, participations: int, noise_multiplier: float, passes: int = 1, population: int = 1
 ) -> RoundEvent:
     """Event of passes in which each user is in k random rounds of n, under add-or-remove.
 
