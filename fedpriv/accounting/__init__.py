@@ -5,19 +5,10 @@
 >>> round(spent.low, 6), round(spent.up, 6)
 (0.946867, 0.946867)
 
-`accountants` says what an accountant is and lists them; `analyses` chooses for events:
-
-| users in a round | neighbours | analysis | written in |
-| --- | --- | --- | --- |
-| all | either | one Gaussian, in closed form | `gaussian` |
-| series with correlated noise | either | one Gaussian, in closed form | `round_counts` |
-| Poisson sample | one added or removed | exact: along a contour, else by FFT | `contour`, `pld` |
-| Poisson sample | one replaced | exact pair, by FFT | `pld.dominating_pairs` |
-| fixed number | one replaced | between two pairs, by FFT | `pld.dominating_pairs` |
-| shuffled passes | either | between two pairs, by FFT | `pld.dominating_pairs` |
-| random allocation | one added or removed | pair of a pass, by FFT | `pld.random_allocation` |
-
-For comparison: moments (`rdp`), and zCDP, the CLT, basic and advanced composition (`classical`).
+`accountants` says what an accountant is and lists them. `analyses` chooses how events are priced:
+as one Gaussian in closed form (`gaussian`), along a contour (`contour`) or by FFT (`pld`), from the
+pairs that docs/accounting.md lists by policy; `round_counts` counts rounds by setting. Moments
+(`rdp`) and zCDP, the CLT, basic and advanced composition (`classical`) are for comparison.
 `policies` makes events, `calibration` turns a budget into a setting, `pricing` prices ledgers.
 
 A **setting** is (q, z), z the noise per sensitivity; a **pair** is (P, Q), two distributions that

@@ -91,13 +91,16 @@ def _fixed_size(events: Sequence[RoundEvent]) -> PairBounds:
 def _shuffled(events: Sequence[RoundEvent]) -> PairBounds:
     """At most one Gaussian for each pass, as in every order one batch alone has the user."""
     below = Counter[LossPair]()
-    known = [event for event in events if event.sampling.schedule]  # how many batches there were
-    for event in known:
+    complete = True
+    for event in events:
         schedule, relation = event.sampling.schedule, event.sampling.relation
-        base = 1.0 if relation is ADD_OR_REMOVE else 0.0
-        z = event.noise_multiplier / relation.sensitivity
-        below[LargestBatchPair(schedule.rounds, z, base)] += event.count
-    return PairBounds(_pairs(PoissonPair, events), below, len(known) == len(events))
+        if schedule is None:  # how many batches there were is unknown
+            complete = False
+        else:
+            z = event.noise_multiplier / relation.sensitivity
+            base = 1.0 if relation is ADD_OR_REMOVE else 0.0
+            below[LargestBatchPair(schedule.rounds, z, base)] += event.count
+    return PairBounds(_pairs(PoissonPair, events), below, complete)
 
 
 def _separated(events: Sequence[RoundEvent]) -> PairBounds:

@@ -107,11 +107,6 @@ def smallest_query_noise(
 
     Queries over one cohort add up to one with 1/z² = Σ_g 1/z_g² (McMahan et al. 2018, equation
     (1)), so the query's share of the round is (z/z_g)².
-
-    >>> from fedpriv.accounting.policies import poisson_gaussian
-    >>> others = poisson_gaussian(q=0.01, noise_multiplier=1.0, count=1000)
-    >>> round(smallest_query_noise(2.5, 1e-5, others), 1)
-    1.8
     """
     alone = _price(target_epsilon, delta, lambda _: [others], accountant)(1.0)
     if alone > target_epsilon:

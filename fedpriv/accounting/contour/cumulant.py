@@ -225,9 +225,8 @@ def _rise(loss: Vector, mass: Vector, step: float, first: int, last: int) -> Com
     all are kept as e^{ia} − 1, which has all digits of a small a.
     """
     many = math.ceil(math.sqrt(last - first))
-    small = _powers(np.zeros_like(loss), expm1(1j * step * loss), many)
-    turn = expm1(1j * step * many * loss)
-    big = _powers(expm1(1j * step * first * loss), turn, math.ceil((last - first) / many))
+    small = _powers(np.zeros_like(loss), step * loss, many)
+    big = _powers(step * first * loss, step * many * loss, math.ceil((last - first) / many))
     weighted = big * mass[:, None, :]
     both = np.repeat(weighted.sum(axis=2)[:, :, None], small.shape[1], axis=2)
     for start in range(0, loss.shape[1], _NODES):
@@ -237,11 +236,12 @@ def _rise(loss: Vector, mass: Vector, step: float, first: int, last: int) -> Com
     return both.reshape(len(loss), -1)[:, : last - first]
 
 
-def _powers(start: Vector | ComplexVector, factor: ComplexVector, many: int) -> ComplexVector:
-    """[p, many, n] (1 + start)·(1 + factor)^j − 1."""
+def _powers(start: Vector, angle: Vector, many: int) -> ComplexVector:
+    """[p, many, n] e^{i·(start + j·angle)} − 1 for j < many."""
+    factor = expm1(1j * angle)
     result = np.empty((len(factor), many, factor.shape[1]), dtype=np.complex128)
-    result[:, 0] = start
-    for j in range(1, many):
+    result[:, 0] = expm1(1j * start)
+    for j in range(1, many):  # (1 + x)·(1 + f) − 1
         np.multiply(result[:, j - 1], factor, out=result[:, j])
         result[:, j] += result[:, j - 1]
         result[:, j] += factor
