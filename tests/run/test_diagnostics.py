@@ -7,7 +7,7 @@ import pytest
 
 from fedpriv.build import simulated
 from fedpriv.config import parse_config
-from fedpriv.run.diagnostics import ObservedTransport
+from fedpriv.run.simulate import ObservedTransport
 from fedpriv.training.rounds import open_round
 from tests.studies.studying import BASE
 

@@ -24,6 +24,8 @@ from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import Average, OptimizerState, Parameters, ServerOptimizer
 from tests.commandline import printed, refused
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @dataclass(frozen=True)
 class SignSGD(LocalTraining):
@@ -276,6 +278,9 @@ def test_arms_of_other_budgets_or_arguments_are_refused(tmp_path: Path) -> None:
     more = {"local": LOCAL, "out": tmp_path / "study"}
     with pytest.raises(InvalidValueError, match="the study's target is that of every arm"):
         fedpriv.compare(*given, {"a": {}, "b": {"mechanism": other}}, **more)
+    endless = mechanism().with_noise(2.0, epsilon=8.0, delta=1e-3)
+    with pytest.raises(InvalidValueError, match="arm 'b': rounds is absent"):
+        fedpriv.compare(*given, {"a": {}, "b": {"mechanism": endless}}, **more)
     with pytest.raises(InvalidValueError, match="arm 'b' sets 'servr'; did you mean 'server'"):
         fedpriv.compare(*given, {"a": {}, "b": {"servr": Damped()}}, **more)
     with pytest.raises(InvalidValueError, match="seeds are none"):
