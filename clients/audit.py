@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from fedpriv.accounting.accountant import PrivacyLoss
+from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.clients.connection import Backoff, FederationStub, persist

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpriv.accounting.accountant import Bound
-from fedpriv.accounting.accountants import accountant_named
+from fedpriv.accounting.accountants import Bound, accountant_named
 from fedpriv.config import Config, parse_config, plain, tables_of
 from fedpriv.data.population import Population, UserStore, load_population
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics

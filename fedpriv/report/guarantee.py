@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpriv.accounting.accountant import Bound, PrivacyLoss
-from fedpriv.accounting.accountants import accountant_named
+from fedpriv.accounting.accountants import Bound, PrivacyLoss, accountant_named
 from fedpriv.accounting.pricing import (
     Cost,
     Curves,

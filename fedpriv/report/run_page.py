@@ -8,8 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from fedpriv import __version__
-from fedpriv.accounting.accountant import PrivacyLoss
-from fedpriv.accounting.accountants import accountant_named
+from fedpriv.accounting.accountants import PrivacyLoss, accountant_named
 from fedpriv.ledger.events import merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
 from fedpriv.report.guarantee import assumptions, loss_of, privacy_sections, users_of, warnings

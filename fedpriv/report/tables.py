@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.text import Text
 
-from fedpriv.accounting.accountant import Bound, PrivacyLoss
+from fedpriv.accounting.accountants import Bound, PrivacyLoss
 from fedpriv.accounting.calibration import Plan
 from fedpriv.accounting.pricing import Arithmetic, Spending, read_ledger
 from fedpriv.errors import InvalidValueError
