@@ -7,10 +7,12 @@ train together; up to a quarter of a shape is padding, which counts for nothing.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task
@@ -72,9 +74,8 @@ def by_rung(
         yield Rung(step, width, blocks, padded), some[which.ravel() == place]
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Which rows the users of a chunk train on, step by step."""
+class BatchRows(NamedTuple):
+    """Which rows of the store the users of a chunk train on, step by step."""
 
     rows: Integers  # [C, S, W] of the user store; padding repeats a row of the same user
     weights: npt.NDArray[np.float32]  # [C, S, W] 1 for an example, 0 for padding
@@ -88,7 +89,7 @@ def schedule(
     local: LocalTraining,
     local_key: bytes,
     rung: Rung,
-) -> Schedule:
+) -> BatchRows:
     """Rows of users of one rung: their positions, first rows in the store and numbers of rows.
 
     A user's examples are shuffled for each pass over them. Their order, and which of them count
@@ -119,16 +120,16 @@ def schedule(
         key = _mixed(keys[lane : lane + 1] + _spread(np.array([_CHOICE], np.int64)))
         these = np.sort(_shuffled(key, sizes[lane : lane + 1])[0][: counts[lane]])
         picked[lane], chosen[lane] = these[picked[lane]], these[chosen[lane]]
-    return Schedule(starts[:, None, None] + picked, weights, starts[:, None] + chosen)
+    return BatchRows(starts[:, None, None] + picked, weights, starts[:, None] + chosen)
 
 
 @dataclass(frozen=True)
 class Batches:
     """Batches of L lanes, of which the first are users and the others blank."""
 
-    x: torch.Tensor  # [L, S, W, …] inputs; zeros where a lane is blank
-    y: torch.Tensor  # [L, S, W, …] targets, likewise
-    weights: torch.Tensor  # [L, S, W] 1 for examples, 0 for padding and blanks
+    x: Tensor  # [L, S, W, …] inputs; zeros where a lane is blank
+    y: Tensor  # [L, S, W, …] targets, likewise
+    weights: Tensor  # [L, S, W] 1 for examples, 0 for padding and blanks
     padded: bool  # whether some steps may have no examples, and then do nothing
 
     @property
@@ -137,18 +138,9 @@ class Batches:
         lanes, steps, width = self.weights.shape
         return lanes, steps, width
 
-    def active(self, step: int) -> torch.Tensor | None:
+    def active(self, step: int) -> Tensor | None:
         """Which lanes have this step, [L]; None: all."""
         return self.weights[:, step].amax(1) > 0 if self.padded else None
-
-
-@dataclass(frozen=True)
-class Block:
-    """Examples that are measured: W of each of L lanes."""
-
-    x: torch.Tensor  # [L·W, …]
-    y: torch.Tensor  # [L·W, …]
-    real: torch.Tensor  # [L, W] whether there is such an example
 
 
 @dataclass(frozen=True)
@@ -161,7 +153,7 @@ class Examples:
     counts: Integers  # [C] examples of each that count
     store: UserStore
     device: torch.device
-    plan: Schedule
+    plan: BatchRows
     task: Task  # says which fields it reads
 
     def batches(self) -> Batches:
@@ -171,8 +163,8 @@ class Examples:
         weights[: len(self.users)] = torch.from_numpy(self.plan.weights)
         return Batches(x, y, self._moved(weights), self.rung.padded)
 
-    def blocks(self) -> Iterator[Block]:
-        """All that is measured, each example once."""
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """All that is measured, each example once: x and y [L·W, …], and which are real [L, W]."""
         width = self.rung.width
         for first in range(0, width * self.rung.blocks, width):
             rows = self.plan.chosen[:, first : first + width]
@@ -180,15 +172,15 @@ class Examples:
             real = self._blank((width,), torch.bool)
             places = np.arange(first, first + width)
             real[: len(self.users)] = torch.from_numpy(places < self.counts[:, None])
-            yield Block(x, y, self._moved(real))
+            yield x, y, self._moved(real)
 
-    def sizes(self) -> torch.Tensor:
+    def sizes(self) -> Tensor:
         """Number of examples of each lane that count, float64 [L]; 0 where it is blank."""
         sizes = self._blank((), torch.float64)
         sizes[: len(self.users)] = torch.from_numpy(self.counts)
         return self._moved(sizes)
 
-    def _gathered(self, rows: Integers) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gathered(self, rows: Integers) -> tuple[Tensor, Tensor]:
         """Inputs and targets [L, …] of rows [C, …], in memory whose alignment does not vary."""
         held = {}
         for name in (self.task.inputs, self.task.targets):
@@ -198,14 +190,14 @@ class Examples:
         self.store.take(rows, {name: t.numpy()[: len(rows)] for name, t in held.items()})
         return self._moved(held[self.task.inputs]), self._moved(held[self.task.targets])
 
-    def _blank(self, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+    def _blank(self, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         """Memory [L, …] on the CPU, zero where no user is."""
         pinned = self.device.type == "cuda"
         memory = torch.empty((self.lanes, *shape), dtype=kind, pin_memory=pinned)
         memory[len(self.users) :].zero_()
         return memory
 
-    def _moved(self, memory: torch.Tensor) -> torch.Tensor:
+    def _moved(self, memory: Tensor) -> Tensor:
         """The same on the device; a GPU does other work meanwhile."""
         return memory.to(self.device, non_blocking=True)
 

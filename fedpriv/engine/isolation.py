@@ -36,21 +36,15 @@ _log = logging.getLogger(__name__)
 _COMPARED = 64
 _TURNS = 16
 _LEARNING_RATE = 0.05  # at which random users stay finite, whatever the plan's
-_SHORT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """How users of a rung train.
+    """How users of a rung train."""
 
-    Attributes:
-        most: the largest number of lanes.
-        digests: of what random users get, by number, with all lanes; none: they go one at a time.
-        counts: for smaller numbers of lanes, whether they give the same.
-    """
-
-    most: int
-    digests: tuple[bytes, ...] = ()
+    most: int  # lanes
+    digests: tuple[bytes, ...] = ()  # of what random users get in them; none: one user at a time
+    # For smaller numbers of lanes, whether they give the same.
     counts: dict[int, bool] = field(default_factory=dict)
 
 
@@ -61,9 +55,6 @@ class Isolation:
 
     * the shapes in which a user may train follow from its rung, the request and the trainer;
     * in each of them, random users got the same bits whatever their places and neighbours were.
-
-    Args:
-        trainer: trains the users.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -77,24 +68,22 @@ class Isolation:
     ) -> Iterator[Chunk]:
         """Cut users of a rung, positions in the store, into a multiple of `parts` if possible.
 
-        Random users start from the first `start` that is ever given.
-
-        Raises:
-            ModelError: the model cannot be trained in this shape, or what a user gets depends on
-                more than its rows and the generators of torch.
+        Random users start from the first `start` that is ever given. A `ModelError` says that the
+        model cannot be trained in this shape, or that what a user gets depends on more than its
+        rows and the generators of torch.
         """
         self._start = self._start or start
         measured = tuple((metric.name, metric.shape) for metric in request.metrics)
         key = (request.local, measured, rung)
         if key not in self._verdicts:
-            self._verdicts[key] = self._examined(request, self._start, rung)
+            self._verdicts[key] = self._examined(request, rung)
         verdict = self._verdicts[key]
         if not verdict.digests:
             for user in np.split(users, len(users)):
                 yield Chunk(rung, 1, together=False, users=user)
             return
         for some in self._shared_out(users, parts, len(verdict.digests), rung):
-            lanes = self._lanes(verdict, request, self._start, rung, len(some))
+            lanes = self._lanes(verdict, request, rung, len(some))
             yield Chunk(rung, lanes, together=True, users=some)
 
     def _shared_out(self, users: Integers, parts: int, most: int, rung: Rung) -> list[Integers]:
@@ -106,61 +95,48 @@ class Isolation:
         share = len(users) / parts / full
         return np.split(users, np.rint(np.arange(1, parts) * share).astype(np.int64) * full)
 
-    def _lanes(
-        self,
-        verdict: _Verdict,
-        request: RoundRequest,
-        start: RoundParameters,
-        rung: Rung,
-        users: int,
-    ) -> int:
+    def _lanes(self, verdict: _Verdict, request: RoundRequest, rung: Rung, users: int) -> int:
         """The least number of lanes for so many users that gives what all lanes give."""
-        trainer = self._trainer
-        if trainer.layers is None:  # products of other models may depend on the number of lanes
+        if self._trainer.layers is None:  # other models' products may depend on how many there are
             return verdict.most
-        while (lanes := trainer.footprint.lanes_for(users, rung)) < verdict.most:
+        while (lanes := self._trainer.footprint.lanes_for(users, rung)) < verdict.most:
             if lanes not in verdict.counts:
-                some = min(_COMPARED, len(verdict.digests))
-                few = _RandomUsers.of(trainer, request, start, rung, some)
+                few = self._random_users(request, rung, min(_COMPARED, len(verdict.digests)))
                 verdict.counts[lanes] = _agree(few.in_turns(lanes), verdict.digests)
             if verdict.counts[lanes]:
                 return lanes
             users += 1
         return verdict.most
 
-    def _examined(self, request: RoundRequest, start: RoundParameters, rung: Rung) -> _Verdict:
+    def _examined(self, request: RoundRequest, rung: Rung) -> _Verdict:
         trainer = self._trainer
         lanes = trainer.most_lanes(request, rung)
         if not trainer.draws and (lanes > 1 or trainer.layers is not None):
-            digests: tuple[bytes, ...] = ()
             users = trainer.footprint.most_users(lanes, rung)
             try:
-                digests = _RandomUsers.of(trainer, request, start, rung, users).together(lanes)
+                if digests := self._random_users(request, rung, users).together(lanes):
+                    return _Verdict(lanes, digests)
             except Exception as error:  # whatever the model does with several users
                 _log.info("users cannot train side by side: %s", type(error).__name__)
-            if digests:
-                return _Verdict(lanes, digests)
             _log.warning(
                 "users of up to %d examples in each of %d steps train one at a time: side by side, "
                 "what one gets would depend on others",
                 rung.width,
                 rung.steps,
             )
-        self._check_alone(_RandomUsers.of(trainer, request, start, rung, 1))
+        self._check_alone(self._random_users(request, rung, 1))
         return _Verdict(1)
 
     def _check_alone(self, users: "_RandomUsers") -> None:
-        """Refuse a model that gives one user something else when it trains again.
-
-        Raises:
-            ModelError: it does, or it cannot be trained.
-        """
+        """Refuse a model that cannot be trained, or gives one user something else the next time."""
         try:
             found = [users.alone() for _ in range(2)]
         except Exception:  # random numbers need not be legal, but rows of zeros are
+            zeros = {name: np.zeros_like(column) for name, column in users.store.fields.items()}
+            users = replace(users, store=UserStore(zeros, users.store.offsets))
             try:
-                found = [users.of_zeros().alone() for _ in range(2)]
-            except _SHORT_OF_MEMORY:
+                found = [users.alone() for _ in range(2)]
+            except (MemoryError, torch.OutOfMemoryError):
                 return  # users of this size will count as zero
             except Exception as error:
                 raise ModelError(
@@ -173,6 +149,14 @@ class Isolation:
                 "its rows and on torch's generators alone, which are seeded for each user"
             )
 
+    def _random_users(self, request: RoundRequest, rung: Rung, users: int) -> "_RandomUsers":
+        """So many random users, the same first ones however many."""
+        assert self._start is not None
+        local = replace(request.local, learning_rate=_LEARNING_RATE)
+        request = replace(request, local=local, local_key=bytes(32))
+        store = _random_store(self._trainer, _sizes_on(rung, local, users))
+        return _RandomUsers(self._trainer, request, self._start, rung, users, store)
+
 
 @dataclass(frozen=True)
 class _RandomUsers:
@@ -183,29 +167,12 @@ class _RandomUsers:
     start: RoundParameters
     rung: Rung
     users: int
-
-    @classmethod
-    def of(
-        cls, trainer: Trainer, request: RoundRequest, start: RoundParameters, rung: Rung, users: int
-    ) -> "_RandomUsers":
-        """So many random users, the same first ones however many."""
-        local = replace(request.local, learning_rate=_LEARNING_RATE)
-        request = replace(request, local=local, local_key=bytes(32))
-        store = _random_store(trainer, _sizes_on(rung, local, users))
-        trainer = replace(trainer, users=store, hosted=None, observed=False)
-        return cls(trainer, request, start, rung, users)
-
-    def of_zeros(self) -> "_RandomUsers":
-        """As many users whose rows are zeros."""
-        store = self.trainer.users
-        zeros = {name: np.zeros_like(column) for name, column in store.fields.items()}
-        store = UserStore(zeros, store.offsets)
-        return replace(self, trainer=replace(self.trainer, users=store))
+    store: UserStore
 
     def digests(self, order: Integers, lanes: int, *, together: bool = True) -> dict[int, bytes]:
         """SHA-256 of all bits that users who are not broken get if all train in this order."""
         chunk, found = Chunk(self.rung, lanes, together, order), []
-        updates = self.trainer.sent(self.request, self.start, chunk)
+        updates = self.trainer.sent(self.request, self.start, chunk, self.store)
         shapes = tuple(tuple(update.shape[1:]) for update in updates.values())
         for _, rows in rows_of(updates, Layout(tuple(updates), shapes), len(order)):
             for row in rows.cpu().numpy():

@@ -12,14 +12,14 @@ of a loop over all lanes, and a user's place in the chunk would then matter.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from functools import singledispatch
 
 import torch
+from torch import Tensor
 from torch.func import grad, vmap
 
 from fedpriv.engine.batches import Batches
-from fedpriv.engine.layers import Layers
+from fedpriv.engine.layers import Layers, LowRankLinear
 from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.task import Activations, RoundParameters, Task, outputs_of
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates
@@ -27,26 +27,18 @@ from fedpriv.privacy.round import LocalTraining
 
 
 class Algorithm(ABC):
-    """What a step of local training does with a gradient, for each user separately.
+    """What a step of local training does with a gradient, for each user separately."""
 
-    Attributes:
-        learning_rate: a step goes this far against its direction.
-        linear: whether directions are linear in gradients, displacement and memory, with the same
-            coefficients for all parameters. Others train without low-rank corrections.
-        memories: how many tensors like its parameters a user keeps from step to step.
-    """
-
-    learning_rate: float
+    learning_rate: float  # a step goes this far against its direction
+    # Whether directions are linear in gradients, displacement and memory, with the same
+    # coefficients for all parameters. Others train without low-rank corrections.
     linear: bool
-    memories: int
+    memories: int  # how many tensors like its parameters a user keeps from step to step
 
     @abstractmethod
     def direction(
-        self,
-        gradient: torch.Tensor,
-        displacement: torch.Tensor | None,
-        memory: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, gradient: Tensor, displacement: Tensor | None, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """The direction of a step, and what to remember of it.
 
         Args:
@@ -67,11 +59,8 @@ class HeavyBall(Algorithm):
         self.memories = int(momentum > 0.0)
 
     def direction(
-        self,
-        gradient: torch.Tensor,
-        displacement: torch.Tensor | None,
-        memory: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, gradient: Tensor, displacement: Tensor | None, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Velocity ← momentum · velocity + gradient + proximal · displacement."""
         if displacement is not None and self.proximal:
             gradient = (displacement * self.proximal).add_(gradient)
@@ -93,7 +82,7 @@ class Descent:
     def __init__(self, start: TorchTensors, algorithm: Algorithm) -> None:
         self.displacement: TorchTensors = {}  # [C, *shape]; empty before the first step
         self._start, self._algorithm = start, algorithm
-        self._memory: dict[str, torch.Tensor | None] = {}
+        self._memory: dict[str, Tensor | None] = {}
         self._parameters: TorchTensors = {}
 
     def parameters(self, users: int) -> TorchTensors:
@@ -106,7 +95,7 @@ class Descent:
         }
         return self._parameters
 
-    def step(self, gradients: TorchTensors, active: torch.Tensor | None) -> None:
+    def step(self, gradients: TorchTensors, active: Tensor | None) -> None:
         """Take a step along gradients [C, *shape], where a user is active, [C]; None: all are."""
         for name, gradient in gradients.items():
             moved = self.displacement.get(name)
@@ -133,38 +122,35 @@ def train_chunk(
     batches: Batches,
     local: LocalTraining,
     activations: Activations = "float32",
+    *,
+    alone: bool = False,
 ) -> TorchTensors:
     """Train the users of a chunk side by side by `torch.func`, whatever the model is made of.
 
-    Training draws no random numbers. Returns updates (trained minus initial parameters), each
-    tensor [L, *shape].
+    Training draws no random numbers, unless one user trains `alone`, as the model itself would.
+    Returns updates (trained minus initial parameters), each tensor [L, *shape].
     """
-    # In the first step, too, each user has parameters of its own: one product for all users would
-    # round a user's numbers according to their place in it.
-    loss = _mean_loss_of(task, start.constants, activations)
-    return _trained(start, batches, local, vmap(grad(loss), randomness="error"))
 
+    def mean_loss(parameters: TorchTensors, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+        outputs = outputs_of(task.model, {**parameters, **start.constants}, x, activations)
+        losses = task.losses_of(outputs, y)
+        return (losses * weights).sum() / weights.sum().clamp(min=1.0)
 
-def train_alone(
-    task: Task,
-    start: RoundParameters,
-    batches: Batches,
-    local: LocalTraining,
-    activations: Activations = "float32",
-) -> TorchTensors:
-    """Train one user as the model itself would; arguments and result as of `train_chunk`, L = 1."""
-    loss = _mean_loss_of(task, start.constants, activations)
-
-    def gradient(
-        current: TorchTensors, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor
-    ) -> TorchTensors:
+    def of_one(current: TorchTensors, x: Tensor, y: Tensor, weights: Tensor) -> TorchTensors:
         own = {name: p[0].detach().requires_grad_() for name, p in current.items()}
-        found = torch.autograd.grad(
-            loss(own, x[0], y[0], weights[0]), [*own.values()], materialize_grads=True
-        )
+        loss = mean_loss(own, x[0], y[0], weights[0])
+        found = torch.autograd.grad(loss, [*own.values()], materialize_grads=True)
         return {name: g.unsqueeze(0) for name, g in zip(own, found, strict=True)}
 
-    return _trained(start, batches, local, gradient)
+    # In the first step, too, each user has parameters of its own: one product for all users would
+    # round a user's numbers according to their place in it.
+    gradient = of_one if alone else vmap(grad(mean_loss), randomness="error")
+    descent = Descent(start.parameters, algorithm_of(local))
+    lanes, steps, _ = batches.shape
+    for step in range(steps):
+        examples = (t[:, step] for t in (batches.x, batches.y, batches.weights))
+        descent.step(gradient(descent.parameters(lanes), *examples), batches.active(step))
+    return descent.displacement
 
 
 def train_layers_chunk(
@@ -178,14 +164,14 @@ def train_layers_chunk(
     """Train the users of a chunk in layers of the task; the result is as of `train_chunk`.
 
     A linear algorithm moves a user's weights to W₀ + Σ_t a_t·δ_t x_tᵀ over the examples t seen so
-    far. It moves the coefficients a_t as it moves parameters, so they are found by the same descent
-    from zero along unit vectors.
+    far, and moves the coefficients a_t likewise: by the same descent, from zero along unit vectors.
     """
     users, steps, width = batches.shape
     algorithm, parameters = algorithm_of(local), start.parameters
     names = layers.low_rank(steps, width) if algorithm.linear else ()
-    model, low_rank = layers.batched(names), layers.corrections(names, parameters, batches.x)
-    shared = {key for name in low_rank for key in layers.parameters(name)}
+    keys = {name: layers.parameters(name) for name in names}
+    low_rank = {n: LowRankLinear(batches.x, *(parameters[k] for k in keys[n])) for n in names}
+    model, shared = layers.batched(names), {key for name in names for key in keys[name]}
     own = {n: _as_gradients_lie(p) for n, p in parameters.items() if n not in shared}
     descent = Descent(own, algorithm)
     coefficients = Descent({"": batches.weights.new_zeros(steps)}, algorithm)
@@ -204,51 +190,18 @@ def train_layers_chunk(
         )
         active = batches.active(step)
         descent.step(dict(zip(own, gradients, strict=False)), active)
-        if low_rank:
-            unit = batches.weights.new_zeros((users, steps))
-            unit[:, step] = 1.0
-            coefficients.step({"": unit}, active)
+        unit = batches.weights.new_zeros((users, steps))
+        unit[:, step] = 1.0
+        coefficients.step({"": unit}, active)
         for layer in low_rank.values():
             layer.learn(coefficients.displacement[""])
-    learnt: dict[str, torch.Tensor | OuterProducts] = {**descent.displacement}
+    learnt: dict[str, Tensor | OuterProducts] = {**descent.displacement}
     for name, layer in low_rank.items():
-        learnt |= zip(layers.parameters(name), layer.updates(), strict=True)
+        learnt |= zip(keys[name], layer.updates(), strict=True)
     return {name: learnt[name] for name in parameters}
 
 
-Gradient = Callable[[TorchTensors, torch.Tensor, torch.Tensor, torch.Tensor], TorchTensors]
-
-
-def _trained(
-    start: RoundParameters, batches: Batches, local: LocalTraining, gradient: Gradient
-) -> TorchTensors:
-    descent = Descent(start.parameters, algorithm_of(local))
-    lanes, steps, _ = batches.shape
-    for step in range(steps):
-        examples = (t[:, step] for t in (batches.x, batches.y, batches.weights))
-        descent.step(gradient(descent.parameters(lanes), *examples), batches.active(step))
-    return descent.displacement
-
-
-def _mean_loss_of(
-    task: Task, constants: TorchTensors, activations: Activations
-) -> Callable[[TorchTensors, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Mean loss over a user's real examples."""
-
-    def mean_loss(
-        trainable: Mapping[str, torch.Tensor],
-        x: torch.Tensor,
-        y: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> torch.Tensor:
-        outputs = outputs_of(task.model, {**trainable, **constants}, x, activations)
-        losses = task.losses_of(outputs, y)
-        return (losses * weights).sum() / weights.sum().clamp(min=1.0)
-
-    return mean_loss
-
-
-def _as_gradients_lie(parameter: torch.Tensor) -> torch.Tensor:
+def _as_gradients_lie(parameter: Tensor) -> Tensor:
     """A parameter in the order in memory of its gradients: those of convolutions by patches."""
     if parameter.dim() != 4:
         return parameter

@@ -11,26 +11,14 @@ from math import gcd, prod
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine.batches import Examples, Integers, Rung, counted, ladder, schedule
-from fedpriv.engine.layers import Layers
-from fedpriv.engine.local_training import (
-    algorithm_of,
-    train_alone,
-    train_chunk,
-    train_layers_chunk,
-)
+from fedpriv.engine.layers import Layers, separable_layers
+from fedpriv.engine.local_training import algorithm_of, train_chunk, train_layers_chunk
 from fedpriv.engine.metrics import Measuring, diagnose_chunk, user_metrics
-from fedpriv.engine.separability import separable_layers
-from fedpriv.engine.task import (
-    Activations,
-    RoundParameters,
-    Task,
-    draws,
-    plain_arithmetic,
-    seeded,
-)
+from fedpriv.engine.task import Activations, RoundParameters, Task, draws, plain_arithmetic, seeded
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates, integer_sum
 from fedpriv.privacy.round import PartialSum, RoundRequest, merged
@@ -71,7 +59,7 @@ class ChunkSum:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one example is in memory."""
+    """What one example takes in memory."""
 
     inputs: int  # numbers of an input
     outputs: tuple[int, ...]  # numbers that each layer gives
@@ -84,7 +72,7 @@ class Footprint:
         patches: list[int] = []
 
         def measure(layer: torch.nn.Module, _inputs: object, output: object) -> None:
-            if isinstance(output, torch.Tensor):
+            if isinstance(output, Tensor):
                 outputs.append(output.numel())
                 if isinstance(layer, torch.nn.Conv2d):
                     patches.append(output[0, 0].numel() * layer.weight[0].numel())
@@ -109,22 +97,20 @@ class Footprint:
         does up to `_UNROLLED` numbers; what is left over at the end is done one by one, and some
         functions then give other bits. So nothing is left over, or it is in blank lanes.
         """
-        apart, least = self.filled(rung), min(self._numbers(rung), default=1)
-        spare = -(-(_UNROLLED - 1) // least) if apart > 1 else 0
-        return min(-(-users // apart) * apart, int(ladder(np.array([users + spare]))[0]))
+        multiple = self.filled(rung)
+        least = min((count * rung.width for count in self.outputs if count), default=1)
+        spare = -(-(_UNROLLED - 1) // least) if multiple > 1 else 0
+        filled = -(-users // multiple) * multiple
+        return min(filled, int(ladder(np.array([users + spare]))[0]))
 
     def filled(self, rung: Rung) -> int:
         """The number of users of which multiples need no blank lanes."""
-        return _UNROLLED // gcd(_UNROLLED, *self._numbers(rung))
+        return _UNROLLED // gcd(_UNROLLED, *(count * rung.width for count in self.outputs))
 
     def most_users(self, lanes: int, rung: Rung) -> int:
         """How many users fit into so many lanes; at least 1, whose place is always the first."""
         fewer = range(lanes, 0, -1)
         return next((n for n in fewer if self.lanes_for(n, rung) <= lanes), 1)
-
-    def _numbers(self, rung: Rung) -> list[int]:
-        """Of a lane, in the tensors of a step."""
-        return [count * rung.width for count in self.outputs if count]
 
 
 def blank(users: UserStore) -> Mapping[str, npt.NDArray[np.generic]]:
@@ -142,50 +128,58 @@ class Trainer:
     """Trains chunks of users of a store, one chunk at a time."""
 
     task: Task
-    evaluated: Task  # the same in evaluation mode
-    layers: Layers | None  # of the task, where users are separable
-    measured: Layers | None  # of the evaluated task, likewise
-    constants: TorchTensors  # frozen parameters and buffers, on the device
     users: UserStore
     hosted: Integers | None  # positions of the store's users in the population; None: the same
     device: torch.device
     memory: int  # bytes that a chunk may take, roughly
     activations: Activations
-    draws: bool  # whether training draws random numbers
     observed: bool  # whether an observer is told of the users
     # Held while the models know the parameters of a chunk's users, and by a thread that forks, so
     # that no process begins with those of another.
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
-    @classmethod
-    def of(
-        cls,
-        task: Task,
-        users: UserStore,
-        hosted: Integers | None,
-        device: torch.device,
-        memory: int,
-        activations: Activations,
-        *,
-        observed: bool,
-    ) -> "Trainer":
-        """Look at a task once for all chunks."""
-        if memory < 1:
-            raise InvalidValueError(f"chunk memory is {memory} bytes; it must be positive")
-        row, evaluated = blank(users), task.evaluated()
-        with plain_arithmetic(device):
-            constants = task.constants(device)
-            x, y = (torch.from_numpy(row[name]) for name in (task.inputs, task.targets))
-            drawn = draws(task, x, y)
-            layers = None if drawn else separable_layers(task, x, y)
-            measured = None if layers is None else separable_layers(evaluated, x, y)
-        given = (constants, users, hosted, device, memory, activations)
-        return cls(task, evaluated, layers, measured, *given, drawn, observed)
+    def __post_init__(self) -> None:
+        if self.memory < 1:
+            raise InvalidValueError(f"chunk memory is {self.memory} bytes; it must be positive")
+
+    @cached_property
+    def evaluated(self) -> Task:
+        """The task in evaluation mode."""
+        return self.task.evaluated()
+
+    @cached_property
+    def constants(self) -> TorchTensors:
+        """Frozen parameters and buffers, on the device."""
+        with plain_arithmetic(self.device):
+            return self.task.constants(self.device)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether training draws random numbers."""
+        with plain_arithmetic(self.device):
+            return draws(self.task, *self._blank_example)
+
+    @cached_property
+    def layers(self) -> Layers | None:
+        """Of the task, where users are separable."""
+        with plain_arithmetic(self.device):
+            return None if self.draws else separable_layers(self.task, *self._blank_example)
+
+    @cached_property
+    def measured(self) -> Layers | None:
+        """Of the evaluated task, where users are separable in training too."""
+        with plain_arithmetic(self.device):
+            return self.layers and separable_layers(self.evaluated, *self._blank_example)
 
     @cached_property
     def footprint(self) -> Footprint:
-        """Of an example."""
+        """What one example takes."""
         return Footprint.of(self.task, blank(self.users))
+
+    @property
+    def _blank_example(self) -> tuple[Tensor, Tensor]:
+        row = blank(self.users)
+        return torch.from_numpy(row[self.task.inputs]), torch.from_numpy(row[self.task.targets])
 
     def most_lanes(self, request: RoundRequest, rung: Rung) -> int:
         """How many users of a rung train together: as many as pay and as the memory holds."""
@@ -236,22 +230,28 @@ class Trainer:
         return ChunkSum(partial, halves[0].diagnostics + halves[1].diagnostics)
 
     def _sum(self, request: RoundRequest, start: RoundParameters, chunk: Chunk) -> ChunkSum:
+        diagnostics: tuple[npt.NDArray[np.float64], ...] = ()
         with self.lock, plain_arithmetic(self.device):
             examples = self._examples(request, chunk)
             tensors = self._sent(request, start, chunk, examples)
-            diagnostics: tuple[npt.NDArray[np.float64], ...] = ()
             if self.observed:
-                measuring = self._measuring(start)
+                measuring = Measuring(self.evaluated, start, self.measured)
                 diagnostics = (diagnose_chunk(measuring, examples, tensors, request),)
             weights = np.minimum(examples.counts, request.clipping.weight_cap)
             total = integer_sum(tensors, request.clipping, weights).cpu().numpy()
         name, users = str(chunk.users[0]), len(chunk.users)
         return ChunkSum(PartialSum(name, users, total, int(weights.sum())), diagnostics)
 
-    def sent(self, request: RoundRequest, start: RoundParameters, chunk: Chunk) -> Updates:
-        """Updates and metrics of the lanes of a chunk, before they are clipped."""
+    def sent(
+        self,
+        request: RoundRequest,
+        start: RoundParameters,
+        chunk: Chunk,
+        store: UserStore | None = None,
+    ) -> Updates:
+        """What the lanes of a chunk, users of another store if given, send before clipping."""
         with self.lock, plain_arithmetic(self.device):
-            return self._sent(request, start, chunk, self._examples(request, chunk))
+            return self._sent(request, start, chunk, self._examples(request, chunk, store))
 
     def _sent(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
@@ -259,31 +259,29 @@ class Trainer:
         updates = self._train(request, start, chunk, examples)
         if not request.metrics:
             return updates
-        given = (self._measuring(start), examples, request.metrics)
-        return {**updates, **user_metrics(*given, updates, request.clipping.groups)}
+        measuring = Measuring(self.evaluated, start, self.measured)
+        groups = request.clipping.groups
+        return {**updates, **user_metrics(measuring, examples, request.metrics, updates, groups)}
+
+    def _examples(
+        self, request: RoundRequest, chunk: Chunk, store: UserStore | None = None
+    ) -> Examples:
+        enrolled = chunk.users if self.hosted is None or store else self.hosted[chunk.users]
+        store, local, rung = store or self.users, request.local, chunk.rung
+        starts, sizes = store.offsets[chunk.users], sizes_of(store, chunk.users)
+        plan = schedule(enrolled, starts, sizes, local, request.local_key, rung)
+        counts = counted(sizes, local)
+        return Examples(rung, chunk.lanes, enrolled, counts, store, self.device, plan, self.task)
 
     def _train(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
     ) -> Updates:
         """Updates of the lanes of a chunk."""
-        given = (self.task, start, examples.batches(), request.local, self.activations)
+        task, batches, local = self.task, examples.batches(), request.local
         if not chunk.together:
             (user,) = examples.users.tolist()
-            seed = seeded(request.local_key, user, self.device) if self.draws else nullcontext()
-            with seed:
-                return {**train_alone(*given)}
+            with seeded(request.local_key, user, self.device) if self.draws else nullcontext():
+                return {**train_chunk(task, start, batches, local, self.activations, alone=True)}
         if self.layers is None:
-            return {**train_chunk(*given)}
-        return train_layers_chunk(self.layers, *given)
-
-    def _measuring(self, start: RoundParameters) -> Measuring:
-        return Measuring(self.evaluated, start, self.measured)
-
-    def _examples(self, request: RoundRequest, chunk: Chunk) -> Examples:
-        enrolled = chunk.users if self.hosted is None else self.hosted[chunk.users]
-        starts, sizes = self.users.offsets[chunk.users], sizes_of(self.users, chunk.users)
-        local = request.local
-        plan = schedule(enrolled, starts, sizes, local, request.local_key, chunk.rung)
-        counts = counted(sizes, local)
-        where = (self.users, self.device, plan, self.task)
-        return Examples(chunk.rung, chunk.lanes, enrolled, counts, *where)
+            return {**train_chunk(task, start, batches, local, self.activations)}
+        return train_layers_chunk(self.layers, task, start, batches, local, self.activations)

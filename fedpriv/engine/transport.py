@@ -13,15 +13,12 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection, wait
-from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
@@ -46,11 +43,7 @@ from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
 
 
 def device_named(name: str) -> torch.device:
-    """Device of a name: "auto" takes CUDA where there is one.
-
-    Raises:
-        InvalidValueError: torch does not know the device, or this machine has none.
-    """
+    """Device of a name: "auto" takes CUDA where there is one; others must be on this machine."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -86,9 +79,6 @@ class InProcessTransport(Transport):
             each: they are forked from this one before the first round that has work for two, and
             end with the transport. None: one for each thread. Only on Linux; elsewhere, on a GPU,
             and if it is 1, this process trains.
-
-    Raises:
-        InvalidValueError: activations have another name, or there is no process.
     """
 
     task: Task
@@ -108,10 +98,8 @@ class InProcessTransport(Transport):
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the sum of the contributions of each chunk.
 
-        Raises:
-            InvalidValueError: a metric is unknown or does not fit, or threads of torch take
-                subnormal numbers for zero.
-            ModelError: the model cannot be trained, or a metric not be computed on a row of zeros.
+        An `InvalidValueError` or a `ModelError` says that a metric does not fit, or that the model
+        cannot be trained, before any user's data are touched.
         """
         for _, partial in self.by_chunk(request):
             yield partial
@@ -119,8 +107,7 @@ class InProcessTransport(Transport):
     def by_chunk(self, request: RoundRequest) -> Iterator[tuple[Integers, PartialSum]]:
         """Yield the users of each chunk, as positions in the population, and their sum.
 
-        Users that failed are among them; users without examples are in no chunk. Raises as
-        `collect` does.
+        Users that failed are among them; users without examples are in no chunk.
         """
         seen = list[npt.NDArray[np.float64]]()
         for users, found in self._sums(request):
@@ -130,8 +117,8 @@ class InProcessTransport(Transport):
             self.observer(diagnose_round(request, seen))
 
     def _sums(self, request: RoundRequest) -> Iterator[tuple[Integers, ChunkSum]]:
-        """Users of chunks and their sums, in the order of chunks, some found side by side."""
-        if request.metrics:  # refused before any user's data are touched
+        """Users of chunks and their sums, in the order of chunks."""
+        if request.metrics:
             check_metrics(self.task, request.metrics, request.clipping, blank(self.users))
         start = RoundParameters.of(request, self._trainer.constants, self.device)
         with computing_with(self._threads):
@@ -183,7 +170,7 @@ class InProcessTransport(Transport):
 
     @cached_property
     def _trainer(self) -> Trainer:
-        return Trainer.of(
+        return Trainer(
             self.task,
             self.users,
             self.hosted,
@@ -199,7 +186,7 @@ class InProcessTransport(Transport):
 
 
 def can_fork() -> bool:
-    """Whether a process can go on as two here; macOS has libraries that break when it does."""
+    """Whether processes can be forked here; macOS has libraries that break when they are."""
     return sys.platform == "linux"
 
 
@@ -219,21 +206,18 @@ def computing_with(threads: int) -> Iterator[None]:
 
 
 def _in_processes(
-    processes: Iterable["_TrainerProcess"], request: RoundRequest, chunks: Iterable[Chunk]
+    processes: Sequence["_TrainerProcess"], request: RoundRequest, chunks: Sequence[Chunk]
 ) -> Iterator[ChunkSum]:
-    """The sums of chunks in their order, each found by the process that is idle first."""
+    """The sums of chunks in their order; processes take turns."""
     # Each chunk comes with its own users.
     packed = pickle.dumps(replace(request, users=request.users[:0]), protocol=5)
-    idle, waiting = deque(processes), deque[_TrainerProcess]()
-    for chunk in chunks:
-        if not idle:
-            first = waiting.popleft()
-            yield first.answer()
-            idle.append(first)
-        process = idle.popleft()
+    turns = [processes[number % len(processes)] for number in range(len(chunks))]
+    ahead = min(len(processes), len(chunks))
+    for number, (process, chunk) in enumerate(zip(turns, chunks, strict=True)):
+        if number >= ahead:
+            yield process.answer()
         process.ask(packed, chunk)
-        waiting.append(process)
-    for process in waiting:
+    for process in turns[len(chunks) - ahead :]:
         yield process.answer()
 
 
@@ -247,8 +231,7 @@ class _TrainerProcess:
         self._request = b""
         context = multiprocessing.get_context("fork")
         self._connection, its = context.Pipe()
-        given = (trainer, its, threads)
-        self._process = context.Process(target=_serve, args=given, daemon=True)
+        self._process = context.Process(target=_serve, args=(trainer, its, threads), daemon=True)
         with warnings.catch_warnings(), trainer.lock:
             # Locks that a thread holds at this moment stay locked; torch's, NumPy's and Python's
             # own are made anew, and training takes no other but the trainer's, which is ours.
@@ -259,9 +242,8 @@ class _TrainerProcess:
 
     def ask(self, request: bytes, chunk: Chunk) -> None:
         """Let it find a chunk's sum; nothing else may be asked before the answer."""
-        news = None if request is self._request else request
         try:
-            self._connection.send((news, chunk))
+            self._connection.send((None if request is self._request else request, chunk))
         except OSError as error:
             raise self._ended() from error
         self._request = request
@@ -291,7 +273,7 @@ def _serve(trainer: Trainer, connection: Connection, threads: int) -> None:
     """Train what is asked for until the other end is closed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    # Files and sockets of the parent would stay locked or open after it was killed.
+    # Files and sockets of the parent would stay locked or open after its end.
     kept = sorted((2, connection.fileno(), parent.sentinel, os.sysconf("SC_OPEN_MAX")))
     for before, after in pairwise(kept):
         os.closerange(before + 1, after)
@@ -299,7 +281,7 @@ def _serve(trainer: Trainer, connection: Connection, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked decides what to do then
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # or collections would look at all that was inherited, again and again
-    records = _kept_records()
+    logged = _LogRecords()
     with computing_with(threads), suppress(EOFError, OSError):
         while True:
             packed, chunk = connection.recv()
@@ -311,7 +293,13 @@ def _serve(trainer: Trainer, connection: Connection, threads: int) -> None:
                 answer = trainer.sum_of(request, start, chunk)
             except Exception as error:  # not of a user's training, which is caught there
                 answer = error
-            connection.send_bytes(_pickled([records.get() for _ in range(records.qsize())], answer))
+            try:
+                message = pickle.dumps((logged.records, answer), protocol=5)
+            except Exception:
+                error = WorkerError(f"a process raised {type(answer).__name__}")
+                message = pickle.dumps((logged.records, error))
+            connection.send_bytes(message)
+            logged.records.clear()
 
 
 def _end_with(sentinel: int) -> None:
@@ -320,30 +308,21 @@ def _end_with(sentinel: int) -> None:
     os._exit(1)
 
 
-def _kept_records() -> SimpleQueue[logging.LogRecord]:
-    """Where all is kept that this process logs; only the other one knows how to show it."""
-    records: SimpleQueue[logging.LogRecord] = SimpleQueue()
-    root = logging.getLogger()
-    for logger in (root, *map(logging.getLogger, root.manager.loggerDict)):
-        logger.handlers, logger.propagate = [], True
-    handler = QueueHandler(records)
-    handler.addFilter(_without_exception)
-    root.addHandler(handler)
-    return records
+class _LogRecords(logging.Handler):
+    """Keeps all that this process logs for the other one, which knows how to show it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        root = logging.getLogger()
+        for logger in (root, *map(logging.getLogger, root.manager.loggerDict)):
+            logger.handlers, logger.propagate = [], True
+        root.addHandler(self)
 
-def _without_exception(record: logging.LogRecord) -> bool:
-    """Keep a record, but not the text of an exception, which may hold users' data."""
-    record.exc_info = record.exc_text = None
-    return True
-
-
-def _pickled(logged: list[logging.LogRecord], answer: ChunkSum | Exception) -> bytes:
-    try:
-        return pickle.dumps((logged, answer), protocol=5)
-    except Exception:
-        error = WorkerError(f"a process raised {type(answer).__name__}")
-        return pickle.dumps((logged, error))
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record, but not the text of an exception, which may hold users' data."""
+        record.msg, record.args, record.exc_info, record.exc_text = record.getMessage(), *[None] * 3
+        self.records.append(record)
 
 
 def _end(owner: int, process: multiprocessing.process.BaseProcess, connection: Connection) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.engine.separability import separable_layers
+from fedpriv.engine.layers import separable_layers
 from fedpriv.engine.task import Task, check_task, cross_entropy
 from fedpriv.models import CharacterMLP, build_model
 

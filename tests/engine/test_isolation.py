@@ -509,7 +509,7 @@ def test_a_user_for_whom_memory_is_short_is_a_zero(
         chunk: Chunk,
         examples: object,
     ) -> object:
-        if trainer.users is transport.users and 0 in chunk.users:
+        if examples.store is transport.users and 0 in chunk.users:
             raise raised("too little")
         return honest(trainer, asked, start, chunk, examples)
 

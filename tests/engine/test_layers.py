@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from fedpriv.engine import layers as module
 from fedpriv.engine.batches import Batches, by_rung, schedule
+from fedpriv.engine.layers import separable_layers
 from fedpriv.engine.local_training import train_chunk, train_layers_chunk
 from fedpriv.engine.matmul import OuterProducts
-from fedpriv.engine.separability import separable_layers
 from fedpriv.engine.task import RoundParameters, Task, cross_entropy
 from fedpriv.models import cnn, mlp, softmax_regression
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates

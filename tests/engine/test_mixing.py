@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.engine.separability import separable_layers
+from fedpriv.engine.layers import separable_layers
 from fedpriv.engine.task import Task, check_task, cross_entropy
 from fedpriv.errors import ModelError
 from fedpriv.models import mlp

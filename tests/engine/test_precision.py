@@ -14,10 +14,10 @@ from torch import nn
 from fedpriv.data.population import UserStore
 from fedpriv.engine import layers as engine_layers
 from fedpriv.engine.batches import Batches
+from fedpriv.engine.layers import separable_layers
 from fedpriv.engine.local_training import train_chunk, train_layers_chunk
 from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.metrics import metric
-from fedpriv.engine.separability import separable_layers
 from fedpriv.engine.task import Activations, RoundParameters, Task, activations_named, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
