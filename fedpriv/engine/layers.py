@@ -20,10 +20,10 @@ weights per user up to the rounding of float32.
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
-from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,10 +49,10 @@ _TRIALS = ((0, 1, 2), (4, 3, 0), (3, 4, 0))
 class Window:
     """What a convolution looks at, as (height, width) each."""
 
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
 
     def positions(self, *size: int) -> tuple[int, int]:
         """How often the window fits into an image of a height and width: (rows, columns)."""
@@ -165,8 +165,9 @@ def _products(rows: Tensor, matrices: Tensor, *, shared: bool) -> Tensor:
 class BatchedLayer(nn.Module):
     """A layer with parameters of each user, which are put in before each forward pass."""
 
-    own: tuple[Tensor, Tensor | None]  # weight and bias, [C, …] each
-    examples: int  # C·B, how many go through the model
+    own: tuple[Tensor, Tensor | None] = (torch.empty(0), None)  # weight and bias, [C, …] each
+    low_rank: "LowRankLinear | None" = None  # what replaces them
+    examples = 0  # C·B, how many go through the model
 
 
 class BatchedLinear(BatchedLayer):
@@ -174,6 +175,8 @@ class BatchedLinear(BatchedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """[C·B, …, in] → [C·B, …, out]."""
+        if self.low_rank is not None:
+            return self.low_rank(x)
         rows = lowered(x).reshape(len(self.own[0]), -1, x.shape[-1])
         return multiplied(rows, *self.own).view(*x.shape[:-1], -1)
 
@@ -185,9 +188,7 @@ class BatchedConv2d(BatchedLayer):
         super().__init__()
         if isinstance(layer.padding, str) or layer.padding_mode != "zeros" or layer.groups != 1:
             raise ModelError("only a convolution in one group with zeros around can be a product")
-        (kh, kw), (sh, sw) = layer.kernel_size, layer.stride
-        (ph, pw), (dh, dw) = layer.padding, layer.dilation
-        self.window = Window((kh, kw), (sh, sw), (ph, pw), (dh, dw))
+        self.window = Window(layer.kernel_size, layer.stride, layer.padding, layer.dilation)
 
     def forward(self, x: Tensor) -> Tensor:
         """[C·B, in, height, width] → [C·B, out, rows, columns]."""
@@ -223,7 +224,8 @@ class BatchedAffine(BatchedLayer):
     def __init__(self, layer: nn.GroupNorm | nn.LayerNorm) -> None:
         super().__init__()
         self.bare, self.channels_first = copy.deepcopy(layer), isinstance(layer, nn.GroupNorm)
-        self.bare.weight = self.bare.bias = None
+        for name in ("weight", "bias"):
+            self.bare.register_parameter(name, None)
 
     def forward(self, x: Tensor) -> Tensor:
         """[C·B, …] → same shape."""
@@ -329,7 +331,6 @@ class LowRankLinear:
             self._now(self._inputs).copy_(rows)
 
     def _now(self, memory: Tensor) -> Tensor:
-        """The rows of this step."""
         return memory[:, self._seen : self._seen + self._rows]
 
     def _corrections(self, inner: Tensor, factors: Tensor) -> Tensor:
@@ -353,25 +354,17 @@ class _Through(torch.autograd.Function):
 _through: Callable[..., Tensor] = _Through.apply
 
 
-class _LowRankSlot(nn.Module):
-    """Holds a `LowRankLinear` during a forward pass."""
-
-    own: LowRankLinear
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.own(x)
-
-
 @dataclass(frozen=True)
-class Layers:
-    """All layers of a model that hold what it trains."""
+class BatchedModel:
+    """A copy of a model for many users, with the tensors of the model but for trained layers."""
 
-    model: nn.Module
-    trained: Mapping[str, nn.Module]  # the layers by name
+    model: nn.Module  # the copy
+    trained: Mapping[str, nn.Module]  # by name, the layers that hold what the model trains
+    batched: Mapping[str, BatchedLayer]  # what replaces them in the copy
+    keys: Mapping[str, tuple[str, ...]]  # names of their parameters in the model
     # Of linear layers that alone hold their parameters and are called once in a forward pass: how
     # many rows of an example go through them.
     rows: Mapping[str, int]
-    alike: frozenset[str]  # embeddings of what is the same for all examples
 
     def low_rank(self, steps: int, batch: int) -> dict[str, nn.Linear]:
         """Linear layers for which low-rank corrections cost less than weights for each user."""
@@ -385,79 +378,35 @@ class Layers:
                     found[name] = layer
         return found
 
-    def parameters(self, name: str) -> tuple[str, ...]:
-        """Names in the model of a layer's parameters; of those that two share, the first one's."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        return tuple(names[id(p)] for p in self.trained[name].parameters(recurse=False))
-
-    def batched(self, low_rank: Iterable[str] = ()) -> "BatchedModel":
-        """A copy for many users, the same each time, in which some layers are low-rank."""
-        names = frozenset(low_rank)
-        if names not in self._copies:
-            self._copies[names] = BatchedModel(self, names)
-        return self._copies[names]
-
-    @cached_property
-    def _copies(self) -> dict[frozenset[str], "BatchedModel"]:
-        return {}
-
-
-class BatchedModel:
-    """A copy of a model through which the examples of many users go side by side.
-
-    It shares all tensors but those of trained layers with the model.
-    """
-
-    def __init__(self, layers: Layers, low_rank: frozenset[str]) -> None:
-        memo: dict[int, object] = {
-            id(t): t for t in (*layers.model.parameters(), *layers.model.buffers())
-        }
-        self._slots = {name: _LowRankSlot() for name in low_rank}
-        self._batched = {
-            name: (batched_layer(layer, alike=name in layers.alike), layers.parameters(name))
-            for name, layer in layers.trained.items()
-            if name not in low_rank
-        }
-        batched = {name: layer for name, (layer, _) in self._batched.items()}
-        memo |= {id(layers.trained[n]): layer for n, layer in (self._slots | batched).items()}
-        self.model: nn.Module = copy.deepcopy(layers.model, memo)
-
     def outputs(
         self,
         own: TorchTensors,
         constants: TorchTensors,
         x: Tensor,
         activations: Activations = "float32",
-        low_rank: Mapping[str, LowRankLinear] | None = None,
+        low_rank: Mapping[str, LowRankLinear] = MappingProxyType({}),
     ) -> Tensor:
-        """Outputs for examples [C·B, …] by each user's own parameters, [C, *shape].
-
-        Afterwards the copy knows no user's parameters any more.
-        """
+        """Outputs for examples [C·B, …] by each user's own parameters, [C, *shape]."""
         # Costs less than putting tensors into modules, as `functional_call` does.
-        for layer, (weight, *bias) in self._batched.values():
-            layer.own = own[weight], own[bias[0]] if bias else None
-            layer.examples = len(x)
-        for name, correction in (low_rank or {}).items():
-            self._slots[name].own = correction
+        for name, layer in self.batched.items():
+            layer.low_rank, layer.examples = low_rank.get(name), len(x)
+            if layer.low_rank is None:
+                weight, *bias = (own[key] for key in self.keys[name])
+                layer.own = weight, bias[0] if bias else None
         try:
             return outputs_of(self.model, constants, x, activations)
-        finally:
-            for layer, _ in self._batched.values():
-                del layer.own
-            for slot in self._slots.values():
-                del slot.own
+        finally:  # the copy must not keep a user's parameters
+            for layer in self.batched.values():
+                layer.own, layer.low_rank = BatchedLayer.own, None
 
 
-def separable_layers(task: Task, x: Tensor, y: Tensor) -> Layers | None:
-    """The layers of a task, if they keep users apart in all that it trains.
+def batched_model(task: Task, x: Tensor, y: Tensor) -> BatchedModel | None:
+    """The model of a task for many users, if it keeps them apart in all that it trains, or None.
 
-    Examples of several users are to go through the model side by side, so it must work on each by
-    itself. Tried with random ones like one input [1, …] and target, what a user gets must be what
-    it would get alone, and the same to the last bit whatever the examples beside its own are.
-
-    Returns None if a trained layer is of no known kind or is trained in part, if the model does
-    anything with a trained layer but call it, or if model or loss mix examples.
+    Tried with random users like one input [1, …] and target, what a user gets must be what it would
+    get alone, and the same to the last bit whatever the examples beside its own are. So there is
+    none if a trained layer is of no known kind or is trained in part, if the model does anything
+    with a trained layer but call it, or if model or loss mix examples.
     """
     trained = {}
     try:
@@ -470,19 +419,18 @@ def separable_layers(task: Task, x: Tensor, y: Tensor) -> Layers | None:
                     return None
         with torch.no_grad():
             inputs, targets = _users_like(x), _users_like(y)
-            layers = _described(task.model, trained, torch.cat(inputs[:2]))
-            model = layers.batched()
+            model = _copied(task.model, trained, torch.cat(inputs[:2]))
             for users in _TRIALS:
                 chosen = [inputs[u] for u in users], [targets[u] for u in users]
                 if not _separate(task, model, *chosen):
                     return None
     except Exception:  # whatever the model does with its layers, it does not only call them
         return None
-    return layers
+    return model
 
 
-def _described(model: nn.Module, trained: Mapping[str, nn.Module], x: Tensor) -> Layers:
-    """The layers, with what their inputs have in common for few and for more examples."""
+def _copied(model: nn.Module, trained: Mapping[str, nn.Module], x: Tensor) -> BatchedModel:
+    """A copy for many users, by what inputs of layers are for few and for more examples."""
     shapes: dict[str, list[torch.Size]] = {name: [] for name in trained}
     with ExitStack() as hooks:
         for name, layer in trained.items():
@@ -493,16 +441,20 @@ def _described(model: nn.Module, trained: Mapping[str, nn.Module], x: Tensor) ->
             hooks.enter_context(layer.register_forward_pre_hook(note))
         for count in (_EACH, _EACH + 1):
             model(x[:count])
-    holders = Counter(id(p) for layer in trained.values() for p in layer.parameters(recurse=False))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    keys = {n: tuple(names[id(p)] for p in e.parameters(recurse=False)) for n, e in trained.items()}
+    holders = Counter(key for some in keys.values() for key in some)
     rows = {
         name: seen[0][:-1].numel() // _EACH
         for name, seen in shapes.items()
         if type(trained[name]) is nn.Linear
         and len(seen) == 2
-        and all(holders[id(p)] == 1 for p in trained[name].parameters())
+        and all(holders[key] == 1 for key in keys[name])
     }
-    alike = (n for n, e in trained.items() if type(e) is nn.Embedding and len(set(shapes[n])) == 1)
-    return Layers(model, trained, rows, frozenset(alike))
+    batched = {n: batched_layer(e, alike=len({*shapes[n]}) == 1) for n, e in trained.items()}
+    memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    memo |= {id(trained[name]): layer for name, layer in batched.items()}
+    return BatchedModel(copy.deepcopy(model, memo), trained, batched, keys, rows)
 
 
 def _separate(task: Task, model: BatchedModel, x: list[Tensor], y: list[Tensor]) -> bool:
@@ -512,7 +464,7 @@ def _separate(task: Task, model: BatchedModel, x: list[Tensor], y: list[Tensor])
     other = {n: p + torch.randn(p.shape, generator=generator) / 8 for n, p in one.items()}
     both = {name: torch.stack([p, other[name]]) for name, p in one.items()}
     alone = torch.cat(
-        [functional_call(task.model, own, (x,)) for own, x in zip((one, other), x, strict=False)]
+        [functional_call(task.model, own, (x[i],)) for i, own in ((0, one), (1, other))]
     )
     together, beside = (model.outputs(both, {}, torch.cat([x[0], second])) for second in x[1:])
     if together.shape != alone.shape:
@@ -521,12 +473,9 @@ def _separate(task: Task, model: BatchedModel, x: list[Tensor], y: list[Tensor])
         task.losses_of(outputs, torch.cat([y[0], second]))[:_EACH]
         for outputs, second in zip((together, beside), y[1:], strict=True)
     )
-    close = (together - alone).abs().max() <= _TOLERANCE * alone.abs().max()
-    return (
-        bool(close)
-        and torch.equal(together[:_EACH], beside[:_EACH])
-        and torch.equal(losses, losses_beside)
-    )
+    close = bool((together - alone).abs().max() <= _TOLERANCE * alone.abs().max())
+    same = torch.equal(together[:_EACH], beside[:_EACH]) and torch.equal(losses, losses_beside)
+    return close and same
 
 
 def _users_like(example: Tensor) -> list[Tensor]:

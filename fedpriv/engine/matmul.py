@@ -82,12 +82,8 @@ def numpy_is_faster() -> bool:
     """Whether torch multiplies by MKL on an AMD processor, whose AVX-512 OpenBLAS uses."""
     wide = any(library.get("architecture") in _WIDE for library in _openblas().info())
     processors = Path("/proc/cpuinfo")  # on Linux
-    return (
-        wide
-        and _has_mkl()
-        and processors.exists()
-        and "AuthenticAMD" in processors.read_text(encoding="utf-8", errors="replace")
-    )
+    by_amd = processors.exists() and "AuthenticAMD" in processors.read_text(errors="replace")
+    return wide and by_amd and _has_mkl()
 
 
 @contextmanager

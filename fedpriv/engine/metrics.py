@@ -8,10 +8,12 @@ does one for whom a metric raises or is not finite; it then does not contribute 
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from types import UnionType
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -20,9 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedpriv.engine.batches import Examples
-from fedpriv.engine.layers import Layers
-from fedpriv.engine.local_training import same_for_all
+from fedpriv.engine.layers import BatchedModel
+from fedpriv.engine.local_training import Examples, same_for_all
 from fedpriv.engine.task import MetricFunction, RoundParameters, RunningNorm, Task, running_norms
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, known_names
 from fedpriv.importing import check_options, import_function
@@ -58,12 +59,12 @@ def metric(name: str, **numbers: float | Sequence[float]) -> Metric:
     >>> metric("loss", bound=5.0)
     Metric(name='loss', shape=(), centre=2.5, radius=2.5, options=())
     """
-    make = _own_metric if _is_own(name) else _kind_of(name, {}, "module:function").make
-    what = f"metric {name!r}"
-    check_options(what, partial(make, name), numbers, InvalidValueError, noun="number")
+    kind = _OWN if _is_own(name) else _kind_of(name, {}, "module:function")
+    made = partial(kind.make, name)
+    check_options(f"metric {name!r}", made, numbers, InvalidValueError, noun="number")
     for number, value in numbers.items():
         _check_number(name, number, value)
-    return make(name, **numbers)
+    return made(**numbers)
 
 
 def own_metrics(names: Iterable[str]) -> dict[str, MetricFunction]:
@@ -84,18 +85,16 @@ def _check_number(name: str, number: str, value: object) -> None:
     several = number in ("shape", "thresholds")
     if several and not isinstance(value, list | tuple):
         raise InvalidValueError(f"{number} of metric {name!r} is {value!r}; it must be a list")
-    for each in cast(Sequence[object], value) if several else [value]:
-        if number in ("channels", "classes", "shape"):
-            legal, form = isinstance(each, int) and each >= 1, "a whole number of at least 1"
-        else:
-            legal, form = isinstance(each, int | float) and math.isfinite(each), "a finite number"
-            if number != "centre":
-                legal, form = legal and each > 0.0, "a positive number"
-        if not legal:
-            raise InvalidValueError(
-                f"{number} of metric {name!r} is {value!r}; {'each' if several else 'it'} must be "
-                f"{form}"
-            )
+    kind: type | UnionType = int | float
+    least, form = math.ulp(0.0), "a positive number"
+    if number in ("channels", "classes", "shape"):
+        kind, least, form = int, 1, "a whole number of at least 1"
+    elif number == "centre":
+        least, form = -sys.float_info.max, "a number"
+    for each in cast(Sequence[float], value) if several else [cast(float, value)]:
+        if not isinstance(each, kind) or not least <= each < math.inf:
+            must = "each must" if several else "it must"
+            raise InvalidValueError(f"{number} of metric {name!r} is {value!r}; {must} be {form}")
 
 
 def _from_zero(name: str, bound: float) -> Metric:
@@ -159,10 +158,6 @@ def _moments(seen: _Seen, metric: Metric) -> Tensor:
     return torch.cat([calls[0] for calls in seen.moments.values()], 1)
 
 
-def _mean(sums: Tensor, sizes: Tensor, _metric: Metric) -> Tensor:
-    return sums / sizes
-
-
 def _mean_in_ball(sums: Tensor, sizes: Tensor, metric: Metric) -> Tensor:
     """Means within centre ± radius; what is not finite is at the upper end."""
     low, high = metric.centre - metric.radius, metric.centre + metric.radius
@@ -177,7 +172,7 @@ class _Kind:
     # Vectors of examples, [n, *shape]; None: the metric is of updates.
     of_examples: Callable[[_Seen, Metric], Tensor] | None
     # From sums over a user's examples [C, *shape] and their number [C, 1, …], both float64.
-    of_users: Callable[[Tensor, Tensor, Metric], Tensor] = _mean
+    of_users: Callable[[Tensor, Tensor, Metric], Tensor] = lambda sums, sizes, _: sums / sizes
 
 
 def _losses(seen: _Seen, _metric: Metric) -> Tensor:
@@ -202,6 +197,7 @@ _KINDS = {
     ),
 }
 _OF_UPDATES = _Kind(_norm_indicators, None)
+_OWN = _Kind(_own_metric, None)
 
 
 def _kind_of(name: str, own: Mapping[str, MetricFunction], *more: str) -> _Kind:
@@ -228,13 +224,12 @@ class Measuring:
 
     task: Task  # with its model in evaluation mode
     start: RoundParameters
-    # Of the task, if users are separable: their products give a lane the same whatever the number
-    # of lanes is. None: the model itself is called.
-    layers: Layers | None = None
+    # If it keeps users apart: a lane gets the same whatever the number of lanes is.
+    batched: BatchedModel | None = None
 
     def seen(self, x: Tensor, y: Tensor, lanes: int) -> _Seen:
         """Evaluate examples [n, …], the same number of each lane."""
-        start, batched = self.start, self.layers and self.layers.batched()
+        start, batched = self.start, self.batched
         moments: dict[str, list[Tensor]] = {}
         with ExitStack() as hooks:
             for name, norm in running_norms(batched.model if batched else self.task.model).items():
@@ -263,17 +258,13 @@ def user_metrics(
     updates: Updates,
     groups: Sequence[VectorGroup],
 ) -> TorchTensors:
-    """What users report beside their updates: name of tensor → value − centre, float32 [L, *shape].
-
-    Updates are those before clipping, groups the vector groups of the round.
-    """
+    """What users report beside updates: name of tensor → value − centre, float32 [L, *shape]."""
     kinds = {m: _kind_of(m.name, measuring.task.metrics) for m in metrics}
     values = _measured(measuring, examples, {m: k for m, k in kinds.items() if k.of_examples})
     for one in metrics:
         if one not in values:
-            (norms,) = group_norms(
-                updates, [group for group in groups if group.name == _group_of(one.name)]
-            ).values()
+            of = [group for group in groups if group.name == _group_of(one.name)]
+            (norms,) = group_norms(updates, of).values()
             values[one] = (norms[:, None] <= norms.new_tensor(one.options)).double()
     return {m.tensor: (values[m] - m.centre).float() for m in metrics}
 
@@ -302,15 +293,16 @@ def _measured(
         return {}
     lanes, device = examples.lanes, examples.device
     sums = {m: torch.zeros((lanes, *m.shape), dtype=torch.float64, device=device) for m in kinds}
+    sizes = torch.zeros(lanes, dtype=torch.float64, device=device)
     for x, y, exists in examples.blocks():
         seen = measuring.seen(x, y, lanes)
+        sizes += exists.sum(1)
         for one, kind in kinds.items():
             value = _of_examples(seen, one, kind)
             each = value.view(lanes, -1, *value.shape[1:])
             real = exists.view(*exists.shape, *[1] * (each.dim() - 2))
             # Not a product with zero, which would keep NaN.
             sums[one].add_(torch.where(real, each, 0.0).sum(1))
-    sizes = examples.sizes()
     return {
         m: kind.of_users(sums[m], sizes.view(-1, *[1] * len(m.shape)), m)
         for m, kind in kinds.items()

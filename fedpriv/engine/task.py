@@ -8,7 +8,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -59,7 +59,7 @@ def find_loss(name: str) -> Loss:
     return cast(Loss, import_function(f"loss {name!r}", name, ModelError))
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Task:
     """A model, its loss and its own metrics.
 
@@ -76,32 +76,22 @@ class Task:
         loss: maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]
             that are averaged over all but the first axis; or the name of one: "cross-entropy",
             "squared-error" or "package.module:function".
-        inputs: name of the field that the model reads.
-        targets: name of the field that the loss reads.
-        metrics: own metrics by name, e.g. from `own_metrics`: a function maps outputs and
-            targets [B, …] to a vector of each example, [B, *shape], and a user's metric is the
-            mean over its examples. It must not change its arguments. A round can ask only for
-            these and for built-in metrics.
+        inputs: name of the field that the model reads; `targets`: of that which the loss reads.
+        metrics: own metrics by name, e.g. from `own_metrics`: functions of outputs and targets
+            [B, …], which they must not change, to a vector of each example, [B, *shape]. A user's
+            metric is the mean over its examples. A round can ask for these and for built-in ones.
     """
 
     model: nn.Module
-    loss: Loss
-    inputs: str
-    targets: str
-    metrics: Mapping[str, MetricFunction]
+    loss: Loss | str = "cross-entropy"
+    inputs: str = "x"
+    targets: str = "y"
+    metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss | str = "cross-entropy",
-        inputs: str = "x",
-        targets: str = "y",
-        metrics: Mapping[str, MetricFunction] | None = None,
-    ) -> None:
-        loss = find_loss(loss) if isinstance(loss, str) else loss
-        values = without_batch_norm(model), loss, inputs, targets, dict(metrics or {})
-        for field, value in zip(fields(self), values, strict=True):
-            object.__setattr__(self, field.name, value)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", without_batch_norm(self.model))
+        if isinstance(self.loss, str):
+            object.__setattr__(self, "loss", find_loss(self.loss))
 
     def evaluated(self) -> "Task":
         """The task with a copy of the model in evaluation mode: without dropout."""
@@ -129,15 +119,9 @@ class Task:
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         return {n: t.detach().to(device) for n, t in tensors.items() if n not in trained}
 
-    def example_losses(
-        self, trainable: Mapping[str, Tensor], constants: TorchTensors, x: Tensor, y: Tensor
-    ) -> Tensor:
-        """Loss of each example [B] at the given parameters."""
-        return self.losses_of(functional_call(self.model, {**trainable, **constants}, (x,)), y)
-
     def losses_of(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Loss of each example [B] from the model's outputs [B, …] and targets [B, …]."""
-        losses = self.loss(outputs, y)
+        losses = cast(Loss, self.loss)(outputs, y)
         return losses if losses.dim() <= 1 else losses.flatten(1).mean(1)
 
 
@@ -153,10 +137,8 @@ class RoundParameters:
         cls, request: RoundRequest, constants: TorchTensors, device: torch.device
     ) -> "RoundParameters":
         """Copy a request's tensors to a device; its statistics replace those of the constants."""
-        parameters, statistics = (
-            {name: torch.tensor(array, device=device) for name, array in arrays.items()}
-            for arrays in (request.parameters, request.statistics)
-        )
+        parameters = {n: torch.tensor(p, device=device) for n, p in request.parameters.items()}
+        statistics = {n: torch.tensor(s, device=device) for n, s in request.statistics.items()}
         return cls(parameters, constants | statistics)
 
 
@@ -176,9 +158,9 @@ def check_task(task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> N
         raise ModelError("the model has no trainable parameter")
     x, y = (torch.tensor(examples[column]) for column in (task.inputs, task.targets))
     constants = task.constants(torch.device("cpu"))
-    before = {name: tensor.clone() for name, tensor in constants.items()}
+    tensors, before = parameters | constants, {n: t.clone() for n, t in constants.items()}
     try:
-        losses = task.example_losses(parameters, constants, x, y)
+        losses = task.losses_of(functional_call(task.model, tensors, (x,)), y)
     except Exception as error:
         raise ModelError(f"the model cannot be evaluated on the data: {error}") from error
     for name, tensor in before.items():
@@ -197,7 +179,6 @@ def check_task(task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> N
             "the model returns NaN or infinite losses at its initial parameters; "
             "check its initialisation and the scale of the inputs"
         )
-    tensors = {**parameters, **constants}
     _check_copy(task, tensors, x)
     # What the first example gives, beside others and beside zeros.
     seen = []
@@ -270,19 +251,14 @@ class RunningNorm(nn.Module):
 
     def standardised(self, x: Tensor) -> Tensor:
         """x̂ of inputs [n, channels, …]: same shape."""
+        shape = (1, -1, *[1] * (x.dim() - 2))
         scale = torch.rsqrt(self.running_var + self.eps)
-        return (x - _by_channel(self.running_mean, x)) * _by_channel(scale, x)
+        return (x - self.running_mean.view(shape)) * scale.view(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise inputs [n, channels, …]."""
-        x = self.standardised(x)
-        if self.weight is None:
-            return x
-        return x * _by_channel(self.weight, x) + _by_channel(self.bias, x)
-
-
-def _by_channel(values: Tensor, x: Tensor) -> Tensor:
-    return values.view(1, -1, *[1] * (x.dim() - 2))
+        x, shape = self.standardised(x), (1, -1, *[1] * (x.dim() - 2))
+        return x if self.weight is None else x * self.weight.view(shape) + self.bias.view(shape)
 
 
 def without_batch_norm(model: nn.Module) -> nn.Module:
@@ -290,8 +266,7 @@ def without_batch_norm(model: nn.Module) -> nn.Module:
 
     Another layer that mixes examples or keeps statistics of them is a `ModelError`.
     """
-    layers = dict(model.named_modules(remove_duplicate=False))
-    for name, layer in layers.items():
+    for name, layer in model.named_modules(remove_duplicate=False):
         # torch has no public common base of the normalisations with running statistics.
         batch_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
         tracking = bool(getattr(layer, "track_running_stats", False))
@@ -301,13 +276,11 @@ def without_batch_norm(model: nn.Module) -> nn.Module:
                 "statistics of them; replace it by GroupNorm, or by BatchNorm that tracks running "
                 "statistics"
             )
-    if not any(type(layer) in _BATCH_NORMS for layer in layers.values()):
-        return model
     memo: dict[int, object] = {}
     for layer in model.modules():
         if isinstance(layer, _BATCH_NORMS):
             memo[id(layer)] = RunningNorm(copy.deepcopy(layer, memo))
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(model, memo) if memo else model
 
 
 def running_norms(model: nn.Module) -> dict[str, RunningNorm]:
@@ -361,8 +334,7 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
 def refuse_flushing_threads() -> None:
     """Refuse to compute where torch's threads flush subnormal numbers.
 
-    They inherit this from the thread that started them, and nothing here can change it: what a user
-    gets would depend on the thread that trains it.
+    They inherit this from their creator, and what a user gets would depend on its thread.
     """
     halves = torch.full((torch.get_num_threads() * _PER_THREAD,), _SMALLEST) / 2
     if not bool(halves.all()):
@@ -379,15 +351,3 @@ def seeded(local_key: bytes, user: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int.from_bytes(own[:8], "little") >> 1)
         yield
-
-
-def draws(task: Task, x: Tensor, y: Tensor) -> bool:
-    """Whether training on one input [1, …] and target draws random numbers; True if unknown."""
-    device = next(iter(task.model.parameters())).device
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        before = torch.random.get_rng_state()
-        try:
-            task.losses_of(task.model(x.to(device)), y.to(device))
-        except Exception:
-            return True
-        return not torch.equal(before, torch.random.get_rng_state())

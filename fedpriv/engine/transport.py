@@ -25,8 +25,7 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.batches import Integers, by_rung
-from fedpriv.engine.isolation import Isolation
+from fedpriv.engine.local_training import Integers, by_rung
 from fedpriv.engine.matmul import blas_threads
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics, check_metrics, diagnose_round
 from fedpriv.engine.task import (
@@ -37,7 +36,7 @@ from fedpriv.engine.task import (
     plain_arithmetic,
     refuse_flushing_threads,
 )
-from fedpriv.engine.trainer import Chunk, ChunkSum, Trainer, blank, sizes_of
+from fedpriv.engine.trainer import Chunk, ChunkSum, Isolation, Trainer, blank, sizes_of
 from fedpriv.errors import InvalidValueError, WorkerError
 from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
 
@@ -62,45 +61,31 @@ class InProcessTransport(Transport):
 
     Each chunk is one partial sum; no update outlives its chunk. If a chunk fails, parts of it are
     tried, and users that fail alone contribute zero. Chunks with the least work come first.
-
-    Attributes:
-        task: model and loss.
-        users: the enrolled users' data.
-        device: where to train.
-        chunk_memory: bytes that a chunk of users may take, roughly; it decides how many users
-            train together.
-        hosted: positions in the enrolled population of the store's users, if the store holds a
-            part of it; None if position i of the store is user i.
-        observer: called at the end of each round with figures that are not private; None, as in
-            every deployment, computes none.
-        activations: "float32" or "bfloat16", of the model while users train; sums, clipping and
-            metrics are the same.
-        processes: how many train side by side on a CPU, with an equal share of torch's threads
-            each: they are forked from this one before the first round that has work for two, and
-            end with the transport. None: one for each thread. Only on Linux; elsewhere, on a GPU,
-            and if it is 1, this process trains.
     """
 
     task: Task
-    users: UserStore
-    device: torch.device
-    chunk_memory: int
+    users: UserStore  # the enrolled users' data
+    device: torch.device  # where to train
+    chunk_memory: int  # bytes that users who train together may take, roughly
+    # Positions in the enrolled population of the store's users, if it holds a part of them.
     hosted: Integers | None = None
+    # Called at the end of each round with figures that are not private; None in every deployment.
     observer: Callable[[SimulationOnlyDiagnostics], None] | None = None
-    activations: Activations = "float32"
+    activations: Activations = "float32"  # of the model while users train
+    # How many train side by side on a CPU, with an equal share of torch's threads each; None: one
+    # for each thread. They are forked from this one before the first round that has work for two,
+    # and end with the transport. If it is 1, on a GPU and not on Linux, this process trains.
     processes: int | None = None
 
     def __post_init__(self) -> None:
         activations_named(self.activations)
         if self.processes is not None and self.processes < 1:
             raise InvalidValueError(f"processes is {self.processes}; it must be at least 1")
+        if self.chunk_memory < 1:
+            raise InvalidValueError(f"chunk_memory is {self.chunk_memory}; it must be positive")
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
-        """Yield the sum of the contributions of each chunk.
-
-        An `InvalidValueError` or a `ModelError` says that a metric does not fit, or that the model
-        cannot be trained, before any user's data are touched.
-        """
+        """Yield the sum of the contributions of each chunk."""
         for _, partial in self.by_chunk(request):
             yield partial
 
@@ -118,7 +103,7 @@ class InProcessTransport(Transport):
 
     def _sums(self, request: RoundRequest) -> Iterator[tuple[Integers, ChunkSum]]:
         """Users of chunks and their sums, in the order of chunks."""
-        if request.metrics:
+        if request.metrics:  # before any user's data are touched
             check_metrics(self.task, request.metrics, request.clipping, blank(self.users))
         start = RoundParameters.of(request, self._trainer.constants, self.device)
         with computing_with(self._threads):
@@ -192,10 +177,7 @@ def can_fork() -> bool:
 
 @contextmanager
 def computing_with(threads: int) -> Iterator[None]:
-    """Let torch and NumPy compute with so many threads, in this thread.
-
-    How many there are decides how sums are rounded, so it must not vary with who trains.
-    """
+    """Let torch and NumPy compute with so many threads, which decides how sums are rounded."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -211,21 +193,17 @@ def _in_processes(
     """The sums of chunks in their order; processes take turns."""
     # Each chunk comes with its own users.
     packed = pickle.dumps(replace(request, users=request.users[:0]), protocol=5)
-    turns = [processes[number % len(processes)] for number in range(len(chunks))]
-    ahead = min(len(processes), len(chunks))
-    for number, (process, chunk) in enumerate(zip(turns, chunks, strict=True)):
-        if number >= ahead:
+    for number, chunk in enumerate(chunks):
+        process = processes[number % len(processes)]
+        if number >= len(processes):
             yield process.answer()
         process.ask(packed, chunk)
-    for process in turns[len(chunks) - ahead :]:
-        yield process.answer()
+    for number in range(max(0, len(chunks) - len(processes)), len(chunks)):
+        yield processes[number % len(processes)].answer()
 
 
 class _TrainerProcess:
-    """A process that does what a trainer does, on the memory of task and data that this one has.
-
-    It ends with this process, or when nothing refers to it any more.
-    """
+    """A fork that does what a trainer does; it ends with this process or its last reference."""
 
     def __init__(self, trainer: Trainer, threads: int) -> None:
         self._request = b""
@@ -241,7 +219,6 @@ class _TrainerProcess:
         weakref.finalize(self, _end, os.getpid(), self._process, self._connection)
 
     def ask(self, request: bytes, chunk: Chunk) -> None:
-        """Let it find a chunk's sum; nothing else may be asked before the answer."""
         try:
             self._connection.send((None if request is self._request else request, chunk))
         except OSError as error:
@@ -249,7 +226,6 @@ class _TrainerProcess:
         self._request = request
 
     def answer(self) -> ChunkSum:
-        """What `Trainer.sum_of` gives for what was asked, or raises."""
         try:
             records, answer = self._connection.recv()
         except (EOFError, OSError) as error:
@@ -277,7 +253,12 @@ def _serve(trainer: Trainer, connection: Connection, threads: int) -> None:
     kept = sorted((2, connection.fileno(), parent.sentinel, os.sysconf("SC_OPEN_MAX")))
     for before, after in pairwise(kept):
         os.closerange(before + 1, after)
-    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+    def end_with_parent() -> None:  # whatever this process is doing
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked decides what to do then
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # or collections would look at all that was inherited, again and again
@@ -296,16 +277,10 @@ def _serve(trainer: Trainer, connection: Connection, threads: int) -> None:
             try:
                 message = pickle.dumps((logged.records, answer), protocol=5)
             except Exception:
-                error = WorkerError(f"a process raised {type(answer).__name__}")
-                message = pickle.dumps((logged.records, error))
+                answer = WorkerError(f"a process raised {type(answer).__name__}")
+                message = pickle.dumps((logged.records, answer))
             connection.send_bytes(message)
             logged.records.clear()
-
-
-def _end_with(sentinel: int) -> None:
-    """End when the other process has, whatever this one is doing."""
-    wait([sentinel])
-    os._exit(1)
 
 
 class _LogRecords(logging.Handler):

@@ -72,8 +72,7 @@ class Evaluator:
             inputs = torch.tensor(x[start : start + _ROWS], device=self.device)
             targets = torch.tensor(y[start : start + _ROWS], device=self.device)
             outputs = functional_call(model, tensors, (inputs,))
-            losses = self.task.loss(outputs, targets).double()
-            loss += float(losses.reshape(len(inputs), -1).mean(1).sum())
+            loss += float(self.task.losses_of(outputs, targets).double().sum())
             if not targets.dtype.is_floating_point and outputs.dim() == targets.dim() + 1:
                 right += int((outputs.argmax(1) == targets).sum())
                 classes += targets.numel()

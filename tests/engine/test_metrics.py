@@ -93,7 +93,7 @@ def test_any_norm_indicator_fits_the_radius(count: int) -> None:
         ("update-norms:update", {"thresholds": [1.0, -1.0]}, "each must be a positive number"),
         ("a:b", {"radius": 1.0, "shape": [0]}, r"shape .* is \[0\]; each must be a whole"),
         ("a:b", {"radius": 1.0, "shape": 3}, "is 3; it must be a list"),
-        ("a:b", {"radius": 1.0, "centre": "0"}, "centre .* is '0'; it must be a finite number"),
+        ("a:b", {"radius": 1.0, "centre": "0"}, "centre .* is '0'; it must be a number"),
     ],
 )
 def test_bad_numbers_are_refused(name: str, numbers: dict[str, object], message: str) -> None:

@@ -11,7 +11,7 @@ from transport_conformance import TransportConformance
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine import layers as engine_layers
-from fedpriv.engine.batches import Rung, by_rung, schedule
+from fedpriv.engine.local_training import Rung, by_rung, schedule
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import InvalidValueError
@@ -159,10 +159,8 @@ def test_unknown_devices_are_refused() -> None:
 
 @pytest.mark.parametrize("memory", [0, -1])
 def test_too_little_memory_is_refused(memory: int) -> None:
-    task, local = make_task(), LocalTraining(0.1, steps=1)
-    transport = InProcessTransport(task, make_users(), torch.device("cpu"), memory)
-    with pytest.raises(InvalidValueError, match=f"chunk memory is {memory} bytes; it must be posi"):
-        next(iter(transport.collect(request_for(task, local, [0], "flat"))))
+    with pytest.raises(InvalidValueError, match=f"chunk_memory is {memory}; it must be positive"):
+        InProcessTransport(make_task(), make_users(), torch.device("cpu"), memory)
 
 
 @pytest.mark.parametrize("kind", ["general", "layered"])
