@@ -104,11 +104,12 @@ def added(parts: Tensor, window: Window, size: tuple[int, int]) -> Tensor:
 
 class _Multiplied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
         last = lowered(weight).movedim(2, -1)  # as patches have channels last
         ctx.shape, ctx.shared = last.shape, weight.stride(0) == 0  # all users' weights are one
         matrices = (last[:1] if ctx.shared else last).flatten(2)
         ctx.save_for_backward(rows, matrices)
+        ctx.scratch = kind == "scratch"
         y = _products(rows, matrices.transpose(1, 2), shared=ctx.shared)
         return y if bias is None else y.add_(bias[:, None].to(y.dtype))
 
@@ -116,12 +117,12 @@ class _Multiplied(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, matrices = ctx.saved_tensors
-        of_rows, _, of_bias = ctx.needs_input_grad
-        return (
-            _products(gradient, matrices, shared=ctx.shared) if of_rows else None,
-            summed_outer(gradient.float(), rows.float()).view(ctx.shape).movedim(-1, 2),
-            gradient.sum(1, dtype=torch.float32) if of_bias else None,
-        )
+        of_rows, _, of_bias, _ = ctx.needs_input_grad
+        of_weight = summed_outer(gradient.float(), rows.float()).view(ctx.shape).movedim(-1, 2)
+        biases = gradient.sum(1, dtype=torch.float32) if of_bias else None
+        out = rows if ctx.scratch else None  # fresh memory would cost as much as the product
+        back = _products(gradient, matrices, shared=ctx.shared, out=out) if of_rows else None
+        return back, of_weight, biases, None
 
 
 class _Patched(torch.autograd.Function):
@@ -136,26 +137,26 @@ class _Patched(torch.autograd.Function):
         return added(gradient, ctx.window, ctx.size), None
 
 
-multiplied: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Multiplied.apply
-"""Rows [C, n, in] through weights [C, out, in] and biases [C, out] or None: [C, n, out].
-
-Weights may also be of patches, [C, out, channels, *kernel]."""
+_multiplied: Callable[[Tensor, Tensor, Tensor | None, str], Tensor] = _Multiplied.apply
 _patched: Callable[[Tensor, Window], Tensor] = _Patched.apply
+
+
+def multiplied(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Rows [C, n, in] through weights [C, out, in] and biases [C, out] or None: [C, n, out]."""
+    return _multiplied(rows, weight, bias, "kept")
 
 
 def convolved(images: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
     """Images [C·B, height, width, in] through a window: [C·B, rows, columns, out]."""
     seen = _patched(images, window)
     rows = seen.view(len(weight), -1, seen.shape[-1])
-    return multiplied(rows, weight, bias).view(*seen.shape[:3], -1)
+    return _multiplied(rows, weight, bias, "scratch").view(*seen.shape[:3], -1)
 
 
-def _products(rows: Tensor, matrices: Tensor, *, shared: bool) -> Tensor:
-    """[C, n, i] times [C, i, o], or [1, i, o] if shared: [C, n, o].
-
-    Never a view, as autograd forbids changes to views that a function of ours returns.
-    """
-    out = rows.new_empty((*rows.shape[:2], matrices.shape[2]))
+def _products(rows: Tensor, matrices: Tensor, *, shared: bool, out: Tensor | None = None) -> Tensor:
+    """[C, n, i] times [C, i, o], or [1, i, o] if shared: [C, n, o], in `out` if given."""
+    if out is None:  # never a view, of which autograd forbids changes
+        out = rows.new_empty((*rows.shape[:2], matrices.shape[2]))
     if not shared:
         return product(rows, matrices, out=out)
     shared_product(rows.flatten(0, 1), matrices[0].contiguous(), out=out.flatten(0, 1))
@@ -463,11 +464,9 @@ def _separate(task: Task, model: BatchedModel, x: list[Tensor], y: list[Tensor])
     one = task.trainable()
     other = {n: p + torch.randn(p.shape, generator=generator) / 8 for n, p in one.items()}
     both = {name: torch.stack([p, other[name]]) for name, p in one.items()}
-    alone = torch.cat(
-        [functional_call(task.model, own, (x[i],)) for i, own in ((0, one), (1, other))]
-    )
+    each = [functional_call(task.model, own, (x[user],)) for user, own in enumerate((one, other))]
     together, beside = (model.outputs(both, {}, torch.cat([x[0], second])) for second in x[1:])
-    if together.shape != alone.shape:
+    if together.shape != (alone := torch.cat(each)).shape:
         return False
     losses, losses_beside = (
         task.losses_of(outputs, torch.cat([y[0], second]))[:_EACH]

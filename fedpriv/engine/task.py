@@ -332,10 +332,7 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
 
 
 def refuse_flushing_threads() -> None:
-    """Refuse to compute where torch's threads flush subnormal numbers.
-
-    They inherit this from their creator, and what a user gets would depend on its thread.
-    """
+    """Refuse torch's threads if they flush subnormal numbers: users' bits would depend on theirs."""
     halves = torch.full((torch.get_num_threads() * _PER_THREAD,), _SMALLEST) / 2
     if not bool(halves.all()):
         raise InvalidValueError(

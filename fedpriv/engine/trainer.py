@@ -222,10 +222,9 @@ class Trainer:
                 # The text of the error may hold the user's data.
                 _log.warning("a user counts as zero: training raised %s", type(error).__name__)
                 return ChunkSum(merged(name, (), dimension))
-        half = len(chunk.users) // 2
         halves = [
             self.sum_of(request, start, replace(chunk, users=users))
-            for users in (chunk.users[:half], chunk.users[half:])
+            for users in np.array_split(chunk.users, 2)
         ]
         partial = merged(name, [each.partial for each in halves], dimension)
         return ChunkSum(partial, halves[0].diagnostics + halves[1].diagnostics)
