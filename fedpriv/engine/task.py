@@ -332,7 +332,7 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
 
 
 def refuse_flushing_threads() -> None:
-    """Refuse torch's threads if they flush subnormal numbers: users' bits would depend on theirs."""
+    """Refuse threads of torch that flush subnormal numbers: users' bits would depend on them."""
     halves = torch.full((torch.get_num_threads() * _PER_THREAD,), _SMALLEST) / 2
     if not bool(halves.all()):
         raise InvalidValueError(

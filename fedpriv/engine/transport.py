@@ -90,7 +90,7 @@ class InProcessTransport(Transport):
             yield partial
 
     def by_chunk(self, request: RoundRequest) -> Iterator[tuple[Integers, PartialSum]]:
-        """Yield the users of each chunk, failed ones too, as positions in the population; their sum."""
+        """Yield the users of each chunk, as positions in the population, and their sum."""
         seen = list[npt.NDArray[np.float64]]()
         for users, found in self._sums(request):
             seen.extend(found.diagnostics)
