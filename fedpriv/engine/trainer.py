@@ -112,7 +112,8 @@ class Trainer:
     @cached_property
     def draws(self) -> bool:
         """Whether training draws random numbers; True if unknown."""
-        x, y = (t.to(self.device) for t in self._blank_example)
+        device = next(iter(self.task.model.parameters())).device  # not where users train
+        x, y = (t.to(device) for t in self._blank_example)
         with plain_arithmetic(self.device), torch.random.fork_rng(devices=[]), torch.no_grad():
             before = torch.random.get_rng_state()
             try:
