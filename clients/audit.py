@@ -20,10 +20,14 @@ from fedpriv.clients.connection import Backoff, fetch_ledger, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, TakenPart
 from fedpriv.errors import AuditError, LedgerError, UnsupportedEventError, WireError
-from fedpriv.ledger.budget import LEAST_DELTA, merge_equal
-from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
-from fedpriv.ledger.export import ExportedLedger
-from fedpriv.ledger.ledger import ChargedRow
+from fedpriv.ledger.events import (
+    LEAST_DELTA,
+    NeighbouringRelation,
+    RoundEvent,
+    SamplingPolicy,
+    merge_equal,
+)
+from fedpriv.ledger.ledger import ChargedRow, ExportedLedger
 from fedpriv.wire import RoundOffer, Welcome
 
 DISBELIEF = (AuditError, LedgerError, WireError)

@@ -86,7 +86,7 @@ class Journal:
     def open(cls, path: Path) -> Self:
         """Open a journal, or create it with mode 0600 if there is none."""
         with _refusing():
-            return cls(Database.open_or_create(path, _FORMAT, {}))
+            return cls(Database(path, _FORMAT, {}))
 
     def record(self, population_name: str, offer: RoundOffer, now: datetime) -> None:
         """Record that the node takes part; if that raises, the node must not train.

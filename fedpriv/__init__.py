@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
     from fedpriv.privacy.query import Averaging
     from fedpriv.run.compare import Comparison, compare
-    from fedpriv.run.simulate import Run, simulate
+    from fedpriv.run.run import Run
+    from fedpriv.run.simulate import simulate
     from fedpriv.training.optimizers import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
     from fedpriv.training.rounds import RoundResult
 
@@ -45,7 +46,8 @@ _NAMES_IN = {
     "privacy.gaussian_mechanism": "AdaptiveClipping",
     "privacy.query": "Averaging",
     "run.compare": "Comparison compare",
-    "run.simulate": "Run simulate",
+    "run.run": "Run",
+    "run.simulate": "simulate",
     "training.optimizers": "FedAdagrad FedAdam FedAvg FedAvgM FedYogi",
     "training.rounds": "RoundResult",
 }

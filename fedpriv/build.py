@@ -1,7 +1,7 @@
 """From settings or values to an experiment that is resolved and checked.
 
-`build` takes a configuration, which names everything; `resolve` takes the values themselves, and
-`settings_of` is the way back: what a configuration says of values. Both ways meet in `resolve`.
+`build` takes a configuration, which names everything, or the values themselves; `settings_of` is
+the way back: what a configuration says of values.
 """
 
 import hashlib
@@ -15,22 +15,14 @@ import torch
 
 from fedpriv.accounting.accountant import Bound
 from fedpriv.accounting.accountants import accountant_named
-from fedpriv.config import (
-    Config,
-    LocalSection,
-    ServerSection,
-    mechanism_tables,
-    parse_config,
-    plain,
-)
+from fedpriv.config import Config, parse_config, plain, tables_of
 from fedpriv.data.population import Population, UserStore, load_population
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
 from fedpriv.engine.task import LOSSES, Task, check_task, running_norms
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import InvalidValueError
 from fedpriv.importing import import_function, path_of
-from fedpriv.ledger.budget import PrivacyBudget
-from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent
 from fedpriv.mechanism import Mechanism
 from fedpriv.models import build_model
 from fedpriv.privacy.gaussian_mechanism import Metric
@@ -50,6 +42,16 @@ class Enrolled:
 
     name: str  # of the population, as in the ledger
     users: int  # N
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a model is trained: what the arms of a study may vary."""
+
+    task: Task
+    mechanism: Mechanism
+    local: LocalTraining
+    server: ServerOptimizer
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,16 @@ def simulated(
 
 
 def on_population(
-    config: Config, run: str, population: Population, spent: Sequence[RoundEvent] = ()
+    config: Config,
+    run: str,
+    population: Population,
+    spent: Sequence[RoundEvent] = (),
+    method: Method | None = None,
 ) -> tuple[Experiment, InProcessTransport]:
-    """As `simulated`, where the configured population is already loaded."""
-    users = population.users
-    enrolled = Enrolled(population.name, users.population)
-    experiment = build(config, run, enrolled, population.test, spent)
-    return experiment, experiment.in_process(users)
+    """As `simulated`, where the population is loaded already, and perhaps the method made."""
+    enrolled = Enrolled(population.name, population.users.population)
+    experiment = build(config, run, enrolled, population.test, spent, method)
+    return experiment, experiment.in_process(population.users)
 
 
 def build(
@@ -106,41 +111,27 @@ def build(
     enrolled: Enrolled,
     held_out: HeldOut,
     spent: Sequence[RoundEvent] = (),
-) -> Experiment:
-    """The experiment that a configuration describes; see `resolve`."""
-    model, mechanism, local = config.model, config.mechanism(), config.local.build()
-    task = build_task(model.name, model.options, model.seed, model.loss, config.metrics.report)
-    description = f"{model!r} {_kinds(local, mechanism)} seed={config.seed}"
-    optimizer = config.server.build()
-    return resolve(
-        config, run, enrolled, held_out, task, mechanism, local, optimizer, description, spent
-    )
-
-
-def resolve(
-    config: Config,
-    run: str,
-    enrolled: Enrolled,
-    held_out: HeldOut,
-    task: Task,
-    mechanism: Mechanism,
-    local: LocalTraining,
-    optimizer: ServerOptimizer,
-    description: str,
-    spent: Sequence[RoundEvent] = (),
+    method: Method | None = None,
 ) -> Experiment:
     """Calibrate the noise if asked to, and check that all parts of a run fit together.
 
-    Of the configuration, rounds, seed, engine, output and callbacks are read; the rest is a record
-    of the values. A mechanism without a noise multiplier is calibrated so that `config.rounds` and
-    what was `spent` in the ledger stay within its budget together. `run` is the name in the ledger
-    if the configuration has none; `description` binds checkpoints to model and data.
+    With a `method`, which the configuration then records, only rounds, seed, engine, output and
+    callbacks are read from the configuration. `run` is the name in the ledger if the configuration
+    has none. A mechanism without a noise multiplier is calibrated so that all rounds stay within
+    its budget beside what was `spent`.
     """
-    device = device_named(config.engine.device)
+    if method:
+        origin = _origin(method.task)
+    else:
+        model, origin = config.model, repr(config.model)
+        task = build_task(model.name, model.options, model.seed, model.loss, config.metrics.report)
+        method = Method(task, config.mechanism(), config.local.build(), config.server.build())
+    kinds = [path_of(type(part)) for part in (method.local, method.mechanism.sampling)]
+    task, device = method.task, device_named(config.engine.device)
     few = {name: column[:4] for name, column in held_out.items()}
     check_task(task, few)
-    budget = budget_of(mechanism)
-    mechanism = _calibrated(mechanism, budget, config.rounds, spent)
+    budget = _budget(method.mechanism)
+    mechanism = _calibrated(method.mechanism, budget, config.rounds, spent)
     layout = Layout.of(task.parameters())
     grouping = mechanism.clipping.grouping(layout, mechanism.allocation)
     statistics = _statistics(mechanism, task)
@@ -154,9 +145,9 @@ def resolve(
         noise_shares=grouping.shares,
         noise_multiplier=mechanism.noise_multiplier or 0.0,
         sampling=mechanism.sampling.of(enrolled.users),
-        local=local,
-        optimizer=optimizer,
-        description=description,
+        local=method.local,
+        optimizer=method.server,
+        description=f"{origin} {kinds} seed={config.seed}",
         metrics=metrics,
         metrics_share=mechanism.metrics_share if metrics else 0.0,
         adaptive=mechanism.adaptive,
@@ -166,8 +157,7 @@ def resolve(
     check_metrics(task, metrics, plan.mechanism.clipping, few)
     if mechanism.rounds == plan.rounds:
         plan = _within(plan, budget, spent)
-    privacy = config.privacy.model_copy(update={"noise_multiplier": plan.noise_multiplier})
-    config = config.model_copy(update={"run": plan.run, "privacy": privacy})
+    config = config.with_noise(plan.noise_multiplier).model_copy(update={"run": plan.run})
     entropy = OperatingSystemEntropy() if config.seed is None else SeededEntropy(config.seed)
     callbacks = {
         path: cast(OnRound, import_function(f"callback {path!r}", path, InvalidValueError))
@@ -176,7 +166,7 @@ def resolve(
     return Experiment(config, held_out, task, plan, budget, entropy, device, callbacks)
 
 
-def budget_of(mechanism: Mechanism) -> PrivacyBudget:
+def _budget(mechanism: Mechanism) -> PrivacyBudget:
     """Budget of a mechanism; without limit where there is no privacy to keep."""
     delta, accountant = mechanism.delta, accountant_named(mechanism.accountant)
     if delta is None:
@@ -194,16 +184,15 @@ def _calibrated(
     mechanism: Mechanism, budget: PrivacyBudget, rounds: int, spent: Sequence[RoundEvent]
 ) -> Mechanism:
     """The mechanism with the least noise within the budget, unless its noise is given."""
-    if mechanism.noise_multiplier is not None or mechanism.epsilon is None:
+    epsilon, delta = mechanism.epsilon, budget.delta
+    if mechanism.noise_multiplier is not None or epsilon is None:
         return mechanism
     if not budget.admits(spent):
         raise InvalidValueError(
-            f"the ledger holds ε = {budget.epsilon_of(spent):.4g} at delta {budget.delta} "
-            f"already; privacy.epsilon is {mechanism.epsilon} and must be larger"
+            f"the ledger holds ε = {budget.epsilon_of(spent):.4g} at delta {delta} already; "
+            f"privacy.epsilon is {epsilon} and must be larger"
         )
-    return mechanism.calibrate(
-        epsilon=mechanism.epsilon, delta=budget.delta, rounds=rounds, spent=spent
-    )
+    return mechanism.calibrate(epsilon=epsilon, delta=delta, rounds=rounds, spent=spent)
 
 
 def _within(plan: TrainingPlan, budget: PrivacyBudget, spent: Sequence[RoundEvent]) -> TrainingPlan:
@@ -235,69 +224,59 @@ def _statistics(mechanism: Mechanism, task: Task) -> RunningStatistics | None:
     layers = running_norms(task.model)
     if BATCH_NORM_METRIC not in mechanism.metrics or not layers:
         return None
-    channels = tuple(layer.channels for layer in layers.values())
-    return RunningStatistics(tuple(layers), channels, tuple(e.eps for e in layers.values()))
+    channels, eps = zip(*((layer.channels, layer.eps) for layer in layers.values()), strict=True)
+    return RunningStatistics(tuple(layers), channels, eps)
 
 
 def build_task(
-    model: str,
-    options: Mapping[str, object],
-    seed: int,
-    loss: str,
-    metrics: Iterable[str] = (),
+    model: str, options: Mapping[str, object], seed: int, loss: str, metrics: Iterable[str] = ()
 ) -> Task:
     """The task of these names, with equal initial and frozen parameters wherever it is built.
 
-    Metrics that are import paths become the task's own. A FedprivError says that a name is unknown
-    or what it names cannot be used; an OSError may come from the model's function.
+    Metrics that are import paths become the task's own. An OSError may come from the model's
+    function; any other failure is a FedprivError.
     """
     return Task(build_model(model, options, seed), loss, metrics=own_metrics(metrics))
 
 
-def settings_of(
-    name: str,
-    population: Population,
-    task: Task,
-    mechanism: Mechanism,
-    local: LocalTraining,
-    optimizer: ServerOptimizer,
-    **others: object,
-) -> Config:
+def settings_of(name: str, population: Population, method: Method, **others: object) -> Config:
     """What a configuration says of values; objects without a name have their class's path.
 
-    `others` are rounds, seed and keys of sections, as in a configuration.
+    `others` are rounds, seed and keys of sections, as in a configuration; by default the rounds are
+    those that the mechanism was calibrated for.
     """
+    task, mechanism = method.task, method.mechanism
+    if mechanism.noise_multiplier is None:
+        raise InvalidValueError(
+            "the mechanism has no noise_multiplier; calibrate(epsilon=..., delta=..., rounds=...) "
+            "returns one that has"
+        )
+    if others.get("rounds") is None and mechanism.rounds is None:
+        raise InvalidValueError("rounds is absent; the mechanism was not calibrated for a number")
     table: dict[str, Any] = {
         "name": name,
+        "rounds": mechanism.rounds,
         "data": {"name": population.name},
         "model": {
             "name": path_of(type(task.model)),
             "options": {"parameters": _digest({**task.parameters(), **task.statistics()})},
             "loss": next((n for n, f in LOSSES.items() if f is task.loss), path_of(task.loss)),
         },
-        "local": LocalSection.of(local),
-        "server": ServerSection.of(optimizer),
-        **mechanism_tables(mechanism),
+        **tables_of(mechanism, method.local, method.server),
     }
-    for key, value in others.items():
+    for key, value in plain(others).items():
         table[key] = table[key] | value if isinstance(table.get(key), dict) else value
     return parse_config(plain(table), "settings")
 
 
-def description_of(task: Task, local: LocalTraining, mechanism: Mechanism, seed: int | None) -> str:
-    """Whatever decides the result of values and is in no other part of a plan.
+def _origin(task: Task) -> str:
+    """What decides the result of a task and is in no other part of a plan.
 
     Initial values of trained parameters are left out: a run goes on with those of its checkpoint.
     """
-    frozen = {name: t.numpy() for name, t in task.constants(torch.device("cpu")).items()}
-    moved = task.statistics()
-    fixed = _digest({name: t for name, t in frozen.items() if name not in moved})
-    kinds = _kinds(local, mechanism)
-    return f"{task.model} {fixed} {path_of(task.loss)} {kinds} seed={seed}"
-
-
-def _kinds(local: LocalTraining, mechanism: Mechanism) -> list[str]:
-    return [path_of(type(part)) for part in (local, mechanism.sampling)]
+    moved, constants = task.statistics(), task.constants(torch.device("cpu")).items()
+    frozen = {name: tensor.numpy() for name, tensor in constants if name not in moved}
+    return f"{task.model} {_digest(frozen)} {path_of(task.loss)}"
 
 
 def _digest(tensors: HeldOut) -> str:

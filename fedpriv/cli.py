@@ -5,24 +5,14 @@ Commands of other packages, such as those of the server and of nodes, are entry 
 """
 
 import sys
-from enum import StrEnum
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
 from fedpriv.errors import FedprivError, InvalidValueError, writing
 from fedpriv.logs import one_line
-
-FigureFormat = StrEnum("FigureFormat", [("PNG", "png"), ("SVG", "svg")])
-Engine = StrEnum("Engine", [("IN_PROCESS", "in-process"), ("FLOWER", "flower")])
-Policy = StrEnum(
-    "Policy", [("POISSON", "poisson"), ("EVERY_USER", "every-user"), ("FIXED_SIZE", "fixed-size")]
-)
-Relation = StrEnum(
-    "Relation", [("ADD_OR_REMOVE_ONE", "add-or-remove-one"), ("REPLACE_ONE", "replace-one")]
-)
 
 
 def _option(text: str, *names: str, default: str | None = None, **more: Any) -> Any:
@@ -36,7 +26,9 @@ Assignments = Annotated[
 RunFolder = Annotated[Path | None, _option("folder of the run", "--out", default="runs/NAME-…")]
 Resume = Annotated[bool, _option("go on with the run in --out, or start it there", "--resume")]
 AsJson = Annotated[bool, _option("print one JSON object", "--json")]
-
+ReadLedgerPath = Annotated[Path, typer.Argument(help="the ledger file, or an export of it")]
+_Policy = Literal["poisson", "every-user", "fixed-size"]
+Delta = Annotated[float | None, _option("δ", default="largest power of ten below 1/N")]
 
 app = typer.Typer(
     help="Federated learning with user-level differential privacy that can be checked.",
@@ -44,14 +36,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+ledger_app = typer.Typer(help="Look into, check and copy a privacy ledger.", no_args_is_help=True)
 
 # Typer publishes the class of all errors of its parser only as a base of this one.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 _INTERRUPTED = 130
-
-ledger_app = typer.Typer(help="Look into, check and copy a privacy ledger.", no_args_is_help=True)
-
-ReadLedgerPath = Annotated[Path, typer.Argument(help="the ledger file, or an export of it")]
 
 
 @ledger_app.command()
@@ -68,9 +57,7 @@ def show(
 @ledger_app.command()
 def verify(
     ledger: ReadLedgerPath,
-    participation: Annotated[
-        Path | None, _option("record of who took part, to check the commitments too")
-    ] = None,
+    participation: Annotated[Path | None, _option("record of cohorts to check as well")] = None,
     head: Annotated[str | None, _option("COUNT:HASH, a head that this ledger once had")] = None,
 ) -> None:
     """Check the hash chain of a ledger; exit code 2 and the first bad row if it is broken."""
@@ -121,19 +108,16 @@ def report(
 ) -> None:
     """Write one HTML page of a run or a study, which opens offline; ledgers are verified first."""
     from fedpriv.report.studies import write_study_figures
-    from fedpriv.run.reader import write_report
+    from fedpriv.run.folder import write_report
     from fedpriv.studies import read_study
 
     if figures is None:
-        print(write_report(folder, out, show=show))  # noqa: T201
+        typer.echo(write_report(folder, out, show=show))
         return
     if out or show:
         raise InvalidValueError("--figures writes no page; leave out --out and --open")
     for file in write_study_figures(read_study(folder), figures):
-        print(file)  # noqa: T201
-
-
-Delta = Annotated[float | None, _option("δ", default="largest power of ten below 1/N")]
+        typer.echo(file)
 
 
 @app.command()
@@ -142,28 +126,27 @@ def simulate(
     assignments: Assignments = None,
     out: RunFolder = None,
     resume: Resume = False,
-    engine: Annotated[Engine, _option("where users train")] = Engine.IN_PROCESS,
+    engine: Annotated[Literal["in-process", "flower"], _option("where to train")] = "in-process",
     workers: Annotated[int | None, _option("of the engine flower", min=1, default="2")] = None,
 ) -> None:
     """Train across simulated users, and print accuracy beside the (ε, δ) of the ledger."""
     if resume and out is None:
         raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
-    given = (file, assignments or [], out)
-    if engine is Engine.IN_PROCESS:
-        if workers is not None:
-            raise InvalidValueError(f"--workers is {workers}; only --engine flower has workers")
-        from fedpriv.run.simulate import run_simulation
-
-        run_simulation(*given, resume=resume)
+    if engine == "flower":
+        (simulate_on_ray,) = entry_points(group="fedpriv.engines", name="ray")
+        simulate_on_ray.load()(file, assignments or [], out, workers or 2, resume=resume)
         return
-    (simulate_on_ray,) = entry_points(group="fedpriv.engines", name="ray")
-    simulate_on_ray.load()(*given, workers or 2, resume=resume)
+    if workers is not None:
+        raise InvalidValueError(f"--workers is {workers}; only --engine flower has workers")
+    from fedpriv.run.simulate import run_simulation
+
+    run_simulation(file, assignments or [], out, resume=resume)
 
 
 @app.command()
 def plan(file: ExperimentFile, assignments: Assignments = None) -> None:
     """Show what each vector group of a round gets, and what all rounds would cost."""
-    from fedpriv.run.commands import show_allocation
+    from fedpriv.run.simulate import show_allocation
 
     show_allocation(file, assignments or [])
 
@@ -177,7 +160,7 @@ def suggest(
     quantile: Annotated[float, _option("share of users not to be clipped")] = 0.5,
 ) -> None:
     """Propose clipping norms for each vector group, from private rounds that are charged."""
-    from fedpriv.run.commands import suggest_norms
+    from fedpriv.run.simulate import suggest_norms
 
     suggest_norms(file, assignments or [], ledger, rounds, quantile)
 
@@ -189,9 +172,7 @@ def epsilon(
         typer.Argument(help="ledger files, or exports; several add up", metavar="LEDGER"),
     ],
     delta: Delta = None,
-    target: Annotated[
-        float | None, _option("print the δ that holds at this ε instead", "--epsilon")
-    ] = None,
+    target: Annotated[float | None, _option("print δ at this ε instead", "--epsilon")] = None,
     accountant: Annotated[str, _option("name of an accountant, or all")] = "all",
     as_json: AsJson = False,
 ) -> None:
@@ -212,12 +193,11 @@ def calibrate(
     delta: Annotated[float, _option("δ of the privacy budget")],
     rounds: Annotated[int | None, _option("T")] = None,
     sampling_probability: Annotated[float | None, _option("q in (0, 1]")] = None,
-    noise_multiplier: Annotated[
-        float | None, _option("z: the noise on a sum over its clipping norm")
-    ] = None,
-    policy: Annotated[Policy, _option("how users are sampled")] = Policy.POISSON,
+    noise_multiplier: Annotated[float | None, _option("z, noise over clipping norm")] = None,
+    policy: Annotated[_Policy, _option("how users are sampled")] = "poisson",
     relation: Annotated[
-        Relation | None, _option("neighbours", default="replace-one for fixed-size, else add-or-…")
+        Literal["add-or-remove-one", "replace-one"] | None,
+        _option("neighbours", default="replace-one for fixed-size, else add-or-…"),
     ] = None,
     population: Annotated[int | None, _option("N, for fixed-size sampling")] = None,
     accountant: Annotated[str, _option("name of an accountant")] = "tight",
@@ -231,9 +211,7 @@ def calibrate(
     from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy
     from fedpriv.report import tables
 
-    if relation is None:
-        fixed = policy is Policy.FIXED_SIZE
-        relation = Relation.REPLACE_ONE if fixed else Relation.ADD_OR_REMOVE_ONE
+    other = "replace-one" if policy == "fixed-size" else "add-or-remove-one"
     found = plan_within(
         epsilon,
         delta,
@@ -241,7 +219,7 @@ def calibrate(
         sampling_probability,
         noise_multiplier,
         SamplingPolicy(policy),
-        NeighbouringRelation(relation),
+        NeighbouringRelation(relation or other),
         population,
         accountant,
     )
@@ -256,7 +234,7 @@ def curves(
     ledger: ReadLedgerPath,
     out: Annotated[Path, _option("folder to write to")],
     delta: Delta = None,
-    suffix: Annotated[FigureFormat, typer.Option("--format")] = FigureFormat.PNG,
+    suffix: Annotated[Literal["png", "svg"], typer.Option("--format")] = "png",
 ) -> None:
     """Draw ε by rounds, δ by ε and the errors of a test for one user; with CSV."""
     from fedpriv.accounting.pricing import curves_of, default_delta, read_ledgers
@@ -265,7 +243,7 @@ def curves(
     ledgers = read_ledgers([ledger])
     found = curves_of(ledgers[0], default_delta(ledgers) if delta is None else delta)
     for file in write_curves(found, out, suffix):
-        print(file)  # noqa: T201
+        typer.echo(file)
 
 
 app.add_typer(ledger_app, name="ledger")
@@ -286,7 +264,7 @@ def main() -> None:
     except OSError as error:  # of the system, as when a disk is full
         _refuse(f"{error.filename or 'a file'} cannot be used: {error.strerror or error}")
     if code == _INTERRUPTED:
-        print("interrupted; --resume goes on, and so does compare by itself", file=sys.stderr)  # noqa: T201
+        typer.echo("interrupted; --resume goes on, and so does compare by itself", err=True)
     sys.exit(code)
 
 
@@ -294,5 +272,5 @@ def _refuse(sentence: str) -> NoReturn:
     # Where a command is missing, its help was printed and there is no sentence.
     if sentence:
         # It may hold words of another machine.
-        print(f"error: {one_line(' '.join(sentence.split()))}", file=sys.stderr)  # noqa: T201
+        typer.echo(f"error: {one_line(' '.join(sentence.split()))}", err=True)
     sys.exit(2)

@@ -1,7 +1,6 @@
 """The configuration of an experiment: TOML, checked key by key; docs/configuration.md has all keys.
 
-Each section builds its values (`build`), and says what it would say of given values (`of`), so that
-a name of a configuration is mapped once in each direction.
+Sections build their values (`build`), and `tables_of` is the way back: what they say of values.
 """
 
 import tomllib
@@ -32,8 +31,6 @@ from fedpriv.privacy.round import LocalTraining
 from fedpriv.training.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
 
 _Model = TypeVar("_Model", bound=BaseModel)
-Table = dict[str, Any]
-"""What TOML holds under some keys."""
 
 
 def read_toml(path: Path) -> dict[str, object]:
@@ -47,11 +44,7 @@ def read_toml(path: Path) -> dict[str, object]:
 
 
 def checked(model: type[_Model], table: Mapping[str, object], source: str) -> _Model:
-    """The settings in a table, which `source` names in the message.
-
-    Raises:
-        InvalidValueError: a key is unknown, absent or of the wrong type, or a value is refused.
-    """
+    """The settings in a table; an InvalidValueError names `source` and the first wrong key."""
     try:
         return model.model_validate(table)
     except ValidationError as error:
@@ -78,12 +71,10 @@ def _sentence(table: Any, error: ErrorDetails) -> str:
         case "value_error":
             return f"{where}: {context['error']}" if where else str(context["error"])
         case "greater_than_equal":  # pydantic writes 1e-60 with all of its zeros
-            least = f"{context['ge']:.15g}"
-            return (
-                f"{where} is {error['input']!r}; input should be greater than or equal to {least}"
-            )
+            legal = f"input should be greater than or equal to {context['ge']:.15g}"
         case _:
-            return f"{where} is {error['input']!r}; {error['msg'][0].lower()}{error['msg'][1:]}"
+            legal = f"{error['msg'][0].lower()}{error['msg'][1:]}"
+    return f"{where} is {error['input']!r}; {legal}"
 
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -92,7 +83,6 @@ Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
 Options = dict[str, object]
-
 
 _ALGORITHM = Choice("local.algorithm", ALGORITHMS, LocalTraining)
 _OPTIMIZER = Choice("server.optimizer", SERVER_OPTIMIZERS, ServerOptimizer)
@@ -159,17 +149,7 @@ class LocalSection(Section):
         settings = self.model_dump(exclude={"algorithm", "options"}) | self.options
         if settings["batch_size"] == "all":
             settings["batch_size"] = None
-        return _ALGORITHM.build(self.algorithm, settings)
-
-    @classmethod
-    def of(cls, local: LocalTraining) -> Table:
-        """What the section says of local training."""
-        common = {field.name: getattr(local, field.name) for field in fields(LocalTraining)}
-        return common | {
-            "algorithm": _ALGORITHM.name_of(local),
-            "batch_size": local.batch_size or "all",
-            "options": _scalars(local, except_for=common),
-        }
+        return _ALGORITHM.build(self.algorithm, settings, {})
 
 
 class ServerSection(Section):
@@ -180,13 +160,7 @@ class ServerSection(Section):
 
     def build(self) -> ServerOptimizer:
         """The optimiser with these settings."""
-        return _OPTIMIZER.build(self.optimizer, self.options)
-
-    @classmethod
-    def of(cls, optimizer: ServerOptimizer) -> Table:
-        """What the section says of an optimiser."""
-        numbers = {k: v for k, v in _scalars(optimizer).items() if not isinstance(v, str)}
-        return {"optimizer": _OPTIMIZER.name_of(optimizer), "options": numbers}
+        return _OPTIMIZER.build(self.optimizer, self.options, {})
 
 
 class SamplingSection(Section):
@@ -208,12 +182,6 @@ class SamplingSection(Section):
             )
         return policy
 
-    @classmethod
-    def of(cls, policy: SamplingPolicy) -> Table:
-        """What the section says of a policy."""
-        options = _scalars(policy, except_for=("probability",))
-        return {"policy": _POLICY.name_of(policy), "options": options}
-
 
 class PrivacySection(Section):
     """The guarantee that is asked for and the mechanism's two numbers.
@@ -232,11 +200,8 @@ class PrivacySection(Section):
 
     @model_validator(mode="after")
     def _must_be_private(self) -> Self:
-        check_private(self.noise_multiplier, self.epsilon, unsafe_no_privacy=self.unsafe_no_privacy)
+        check_private(self.noise_multiplier, self.epsilon, self.unsafe_no_privacy)
         return self
-
-
-_CLIPPING_KEYS = ("norm", "parts", "split", "scales")
 
 
 class ClippedSection(Section):
@@ -250,8 +215,11 @@ class ClippedSection(Section):
 
     def policy(self) -> ClippingPolicy:
         """The policy of the strategy, with those of the keys that it takes."""
-        given = {key: getattr(self, key) for key in _CLIPPING_KEYS}
-        return _STRATEGY.build(self.strategy, {}, plain(given))
+        given = self.model_dump(include=_CLIPPING_KEYS, exclude_none=True)
+        return _STRATEGY.build(self.strategy, {}, given)
+
+
+_CLIPPING_KEYS = ClippedSection.model_fields.keys() - {"strategy"}
 
 
 class GroupSection(ClippedSection):
@@ -296,19 +264,6 @@ class ClippingSection(ClippedSection):
         if not self.groups:
             return self.policy()
         return Grouped({g.name: Part(g.tensors, g.policy(), g.share) for g in self.groups})
-
-    @classmethod
-    def of(cls, policy: ClippingPolicy) -> Table:
-        """What the section says of a policy."""
-        if isinstance(policy, Grouped):
-            groups = [
-                {"name": name, "tensors": list(part.tensors), "share": part.share}
-                | cls.of(part.clipping)
-                for name, part in policy.parts.items()
-            ]
-            return {"groups": groups}
-        given = {key: getattr(policy, key) for key in _CLIPPING_KEYS if hasattr(policy, key)}
-        return {"strategy": _STRATEGY.name_of(policy), **given}
 
 
 class MetricsSection(Section):
@@ -371,9 +326,9 @@ class CallbacksSection(Section):
 class FederationSection(Section):
     """Where real nodes take part, and how long the server waits for them.
 
-    A round ends when all have answered; at the latest after `deadline_seconds`; and before if only
-    nodes are missing that have not been connected for `absent_seconds`. With `fixed_length` it
-    always takes `deadline_seconds`, so that its length says nothing of who was drawn.
+    A round ends when all have answered, or after `deadline_seconds`, or once only nodes are missing
+    that have not been connected for `absent_seconds`. With `fixed_length` it always takes
+    `deadline_seconds`, so that its length says nothing of who was drawn.
     """
 
     address: str = "127.0.0.1:7443"
@@ -390,8 +345,8 @@ class FederationSection(Section):
     metrics_address: str | None = None
 
 
-_MECHANISM_KEYS = ("delta", "epsilon", "noise_multiplier", "accountant", "unsafe_no_privacy")
-"""Keys of the section privacy that are attributes of a mechanism."""
+# Keys of the section privacy that are attributes of a mechanism.
+_MECHANISM_KEYS = {"delta", "epsilon", "noise_multiplier", "accountant", "unsafe_no_privacy"}
 
 
 class Config(Section):
@@ -416,6 +371,11 @@ class Config(Section):
     callbacks: CallbacksSection = CallbacksSection()
     federation: FederationSection | None = None
 
+    def with_noise(self, noise_multiplier: float) -> Self:
+        """The configuration with another noise multiplier."""
+        privacy = self.privacy.model_copy(update={"noise_multiplier": noise_multiplier})
+        return self.model_copy(update={"privacy": privacy})
+
     def mechanism(self) -> Mechanism:
         """The mechanism, not calibrated yet."""
         adaptive = self.clipping.adaptive
@@ -427,25 +387,54 @@ class Config(Section):
             averaging=Averaging(**self.averaging.model_dump(exclude={"weights"})),
             metrics=self.metrics.report,
             metrics_share=self.metrics.share,
-            **self.privacy.model_dump(include=set(_MECHANISM_KEYS)),
+            **self.privacy.model_dump(include=_MECHANISM_KEYS),
         )
 
 
-def mechanism_tables(mechanism: Mechanism) -> dict[str, Table]:
-    """What the sections of a configuration say of a mechanism."""
-    averaging, adaptive = mechanism.averaging, mechanism.adaptive
-    privacy = {key: getattr(mechanism, key) for key in _MECHANISM_KEYS}
+def tables_of(
+    mechanism: Mechanism, local: LocalTraining, optimizer: ServerOptimizer
+) -> dict[str, Any]:
+    """What the sections of a configuration say of values."""
+    averaging, adaptive, sampling = mechanism.averaging, mechanism.adaptive, mechanism.sampling
+    common = {field.name: getattr(local, field.name) for field in fields(LocalTraining)}
+    numbers = {k: v for k, v in _scalars(optimizer).items() if not isinstance(v, str)}
     return {
-        "sampling": SamplingSection.of(mechanism.sampling),
-        "privacy": privacy
-        | {"sampling_probability": getattr(mechanism.sampling, "probability", None)},
-        "clipping": ClippingSection.of(mechanism.clipping)
+        "local": common
+        | {
+            "algorithm": _ALGORITHM.name_of(local),
+            "batch_size": local.batch_size or "all",
+            "options": _scalars(local, common),
+        },
+        "server": {"optimizer": _OPTIMIZER.name_of(optimizer), "options": numbers},
+        "sampling": {
+            "policy": _POLICY.name_of(sampling),
+            "options": _scalars(sampling, ("probability",)),
+        },
+        "privacy": {
+            **{key: getattr(mechanism, key) for key in _MECHANISM_KEYS},
+            "sampling_probability": getattr(sampling, "probability", None),
+            # Noise that was calibrated for the rounds is no setting.
+            "noise_multiplier": None if mechanism.rounds else mechanism.noise_multiplier,
+        },
+        "clipping": _clipping_table(mechanism.clipping)
         | {"adaptive": adaptive and asdict(adaptive)},
         "noise": {"allocation": mechanism.allocation},
         "metrics": {"share": mechanism.metrics_share, "report": mechanism.metrics},
         "averaging": asdict(averaging)
         | {"weights": "equal" if averaging.cap is None else "examples"},
     }
+
+
+def _clipping_table(policy: ClippingPolicy) -> dict[str, Any]:
+    if not isinstance(policy, Grouped):
+        given = {key: getattr(policy, key) for key in _CLIPPING_KEYS if hasattr(policy, key)}
+        return {"strategy": _STRATEGY.name_of(policy), **given}
+    groups = [
+        _clipping_table(part.clipping)
+        | {"name": name, "tensors": list(part.tensors), "share": part.share}
+        for name, part in policy.parts.items()
+    ]
+    return {"groups": groups}
 
 
 def plain(value: object) -> Any:
@@ -455,19 +444,14 @@ def plain(value: object) -> Any:
     return [plain(inner) for inner in value] if isinstance(value, tuple | list) else value
 
 
-def _scalars(value: object, except_for: Collection[str] = ()) -> Table:
+def _scalars(value: object, except_for: Collection[str] = ()) -> dict[str, Any]:
     """Attributes that TOML can hold as one word or number."""
     held = {k: v for k, v in vars(value).items() if k not in except_for}
     return {k: v for k, v in held.items() if isinstance(v, int | float | str)}
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read an experiment from a TOML file, of which overrides "a.b=value" replace keys.
-
-    Raises:
-        InvalidValueError: the file is absent or not valid TOML, a key is unknown, absent or of the
-            wrong type, or a value is out of range.
-    """
+    """Read an experiment from a TOML file, of which overrides "a.b=value" replace keys."""
     table = spelled_out(read_toml(path))
     for override in overrides:
         assign(table, override)
@@ -475,20 +459,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(table: Mapping[str, object], source: str) -> Config:
-    """Check a table of settings, which `source` names in messages; errors as for `load_config`."""
+    """Check a table of settings, which `source` names in messages."""
     return checked(Config, spelled_out(table), source)
 
 
 def spelled_out(table: Mapping[str, object]) -> dict[str, object]:
-    """The table of an experiment in which data and model that are names alone are tables.
-
-    >>> spelled_out({"model": "mypkg.mymodule:build", "rounds": 3})
-    {'model': {'name': 'mypkg.mymodule:build'}, 'rounds': 3}
-    """
-    return {
-        key: {"name": value} if key in ("data", "model") and isinstance(value, str) else value
-        for key, value in table.items()
-    }
+    """The table of an experiment, with data and model as tables even if names alone are given."""
+    alone = {key: table[key] for key in ("data", "model") if isinstance(table.get(key), str)}
+    return {**table, **{key: {"name": name} for key, name in alone.items()}}
 
 
 def assign(table: dict[str, object], override: str) -> None:

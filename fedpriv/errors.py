@@ -59,15 +59,11 @@ def known_names(name: str, known: Iterable[str]) -> str:
 
     >>> known_names("digts", ["digits", "synthetic"])
     "did you mean 'digits'? known are: digits, synthetic"
-    >>> known_names("zzz", [])
-    'there is none'
     """
     names = sorted(known)
-    if not names:
-        return "there is none"
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}known are: {', '.join(names)}"
+    return f"{hint}known are: {', '.join(names)}" if names else "there is none"
 
 
 @contextmanager

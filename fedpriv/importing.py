@@ -26,12 +26,13 @@ def import_function(what: str, path: str, error: type[FedprivError]) -> Function
         raise error(f"{what} is not of the form package.module:function")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as cause:
-        raise error(f"{what} cannot be imported: {cause}") from cause
-    except SyntaxError as cause:  # its text says where
-        raise error(f"{what} cannot be imported: SyntaxError: {cause}") from cause
     except Exception as cause:
-        raise error(f"{what} cannot be imported: {raised_at(cause)}") from cause
+        reason = raised_at(cause)
+        if isinstance(cause, ImportError):
+            reason = str(cause)
+        elif isinstance(cause, SyntaxError):  # its text says where
+            reason = f"SyntaxError: {cause}"
+        raise error(f"{what} cannot be imported: {reason}") from cause
     function = getattr(module, name, None)
     if not callable(function):
         public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
@@ -72,13 +73,13 @@ def check_options(
 
 
 def raised_at(cause: Exception) -> str:
-    """What was raised, and in which line; nothing of what it says, which may hold users' data."""
+    """What was raised, and in which line, without its message, which may hold users' data."""
     at = traceback.extract_tb(cause.__traceback__)[-1]
     return f"{type(cause).__name__} at {at.filename}:{at.lineno}"
 
 
 def raised_with(cause: Exception) -> str:
-    """What was raised, in which line, and what it says."""
+    """What was raised, in which line, and its message."""
     return f"{raised_at(cause)}: {' '.join(str(cause).split())}"
 
 
@@ -110,10 +111,7 @@ class Choice(Generic[_Kind]):
     kind: type  # that the class must be derived from
 
     def build(
-        self,
-        name: str,
-        options: Mapping[str, object],
-        optional: Mapping[str, object] | None = None,
+        self, name: str, options: Mapping[str, object], optional: Mapping[str, object]
     ) -> _Kind:
         """An object of the class, with options, and with the optional ones that it takes."""
         what = f"{self.key} {name!r}"
@@ -123,8 +121,7 @@ class Choice(Generic[_Kind]):
             wanted = path_of(self.kind)
             raise InvalidValueError(f"{what} is {given}; it must be derived from {wanted}")
         known = inspect.signature(found).parameters
-        taken = {k: v for k, v in (optional or {}).items() if k in known}
-        taken |= options
+        taken = {k: v for k, v in optional.items() if k in known} | {**options}
         check_options(what, found, taken, InvalidValueError)
         made = call_imported(what, found, taken, InvalidValueError, raised_with)
         return cast(_Kind, made)

@@ -26,11 +26,10 @@ _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime", "tas
 
 
 def configure(form: LogFormat) -> None:
-    """Write all records from level INFO on, and Python's warnings, to stderr.
+    """Write all records from level INFO on, and Python's warnings, to stderr and nowhere else.
 
-    Handlers that were there before are removed. gRPC's own lines have another form and hold what
-    strangers send, as it came; they are left out, unless the environment says otherwise. Call this
-    before gRPC starts.
+    gRPC's own lines have another form and quote strangers unescaped; they are left out, unless the
+    environment says otherwise. Call this before gRPC starts.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = logging.StreamHandler()
@@ -45,8 +44,6 @@ def one_line(text: str) -> str:
     >>> print(one_line("a\nINFO b\x1b[2K"))
     a\nINFO b\x1b[2K
     """
-    if text.isprintable():
-        return text
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in text
@@ -76,12 +73,9 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": _message(record),
         }
-        extra = {
-            name: _scalar(value)
-            for name, value in vars(record).items()
-            if name not in _STANDARD and name not in fixed
-        }
-        return json.dumps(fixed | extra, allow_nan=False)
+        extra = vars(record).keys() - _STANDARD - fixed.keys()
+        more = {name: _scalar(value) for name, value in vars(record).items() if name in extra}
+        return json.dumps(fixed | more, allow_nan=False)
 
 
 def _time(record: logging.LogRecord, precision: str) -> str:

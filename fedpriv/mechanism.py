@@ -1,8 +1,7 @@
 """The privacy mechanism of a run, as its user states it: sampling, clipping, noise, budget.
 
-Values only: nothing here draws, clips or spends. A mechanism without a noise multiplier cannot run;
-`Mechanism.calibrate` returns one that has the least noise for a privacy budget. To add a way to
-sample or to clip, derive a class from `SamplingPolicy` or `ClippingPolicy`.
+Values only: nothing here draws, clips or spends. To add a way to sample or to clip, derive a class
+from `SamplingPolicy` or `ClippingPolicy`.
 """
 
 from abc import ABC, abstractmethod
@@ -66,11 +65,11 @@ class Grouping:
     @classmethod
     def of(cls, groups: tuple[VectorGroup, ...], layout: Layout, allocation: Allocation) -> Self:
         """Groups of a layout with the shares that an allocation gives them."""
-        if allocation == "dimension":
-            return cls(groups, dimension_shares(layout, groups))
-        if isinstance(allocation, str):
-            return cls(groups, proportional_shares(groups))
-        return cls(groups, given_shares(groups, allocation))
+        if not isinstance(allocation, str):
+            return cls(groups, given_shares(groups, allocation))
+        by_dimension = allocation == "dimension"
+        shares = dimension_shares(layout, groups) if by_dimension else proportional_shares(groups)
+        return cls(groups, shares)
 
 
 class ClippingPolicy(ABC):
@@ -78,11 +77,7 @@ class ClippingPolicy(ABC):
 
     @abstractmethod
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
-        """Vector groups of an update and their shares.
-
-        Raises:
-            InvalidValueError: norms, scales or weights do not name the parts there are.
-        """
+        """Vector groups of an update and their shares of the noise budget."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +111,11 @@ class PerLayer(ClippingPolicy):
         parts: Mapping[str, tuple[str, ...]] = {name: (name,) for name in layout.names}
         if self.parts == "layer":
             parts = vector_groups.layers(layout)
-        match self.split:
-            case "equal":
-                norms: Mapping[str, float] = vector_groups.equal_split(parts, self.norm)
-            case "dimension":
-                norms = vector_groups.split_by_dimension(layout, parts, self.norm)
-            case given:
-                norms = given
+        norms = self.split
+        if norms == "equal":
+            norms = vector_groups.equal_split(parts, self.norm)
+        elif norms == "dimension":
+            norms = vector_groups.split_by_dimension(layout, parts, self.norm)
         return Grouping.of(vector_groups.per_layer(layout, parts, norms), layout, allocation)
 
 
@@ -190,25 +183,21 @@ class Grouped(ClippingPolicy):
 
     def _layouts(self, layout: Layout) -> dict[str, Layout]:
         """The tensors of each part."""
-        names: dict[str, list[str]] = {name: [] for name in self.parts}
-        for tensor in layout.names:
-            for name, part in self.parts.items():
-                if any(fnmatchcase(tensor, pattern) for pattern in part.tensors):
-                    names[name].append(tensor)
-                    break
-            else:
+        left, layouts = dict(zip(layout.names, layout.shapes, strict=True)), {}
+        for name, part in self.parts.items():
+            fit = [t for t in left if any(fnmatchcase(t, pattern) for pattern in part.tensors)]
+            if not fit:
                 raise InvalidValueError(
-                    f"tensor {tensor!r} fits no pattern of clipping.groups; every tensor must be "
-                    'in one, and a last group with the pattern "*" takes the rest'
+                    f"group {name!r} has no tensor that fits {list(part.tensors)} and no group "
+                    f"before it; the tensors are {list(layout.names)}"
                 )
-        for name, tensors in names.items():
-            if not tensors:
-                raise InvalidValueError(
-                    f"group {name!r} has no tensor that fits {list(self.parts[name].tensors)} and "
-                    f"no group before it; the tensors are {list(layout.names)}"
-                )
-        shapes = dict(zip(layout.names, layout.shapes, strict=True))
-        return {n: Layout(tuple(ts), tuple(shapes[t] for t in ts)) for n, ts in names.items()}
+            layouts[name] = Layout(tuple(fit), tuple(left.pop(tensor) for tensor in fit))
+        if left:
+            raise InvalidValueError(
+                f"tensor {next(iter(left))!r} fits no pattern of clipping.groups; every tensor "
+                'must be in one, and a last group with the pattern "*" takes the rest'
+            )
+        return layouts
 
 
 CLIPPINGS: Mapping[str, type[ClippingPolicy]] = {
@@ -263,9 +252,7 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         if self.noise_multiplier is not None:
-            check_private(
-                self.noise_multiplier, self.epsilon, unsafe_no_privacy=self.unsafe_no_privacy
-            )
+            check_private(self.noise_multiplier, self.epsilon, self.unsafe_no_privacy)
 
     @classmethod
     def poisson(
@@ -285,14 +272,13 @@ class Mechanism:
         Each user joins a round with probability q in (0, 1]. Metrics may be names alone where they
         need no numbers. The other arguments are attributes of the class.
         """
-        requested = metrics if isinstance(metrics, Mapping) else {name: {} for name in metrics}
         return cls(
             Poisson(q),
             clipping,
             allocation=allocation,
             adaptive=adaptive,
             averaging=averaging or Averaging(),
-            metrics=requested,
+            metrics=metrics if isinstance(metrics, Mapping) else {name: {} for name in metrics},
             metrics_share=metrics_share,
             accountant=accountant,
         )
@@ -303,9 +289,7 @@ class Mechanism:
         """The mechanism with the least noise for which all rounds cost at most (ε, δ).
 
         `spent` is what the ledger that will be charged holds already; it counts, too.
-
-        Raises:
-            InvalidValueError: an argument is out of range, or no noise is enough.
+        InvalidValueError: an argument is out of range, or no noise is enough.
         """
         if rounds < 1:
             raise InvalidValueError(f"rounds is {rounds}; it must be at least 1")
@@ -322,16 +306,14 @@ class Mechanism:
         )
 
 
-def check_private(
-    noise_multiplier: float | None, epsilon: float | None, *, unsafe_no_privacy: bool
-) -> None:
-    """Refuse settings under which no ε would hold, unless that is intended."""
-    if noise_multiplier == 0.0 and not unsafe_no_privacy:
+def check_private(noise_multiplier: float | None, epsilon: float | None, unsafe: bool) -> None:  # noqa: FBT001
+    """Refuse settings under which no ε would hold, unless `unsafe_no_privacy` says so."""
+    if noise_multiplier == 0.0 and not unsafe:
         raise InvalidValueError(
             "noise_multiplier is 0, which gives no privacy; set unsafe_no_privacy = true if that "
             "is intended"
         )
-    if unsafe_no_privacy and noise_multiplier is None:
+    if unsafe and noise_multiplier is None:
         raise InvalidValueError("unsafe_no_privacy is true; noise_multiplier must then be given")
-    if epsilon is None and not unsafe_no_privacy:
+    if epsilon is None and not unsafe:
         raise InvalidValueError("epsilon is absent; it must be a positive privacy budget")

@@ -18,8 +18,7 @@ from fedpriv.build import Enrolled, Experiment
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, StoppedError
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
-from fedpriv.run.run import Outcome, carry_out, released_text
-from fedpriv.run.setup import RunSetup
+from fedpriv.run.run import Run, RunSetup, carry_out, released_text
 from fedpriv.server.authentication import Authentication, RateLimit
 from fedpriv.server.collection import Collection, End, prices, welcomes
 from fedpriv.server.enrolment import Enrolment
@@ -171,9 +170,7 @@ def serve(
             stack.enter_context(_stop_signals(asked, transport.stop))
             return transport
 
-        def follow(
-            experiment: Experiment, first: int, run: Callable[[OnRound], Outcome]
-        ) -> Outcome:
+        def follow(experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
             (listener,) = started
             console.print(
                 f"{experiment.plan.run}: listening on {listener.address}, "
@@ -218,9 +215,7 @@ def _served(
         yield stack.enter_context(serving)
 
 
-def _published(
-    run: Callable[[OnRound], Outcome], listener: Listener, first: int, rounds: int
-) -> Outcome:
+def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, rounds: int) -> Run:
     """Run the rounds and publish each; then tell nodes that the run is over, or the server."""
     service = listener.service
 

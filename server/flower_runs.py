@@ -25,8 +25,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError
 from fedpriv.logs import LogFormat, configure
 from fedpriv.privacy.round import PrivacyRecords, Transport
-from fedpriv.run.run import Follow, Outcome, carry_out, released_text
-from fedpriv.run.setup import RunSetup
+from fedpriv.run.run import Follow, Run, RunSetup, carry_out, released_text
 from fedpriv.server.collection import prices, task_of, welcomes
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.flower_grid import (
@@ -201,7 +200,7 @@ def main(grid: Grid, context: Context) -> None:
         stopping.set()
 
 
-def _log_rounds(experiment: Experiment, first: int, run: Callable[[OnRound], Outcome]) -> Outcome:
+def _log_rounds(experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
     """Log a line for each release."""
     rounds = experiment.plan.rounds
     _log.info("round %d of %d is next", first, rounds)

@@ -65,7 +65,7 @@ def simulate_on_ray(
     from flwr.serverapp import ServerApp
     from rich.console import Console
 
-    from fedpriv.run.setup import RunSetup
+    from fedpriv.run.run import RunSetup
     from fedpriv.server.flower_runs import GridSimulation
 
     setup = RunSetup.of(file, assignments, out, resume=resume)

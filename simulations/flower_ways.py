@@ -18,8 +18,7 @@ from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
 from fedpriv.build import Experiment, simulated
-from fedpriv.run.run import Follow, Outcome, carry_out
-from fedpriv.run.setup import RunSetup
+from fedpriv.run.run import Follow, Run, RunSetup, carry_out
 from fedpriv.server.ray_engine import run_on_ray, simulate_on_ray
 from fedpriv.training.rounds import OnRound
 from simulations.flower_usual import WORK, federate
@@ -92,7 +91,7 @@ WAYS: dict[str, Callable[[int, int, int], Times]] = {
 def _noting(ends: list[float]) -> Follow:
     """Takes down when each round of ours ends."""
 
-    def follow(_experiment: Experiment, _first: int, run: Callable[[OnRound], Outcome]) -> Outcome:
+    def follow(_experiment: Experiment, _first: int, run: Callable[[OnRound], Run]) -> Run:
         return run(lambda _result: ends.append(time.time()))
 
     return follow

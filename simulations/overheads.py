@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fedpriv.build import settings_of
+from fedpriv.build import Method, on_population, settings_of
 from fedpriv.config import EngineSection
 from fedpriv.data.population import Population, UserStore
 from fedpriv.engine.local_training import schedule, train_layers_chunk
@@ -30,7 +30,6 @@ from fedpriv.privacy.clipping_torch import integer_sum
 from fedpriv.privacy.round import PrivacyRecords, draw_cohort, release
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import conduct
-from fedpriv.run.simulate import experiment_of
 from fedpriv.training.checkpoint import save_checkpoint
 from fedpriv.training.optimizers import FedAvg
 from fedpriv.training.rounds import close_round
@@ -65,11 +64,9 @@ def run(folder: Path, engine: InProcessTransport, rounds: int) -> None:
     sampling = Poisson(100 / engine.users.population)
     mechanism = Mechanism(sampling, Flat(1.0), noise_multiplier=1.0, epsilon=100.0, delta=1e-6)
     output = {"evaluate_every": rounds}  # evaluation is not of every round
-    server = FedAvg()
-    config = settings_of(
-        "overheads", population, engine.task, mechanism, LOCAL, server, rounds=rounds, output=output
-    )
-    experiment = experiment_of(config, population, engine.task, mechanism, LOCAL, server, "run")
+    method = Method(engine.task, mechanism, LOCAL, FedAvg())
+    config = settings_of("overheads", population, method, rounds=rounds, output=output)
+    experiment, _ = on_population(config, "run", population, method=method)
     files, name = (folder / "ledger", folder / "participation"), population.name
     with PrivacyRecords.open(*files, name, experiment.budget) as records:
         state, written = experiment.initial_state, RunFolder(folder)

@@ -21,6 +21,12 @@ settings.register_profile("search", deadline=None, derandomize=False, max_exampl
 settings.load_profile("same")
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run draws no figures, which take longer than tiny runs do."""
+    monkeypatch.setattr("fedpriv.run.run.write_run_figures", lambda *_: None)
+
+
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
     """What a test configures of logging ends with the test."""

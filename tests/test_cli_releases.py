@@ -94,13 +94,14 @@ def test_a_run_releases_metrics_with_their_noise_at_one_epsilon(file: Path, tmp_
     assert rows[-1]["epsilon"] <= 2.0
     assert (run / "metric-accuracy.png").stat().st_size > 0
     with Ledger.open(run / "ledger.sqlite") as ledger:
-        events = ledger.events()
+        events = [row.event for row in ledger.charges()]
     assert [[q.clipping_norm for q in e.queries[:2]] for e in events] == [
         list(row["clipping_norms"].values()) for row in rows
     ]
     assert len({round(event.noise_multiplier, 9) for event in events}) == 1
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_suggestions_are_charged_and_training_gets_what_is_left(file: Path, tmp_path: Path) -> None:
     ledger = tmp_path / "shared.sqlite"
     text = printed("suggest", file, "--ledger", ledger, "--rounds", "2")
@@ -120,6 +121,7 @@ def test_suggestions_are_charged_and_training_gets_what_is_left(file: Path, tmp_
     assert "privacy.epsilon is 1.0 and must be larger" in refused("simulate", file, *less)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     printed("simulate", file, "--out", run)
@@ -159,6 +161,7 @@ def test_bad_input_is_refused(arguments: list[str], message: str, file: Path) ->
     assert message in refused(command, file, *rest, cwd=file.parent)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_weights_by_examples_and_a_floor_run(file: Path, tmp_path: Path) -> None:
     settings = ['weights="examples"', "cap=20", "total_weight=60.0", "floor=0.5"]
     assignments = [part for each in settings for part in ("--set", f"averaging.{each}")]
@@ -166,7 +169,7 @@ def test_weights_by_examples_and_a_floor_run(file: Path, tmp_path: Path) -> None
     assert "a public constant" in text
     printed("simulate", file, *assignments, "--out", tmp_path / "run")
     with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
-        first = ledger.events()[0]
+        first = next(ledger.charges()).event
     # 0.4 and 0.1, moved twice as far as without a floor, and by what rounding adds to that.
     norms = [query.clipping_norm for query in first.queries[:2]]
     assert [0.8, 0.2] <= norms == pytest.approx([0.8, 0.2], rel=1e-5)
@@ -181,6 +184,7 @@ def normalised():
 """
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_statistics_of_batch_normalisation_are_released_and_kept(
     file: Path, tmp_path: Path
 ) -> None:
@@ -202,7 +206,7 @@ def test_statistics_of_batch_normalisation_are_released_and_kept(
     assert text.count(": charge ") == 2
     assert "weights" in text
     with Ledger.open(ledger) as opened:
-        groups = {query.group for event in opened.events() for query in event.queries}
+        groups = {query.group for row in opened.charges() for query in row.event.queries}
     assert {name for name in groups if "/" in name} == {
         "metrics/update-norms:weights",
         "metrics/update-norms:rest",

@@ -39,8 +39,14 @@ from fedpriv.accounting.rdp import (
 from fedpriv.accounting.round_counts import Vector
 from fedpriv.accounting.strategy import compose
 from fedpriv.errors import InvalidValueError, known_names
-from fedpriv.ledger.budget import LEAST_DELTA, check_delta
-from fedpriv.ledger.events import EventKind, NeighbouringRelation, RoundEvent, SamplingPolicy
+from fedpriv.ledger.events import (
+    LEAST_DELTA,
+    EventKind,
+    NeighbouringRelation,
+    RoundEvent,
+    SamplingPolicy,
+    check_delta,
+)
 
 Interval = Callable[[Pairs, float], tuple[float, float]]
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation

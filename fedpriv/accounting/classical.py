@@ -28,8 +28,7 @@ from fedpriv.accounting.round_counts import (
     unsampled_noise_multiplier,
 )
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.budget import check_delta
-from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.events import RoundEvent, check_delta
 
 _LARGEST_EXPONENT = 700.0
 _LARGEST_LOGIT = 20.0

@@ -21,10 +21,8 @@ from fedpriv.accounting.accountant import Accountant, Bound, PrivacyLoss
 from fedpriv.accounting.accountants import ACCOUNTANTS, accountant_named
 from fedpriv.accounting.round_counts import Vector
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
-from fedpriv.ledger.budget import merge_equal
-from fedpriv.ledger.events import Randomness, RoundEvent
-from fedpriv.ledger.export import ExportedLedger, is_export
-from fedpriv.ledger.ledger import ChargedRow, Ledger
+from fedpriv.ledger.events import Randomness, RoundEvent, merge_equal
+from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export
 
 _POINTS = 30
 _ERRORS = 121

@@ -57,7 +57,7 @@ def delta_interval_of(pairs: Pairs, epsilon: float) -> Ends:
 
 def _poisson(pairs: Pairs) -> Rounds | None:
     """Rounds by (q, z) if all pairs are those of Poisson samples."""
-    rounds = {p.setting: count for p, count in pairs.items() if isinstance(p, PoissonPair)}
+    rounds = {(p.q, p.z): count for p, count in pairs.items() if isinstance(p, PoissonPair)}
     return rounds if len(rounds) == len(pairs) else None
 
 

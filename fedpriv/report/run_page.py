@@ -11,7 +11,7 @@ from fedpriv.accounting.accountant import PrivacyLoss
 from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.pricing import Cost, cost_of
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
-from fedpriv.ledger.budget import merge_equal
+from fedpriv.ledger.events import merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
 from fedpriv.report.guarantee import assumptions, privacy_sections, users_of, warnings
 from fedpriv.report.page import Card, Page, Section

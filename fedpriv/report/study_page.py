@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedpriv.errors import DataError
-from fedpriv.ledger.budget import merge_equal
-from fedpriv.ledger.events import SamplingPolicy
+from fedpriv.ledger.events import SamplingPolicy, merge_equal
 from fedpriv.report.charts import Chart, texts
 from fedpriv.report.guarantee import assumptions, privacy_sections, users_of
 from fedpriv.report.page import Card, Page, Section

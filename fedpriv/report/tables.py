@@ -19,8 +19,7 @@ from fedpriv.accounting.calibration import Plan
 from fedpriv.accounting.pricing import Arithmetic, Price, Spending, read_ledger
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SamplingEvent, SumQueryEvent
-from fedpriv.ledger.export import ExportedLedger, is_export
-from fedpriv.ledger.ledger import Head, Ledger
+from fedpriv.ledger.ledger import ExportedLedger, Head, Ledger, is_export
 from fedpriv.ledger.participation import ParticipationRecord
 
 

@@ -1,33 +1,51 @@
-"""Studies: several settings at equal privacy over seeds, from Python values or from a file."""
+"""Studies: several settings at equal privacy over seeds, from Python values or from a file.
+
+The runs of a study are calibrated together, and run one by one in processes side by side.
+"""
 
 import itertools
+import math
+import multiprocessing
+import os
+import signal
 import statistics
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor
+from concurrent.futures import wait as wait_for
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from multiprocessing.connection import wait
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedpriv.build import Experiment, settings_of
-from fedpriv.data.population import Population
+from fedpriv.build import Experiment, Method, on_population, settings_of
+from fedpriv.config import DataSection
+from fedpriv.data.population import Population, load_population
 from fedpriv.engine.task import Task
-from fedpriv.errors import InvalidValueError, known_names, writing
+from fedpriv.engine.transport import InProcessTransport, computing_with
+from fedpriv.errors import FedprivError, InvalidValueError, WorkerError, known_names, writing
 from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.report.studies import print_study, results_json
-from fedpriv.run.folder import RunFolder, held
-from fedpriv.run.reader import write_report
-from fedpriv.run.simulate import FEDAVG, experiment_of, frame
-from fedpriv.run.study_runs import Ended, calibrated, in_processes, naming_arm, run_prepared
-from fedpriv.studies import ArmSummary, Cell, ReadStudy, RunResult, Study, read_study
+from fedpriv.run.folder import RunFolder, held, write_report
+from fedpriv.run.run import Run, RunSetup, run_rounds
+from fedpriv.run.simulate import FEDAVG, ObservedTransport
+from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
 from fedpriv.studies.results import (
     ALL_RESULTS,
+    RESULT,
     STUDY,
     finished_runs,
     holds_results_alone,
+    means,
     results_text,
     verdict,
 )
@@ -38,7 +56,8 @@ from fedpriv.training.optimizers import ServerOptimizer
 if TYPE_CHECKING:
     import pandas as pd
 
-_Parts = tuple[Task, Mechanism, LocalTraining, ServerOptimizer]
+Ended = tuple[Cell, RunResult]
+_REFRESH = 0.5  # seconds between looks at the metrics of unfinished runs
 
 
 def run_study(file: Path, out: Path | None, workers: int | None) -> None:
@@ -47,17 +66,13 @@ def run_study(file: Path, out: Path | None, workers: int | None) -> None:
     Guarantees: no run begins before all arms could be built and calibrated; a finished run is not
     run again; of a run that was cut short nothing counts; a run that fails does not stop the
     others; no process is left when this ends, however it ends.
-
-    Raises:
-        WorkerError: a run failed, which is reported once all others ended, or a process was killed.
-        FedprivError: something is wrong with the input; the message says what.
     """
     study, console = load_study(file), Console()
     folder = out or Path("studies") / study.name
 
     def start(missing: Sequence[Cell]) -> Generator[Ended | None]:
         noise = calibrated(study) if missing else {}
-        return in_processes(study, folder, missing, noise, workers, console)
+        return _in_processes(study, folder, missing, noise, workers, console)
 
     _complete(study, folder, start, console)
     console.print(f"folder {folder}", highlight=False)
@@ -81,13 +96,12 @@ class Comparison:
 
     def to_pandas(self) -> "pd.DataFrame":
         """One row for each run; pandas must be installed."""
-        return frame(asdict(each) for each in self.runs)
+        import pandas as pd  # noqa: PLC0415 - not a dependency
+
+        return pd.DataFrame(list(map(asdict, self.runs)))
 
     def report(self, out: Path | str | None = None) -> Path:
-        """Verify all ledgers, write the report as one HTML file, and return its path.
-
-        By default it is report.html in the folder of the study.
-        """
+        """Verify all ledgers, and write one HTML page, by default report.html in the folder."""
         return write_report(self.folder, Path(out) if out else None)
 
 
@@ -129,21 +143,15 @@ def compare(
     ...     [(arm.arm, len(arm.seeds)) for arm in study.arms]
     [('average', 2), ('adam', 2)]
 
-    Args:
-        population: users and held-out rows.
-        task: model and loss, or a function that makes them of a seed.
-        mechanism: calibrated; arms with mechanisms of their own have the same (ε, δ).
-        arms: by name, the arguments among task, mechanism, local and server that an arm replaces.
-        local: how each user trains.
-        server: how the server steps.
-        seeds: the seeds, or how many from 0.
-        baseline: the arm to compare with; by default the first.
-        accuracies: levels; the first round in which an arm reached them is reported.
-        out: folder of the study; by default studies/NAME.
-        name: of the study.
-        evaluate_every: rounds between evaluations on the held-out rows.
-        device: where to train.
-        quiet: print nothing.
+    The arguments that `simulate` also has mean the same here, but for the first two:
+
+    * task: model and loss, or a function that makes them of a seed.
+    * mechanism: calibrated; arms with mechanisms of their own have the same (ε, δ).
+    * arms: by name, the arguments among task, mechanism, local and server that an arm replaces.
+    * seeds: the seeds, or how many from 0.
+    * baseline: the arm to compare with; by default the first.
+    * accuracies: levels; the first round in which an arm reached them is reported.
+    * out: folder of the study; by default studies/NAME, where `name` is that of the study.
 
     Raises:
         FedprivError: arms do not fit together or differ in privacy; the message says what.
@@ -154,27 +162,19 @@ def compare(
             if key not in given:
                 raise InvalidValueError(f"arm {arm!r} sets {key!r}; {known_names(key, given)}")
 
-    def parts(arm: str, seed: int) -> _Parts:
+    def method(arm: str, seed: int) -> Method:
         chosen: dict[str, Any] = {**given, **arms[arm]}
-        task = chosen["task"] if isinstance(chosen["task"], Task) else chosen["task"](seed)
-        return task, chosen["mechanism"], chosen["local"], chosen["server"]
+        if not isinstance(chosen["task"], Task):
+            chosen["task"] = chosen["task"](seed)
+        return Method(**chosen)
 
     numbers = tuple(range(seeds) if isinstance(seeds, int) else seeds)
 
     def settings(arm: str) -> dict[str, object]:
-        of_arm = parts(arm, next(iter(numbers), 0))
-        rounds = of_arm[1].rounds
-        if rounds is None:
-            raise InvalidValueError(f"the mechanism of arm {arm!r} is not calibrated; it must be")
-        config = settings_of(
-            "arm",
-            population,
-            *of_arm,
-            rounds=rounds,
-            privacy={"noise_multiplier": None},  # is calibrated
-            output={"evaluate_every": evaluate_every},
-            engine={"device": device},
-        )
+        output, engine = {"evaluate_every": evaluate_every}, {"device": device}
+        with _naming_arm(arm):
+            of_arm = method(arm, next(iter(numbers), 0))
+            config = settings_of("arm", population, of_arm, output=output, engine=engine)
         return config.model_dump(exclude_none=True, exclude={"name"})
 
     study = study_of_settings(
@@ -184,23 +184,18 @@ def compare(
         baseline=baseline or "",
         accuracies=tuple(accuracies),
     )
+    folder = Path(out or Path("studies") / name)
 
-    def prepared(cell: Cell) -> Experiment:
-        with naming_arm(cell.arm):
-            of_cell = parts(cell.arm.name, cell.seed)
-            return experiment_of(study.config_of(cell), population, *of_cell)
-
-    def run(cell: Cell) -> Ended:
-        experiment = prepared(cell)
-        transport = experiment.in_process(population.users)
-        return cell, run_prepared(study, cell, folder, experiment, transport)
+    def prepared(cell: Cell) -> tuple[Experiment, InProcessTransport]:
+        with _naming_arm(cell.arm.name):
+            of_cell = method(cell.arm.name, cell.seed)
+            return on_population(study.config_of(cell), "", population, method=of_cell)
 
     def start(missing: Sequence[Cell]) -> Generator[Ended]:
         for cell in study.cells[: len(study.arms)]:
             prepared(cell)  # no run starts before all arms could be built
-        return (run(cell) for cell in missing)
+        return ((cell, _run_prepared(study, cell, folder, *prepared(cell))) for cell in missing)
 
-    folder = Path(out or Path("studies") / name)
     read = _complete(study, folder, start, Console(quiet=quiet))
     return Comparison(folder, read.runs, read.arms, " ".join(verdict(study, read.arms)))
 
@@ -213,9 +208,9 @@ def _complete(
 ) -> ReadStudy:
     """Run what is missing of a study, show how far it is, and print how its arms compare.
 
-    Meanwhile other processes are kept from the folder. The results of the finished runs are written
-    in the end, even after an error or an interrupt. What `start` returns yields each run that
-    ended, and None now and then.
+    Other processes are locked out of the folder. The results of the finished runs are written at
+    the end, even after an error or an interrupt. What `start` returns yields each run that ended,
+    and None now and then.
     """
     if holds_results_alone(folder):
         raise InvalidValueError(
@@ -268,3 +263,169 @@ def _progress(
 
         show()
         yield show
+
+
+@contextmanager
+def _naming_arm(arm: str) -> Iterator[None]:
+    """Name the arm in errors."""
+    try:
+        yield
+    except FedprivError as error:
+        raise type(error)(f"arm {arm!r}: {error}") from error
+
+
+def calibrated(study: Study) -> dict[tuple[Arm, Target], float]:
+    """Noise multiplier of every arm at every target, from the plan that its runs will have."""
+    noise = {}
+    for arm, target in itertools.product(study.arms, study.targets):
+        config = study.config_of(Cell(arm, target, study.seeds[0]))
+        with _naming_arm(arm.name):
+            population = _loaded(config.data.model_dump_json())
+            experiment, _ = on_population(config, str(config.run), population)
+        noise[arm, target] = experiment.plan.noise_multiplier
+    _loaded.cache_clear()
+    return noise
+
+
+def run_cell(
+    study: Study, cell: Cell, folder: Path, noise_multiplier: float, population: Population
+) -> RunResult:
+    """Run a cell of a study from its start, with noise from `calibrated`; see `_run_prepared`."""
+    config = study.config_of(cell).with_noise(noise_multiplier)
+    return _run_prepared(study, cell, folder, *on_population(config, str(config.run), population))
+
+
+def _run_prepared(
+    study: Study, cell: Cell, folder: Path, experiment: Experiment, transport: InProcessTransport
+) -> RunResult:
+    """Run an experiment as a cell of a study; its result is the last file to be written.
+
+    What an interrupted run left there is moved aside, as a ledger is never deleted. That gives
+    nothing back that was spent: with the same seed the run draws the same cohorts and noise and
+    releases the same once more.
+    """
+    run, plan, config = RunFolder(folder / cell.path), experiment.plan, experiment.config
+    if run.path.exists():
+        names = (run.path.with_name(f"{run.path.name}.cut-{n}") for n in itertools.count(1))
+        run.path.rename(next(name for name in names if not name.exists()))
+    output = config.output.model_copy(update={"checkpoint_every": config.rounds})
+    experiment = replace(experiment, config=config.model_copy(update={"output": output}))
+    observed = ObservedTransport(transport, plan, run.append_simulation_only)
+    outcome = run_rounds(
+        RunSetup(experiment.config, plan.run, run, run.ledger, resuming=False),
+        experiment,
+        lambda _experiment, _records: observed,
+        lambda _experiment, _first, rounds: rounds(lambda _result: None),
+        monotonic,
+    )
+    result = _result(study, cell, experiment, outcome, run)
+    write_atomically(run.path / RESULT, results_text([result]).encode())
+    return result
+
+
+def _result(
+    study: Study, cell: Cell, experiment: Experiment, outcome: Run, run: RunFolder
+) -> RunResult:
+    plan, rounds, collected = experiment.plan, run.results(), run.collected()
+    queries = plan.mechanism.query.events[: len(plan.groups)]
+    seconds = statistics.median(row.simulation_only_seconds or math.inf for row in rounds)
+    names = ("clipped", "update_norms", "signal_to_noise")
+    figures = [f"simulation_only_{name}" for name in names]
+    return RunResult(
+        arm=cell.arm.name,
+        target_epsilon=cell.target.epsilon,
+        delta=cell.target.delta,
+        seed=cell.seed,
+        settings=study.digest_of(cell),
+        stop=str(outcome.stop),
+        rounds=len(rounds),
+        noise_multiplier=plan.noise_multiplier,
+        epsilon=rounds[-1].epsilon,
+        accuracy=outcome.accuracy,
+        loss=outcome.loss,
+        evaluations=tuple((row.number, row.accuracy) for row in rounds if row.accuracy is not None),
+        clipping_norms=rounds[-1].clipping_norms,
+        noise_stddevs={query.group: query.noise_stddev for query in queries},
+        simulation_only_users_per_second=plan.sampling.expected_cohort_size / seconds,
+        **{name: means([getattr(row, name) for row in collected]) for name in figures},
+    )
+
+
+def _in_processes(
+    study: Study,
+    folder: Path,
+    missing: Sequence[Cell],
+    noise: Mapping[tuple[Arm, Target], float],
+    workers: int | None,
+    console: Console,
+) -> Generator[Ended | None]:
+    """Run cells in processes; yields each that ended, and None whenever some time has passed."""
+    failures = []
+    try:
+        with _pool(max(1, min(workers or torch.get_num_threads(), len(missing)))) as pool:
+            running = {
+                pool.submit(_run_in_worker, study, cell, folder, noise[cell.arm, cell.target])
+                for cell in missing
+            }
+            while running:
+                ended, running = wait_for(running, _REFRESH, FIRST_COMPLETED)
+                for future in ended:
+                    error = future.exception()
+                    if not isinstance(error, WorkerError):
+                        yield future.result()
+                        continue
+                    failures.append(str(error))
+                    console.print(f"failed: {error}", style="red", markup=False)
+                yield None
+    except BrokenProcessPool as error:
+        raise WorkerError(
+            "a process that ran the study was killed, perhaps because memory was short; "
+            "finished runs are kept, and the same command goes on with the others"
+        ) from error
+    if failures:
+        more = f"; {len(failures) - 1} more failed" if len(failures) > 1 else ""
+        raise WorkerError(f"{failures[0]}{more}")
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that all end, whatever they are doing, if the block raises or this process dies."""
+    context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads and locks
+    with ProcessPoolExecutor(workers, context, _begin) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
+
+
+def _begin() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    sentinel = parent.sentinel
+
+    def end_with_parent() -> None:
+        wait([sentinel])
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _run_in_worker(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> Ended:
+    """Run a cell with one thread, so that results do not depend on the number of workers."""
+    try:
+        population = _loaded(study.config_of(cell).data.model_dump_json())
+        with computing_with(1):
+            return cell, run_cell(study, cell, folder, noise_multiplier, population)
+    except Exception as error:
+        kind = "" if isinstance(error, FedprivError) else f"{type(error).__name__}: "
+        raise WorkerError(f"arm {cell.arm.name!r}, seed {cell.seed}: {kind}{error}") from error
+
+
+@lru_cache(maxsize=1)
+def _loaded(data: str) -> Population:
+    """The population of a section `data`, as JSON, kept for the next run of this process."""
+    section = DataSection.model_validate_json(data)
+    return load_population(section.name, section.options)

@@ -1,19 +1,29 @@
-"""The folder of a run: where each file lies, and the one rule for writing metrics."""
+"""The folder of a run: where each file lies, and reading it back with its ledger verified."""
 
 import fcntl
 import json
-import math
 import os
+import webbrowser
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 
-from fedpriv.errors import DataError, InvalidValueError, writing
-from fedpriv.report.records import SimulationOnlyRound
+from fedpriv.accounting.pricing import LedgerContent
+from fedpriv.config import load_config
+from fedpriv.errors import DataError, InvalidValueError, LedgerError, writing
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.report.page import Page, render, write_page
+from fedpriv.report.records import RunRecord, SimulationOnlyRound, Verification
+from fedpriv.report.run_page import page_of_run
+from fedpriv.report.study_page import page_of_study
+from fedpriv.studies import read_study
+from fedpriv.studies.results import STUDY, holds_results_alone
 from fedpriv.training.checkpoint import naming
 from fedpriv.training.rounds import RoundResult
 
@@ -21,7 +31,7 @@ _Row = TypeVar("_Row")
 
 
 class _File:
-    """Where a file or a folder lies in that of a run."""
+    """The path of a file in a run's folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -60,11 +70,11 @@ class RunFolder:
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
         """Add a line; a line that a crash cut short is ended first."""
-        _append(self.metrics, row)
+        _append(self.metrics, row, "constants")
 
     def append_simulation_only(self, row: Mapping[str, object]) -> None:
         """Add a line; numbers that are not finite are null."""
-        _append(self.simulation_only, _finite(row))
+        _append(self.simulation_only, row, "null")
 
     def read_metrics(self) -> Iterator[dict[str, object]]:
         """Rows of all releases; lines that a crash cut short are left out."""
@@ -80,24 +90,11 @@ class RunFolder:
         return _rows(SimulationOnlyRound, self.simulation_only, "figures of rounds")
 
 
-def _rows(kind: type[_Row], path: Path, what: str) -> list[_Row]:
-    adapter = TypeAdapter(kind)
-    try:
-        return [adapter.validate_python(row) for row in _read(path)]
-    except (UnicodeDecodeError, ValidationError) as error:
-        reason = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise DataError(f"{path} cannot be read as {what}: {reason}") from error
-
-
 @contextmanager
 def held(path: Path, what: str) -> Iterator[None]:
-    """Keep other processes from a file or a folder until the block is left or this process ends.
+    """Lock a file or folder against other processes, which would overwrite each other's files.
 
-    Two that went on with one run would write over each other's checkpoints. If another process
-    holds it, an InvalidValueError begins with `what`.
+    If another process holds it, an InvalidValueError begins with `what`.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
@@ -112,13 +109,13 @@ def held(path: Path, what: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _append(path: Path, row: object) -> None:
+def _append(path: Path, row: object, not_finite: Literal["constants", "null"]) -> None:
     with naming(path), path.open("a+b") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - 1, 0))
         if file.read(1) not in (b"", b"\n"):
             file.write(b"\n")
-        file.write(json.dumps(row).encode() + b"\n")
+        file.write(to_json(row, inf_nan_mode=not_finite) + b"\n")
 
 
 def _read(path: Path) -> Iterator[dict[str, object]]:
@@ -131,8 +128,96 @@ def _read(path: Path) -> Iterator[dict[str, object]]:
             continue
 
 
-def _finite(value: object) -> object:
-    """A value of JSON with null for numbers that are not finite."""
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _rows(kind: type[_Row], path: Path, what: str) -> list[_Row]:
+    adapter = TypeAdapter(kind)
+    try:
+        return [adapter.validate_python(row) for row in _read(path)]
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except UnicodeDecodeError as error:
+        reason = str(error)
+    raise DataError(f"{path} cannot be read as {what}: {reason}")
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run and check its ledger.
+
+    Guarantees: the hash chain of the ledger holds, cohorts fit their commitments where the record
+    of them can be read, and each release of the run has its charge. Otherwise a LedgerError is
+    raised; a DataError if the metrics cannot be read.
+    """
+    run = RunFolder(folder)
+    if not run.plan.exists():
+        raise InvalidValueError(f"{folder} holds no run; {run.plan.name} is absent")
+    config = load_config(run.plan)
+    path = Path(config.privacy.ledger) if config.privacy.ledger else run.ledger
+    with Ledger.open(path) as ledger:
+        cohorts = _verified(ledger, run.participation_of(path))
+        charges = tuple(ledger.charges())
+        content = LedgerContent(path, ledger.ledger_id, ledger.population_name, charges)
+        head = ledger.head
+    results = run.results()
+    charged = {charge.hash: (charge.run, charge.round) for charge in charges}
+    for result in results:
+        if charged.get(result.charge) != (config.run, result.round):
+            raise LedgerError(
+                f"ledger {path} does not have the charge of round {result.round} of {run.path}; "
+                "its ε would leave out what was released"
+            )
+    released = {(result.round, result.attempt) for result in results}
+    collected = [row for row in run.collected() if (row.round, row.attempt) in released]
+    return RunRecord(
+        name=config.run or config.name,
+        folder=folder,
+        plan=run.plan.read_text(encoding="utf-8"),
+        rounds_planned=config.rounds,
+        delta=config.privacy.delta,
+        budget=config.privacy.epsilon,
+        accountant=config.privacy.accountant,
+        ledger=content,
+        verification=Verification(head, cohorts, len(results)),
+        rounds=tuple(results),
+        simulation_only=tuple(collected),
+    )
+
+
+def _verified(ledger: Ledger, participation: Path) -> bool:
+    """Verify a ledger; whether the record of cohorts could be read and was verified too."""
+    try:
+        participation.open("rb").close()
+    except OSError:
+        ledger.verify()
+        return False
+    with ParticipationRecord.open(participation) as record:
+        ledger.verify(record)
+    return True
+
+
+def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -> Path:
+    """Write the report of a run or a study as one HTML page, and return the file.
+
+    By default it is report.html in the folder; `show` opens it in the browser of this machine.
+    """
+    path = out or folder / "report.html"
+    write_page(render(_page(folder)), path)
+    if show:
+        webbrowser.open(path.absolute().as_uri())
+    return path
+
+
+def _page(folder: Path) -> Page:
+    if not (folder / STUDY).exists():
+        plan = RunFolder(folder).plan
+        if not plan.exists():
+            raise InvalidValueError(
+                f"{folder} holds no run and no study; {plan.name} and {STUDY} are absent"
+            )
+        return page_of_run(read_run(folder))
+    read = read_study(folder)
+    if holds_results_alone(folder):
+        raise InvalidValueError(
+            f"{folder} holds the results of a study without its runs and ledgers, which a page "
+            "verifies; --figures draws what results can show"
+        )
+    return page_of_study(read, {cell: read_run(folder / cell.path) for cell, _ in read.finished})

@@ -1,35 +1,49 @@
-"""A run: rounds, evaluation, metrics, callbacks and checkpoints, in one folder.
+"""A run in its folder, from its start or resumption to its result.
 
-`conduct` is the loop, the same in a simulation and in a deployment. `run_rounds` conducts an
-experiment in its folder, and `carry_out` is a whole run around it, with all that it prints.
+`RunSetup` says how it starts or resumes, and which settings are refused. `conduct` is the loop, the
+same in a simulation and in a deployment; `run_rounds` conducts an experiment in its folder, and
+`carry_out` is a whole run around it, with all that it prints.
 """
 
+import copy
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
+import tomli_w
+import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from safetensors.numpy import save
+from torch import nn
+from torch.func import functional_call
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
-from fedpriv.build import Experiment
-from fedpriv.errors import InvalidValueError
+from fedpriv.build import Enrolled, Experiment, HeldOut, build
+from fedpriv.config import Config, FederationSection, load_config
+from fedpriv.data.files import read_npz
+from fedpriv.data.population import load_population
+from fedpriv.engine.task import Task
+from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.local import ALGORITHMS
 from fedpriv.privacy.round import PrivacyRecords, Transport
+from fedpriv.report.records import versions
 from fedpriv.report.run_page import write_run_figures
-from fedpriv.report.tables import format_epsilon
-from fedpriv.run.evaluation import Evaluation, Evaluator
-from fedpriv.run.folder import RunFolder, held
-from fedpriv.run.setup import RunSetup
+from fedpriv.report.tables import Column, Table, format_epsilon, print_table
+from fedpriv.run.folder import RunFolder, held, write_report
 from fedpriv.training.checkpoint import (
     Checkpoint,
     checkpoints,
@@ -37,25 +51,228 @@ from fedpriv.training.checkpoint import (
     save_checkpoint,
     write_atomically,
 )
+from fedpriv.training.optimizers import Parameters
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import OnRound, RoundResult, ServerState, Stop, train
 
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch.utils.tensorboard import SummaryWriter
+
 _log = logging.getLogger(__name__)
+_ROWS = 2_000  # held-out rows that are evaluated at once
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a run ended: why, with which state, and how good its model is."""
+class RunSetup:
+    """What is known of a run before its plan is made."""
 
+    config: Config  # of a resumed run, with the noise that it started with
+    run: str  # its name in the ledger
+    folder: RunFolder
+    ledger: Path
+    resuming: bool
+
+    @classmethod
+    def of(cls, file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Self:
+        """Read an experiment, with "a.b=value" overrides; by default `out` is new, under runs/.
+
+        With `resume`, the run in `out` is resumed, or started if there is none.
+        """
+        return cls.at(load_config(file, assignments), out, resume=resume)
+
+    @classmethod
+    def at(cls, config: Config, out: Path | None, *, resume: bool) -> Self:
+        """As `of`, for settings that have been read already."""
+        # A seeded run can be repeated, so its name is the same each time.
+        suffix = os.urandom(4).hex() if config.seed is None else f"seed{config.seed}"
+        run = config.run or f"{config.name}-{suffix}"
+        folder = RunFolder(out or Path("runs") / run)
+        ledger = Path(config.privacy.ledger) if config.privacy.ledger else folder.ledger
+        resuming = resume and folder.plan.exists()
+        if resuming:
+            run, config = _as_begun(folder, config)
+        return cls(config, run, folder, ledger, resuming)
+
+    @property
+    def spent(self) -> list[RoundEvent]:
+        """What the noise is calibrated beside; a resumed run was calibrated when it started."""
+        if self.resuming or not self.ledger.exists():
+            return []
+        with Ledger.open(self.ledger) as ledger:
+            return ledger.spent()
+
+    def on_nodes(self, section: FederationSection, users: Enrolled) -> Experiment:
+        """The experiment with these users, who are at nodes."""
+        self.refuse_true_figures("on nodes")
+        if self.config.local.max_examples is None:
+            raise InvalidValueError(
+                "local.max_examples is absent; on nodes it must be given, since a user with very "
+                "many examples would take the time of all others of its node"
+            )
+        held_out = held_out_rows(self.config, section)
+        return build(self.config, self.run, users, held_out, self.spent)
+
+    def refuse_true_figures(self, where: str) -> None:
+        """Refuse what only a simulation in one process can know or do."""
+        if self.config.output.simulation_only:
+            raise InvalidValueError(
+                f"output.simulation_only is true; {where} it must be false, since only a "
+                "simulation in one process has figures that are not private"
+            )
+        if self.config.local.algorithm not in ALGORITHMS:
+            raise InvalidValueError(
+                f"local.algorithm is {self.config.local.algorithm!r}; {where} it must be one of "
+                f"{', '.join(ALGORITHMS)}, since others are not known there"
+            )
+
+    def write_plan(self, experiment: Experiment) -> None:
+        """Make the folder with the resolved plan; of a resumed run, refuse another plan."""
+        if self.resuming:
+            self.refuse_other_plan(experiment.plan)
+            return
+        self.folder.create()
+        # The plan last: a folder that has it holds a run, and then has the digest too.
+        write_atomically(self.folder.plan_digest, f"{experiment.plan.digest}\n".encode())
+        write_atomically(self.folder.plan, _resolved_plan(experiment).encode())
+
+    def refuse_other_plan(self, plan: TrainingPlan) -> None:
+        """Refuse to resume with another plan than the run began with, however far it has come."""
+        path = self.folder.plan_digest
+        begun = path.read_text("ascii", "replace").strip() if path.exists() else "unknown"
+        if self.resuming and begun != plan.digest:
+            raise InvalidValueError(
+                f"by {path} the run began with plan {begun[:12]!r}, this is {plan.digest[:12]!r}; "
+                "a run can only be resumed with the plan it began with"
+            )
+
+
+def _as_begun(folder: RunFolder, config: Config) -> tuple[str, Config]:
+    """Name of a folder's run, and the configuration with the noise that the run began with.
+
+    Calibrated again the noise would differ, as the ledger has grown since.
+    """
+    begun = load_config(folder.plan)
+    noise_multiplier = begun.privacy.noise_multiplier
+    if begun.run is None or noise_multiplier is None:
+        raise InvalidValueError(
+            f"{folder.plan} is damaged: a plan that was begun has run and privacy.noise_multiplier"
+        )
+    if config.privacy.noise_multiplier is not None:
+        return begun.run, config
+    return begun.run, config.with_noise(noise_multiplier)
+
+
+def _resolved_plan(experiment: Experiment) -> str:
+    """Configuration as it was run, under a head of facts; it can be run again."""
+    plan = experiment.plan
+    facts = {
+        "population": plan.population,
+        "enrolled users": plan.sampling.population,
+        "expected cohort": f"{plan.sampling.expected_cohort_size:g}",
+        "parameters": plan.layout.dimension,
+        "software": ", ".join(f"{name} {number}" for name, number in versions().items()),
+    }
+    for query in plan.mechanism.query.events:
+        stated = f"clipping norm {query.clipping_norm:g}, noise stddev {query.noise_stddev:g}"
+        facts[f"group {query.group}"] = stated
+    head = "".join(f"# {name}: {value}\n" for name, value in facts.items())
+    return head + tomli_w.dumps(experiment.config.model_dump(exclude_none=True))
+
+
+def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
+    """Rows of no enrolled user: those of `federation.held_out`, or of the configured data."""
+    if section.held_out is None:
+        return load_population(config.data.name, config.data.options).test
+    rows = read_npz(Path(section.held_out))
+    counts = {len(array) for array in rows.values()}
+    if len(counts) != 1 or 0 in counts:
+        raise DataError(
+            f"{section.held_out} holds fields with {sorted(counts)} rows; all need the same "
+            "number, at least one"
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended; everything in it is also in its folder.
+
+    Attributes:
+        folder: where the run is written: plan, ledger, metrics, checkpoints, model.
+        task: model and loss.
+        stop: why it ended.
+        state: the server's state at the end, all of it released.
+        accuracy: of the last model on held-out rows; None if targets are not classes.
+        loss: mean loss of the last model on held-out rows.
+    """
+
+    folder: Path
+    task: Task
     stop: Stop
     state: ServerState
-    evaluation: Evaluation
+    accuracy: float | None
+    loss: float
+
+    @cached_property
+    def rounds(self) -> tuple[RoundResult, ...]:
+        """The result of each round, those before a resumption included."""
+        return tuple(RunFolder(self.folder).results())
+
+    @property
+    def epsilon(self) -> float:
+        """ε of all charges of the ledger after the last round, at the δ of the budget."""
+        return self.rounds[-1].epsilon if self.rounds else 0.0
+
+    @property
+    def model(self) -> nn.Module:
+        """A copy of the task's model with the released parameters and running statistics."""
+        model = copy.deepcopy(self.task.model)
+        tensors = {name: torch.tensor(t) for name, t in self.state.model.items()}
+        model.load_state_dict(tensors, strict=False)
+        return model
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """One row a round, one column for every released number; pandas must be installed."""
+        import pandas as pd  # noqa: PLC0415 - not a dependency
+
+        return pd.DataFrame([{"round": each.number, **each.scalars} for each in self.rounds])
+
+    def report(self, out: Path | str | None = None) -> Path:
+        """Verify the ledger, and write one HTML page, by default report.html in the folder."""
+        return write_report(self.folder, Path(out) if out else None)
 
 
 Hosted = Callable[[Experiment, PrivacyRecords], Transport]
 """Makes the transport to the users of an experiment, once its records are open."""
-Follow = Callable[[Experiment, int, Callable[[OnRound], Outcome]], Outcome]
+Follow = Callable[[Experiment, int, Callable[[OnRound], Run]], Run]
 """Shows a run: gets the first round to come, and the function that runs it with an observer."""
+
+
+@torch.no_grad()
+def evaluate(
+    task: Task, rows: HeldOut, device: torch.device, parameters: Parameters
+) -> tuple[float, float | None]:
+    """Mean loss of a model on rows of no enrolled user, and accuracy in [0, 1] if it classifies.
+
+    The model is in evaluation mode (no dropout).
+    """
+    was_training = task.model.training
+    task.model.eval()
+    tensors = task.constants(device)
+    tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
+    x, y = rows[task.inputs], rows[task.targets]
+    loss, right, classes = 0.0, 0, 0
+    for start in range(0, len(x), _ROWS):
+        inputs = torch.tensor(x[start : start + _ROWS], device=device)
+        targets = torch.tensor(y[start : start + _ROWS], device=device)
+        outputs = functional_call(task.model, tensors, (inputs,))
+        loss += float(task.losses_of(outputs, targets).double().sum())
+        if not targets.dtype.is_floating_point and outputs.dim() == targets.dim() + 1:
+            right += int((outputs.argmax(1) == targets).sum())
+            classes += targets.numel()
+    task.model.train(was_training)
+    return loss / len(x), right / classes if classes else None
 
 
 def state_to_start_from(
@@ -74,7 +291,7 @@ def conduct(
     records: PrivacyRecords,
     on_round: OnRound,
     clock: Callable[[], float] | None = None,
-) -> Outcome:
+) -> Run:
     """Run an experiment to its end or to the end of its budget, writing everything into a folder.
 
     A line of metrics is written after each release, and then the checkpoint, before `on_round` is
@@ -84,7 +301,9 @@ def conduct(
     `clock` gives the seconds that time the rounds of a simulation; it is None in a deployment.
     """
     plan, output = experiment.plan, experiment.config.output
-    evaluate = Evaluator(experiment.task, experiment.held_out, experiment.device)
+
+    def measured() -> tuple[float, float | None]:
+        return evaluate(experiment.task, experiment.held_out, experiment.device, state.model)
 
     def keep() -> None:
         checkpoint = Checkpoint(state, plan.digest, records.ledger.head)
@@ -101,8 +320,8 @@ def conduct(
         seconds = clock() - began if clock else None
         result = replace(result, simulation_only_seconds=seconds)
         if state.round % output.evaluate_every == 0 or state.round == plan.rounds:
-            measured = evaluate(state.model)
-            result = replace(result, loss=measured.loss, accuracy=measured.accuracy)
+            loss, accuracy = measured()
+            result = replace(result, loss=loss, accuracy=accuracy)
         folder.append_metrics(asdict(result))
         if state.round % output.checkpoint_every == 0:
             keep()
@@ -110,7 +329,8 @@ def conduct(
     keep()
     tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
     write_atomically(folder.model, save(tensors))
-    return Outcome(stop, state, evaluate(state.model))
+    loss, accuracy = measured()
+    return Run(folder.path, experiment.task, stop, state, accuracy, loss)
 
 
 def run_rounds(
@@ -119,8 +339,11 @@ def run_rounds(
     hosted: Hosted,
     follow: Follow,
     clock: Callable[[], float] | None,
-) -> Outcome:
-    """Start or resume an experiment in its folder, and run it to its end; see `carry_out`."""
+) -> Run:
+    """Start or resume an experiment in its folder, and run it to its end.
+
+    Callbacks are not told how long a round took.
+    """
     folder, plan, output = setup.folder, experiment.plan, experiment.config.output
     if output.tensorboard and find_spec("tensorboard") is None:
         raise InvalidValueError(
@@ -137,11 +360,15 @@ def run_rounds(
         state = state_to_start_from(folder, plan, records, experiment.initial_state)
         callbacks = dict(experiment.on_round)
         if output.tensorboard:
-            events = stack.enter_context(_event_files(folder.tensorboard, state.round))
-            callbacks = {"tensorboard": events, **callbacks}
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, and slow
+
+            # This hides the events of rounds that a run repeats after a crash.
+            writer = SummaryWriter(str(folder.tensorboard), purge_step=state.round + 1)
+            stack.enter_context(writer)
+            callbacks = {"tensorboard": partial(_write_scalars, writer), **callbacks}
         transport = hosted(experiment, records)
 
-        def run(show: OnRound) -> Outcome:
+        def run(show: OnRound) -> Run:
             def on_round(result: RoundResult) -> None:
                 _tell(callbacks, replace(result, simulation_only_seconds=None))
                 show(result)
@@ -152,31 +379,18 @@ def run_rounds(
 
 
 def _tell(callbacks: Mapping[str, OnRound], result: RoundResult) -> None:
-    """Call each callback; one that raises is logged, and called again after the next round.
-
-    A service that is down must not cost a run what it has spent.
-    """
+    """Call each callback; one that raises is logged, and called again after the next round."""
     for name, callback in callbacks.items():
         try:
             callback(result)
-        except Exception as error:
+        except Exception as error:  # a service that is down must not cost a run what it has spent
             kind = type(error).__name__
             _log.warning("callback %s raised %s in round %d: %s", name, kind, result.round, error)
 
 
-@contextmanager
-def _event_files(folder: Path, first: int) -> Iterator[OnRound]:
-    """A callback that writes TensorBoard's event files; complete when the block is left."""
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, and slow
-
-    # Events of rounds that a run repeats after a crash are hidden by those that are written now.
-    with SummaryWriter(str(folder), purge_step=first + 1) as writer:
-
-        def write(result: RoundResult) -> None:
-            for name, value in result.scalars.items():
-                writer.add_scalar(name, value, result.number)
-
-        yield write
+def _write_scalars(writer: "SummaryWriter", result: RoundResult) -> None:
+    for name, value in result.scalars.items():
+        writer.add_scalar(name, value, result.number)
 
 
 def carry_out(
@@ -186,34 +400,32 @@ def carry_out(
     console: Console,
     follow: Follow | None = None,
     clock: Callable[[], float] | None = time.monotonic,
-) -> Outcome:
+) -> Run:
     """Run an experiment to its end, with all that it writes and prints.
 
-    Callbacks are called after every round; they are not told how long it took. `follow` shows each
-    round, by default in a progress bar; `clock` is as for `conduct`.
+    `follow` shows each round, by default in a progress bar; `clock` is as for `conduct`.
     """
 
-    def shown(experiment: Experiment, first: int, run: Callable[[OnRound], Outcome]) -> Outcome:
+    def shown(experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
         if setup.resuming:
             console.print(f"resuming {setup.folder.path} at round {first}")
         if follow:
             return follow(experiment, first, run)
-        with _progress(experiment, first, console) as show:
+        with _progress(experiment.plan, first, console) as show:
             return run(show)
 
     _warn(experiment, console)
-    outcome = run_rounds(setup, experiment, hosted, shown, clock)
-    results, budget = setup.folder.results(), experiment.budget
-    _print_result(setup, experiment, outcome, results, console)
-    folder, name = setup.folder.path, experiment.plan.run
-    write_run_figures(results, name, budget.delta, budget.epsilon, folder)
-    return outcome
+    run = run_rounds(setup, experiment, hosted, shown, clock)
+    _print_result(setup, experiment, run, console)
+    budget = experiment.budget
+    write_run_figures(run.rounds, experiment.plan.run, budget.delta, budget.epsilon, run.folder)
+    return run
 
 
 @contextmanager
-def _progress(experiment: Experiment, first: int, console: Console) -> Iterator[OnRound]:
+def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRound]:
     """A progress bar, in a terminal or a notebook, that moves with each result."""
-    text, plan, last = TextColumn("{task.fields[figures]}"), experiment.plan, ""
+    text, last = TextColumn("{task.fields[figures]}"), ""
     columns = "{task.description}", BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
         line = progress.add_task(plan.run, total=plan.rounds, completed=first, figures="")
@@ -255,47 +467,39 @@ def _warn(experiment: Experiment, console: Console) -> None:
         console.print(f"warning: unsafe_no_privacy is set; {consequence}", style="red")
 
 
-def _print_result(
-    setup: RunSetup,
-    experiment: Experiment,
-    outcome: Outcome,
-    results: list[RoundResult],
-    console: Console,
-) -> None:
+def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Console) -> None:
     """Print accuracy beside the (ε, δ) of the ledger."""
-    privacy, plan, evaluation = experiment.config.privacy, experiment.plan, outcome.evaluation
+    privacy, plan, clipping = experiment.config.privacy, experiment.plan, experiment.config.clipping
     with Ledger.open(setup.ledger) as ledger:
         spent, charges, head = ledger.spent(), tuple(ledger.charges()), ledger.head
     of_run = [charge.event for charge in charges if charge.run == plan.run]
     loss = epsilon_of(spent, privacy.delta, privacy.accountant)
-    table = Table(title=plan.run, show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    if evaluation.accuracy is not None:
-        table.add_row("accuracy on held-out rows", f"{evaluation.accuracy:.2%}")
-    table.add_row("loss on held-out rows", f"{evaluation.loss:.4f}")
-    for text in results[-1].metrics_text if results else ():
-        table.add_row("private metric before the last round", text)
-    table.add_row("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})")
+    rows = [("loss on held-out rows", f"{run.loss:.4f}")]
+    if run.accuracy is not None:
+        rows.insert(0, ("accuracy on held-out rows", f"{run.accuracy:.2%}"))
+    private = run.rounds[-1].metrics_text if run.rounds else ()
+    rows += [("private metric before the last round", text) for text in private]
+    rows.append(("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})"))
     if len(of_run) < len(charges):
         alone = epsilon_of(of_run, privacy.delta, privacy.accountant)
-        table.add_row("of which this run alone", format_epsilon(alone.epsilon))
+        rows.append(("of which this run alone", format_epsilon(alone.epsilon)))
     if of_run:
-        table.add_row("what it means", loss.assumptions)
-        table.add_row("randomness", str(weakest_randomness(charges)))
-        table.add_row("sums and noise", str(weakest_arithmetic(charges)))
-    stopped = "" if outcome.stop is Stop.ROUNDS else f": stopped, {outcome.stop}"
-    rounds = f"{outcome.state.round} of {plan.rounds}, {len(of_run)} charged{stopped}"
-    table.add_row("rounds", rounds)
-    clipping = experiment.config.clipping
+        rows.append(("what it means", loss.assumptions))
+        rows.append(("randomness", str(weakest_randomness(charges))))
+        rows.append(("sums and noise", str(weakest_arithmetic(charges))))
+    stopped = "" if run.stop is Stop.ROUNDS else f": stopped, {run.stop}"
     clipped = f"{clipping.strategy} clipping"
     if clipping.groups:
         clipped = f"{len(plan.groups)} vector groups in {len(clipping.groups)} parts"
-    table.add_row(
-        "mechanism",
+    mechanism = (
         f"q = {plan.sampling.sampling_probability:g} of N = {plan.sampling.population} users, "
-        f"z = {plan.noise_multiplier:.4g}, {clipped}{' that adapts' if plan.adaptive else ''}",
+        f"z = {plan.noise_multiplier:.4g}, {clipped}{' that adapts' if plan.adaptive else ''}"
     )
-    table.add_row("ledger", f"{setup.ledger}\nhead {head.count}:{head.hash}")
-    table.add_row("folder", str(setup.folder.path))
-    console.print(table)
+    rows += [
+        ("rounds", f"{run.state.round} of {plan.rounds}, {len(of_run)} charged{stopped}"),
+        ("mechanism", mechanism),
+        ("ledger", f"{setup.ledger}\nhead {head.count}:{head.hash}"),
+        ("folder", str(setup.folder.path)),
+    ]
+    columns = [Column("", "text"), Column("", "text")]
+    print_table(Table(plan.run, columns, rows), console, box.HEAVY_HEAD)

@@ -1,94 +1,37 @@
-"""A run on simulated users, from Python values or from a configuration."""
+"""Runs on simulated users, from Python values or from a file; `fedpriv plan` and `suggest`."""
 
-import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
+from rich import box
 from rich.console import Console
-from torch import nn
 
-from fedpriv.build import (
-    Enrolled,
-    Experiment,
-    description_of,
-    resolve,
-    settings_of,
-    simulated,
-)
-from fedpriv.config import Config
+from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.build import Experiment, Method, on_population, settings_of, simulated
+from fedpriv.config import load_config
 from fedpriv.data.population import Population
+from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.importing import path_of
 from fedpriv.mechanism import Mechanism
-from fedpriv.privacy.round import LocalTraining, PrivacyRecords, Transport
-from fedpriv.run.diagnostics import ObservedTransport
+from fedpriv.privacy.clipping import IntegerVector
+from fedpriv.privacy.layout import Layout, layers
+from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
+from fedpriv.report.tables import Column, Table, format_epsilon, print_table
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.reader import write_report
-from fedpriv.run.run import Outcome, carry_out
-from fedpriv.run.setup import RunSetup
+from fedpriv.run.run import Run, RunSetup, carry_out
+from fedpriv.training.norm_search import NormQuantile, find_quantiles
 from fedpriv.training.optimizers import FedAvg, ServerOptimizer
-from fedpriv.training.rounds import OnRound, RoundResult, ServerState, Stop
-
-if TYPE_CHECKING:
-    import pandas as pd
+from fedpriv.training.plan import TrainingPlan
+from fedpriv.training.rounds import OnRound
 
 FEDAVG = FedAvg()
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run that has ended; everything in it is also in its folder.
-
-    Attributes:
-        folder: where the run is written: plan, ledger, metrics, checkpoints, model.
-        task: model and loss.
-        stop: why it ended.
-        state: the server's state at the end, all of it released.
-        accuracy: of the last model on held-out rows; None if targets are not classes.
-        loss: mean loss of the last model on held-out rows.
-    """
-
-    folder: Path
-    task: Task
-    stop: Stop
-    state: ServerState
-    accuracy: float | None
-    loss: float
-
-    @cached_property
-    def rounds(self) -> tuple[RoundResult, ...]:
-        """The result of each round, those before a resumption included."""
-        return tuple(RunFolder(self.folder).results())
-
-    @property
-    def epsilon(self) -> float:
-        """ε of all charges of the ledger after the last round, at the δ of the budget."""
-        return self.rounds[-1].epsilon if self.rounds else 0.0
-
-    @property
-    def model(self) -> nn.Module:
-        """A copy of the task's model with the released parameters and running statistics."""
-        model = copy.deepcopy(self.task.model)
-        tensors = {n: torch.tensor(t) for n, t in self.state.model.items()}
-        model.load_state_dict(tensors, strict=False)
-        return model
-
-    def to_pandas(self) -> "pd.DataFrame":
-        """One row a round, one column for every released number; pandas must be installed."""
-        return frame({"round": each.number, **each.scalars} for each in self.rounds)
-
-    def report(self, out: Path | str | None = None) -> Path:
-        """Verify the ledger, write the report as one HTML file, and return its path.
-
-        By default it is report.html in the folder of the run.
-        """
-        return write_report(self.folder, Path(out) if out else None)
 
 
 def simulate(
@@ -153,69 +96,29 @@ def simulate(
     Raises:
         FedprivError: something does not fit, or the run cannot go on; the message says what.
     """
-    planned = rounds if rounds is not None else mechanism.rounds
-    if mechanism.noise_multiplier is None:
-        raise InvalidValueError(
-            "the mechanism has no noise_multiplier; calibrate(epsilon=..., delta=..., rounds=...) "
-            "returns one that has"
-        )
-    if planned is None:
-        raise InvalidValueError("rounds is absent; the mechanism was not calibrated for a number")
     if resume and out is None:
         raise InvalidValueError("resume is true; out must then be given")
-    config = settings_of(
-        name,
-        population,
-        task,
-        mechanism,
-        local,
-        server,
-        rounds=planned,
-        seed=seed,
-        privacy={
-            "ledger": str(ledger) if ledger else None,
-            "noise_multiplier": None if mechanism.rounds else mechanism.noise_multiplier,
-        },
-        engine={"device": device},
-        output={
-            "evaluate_every": evaluate_every,
-            "checkpoint_every": checkpoint_every,
-            "simulation_only": simulation_only,
-        },
-    )
+    method = Method(task, mechanism, local, server)
+    output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
+    others: dict[str, object] = {
+        "privacy": {"ledger": str(ledger) if ledger else None},
+        "engine": {"device": device},
+        "output": output | {"simulation_only": simulation_only},
+    }
+    config = settings_of(name, population, method, rounds=rounds, seed=seed, **others)
     setup = RunSetup.at(config, Path(out) if out else None, resume=resume)
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
         begun = setup.config.privacy.noise_multiplier
         mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
-    experiment = experiment_of(setup.config, population, task, mechanism, local, server, setup.run)
+        method = replace(method, mechanism=mechanism)
+    built = on_population(setup.config, setup.run, population, method=method)
     callbacks = {f"{number}: {path_of(each)}": each for number, each in enumerate(on_round)}
-    experiment = replace(experiment, on_round=callbacks)
-    transport, console = experiment.in_process(population.users), Console(quiet=quiet)
-    outcome = _run(setup, experiment, transport, console)
-    accuracy, loss = outcome.evaluation.accuracy, outcome.evaluation.loss
-    return Run(setup.folder.path, task, outcome.stop, outcome.state, accuracy, loss)
-
-
-def experiment_of(
-    config: Config,
-    population: Population,
-    task: Task,
-    mechanism: Mechanism,
-    local: LocalTraining,
-    server: ServerOptimizer,
-    run: str = "",
-) -> Experiment:
-    """The experiment of Python values, whose settings are recorded as `config`; see `resolve`."""
-    users = Enrolled(population.name, population.users.population)
-    text = description_of(task, local, mechanism, config.seed)
-    return resolve(config, run, users, population.test, task, mechanism, local, server, text)
+    experiment, transport = replace(built[0], on_round=callbacks), built[1]
+    return _run(setup, experiment, transport, Console(quiet=quiet))
 
 
 def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> None:
-    """Run or resume the experiment of a file in this process, and print how it went.
-
-    Arguments and errors as for `RunSetup.of` and `carry_out`.
-    """
+    """Run or resume the experiment of a file in this process, and print how it went."""
     setup = RunSetup.of(file, assignments, out, resume=resume)
     experiment, transport = simulated(setup.config, setup.run, setup.spent)
     _run(setup, experiment, transport, Console())
@@ -223,25 +126,160 @@ def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resu
 
 def _run(
     setup: RunSetup, experiment: Experiment, transport: InProcessTransport, console: Console
-) -> Outcome:
-    def hosted(experiment: Experiment, _records: PrivacyRecords) -> Transport:
-        if not experiment.config.output.simulation_only:
-            return transport
-        return ObservedTransport(transport, experiment.plan, setup.folder.append_simulation_only)
+) -> Run:
+    chosen: Transport = transport
+    if experiment.config.output.simulation_only:
+        tell = setup.folder.append_simulation_only
+        chosen = ObservedTransport(transport, experiment.plan, tell)
+    return carry_out(setup, experiment, lambda *_: chosen, console)
 
-    return carry_out(setup, experiment, hosted, console)
 
+class ObservedTransport(Transport):
+    """A transport of a simulation that also reports figures nobody may know about real users.
 
-def frame(rows: Iterable[Mapping[str, object]]) -> "pd.DataFrame":
-    """A pandas table of rows.
-
-    Raises:
-        InvalidValueError: pandas is not installed.
+    It yields what the wrapped transport yields, and calls `tell` with a row for each round, whose
+    figures are named simulation_only.
     """
-    try:
-        import pandas as pd  # noqa: PLC0415 - not a dependency
-    except ImportError as error:
+
+    def __init__(
+        self,
+        transport: InProcessTransport,
+        plan: TrainingPlan,
+        tell: Callable[[Mapping[str, object]], None],
+    ) -> None:
+        self._diagnosed: list[SimulationOnlyDiagnostics] = []
+        self._transport = replace(transport, observer=self._diagnosed.append)
+        self._plan, self._tell = plan, tell
+
+    def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
+        """Yield the partial sums of a round, then report its figures."""
+        total = np.zeros(request.clipping.layout.dimension, np.int64)
+        for partial in self._transport.collect(request):
+            total += partial.total
+            yield partial
+        ratios = _signal_to_noise(self._plan, request, total)
+        self._tell(asdict(self._diagnosed.pop()) | {"simulation_only_signal_to_noise": ratios})
+
+
+def _signal_to_noise(
+    plan: TrainingPlan, request: RoundRequest, total: IntegerVector
+) -> dict[str, float]:
+    """Norm of the sum of clipped updates over the root mean square norm of its noise, by layer.
+
+    Both are in the model's units, so that it is the same question under every way to clip. `total`
+    is the [D] sum of the cohort's contributions, in steps.
+    """
+    norms = tuple(group.clipping_norm for group in request.clipping.groups[: len(plan.groups)])
+    query = plan.mechanism_at(norms).query
+    clipping, stddevs = query.clipping, query.tensor_stddevs
+    signal = clipping.layout.unflatten(total * clipping.steps / clipping.spread(query.divisors))
+    ratios = {}
+    for layer, tensors in layers(Layout.of(request.parameters)).items():
+        energy = math.fsum(signal[name].size * stddevs[name] ** 2 for name in tensors)
+        power = math.fsum(float(np.square(signal[name]).sum()) for name in tensors)
+        ratios[layer] = math.sqrt(power / energy) if energy else math.inf
+    return ratios
+
+
+def show_allocation(file: Path, assignments: list[str]) -> None:
+    """Print how a round of an experiment is released and what all rounds cost; spend nothing."""
+    experiment, _ = simulated(load_config(file, assignments), "plan")
+    plan, privacy = experiment.plan, experiment.config.privacy
+    console = Console(markup=False, emoji=False)
+    title = f"One round: {len(plan.shares)} vector groups, one sample, one charge"
+    names = ("group", "tensors", "d", "S", "σ", "share", "signal/noise")
+    _print(console, title, names, _group_rows(plan))
+    event = replace(plan.mechanism.event, count=plan.rounds)
+    loss = epsilon_of([event], privacy.delta, privacy.accountant)
+    sampling, weight = plan.sampling, plan.averaging.total_weight
+    facts = [
+        f"z = {plan.noise_multiplier:.6g} of the whole round, q = "
+        f"{sampling.sampling_probability:g} of N = {sampling.population} users, expected cohort "
+        f"{sampling.expected_cohort_size:g}",
+        f"{plan.rounds} rounds cost ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta:g}: "
+        f"{loss.assumptions}",
+        "S is how far one user moves the sum of a group, σ the noise on it. Signal/noise compares "
+        "the most that an expected cohort can add up to with the norm of the noise.",
+    ]
+    if weight is not None:
+        facts.append(
+            f"The weights of all enrolled users are taken to add up to {weight:g} × the largest "
+            "weight, a public constant."
+        )
+    for line in (*facts, "Nothing was spent."):
+        console.print(line, highlight=False)
+
+
+def _group_rows(plan: TrainingPlan) -> Iterable[list[str]]:
+    """A row for each vector group of the first round, in the order of the ledger."""
+    mechanism = plan.mechanism
+    groups, queries = mechanism.clipping.groups, mechanism.event.queries
+    rows = zip(groups, queries, plan.shares, mechanism.query.divisors, strict=True)
+    for group, query, share, users in rows:
+        dimension = group.dimension(mechanism.clipping.layout)
+        noise = query.noise_stddev * math.sqrt(dimension)
+        # If every user of an expected cohort contributes the most it may, all in one direction.
+        signal_to_noise = users * group.clipping_norm / noise if noise else math.inf
+        yield [
+            group.name,
+            ", ".join(tensor for tensor in group.tensors if tensor != group.name),
+            f"{dimension:,}",
+            f"{query.clipping_norm:.4g}",
+            f"{query.noise_stddev:.4g}",
+            f"{share:.1%}",
+            f"{signal_to_noise:.3g}",
+        ]
+
+
+def suggest_norms(
+    file: Path, assignments: list[str], ledger: Path | None, rounds: int, quantile: float
+) -> None:
+    """Ask users of an experiment about their update norms, and propose clipping norms.
+
+    Each of the rounds is charged to the ledger, by default the shared one of the experiment.
+    """
+    config = load_config(file, assignments)
+    charged = ledger or (Path(config.privacy.ledger) if config.privacy.ledger else None)
+    if charged is None:
         raise InvalidValueError(
-            "pandas cannot be imported; pip install pandas installs it"
-        ) from error
-    return pd.DataFrame(list(rows))
+            "no ledger is named; what asking costs must be charged where training will be: give "
+            "--ledger, and the same file as privacy.ledger of the experiment"
+        )
+    if rounds < 1:
+        raise InvalidValueError(f"rounds is {rounds}; it must be at least 1")
+    experiment, transport = simulated(config, f"{config.name}-suggest-{os.urandom(4).hex()}")
+    plan = replace(experiment.plan, rounds=rounds)
+    console = Console(markup=False, emoji=False)
+    record = RunFolder(charged.parent).participation_of(charged)
+    known: tuple[NormQuantile, ...] = ()
+    with PrivacyRecords.open(charged, record, plan.population, experiment.budget) as records:
+        state, entropy = experiment.initial_state, experiment.entropy
+        for result, found in find_quantiles(plan, state, quantile, transport, records, entropy):
+            known = found
+            console.print(f"round {result.number} of {rounds}: charge {result.charge[:12]}")
+        loss = epsilon_of(records.ledger.spent(), config.privacy.delta, config.privacy.accountant)
+    names = ("group", "suggested S", "likely between", "± share of users", "S in the file")
+    rows = (
+        [
+            each.group,
+            f"{each.estimate:.3g}",
+            f"{each.low:.3g} and {each.high:.3g}",
+            f"{each.noise_stddev:.2g}",
+            f"{norm:.3g}",
+        ]
+        for each, norm in zip(known, plan.clipping_norms, strict=True)
+    )
+    title = f"Norms that about {quantile:.0%} of users stay within"
+    _print(console, title, names, rows)
+    console.print(
+        f"The ledger {charged} now stands at ε = {format_epsilon(loss.epsilon)} at "
+        f"δ = {config.privacy.delta:g}; train with privacy.ledger set to it.",
+        highlight=False,
+    )
+
+
+def _print(console: Console, title: str, names: Iterable[str], rows: Iterable[list[str]]) -> None:
+    """Print a table with names on the left, which may be folded, and numbers on the right."""
+    text = {"group", "tensors"}
+    columns = [Column(name, "text" if name in text else "number") for name in names]
+    print_table(Table(title, columns, list(rows)), console, box.HEAVY_HEAD)

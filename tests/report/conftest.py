@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.data.population import load_population
-from fedpriv.run.study_runs import calibrated, run_cell
+from fedpriv.run.compare import calibrated, run_cell
 from fedpriv.studies.study import load_study
 from tests.commandline import printed
 from tests.studies.studying import study_file

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.run.reader import read_run
+from fedpriv.run.folder import read_run
 from tests.commandline import printed, refused
 
 

@@ -13,8 +13,8 @@ from fedpriv.data.population import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.run.compare import calibrated, run_cell
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.study_runs import calibrated, run_cell
 from fedpriv.studies import Cell, RunResult, Study
 from fedpriv.studies.results import RESULT, read_results
 from fedpriv.studies.study import load_study

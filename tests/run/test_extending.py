@@ -24,6 +24,8 @@ from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import Average, OptimizerState, Parameters, ServerOptimizer
 from tests.commandline import printed, refused
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @dataclass(frozen=True)
 class SignSGD(LocalTraining):
@@ -150,7 +152,7 @@ def test_one_of_each_is_added_from_outside_and_run(tmp_path: Path) -> None:
     assert set(run.rounds[0].metrics) == {"top-2"}
     assert run.epsilon <= 8.0
     with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
-        sampling: set[SamplingEvent] = {event.sampling for event in ledger.events()}
+        sampling: set[SamplingEvent] = {row.event.sampling for row in ledger.charges()}
     assert {each.sampling_probability for each in sampling} == {0.5}
     assert run.report().read_text().startswith("<!DOCTYPE html>")
     assert len(run.to_pandas()) == 3
@@ -199,7 +201,7 @@ def test_one_of_each_is_named_in_a_file_and_run(tmp_path: Path) -> None:
     assert config.mechanism().clipping == BiasesApart(0.5)
     assert config.server.build() == Damped(0.5)
     with Ledger.open(folder / "ledger.sqlite") as ledger:
-        assert {each.sampling.sampling_probability for each in ledger.events()} == {0.5}
+        assert {row.event.sampling.sampling_probability for row in ledger.charges()} == {0.5}
 
 
 @pytest.mark.parametrize(
@@ -276,6 +278,9 @@ def test_arms_of_other_budgets_or_arguments_are_refused(tmp_path: Path) -> None:
     more = {"local": LOCAL, "out": tmp_path / "study"}
     with pytest.raises(InvalidValueError, match="the study's target is that of every arm"):
         fedpriv.compare(*given, {"a": {}, "b": {"mechanism": other}}, **more)
+    endless = mechanism().with_noise(2.0, epsilon=8.0, delta=1e-3)
+    with pytest.raises(InvalidValueError, match="arm 'b': rounds is absent"):
+        fedpriv.compare(*given, {"a": {}, "b": {"mechanism": endless}}, **more)
     with pytest.raises(InvalidValueError, match="arm 'b' sets 'servr'; did you mean 'server'"):
         fedpriv.compare(*given, {"a": {}, "b": {"servr": Damped()}}, **more)
     with pytest.raises(InvalidValueError, match="seeds are none"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedpriv.config import Config, FederationSection
 from fedpriv.errors import DataError
-from fedpriv.run.evaluation import held_out_rows
+from fedpriv.run.run import held_out_rows
 
 CONFIG = Config.model_validate(
     {

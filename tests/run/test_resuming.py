@@ -13,12 +13,13 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Head, Ledger, ProposedCharge
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.setup import RunSetup
+from fedpriv.run.run import RunSetup
 from fedpriv.server import certificates
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.flower_runs import GridSimulation
 from tests.commandline import fedpriv, refused
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 SIMULATIONS = Path(__file__).parents[2] / "simulations"
 DIGITS = SIMULATIONS / "digits.toml"
 SETTINGS = ("--set", "rounds=3", "--set", "data.options.users=40")

@@ -13,14 +13,14 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run import run
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.run import Outcome, conduct
+from fedpriv.run.run import Run, conduct
 from fedpriv.training.checkpoint import checkpoints, load_checkpoint
 from fedpriv.training.rounds import Stop
 from tests.studies.studying import BASE
 
 
 @contextmanager
-def opened(folder: Path, every: int = 1) -> Iterator[tuple[PrivacyRecords, Callable[[], Outcome]]]:
+def opened(folder: Path, every: int = 1) -> Iterator[tuple[PrivacyRecords, Callable[[], Run]]]:
     """The records of a run of five rounds, and what runs it into the folder."""
     output = {"evaluate_every": 5, "checkpoint_every": every}
     config = parse_config(BASE | {"rounds": 5, "output": output}, "test")

@@ -6,7 +6,7 @@ import pytest
 
 from fedpriv.build import Enrolled
 from fedpriv.errors import InvalidValueError
-from fedpriv.run.setup import RunSetup
+from fedpriv.run.run import RunSetup
 
 FEDERATION = Path(__file__).parents[2] / "simulations" / "federation.toml"
 

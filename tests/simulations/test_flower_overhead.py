@@ -8,8 +8,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from fedpriv.build import simulated
-from fedpriv.run.run import carry_out
-from fedpriv.run.setup import RunSetup
+from fedpriv.run.run import RunSetup, carry_out
 from simulations.flower_overhead import Measured, measured, summary
 from simulations.flower_usual import WORK, app, federate, work_of
 from tests.server.local_grid import LocalGrid, in_turns
