@@ -11,17 +11,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from fedpriv.accounting.accountant import PrivacyLoss
+from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.clients.connection import Backoff, FederationStub, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, TakenPart
 from fedpriv.errors import AuditError, LedgerError, UnsupportedEventError, WireError
-from fedpriv.ledger.budget import LEAST_DELTA, merge_equal
-from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
-from fedpriv.ledger.export import ExportedLedger
-from fedpriv.ledger.ledger import ChargedRow
+from fedpriv.ledger.events import (
+    LEAST_DELTA,
+    NeighbouringRelation,
+    RoundEvent,
+    SamplingPolicy,
+    merge_equal,
+)
+from fedpriv.ledger.ledger import ChargedRow, ExportedLedger
 from fedpriv.wire import RoundOffer, Welcome
 
 DISBELIEF = (AuditError, LedgerError, WireError)  # raised when a ledger cannot be believed

@@ -80,7 +80,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         with _refusing():
-            self._database = Database.open_or_create(path, _FORMAT, {})
+            self._database = Database(path, _FORMAT, {})
 
     def record(self, population_name: str, offer: RoundOffer, now: datetime) -> None:
         """Record that the node takes part; if that raises, the node must not train."""

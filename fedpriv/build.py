@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpriv.accounting.accountant import Bound
-from fedpriv.accounting.accountants import accountant_named
+from fedpriv.accounting.accountants import Bound, accountant_named
 from fedpriv.config import Config, parse_config, plain, tables_of
 from fedpriv.data.population import Population, UserStore, load_population
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
@@ -22,8 +21,7 @@ from fedpriv.engine.task import LOSSES, Task, check_task, running_norms
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import InvalidValueError
 from fedpriv.importing import import_function, path_of
-from fedpriv.ledger.budget import PrivacyBudget
-from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent
 from fedpriv.mechanism import Mechanism
 from fedpriv.models import build_model
 from fedpriv.privacy.gaussian_mechanism import Metric

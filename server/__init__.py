@@ -2,8 +2,8 @@
 
 Read `deployment` first: `fedpriv serve` as a whole. Below it, `enrolment` and `certificates` say
 which users and nodes there are, `authentication` who is calling, `collection` and `service` what
-happens during a round, `listener` how gRPC carries it, `monitoring` what an operator sees.
-`flower_runs`, `flower_grid` and `ray_engine` run the same rounds on Flower's runtime.
+happens during a round over gRPC, `monitoring` what an operator sees. `flower_runs` and `ray_engine`
+run the same rounds on Flower's runtime.
 """
 
 if __name__ != "fedpriv.server":

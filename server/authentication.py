@@ -1,31 +1,34 @@
-"""Who is calling: an interceptor that lets no call reach a handler before its node is known.
+"""Who is calling: where the server listens, how callers are known there, and what each may do.
 
-It also bounds how often a node may call, and how many calls it may have open.
+An interceptor lets no call reach a handler before its node is known; it also bounds how often a
+node may call, and how many calls it may have open.
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from time import monotonic
 from typing import TypeAlias
 from urllib.parse import unquote
 
 import grpc
 
+from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, WireError
-from fedpriv.server.enrolment import (
-    CertificateError,
-    EnrolledCertificates,
-    Enrolment,
-    check_node_name,
-)
-from fedpriv.server.monitoring import Monitor, Refusal
+from fedpriv.server.certificates import load_ca
+from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
+from fedpriv.server.monitoring import Monitor
+from fedpriv.wire.naming import NODE_KEY, Address, check_node_name
 
+_log = logging.getLogger(__name__)
 NODE: ContextVar[str] = ContextVar("NODE")  # the node that the handler of a call speaks with
-NODE_KEY = "fedpriv-node"  # metadata with a node's name, percent-encoded, in plain text
 _TOO_LONG = "it took too long, the node began another, or the round is over"
+_UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 _OPEN_CALLS = 16  # of one node; it needs two or three, and some that are lost without a word
 
 Context: TypeAlias = grpc.aio.ServicerContext
@@ -47,21 +50,16 @@ class UnknownPeerError(RefusedCallError):
     """The caller may not call, or may no longer."""
 
 
-def _unknown(sentence: str) -> UnknownPeerError:
-    return UnknownPeerError(grpc.StatusCode.UNAUTHENTICATED, sentence)
-
-
 def by_certificate(certificates: EnrolledCertificates) -> Identify:
     """The node at which the certificate of the TLS connection is enrolled, as of now."""
 
     def identify(context: Context) -> str:
-        shown = context.auth_context().get("x509_pem_cert")
-        if not shown:
-            raise _unknown("the connection shows no certificate")
         try:
-            return certificates.node_of(shown[0], datetime.now(UTC))
+            pem, *_ = context.auth_context().get("x509_pem_cert") or [b""]
+            return certificates.node_of(pem, datetime.now(UTC))
         except CertificateError as error:
-            raise _unknown(f"the certificate is refused: {error}") from error
+            sentence = f"the certificate is refused: {error}"
+            raise UnknownPeerError(_UNAUTHENTICATED, sentence) from error
         except InvalidValueError as error:
             # Only the operator can mend the file, and only the operator should know its path.
             sentence = "the server cannot read its enrolment now"
@@ -78,7 +76,53 @@ def by_declaration(context: Context) -> str:
             raise InvalidValueError(f"the call has {len(names)} metadata {NODE_KEY}; one is needed")
         return check_node_name(unquote(str(names[0]), errors="strict"))
     except ValueError as error:
-        raise _unknown(str(error)) from error
+        raise UnknownPeerError(_UNAUTHENTICATED, str(error)) from error
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An address, and how callers are known there."""
+
+    address: Address
+    credentials: grpc.ServerCredentials | None  # of TLS; None: plain text
+    identify: Identify
+
+
+def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
+    """The endpoint that a configuration describes.
+
+    With `insecure` it speaks plain text, where a node is believed to be the one it says: on
+    loopback only. Otherwise certificates must be there and usable, and some enrolled.
+    """
+    address = Address.parse(section.address, "federation.address")
+    if insecure:
+        address.check_loopback("federation.address")
+        _log.warning("plain text: any process on this machine can claim to be any node")
+        return Endpoint(address, None, by_declaration)
+    if section.certificates is None:
+        raise InvalidValueError(
+            "federation.certificates is absent; it must be a folder with ca.pem, server.pem "
+            "and server.key, as `fedpriv certs init` makes it, or --insecure be given"
+        )
+    certificates = EnrolledCertificates(Path(section.enrolment))
+    credentials = tls_credentials(Path(section.certificates))
+    if not certificates.nodes():
+        raise InvalidValueError(
+            f"{section.enrolment} enrols no certificate; each node's table must have the key "
+            "certificate, with the fingerprint that `fedpriv certs issue` prints"
+        )
+    return Endpoint(address, credentials, by_certificate(certificates))
+
+
+def tls_credentials(folder: Path) -> grpc.ServerCredentials:
+    """Credentials that show the server's certificate and demand one of every peer."""
+    load_ca(folder / "ca.pem")
+    names = ("ca.pem", "server.pem", "server.key")
+    try:
+        ca, certificate, key = ((folder / name).read_bytes() for name in names)
+    except OSError as error:
+        raise InvalidValueError(f"{error.filename} cannot be read: {error.strerror}") from error
+    return grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
 
 
 class RateLimit:
@@ -101,6 +145,7 @@ class RateLimit:
         return admitted
 
 
+@dataclass(eq=False)
 class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Checks the caller of every method of every service, then sets `NODE` and hands over.
 
@@ -111,17 +156,24 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         * What a handler refuses, cannot parse or waits too long for ends its call with a status.
     """
 
-    def __init__(
-        self, identify: Identify, enrolment: Enrolment, rates: RateLimit, monitor: Monitor
-    ) -> None:
-        self._identify, self._enrolled = identify, frozenset(enrolment.nodes)
-        self._rates, self._monitor = rates, monitor
-        self._open: Counter[str] = Counter()
-        self._ended = monotonic()
+    identify: Identify
+    enrolment: Enrolment
+    rates: RateLimit
+    monitor: Monitor
+    _open: Counter[str] = field(default_factory=Counter)
+    _ended: float = field(default_factory=monotonic)
 
     def idle_seconds(self) -> float:
         """Seconds since the last call ended; 0 while one is open."""
         return 0.0 if self._open else monotonic() - self._ended
+
+    def known(self, context: Context) -> str:
+        """The node that calls; UnknownPeerError if it may not take part, or may no longer."""
+        try:
+            return self.identify(context)
+        except UnknownPeerError:
+            self.monitor.add("refused_calls", 1, "identity")
+            raise
 
     async def intercept_service(
         self,
@@ -163,32 +215,25 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                 raise asyncio.CancelledError from error
             finally:
                 if node is not None:
-                    self._end_call(node, name, began)
+                    self._ended = monotonic()
+                    self._open[node] -= 1
+                    if not self._open[node]:
+                        del self._open[node]
+                    self.monitor.handled(name, self._ended - began)
 
         return checked
 
-    def _end_call(self, node: str, name: str, began: float) -> None:
-        self._ended = monotonic()
-        self._open[node] -= 1
-        if not self._open[node]:
-            del self._open[node]
-        self._monitor.handled(name, self._ended - began)
-
     def _admitted(self, context: Context) -> str:
-        try:
-            node = self._identify(context)
-        except UnknownPeerError:
-            self._monitor.refused(Refusal.IDENTITY)
-            raise
-        if node not in self._enrolled:
-            self._monitor.refused(Refusal.ENROLMENT)
-            raise RefusedCallError(grpc.StatusCode.PERMISSION_DENIED, "the node is not enrolled")
+        node, code = self.known(context), grpc.StatusCode
+        if node not in self.enrolment.users:
+            self.monitor.add("refused_calls", 1, "enrolment")
+            raise RefusedCallError(code.PERMISSION_DENIED, "the node is not enrolled")
         busy = f"the node has {_OPEN_CALLS} calls open" if self._open[node] >= _OPEN_CALLS else None
-        if not self._rates.admits(node):
+        if not self.rates.admits(node):
             busy = "the node calls too often"
         if busy:
-            self._monitor.refused(Refusal.RATE)
-            raise RefusedCallError(grpc.StatusCode.RESOURCE_EXHAUSTED, busy)
+            self.monitor.add("refused_calls", 1, "rate")
+            raise RefusedCallError(code.RESOURCE_EXHAUSTED, busy)
         return node
 
 

@@ -9,13 +9,12 @@ a key is never readable by others, not even while it is written.
 """
 
 import ipaddress
-import os
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
 from cryptography import x509
@@ -24,12 +23,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
 from fedpriv.errors import InvalidValueError, writing
-from fedpriv.server.enrolment import MALFORMED, check_node_name, fingerprint_of
+from fedpriv.server.enrolment import MALFORMED, fingerprint_of
 from fedpriv.training.checkpoint import write_atomically
+from fedpriv.wire.naming import NODE_URI, check_node_name
 
 YEAR = timedelta(days=365)
 _AUTHORITY_LIFETIME = 10 * YEAR
 _CLOCK_SKEW = timedelta(minutes=5)
+_OTHER_USAGES = (
+    *("crl_sign", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("encipher_only", "decipher_only"),
+)
 _LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}"
 _HOST = re.compile(rf"(?=.{{1,253}}$)(?!(.*\.)?[0-9]+$){_LABEL}(\.{_LABEL})*")
 
@@ -46,16 +50,14 @@ def load_ca(path: Path) -> x509.Certificate:
     return ca
 
 
-@dataclass(frozen=True)
-class Issued:
+class Issued(NamedTuple):
     """A node's new certificate: the folder to move to the node, and what to enrol."""
 
     folder: Path
     fingerprint: str
 
 
-@dataclass(frozen=True)
-class _Signed:
+class _Signed(NamedTuple):
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
@@ -80,11 +82,11 @@ def init(folder: Path, hosts: Sequence[str]) -> None:
     issue_server(folder, hosts)
 
 
-def issue_server(folder: Path, hosts: Sequence[str], *, lifetime: timedelta = YEAR) -> None:
+def issue_server(folder: Path, hosts: Sequence[str]) -> None:
     """Give the server a new key and certificate (serverAuth), in place of those it has."""
-    alternatives, begin = _alternatives_of(hosts), datetime.now(UTC) - _CLOCK_SKEW
-    usage, authority = ExtendedKeyUsageOID.SERVER_AUTH, _opened(folder)
-    lifetime += _CLOCK_SKEW
+    alternatives, authority = _alternatives_of(hosts), _opened(folder)
+    begin, usage = datetime.now(UTC) - _CLOCK_SKEW, ExtendedKeyUsageOID.SERVER_AUTH
+    lifetime = YEAR + _CLOCK_SKEW
     issued = _signed("fedpriv server", authority, begin, lifetime, usage, alternatives)
     _write(folder / "server", "server", issued, authority)
 
@@ -99,7 +101,7 @@ def issue(
     from `begin` on, which has a time zone, by default at once; it must not outlive the authority.
     """
     begin = datetime.now(UTC) - _CLOCK_SKEW if begin is None else begin
-    uri = x509.UniformResourceIdentifier("fedpriv:node:" + quote(check_node_name(node)))
+    uri = x509.UniformResourceIdentifier(NODE_URI + quote(check_node_name(node)))
     usage, authority = ExtendedKeyUsageOID.CLIENT_AUTH, _opened(folder)
     issued = _signed(node, authority, begin, lifetime, usage, [uri])
     _write(folder / "nodes" / node, "node", issued, authority)
@@ -132,34 +134,23 @@ def _signed(
 ) -> _Signed:
     """A certificate for a new key on the curve P-256; an authority's own has no issuer."""
     key, authority = ec.generate_private_key(ec.SECP256R1()), issuer is None
-    public, end = key.public_key(), begin + lifetime
     subject = signer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     signing = key
     if issuer is not None:
         signer, signing = issuer.certificate.subject, issuer.key
         _check_validity(begin, lifetime, issuer.certificate.not_valid_after_utc)
-    key_usage = x509.KeyUsage(
-        digital_signature=not authority,
-        key_cert_sign=authority,
-        crl_sign=False,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    usages = {"digital_signature": not authority, "key_cert_sign": authority}
     extensions: list[tuple[x509.ExtensionType, bool]] = [
-        (x509.SubjectKeyIdentifier.from_public_key(public), False),
+        (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
         (x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key()), False),
         (x509.BasicConstraints(ca=authority, path_length=0 if authority else None), True),
-        (key_usage, True),
+        (x509.KeyUsage(**dict.fromkeys(_OTHER_USAGES, False), **usages), True),
     ]
     if usage is not None:
         extensions.append((x509.ExtendedKeyUsage([usage]), False))
         extensions.append((x509.SubjectAlternativeName(alternatives), False))
-    serial = x509.random_serial_number()
-    builder = x509.CertificateBuilder(signer, subject, public, serial, begin, end)
+    serial, end = x509.random_serial_number(), begin + lifetime
+    builder = x509.CertificateBuilder(signer, subject, key.public_key(), serial, begin, end)
     for extension, critical in extensions:
         builder = builder.add_extension(extension, critical)
     return _Signed(builder.sign(signing, hashes.SHA256()), key)
@@ -193,19 +184,15 @@ def _alternatives_of(hosts: Sequence[str]) -> list[x509.GeneralName]:
 def _write(folder: Path, name: str, issued: _Signed, authority: _Signed) -> None:
     """Write a certificate, its key and ca.pem into the folder of one machine."""
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    key = issued.key.private_bytes(pem, pkcs8, serialization.NoEncryption())
     with writing(folder / f"{name}.pem"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         write_atomically(folder / "ca.pem", authority.certificate.public_bytes(pem))
+        # What `write_atomically` fills and renames: a new file, so that no other process has it
+        # open, with its final mode from the start.
         partial = folder / f".{name}.key.partial"
         partial.unlink(missing_ok=True)
-        # A new file, so that no other process has it open, with its final mode from the start.
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(key)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(folder / f"{name}.key")
-        # The key is durable with the certificate that follows into the same folder.
+        partial.touch(0o600, exist_ok=False)
+        key = issued.key.private_bytes(pem, pkcs8, serialization.NoEncryption())
+        write_atomically(folder / f"{name}.key", key)
         write_atomically(folder / f"{name}.pem", issued.certificate.public_bytes(pem))

@@ -4,6 +4,7 @@ import asyncio
 import queue
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Self
 from fedpriv import wire
 from fedpriv.config import Config
 from fedpriv.engine.metrics import own_metrics
-from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest
 from fedpriv.server.enrolment import Enrolment, Hosting, Positions
 from fedpriv.training.plan import TrainingPlan
@@ -54,20 +55,28 @@ def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundReques
 class RoundTerms:
     """Which attempt at a round nodes are asked to answer, and what an answer may hold."""
 
-    id: wire.RoundId
+    offer: wire.RoundOffer  # to no node yet
+    model: Tensors
     expected: Layout  # of sums
     drawn: Mapping[str, Positions]  # by node, the users that were drawn there; secret
+    deadline: float  # on the clock of `time.monotonic`
 
     @classmethod
-    def of(cls, request: RoundRequest, hosting: Hosting) -> Self:
+    def of(cls, request: RoundRequest, hosting: Hosting, price: wire.Price, seconds: float) -> Self:
         """The terms of a request to the nodes that host its users, under a new nonce."""
-        nonce = secrets.randbits(64)
-        round_id = wire.RoundId(request.run, request.round, request.attempt, nonce)
-        return cls(round_id, wire.layout_of_sums(request.clipping), hosting.drawn(request.users))
+        model, nonce = wire.model_of(request), secrets.randbits(64)
+        offer = wire.RoundOffer.of(request, seconds, price, wire.manifest_of(model), nonce)
+        expected, drawn = wire.layout_of_sums(request.clipping), hosting.drawn(request.users)
+        return cls(offer, model, expected, drawn, monotonic() + seconds)
+
+    def offer_to(self, node: str) -> wire.RoundOffer | None:
+        """What to ask a node of drawn users now; None after the deadline."""
+        left, users = self.deadline - monotonic(), self.drawn[node].copy()
+        return replace(self.offer, seconds=left, users=users) if left > 0.0 else None
 
     def misfit(self, node: str, answer: wire.Answer) -> str | None:
         """Why an answer of a node cannot count, in one sentence, or None."""
-        if answer.id != self.id:
+        if answer.id != self.offer.id:
             return "the answer is to another round or attempt than the one that is collected"
         if node not in self.drawn:
             return _NOT_AWAITED
@@ -86,35 +95,27 @@ class End(StrEnum):
 
 
 class Connection:
-    """One open `Connect` call; of offers, only the newest waits."""
+    """One open `Connect` call; of what it is told, only the newest offer waits, or the end."""
 
     def __init__(self) -> None:
         self._told = asyncio.Event()
-        self._offer: wire.RoundOffer | None = None
-        self._end: End | None = None
+        self._next: wire.RoundOffer | End | None = None
 
-    def offer(self, offer: wire.RoundOffer) -> None:
-        """Tell the node of a round, in place of one that it has not been told of yet."""
-        self._offer = offer
-        self._told.set()
-
-    def end(self, why: End) -> None:
-        """End the connection; what waits is dropped, and the first reason stays."""
-        self._end = self._end or why
+    def tell(self, what: wire.RoundOffer | End) -> None:
+        """Tell the node of a round or the end; after an end, which stays, nothing else."""
+        if not isinstance(self._next, End):
+            self._next = what
         self._told.set()
 
     async def next(self, seconds: float) -> wire.RoundOffer | End | None:
         """What to tell the node next; None if there is nothing within these seconds."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._told.wait()
-        except TimeoutError:
-            return None
-        if self._end is not None:
-            return self._end
-        self._told.clear()
-        offer, self._offer = self._offer, None
-        return offer
+            if not isinstance(self._next, End):
+                self._told.clear()
+            return self._next
+        return None
 
 
 class Connections:
@@ -136,10 +137,10 @@ class Connections:
     def connect(self, node: str) -> Connection:
         """A new connection of a node, which ends an older one."""
         if node in self._open:
-            self._open[node].end(End.NEWER)
+            self._open[node].tell(End.NEWER)
         connection = self._open[node] = Connection()
         if self._over is not None:
-            connection.end(self._over)
+            connection.tell(self._over)
         self._changed()
         return connection
 
@@ -162,7 +163,7 @@ class Connections:
         """End all connections, and every one that is still to come."""
         self._over = why
         for connection in self._open.values():
-            connection.end(why)
+            connection.tell(why)
 
 
 class Collection:
@@ -179,17 +180,11 @@ class Collection:
     def __init__(
         self, request: RoundRequest, price: wire.Price, enrolment: Enrolment, seconds: float
     ) -> None:
-        self.terms = RoundTerms.of(request, enrolment.hosting)
-        self.deadline = monotonic() + seconds
+        self.terms = RoundTerms.of(request, enrolment.hosting, price, seconds)
         self.changed = asyncio.Event()
         self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()
-        self._taken = asyncio.Semaphore(0)
-        self._loop = asyncio.get_running_loop()
-        self._model = wire.model_of(request)
-        manifest, nonce = wire.manifest_of(self._model), self.terms.id.nonce
-        self._offer = wire.RoundOffer.of(request, seconds, price, manifest, nonce)
-        self._waiting = dict(self.terms.drawn)
-        self._over = False
+        self._taken, self._loop = asyncio.Semaphore(0), asyncio.get_running_loop()
+        self._waiting, self._over = dict.fromkeys(self.terms.drawn), False
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -198,21 +193,18 @@ class Collection:
 
     def offer_to(self, node: str) -> wire.RoundOffer | None:
         """What to ask a node now; None if it is not asked, or has answered."""
-        left = self.deadline - monotonic()
-        if node not in self._waiting or left <= 0.0 or self._over:
-            return None
-        return replace(self._offer, seconds=left, users=self._waiting[node].copy())
+        asked = node in self._waiting and not self._over
+        return self.terms.offer_to(node) if asked else None
 
     @cached_property
     def model_chunks(self) -> Sequence[bytes]:
         """The model as serialised chunks, which all calls share."""
-        return [chunk.SerializeToString() for chunk in wire.chunks(wire.pieces(self._model))]
+        return [chunk.SerializeToString() for chunk in wire.chunks(wire.pieces(self.terms.model))]
 
     def refusal(self, node: str, answer: wire.Answer) -> str | None:
         """Why an answer cannot count, in one sentence; None if it can."""
-        if reason := self.terms.misfit(node, answer):
-            return reason
-        return _NOT_AWAITED if node not in self._waiting or self._over else None
+        late = _NOT_AWAITED if node not in self._waiting or self._over else None
+        return self.terms.misfit(node, answer) or late
 
     async def settle(self, node: str, partial: PartialSum | None) -> bool:
         """Count what a node sent, or that it sends nothing; False if it came too late.
@@ -222,10 +214,9 @@ class Collection:
         if node not in self._waiting or self._over:
             return False
         del self._waiting[node]
-        if partial is not None:
-            self.results.put(partial)
         self.changed.set()
         if partial is not None:
+            self.results.put(partial)
             await self._taken.acquire()
         return True
 
@@ -239,12 +230,10 @@ class Collection:
         A node that is not connected is waited for `absent` seconds; if `fixed`, the deadline is
         waited for whatever happens.
         """
-        end = self.deadline
-        if not fixed:
-            away = [connections.away_since(node) for node in self._waiting]
-            gone = [since for since in away if since is not None]
-            if len(gone) == len(away):
-                end = min(end, max(gone) + absent) if gone else 0.0
+        end, away = self.terms.deadline, [connections.away_since(node) for node in self._waiting]
+        gone = [since for since in away if since is not None]
+        if not fixed and len(gone) == len(away):
+            end = min(end, max(gone) + absent) if gone else 0.0
         return max(0.0, end - monotonic())
 
     def finish(self) -> None:

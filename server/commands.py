@@ -2,23 +2,24 @@
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.logs import LogFormat
+from fedpriv.logs import LogFormat, configure
+
+
+def _option(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, **more)
+
 
 _certs = typer.Typer(
     help="Make a small authority, and certificates for server and nodes.", no_args_is_help=True
 )
-Hosts = Annotated[
-    list[str],
-    typer.Argument(
-        help="DNS names and IP addresses of the server", metavar="HOST", show_default=False
-    ),
-]
-AuthorityFolder = Annotated[Path, typer.Option(help="folder of the authority")]
+_HOSTS = typer.Argument(help="DNS names and IP addresses of the server", metavar="HOST")
+Hosts = Annotated[list[str], _HOSTS]
+AuthorityFolder = Annotated[Path, _option("folder of the authority")]
 
 
 def register(app: typer.Typer) -> None:
@@ -28,33 +29,28 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
-    file: Annotated[Path, typer.Argument(help="the experiment, TOML", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="the experiment, TOML")],
     assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="replace a key, e.g. clipping.norm=0.3; may be repeated"),
+        list[str] | None, _option("replace a key, e.g. clipping.norm=0.3; may be repeated", "--set")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="folder of the run", show_default="runs/NAME-…")
+        Path | None, _option("folder of the run", "--out", show_default="runs/NAME-…")
     ] = None,
     *,
     resume: Annotated[
-        bool, typer.Option("--resume", help="go on with the run in --out, or start it there")
+        bool, _option("go on with the run in --out, or start it there", "--resume")
     ] = False,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="plain text without certificates; on loopback only")
+        bool, _option("plain text without certificates; on loopback only", "--insecure")
     ] = False,
     leave: Annotated[
-        bool, typer.Option("--exit", help="end with the run; else ledger and status stay up")
+        bool, _option("end with the run; else ledger and status stay up", "--exit")
     ] = False,
-    log_format: Annotated[
-        LogFormat, typer.Option("--log-format", help="of the log, on stderr")
-    ] = LogFormat.TEXT,
+    log_format: Annotated[LogFormat, _option("of the log, on stderr")] = LogFormat.TEXT,
 ) -> None:
     """Train across the users of nodes that connect; print accuracy beside the ledger's (ε, δ)."""
     if resume and out is None:
         raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
-    from fedpriv.logs import configure
-
     configure(log_format)
     from fedpriv.server.deployment import serve as run
 
@@ -74,17 +70,16 @@ def init(hosts: Hosts, folder: AuthorityFolder = Path("certs")) -> None:
 
 @_certs.command()
 def issue(
-    node: Annotated[str, typer.Argument(help="name of the node", show_default=False)],
+    node: Annotated[str, typer.Argument(help="name of the node")],
     folder: AuthorityFolder = Path("certs"),
-    days: Annotated[int, typer.Option(min=1, max=3650, help="how long it is valid")] = 365,
+    days: Annotated[int, _option("how long it is valid", min=1, max=3650)] = 365,
 ) -> None:
     """Give a node a key and a certificate, and print what to enrol."""
     from fedpriv.server import certificates
 
-    issued = certificates.issue(folder, node, lifetime=timedelta(days=days))
-    folder = issued.folder
+    folder, fingerprint = certificates.issue(folder, node, lifetime=timedelta(days=days))
     typer.echo(f"{folder}: move it to the node, for --certificates; it is valid for {days} days")
-    typer.echo(f'the server\'s enrolment, at node {node!r}: certificate = "{issued.fingerprint}"')
+    typer.echo(f'the server\'s enrolment, at node {node!r}: certificate = "{fingerprint}"')
 
 
 @_certs.command()

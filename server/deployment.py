@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -19,14 +19,21 @@ from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, StoppedError
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.run import Run, RunSetup, carry_out, released_text
-from fedpriv.server.authentication import Authentication, RateLimit
+from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
 from fedpriv.server.collection import Collection, End, prices, welcomes
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.listener import Address, Endpoint, Listener, endpoint_of, listening
 from fedpriv.server.monitoring import Monitor
-from fedpriv.server.service import LedgerLines, Service, TransferLimits, status_at_start
+from fedpriv.server.service import (
+    LedgerLines,
+    Listener,
+    Service,
+    TransferLimits,
+    listening,
+    status_at_start,
+)
 from fedpriv.training.rounds import OnRound, RoundResult, Stop
-from fedpriv.wire import Price, RunState, Status, encode_welcome
+from fedpriv.wire import Price, RunState, encode_welcome
+from fedpriv.wire.naming import Address
 
 _log = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 10.0  # the longest wait for nodes that read the ledger once more
@@ -43,49 +50,45 @@ class Patience:
     nodes: int  # that must be connected before a round begins
 
 
+@dataclass(frozen=True, eq=False)
 class GrpcTransport(Transport):
     """Asks nodes that are connected, from the thread of the training loop."""
 
-    def __init__(
-        self,
-        listener: Listener,
-        enrolment: Enrolment,
-        price_of: Callable[[RoundRequest], Price],
-        patience: Patience,
-    ) -> None:
-        self._listener, self._service, self._enrolment = listener, listener.service, enrolment
-        self._price_of, self._patience = price_of, patience
-        self._stopping = threading.Event()
+    listener: Listener
+    price_of: Callable[[RoundRequest], Price]
+    patience: Patience
+    _stopping: threading.Event = field(default_factory=threading.Event)
 
     def stop(self) -> None:
         """Abandon the round that is collected, and every later one; safe in a signal handler."""
         self._stopping.set()
-        self._listener.loop.call_soon_threadsafe(self._wake)
+        self.listener.loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        self._service.arrivals.set()
-        if self._service.collection is not None:
-            self._service.collection.finish()
+        service = self.listener.service
+        service.arrivals.set()
+        if service.collection is not None:
+            service.collection.finish()
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield what each node sends in time; StoppedError once `stop` was called."""
         self._await_nodes()
-        price = self._price_of(request)
-        collection = self._listener.call(lambda: self._open(request, price))
-        watch = asyncio.run_coroutine_threadsafe(self._watch(collection), self._listener.loop)
+        price, listener = self.price_of(request), self.listener
+        collection = listener.call(lambda: self._open(request, price))
+        watch = asyncio.run_coroutine_threadsafe(self._watch(collection), listener.loop)
         try:
             while (partial := collection.results.get()) is not None:
                 yield partial
                 collection.taken()
         finally:
             watch.cancel()
-            self._listener.call(lambda: self._close(collection))
+            listener.call(lambda: listener.service.close_round(collection))
         if self._stopping.is_set():
             raise StoppedError("the server was asked to stop; nothing was charged for this round")
 
     def _await_nodes(self) -> None:
         """Wait until enough nodes are connected; which ones are drawn does not matter."""
-        service, least = self._service, self._patience.nodes
+        service, least = self.listener.service, self.patience.nodes
 
         async def enough() -> None:
             while len(service.connections) < least and not self._stopping.is_set():
@@ -94,39 +97,29 @@ class GrpcTransport(Transport):
 
         if len(service.connections) < least:
             _log.info("waiting for %d nodes; %d connected", least, len(service.connections))
-            asyncio.run_coroutine_threadsafe(enough(), self._listener.loop).result()
+            asyncio.run_coroutine_threadsafe(enough(), self.listener.loop).result()
         if self._stopping.is_set():
             raise StoppedError("the server was asked to stop; no node was asked")
 
     def _open(self, request: RoundRequest, price: Price) -> Collection:
-        service = self._service
-        collection = Collection(request, price, self._enrolment, self._patience.deadline)
-        service.collection = collection
-        service.publish(replace(service.status, round=request.round, state=RunState.COLLECTING))
-        for node in collection.waiting:
-            connection, offer = service.connections.of(node), collection.offer_to(node)
-            if connection is not None and offer is not None:
-                connection.offer(offer)
+        service = self.listener.service
+        collection = Collection(request, price, service.enrolment, self.patience.deadline)
+        service.open_round(collection)
         if self._stopping.is_set():
             collection.finish()
         return collection
 
     async def _watch(self, collection: Collection) -> None:
         """End the round when it can end."""
-        connections, absent = self._service.connections, self._patience.absent
+        connections, absent = self.listener.service.connections, self.patience.absent
         try:
-            while left := collection.seconds_left(connections, absent, fixed=self._patience.fixed):
+            while left := collection.seconds_left(connections, absent, fixed=self.patience.fixed):
                 collection.changed.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(left):
                         await collection.changed.wait()
         finally:
             collection.finish()
-
-    def _close(self, collection: Collection) -> None:
-        collection.abandon()
-        self._service.forget_round()
-        self._service.publish(replace(self._service.status, state=RunState.RELEASING))
 
 
 def serve(
@@ -151,8 +144,7 @@ def serve(
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")
     endpoint = endpoint_of(section, insecure=insecure)
     enrolment = Enrolment.load(Path(section.enrolment))
-    users = Enrolled(enrolment.population_id, enrolment.population)
-    experiment = setup.on_nodes(section, users)
+    experiment = setup.on_nodes(section, Enrolled(enrolment.population_id, enrolment.population))
     patience = Patience(
         section.deadline_seconds, section.absent_seconds, section.fixed_length, section.least_nodes
     )
@@ -162,11 +154,15 @@ def serve(
         stack.enter_context(threadpool_limits(1, "blas"))
 
         def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
-            serving = _served(experiment, section, enrolment, endpoint, records, setup.ledger)
-            listener = stack.enter_context(serving)
-            started.append(listener)
+            service = _service(experiment, section, enrolment, endpoint, records, setup.ledger)
+            if section.metrics_address is not None:
+                address = Address.parse(section.metrics_address, "federation.metrics_address")
+                monitor = service.authentication.monitor
+                stack.enter_context(monitor.served(address.host, address.port))
+            serving = listening(service, endpoint.address, endpoint.credentials)
+            started.append(stack.enter_context(serving))
             price_of = prices(experiment.plan, records)
-            transport = GrpcTransport(listener, enrolment, price_of, patience)
+            transport = GrpcTransport(started[0], price_of, patience)
             stack.enter_context(_stop_signals(asked, transport.stop))
             return transport
 
@@ -187,47 +183,37 @@ def serve(
             asked.wait()
 
 
-@contextmanager
-def _served(
+def _service(
     experiment: Experiment,
     section: FederationSection,
     enrolment: Enrolment,
     endpoint: Endpoint,
     records: PrivacyRecords,
     ledger: Path,
-) -> Iterator[Listener]:
-    """Accept connections, and serve the numbers for Prometheus, until the block is left."""
+) -> Service:
     plan, welcome_of = experiment.plan, welcomes(experiment.config, enrolment)
     for node in enrolment.nodes:
         encode_welcome(welcome_of(node))  # what cannot be sent is refused before nodes connect
     memory, dimension = section.transfer_mebibytes * 2**20, plan.mechanism.clipping.layout.dimension
     limits = TransferLimits.within(memory, dimension, section.transfer_seconds)
-    status, lines = status_at_start(plan, records, enrolment), LedgerLines(ledger)
-    monitor, identify = Monitor(), endpoint.identify
-    service = Service(enrolment, welcome_of, lines, identify, status, limits, monitor)
     rates = RateLimit(section.calls_per_minute)
-    authentication = Authentication(identify, enrolment, rates, monitor)
-    with ExitStack() as stack:
-        if section.metrics_address is not None:
-            address = Address.parse(section.metrics_address, "federation.metrics_address")
-            stack.enter_context(monitor.served(address.host, address.port))
-        serving = listening(service, authentication, endpoint.address, endpoint.credentials)
-        yield stack.enter_context(serving)
+    authentication = Authentication(endpoint.identify, enrolment, rates, Monitor())
+    status = status_at_start(plan, records, enrolment)
+    return Service(authentication, welcome_of, LedgerLines(ledger), status, limits)
 
 
 def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, rounds: int) -> Run:
     """Run the rounds and publish each; then tell nodes that the run is over, or the server."""
     service = listener.service
 
-    def publish(status: Status) -> None:
-        listener.call(lambda: service.publish(status))
+    def publish(**changes: object) -> None:
+        listener.call(lambda: service.publish(**changes))
 
     def show(result: RoundResult) -> None:
         _log.info(released_text(result, rounds))
-        waiting = replace(service.status, epsilon=result.epsilon, state=RunState.WAITING)
-        publish(replace(waiting, round=result.number))
+        publish(epsilon=result.epsilon, state=RunState.WAITING, round=result.number)
 
-    publish(replace(service.status, round=first))
+    publish(round=first)
     state, end = RunState.STOPPED, End.SHUTTING_DOWN
     try:
         outcome = run(show)
@@ -236,10 +222,10 @@ def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, ro
             state, end = RunState.FINISHED, End.RUN_OVER
         return outcome
     finally:
-        publish(replace(service.status, state=state))
+        publish(state=state)
         listener.call(lambda: service.connections.end_all(end))
         leave_at = time.monotonic() + (_FAREWELL_SECONDS if end is End.RUN_OVER else 0.0)
-        idle_seconds = listener.authentication.idle_seconds
+        idle_seconds = service.authentication.idle_seconds
         while idle_seconds() < _IDLE_SECONDS and time.monotonic() < leave_at:
             time.sleep(0.1)
 

@@ -3,22 +3,24 @@
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 import numpy as np
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from numpy.typing import NDArray
+from pydantic import AfterValidator, model_validator
+from pydantic_core import PydanticCustomError
 
-from fedpriv.config import read_toml
-from fedpriv.errors import FedprivError, InvalidValueError, known_names
+from fedpriv.config import Section, checked, read_toml
+from fedpriv.errors import FedprivError, InvalidValueError
+from fedpriv.wire.naming import check_node_name
 
 Positions = NDArray[np.int64]  # users, as ascending positions in the population
 # What cryptography raises for a certificate or key that cannot be parsed.
@@ -28,26 +30,9 @@ _FINGERPRINT = re.compile("[0-9a-f]{64}")
 _SETTLED_NANOSECONDS = 2_000_000_000
 
 
-def check_node_name(name: str) -> str:
-    """Return a name that a node can have; it becomes a common name and the name of a folder."""
-    legal = name.isprintable() and name == name.strip() and "/" not in name and name[:1] != "."
-    if not (legal and 1 <= len(name.encode()) <= 64):
-        raise InvalidValueError(
-            f"the name of a node is {name!r}; it must be 1 to 64 bytes of printable text without "
-            "'/', a leading '.', or a leading or trailing space"
-        )
-    return name
-
-
 def fingerprint_of(certificate: x509.Certificate) -> str:
     """SHA-256 of a certificate in DER, as 64 lower-case hexadecimal digits."""
     return certificate.fingerprint(hashes.SHA256()).hex()
-
-
-def _parsed_fingerprint(text: object) -> str | None:
-    """A fingerprint, also in OpenSSL's upper case with colons; None if it is not one."""
-    digits = text.replace(":", "").lower() if isinstance(text, str) else ""
-    return digits if _FINGERPRINT.fullmatch(digits) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,13 +87,20 @@ class Enrolment:
         users = {node: tuple(self.users[node]) for node in sorted(self.users)}
         node_of: dict[str, str] = {}
         for node, ids in users.items():
-            _check_node(node, ids)
+            check_node_name(node)
+            if not ids:
+                raise InvalidValueError(f"nodes.{node}.users is empty; it must have at least one")
             for number, user in enumerate(ids):
+                where = f"nodes.{node}.users.{number} is {user!r}"
+                if not user or not user.isprintable() or user != user.strip():
+                    raise InvalidValueError(
+                        f"{where}; an id must be one printable line without spaces at its ends"
+                    )
                 if user in node_of:
                     raise InvalidValueError(
-                        f"nodes.{node}.users[{number}] is {user!r}, who is enrolled at node "
-                        f"{node_of[user]!r} already; a user must be enrolled once, because updates "
-                        "of one user from several nodes are not summed before clipping"
+                        f"{where}, who is enrolled at node {node_of[user]!r} already; a user must "
+                        "be enrolled once, because updates of one user from several nodes are not "
+                        "summed before clipping"
                     )
                 node_of[user] = node
         object.__setattr__(self, "users", users)
@@ -119,15 +111,11 @@ class Enrolment:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read an enrolment from TOML; docs/identity.md has the format."""
-        table = read_toml(path)
-        with _naming(path):
-            _check_keys(table, ["population", "nodes"], ["population", "nodes"], "")
-            population_id, nodes = table["population"], table["nodes"]
-            if not isinstance(population_id, str):
-                raise InvalidValueError(f"population is {population_id!r}; it must be a string")
-            users = {node: _users_in(node, entry) for node, entry in _tables_in(nodes).items()}
-            _certificates_in(nodes)
-            return cls(population_id, users)
+        table = _read(path)
+        try:
+            return cls(table.population, {node: own.users for node, own in table.nodes.items()})
+        except InvalidValueError as error:
+            raise InvalidValueError(f"{path}: {error}") from error
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -153,19 +141,16 @@ class Enrolment:
     @cached_property
     def hosting(self) -> Hosting:
         """Which node hosts which positions."""
-        numbers = np.empty(self.population, np.int64)
-        for number, node in enumerate(self.nodes):
-            numbers[self._positions[node]] = number
+        number_of = {user: n for n, ids in enumerate(self.users.values()) for user in ids}
+        numbers = np.array([number_of[user] for user in self.user_ids], np.int64)
         alone = frozenset(node for node, ids in self.users.items() if len(ids) == 1)
         return Hosting(self.nodes, numbers, alone)
 
     @cached_property
     def _positions(self) -> dict[str, Positions]:
-        position_of = {user: position for position, user in enumerate(self.user_ids)}
-        positions = {}
-        for node, ids in self.users.items():
-            positions[node] = np.array(sorted(position_of[user] for user in ids), np.int64)
-            positions[node].flags.writeable = False
+        positions = self.hosting.drawn(np.arange(self.population))
+        for own in positions.values():
+            own.flags.writeable = False
         return positions
 
 
@@ -191,9 +176,7 @@ class EnrolledCertificates:
         stamp = _stamp_of(self.path)
         if stamp is None or stamp != self._stamp:
             self._stamp = None  # until all of it has been read
-            table = read_toml(self.path)
-            with _naming(self.path):
-                self._nodes = _certificates_in(table.get("nodes"))
+            self._nodes = _read(self.path).certificates
             self._stamp = stamp
         return self._nodes
 
@@ -216,100 +199,56 @@ class EnrolledCertificates:
 
 
 def _stamp_of(path: Path) -> tuple[int, ...] | None:
-    """A value that differs once the file has changed; None where that cannot be told.
-
-    Two changes within one tick of the file system's clock leave equal times.
-    """
+    """A value that differs once the file has changed; None where that cannot be told."""
     try:
         found = path.stat()
     except OSError:
         return None
+    # Two changes within one tick of the file system's clock leave equal times.
     settled = time.time_ns() - found.st_ctime_ns >= _SETTLED_NANOSECONDS
     return (found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns) if settled else None
 
 
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Put the name of the file in front of an error."""
-    try:
-        yield
-    except InvalidValueError as error:
-        raise InvalidValueError(f"{path}: {error}") from error
+def _fingerprint(text: str) -> str:
+    """A fingerprint, also as OpenSSL prints it, in upper case with colons."""
+    digits = text.replace(":", "").lower()
+    if not _FINGERPRINT.fullmatch(digits):
+        sentence = "It must be the SHA-256 fingerprint of a certificate, 64 hexadecimal digits"
+        raise PydanticCustomError("fingerprint", "{sentence}", {"sentence": sentence})
+    return digits
 
 
-def _certificates_in(nodes: object) -> dict[str, str]:
-    """Fingerprint → node of the tables of nodes that have a certificate."""
-    found: dict[str, str] = {}
-    for node, entry in _tables_in(nodes).items():
-        if not isinstance(entry, dict) or "certificate" not in entry:
-            continue
-        where, fingerprint = f"nodes.{node}.certificate", _parsed_fingerprint(entry["certificate"])
-        if fingerprint is None:
-            raise InvalidValueError(
-                f"{where} is {entry['certificate']!r}; it must be the SHA-256 fingerprint of a "
-                "certificate, 64 hexadecimal digits"
-            )
-        if fingerprint in found:
-            other = found[fingerprint]
-            raise InvalidValueError(f"{where} is that of node {other!r}; each must have its own")
-        found[fingerprint] = node
-    return found
+class _Node(Section):
+    users: list[str]
+    certificate: Annotated[str, AfterValidator(_fingerprint)] | None = None
 
 
-def _tables_in(nodes: object) -> dict[str, object]:
-    if not isinstance(nodes, dict):
-        raise InvalidValueError("nodes is not a table; it must have one table per node")
-    return nodes
+class _EnrolmentFile(Section):
+    population: str
+    nodes: dict[str, _Node]
+
+    @property
+    def certificates(self) -> dict[str, str]:
+        """Fingerprint → node of the nodes that have a certificate."""
+        return {own.certificate: node for node, own in self.nodes.items() if own.certificate}
+
+    @model_validator(mode="after")
+    def _each_has_its_own(self) -> Self:
+        found: dict[str, str] = {}
+        for node, own in self.nodes.items():
+            if own.certificate and (other := found.setdefault(own.certificate, node)) != node:
+                raise ValueError(
+                    f"nodes.{node}.certificate is that of node {other!r}; each must have its own"
+                )
+        return self
 
 
-def _users_in(node: str, entry: object) -> list[str]:
-    if not isinstance(entry, dict):
-        raise InvalidValueError(f"nodes.{node} is {entry!r}; it must be a table")
-    _check_keys(entry, ["users"], ["users", "certificate"], f"nodes.{node}.")
-    users = entry["users"]
-    if not isinstance(users, list):
-        raise InvalidValueError(f"nodes.{node}.users is {users!r}; it must be a list of ids")
-    return users
-
-
-def _check_keys(
-    table: Mapping[str, object], required: Sequence[str], legal: Sequence[str], where: str
-) -> None:
-    unknown = sorted(table.keys() - {*legal})
-    if "shared" in unknown:
+def _read(path: Path) -> _EnrolmentFile:
+    table = read_toml(path)
+    if "population" not in table:
         raise InvalidValueError(
-            f"{where}shared is not supported: updates of one user from several nodes are not "
-            "summed before clipping, so a user must have one node"
+            f"{path}: key population is absent; it names the enrolled users in the ledger and is "
+            "drawn once for all runs: put "
+            f'population = "{secrets.token_hex(16)}" in front of all tables'
         )
-    if unknown:
-        known = known_names(unknown[0], legal)
-        raise InvalidValueError(f"unknown key {where}{unknown[0]}; {known}")
-    missing = [key for key in required if key not in table]
-    if "population" in missing:
-        raise InvalidValueError(
-            "key population is absent; it names the enrolled users in the ledger and is drawn once "
-            f'for all runs: put population = "{secrets.token_hex(16)}" in front of all tables'
-        )
-    if missing:
-        raise InvalidValueError(f"key {where}{missing[0]} is absent")
-
-
-def _check_node(node: str, ids: Sequence[str]) -> None:
-    where = f"nodes.{node}.users"
-    try:
-        check_node_name(node)
-    except InvalidValueError as error:
-        raise InvalidValueError(f"nodes: {error}") from error
-    if not ids:
-        raise InvalidValueError(f"{where} is empty; a node must have at least one user")
-    for number, user in enumerate(ids):
-        if not isinstance(user, str):
-            raise InvalidValueError(
-                f"{where}[{number}] is {user!r}; it must be a string, the id of a user, and "
-                "users shared by several nodes cannot be enrolled"
-            )
-        if not user or not user.isprintable() or user != user.strip():
-            raise InvalidValueError(
-                f"{where}[{number}] is {user!r}; an id must be one printable line without spaces "
-                "at its ends"
-            )
+    return checked(_EnrolmentFile, table, str(path))

@@ -1,45 +1,243 @@
-"""The Flower ServerApp: the run of an experiment, with workers or nodes that Flower reaches.
+"""The Flower ServerApp: an experiment on workers or nodes that Flower reaches over a grid.
 
 Where the experiment has a section `federation`, the SuperNodes are its enrolled nodes and hold the
 users' data. Otherwise they are workers among which the configured population is spread.
 """
 
 import logging
+import queue
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Self
 
 import numpy as np
-from flwr.app import DEFAULT_TTL, Context
+from flwr.app import DEFAULT_TTL, Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
 from pydantic import model_validator
 from rich.console import Console
 
+from fedpriv import wire
 from fedpriv.build import Enrolled, Experiment, simulated
 from fedpriv.config import Count, FederationSection, Section, checked
 from fedpriv.data.population import UserStore
-from fedpriv.errors import InvalidValueError
-from fedpriv.logs import LogFormat, configure
-from fedpriv.privacy.round import PrivacyRecords, Transport
+from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
+from fedpriv.logs import LogFormat, configure, one_line
+from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.run import Follow, Run, RunSetup, carry_out, released_text
-from fedpriv.server.collection import prices, task_of, welcomes
-from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.flower_grid import (
-    EnrolledNodes,
-    GridTransport,
-    Headers,
-    shards,
-    simulated_workers,
-)
+from fedpriv.server.collection import RoundTerms, prices, task_of, welcomes
+from fedpriv.server.enrolment import Enrolment, Hosting
 from fedpriv.training.rounds import OnRound
-from fedpriv.wire import Welcome, encode_welcome
-from fedpriv.wire.flower import SIMULATED, WELCOME, Simulated
+from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire import flower
 
 _log = logging.getLogger(__name__)
+_FIRST_POLL_SECONDS = 0.005
+_POLL_GROWTH = 1.2  # so that a reply is noticed within a fifth of the time that it took
+_LONGEST_POLL_SECONDS = 0.5
+_STOP_CHECK_SECONDS = 0.2
+_NODES_CHECK_SECONDS = 2.0
+_HELLO_BYTES = 8192
+_INTRODUCTION_SECONDS = 60.0
+_START_SECONDS = 600.0  # a worker imports torch and loads all users' data
+
+Headers = Mapping[str, bytes]
+Reply = tuple[str, Message | str]  # key of a message; its reply, or why there is none
+
+
+def exchange(
+    grid: Grid, messages: Iterable[tuple[str, Message]], deadline: float, stopping: threading.Event
+) -> Generator[Reply, None, None]:
+    """Send messages by key, and yield the reply to each as it comes.
+
+    A message that the grid does not take, as for a node that has gone, has no reply; the others
+    have one at most, whatever their nodes send again, and none after the deadline (on the clock of
+    `time.monotonic`) or the stop. Each reply has a thread of its own: a pull for several messages
+    waits for the slowest, and a node that dies in mid-upload holds it for minutes, whatever its
+    timeout. A thread that Flower holds up does not keep the process alive.
+    """
+    over, replies = threading.Event(), queue.SimpleQueue[Reply]()
+
+    def await_reply(key: str, message_id: str) -> None:
+        pause = _FIRST_POLL_SECONDS
+        while not over.is_set():
+            try:
+                for reply in grid.pull_messages([message_id]):
+                    if reply.metadata.reply_to_message_id == message_id:
+                        trouble = f"error {reply.error.code} of Flower" if reply.has_error() else ""
+                        replies.put((key, trouble or reply))
+                        return
+            except Exception as error:  # of the connection, or of bytes that are not a message
+                replies.put((key, f"its reply cannot be received: {type(error).__name__}"))
+                return
+            over.wait(pause)
+            pause = min(_POLL_GROWTH * pause, _LONGEST_POLL_SECONDS)
+
+    outstanding = 0
+    try:
+        for key, message in messages:
+            # A grid may leave out the ids of messages that it does not take: so one at a time.
+            for message_id in filter(None, grid.push_messages([message])):
+                threading.Thread(target=await_reply, args=(key, message_id), daemon=True).start()
+                outstanding += 1
+        while outstanding and not stopping.is_set() and (left := deadline - monotonic()) > 0.0:
+            try:
+                reply = replies.get(timeout=min(left, _STOP_CHECK_SECONDS))
+            except queue.Empty:
+                continue
+            outstanding -= 1
+            yield reply
+    finally:
+        over.set()
+
+
+@dataclass(frozen=True, eq=False)
+class GridTransport(Transport):
+    """Asks the nodes of the drawn users, each once a round, and takes what comes in time.
+
+    Guarantees, beside those of every transport:
+
+    * a reply counts for the node that was asked, once, if it answers this attempt at this round;
+    * of a reply that is an error only the code is logged, and nothing of a node of one user;
+    * where answers are required, a round without all of them raises, so that it is not charged:
+      a worker of a simulation that does not answer lacks the code, or has died, and to go on
+      without its users would be another experiment.
+    """
+
+    grid: Grid
+    hosting: Hosting
+    present: Callable[[], Mapping[str, int]]  # at the start of a round: name → id on the grid
+    headers: Callable[[str], Headers]  # what to tell a node beside the offer
+    price_of: Callable[[RoundRequest], wire.Price]
+    seconds: float  # from the offer to the deadline
+    stopping: threading.Event  # once set, the round is abandoned, and every later one
+    fixed: bool = False  # whether every round takes until its deadline
+    required: bool = False  # whether all that are asked must answer
+
+    def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
+        """Yield the contribution or sum of each node that answers in time."""
+        present = self.present()
+        terms = RoundTerms.of(request, self.hosting, self.price_of(request), self.seconds)
+        tensors, answered = flower.packed(terms.model), 0
+
+        def messages() -> Iterator[tuple[str, Message]]:
+            for node in terms.drawn:
+                if node in present and (offer := terms.offer_to(node)):
+                    encoded, to = wire.encode_offer(offer).SerializeToString(), present[node]
+                    headers = {flower.OFFER: encoded, **self.headers(node)}
+                    content = flower.content_of(headers, tensors)
+                    yield node, Message(content, to, MessageType.TRAIN, ttl=offer.seconds)
+
+        with closing(exchange(self.grid, messages(), terms.deadline, self.stopping)) as replies:
+            for node, reply in replies:
+                if partial := self._counted(terms, node, present[node], reply):
+                    answered += 1
+                    yield partial
+        if self.fixed:
+            self.stopping.wait(max(0.0, terms.deadline - monotonic()))
+        if self.stopping.is_set():
+            raise StoppedError("the server was asked to stop; nothing was charged for this round")
+        if self.required and answered < len(terms.drawn):
+            found = f"{answered} of {len(terms.drawn)}"
+            raise WorkerError(f"{found} workers answered in round {request.round}; all must")
+
+    def _counted(
+        self, terms: RoundTerms, node: str, node_id: int, reply: Message | str
+    ) -> PartialSum | None:
+        """What a reply adds to the sum; None if it does not count."""
+        name = self.hosting.log_name(node)
+        if isinstance(reply, str):
+            _log.warning("%s counts as zero: %s", name, reply)
+            return None
+        try:
+            if reply.metadata.src_node_id != node_id:
+                raise WireError("it comes from another node than the one that was asked")
+            header = flower.header_in(reply.content, flower.ANSWER, wire.SERVER_RECEIVES_BYTES)
+            if header is None:
+                raise WireError("it holds no answer")
+            message = wire.parse(pb.Answer, header, wire.SERVER_RECEIVES_BYTES)
+            answer = wire.decode_answer(message, terms.expected)
+            if reason := terms.misfit(node, answer):
+                raise WireError(reason)
+            if isinstance(answer.content, wire.Decline):
+                _log.info("%s declines: %s", name, one_line(answer.content.reason))
+                return None
+            (total,) = flower.tensors_in(reply.content, answer.content.tensors).values()
+            return answer.content.partial_sum(node, total)
+        except WireError as error:
+            _log.warning("an answer of %s is refused: %s", name, one_line(str(error)))
+            return None
+
+
+def _introduced(
+    grid: Grid, ids: Iterable[int], headers: Headers, seconds: float, stopping: threading.Event
+) -> Iterator[tuple[int, wire.Hello | str]]:
+    """Id, and what a node says of itself or in one sentence why it cannot, as answers come."""
+    messages = (
+        (str(i), Message(flower.content_of(headers), i, MessageType.QUERY, ttl=seconds))
+        for i in ids
+    )
+    for key, reply in exchange(grid, messages, monotonic() + seconds, stopping):
+        yield int(key), _said(reply)
+
+
+def _said(reply: Message | str) -> wire.Hello | str:
+    if isinstance(reply, str):
+        return f"{reply}; fedpriv must be installed there"
+    try:
+        if trouble := flower.header_in(reply.content, flower.TROUBLE, _HELLO_BYTES):
+            return one_line(trouble.decode(errors="replace"))
+        header = flower.header_in(reply.content, flower.HELLO, _HELLO_BYTES)
+        return wire.decode_hello(wire.parse(pb.Hello, header or b"", _HELLO_BYTES))
+    except WireError as error:
+        return one_line(str(error))
+
+
+@dataclass(frozen=True, eq=False)
+class EnrolledNodes:
+    """The enrolled nodes that are on a grid, asked again whenever others are there.
+
+    A node is known by the name that it says, if it holds exactly the users enrolled there; of
+    several with one name, the one that came last counts. A round waits until `least` are there.
+    """
+
+    grid: Grid
+    enrolment: Enrolment
+    least: int
+    stopping: threading.Event
+    _names: dict[int, str | None] = field(default_factory=dict)  # None: not enrolled
+
+    def __call__(self) -> Mapping[str, int]:
+        """Name → id of the nodes on the grid now; StoppedError if it was asked to stop."""
+        while len(present := self._present()) < self.least:
+            _log.info("waiting for %d nodes; %d are there", self.least, len(present))
+            if self.stopping.wait(_NODES_CHECK_SECONDS):
+                break
+        if self.stopping.is_set():
+            raise StoppedError("the server was asked to stop; no node was asked")
+        return present
+
+    def _present(self) -> dict[str, int]:
+        ids, names = list(self.grid.get_node_ids()), self._names
+        for gone in names.keys() - {*ids}:
+            del names[gone]
+        strangers = [i for i in ids if i not in names]
+        said = _introduced(self.grid, strangers, {}, _INTRODUCTION_SECONDS, self.stopping)
+        for node_id, hello in said:
+            if isinstance(hello, str):  # asked again in the next round
+                _log.warning("a node cannot take part now: %s", hello)
+                continue
+            enrolled = self.enrolment.users.get(hello.node)
+            known = enrolled is not None and wire.digest_of(enrolled) == hello.users_sha256
+            if not known:
+                _log.warning("a node is not enrolled, or holds other users than are enrolled at it")
+            names[node_id] = hello.node if known else None
+        return {name: node_id for node_id, name in names.items() if name is not None}
 
 
 def run_on_nodes(
@@ -48,38 +246,82 @@ def run_on_nodes(
     grid: Grid,
     stopping: threading.Event,
     console: Console,
-    follow: Follow,
 ) -> None:
     """Run or resume an experiment on the enrolled SuperNodes of a grid, and print how it went.
 
     Of the section, the keys count that say where users are and how long nodes are waited for; how
     they connect is Flower's. When `stopping` is set, the round that is collected is abandoned.
     """
-    enrolment = Enrolment.load(Path(section.enrolment))
-    users = Enrolled(enrolment.population_id, enrolment.population)
-    experiment, least = setup.on_nodes(section, users), section.least_nodes
+    enrolment, least = Enrolment.load(Path(section.enrolment)), section.least_nodes
+    experiment = setup.on_nodes(section, Enrolled(enrolment.population_id, enrolment.population))
     if least > len(enrolment.nodes):
         raise InvalidValueError(
             f"federation.least_nodes is {least}; {len(enrolment.nodes)} nodes are enrolled"
         )
-    welcome_of = welcomes(experiment.config, enrolment)
+    welcome_of, hosting = welcomes(experiment.config, enrolment), enrolment.hosting
+    present = EnrolledNodes(grid, enrolment, least, stopping)
+    seconds, fixed = section.deadline_seconds, section.fixed_length
 
     def headers(node: str) -> Headers:
-        return {WELCOME: encode_welcome(welcome_of(node)).SerializeToString()}
+        return _welcome(welcome_of(node))
 
     def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
+        price_of = prices(experiment.plan, records)
         return GridTransport(
-            grid,
-            enrolment.hosting,
-            EnrolledNodes(grid, enrolment, least, stopping),
-            headers,
-            prices(experiment.plan, records),
-            section.deadline_seconds,
-            stopping,
-            fixed=section.fixed_length,
+            grid, hosting, present, headers, price_of, seconds, stopping, fixed=fixed
         )
 
-    carry_out(setup, experiment, hosted, console, follow, clock=None)
+    carry_out(setup, experiment, hosted, console, _log_rounds, clock=None)
+
+
+def _welcome(welcome: wire.Welcome) -> Headers:
+    return {flower.WELCOME: wire.encode_welcome(welcome).SerializeToString()}
+
+
+def shards(population: int, workers: int) -> Hosting:
+    """Which worker of a simulation hosts which users."""
+    sizes = [len(flower.shard_of(population, worker, workers)) for worker in range(workers)]
+    names = [f"worker-{worker}" for worker in range(workers)]
+    return Hosting(names, np.repeat(np.arange(workers), sizes), frozenset())
+
+
+def simulated_workers(
+    grid: Grid,
+    population: str,
+    users: UserStore,
+    workers: int,
+    headers: Headers,
+    stopping: threading.Event,
+) -> dict[str, int]:
+    """Wait for the workers of a simulation, each with a share of all users; name → id on the grid.
+
+    The headers say which users the workers are to load. WorkerError: there are more or fewer
+    workers, or one cannot load the same data.
+    """
+    end = monotonic() + _INTRODUCTION_SECONDS
+    while len(ids := list(grid.get_node_ids())) < workers and monotonic() < end:
+        if stopping.wait(_STOP_CHECK_SECONDS):
+            raise StoppedError("the simulation was asked to stop")
+    if len(ids) != workers:
+        raise WorkerError(
+            f"there are {len(ids)} workers (SuperNodes); the run is configured for {workers}"
+        )
+    expected = {}
+    for k in range(workers):
+        shard = flower.shard_of(users.population, k, workers)
+        expected[f"worker-{k}"] = flower.digest_of_shard(population, users, shard)
+    found: dict[str, int] = {}
+    for node_id, hello in _introduced(grid, ids, headers, _START_SECONDS, stopping):
+        if isinstance(hello, str):
+            raise WorkerError(f"a worker cannot take part: {hello}")
+        if expected.get(hello.node) != hello.users_sha256:
+            raise WorkerError("a worker has loaded other users, or other data, than the server")
+        found[hello.node] = node_id
+    if stopping.is_set():
+        raise StoppedError("the simulation was asked to stop")
+    if found.keys() != expected.keys():
+        raise WorkerError(f"{len(found)} of {workers} workers answer; all must")
+    return found
 
 
 @dataclass(frozen=True)
@@ -91,27 +333,21 @@ class GridSimulation:
     users: UserStore  # all
     workers: int
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.workers <= self.users.population:
-            raise InvalidValueError(
-                f"workers is {self.workers}; it must be from 1 to {self.users.population}, the "
-                "number of users"
-            )
-
     @classmethod
     def of(cls, setup: RunSetup, workers: int) -> Self:
         """Load the users of an experiment, and refuse what cannot be run or resumed."""
         setup.refuse_true_figures("on workers")
         experiment, here = simulated(setup.config, setup.run, setup.spent)
         setup.refuse_other_plan(experiment.plan)
+        if not 1 <= workers <= here.users.population:
+            raise InvalidValueError(
+                f"workers is {workers}; it must be from 1 to {here.users.population}, the number "
+                "of users"
+            )
         return cls(setup, experiment, here.users, workers)
 
     def run(
-        self,
-        grid: Grid,
-        stopping: threading.Event,
-        console: Console,
-        follow: Follow | None = None,
+        self, grid: Grid, stopping: threading.Event, console: Console, follow: Follow | None = None
     ) -> None:
         """Run it to its end on the workers of a grid, and write and print as `fedpriv simulate`.
 
@@ -121,23 +357,17 @@ class GridSimulation:
         plan, config, workers = self.experiment.plan, self.experiment.config, self.workers
         data, engine = config.data, config.engine
         trained = engine.device, engine.chunk_mebibytes, engine.activations
-        loaded = {SIMULATED: Simulated(data.name, data.options, *trained).encode()}
+        loaded = {flower.SIMULATED: flower.Simulated(data.name, data.options, *trained).encode()}
         present = simulated_workers(grid, plan.population, self.users, workers, loaded, stopping)
-        # Which users a worker has follows from its number.
-        no_users = np.empty(0, np.int64)
-        welcome = Welcome(plan.population, plan.sampling.population, no_users, task_of(config))
-        headers = loaded | {WELCOME: encode_welcome(welcome).SerializeToString()}
+        nobody = np.empty(0, np.int64)  # which users a worker has follows from its number
+        welcome = wire.Welcome(plan.population, plan.sampling.population, nobody, task_of(config))
+        headers, hosting = {**loaded, **_welcome(welcome)}, shards(self.users.population, workers)
 
         def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
+            price_of, seconds = prices(experiment.plan, records), float(DEFAULT_TTL)
+            known, told = (lambda: present), (lambda _worker: headers)
             return GridTransport(
-                grid,
-                shards(self.users.population, workers),
-                lambda: present,
-                lambda _worker: headers,
-                prices(experiment.plan, records),
-                DEFAULT_TTL,
-                stopping,
-                required=True,
+                grid, hosting, known, told, price_of, seconds, stopping, required=True
             )
 
         carry_out(self.setup, self.experiment, hosted, console, follow)
@@ -158,23 +388,17 @@ class RunConfig(Section):
             raise ValueError("resume is true; out must then be given")
         return self
 
-    @classmethod
-    def of(cls, given: Mapping[str, object]) -> Self:
-        """Read a run config, and refuse what is not legal."""
-        return checked(cls, given, "run config")
-
     def setup(self) -> RunSetup:
         """Read the experiment, and the folder of the run if it is to go on."""
         assignments = [part.strip() for part in self.set.split(";") if part.strip()]
         out = Path(self.out) if self.out else None
-        if "\n" not in self.experiment:
-            # Flower puts the folder of the app in front of the import path.
-            found = (Path(folder) / self.experiment for folder in sys.path)
-            file = next((path for path in found if path.is_file()), Path(self.experiment))
-            return RunSetup.of(file, assignments, out, resume=self.resume)
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "experiment.toml"
-            file.write_text(self.experiment, encoding="utf-8")
+            if "\n" in self.experiment:
+                file = Path(folder) / "experiment.toml"
+                file.write_text(self.experiment, encoding="utf-8")
+            else:  # Flower puts the folder of the app in front of the import path
+                found = (Path(place) / self.experiment for place in sys.path)
+                file = next((path for path in found if path.is_file()), Path(self.experiment))
             return RunSetup.of(file, assignments, out, resume=self.resume)
 
 
@@ -187,7 +411,7 @@ def main(grid: Grid, context: Context) -> None:
     configure(LogFormat.TEXT)
     logging.getLogger("flwr").propagate = False  # it has a handler of its own
     logging.getLogger("httpx").setLevel(logging.WARNING)  # Flower's calls, several a second
-    config = RunConfig.of(context.run_config)
+    config = checked(RunConfig, context.run_config, "run config")
     setup, stopping, console = config.setup(), threading.Event(), Console()
     console.print(f"folder {setup.folder.path.absolute()}", soft_wrap=True, highlight=False)
     section = setup.config.federation
@@ -195,7 +419,7 @@ def main(grid: Grid, context: Context) -> None:
         if section is None:
             GridSimulation.of(setup, config.workers).run(grid, stopping, console, _log_rounds)
         else:
-            run_on_nodes(setup, section, grid, stopping, console, _log_rounds)
+            run_on_nodes(setup, section, grid, stopping, console)
     finally:
         stopping.set()
 

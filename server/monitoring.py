@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -16,24 +15,16 @@ _SMOOTHING = 0.1  # weight of the newest call in a method's mean
 _OPERATOR_ONLY = "They grow with the size of cohorts, which is secret: for the operator only."
 _REFUSED = "1 when an answer was refused since the start; the log says why."
 _SHOWN = {  # name: kind, help, and the name of the label if there is one
-    "fedpriv_nodes_connected": ("gauge", "Nodes that are connected.", ""),
-    "fedpriv_round": ("gauge", "Number of the next round, from 0.", ""),
-    "fedpriv_epsilon": ("gauge", "User-level ε spent so far.", ""),
-    "fedpriv_answer_refused": ("gauge", _REFUSED, ""),
-    "fedpriv_state": ("gauge", "1 for what the server does.", "state"),
-    "fedpriv_call_seconds": ("gauge", "Mean duration, newer calls count more.", "method"),
-    "fedpriv_received_bytes": ("counter", f"Bytes of tensors received. {_OPERATOR_ONLY}", ""),
-    "fedpriv_sent_bytes": ("counter", f"Bytes of tensors sent. {_OPERATOR_ONLY}", ""),
-    "fedpriv_refused_calls": ("counter", "Calls that reached no handler, by reason.", "reason"),
+    "nodes_connected": ("gauge", "Nodes that are connected.", ""),
+    "round": ("gauge", "Number of the next round, from 0.", ""),
+    "epsilon": ("gauge", "User-level ε spent so far.", ""),
+    "answer_refused": ("gauge", _REFUSED, ""),
+    "state": ("gauge", "1 for what the server does.", "state"),
+    "call_seconds": ("gauge", "Mean duration, newer calls count more.", "method"),
+    "received_bytes": ("counter", f"Bytes of tensors received. {_OPERATOR_ONLY}", ""),
+    "sent_bytes": ("counter", f"Bytes of tensors sent. {_OPERATOR_ONLY}", ""),
+    "refused_calls": ("counter", "Calls that reached no handler, by reason.", "reason"),
 }
-
-
-class Refusal(StrEnum):
-    """Why the server turned a caller away."""
-
-    IDENTITY = "identity"
-    ENROLMENT = "enrolment"
-    RATE = "rate"
 
 
 class Monitor:
@@ -54,49 +45,31 @@ class Monitor:
         self._lock = Lock()
         # By name, and by label, which is "" where there is none.
         self._numbers: dict[str, dict[str, float]] = {name: {} for name in _SHOWN}
-        self._numbers["fedpriv_refused_calls"] |= dict.fromkeys(Refusal, 0.0)
-        for name in ("fedpriv_answer_refused", "fedpriv_received_bytes", "fedpriv_sent_bytes"):
-            self._set(name, 0.0)
+        self._numbers["refused_calls"] = dict.fromkeys(("identity", "enrolment", "rate"), 0.0)
+        for name in ("answer_refused", "received_bytes", "sent_bytes"):
+            self.set(name, 0.0)
 
-    def _set(self, name: str, number: float) -> None:
+    def set(self, name: str, number: float) -> None:
+        """Set a number of `_SHOWN` that has no label."""
         with self._lock:
             self._numbers[name][""] = number
 
-    def _add(self, name: str, number: int, label: str = "") -> None:
+    def add(self, name: str, count: int, label: str = "") -> None:
+        """Add to one of the counters."""
         with self._lock:
-            self._numbers[name][label] += number
-
-    def connected(self, nodes: int) -> None:
-        """Set the number of connected nodes."""
-        self._set("fedpriv_nodes_connected", nodes)
+            self._numbers[name][label] += count
 
     def progress(self, state: RunState, next_round: int, epsilon: float) -> None:
         """Set what the server does, the number of the next round, from 0, and the ε spent."""
-        self._set("fedpriv_round", next_round)
-        self._set("fedpriv_epsilon", epsilon)
+        self.set("round", next_round)
+        self.set("epsilon", epsilon)
         with self._lock:
-            self._numbers["fedpriv_state"] = {known: float(known is state) for known in RunState}
-
-    def received(self, count: int) -> None:
-        """Count bytes that came from nodes."""
-        self._add("fedpriv_received_bytes", count)
-
-    def sent(self, count: int) -> None:
-        """Count bytes that went to nodes."""
-        self._add("fedpriv_sent_bytes", count)
-
-    def refused(self, reason: Refusal) -> None:
-        """Count a call that was turned away."""
-        self._add("fedpriv_refused_calls", 1, reason)
-
-    def answer_refused(self) -> None:
-        """Note that a node's answer was refused, not how many were."""
-        self._set("fedpriv_answer_refused", 1.0)
+            self._numbers["state"] = {known: float(known is state) for known in RunState}
 
     def handled(self, method: str, seconds: float) -> None:
         """Take the duration of a call into the mean of its method."""
         with self._lock:
-            means = self._numbers["fedpriv_call_seconds"]
+            means = self._numbers["call_seconds"]
             before = means.get(method, seconds)
             means[method] = before + _SMOOTHING * (seconds - before)
 
@@ -117,9 +90,8 @@ class Monitor:
         try:
             server, thread = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
-            raise InvalidValueError(
-                f"metrics cannot be served at port {port} of {host}: {error}"
-            ) from error
+            sentence = f"metrics cannot be served at port {port} of {host}: {error}"
+            raise InvalidValueError(sentence) from error
         try:
             yield server.server_port
         finally:
@@ -135,7 +107,7 @@ class Monitor:
         with self._lock:
             numbers = {name: dict(labelled) for name, labelled in self._numbers.items()}
         for name, (kind, words, label) in _SHOWN.items():
-            family = families[kind](name, words, labels=[label] if label else [])
+            family = families[kind](f"fedpriv_{name}", words, labels=[label] if label else [])
             for value, number in numbers[name].items():
                 family.add_metric([value] if label else [], number)
             yield family

@@ -52,8 +52,7 @@ def simulate_on_ray(
     """As `fedpriv.run.simulate.run_simulation`, with the users spread among workers of Ray.
 
     The input is checked before Ray is started; no process and no file except those of the run is
-    left on this machine. WorkerError: a worker does not do its part, e.g. because fedpriv is not
-    installed there.
+    left on this machine. WorkerError: a worker does not do its part.
     """
     missing = [name for name in ("flwr", "ray") if find_spec(name) is None]
     if missing:
@@ -68,8 +67,7 @@ def simulate_on_ray(
     from fedpriv.run.run import RunSetup
     from fedpriv.server.flower_runs import GridSimulation
 
-    setup = RunSetup.of(file, assignments, out, resume=resume)
-    simulation = GridSimulation.of(setup, workers)
+    simulation = GridSimulation.of(RunSetup.of(file, assignments, out, resume=resume), workers)
     server_app, stopping = ServerApp(), threading.Event()
 
     @server_app.main()
@@ -90,32 +88,30 @@ def run_on_ray(
     """Run an app in Flower's simulation, on a Ray that is started for it and ends with it.
 
     Where the environment variable RAY_ADDRESS is set, it runs on that cluster instead, which stays
-    up. Only this process and its children can use the Ray that is started here, although its ports
-    are open to all. So many processes run the nodes, each on a core, and share the GPUs; workers
-    import the client app by its name. WorkerError: Ray does not start, or breaks. Whatever the
-    ServerApp raises passes through.
+    up. So many processes run the nodes, each on a core, and share the GPUs; workers import the
+    client app by its name. WorkerError: Ray does not start, or breaks. Whatever the ServerApp
+    raises passes through.
     """
     from flwr.simulation import run_simulation
 
-    if "RAY_ADDRESS" in os.environ:
-        _check_cluster(os.environ["RAY_ADDRESS"])
-    else:
-        # Ray's ports are open on all interfaces; without a token, any caller could run code here.
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # a process reads it once
+    of_ray: dict[str, ConfigRecordValues] = {"log_to_driver": False}
+    resources: dict[str, ConfigRecordValues] = {
+        "num_cpus": 1,
+        "num_gpus": gpu_share(gpus, processes),
+    }
     # Its pages on what a worker raised may hold users' data; what matters is in our own sentence.
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
     # Paths of sockets must be short, which those of other temporary folders need not be.
     short = os.environ.get("RAY_TMPDIR", "/tmp")
-    with tempfile.TemporaryDirectory(
-        prefix="fedpriv-", dir=short, ignore_cleanup_errors=True
-    ) as folder:
+    with tempfile.TemporaryDirectory("", "fedpriv-", short, ignore_cleanup_errors=True) as folder:
         os.environ["FLWR_HOME"] = folder  # it writes an id there, even with telemetry off
-        of_ray: dict[str, ConfigRecordValues] = {"log_to_driver": False}
-        if "RAY_ADDRESS" not in os.environ:
+        if "RAY_ADDRESS" in os.environ:
+            _check_cluster(os.environ["RAY_ADDRESS"])
+        else:
             of_ray |= {"num_cpus": processes, "_temp_dir": folder}
-        resources: dict[str, ConfigRecordValues] = {"num_cpus": 1}
-        resources["num_gpus"] = gpu_share(gpus, processes)
+            # Ray's ports are open on all interfaces; without a token, any caller could run code.
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # read once a process
         backend = {"init_args": of_ray, "client_resources": resources}
         try:
             run_simulation(server_app, client_app, nodes, backend_config=backend)

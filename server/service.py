@@ -1,42 +1,72 @@
-"""The service that nodes call: what happens on the server's event loop."""
+"""The service that nodes call, and the gRPC server that carries it, on an event loop of its own."""
 
 import asyncio
 import io
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from fedpriv import wire
-from fedpriv.errors import WireError
+from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger.ledger import Head, Ledger
 from fedpriv.logs import one_line
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.server.authentication import (
     NODE,
+    Authentication,
     Context,
-    Identify,
     RefusedCallError,
     UnknownPeerError,
 )
-from fedpriv.server.collection import Collection, Connection, Connections, End
+from fedpriv.server.collection import Collection, Connections, End
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.monitoring import Monitor, Refusal
 from fedpriv.training.plan import TrainingPlan
-from fedpriv.wire import Receiver
+from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.naming import SERVICE, Address
 
 _log = logging.getLogger(__name__)
 _LONGEST_REASON = 400  # characters
+_OVER = "the round is over"
+_SMALL = 8192  # bytes of a message without tensors
 _BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added
 _DOWNLOADS = 16  # at once; each holds a chunk or two
 _LEDGERS = 2
 _RECHECK_SECONDS = 5.0  # after which an idle connection of a node struck off has ended
+_GRACE_SECONDS = 5.0
+_WATCH_SECONDS = 2.0
+OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.max_receive_message_length", SERVER_RECEIVES_BYTES),
+    ("grpc.max_send_message_length", NODE_RECEIVES_BYTES),
+    ("grpc.max_metadata_size", 8192),
+    ("grpc.max_concurrent_streams", 8),  # of one connection
+    # What a node may send before it is read; without a bound, memory grows with nodes.
+    ("grpc.http2.lookahead_bytes", 2**18),
+    ("grpc.http2.bdp_probe", 0),
+    # A peer that vanished without a word is noticed after the first of these and the minute that
+    # gRPC waits for the answer to a ping; on a slow uplink, that answer waits behind an update.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Nodes may ping as well, but not flood.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 3),
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.max_connection_idle_ms", 300_000),  # of one without calls
+    ("grpc.so_reuseport", 0),  # two servers on one port would each see half of the nodes
+)
+Kind = TypeVar("Kind", bound=Message)
+Result = TypeVar("Result")
 
 
 class Parts(Protocol):
@@ -50,10 +80,8 @@ def status_at_start(
 ) -> wire.Status:
     """Where a run stands before any round is collected."""
     budget, nodes, users = records.budget, len(enrolment.nodes), enrolment.population
-    spent, limit, delta = records.ledger.epsilon(budget), budget.epsilon, budget.delta
-    return wire.Status(
-        plan.run, 0, plan.rounds, spent, limit, delta, nodes, 0, users, wire.RunState.WAITING
-    )
+    price = records.ledger.epsilon(budget), budget.epsilon, budget.delta
+    return wire.Status(plan.run, 0, plan.rounds, *price, nodes, 0, users, wire.RunState.WAITING)
 
 
 class LedgerLines:
@@ -136,6 +164,7 @@ class TransferLimits:
         return cls(max(1, memory // one), seconds)
 
 
+@dataclass(eq=False)
 class Service:
     """Handlers of the five methods; `NODE` says which node calls.
 
@@ -148,59 +177,74 @@ class Service:
           then on, whatever it has open.
         * A node that does not read what it is sent, or does not send, ends no later than
           `limits.seconds` after its turn came, and with the round.
-
-    `ledger` gives the lines of the public ledger as they are now, and is called in a thread.
     """
 
-    def __init__(
-        self,
-        enrolment: Enrolment,
-        welcome_of: Callable[[str], wire.Welcome],
-        ledger: Callable[[], bytes],
-        identify: Identify,
-        status: wire.Status,
-        limits: TransferLimits,
-        monitor: Monitor,
-    ) -> None:
-        self._enrolment, self._welcome_of, self._ledger = enrolment, welcome_of, ledger
-        self._identify, self._monitor, self.status = identify, monitor, status
-        self.collection: Collection | None = None
-        self.connections = Connections(self._changed)
-        self.arrivals = asyncio.Event()
-        self._seconds = limits.seconds
-        self._uploads = Transfers(limits.uploads, limits.seconds)
-        self._downloads = Transfers(_DOWNLOADS, limits.seconds)
-        self._ledgers = Transfers(_LEDGERS, limits.seconds)
+    authentication: Authentication
+    welcome_of: Callable[[str], wire.Welcome]
+    ledger: Callable[[], bytes]  # lines of the public ledger as they are now; called in a thread
+    status: wire.Status
+    limits: TransferLimits
+    collection: Collection | None = None
+
+    def __post_init__(self) -> None:
+        self.enrolment, self._monitor = self.authentication.enrolment, self.authentication.monitor
+        self.connections, self.arrivals = Connections(self._changed), asyncio.Event()
+        seconds = self.limits.seconds
+        self._uploads = Transfers(self.limits.uploads, seconds)
+        self._downloads, self._ledgers = (
+            Transfers(_DOWNLOADS, seconds),
+            Transfers(_LEDGERS, seconds),
+        )
 
     def _changed(self) -> None:
-        self._monitor.connected(len(self.connections))
+        self._monitor.set("nodes_connected", len(self.connections))
         self.arrivals.set()
         if self.collection is not None:
             self.collection.changed.set()
 
-    def publish(self, status: wire.Status) -> None:
-        """Set the status that `get_status` returns from now on."""
-        self.status = status
-        self._monitor.progress(status.state, status.round, status.epsilon)
+    def publish(self, **changes: object) -> None:
+        """Change the status that `get_status` returns from now on."""
+        self.status = replace(self.status, **changes)  # type: ignore[arg-type]
+        self._monitor.progress(self.status.state, self.status.round, self.status.epsilon)
 
-    def forget_round(self) -> None:
-        """Drop the round that was collected, and all transfers that belong to it."""
+    def open_round(self, collection: Collection) -> None:
+        """Collect a round, and offer it to the nodes that are connected and asked."""
+        self.collection = collection
+        self.publish(round=collection.terms.offer.id.round, state=wire.RunState.COLLECTING)
+        for node in collection.waiting:
+            if (connection := self.connections.of(node)) and (offer := collection.offer_to(node)):
+                connection.tell(offer)
+
+    def close_round(self, collection: Collection) -> None:
+        """Drop a round and all transfers that belong to it."""
+        collection.abandon()
         self.collection = None
         self._downloads.end_all()
         self._uploads.end_all()
+        self.publish(state=wire.RunState.RELEASING)
 
     async def connect(self, request: pb.Hello, context: Context) -> None:
-        """Welcome a node, then offer it rounds."""
+        """Welcome a node, then offer it rounds until its connection is over."""
         node = NODE.get()
         self._check_hello(node, request)
         connection = self.connections.connect(node)
         _log.info("connected: %s", node)
+
+        async def say(message: pb.FromServer) -> None:
+            async with asyncio.timeout(self.limits.seconds):  # for a node that does not read it
+                await context.write(message)
+
         try:
-            welcome = wire.encode_welcome(self._welcome_of(node))
-            await self._say(pb.FromServer(welcome=welcome), context)
+            await say(pb.FromServer(welcome=wire.encode_welcome(self.welcome_of(node))))
             if self.collection is not None and (offer := self.collection.offer_to(node)):
-                connection.offer(offer)
-            await self._tell(connection, context)
+                connection.tell(offer)
+            while (what := await connection.next(_RECHECK_SECONDS)) is not End.RUN_OVER:
+                if isinstance(what, End):
+                    newer, code = what is End.NEWER, grpc.StatusCode
+                    raise RefusedCallError(code.ABORTED if newer else code.UNAVAILABLE, str(what))
+                self.authentication.known(context)
+                if what is not None:
+                    await say(pb.FromServer(offer=wire.encode_offer(what)))
         finally:
             self.connections.disconnect(node, connection)
             _log.info("disconnected: %s", node)
@@ -210,52 +254,27 @@ class Service:
         if hello.node != node:
             sentence = "the node that says hello is not the one of the certificate"
             raise RefusedCallError(grpc.StatusCode.PERMISSION_DENIED, sentence)
-        if hello.users_sha256 != wire.digest_of(self._enrolment.users[node]):
-            self._monitor.refused(Refusal.ENROLMENT)
+        if hello.users_sha256 != wire.digest_of(self.enrolment.users[node]):
+            self._monitor.add("refused_calls", 1, "enrolment")
             _log.warning("refused: %s holds other users than are enrolled at it", node)
             sentence = "the users that the node holds are not those that are enrolled at it"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
-
-    async def _tell(self, connection: Connection, context: Context) -> None:
-        """Pass offers on until the connection is over."""
-        while True:
-            match await connection.next(_RECHECK_SECONDS):
-                case None:
-                    self._check_known(context)
-                case End.RUN_OVER:
-                    return
-                case End.NEWER as why:
-                    raise RefusedCallError(grpc.StatusCode.ABORTED, str(why))
-                case End() as why:
-                    raise RefusedCallError(grpc.StatusCode.UNAVAILABLE, str(why))
-                case offer:
-                    self._check_known(context)
-                    await self._say(pb.FromServer(offer=wire.encode_offer(offer)), context)
-
-    async def _say(self, message: pb.FromServer, context: Context) -> None:
-        """Send a message; raises TimeoutError if the node does not read it."""
-        async with asyncio.timeout(self._seconds):
-            await context.write(message)
-
-    def _check_known(self, context: Context) -> None:
-        """End the call if its node may no longer take part."""
-        try:
-            self._identify(context)
-        except UnknownPeerError:
-            self._monitor.refused(Refusal.IDENTITY)
-            raise
 
     async def download(self, request: pb.RoundId, context: Context) -> None:
         """Send the model of the round to a node that is asked."""
         node, collection = NODE.get(), self.collection
         round_id = wire.decode_round_id(request)
-        if collection is None or round_id != collection.terms.id or node not in collection.waiting:
+        if (
+            collection is None
+            or round_id != collection.terms.offer.id
+            or node not in collection.waiting
+        ):
             sentence = "the node is not asked in this round, or the round is over"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
-        async with self._downloads.turn(node, collection.deadline):
+        async with self._downloads.turn(node, collection.terms.deadline):
             for chunk in collection.model_chunks:
                 await context.write(chunk)
-                self._monitor.sent(len(chunk))
+                self._monitor.add("sent_bytes", len(chunk))
 
     async def upload(self, parts: Parts, context: Context) -> pb.Receipt:
         """Take a node's answer to the round that is collected, or say why it does not count.
@@ -265,60 +284,65 @@ class Service:
         """
         node, collection = NODE.get(), self.collection
         if collection is None:
-            return wire.encode_receipt(_refused("no round is collected"))
+            return wire.encode_receipt(wire.Receipt(accepted=False, reason="no round is collected"))
         # Neither read to its end nor closed, it would be kept until Python's collector runs, and
         # with it its stream, of which a connection may have few.
         async with aclosing(aiter(parts)) as received:
             try:
-                receipt = await self._taken(node, received, collection, context)
+                refusal = await self._refusal(node, received, collection, context)
             except TimeoutError:
-                receipt = _refused("it took too long, the node sent another, or the round is over")
+                refusal = "it took too long, the node sent another, or the round is over"
             except WireError as error:
                 # A stream whose connection broke looks like one that ended; then this fails.
                 await context.send_initial_metadata(())
                 await collection.settle(node, None)
-                receipt = _refused(str(error))
+                refusal = str(error)[:_LONGEST_REASON]
             except UnknownPeerError:
                 await collection.settle(node, None)
                 raise
-        if not receipt.accepted:
-            self._monitor.answer_refused()
-            name = self._enrolment.hosting.log_name(node)
-            _log.warning("an answer of %s is refused: %s", name, receipt.reason)
-        return wire.encode_receipt(receipt)
+        if refusal:
+            self._monitor.set("answer_refused", 1.0)
+            name = self.enrolment.hosting.log_name(node)
+            _log.warning("an answer of %s is refused: %s", name, refusal)
+        return wire.encode_receipt(wire.Receipt(accepted=not refusal, reason=refusal))
 
-    async def _taken(
+    async def _refusal(
         self,
         node: str,
         parts: AsyncIterator[pb.UploadPart],
         collection: Collection,
         context: Context,
-    ) -> wire.Receipt:
-        async with self._uploads.newest(node, collection.deadline):
+    ) -> str:
+        """Take an answer; why it does not count, or nothing."""
+        async with self._uploads.newest(node, collection.terms.deadline):
             header = await anext(parts, pb.UploadPart())
             answer = wire.decode_answer(header.answer, collection.terms.expected)
             if reason := collection.refusal(node, answer):
-                return _refused(reason)
+                return reason
             if isinstance(answer.content, wire.Decline):
-                name = self._enrolment.hosting.log_name(node)
+                name = self.enrolment.hosting.log_name(node)
                 _log.info("%s declines: %s", name, one_line(answer.content.reason))
-                return _settled(counted=await collection.settle(node, None))
+                return "" if await collection.settle(node, None) else _OVER
             async with self._uploads.places:
-                async with asyncio.timeout(self._seconds):
-                    partial = await self._received(node, answer.content, parts)
+                async with asyncio.timeout(self.limits.seconds):
+                    partial_sum = await self._received(node, answer.content, parts)
                 self._uploads.excuse(node)  # what is left to do takes no time of the node
-                self._check_known(context)
-                return _settled(counted=await collection.settle(node, partial))
+                self.authentication.known(context)
+                return "" if await collection.settle(node, partial_sum) else _OVER
 
     async def _received(
         self, node: str, content: wire.SummedUpdates, parts: AsyncIterator[pb.UploadPart]
     ) -> PartialSum:
-        """The sum that the chunks of an answer hold."""
         receiver = Receiver(content.tensors)
         async for part in parts:
             receiver.add(part.chunk)  # waking a thread would cost as much
-        self._monitor.received(content.tensors.size)
-        work = asyncio.ensure_future(asyncio.to_thread(_finished, node, content, receiver))
+        self._monitor.add("received_bytes", content.tensors.size)
+
+        def finished() -> PartialSum:
+            (total,) = receiver.finish().values()
+            return content.partial_sum(node, total)
+
+        work = asyncio.ensure_future(asyncio.to_thread(finished))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -329,7 +353,7 @@ class Service:
         """Send the public ledger."""
         del request
         async with self._ledgers.turn(NODE.get()):
-            lines = await asyncio.to_thread(self._ledger)
+            lines = await asyncio.to_thread(self.ledger)
             await context.write(pb.LedgerPart(size=len(lines)))
             for chunk in wire.chunks([lines]):
                 await context.write(pb.LedgerPart(chunk=chunk))
@@ -340,14 +364,126 @@ class Service:
         return wire.encode_status(replace(self.status, nodes_connected=len(self.connections)))
 
 
-def _finished(node: str, content: wire.SummedUpdates, receiver: Receiver) -> PartialSum:
-    (total,) = receiver.finish().values()
-    return content.partial_sum(node, total)
+@dataclass(frozen=True)
+class Listener:
+    """A running server; the port of its address is the one in use."""
+
+    address: Address
+    service: Service  # for the event loop alone
+    loop: asyncio.AbstractEventLoop
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Run a function on the event loop, and wait for its result."""
+
+        async def run() -> Result:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result()
 
 
-def _refused(reason: str) -> wire.Receipt:
-    return wire.Receipt(accepted=False, reason=reason[:_LONGEST_REASON])
+@contextmanager
+def listening(
+    service: Service, address: Address, credentials: grpc.ServerCredentials | None
+) -> Iterator[Listener]:
+    """Serve in a thread until the block is left; without credentials of TLS, in plain text."""
+    started: Future[Listener] = Future()
+    stop = threading.Event()
+    bind = partial(_bind, service, credentials)
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            server, healthy, at = await bind(address)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(Listener(at, service, loop))
+        stopping = loop.run_in_executor(None, stop.wait)
+        while not (await asyncio.wait({stopping}, timeout=_WATCH_SECONDS))[0]:
+            if not await _accepts(at):
+                _log.error("gRPC stopped listening on %s; the server listens again", at)
+                await server.stop(None)  # the nodes' calls end, and they connect again
+                try:
+                    server, healthy, at = await bind(at)
+                except InvalidValueError as error:
+                    _log.error("%s; the server will try again", error)
+        await healthy.enter_graceful_shutdown()
+        service.connections.end_all(End.SHUTTING_DOWN)
+        await server.stop(_GRACE_SECONDS)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="fedpriv service")
+    thread.start()
+    try:
+        yield started.result()
+    finally:
+        stop.set()
+        thread.join()
 
 
-def _settled(*, counted: bool) -> wire.Receipt:
-    return wire.Receipt(accepted=True) if counted else _refused("the round is over")
+async def _bind(
+    service: Service, credentials: grpc.ServerCredentials | None, address: Address
+) -> tuple[grpc.aio.Server, health.aio.HealthServicer, Address]:
+    server = grpc.aio.server(interceptors=[service.authentication], options=OPTIONS)
+    server.add_generic_rpc_handlers((_generic_handler(service),))
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(str(address))
+        else:
+            port = server.add_secure_port(str(address), credentials)
+    except RuntimeError as error:
+        raise InvalidValueError(
+            f"the server cannot listen on {address}: the port is taken, the host is not of this "
+            "machine, or key and certificate do not fit"
+        ) from error
+    await server.start()
+    for name in ("", SERVICE):
+        await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return server, healthy, Address(address.host, port)
+
+
+async def _accepts(address: Address) -> bool:
+    """Whether the port takes connections; grpcio 1.85 stops at a method name that is not UTF-8."""
+    try:
+        async with asyncio.timeout(_WATCH_SECONDS):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+    except ConnectionRefusedError:
+        return False
+    except (OSError, TimeoutError):
+        return True  # an overloaded machine or a lack of descriptors is no reason to start anew
+    writer.close()
+    return True
+
+
+def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
+    """The methods of federation.proto.
+
+    Messages are parsed in our own code: gRPC would log a traceback for each malformed request.
+    """
+
+    def reading(
+        kind: type[Kind], method: Callable[[Kind, Context], Awaitable[object]]
+    ) -> Callable[[bytes, Context], Awaitable[object]]:
+        async def read(data: bytes, context: Context) -> object:
+            return await method(parse(kind, data, _SMALL), context)
+
+        return read
+
+    def part(data: bytes) -> pb.UploadPart:
+        return parse(pb.UploadPart, data, SERVER_RECEIVES_BYTES)  # a WireError where it is read
+
+    def serialised(message: Message) -> bytes:
+        return bytes(message.SerializeToString())
+
+    stream = grpc.unary_stream_rpc_method_handler
+    methods = {
+        "Connect": stream(reading(pb.Hello, service.connect), None, serialised),
+        "Download": stream(reading(pb.RoundId, service.download)),  # writes what is serialised
+        "Upload": grpc.stream_unary_rpc_method_handler(service.upload, part, serialised),
+        "FetchLedger": stream(reading(pb.LedgerRequest, service.fetch_ledger), None, serialised),
+        "GetStatus": grpc.unary_unary_rpc_method_handler(
+            reading(pb.StatusRequest, service.get_status), None, serialised
+        ),
+    }
+    return grpc.method_handlers_generic_handler(SERVICE, methods)

@@ -63,7 +63,7 @@ def train(message: Message, context: Context) -> Message:
     optimizer = torch.optim.SGD(model.parameters(), lr=local.learning_rate)
     for _ in range(local.epochs or 1):
         optimizer.zero_grad()
-        torch.autograd.backward(work.task.loss(model(x), y).mean())
+        torch.autograd.backward(work.task.losses_of(model(x), y).mean())
         optimizer.step()
     _clip(model, start, work.config.clipping.norm or torch.inf)
     content = RecordDict({"arrays": ArrayRecord(model.state_dict())})

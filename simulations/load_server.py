@@ -13,14 +13,18 @@ import grpc
 import numpy as np
 
 from fedpriv.privacy.round import add_up
-from fedpriv.server.authentication import Authentication, RateLimit, by_certificate
+from fedpriv.server.authentication import (
+    Authentication,
+    RateLimit,
+    by_certificate,
+)
 from fedpriv.server.collection import End
 from fedpriv.server.deployment import GrpcTransport, Patience
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
-from fedpriv.server.listener import Address, Listener, listening
 from fedpriv.server.monitoring import Monitor
-from fedpriv.server.service import Service, TransferLimits
+from fedpriv.server.service import Listener, Service, TransferLimits, listening
 from fedpriv.wire import CHUNK_BYTES, Price, RunState, Status, TaskDescription, Welcome
+from fedpriv.wire.naming import Address
 from simulations.load_site import Site
 
 BARE = "bare.Stream"
@@ -73,15 +77,14 @@ def serve(pipe: Connection, site: Site, limits: TransferLimits) -> None:
     identify = by_certificate(EnrolledCertificates(site.enrolment))
     status = Status("load", 0, 1, 0.0, 1.0, 1e-6, site.nodes, 0, site.nodes, RunState.WAITING)
     price = Price(0.5, site.nodes, 1.0, 1.0, 1e-6)
-    monitor = Monitor()
 
     def welcome_of(node: str) -> Welcome:
         return Welcome("load", site.nodes, enrolment.users_of(node).copy(), _TASK)
 
-    authentication = Authentication(identify, enrolment, RateLimit(_CALLS_PER_MINUTE), monitor)
-    service = Service(enrolment, welcome_of, bytes, identify, status, limits, monitor)
-    with listening(service, authentication, Address("127.0.0.1", 0), site.credentials) as server:
-        transport = GrpcTransport(server, enrolment, lambda _: price, _PATIENCE)
+    authentication = Authentication(identify, enrolment, RateLimit(_CALLS_PER_MINUTE), Monitor())
+    service = Service(authentication, welcome_of, bytes, status, limits)
+    with listening(service, Address("127.0.0.1", 0), site.credentials) as server:
+        transport = GrpcTransport(server, lambda _: price, _PATIENCE)
         pipe.send(server.address.port)
         with suppress(EOFError):
             while True:

@@ -13,7 +13,7 @@ from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.server import certificates
-from fedpriv.server.listener import tls_credentials
+from fedpriv.server.authentication import tls_credentials
 
 _KINDS = 4  # different contributions; nodes share them, so that one process can hold those of all
 _NORM = 1.0  # far below that of what is clipped

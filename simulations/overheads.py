@@ -19,8 +19,7 @@ import torch
 from fedpriv.build import Method, on_population, settings_of
 from fedpriv.config import EngineSection
 from fedpriv.data.population import Population, UserStore
-from fedpriv.engine.batches import schedule
-from fedpriv.engine.local_training import train_layers_chunk
+from fedpriv.engine.local_training import schedule, train_layers_chunk
 from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport

@@ -31,7 +31,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.data.synthetic import synthetic_population
 from fedpriv.engine import InProcessTransport, Task
 from fedpriv.engine.task import cross_entropy
-from fedpriv.ledger.budget import PrivacyBudget
+from fedpriv.ledger.events import PrivacyBudget
 from fedpriv.models import mlp
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import OperatingSystemEntropy

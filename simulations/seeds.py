@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpriv.report.charts import ROUNDS, Axis, Chart, Series, figure
+from fedpriv.report.charts import Axis, Chart, Series, figure
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.simulate import run_simulation
 
 Row = dict[str, object]
+ROUNDS = Axis("rounds released", "count")
 
 
 def run_seed(file: Path, seed: int, assignments: list[str]) -> list[Row]:

@@ -57,7 +57,7 @@ def test_metrics_hold_the_epsilon_of_the_ledger(run_folder: Path) -> None:
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == list(range(6))
     with Ledger.open(run_folder / "ledger.sqlite") as ledger:
-        events = ledger.events()
+        events = [row.event for row in ledger.charges()]
     for count, row in enumerate(rows, start=1):
         assert row["epsilon"] == epsilon_of(events[:count], 1e-3).epsilon
     assert rows[-1]["accuracy"] > 0.15  # a guess is right one time in ten
@@ -142,7 +142,7 @@ def test_epsilon_prints_what_the_accountants_say(run_folder: Path) -> None:
     done = fedpriv("epsilon", ledger, "--delta", "1e-3")
     assert done.returncode == 0, done.stderr
     with Ledger.open(ledger) as opened:
-        events = opened.events()
+        events = [row.event for row in opened.charges()]
     for name in ("pld", "rdp"):
         value = epsilon_of(events, 1e-3, name).epsilon
         row = next(line for line in done.stdout.splitlines() if f" {name} " in line)
@@ -212,7 +212,7 @@ def test_clippings_differ_by_one_key(strategy: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
-        (event,) = set(ledger.events())
+        (event,) = {row.event for row in ledger.charges()}
     assert len(event.queries) == (2 if strategy == "per-layer" else 1)
     assert event.noise_multiplier == pytest.approx(4.0)
 
@@ -250,7 +250,7 @@ def test_the_budget_stops_a_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "the next round would pass the privacy budget" in done.stdout
     with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
-        events = ledger.events()
+        events = [row.event for row in ledger.charges()]
     assert 0 < len(events) < 100
     assert epsilon_of(events, 1e-3).epsilon <= 1.0
     assert epsilon_of([*events, events[0]], 1e-3).epsilon > 1.0

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from fedpriv.accounting.accountant import Bound
-from fedpriv.accounting.accountants import ACCOUNTANTS
+from fedpriv.accounting.accountants import ACCOUNTANTS, Bound
 from fedpriv.accounting.accountants import delta as delta_of
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.policies import poisson_gaussian

@@ -94,7 +94,7 @@ def test_a_run_releases_metrics_with_their_noise_at_one_epsilon(file: Path, tmp_
     assert rows[-1]["epsilon"] <= 2.0
     assert (run / "metric-accuracy.png").stat().st_size > 0
     with Ledger.open(run / "ledger.sqlite") as ledger:
-        events = ledger.events()
+        events = [row.event for row in ledger.charges()]
     assert [[q.clipping_norm for q in e.queries[:2]] for e in events] == [
         list(row["clipping_norms"].values()) for row in rows
     ]
@@ -169,7 +169,7 @@ def test_weights_by_examples_and_a_floor_run(file: Path, tmp_path: Path) -> None
     assert "a public constant" in text
     printed("simulate", file, *assignments, "--out", tmp_path / "run")
     with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
-        first = ledger.events()[0]
+        first = next(ledger.charges()).event
     # 0.4 and 0.1, moved twice as far as without a floor, and by what rounding adds to that.
     norms = [query.clipping_norm for query in first.queries[:2]]
     assert [0.8, 0.2] <= norms == pytest.approx([0.8, 0.2], rel=1e-5)
@@ -206,7 +206,7 @@ def test_statistics_of_batch_normalisation_are_released_and_kept(
     assert text.count(": charge ") == 2
     assert "weights" in text
     with Ledger.open(ledger) as opened:
-        groups = {query.group for event in opened.events() for query in event.queries}
+        groups = {query.group for row in opened.charges() for query in row.event.queries}
     assert {name for name in groups if "/" in name} == {
         "metrics/update-norms:weights",
         "metrics/update-norms:rest",

@@ -5,23 +5,11 @@
 >>> round(spent.low, 6), round(spent.up, 6)
 (0.946867, 0.946867)
 
-`accountant` says what an accountant is, `accountants` lists them. Which analysis serves which
-event:
-
-| users in a round | neighbours | analysis | written in |
-| --- | --- | --- | --- |
-| all | either | one Gaussian, in closed form | `gaussian` |
-| series with correlated noise | either | one Gaussian, in closed form | `strategy` |
-| Poisson sample | one added or removed | exact: along a contour, else by FFT | `contour`, `pld` |
-| Poisson sample | one replaced | exact pair, by FFT | `pld.dominating_pairs` |
-| fixed number | one replaced | between two pairs, by FFT | `pld.dominating_pairs` |
-| shuffled passes | either | between two pairs, by FFT | `pld.dominating_pairs` |
-| random allocation | one added or removed | pair of a pass, by FFT | `pld.random_allocation` |
-
-`tight` chooses among them. For comparison: moments (`rdp`), and zCDP, the CLT, basic and
-advanced composition (`classical`). `round_counts` counts rounds by setting and groups different
-ones outward. `policies` makes events, `calibration` turns a budget into a setting, `pricing` prices
-whole ledgers.
+`accountants` says what an accountant is and lists them. `analyses` chooses how events are priced:
+as one Gaussian in closed form (`gaussian`), along a contour (`contour`) or by FFT (`pld`), from the
+pairs that docs/accounting.md lists by policy; `round_counts` counts rounds by setting. Moments
+(`rdp`) and zCDP, the CLT, basic and advanced composition (`classical`) are for comparison.
+`policies` makes events, `calibration` turns a budget into a setting, `pricing` prices ledgers.
 
 A **setting** is (q, z), z the noise per sensitivity; a **pair** is (P, Q), two distributions that
 dominate an event on two neighbours; a **loss** is log(dP/dQ), and a **tilt** of it a weight e^{cL};
@@ -29,8 +17,14 @@ an **interval** is two ends that hold the truth. docs/accounting.md says which p
 are proved, and which are margins that tests support.
 """
 
-from fedpriv.accounting.accountant import Accountant, Bound, PrivacyLoss
-from fedpriv.accounting.accountants import ACCOUNTANTS, delta, epsilon
+from fedpriv.accounting.accountants import (
+    ACCOUNTANTS,
+    Accountant,
+    Bound,
+    PrivacyLoss,
+    delta,
+    epsilon,
+)
 from fedpriv.accounting.calibration import (
     calibrate_noise_multiplier,
     largest_number,

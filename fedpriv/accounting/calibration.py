@@ -1,9 +1,5 @@
 """From a privacy budget to the noise, the rounds, the sampling or the queries that it allows.
 
-`smallest_noise`, `largest_number` and `largest_probability` solve for one setting of any events
-that an accountant prices, `smallest_query_noise` for one more sum query of a round, and
-`plan_within` for whichever setting of equal rounds is not given.
-
 The budget is ε = target_epsilon > 0 at δ in [1e-60, 1), by an accountant of `ACCOUNTANTS`. The
 accountant always prices a result within it. `InvalidValueError` says what is out of range, or that
 nothing, or everything, stays within; `UnsupportedEventError` that an event has no analysis.
@@ -15,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
-from fedpriv.accounting.accountant import PrivacyLoss
-from fedpriv.accounting.accountants import accountant_named, epsilon
+from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, epsilon
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
@@ -28,15 +23,9 @@ from fedpriv.ledger.events import (
     require,
 )
 
-_ONE_MORE = "one more"
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e5
 _MOST_ROUNDS = 1 << 30
 _LEAST_PROBABILITY = 1e-12
-
-Place = Callable[[float, float, float], float | None]
-"""From the last setting within, the first one outside and a guess to the next setting to price,
-which lies between them; None if they are near enough."""
-
 _PRECISION, _NUDGE = 1.0005, 1.0002
 _NEAR, _FAR = 1e-12, 40.0
 _BISECT_EVERY = 4
@@ -48,10 +37,9 @@ def smallest_noise(
     events_of: Callable[[float], Iterable[RoundEvent]],
     accountant: str = "tight",
 ) -> float:
-    """The smallest noise multiplier whose events stay within (ε, δ).
+    """The smallest noise multiplier, from 0.05 on, whose events stay within (ε, δ).
 
-    A noise multiplier smaller by a thousandth is priced above ε, unless the result is 0.05, the
-    smallest that is returned.
+    One that is smaller by a thousandth is priced above ε, unless the result is 0.05.
 
     >>> from fedpriv.ledger.events import NeighbouringRelation
     >>> from fedpriv.accounting.policies import every_user_gaussian
@@ -60,11 +48,10 @@ def smallest_noise(
     7.46
     """
     price = _price(target_epsilon, delta, events_of, accountant)
-    z = last_within(price, target_epsilon, 1.0, _MOST_NOISE, _LEAST_NOISE, real)
+    z = last_within(price, target_epsilon, 1.0, _MOST_NOISE, _LEAST_NOISE)
     if z is None:
-        raise _beyond(
-            target_epsilon, delta, f"no noise multiplier up to {_MOST_NOISE:g} reaches it"
-        )
+        why = f"no noise multiplier up to {_MOST_NOISE:g} reaches it"
+        raise _beyond(target_epsilon, delta, why)
     return z
 
 
@@ -76,11 +63,8 @@ def calibrate_noise_multiplier(
     accountant: str = "tight",
 ) -> float:
     """`smallest_noise` of equal Poisson-sampled rounds, one user added or removed."""
-
-    def events_of(z: float) -> list[RoundEvent]:
-        return [poisson_gaussian(sampling_probability, z, rounds)]
-
-    return smallest_noise(target_epsilon, delta, events_of, accountant)
+    events = partial(poisson_gaussian, sampling_probability, count=rounds)
+    return smallest_noise(target_epsilon, delta, lambda z: [events(z)], accountant)
 
 
 def largest_number(
@@ -96,7 +80,7 @@ def largest_number(
     """
     require(1 <= most <= 1 << 53, f"most is {most}; it must be from 1 to 2⁵³")
     price = _price(target_epsilon, delta, lambda number: events_of(int(number)), accountant)
-    return int(last_within(price, target_epsilon, 1.0, 1.0, float(most), whole) or 0)
+    return int(last_within(price, target_epsilon, 1.0, 1.0, float(most), whole=True) or 0)
 
 
 def largest_probability(
@@ -105,18 +89,14 @@ def largest_probability(
     events_of: Callable[[float], Iterable[RoundEvent]],
     accountant: str = "tight",
 ) -> float:
-    """The largest sampling probability whose events stay within (ε, δ).
-
-    A sampling probability larger by a thousandth is priced above ε.
-    """
+    """The largest sampling probability within (ε, δ); one that is larger by a thousandth is not."""
     price = _price(target_epsilon, delta, events_of, accountant)
-    q = last_within(price, target_epsilon, 1.0, _LEAST_PROBABILITY, 1.0, real)
+    q = last_within(price, target_epsilon, 1.0, _LEAST_PROBABILITY, 1.0)
     if q is None:
-        beyond = f"every sampling probability from {_LEAST_PROBABILITY:g} on passes it"
-        raise _beyond(target_epsilon, delta, beyond)
+        why = f"every sampling probability from {_LEAST_PROBABILITY:g} on passes it"
+        raise _beyond(target_epsilon, delta, why)
     if q == 1.0:
-        beyond = "every sampling probability up to 1 stays within it"
-        raise _beyond(target_epsilon, delta, beyond)
+        raise _beyond(target_epsilon, delta, "every sampling probability up to 1 stays within it")
     return q
 
 
@@ -126,24 +106,17 @@ def smallest_query_noise(
     """The smallest z_g = σ/S of one more sum query, given the other queries of the round.
 
     Queries over one cohort add up to one with 1/z² = Σ_g 1/z_g² (McMahan et al. 2018, equation
-    (1)), so the query's share of the round is (z/z_g)². A z_g smaller by a thousandth is priced
-    above ε, unless it is 0.05.
-
-    >>> from fedpriv.accounting.policies import poisson_gaussian
-    >>> others = poisson_gaussian(q=0.01, noise_multiplier=1.0, count=1000)
-    >>> round(smallest_query_noise(2.5, 1e-5, others), 1)
-    1.8
+    (1)), so the query's share of the round is (z/z_g)².
     """
-    price = _price(target_epsilon, delta, lambda _: [others], accountant)
-    alone = price(1.0)
+    alone = _price(target_epsilon, delta, lambda _: [others], accountant)(1.0)
     if alone > target_epsilon:
-        others_alone = f"the other queries of the round alone cost {alone}"
-        raise _beyond(target_epsilon, delta, f"{others_alone}, which leaves nothing for one more")
+        why = f"the other queries of the round alone cost {alone}, which leaves nothing for one"
+        raise _beyond(target_epsilon, delta, f"{why} more")
     return smallest_noise(target_epsilon, delta, lambda z: [_joined(others, z)], accountant)
 
 
 def _joined(others: RoundEvent, z: float) -> RoundEvent:
-    return replace(others, queries=(*others.queries, SumQueryEvent(_ONE_MORE, 1.0, z)))
+    return replace(others, queries=(*others.queries, SumQueryEvent("one more", 1.0, z)))
 
 
 def _price(
@@ -153,16 +126,14 @@ def _price(
     accountant: str,
 ) -> Callable[[float], float]:
     """ε of a setting; +inf if no finite ε holds."""
-    require(
-        0.0 < target_epsilon < math.inf,
-        f"target_epsilon is {target_epsilon}; it must be positive and finite",
-    )
+    finite = "it must be positive and finite"
+    require(0.0 < target_epsilon < math.inf, f"target_epsilon is {target_epsilon}; {finite}")
     pricing = accountant_named(accountant)
     return lambda setting: pricing.epsilon(events_of(setting), delta).epsilon
 
 
-def _beyond(target_epsilon: float, delta: float, what: str) -> InvalidValueError:
-    return InvalidValueError(f"target_epsilon is {target_epsilon} at delta {delta}; {what}")
+def _beyond(target_epsilon: float, delta: float, why: str) -> InvalidValueError:
+    return InvalidValueError(f"target_epsilon is {target_epsilon} at delta {delta}; {why}")
 
 
 def last_within(
@@ -171,15 +142,13 @@ def last_within(
     start: float,
     safest: float,
     boldest: float,
-    place: Place,
+    *,
+    whole: bool = False,
 ) -> float | None:
-    """The setting nearest to `boldest` whose price is at most the target, up to a precision.
+    """The positive setting nearest to `boldest` whose price is at most the target.
 
-    * The price of the result is at most the target, always.
-    * The price of some setting beyond it, as near as `place` asks, is above the target, unless the
-      result is `boldest`.
-
-    Settings are positive. None if not even `safest` is within the target.
+    The price of some setting beyond it by less than a thousandth, or with `whole` of the next whole
+    number, is above the target, unless the result is `boldest`. None if not even `safest` fits.
     """
 
     def excess(setting: float) -> float:
@@ -188,48 +157,37 @@ def last_within(
         size = abs(math.log(found) - math.log(target)) if found > 0.0 else _FAR
         return math.copysign(min(max(size, _NEAR), _FAR), -1.0 if found <= target else 1.0)
 
-    here, there = start, start
-    at = beyond = excess(start)
-    end = boldest if at < 0.0 else safest
-    step = math.log(2.0)
-    while (beyond < 0.0) == (at < 0.0):
-        here, at = there, beyond
-        if here == end:
-            return here if at < 0.0 else None
-        low, high = min(here, end), max(here, end)
-        guess = here * math.exp(math.copysign(step, end - here))
-        there = place(here, end, min(max(guess, low), high)) or end
-        beyond = excess(there)
-        step *= 2.0
-    inside, outside = ((here, at), (there, beyond)) if at < 0.0 else ((there, beyond), (here, at))
+    here = there = (start, excess(start))
+    end = boldest if here[1] < 0.0 else safest
+    factor = 2.0 if end > start else 0.5
+    while (there[1] < 0.0) == (here[1] < 0.0):
+        here = there
+        if here[0] == end:
+            return end if here[1] < 0.0 else None
+        ahead = (min if end > start else max)(here[0] * factor, end)
+        there, factor = (ahead, excess(ahead)), factor * factor
+    inside, outside = (here, there) if here[1] < 0.0 else (there, here)
     for number in count(1):
-        # The secant in logarithms, and now and then the middle.
-        share = inside[1] / (inside[1] - outside[1]) if number % _BISECT_EVERY else 0.5
-        setting = place(inside[0], outside[0], inside[0] * (outside[0] / inside[0]) ** share)
-        if setting is None:
+        (a, below), (b, above) = inside, outside
+        if abs(a - b) <= 1.0 if whole else max(a, b) <= _PRECISION * min(a, b):
             break
+        # The secant in logarithms, and now and then the middle.
+        share = below / (below - above) if number % _BISECT_EVERY else 0.5
+        setting = _between(a, b, a * (b / a) ** share, whole=whole)
         found = setting, excess(setting)
         inside, outside = (found, outside) if found[1] < 0.0 else (inside, found)
     return inside[0]
 
 
-def real(inside: float, outside: float, guess: float) -> float | None:
-    """Until the two differ by less than a thousandth."""
-    low, high = min(inside, outside), max(inside, outside)
-    if high <= _PRECISION * low:
-        return None
-    # A step beyond the guess, towards the farther end, moves that end next to the edge.
-    nudged = guess * _NUDGE if high / guess > guess / low else guess / _NUDGE
+def _between(a: float, b: float, guess: float, *, whole: bool) -> float:
+    """A step beyond the guess, towards the farther end, which moves that end next to the edge."""
+    low, high = min(a, b), max(a, b)
+    upwards = high / guess > guess / low
+    if whole:
+        ahead = float(math.ceil(guess) if upwards else math.floor(guess))
+        return min(max(ahead, low + 1.0), high - 1.0)
+    nudged = guess * _NUDGE if upwards else guess / _NUDGE
     return nudged if low < nudged < high else math.sqrt(low) * math.sqrt(high)
-
-
-def whole(inside: float, outside: float, guess: float) -> float | None:
-    """Whole numbers, until they are neighbours."""
-    low, high = min(inside, outside), max(inside, outside)
-    if high - low <= 1.0:
-        return None
-    nudged = math.ceil(guess) if high - guess > guess - low else math.floor(guess)
-    return float(min(max(nudged, low + 1.0), high - 1.0))
 
 
 @dataclass(frozen=True)
@@ -264,41 +222,23 @@ def plan_within(
 ) -> Plan:
     """The smallest noise, the most rounds, the largest sampling or share within (ε, δ).
 
-    Of rounds T, sampling probability q and noise multiplier z, give two to find the third, or all
-    three to find the share that one more sum query of every round may have.
-
-    Args:
-        target_epsilon: ε > 0.
-        delta: δ in [1e-60, 1).
-        rounds: T ≥ 1.
-        sampling_probability: q in (0, 1]; may be left out where every user takes part.
-        noise_multiplier: z ≥ 0.
-        policy: poisson, every-user or fixed-size.
-        relation: the neighbouring relation.
-        population: N ≥ 1, needed for fixed-size sampling, of m = q·N users.
-        accountant: a key of `ACCOUNTANTS`.
+    Of rounds T ≥ 1, sampling probability q in (0, 1] and noise multiplier z ≥ 0, give two to find
+    the third, or all three to find the share that one more sum query of every round may have. q may
+    be left out where every user takes part. Fixed-size sampling, of q·N users, needs the population
+    N; policies of whole passes have no plan.
     """
-    legal = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER, SamplingPolicy.FIXED_SIZE)
-    users = population if policy is SamplingPolicy.FIXED_SIZE else None
-    require(policy in legal, f"{policy} sampling is of whole passes; legal is: {', '.join(legal)}")
-    require(
-        policy is not SamplingPolicy.FIXED_SIZE or users is not None,
-        "fixed-size sampling has no population; it must be given, and the cohort is q·N",
-    )
-    require(
-        rounds is None or 1 <= rounds <= _MOST_ROUNDS,
-        f"rounds is {rounds}; it must be from 1 to {_MOST_ROUNDS}",
-    )
+    users = _cohorts_from(policy, population)
+    rounds_legal = f"it must be from 1 to {_MOST_ROUNDS}"
+    require(rounds is None or 1 <= rounds <= _MOST_ROUNDS, f"rounds is {rounds}; {rounds_legal}")
 
     def events(n: int, q: float, z: float) -> list[RoundEvent]:
         sampling = SamplingEvent(policy, q, users or 1, relation)
         return [RoundEvent(sampling, (SumQueryEvent("update", 1.0, z),), n)]
 
-    budget = target_epsilon, delta
-    n, q, z = rounds, sampling_probability, noise_multiplier
+    n, q, z, budget = rounds, sampling_probability, noise_multiplier, (target_epsilon, delta)
     if policy is SamplingPolicy.EVERY_USER:
         q = q or 1.0
-    found, z_g = "share", None
+    found = "share"
     if n is not None and q is not None and z is None:
         found, z = "noise_multiplier", smallest_noise(*budget, partial(events, n, q), accountant)
     elif n is not None and q is None and z is not None:
@@ -306,19 +246,29 @@ def plan_within(
         q = _largest_sampling(budget, partial(events, n, z=z), users, accountant)
     elif n is None and q is not None and z is not None:
         found, n = "rounds", _most_rounds(budget, partial(events, q=q, z=z), accountant)
-    if n is None or q is None or z is None:
-        known = [value for value in (n, q, z) if value is not None]
+    elif n is None or q is None or z is None:
         raise InvalidValueError(
-            f"{len(known)} of rounds, sampling probability and noise multiplier are given; "
-            "two must be, to find the third, or all, to find the share of one more query"
+            f"{3 - (n, q, z).count(None)} of rounds, sampling probability and noise multiplier are "
+            "given; two must be, to find the third, or all, to find the share of one more query"
         )
-    (event,), share = events(n, q, z), None
+    (event,), share, z_g = events(n, q, z), None, None
     if found == "share":
         z_g = smallest_query_noise(*budget, event, accountant)
         event = _joined(event, z_g)
         share = (event.noise_multiplier / z_g) ** 2
     loss = epsilon([event], delta, accountant)
     return Plan(found, n, event.sampling, z, target_epsilon, loss, share, z_g)
+
+
+def _cohorts_from(policy: SamplingPolicy, population: int | None) -> int | None:
+    """The number of users that cohorts of a fixed size are drawn from, if they are."""
+    legal = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER, SamplingPolicy.FIXED_SIZE)
+    require(policy in legal, f"{policy} sampling is of whole passes; legal is: {', '.join(legal)}")
+    if policy is not SamplingPolicy.FIXED_SIZE:
+        return None
+    missing = "fixed-size sampling has no population; it must be given, and the cohort is q·N"
+    require(population is not None, missing)
+    return population
 
 
 def _largest_sampling(

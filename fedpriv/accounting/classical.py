@@ -1,25 +1,16 @@
-"""The classical accountants, to see beside the exact answer.
+"""The classical formulas for ε, to see beside the exact answer.
 
 All but the CLT give upper bounds, and loose ones; the CLT's estimate can be below the truth. Rounds
 are numbers by (q, z); a q, z, count, δ, ε, μ or ρ out of range raises `InvalidValueError`.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import minimize_scalar
 from scipy.special import ndtr, ndtri
 
 from fedpriv.accounting import gaussian
-from fedpriv.accounting.accountant import (
-    Accountant,
-    Bound,
-    PrivacyLoss,
-    check_epsilon,
-    checked,
-)
 from fedpriv.accounting.round_counts import (
     Rounds,
     Vector,
@@ -28,25 +19,22 @@ from fedpriv.accounting.round_counts import (
     unsampled_noise_multiplier,
 )
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.budget import check_delta
-from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.events import require
 
 _LARGEST_EXPONENT = 700.0
 _LARGEST_LOGIT = 20.0
 _ROUNDING = 1e-12  # relative, of compositions: far more than their few operations lose
 _ZCDP_ROUNDING = 1e-14
 _SEARCH, _MOST_NOISE = 6.0, 1e150
-_LOG_LEAST, _LOG_MOST, _PRECISION = math.log(1e-300), math.log1p(-1e-12), 1e-6
 
 # μ-GDP: telling two neighbours apart is at least as hard as telling N(0, 1) from N(μ, 1) (Dong,
 # Roth & Su 2019, Section 2). The Gaussian mechanism with noise multiplier z is exactly 1/z-GDP.
 
 
 def clt_mu(rounds: Rounds) -> float:
-    """The μ that the rounds tend to: μ² = Σ count·q²·(e^{1/z²} − 1). An estimate, not a bound.
+    """The μ that rounds tend to: μ² = Σ count·q²·(e^{1/z²} − 1). An estimate, not a bound.
 
-    Bu et al. 2020, equation (3.1), for rounds that differ: in the limit the squares add up (Dong,
-    Roth & Su 2019, Theorem 6).
+    Bu et al. 2020, equation (3.1); in the limit squares add up (Dong, Roth & Su 2019, Theorem 6).
     """
     check_rounds(rounds)
     logs = [_log_square(q, z) + math.log(count) for (q, z), count in rounds.items()]
@@ -71,8 +59,7 @@ def _log_square(q: float, z: float) -> float:
 def clt_epsilon(rounds: Rounds, delta: float) -> float:
     """ε of the rounds by the CLT. An estimate that can be below the truth, never a guarantee.
 
-    Uses the smaller of `clt_mu` and of the μ of the same rounds without sampling. The latter is a
-    bound, and exact for q = 1, where the CLT would be above.
+    Its μ is at most that of the same rounds without sampling, a bound that is exact for q = 1.
     """
     return gdp_epsilon(delta, min(clt_mu(rounds), _inverse(unsampled_noise_multiplier(rounds))))
 
@@ -95,19 +82,14 @@ def _inverse(x: float) -> float:
 
 
 def equivalent_mu(epsilon: float, delta: float) -> float:
-    """Largest μ for which every μ-GDP mechanism is (ε, δ)-DP.
-
-    It names the Gaussian mechanism that attains (ε, δ). What is only known to be (ε, δ)-DP need not
-    be μ-GDP.
-    """
+    """μ of the Gaussian mechanism that attains (ε, δ), which other (ε, δ)-DP ones need not be."""
     return 1.0 / gaussian.noise_multiplier(epsilon, delta)
 
 
 def trade_off(type_one: Vector, mu: float) -> Vector:
     """G_μ(α) = Φ(Φ⁻¹(1 − α) − μ): least type II error of any test between N(0, 1) and N(μ, 1)."""
     _check_not_negative("mu", mu)
-    if math.isinf(mu):
-        raise InvalidValueError(f"mu is {mu}; it must be finite")
+    require(math.isfinite(mu), f"mu is {mu}; it must be finite")
     _check_errors(type_one)
     return np.asarray(ndtr(-ndtri(type_one) - mu))
 
@@ -118,8 +100,7 @@ def trade_off_of_bound(type_one: Vector, epsilon: float, delta: float) -> Vector
     Bu et al. 2020, equation (2.1), at type I errors α of any shape.
     """
     _check_not_negative("epsilon", epsilon)
-    if not 0.0 <= delta <= 1.0:
-        raise InvalidValueError(f"delta is {delta}; it must be in [0, 1]")
+    require(0.0 <= delta <= 1.0, f"delta is {delta}; it must be in [0, 1]")
     _check_errors(type_one)
     steep = 1 - delta - math.exp(min(epsilon, _LARGEST_EXPONENT)) * type_one
     flat = math.exp(-epsilon) * (1 - delta - type_one)
@@ -127,8 +108,7 @@ def trade_off_of_bound(type_one: Vector, epsilon: float, delta: float) -> Vector
 
 
 def _check_not_negative(name: str, value: float) -> None:
-    if not value >= 0.0:
-        raise InvalidValueError(f"{name} is {value}; it must not be negative")
+    require(value >= 0.0, f"{name} is {value}; it must not be negative")
 
 
 def _check_errors(type_one: Vector) -> None:
@@ -138,10 +118,9 @@ def _check_errors(type_one: Vector) -> None:
 
 
 def zcdp_rho(rounds: Rounds) -> float:
-    """ρ of all rounds, Σ count/(2z²), whatever their q (Bun & Steinke 2016, Proposition 1.6).
+    """An upper bound ρ = Σ count/(2z²) on all rounds (Bun & Steinke 2016, Proposition 1.6).
 
-    An upper bound. zCDP has no amplification by subsampling: at high orders the divergence of a
-    subsampled Gaussian is that of the Gaussian itself, so a round with q < 1 is charged in full.
+    Whatever their q: at high orders the divergence of a subsampled Gaussian is the Gaussian's own.
     """
     z = unsampled_noise_multiplier(rounds)
     if z == 0.0 or math.isinf(z):
@@ -159,14 +138,14 @@ def zcdp_epsilon_bun_steinke(rho: float, delta: float) -> float:
 
 
 def zcdp_epsilon(rho: float, delta: float) -> float:
-    """ε for which every ρ-zCDP mechanism is (ε, δ)-DP, by the tighter conversion. An upper bound.
+    """ε for which every ρ-zCDP mechanism is (ε, δ)-DP (Canonne, Kamath & Steinke 2020, Cor. 13).
 
-    Canonne, Kamath & Steinke 2020, Corollary 13. With a loss L of E[e^{(α−1)L}] ≤ e^{(α−1)αρ},
+    With a loss L of E[e^{(α−1)L}] ≤ e^{(α−1)αρ},
 
         δ(ε) = E[(1 − e^{ε−L})₊] ≤ e^{(α−1)(αρ−ε)}·max_x (1 − e^{−x})·e^{−(α−1)x},
 
-    and the maximum is (1 − 1/α)^{α−1}/α. Every order α > 1 gives a bound, so an inexact search for
-    the best one errs on the safe side.
+    and the maximum is (1 − 1/α)^{α−1}/α. Every order α > 1 gives a bound, so the search for the
+    best one may be inexact.
     """
     simple = zcdp_epsilon_bun_steinke(rho, delta)
     if rho == 0.0 or math.isinf(rho):
@@ -175,12 +154,8 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
 
     def bound(log_excess: float) -> float:
         excess = math.exp(log_excess)  # α − 1
-        terms = (
-            (1 + excess) * rho,
-            -math.log1p(1 / excess),
-            log_inverse / excess,
-            -math.log1p(excess) / excess,
-        )
+        loss, tail = (1 + excess) * rho, log_inverse / excess
+        terms = (loss, -math.log1p(1 / excess), tail, -math.log1p(excess) / excess)
         return sum(terms) + _ZCDP_ROUNDING * sum(map(abs, terms))
 
     # Bun & Steinke's order minimises the bound without the terms that only help.
@@ -191,28 +166,23 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
 
 
 def basic_epsilon(rounds: Rounds, delta: float) -> float:
-    """ε by basic composition: Σ count·εᵢ, each round with an equal share of δ. An upper bound.
-
-    Dwork & Roth 2014, Theorem 3.16. Each round is (ε₀, δ₀)-DP by the Gaussian curve, amplified.
-    """
+    """ε = Σ count·εᵢ, each round with an equal share of δ (Dwork & Roth 2014, Theorem 3.16)."""
     gaussian.check_delta(delta)
     check_rounds(rounds)
     if not rounds:
         return 0.0
-    _, _, counts = arrays(rounds)
-    return float(counts @ _round_epsilons(rounds, math.log(delta))) * (1 + _ROUNDING)
+    return float(arrays(rounds)[2] @ _round_epsilons(rounds, math.log(delta))) * (1 + _ROUNDING)
 
 
 def advanced_epsilon(rounds: Rounds, delta: float) -> float:
-    """ε by advanced composition of rounds that may differ, at the best split of δ. An upper bound.
+    """ε by advanced composition of rounds that may differ, at the best split of δ.
 
     With a part δ' of δ for the tail, and the rest divided equally among the rounds,
 
         ε = Σ count·εᵢ·tanh(εᵢ/2) + √(2·log(1/δ')·Σ count·εᵢ²).
 
     Dwork & Roth 2014, Theorem 3.20, with the mean loss of Kairouz, Oh & Viswanath 2015, Theorem
-    3.5, which is below the εᵢ·(e^{εᵢ} − 1) of the former. Every split gives a bound, so an inexact
-    search for the best one errs on the safe side.
+    3.5, which is below the εᵢ·(e^{εᵢ} − 1) of the former. Every split gives a bound.
     """
     basic = basic_epsilon(rounds, delta)
     if basic in (0.0, math.inf):
@@ -232,10 +202,7 @@ def advanced_epsilon(rounds: Rounds, delta: float) -> float:
 
 
 def amplified_epsilon(epsilon: Vector, q: Vector) -> Vector:
-    """ε of an (ε, δ)-DP mechanism run on a Poisson sample, where its δ becomes q·δ.
-
-    An upper bound when one user is added or removed (Li, Qardaji & Su 2012, Theorem 1).
-    """
+    """ε on a Poisson sample, where δ becomes q·δ (Li, Qardaji & Su 2012, Theorem 1)."""
     near = np.log1p(q * np.expm1(np.minimum(epsilon, _LARGEST_EXPONENT)))
     far = np.logaddexp(0.0, np.log(q) + epsilon)
     return np.where(epsilon <= _LARGEST_EXPONENT, near, far)
@@ -248,51 +215,3 @@ def _round_epsilons(rounds: Rounds, log_delta: float) -> Vector:
     # A δ₀ of 1 allows everything: the round is (0, q)-DP.
     base = gaussian.epsilons(np.minimum(each, -_ROUNDING), z)
     return np.where(each >= 0.0, 0.0, amplified_epsilon(base, q))
-
-
-@dataclass(frozen=True)
-class ClassicalAccountant(Accountant):
-    """An accountant that is one formula for ε."""
-
-    name: str = ""
-    bound: Bound = Bound.UPPER
-    price: Callable[[Rounds, float], float] = basic_epsilon  # ε of rounds at δ; falls as δ grows
-
-    def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
-        """What the formula says at δ."""
-        check_delta(delta)
-        priced = checked(events, self.name)
-        rounds = priced.rounds()
-        up = self.price(rounds, delta) if rounds else 0.0
-        return priced.loss(0.0, up, delta, self.name, self.bound)
-
-    def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
-        """The least δ, up to a millionth of log δ, at which the formula's ε is no more than this.
-
-        Between 1e-300 and 1; 1 if there is none.
-        """
-        check_epsilon(epsilon)
-        rounds = checked(events, self.name).rounds()
-        if not rounds:
-            return 0.0
-        low, high = _LOG_LEAST, _LOG_MOST
-        noiseless = any(z == 0.0 for _, z in rounds)
-        if noiseless or self.price(rounds, math.exp(high)) > epsilon:
-            return 1.0
-        while high - low > _PRECISION * abs(high) + _PRECISION**2:
-            middle = (low + high) / 2
-            if self.price(rounds, math.exp(middle)) > epsilon:
-                low = middle
-            else:
-                high = middle
-        return math.exp(high)
-
-
-CLASSICAL = (
-    ClassicalAccountant("gdp", Bound.ESTIMATE, clt_epsilon),
-    ClassicalAccountant("zcdp", price=lambda rounds, delta: zcdp_epsilon(zcdp_rho(rounds), delta)),
-    ClassicalAccountant("advanced", price=advanced_epsilon),
-    ClassicalAccountant("basic", price=basic_epsilon),
-)
-"""μ-GDP by the CLT (Bu et al. 2020), zCDP without amplification (Bun & Steinke 2016), and advanced
-and basic composition with amplification (Dwork & Roth 2014)."""

@@ -16,7 +16,7 @@ from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr, ndtri_exp
 
 from fedpriv.accounting.round_counts import Vector
-from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import require
 
 Ends = tuple[float, float]
 """Lower and upper end of an interval that holds the truth."""
@@ -35,11 +35,7 @@ _SERIES = (-2027025.0, 135135.0, -10395.0, 945.0, -105.0, 15.0, -3.0, 1.0, 0.0)
 
 
 def log_delta(epsilon: float, noise_multiplier: float) -> float:
-    """Natural logarithm of `delta`, finite where δ itself is below the smallest float.
-
-    It is rounded up by about 1e-12 and at most 0; −∞ only for z = ∞. Values below −5e5 are reported
-    as about −5e5.
-    """
+    """log δ, rounded up by about 1e-12, at most 0; −∞ only for z = ∞, never below about −5e5."""
     check_epsilon(epsilon)
     _check_noise(noise_multiplier)
     if noise_multiplier < _LEAST_NOISE:
@@ -56,20 +52,18 @@ def log_delta(epsilon: float, noise_multiplier: float) -> float:
 
 
 def delta(epsilon: float, noise_multiplier: float) -> float:
-    """Least δ for which the Gaussian mechanism is (ε, δ)-DP: exact, so a bound that is attained.
+    """Least δ for which the Gaussian mechanism is (ε, δ)-DP, never below the truth.
 
-    It is never below the truth, and at most 1e-11 of itself above for z in [0.05, 1e6] and
-    δ ≥ 1e-300; 1 for z = 0 and 0 only for z = ∞.
+    At most 1e-11 of itself above for z in [0.05, 1e6], δ ≥ 1e-300; 1 for z = 0, 0 only for z = ∞.
     """
     log = log_delta(epsilon, noise_multiplier)
     return 0.0 if math.isinf(log) else max(math.exp(log), math.ulp(0.0))
 
 
 def epsilon(delta: float, noise_multiplier: float) -> float:
-    """Least ε ≥ 0 for which the Gaussian mechanism is (ε, δ)-DP: exact, so attained.
+    """Least ε ≥ 0 for which the Gaussian mechanism is (ε, δ)-DP, never below the truth.
 
-    It is never below the truth, and at most 1e-11·(1 + ε) above for δ ≤ 0.5; ∞ only for z = 0 and
-    where ε is above the largest float.
+    At most 1e-11·(1 + ε) above for δ ≤ 0.5; ∞ only for z = 0 and above the largest float.
     """
     check_delta(delta)
     _check_noise(noise_multiplier)
@@ -119,8 +113,7 @@ def delta_interval(epsilon: float, noise_multiplier: float) -> Ends:
 def noise_multiplier(epsilon: float, delta: float) -> float:
     """Least z for which the Gaussian mechanism is (ε, δ)-DP (Balle & Wang 2018, Algorithm 1).
 
-    It is never below the truth, and at most 1e-9 of itself above for δ ≤ 0.999; ∞ where it is above
-    1e300.
+    Never below the truth, and at most 1e-9 of itself above for δ ≤ 0.999; ∞ where above 1e300.
     """
     check_epsilon(epsilon)
     check_delta(delta)
@@ -142,19 +135,17 @@ def noise_multiplier(epsilon: float, delta: float) -> float:
 
 def check_delta(delta: float) -> None:
     """Raise InvalidValueError unless δ is in (0, 1)."""
-    if not 0.0 < delta < 1.0:
-        raise InvalidValueError(f"delta is {delta}; it must be in (0, 1)")
+    require(0.0 < delta < 1.0, f"delta is {delta}; it must be in (0, 1)")
 
 
 def check_epsilon(epsilon: float) -> None:
     """Raise InvalidValueError unless ε is finite and not negative."""
-    if not (epsilon >= 0.0 and math.isfinite(epsilon)):
-        raise InvalidValueError(f"epsilon is {epsilon}; it must be finite and not negative")
+    finite = "it must be finite and not negative"
+    require(0.0 <= epsilon < math.inf, f"epsilon is {epsilon}; {finite}")
 
 
-def _check_noise(noise_multiplier: float) -> None:
-    if not noise_multiplier >= 0.0:
-        raise InvalidValueError(f"noise_multiplier is {noise_multiplier}; it must not be negative")
+def _check_noise(z: float) -> None:
+    require(z >= 0.0, f"noise_multiplier is {z}; it must not be negative")
 
 
 def _log_delta(a: Vector, mu: Vector) -> tuple[Vector, Vector]:

@@ -1,10 +1,9 @@
 """Events of one vector group under each sampling policy and relation.
 
 Everywhere z = `noise_multiplier` ≥ 0 is noise_stddev over the clipping norm of the sum that is
-released in one round, whatever the relation and the number of rounds: accountants know that
-replacing a user moves a sum by two clipping norms, and that a user may be in several rounds of an
-event. `count` (or `passes`) is how often the whole event happens, at least 1, `population` the
-number N of enrolled users. A number out of range raises `InvalidValueError`.
+released in one round, whatever the relation and the number of rounds. `count` (or `passes`) is how
+often the whole event happens, at least 1, `population` the number N of enrolled users. A number out
+of range raises `InvalidValueError`.
 """
 
 from fedpriv.ledger.events import (
@@ -17,30 +16,26 @@ from fedpriv.ledger.events import (
     require,
 )
 
+_ADD_OR_REMOVE, _REPLACE = NeighbouringRelation
+
 
 def poisson_gaussian(
     q: float, noise_multiplier: float, count: int = 1, population: int = 1
 ) -> RoundEvent:
-    """Event of `count` rounds of the Poisson-subsampled Gaussian mechanism with one group.
+    """Event of rounds of the Poisson-subsampled Gaussian mechanism, one user added or removed.
 
     >>> poisson_gaussian(q=0.01, noise_multiplier=4.0, count=10_000).noise_multiplier
     4.0
     """
-    relation = NeighbouringRelation.ADD_OR_REMOVE_ONE
-    sampling = SamplingEvent(SamplingPolicy.POISSON, q, population, relation)
+    sampling = SamplingEvent(SamplingPolicy.POISSON, q, population, _ADD_OR_REMOVE)
     return _one_group(sampling, noise_multiplier, count)
 
 
 def poisson_replace_gaussian(
     q: float, noise_multiplier: float, count: int = 1, population: int = 1
 ) -> RoundEvent:
-    """Event of rounds as `poisson_gaussian`, under replace-one.
-
-    >>> poisson_replace_gaussian(q=0.01, noise_multiplier=4.0).sampling.relation.sensitivity
-    2.0
-    """
-    relation = NeighbouringRelation.REPLACE_ONE
-    sampling = SamplingEvent(SamplingPolicy.POISSON, q, population, relation)
+    """Event of rounds as `poisson_gaussian`, under replace-one."""
+    sampling = SamplingEvent(SamplingPolicy.POISSON, q, population, _REPLACE)
     return _one_group(sampling, noise_multiplier, count)
 
 
@@ -55,17 +50,11 @@ def every_user_gaussian(
 def fixed_size_gaussian(
     cohort_size: int, population: int, noise_multiplier: float, count: int = 1
 ) -> RoundEvent:
-    """Event of rounds on m of N users, drawn afresh without replacement, under replace-one.
-
-    >>> fixed_size_gaussian(100, 10_000, noise_multiplier=1.0).sampling.sampling_probability
-    0.01
-    """
-    require(
-        1 <= cohort_size <= population,
-        f"cohort_size is {cohort_size}; it must be from 1 to the population of {population}",
-    )
-    q, relation = cohort_size / population, NeighbouringRelation.REPLACE_ONE
-    sampling = SamplingEvent(SamplingPolicy.FIXED_SIZE, q, population, relation)
+    """Event of rounds on m of N users, drawn afresh without replacement, under replace-one."""
+    legal = f"it must be from 1 to the population of {population}"
+    require(1 <= cohort_size <= population, f"cohort_size is {cohort_size}; {legal}")
+    q = cohort_size / population
+    sampling = SamplingEvent(SamplingPolicy.FIXED_SIZE, q, population, _REPLACE)
     return _one_group(sampling, noise_multiplier, count)
 
 
@@ -86,20 +75,16 @@ def shuffled_gaussian(
 
 
 def random_allocation_gaussian(
-    rounds: int,
-    participations: int,
-    noise_multiplier: float,
-    passes: int = 1,
-    population: int = 1,
+    rounds: int, participations: int, noise_multiplier: float, passes: int = 1, population: int = 1
 ) -> RoundEvent:
     """Event of passes in which each user is in k random rounds of n, under add-or-remove.
 
     >>> random_allocation_gaussian(100, 2, noise_multiplier=1.0).sampling.sampling_probability
     0.02
     """
-    schedule = Schedule(rounds, participations)
-    relation, policy = NeighbouringRelation.ADD_OR_REMOVE_ONE, SamplingPolicy.RANDOM_ALLOCATION
-    sampling = SamplingEvent(policy, participations / rounds, population, relation, schedule)
+    schedule, policy = Schedule(rounds, participations), SamplingPolicy.RANDOM_ALLOCATION
+    q = participations / rounds
+    sampling = SamplingEvent(policy, q, population, _ADD_OR_REMOVE, schedule)
     return _one_group(sampling, noise_multiplier, passes)
 
 

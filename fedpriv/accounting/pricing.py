@@ -6,30 +6,29 @@ ledger cannot be opened or verified.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from scipy.special import ndtr
 
 from fedpriv.accounting import classical
-from fedpriv.accounting.accountant import Accountant, Bound, PrivacyLoss
-from fedpriv.accounting.accountants import ACCOUNTANTS, accountant_named
+from fedpriv.accounting.accountants import (
+    ACCOUNTANTS,
+    Accountant,
+    Bound,
+    PrivacyLoss,
+    accountant_named,
+)
 from fedpriv.accounting.round_counts import Vector
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
-from fedpriv.ledger.budget import merge_equal
-from fedpriv.ledger.events import Randomness, RoundEvent
-from fedpriv.ledger.export import ExportedLedger, is_export
-from fedpriv.ledger.ledger import ChargedRow, Ledger
+from fedpriv.ledger.events import Randomness, RoundEvent, merge_equal
+from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export
 
-_POINTS = 30
-_ERRORS = 121
-_WIDEST = 4.0
-Answer = TypeVar("Answer")
+_POINTS = 30  # of a curve
+_ERRORS, _WIDEST = 121, 4.0  # type I errors of a trade-off, up to so many standard deviations
 
 
 class Arithmetic(StrEnum):
@@ -138,8 +137,8 @@ def price(
         raise InvalidValueError(
             f"delta is {delta} and epsilon is {epsilon}; only one can be given, to find the other"
         )
-    names = list(ACCOUNTANTS) if accountant == "all" else [accountant]
-    accountants = [accountant_named(name) for name in names]
+    every = accountant == "all"
+    accountants = list(ACCOUNTANTS.values()) if every else [accountant_named(accountant)]
     ledgers = read_ledgers(paths)
     if not any(ledger.charges for ledger in ledgers):
         named = ", ".join(str(ledger.path) for ledger in ledgers)
@@ -149,19 +148,17 @@ def price(
     if delta is None and epsilon is None:
         delta = default_delta(ledgers)
 
-    def ask(part: Part, accountant: Accountant) -> Price:
-        if delta is not None:
-            loss = accountant.epsilon(part.events, delta)
-            return Price(part, loss.epsilon, delta, loss)
-        at = epsilon or 0.0
-        # Only the words of this loss are used, and they are the same at any δ.
-        words = accountant.epsilon(part.events, 0.5)
-        return Price(part, at, accountant.delta(part.events, at), words)
-
-    answers = [_answers(accountants, partial(ask, part)) for part in _parts(ledgers)]
-    prices = tuple(price for found, _ in answers for price in found)
-    refusals = tuple(dict.fromkeys(str(error) for _, refused in answers for error in refused))
-    return Spending(ledgers, prices, refusals, delta, epsilon)
+    prices, refusals = list[Price](), dict[str, None]()
+    for part in _parts(ledgers):
+        # Where ε is given, only the words of a loss are used, which are the same at any δ.
+        losses, refused = _losses(accountants, part.events, 0.5 if delta is None else delta)
+        refusals |= dict.fromkeys(map(str, refused))
+        for loss in losses:
+            at, held = loss.epsilon, loss.delta
+            if epsilon is not None:
+                at, held = epsilon, accountant_named(loss.accountant).delta(part.events, epsilon)
+            prices.append(Price(part, at, held, loss))
+    return Spending(ledgers, tuple(prices), tuple(refusals), delta, epsilon)
 
 
 def default_delta(ledgers: Iterable[LedgerContent]) -> float:
@@ -203,8 +200,7 @@ def _parts(ledgers: Sequence[LedgerContent]) -> list[Part]:
     """Each run, each ledger of several runs or of none, and all ledgers if there are several."""
     parts = []
     for ledger in ledgers:
-        runs = ledger.runs()
-        path = str(ledger.path)
+        runs, path = ledger.runs(), str(ledger.path)
         parts += [Part(path, run, merge_equal(events)) for run, events in runs.items()]
         if len(runs) != 1:
             parts.append(Part(path, None, merge_equal(ledger.events)))
@@ -214,19 +210,19 @@ def _parts(ledgers: Sequence[LedgerContent]) -> list[Part]:
     return parts
 
 
-def _answers(
-    accountants: Iterable[Accountant], ask: Callable[[Accountant], Answer]
-) -> tuple[list[Answer], list[UnsupportedEventError]]:
-    """What accountants answer, at least one of them, and why the others do not."""
-    answers, refusals = list[Answer](), list[UnsupportedEventError]()
+def _losses(
+    accountants: Iterable[Accountant], events: Sequence[RoundEvent], delta: float
+) -> tuple[list[PrivacyLoss], list[UnsupportedEventError]]:
+    """What accountants say, at least one of them, and why the others do not."""
+    losses, refusals = list[PrivacyLoss](), list[UnsupportedEventError]()
     for accountant in accountants:
         try:
-            answers.append(ask(accountant))
+            losses.append(accountant.epsilon(events, delta))
         except UnsupportedEventError as error:
             refusals.append(error)
-    if not answers:
+    if not losses:
         raise refusals[0]
-    return answers, refusals
+    return losses, refusals
 
 
 @dataclass(frozen=True)
@@ -264,12 +260,9 @@ class TradeOff:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a ledger costs by rounds, and what that means for a test.
+    """What a ledger costs by rounds, and what that means for a test."""
 
-    ε is finite and by the first accountant that has a bound, which the trade-off is made from too.
-    """
-
-    epsilon: float
+    epsilon: float  # finite, by the first accountant that has a bound, as is the trade-off
     delta: float
     by_rounds: tuple[EpsilonCurve, ...]  # one for each accountant
     trade_off: TradeOff
@@ -285,26 +278,27 @@ class Curves:
 
 
 def cost_of(ledger: LedgerContent, delta: float) -> Cost:
-    """Compute ε by rounds, for which each accountant is asked at most 30 times, and the trade-off.
-
-    Accountants without an analysis of the ledger's events have no curve.
-    """
-    losses = _losses(ledger, delta)
-    basis = _basis(losses)
-    by_rounds = tuple(_epsilon_curve(ledger, each) for each in losses)
-    mu = classical.equivalent_mu(basis.epsilon, delta)
-    trade_off = trade_off_of(_delta_curve(ledger, basis, basis), mu)
-    return Cost(basis.epsilon, delta, by_rounds, trade_off)
+    """ε by rounds, at up to 30 points for each accountant that can tell, and the trade-off."""
+    return _cost(ledger, _finite_losses(ledger, delta))
 
 
 def curves_of(ledger: LedgerContent, delta: float) -> Curves:
-    """Compute `cost_of`, and δ by ε, for which each accountant is asked 30 times more."""
-    losses = _losses(ledger, delta)
-    by_epsilon = tuple(_delta_curve(ledger, each, _basis(losses)) for each in losses)
-    return Curves(ledger.population, cost_of(ledger, delta), by_epsilon)
+    """`cost_of`, and δ by ε, at 30 points for each accountant."""
+    losses = _finite_losses(ledger, delta)
+    basis = _basis(losses)
+    by_epsilon = tuple(_delta_curve(ledger, each, basis.epsilon) for each in losses)
+    return Curves(ledger.population, _cost(ledger, losses), by_epsilon)
 
 
-def trade_off_of(curve: DeltaCurve, mu: float) -> TradeOff:
+def _cost(ledger: LedgerContent, losses: Sequence[PrivacyLoss]) -> Cost:
+    basis = _basis(losses)
+    by_rounds = tuple(_epsilon_curve(ledger, each) for each in losses)
+    curve = _delta_curve(ledger, basis, basis.epsilon)
+    trade_off = _trade_off(curve, classical.equivalent_mu(basis.epsilon, basis.delta))
+    return Cost(basis.epsilon, basis.delta, by_rounds, trade_off)
+
+
+def _trade_off(curve: DeltaCurve, mu: float) -> TradeOff:
     """The trade-off function that all points of a curve of δ prove together.
 
     Each (ε, δ(ε)) is a lower bound f_{ε, δ(ε)} on the type II error (Dong, Roth & Su 2019,
@@ -319,12 +313,11 @@ def trade_off_of(curve: DeltaCurve, mu: float) -> TradeOff:
     return TradeOff(curve.accountant, mu, type_one, np.max(bounds, axis=0), gaussian)
 
 
-def _losses(ledger: LedgerContent, delta: float) -> list[PrivacyLoss]:
+def _finite_losses(ledger: LedgerContent, delta: float) -> list[PrivacyLoss]:
     """What the whole ledger costs, by each accountant that can tell; one is a finite bound."""
     if not ledger.charges:
         raise InvalidValueError(f"ledger {ledger.path} has no charge; a curve needs at least one")
-    events = merge_equal(ledger.events)
-    losses, refusals = _answers(ACCOUNTANTS.values(), lambda each: each.epsilon(events, delta))
+    losses, refusals = _losses(ACCOUNTANTS.values(), merge_equal(ledger.events), delta)
     if all(loss.bound is Bound.ESTIMATE for loss in losses):
         raise refusals[0]
     if math.isinf(_basis(losses).epsilon):
@@ -348,10 +341,10 @@ def _epsilon_curve(ledger: LedgerContent, whole: PrivacyLoss) -> EpsilonCurve:
     return EpsilonCurve(whole.accountant, whole.bound, whole.delta, rounds, lows, ups)
 
 
-def _delta_curve(ledger: LedgerContent, whole: PrivacyLoss, basis: PrivacyLoss) -> DeltaCurve:
+def _delta_curve(ledger: LedgerContent, whole: PrivacyLoss, least: float) -> DeltaCurve:
+    """δ by one accountant up to 1.5 times the ε of the whole ledger."""
     accountant, events = accountant_named(whole.accountant), merge_equal(ledger.events)
-    widest = 1.5 * basis.epsilon or 1.0
     # Most of the trade-off is made by small ε.
-    epsilon = tuple(float(x) for x in widest * np.linspace(0.0, 1.0, _POINTS) ** 2)
+    epsilon = tuple(float(x) for x in (1.5 * least or 1.0) * np.linspace(0.0, 1.0, _POINTS) ** 2)
     delta = tuple(accountant.delta(events, x) for x in epsilon)
     return DeltaCurve(whole.accountant, whole.bound, epsilon, delta)

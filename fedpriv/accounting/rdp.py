@@ -2,10 +2,8 @@
 
 The RDP of one round at order α is log E_Q[(1 + u)^α]/(α − 1), u = q·(r − 1), with r the density of
 N(1, z²) over that of Q = N(0, z²); removing a user is never better than adding one (Mironov, Talwar
-& Zhang 2019, Theorem 5). RDP adds up over rounds and is converted to (ε, δ) at the best order.
-
-Because E_Q[u] = 0, E_Q[(1 + u)^α] − 1 = E_Q[(1 + u)^α − 1 − α·u], and what is averaged is never
-negative. Computed like that, no terms cancel, and the tiniest q keeps its relative accuracy.
+& Zhang 2019, Theorem 5). As E_Q[u] = 0, E_Q[(1 + u)^α] − 1 = E_Q[(1 + u)^α − 1 − α·u], of which no
+terms cancel, so the tiniest q keeps its relative accuracy.
 
 Cohorts of a fixed size, when one user is replaced, have upper bounds. Let p, p' and r be the
 releases on a cohort with the user, with the one that replaces it, and with somebody else in its
@@ -53,15 +51,12 @@ _WIDTH, _STEP = 12.0, 0.125  # as `_RANGE`, and the step there, in standard devi
 
 
 def subsampled_gaussian_rdp(q: float, noise_multiplier: float, orders: Sequence[float]) -> Vector:
-    """RDP of one round of the Poisson-subsampled Gaussian, add or remove one user.
+    """[orders] RDP of one round of the Poisson-subsampled Gaussian, add or remove one user.
 
-    * q = 1 is the Gaussian mechanism, α/(2z²) (Mironov 2017, Corollary 3).
-    * An integer order is a sum of α − 1 positive terms (Mironov, Talwar & Zhang 2019, Section 3.3),
-      a fractional one an integral; below z = 0.05 it gets the RDP of the next integer order.
-    * Without noise it is ∞.
-
-    Returns:
-        [orders] RDP ε(α) ≥ the exact value, by less than a part in 10⁹.
+    At most a part in 10⁹ above the exact value; ∞ without noise. q = 1 is the Gaussian mechanism,
+    α/(2z²) (Mironov 2017, Corollary 3). An integer order is a sum of α − 1 positive terms (Mironov,
+    Talwar & Zhang 2019, Section 3.3), a fractional one an integral; below z = 0.05 it gets the RDP
+    of the next integer order.
     """
     alpha = np.asarray(orders, dtype=np.float64)
     if noise_multiplier == 0.0:
@@ -72,25 +67,20 @@ def subsampled_gaussian_rdp(q: float, noise_multiplier: float, orders: Sequence[
     return log_moments * (1 + _SLACK) / (alpha - 1)
 
 
-def composed_rdp(rounds: Rounds, orders: Sequence[float]) -> Vector:
-    """[orders] RDP of all rounds together, the sum of theirs (Mironov 2017, Proposition 1)."""
-    return _composed(rounds, orders, subsampled_gaussian_rdp)
-
-
-def composed_fixed_size_rdp(rounds: Rounds, orders: Sequence[float]) -> Vector:
-    """[orders] RDP of all rounds of a fixed cohort size together."""
-    return _composed(rounds, orders, fixed_size_gaussian_rdp)
-
-
-def _composed(
-    rounds: Rounds, orders: Sequence[float], one: Callable[[float, float, Sequence[float]], Vector]
+def composed_rdp(
+    rounds: Rounds,
+    orders: Sequence[float],
+    of_round: Callable[[float, float, Sequence[float]], Vector] = subsampled_gaussian_rdp,
 ) -> Vector:
-    """The sum over all rounds, or over fewer different ones that cost at least as much."""
+    """[orders] RDP of all rounds together, the sum of theirs (Mironov 2017, Proposition 1).
+
+    Where many differ, that of fewer different ones which cost at least as much.
+    """
     if all(z > 0.0 for _, z in rounds):
         rounds, _ = grouped(rounds, _GROUPS)
     total = np.zeros(len(orders))
     for (q, z), count in rounds.items():
-        total += count * one(q, z, orders)
+        total += count * of_round(q, z, orders)
     return total
 
 
@@ -106,10 +96,7 @@ def epsilon_from_rdp(orders: Sequence[float], rdp: Vector, delta: float) -> floa
 
 
 def epsilon_from_rdp_2016(orders: Sequence[float], rdp: Vector, delta: float) -> float:
-    """ε of the conversion min_α rdp + log(1/δ)/(α − 1) (Abadi et al. 2016, Theorem 2).
-
-    Larger than `epsilon_from_rdp`; kept to reproduce what papers report.
-    """
+    """ε as papers report it: min_α rdp + log(1/δ)/(α − 1) (Abadi et al. 2016, Theorem 2)."""
     alpha = np.asarray(orders, dtype=np.float64)
     return float((rdp - math.log(delta) / (alpha - 1)).min())
 
@@ -136,10 +123,7 @@ def _log_moment(q: float, z: float, alpha: float) -> float:
 
 
 def _log_integer_moment(q: float, z: float, alpha: int) -> float:
-    """log E_Q[(1 + u)^α] for integer α ≥ 2: log(1 + Σ_k C(α, k)·(1 − q)^{α−k}·q^k·(E[r^k] − 1)).
-
-    E_Q[r^k] = e^{k(k − 1)/(2z²)} is 1 for k = 0 and k = 1, so the sum starts at k = 2.
-    """
+    """log(1 + Σ_k C(α, k)·(1 − q)^{α−k}·q^k·(e^{k(k − 1)/(2z²)} − 1)), k = 2, …, α."""
     k = np.arange(2, alpha + 1)
     growth = k * (k - 1) / (2 * z**2)
     log_terms = _log_binomials(alpha) + (alpha - k) * math.log1p(-q) + k * math.log(q)
@@ -187,13 +171,12 @@ def _log_one_plus_sum(log_terms: Vector) -> float:
 
 
 def fixed_size_gaussian_rdp(q: float, z: float, orders: Sequence[float]) -> Vector:
-    """RDP of one round on m of N users, drawn without replacement, when one user is replaced.
+    """[orders] bounds for one round on q·N of N users, when one user is replaced.
 
-    * An integer order has the bound of Wang, Balle & Kasiviswanathan 2019, Theorem 27.
-    * Another one has the interpolated bound, because (α − 1)·ε(α) is convex (their Corollary 10).
-    * No order has more than without sampling, α/(2z²), as the release is a mixture over cohorts
-      and Rényi divergence is quasi-convex (van Erven & Harremoës 2014, Theorem 13); q = 1 has just
-      that. Without noise it is ∞.
+    Integer orders by Wang, Balle & Kasiviswanathan 2019, Theorem 27; others interpolated, because
+    (α − 1)·ε(α) is convex (their Corollary 10). No order has more than without sampling, α/(2z²),
+    as the release is a mixture over cohorts and Rényi divergence is quasi-convex (van Erven &
+    Harremoës 2014, Theorem 13); q = 1 has just that.
     """
     alpha = np.asarray(orders, dtype=np.float64)
     if z < _NEGLIGIBLE:
@@ -212,7 +195,6 @@ def fixed_size_gaussian_rdp(q: float, z: float, orders: Sequence[float]) -> Vect
 
 @lru_cache(maxsize=4096)
 def _fixed_size_log_moment(q: float, z: float, alpha: int) -> float:
-    """A bound on log E[(P/P')^α] for integer α ≥ 1."""
     if alpha == 1:
         return 0.0
     log_powers = np.arange(2, alpha + 1) * math.log(q)

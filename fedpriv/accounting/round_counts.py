@@ -1,4 +1,7 @@
-"""Rounds counted by (q, z), and moved outward into few groups where many differ.
+"""Events counted as rounds by (q, z), and rounds moved outward into few groups where many differ.
+
+q is the sampling probability and z the noise_stddev per **sensitivity**: accountants of one policy
+depend on nothing else, but for the schedule of a pass.
 
 A round with (q', z'), q' ≥ q and z' ≤ z, costs at least as much as one with (q, z): more noise on
 its output, and replacing the output by noise with probability 1 − q/q', turn its pair of output
@@ -6,38 +9,143 @@ distributions into that of the other, and post-processing never costs. So moving
 corner (largest q, smallest z) of its group gives an upper bound of ε, and moving it to the opposite
 corner a lower one, in both directions and under adaptive composition. The same holds for all
 sampling policies, whose pairs have the same form.
+
+A separated series of n rounds adds noise C⁻¹Z that is correlated over rounds, Z being fresh. It is
+a Gaussian mechanism on C·X, where X are the sums of the rounds, and costs no more if later rounds
+depend on earlier releases (Denisov et al. 2022, Theorem 2.1, for lower triangular C). One user
+changes row i of X, for each round i it takes part in, by a vector u_i of at most one clipping norm,
+so C·X by
+
+    ‖Σ_i C[:, i]·u_iᵀ‖² = Σ_ij G_ij·⟨u_i, u_j⟩ ≤ Σ_ij |G_ij|,   G = CᵀC,
+
+with sums over its rounds. Equal u_i reach the bound where G has no negative entry.
 """
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import RoundEvent, SamplingPolicy
 
 Vector = NDArray[np.float64]
 Rounds = Mapping[tuple[float, float], int]
 """Number of rounds by (sampling probability q, noise multiplier z)."""
 
-_FINE = 1e-4
-"""Rounds whose q and z differ by less, relatively, are not told apart once they must be grouped."""
+_SAME = 2.0**-36  # relative difference of noise multipliers that is rounding
+_FINE = 5e-4  # groups need not tell apart rounds whose variances differ by less, relatively
 _ULPS = 2.0**-50
 
 
 class Direction(IntEnum):
     """Which of the two neighbours the mechanism ran on; the value is the sign of the loss."""
 
-    REMOVE = 1
-    """On the population with the user; the other neighbour is without."""
-    ADD = -1
-    """On the population without the user; the other neighbour is with."""
+    REMOVE = 1  # on the population with the user; the other neighbour is without
+    ADD = -1  # on the population without the user; the other neighbour is with
+
+
+def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
+    """Count events by (q, z), in order of both, so that results do not depend on their order.
+
+    The sensitivity is 1 clipping norm where one user is added or removed and 2 where one is
+    replaced, times that of the strategy of a separated series. Noise multipliers that differ by
+    less than a part in 2³⁶ count as the smallest of them: where clipping norms move, the last
+    digits of σ/S do, though it is meant to stay.
+
+    >>> from fedpriv.accounting.policies import poisson_gaussian
+    >>> compose([poisson_gaussian(0.5, 2.0), poisson_gaussian(0.5, 2.0, count=3)])
+    {(0.5, 2.0): 4}
+    """
+    rounds: dict[tuple[float, float], int] = {}
+    for event in events:
+        sampling = event.sampling
+        sensitivity = sampling.relation.sensitivity
+        if sampling.policy is SamplingPolicy.SEPARATED and sampling.schedule is not None:
+            sensitivity *= strategy_sensitivity(event.strategy, *astuple(sampling.schedule))
+        key = sampling.sampling_probability, event.noise_multiplier / sensitivity
+        rounds[key] = rounds.get(key, 0) + event.count
+    merged: dict[tuple[float, float], int] = {}
+    last = (0.0, 0.0)
+    for (q, z), count in sorted(rounds.items()):
+        if q != last[0] or z > last[1] * (1.0 + _SAME):
+            last = (q, z)
+        merged[last] = merged.get(last, 0) + count
+    return merged
+
+
+@lru_cache(maxsize=256)
+def strategy_sensitivity(
+    strategy: tuple[float, ...], rounds: int, participations: int, separation: int
+) -> float:
+    """Sensitivity in clipping norms of C·X, where a user is in at most k rounds, b apart.
+
+    * Coefficients c, the first column of C, that are ≥ 0 and never increase have the exact value,
+      that of the rounds 1, 1 + b, 1 + 2b, … (Kalinin & Lampert 2024, Theorem 2); (1,) has √k.
+    * So have those of at most b coefficients, where a user's rounds do not meet: ‖c‖·√k, as far as
+      its last round has all coefficients in the series, and an upper bound elsewhere.
+    * Others have an upper bound: rounds that are m participations apart meet with at most the
+      largest of Σ_l |c_l|·|c_{l+d}| for d ≥ m·b.
+
+    It grows in k and n, falls in b, scales with the strategy, and is rounded up.
+    """
+    fitting = min(participations, 1 + (rounds - 1) // separation)
+    # In units of the largest, so that squares neither overflow nor vanish.
+    unit = max(map(abs, strategy))
+    c = np.abs(strategy) / unit
+    square = _first_rounds if decreasing(strategy) else _any_rounds
+    # Less than 4 roundings of each coefficient's share, all of positive numbers.
+    rounding = 2.0**-52 * (4 * len(c) + 100)
+    return math.sqrt(square(c, rounds, fitting, separation)) * unit * (1.0 + rounding)
+
+
+def decreasing(strategy: tuple[float, ...]) -> bool:
+    """Whether coefficients never increase and stay ≥ 0."""
+    return all(a >= b for a, b in zip(strategy, (*strategy[1:], 0.0), strict=True))
+
+
+def _first_rounds(c: Vector, rounds: int, participations: int, separation: int) -> float:
+    """‖Σ_i C[:, i]‖² over the rounds i = 1, 1 + b, …: k of them, which fit into n."""
+    width = min(separation, len(c))
+    blocks = np.pad(c, (0, -len(c) % width)).reshape(-1, width)
+    # Each further participation only repeats a period of b rounds.
+    repeated = max(0, participations - len(blocks))
+    period = blocks.sum(axis=0)
+    left = participations - repeated
+    length = min(rounds - repeated * separation, len(c) + (left - 1) * separation)
+    column = _shifted_sum(np.pad(c, (0, length))[:length], left, separation)
+    return float(column @ column) + repeated * float(period @ period)
+
+
+def _shifted_sum(c: Vector, count: int, separation: int) -> Vector:
+    """Σ_{j < count} of c shifted by j·b to the right and cut off, by doubling the count."""
+    total, power = np.zeros_like(c), c.copy()
+    shift, step = 0, separation
+    for bit in reversed(f"{count:b}"):
+        if bit == "1":
+            total[shift:] += power[: len(c) - shift]
+            shift += step
+        power[step:] += power[:-step].copy()
+        step *= 2
+    return total
+
+
+def _any_rounds(c: Vector, _rounds: int, participations: int, separation: int) -> float:
+    """An upper bound on Σ_ij |G_ij| over any k rounds that are at least b apart."""
+    meeting = np.correlate(c, c, "full")[len(c) - 1 :]
+    largest = np.maximum.accumulate(meeting[::-1])[::-1]
+    apart = np.arange(1, 1 + min(participations - 1, (len(c) - 1) // separation))
+    pairs = float((participations - apart) @ largest[apart * separation])
+    return participations * float(meeting[0]) + 2.0 * pairs
 
 
 def check_rounds(rounds: Rounds) -> None:
-    """Raise InvalidValueError unless every q is in (0, 1], z finite and ≥ 0 and count ≥ 1."""
+    """Refuse rounds unless every q is in (0, 1], z finite and ≥ 0 and count ≥ 1."""
     for (q, z), count in rounds.items():
         if not 0.0 < q <= 1.0:
             raise InvalidValueError(f"sampling_probability is {q}; it must be in (0, 1]")
@@ -56,9 +164,8 @@ def arrays(rounds: Rounds) -> tuple[Vector, Vector, Vector]:
 def unsampled_noise_multiplier(rounds: Rounds) -> float:
     """The z of the one Gaussian mechanism that the rounds are together if all users take part.
 
-    Gaussian mechanisms compose exactly: 1/z² = Σ count/zᵢ² (Dong, Roth & Su 2019, Section 3). With
-    q = 1 its curve is exact; with any q it is an upper bound, as sampling never costs. ∞ for no
-    round, 0 if a round has no noise, and else right to 2⁻⁵⁰ of itself.
+    1/z² = Σ count/zᵢ² (Dong, Roth & Su 2019, Section 3): exact for q = 1, and else an upper bound,
+    as sampling never costs. ∞ for no round, 0 without noise, else right to 2⁻⁵⁰ of itself.
     """
     check_rounds(rounds)
     least = min((z for _, z in rounds), default=math.inf)
@@ -68,10 +175,7 @@ def unsampled_noise_multiplier(rounds: Rounds) -> float:
 
 
 def folded(rounds: Rounds) -> Rounds:
-    """The rounds with those of q = 1 as equal ones of z ≥ 1, if there are several.
-
-    They are one Gaussian together, and so are m of √m times its noise, here rounded down by 2⁻⁴⁹.
-    """
+    """The rounds with those of q = 1 as m equal ones of √m times the noise of all, rounded down."""
     everybody = {(q, z): n for (q, z), n in rounds.items() if q == 1.0}
     if len(everybody) < 2:
         return rounds
@@ -84,10 +188,7 @@ def folded(rounds: Rounds) -> Rounds:
 
 
 def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:
-    """Rounds that cost at least, and rounds that cost at most as much, in up to `most` groups.
-
-    Up to `most` different rounds stay as they are; otherwise each, of z > 0, moves to a corner.
-    """
+    """Rounds that cost at least, and rounds that cost at most as much, in up to `most` groups."""
     if len(rounds) <= most:
         return rounds, rounds
     q, z, counts = arrays(rounds)
@@ -102,52 +203,28 @@ def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:
     return above, below
 
 
-def summary(rounds: Rounds, most: int) -> Rounds:
-    """Rounds that cost about as much, in up to `most` groups: for plans, not for bounds."""
-    if len(rounds) <= most:
-        return rounds
-    q, z, counts = arrays(rounds)
-    typical: dict[tuple[float, float], int] = {}
-    for inside in _boxes(q, z, counts, most):
-        share = counts[inside] / counts[inside].sum()
-        mean = math.sqrt(share @ q[inside] ** 2), math.exp(share @ np.log(z[inside]))
-        typical[mean] = typical.get(mean, 0) + int(counts[inside].sum())
-    return typical
-
-
 def _boxes(q: Vector, z: Vector, counts: Vector, most: int) -> list[NDArray[np.int64]]:
-    """The members of each group, which are split where that tells most of their variance apart.
+    """The members of each group; boxes are split where that tells most of their variance apart.
 
-    It stops when there are `most` groups, or none is wider than 1e-4 of q and z.
+    The variance of the likelihood ratio of one round is q²·(e^{1/z²} − 1), a product: axes are the
+    logarithms of its factors.
     """
-    settings = np.stack([np.log(q), np.log(z)])
-    boxes = [_box(settings, counts, np.arange(len(q)))]
+    square = np.clip(z**-2.0, 1e-300, 600.0)
+    axes = np.stack([2 * np.log(q), square + np.log(-np.expm1(-square))])
+
+    def box(inside: NDArray[np.int64]) -> tuple[float, int, int, NDArray[np.int64]]:
+        """Minus what a split gains, the first member (to break ties), the axis, the members."""
+        low, high = axes[:, inside].min(axis=1), axes[:, inside].max(axis=1)
+        shares = np.expm1(low - high)  # minus what a split along each axis may gain
+        gain = shares.sum() * counts[inside].sum() * math.exp(min(high.sum(), 600.0))
+        narrow = (high - low).max() <= _FINE
+        return 0.0 if narrow else float(gain), int(inside[0]), int(shares.argmin()), inside
+
+    boxes = [box(np.arange(len(q)))]
     while len(boxes) < most and boxes[0][0] < 0.0:
         _, _, axis, inside = heapq.heappop(boxes)
-        values = settings[axis, inside]
+        values = axes[axis, inside]
         upper = values > (values.min() + values.max()) / 2
         for part in (inside[upper], inside[~upper]):
-            heapq.heappush(boxes, _box(settings, counts, part))
+            heapq.heappush(boxes, box(part))
     return [inside for *_, inside in boxes]
-
-
-def _box(
-    settings: Vector, counts: Vector, inside: NDArray[np.int64]
-) -> tuple[float, int, int, NDArray[np.int64]]:
-    """Minus what a split may gain, the first member (to break ties), the axis to split, members."""
-    points = settings[:, inside]
-    (low_q, low_z), (high_q, high_z) = points.min(axis=1), points.max(axis=1)
-    if max(high_q - low_q, high_z - low_z) <= _FINE:
-        return 0.0, int(inside[0]), 0, inside
-    worst = _log_variance(high_q, low_z)
-    better = (low_q, low_z), (high_q, high_z)
-    gain = [-math.expm1(_log_variance(*corner) - worst) for corner in better]
-    total = float(counts[inside].sum()) * math.exp(min(worst, 600.0))
-    return -total * sum(gain), int(inside[0]), int(gain[1] > gain[0]), inside
-
-
-def _log_variance(log_q: float, log_z: float) -> float:
-    """Logarithm of the variance q²·(e^{1/z²} − 1) of the likelihood ratio of one round."""
-    square = math.exp(min(-2 * log_z, 600.0))
-    growth = square + math.log(-math.expm1(-square)) if square > 1e-300 else -2 * log_z
-    return 2 * log_q + growth

@@ -1,17 +1,15 @@
 """The questions of a survey: what a user contributes to each, and what a release answers.
 
-`Histogram`, `Distribution`, `Quantiles`, `Mean`, `Sum` and `Variance` are questions about one
-quantity: a column of the users' data, or a function of one user's fields. To add one, derive a
-frozen dataclass from `Question`.
+Each is about one quantity: a column of the users' data, or a function of one user's fields. To add
+a question, derive a frozen dataclass from `Question`.
 """
 
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,19 +17,17 @@ from scipy.linalg import toeplitz
 from scipy.optimize import isotonic_regression
 from scipy.sparse import csr_array
 
-from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.layout import FloatVector, VectorGroup
 from fedpriv.privacy.sampling import PoissonSampling
 
-_log = logging.getLogger(__name__)
-
-WIDTH = 2.0  # standard deviations to either side of an interval: 95.4% of a normal law
-MOST_THRESHOLDS = 4096
+_WIDTH = 2.0  # standard deviations to either side of an interval: 95.4% of a normal law
+_MOST_THRESHOLDS = 4096
 
 FloatMatrix = npt.NDArray[np.float64]
-Scalar: TypeAlias = type[np.float64] | type[np.str_]  # whether values are numbers or texts
-Function: TypeAlias = Callable[[Mapping[str, npt.NDArray[np.generic]]], object]
+Values: TypeAlias = npt.NDArray[Any]  # numbers or texts
+Scalar: TypeAlias = type[np.float64] | type[np.str_]  # which of the two
+Function: TypeAlias = Callable[[Mapping[str, Values]], object]
 """From the fields of one user, name → array [rows, …], to values; it must look at nothing else."""
 
 
@@ -39,66 +35,18 @@ Function: TypeAlias = Callable[[Mapping[str, npt.NDArray[np.generic]]], object]
 class UserValues:
     """What U users hold of one quantity; user u has values[offsets[u] : offsets[u + 1]]."""
 
-    values: npt.NDArray[np.generic]  # [R] float64, or strings
+    values: Values  # [R] float64, or strings
     offsets: npt.NDArray[np.int64]  # [U + 1]
 
-    @cached_property
-    def numbers(self) -> FloatVector:
-        """The values [R], if they are numbers."""
-        return np.asarray(self.values, dtype=np.float64)
-
-    @cached_property
-    def owners(self) -> npt.NDArray[np.int64]:
-        """The user of each value: [R]."""
-        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
-
-    def sums(self, weights: npt.NDArray[np.generic]) -> FloatVector:
+    def sums(self, weights: Values) -> FloatVector:
         """Sum over each user's values of a number per value: [R] → [U]."""
-        summed = np.bincount(self.owners, weights, minlength=len(self.offsets) - 1)
-        return np.asarray(summed, dtype=np.float64)
+        columns = np.zeros(len(weights), np.int64)
+        return np.asarray(self.spread(weights, columns, 1).toarray())[:, 0]
 
-    def spread(self, weights: FloatVector, columns: npt.NDArray[np.int64], width: int) -> csr_array:
+    def spread(self, weights: Values, columns: npt.NDArray[np.int64], width: int) -> csr_array:
         """Each user's weights added up by column: [R] weights and columns → sparse [U, width]."""
-        return csr_array((weights, columns, self.offsets), shape=(len(self.offsets) - 1, width))
-
-    @classmethod
-    def of_column(cls, users: UserStore, column: str, scalar: Scalar) -> "UserValues":
-        """A column of the store, which must be `readable`."""
-        return cls(_converted(users.fields[column], scalar), users.offsets)
-
-    @classmethod
-    def of_function(
-        cls, users: UserStore, positions: npt.NDArray[np.int64], function: Function, scalar: Scalar
-    ) -> "UserValues":
-        """What a function returns for each of some users; none where it fails. Total."""
-        returned = [_returned(users, user, function, scalar) for user in positions.tolist()]
-        offsets = np.cumsum([0, *map(len, returned)], dtype=np.int64)
-        return cls(np.concatenate([np.empty(0, scalar), *returned]), offsets)
-
-
-def readable(dtype: np.dtype[np.generic], scalar: Scalar) -> bool:
-    """Whether values of a dtype are the numbers or texts asked for."""
-    return dtype.kind in ("U" if scalar is np.str_ else "biuf")
-
-
-def _returned(
-    users: UserStore, user: int, function: Function, scalar: Scalar
-) -> npt.NDArray[np.generic]:
-    """What a function returns for one user; none if it raises or that is not of the kind asked."""
-    try:
-        values = np.atleast_1d(np.asarray(function(users.examples_of(user))))
-        if values.ndim == 1 and (values.size == 0 or readable(values.dtype, scalar)):
-            return _converted(values, scalar)
-        reason = f"{values.dtype}{list(values.shape)}"
-    except Exception as error:  # a failing user counts as zero, whatever the failure
-        reason = type(error).__name__  # its text may hold the user's data
-    _log.warning("a user counts as zero: the function of a question gave %s", reason)
-    return np.empty(0, scalar)
-
-
-def _converted(values: npt.NDArray[np.generic], scalar: Scalar) -> npt.NDArray[np.generic]:
-    with np.errstate(over="ignore"):  # a number beyond the range of float64 becomes infinite
-        return values.astype(scalar, copy=False)
+        shape = (len(self.offsets) - 1, width)
+        return csr_array((weights.astype(np.float64), columns, self.offsets), shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,17 +73,10 @@ class Question(ABC):
     * what a user contributes has an L2 norm of at most `clipping_norm`, whatever it holds;
     * a user without a value that counts contributes the zero vector, and so does NaN;
     * the answer is a function of the released average and of public numbers alone.
-
-    Attributes:
-        name: names the question, and its vector group in the ledger.
-        of: the quantity: a column of the users' store, or a function of one user's fields.
-
-    Raises:
-        InvalidValueError: a field is out of range.
     """
 
-    name: str
-    of: str | Function
+    name: str  # of the question, and of its vector group in the ledger
+    of: str | Function  # the quantity: a column of the users' store, or a function of one user
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
@@ -154,19 +95,20 @@ class Question(ABC):
         return np.float64
 
     @property
-    def dimension(self) -> int:
-        """Length d of a user's vector."""
-        return 1
-
-    @property
     @abstractmethod
     def clipping_norm(self) -> float:
-        """S, the bound on its L2 norm."""
+        """S, the bound on the L2 norm of a user's vector."""
 
     @property
     def group(self) -> VectorGroup:
         """The vector group of the question."""
         return VectorGroup.single(self.name, self.clipping_norm)
+
+    @property
+    def dimension(self) -> int:
+        """Length d of a user's vector."""
+        nobody = UserValues(np.empty(0, self.scalar), np.zeros(1, np.int64))
+        return len(self.contributions(nobody).T)
 
     @abstractmethod
     def contributions(self, held: UserValues) -> FloatMatrix:
@@ -185,7 +127,7 @@ class Question(ABC):
     ) -> Answer:
         """Answer whose errors are about normal, from the noise and from sampling (at most)."""
         noise = np.full(value.shape, noise_stddev)
-        half = WIDTH * np.hypot(noise, spread)
+        half = _WIDTH * np.hypot(noise, spread)
         return Answer(self.name, value, noise, np.asarray(value - half), np.asarray(value + half))
 
 
@@ -195,18 +137,17 @@ def sampling_spread(sampling: PoissonSampling) -> float:
     The average (1/(qN))·Σ_{i in cohort} c_i varies with the cohort by (1 − q)/(q·N²)·Σ c_i² around
     the average over all users, which is at most this, squared, times max c_i².
     """
-    q = sampling.sampling_probability
-    return math.sqrt((1.0 - q) / sampling.expected_cohort_size)
+    return math.sqrt((1.0 - sampling.sampling_probability) / sampling.expected_cohort_size)
 
 
 @dataclass(frozen=True)
 class Histogram(Question):
     """Values of all enrolled users, counted by category.
 
-    What a user contributes is how many of its values are in each category, scaled down to the
-    clipping norm if it is longer. Where users have one value each, 1 is enough, and the answer is
-    unbiased; where they have more, long users count for less than they hold. The answer has shape
-    [K], in the order of the categories; noise can make a count negative.
+    A user contributes its counts, scaled down to the clipping norm if they are longer. Where users
+    have one value each, 1 is enough, and the answer is unbiased; where they have more, long users
+    count for less than they hold. The answer has shape [K], in the order of the categories; noise
+    can make a count negative.
     """
 
     categories: Sequence[int] | Sequence[str]  # K different ones; other values are not counted
@@ -229,16 +170,14 @@ class Histogram(Question):
         return np.str_ if isinstance(self.categories[0], str) else np.float64
 
     @property
-    def dimension(self) -> int:
-        """One count per category."""
-        return len(self.categories)
+    def _given(self) -> Values:
+        return np.asarray(self.categories, dtype=self.scalar)
 
     def contributions(self, held: UserValues) -> FloatMatrix:
         """Counts of users' values: [users, K]."""
         given, order = self._given, np.argsort(self._given)
-        place = np.minimum(np.searchsorted(given[order], held.values), given.size - 1)
-        columns = order[place]
-        counted = (given[columns] == held.values).astype(np.float64)
+        columns = order[np.searchsorted(given, held.values, sorter=order).clip(max=given.size - 1)]
+        counted = given[columns] == held.values
         return np.asarray(held.spread(counted, columns, given.size).toarray())
 
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
@@ -246,13 +185,10 @@ class Histogram(Question):
         users = float(sampling.population)
         value, noise = users * average, users * stddev
         # A user's count c is from 0 to S, so all c² together are at most S times the sum of c.
-        squares = self.clipping_norm * np.maximum(value + WIDTH * noise, 0.0)
-        spread = sampling_spread(sampling) * np.sqrt(users * squares)
-        return self.normal_answer(value, noise, spread)
-
-    @cached_property
-    def _given(self) -> npt.NDArray[np.generic]:
-        return np.asarray(self.categories, dtype=self.scalar)
+        squares = self.clipping_norm * np.maximum(value + _WIDTH * noise, 0.0)
+        return self.normal_answer(
+            value, noise, sampling_spread(sampling) * np.sqrt(users * squares)
+        )
 
 
 @dataclass(frozen=True)
@@ -273,47 +209,43 @@ class _Curve(Question):
         object.__setattr__(self, "thresholds", tuple(map(float, self.thresholds)))
         points = np.asarray(self.thresholds)
         rises = bool(np.all(points[1:] > points[:-1]) and np.all(np.isfinite(points)))
-        if not (1 <= points.size <= MOST_THRESHOLDS and rises):
+        if not (1 <= points.size <= _MOST_THRESHOLDS and rises):
             raise InvalidValueError(
                 f"question {self.name!r} has {points.size} thresholds; there must be 1 to "
-                f"{MOST_THRESHOLDS} finite ones, each above the one before"
+                f"{_MOST_THRESHOLDS} finite ones, each above the one before"
             )
 
-    @property
-    def dimension(self) -> int:
-        return len(self.thresholds)
+    @cached_property
+    def _coefficients(self) -> FloatVector:
+        """First column of R: the power series of (1 − x)^(−1/2), as A's is that of 1/(1 − x)."""
+        k = np.arange(1.0, len(self.thresholds))
+        return np.cumprod(np.concatenate([np.ones(1), (2.0 * k - 1.0) / (2.0 * k)]))
 
     @cached_property
+    def _root(self) -> FloatMatrix:
+        return np.asarray(toeplitz(self._coefficients, np.zeros(len(self.thresholds))))
+
+    @property
     def clipping_norm(self) -> float:
         """Norm of the longest column of R, the first; parts of several columns are no longer."""
         return float(np.linalg.norm(self._coefficients))
 
     def contributions(self, held: UserValues) -> FloatMatrix:
         """Columns of R that belong to users' bins: [users, m]."""
-        known = np.isfinite(held.numbers)
+        known = np.isfinite(held.values)
         # NaN is sorted above all thresholds, where the column is zero.
-        bins = np.searchsorted(self.thresholds, held.numbers)
-        sizes = np.maximum(held.sums(known), 1.0)
-        parts = held.spread(known / sizes[held.owners], bins, self.dimension + 1)
-        return np.asarray(parts @ np.vstack([self._root.T, np.zeros(self.dimension)]))
+        columns = np.searchsorted(self.thresholds, held.values)
+        root = np.vstack([self._root.T, np.zeros(len(self.thresholds))])
+        parts = held.spread(known, columns, len(root)) @ root
+        return np.asarray(parts / np.maximum(held.sums(known), 1.0)[:, np.newaxis])
 
     def curve(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """The curve: R times the average. Row i of R has the first i + 1 coefficients."""
         value = self._root @ average
         noise = stddev * np.sqrt(np.cumsum(self._coefficients**2))
         # A user's part of each share is from 0 to 1, and so no less than its square.
-        most = np.clip(value + WIDTH * noise, 0.0, 1.0)
+        most = np.clip(value + _WIDTH * noise, 0.0, 1.0)
         return self.normal_answer(value, noise, sampling_spread(sampling) * np.sqrt(most))
-
-    @cached_property
-    def _coefficients(self) -> FloatVector:
-        """First column of R: the power series of (1 − x)^(−1/2), as A's is that of 1/(1 − x)."""
-        k = np.arange(1.0, self.dimension)
-        return np.cumprod(np.concatenate([np.ones(1), (2.0 * k - 1.0) / (2.0 * k)]))
-
-    @cached_property
-    def _root(self) -> FloatMatrix:
-        return np.asarray(toeplitz(self._coefficients, np.zeros(self.dimension)))
 
 
 @dataclass(frozen=True)
@@ -338,10 +270,10 @@ class Quantiles(_Curve):
     cost as much as one. Where the curve stays below p, the last threshold is given.
 
     Error: the share of users at or below the value, and the share below it on the grid of
-    thresholds, bracket p up to the noise of the curve at these two places. The value can be no
-    finer than the thresholds, and noise moves it far where few users are: see `low` and `high`,
-    which hold for each quantile by itself. The answer has shape [k]; its noise_stddev is a quarter
-    of the interval that noise alone makes, 0 where that falls on one threshold.
+    thresholds, bracket p up to the noise of the curve at these two places. Noise moves the value
+    far where few users are: `low` and `high` hold for each quantile by itself. The answer has shape
+    [k]; its noise_stddev is a quarter of the interval that noise alone makes, 0 where that falls on
+    one threshold.
     """
 
     probabilities: Sequence[float] = (0.25, 0.5, 0.75)  # k of them, each in (0, 1)
@@ -358,16 +290,14 @@ class Quantiles(_Curve):
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """Where the released curve reaches each probability."""
         curve = self.curve(average, stddev, sampling)
-        levels = np.asarray(self.probabilities)
-        rising = np.asarray(isotonic_regression(curve.value).x)
-        value = self._threshold(np.searchsorted(rising, levels))
-        earliest, latest = crossings(curve.value, WIDTH * curve.noise_stddev, levels)
-        noise = (self._threshold(latest) - self._threshold(earliest)) / (2.0 * WIDTH)
-        earliest, latest = crossings(curve.value, curve.high - curve.value, levels)
-        return Answer(self.name, value, noise, self._threshold(earliest), self._threshold(latest))
-
-    def _threshold(self, positions: npt.NDArray[np.int64]) -> FloatVector:
-        return np.asarray(self.thresholds)[np.minimum(positions, self.dimension - 1)]
+        levels, points = np.array(self.probabilities), np.array(self.thresholds)
+        reached = np.searchsorted(np.asarray(isotonic_regression(curve.value).x), levels)
+        of_noise = crossings(curve.value, _WIDTH * curve.noise_stddev, levels)
+        of_both = crossings(curve.value, curve.high - curve.value, levels)
+        value, earliest, latest, low, high = (
+            points[np.minimum(places, points.size - 1)] for places in (reached, *of_noise, *of_both)
+        )
+        return Answer(self.name, value, (latest - earliest) / (2.0 * _WIDTH), low, high)
 
 
 def crossings(
@@ -410,8 +340,8 @@ class _Ranged(Question):
 
     def _deviations(self, held: UserValues) -> FloatVector:
         """Mean over each user's finite values, clipped, minus the centre; 0 without one: [U]."""
-        known = np.isfinite(held.numbers)
-        clipped = np.clip(np.where(known, held.numbers, self._centre), self.low, self.high)
+        known = np.isfinite(held.values)
+        clipped = np.clip(np.where(known, held.values, self._centre), self.low, self.high)
         return held.sums(clipped - self._centre) / np.maximum(held.sums(known), 1.0)
 
 
@@ -419,10 +349,9 @@ class _Ranged(Question):
 class Mean(_Ranged):
     """The mean over all enrolled users of their values, each clipped to [low, high].
 
-    What a user contributes is its value minus the middle of [low, high], which has the smallest
-    bound that the range allows, half of it. A user without a value counts as one in the middle.
-    The denominator is the constant qN, never a noisy count of those who have a value: the answer,
-    of shape (), is unbiased, which a ratio is not. The narrower the range, the smaller the noise.
+    A user contributes its value minus the middle of the range, and without a value counts as one
+    there. The denominator is the constant qN, never a noisy count of those who have a value: the
+    answer, of shape (), is unbiased, which a ratio is not. A narrow range has little noise.
     """
 
     @property
@@ -455,10 +384,9 @@ class Sum(_Ranged):
 
     def contributions(self, held: UserValues) -> FloatMatrix:
         """Totals of users: [users, 1]."""
-        known = np.isfinite(held.numbers)
-        totals = held.sums(np.where(known, held.numbers, 0.0))
-        clipped = np.clip(totals, self.low, self.high)
-        return np.where(held.sums(known) > 0.0, clipped, 0.0)[:, np.newaxis]
+        known = np.isfinite(held.values)
+        totals = np.clip(held.sums(np.where(known, held.values, 0.0)), self.low, self.high)
+        return np.where(held.sums(known) > 0.0, totals, 0.0)[:, np.newaxis]
 
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """The sum: N times the average."""
@@ -471,21 +399,15 @@ class Sum(_Ranged):
 class Variance(_Ranged):
     """The variance over all users of their values, clipped to [low, high]: mean square − mean².
 
-    What a user contributes is (t, t²), t being its value in units of half the range from the
-    centre, of norm at most √2. A user without a value counts as one in the middle. The answer has
-    shape () and is unbiased, hence at times negative. It is not linear in the
-    release: noise_stddev takes the released mean for the true one, and the interval the cohort's
-    part of the error to first order.
+    A user contributes (t, t²), t being its value in units of half the range from the centre, and
+    without a value counts as one there. The answer has shape () and is unbiased, hence at times
+    negative. It is not linear in the release: noise_stddev takes the released mean for the true
+    one, and the interval the cohort's part of the error to first order.
     """
 
     @property
-    def dimension(self) -> int:
-        """A value and its square."""
-        return 2
-
-    @property
     def clipping_norm(self) -> float:
-        """√2, without a unit."""
+        """√2, without a unit, as |t| ≤ 1."""
         return math.sqrt(2.0)
 
     def contributions(self, held: UserValues) -> FloatMatrix:
@@ -501,11 +423,10 @@ class Variance(_Ranged):
         """
         first, second = average.tolist()
         spread, unit = sampling_spread(sampling), self._radius**2
-        variance = second * (1.0 + spread**2) - first**2 + stddev**2
+        grown = 1.0 + spread**2
+        variance = second * grown - first**2 + stddev**2
         # Var(a²) of a = m + e is 4m²σ² + 2σ⁴ for normal e.
-        of_noise = math.hypot(
-            stddev * (1.0 + spread**2), 2.0 * first * stddev, math.sqrt(2.0) * stddev**2
-        )
+        of_noise = math.hypot(stddev * grown, 2.0 * first * stddev, math.sqrt(2.0) * stddev**2)
         # One user moves b − a² by t² − 2at to first order, with |t| ≤ 1.
         of_cohort = spread * (1.0 + 2.0 * abs(first))
         return self.normal_answer(np.asarray(unit * variance), unit * of_noise, unit * of_cohort)

@@ -1,13 +1,15 @@
 """A survey: what is asked of whom, how much noise answers get, and the round that asks it."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.analytics.questions import Answer, FloatMatrix, Question, UserValues, readable
+from fedpriv.analytics.questions import Answer, FloatMatrix, Function, Question, UserValues, Values
 from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.ledger.events import RoundEvent
@@ -19,6 +21,9 @@ from fedpriv.privacy.query import given_shares
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundAttempt, private_round
 from fedpriv.privacy.sampling import PoissonSampling
 
+_log = logging.getLogger(__name__)
+
+Positions: TypeAlias = npt.NDArray[np.int64]  # of users in the store
 _COMPONENTS = 1 << 21  # of the contributions of a chunk, in float64: 16 MiB
 
 
@@ -29,9 +34,6 @@ class Survey:
     With q = 1 all users are asked, and no error is due to sampling. Questions share the round's
     privacy equally, or in proportion to positive weights by name: one with the share ω has noise
     σ = z·S/√ω on its sum.
-
-    Raises:
-        InvalidValueError: a field is out of range or fields do not fit together.
     """
 
     run: str  # name of the run in the ledger
@@ -61,11 +63,9 @@ class Survey:
         names = tuple(group.name for group in groups)
         weights = dict.fromkeys(names, 1.0) if self.shares is None else self.shares
         layout = Layout(names, tuple((question.dimension,) for question in self.questions))
+        clipping, shares = Clipping(layout, groups), given_shares(groups, weights)
         return PoissonGaussianMechanism.calibrated(
-            self.sampling,
-            Clipping(layout, groups),
-            self.noise_multiplier,
-            given_shares(groups, weights),
+            self.sampling, clipping, self.noise_multiplier, shares
         )
 
     @property
@@ -83,10 +83,10 @@ class Survey:
 
     def check(self, users: UserStore) -> None:
         """Raise DataError or InvalidValueError if the survey does not fit the users."""
-        if users.population != self.sampling.population:
+        enrolled = self.sampling.population
+        if users.population != enrolled:
             raise InvalidValueError(
-                f"the store holds {users.population} users; the sampling is of "
-                f"{self.sampling.population}"
+                f"the store holds {users.population} users; the sampling is of {enrolled}"
             )
         for question in self.questions:
             if not isinstance(question.of, str):
@@ -95,7 +95,7 @@ class Survey:
             if question.of not in users.fields:
                 raise DataError(f"{asking}; {known_names(question.of, users.fields)}")
             field = users.fields[question.of]
-            if field.ndim != 1 or not readable(field.dtype, question.scalar):
+            if not _readable(field, question.scalar):
                 kind = "text" if question.scalar is np.str_ else "number"
                 raise DataError(
                     f"{asking}, which is {field.dtype}{list(field.shape)}; it must hold one {kind} "
@@ -112,62 +112,43 @@ class Answers:
     charge_hash: str  # of the round's row in the ledger
 
     def __getitem__(self, question: str) -> Answer:
-        """The answer to the question of this name."""
         by_name = {answer.question: answer for answer in self.answers}
-        if question not in by_name:
-            raise InvalidValueError(
-                f"the survey has no question {question!r}; {known_names(question, by_name)}"
-            )
-        return by_name[question]
+        if question in by_name:
+            return by_name[question]
+        known = known_names(question, by_name)
+        raise InvalidValueError(f"the survey has no question {question!r}; {known}")
 
 
 def ask(survey: Survey, users: UserStore, records: PrivacyRecords, entropy: Entropy) -> Answers:
     """Ask all enrolled users and release noised answers, with the guarantees of `private_round`.
 
     One charge covers all answers: one user more or less moves the sums of all questions, each
-    divided by its σ, by at most 1/z together (McMahan et al. 2018, equation (1)).
-
-    Raises:
-        BudgetExceededError: asking would pass the budget; no user was asked and nothing charged.
-        DataError: the users' columns do not fit the questions.
-        InvalidValueError: there are not as many users as are enrolled.
-        LedgerError: the ledger or the record cannot be believed or written; nothing is released.
+    divided by its σ, by at most 1/z together (McMahan et al. 2018, equation (1)). Users whose
+    number or columns do not fit are refused first.
     """
     survey.check(users)
 
-    def collected(_: RoundAttempt, cohort: npt.NDArray[np.int64]) -> Iterator[PartialSum]:
+    def collected(_: RoundAttempt, cohort: Positions) -> Iterator[PartialSum]:
         return collect(survey, users, cohort)
 
     release = private_round(survey.mechanism, survey.run, survey.round, collected, records, entropy)
     return Answers(survey.answers(release.average), release.attempt, release.charge_hash)
 
 
-def collect(
-    survey: Survey, users: UserStore, cohort: npt.NDArray[np.int64]
-) -> Iterator[PartialSum]:
+def collect(survey: Survey, users: UserStore, cohort: Positions) -> Iterator[PartialSum]:
     """Yield the sums of clipped contributions of a cohort [positions, ascending], in chunks.
 
     Guarantees:
 
     * what a user adds to the sum of each question has a norm of at most the question's;
     * a user whose values of one question cannot be used adds zero to that one, whatever it holds,
-      and nothing that a user holds, nor a function of a question, raises here;
-    * columns are read for many users at once, and only those and the rows that are asked for.
+      and nothing that a user holds, nor a function of a question, raises here.
     """
-    columns = {q.of: users.fields[q.of] for q in survey.questions if isinstance(q.of, str)}
-    store = UserStore(columns, users.offsets) if columns else users
     clipping = survey.mechanism.clipping
     step = max(1, _COMPONENTS // clipping.layout.dimension)
     for number, start in enumerate(range(0, cohort.size, step)):
         chunk = cohort[start : start + step]
-        asked = store.subset(chunk) if columns else store
-        vectors = []
-        for question in survey.questions:
-            if isinstance(question.of, str):
-                held = UserValues.of_column(asked, question.of, question.scalar)
-            else:
-                held = UserValues.of_function(users, chunk, question.of, question.scalar)
-            vectors.append(usable(question.contributions(held)))
+        vectors = [usable(q.contributions(held(q, users, chunk))) for q in survey.questions]
         rows = np.concatenate(vectors, axis=1)
         clipping.clip_rows(rows, np.ones(chunk.size, np.int64))
         total = rows.sum(axis=0).astype(np.int64)
@@ -178,4 +159,37 @@ def usable(contributions: FloatMatrix) -> FloatMatrix:
     """Contributions [users, d] to one question, zero where they are not finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         finite = np.isfinite(np.sqrt(np.vecdot(contributions, contributions)))
-    return contributions if finite.all() else np.where(finite[:, np.newaxis], contributions, 0.0)
+    return np.where(finite[:, np.newaxis], contributions, 0.0)
+
+
+def held(question: Question, users: UserStore, positions: Positions) -> UserValues:
+    """What some users hold of the quantity of a question; nothing where a function fails."""
+    of, scalar = question.of, question.scalar
+    if isinstance(of, str):
+        asked = UserStore({of: users.fields[of]}, users.offsets).subset(positions)
+        return UserValues(_converted(asked.fields[of], scalar), asked.offsets)
+    returned = [_returned(of, users.examples_of(user), scalar) for user in positions.tolist()]
+    offsets = np.cumsum([0, *map(len, returned)], dtype=np.int64)
+    return UserValues(np.concatenate([np.empty(0, scalar), *returned]), offsets)
+
+
+def _returned(function: Function, fields: Mapping[str, Values], scalar: type[np.generic]) -> Values:
+    """What a function returns for one user; nothing if it raises or that is of no use."""
+    try:
+        values = np.atleast_1d(np.asarray(function(fields)))
+        if values.shape == (0,) or _readable(values, scalar):
+            return _converted(values, scalar)
+        reason = f"{values.dtype}{list(values.shape)}"
+    except Exception as error:  # a failing user counts as zero, whatever the failure
+        reason = type(error).__name__  # its text may hold the user's data
+    _log.warning("a user counts as zero: the function of a question gave %s", reason)
+    return np.empty(0, scalar)
+
+
+def _readable(values: Values, scalar: type[np.generic]) -> bool:
+    return values.ndim == 1 and values.dtype.kind in ("U" if scalar is np.str_ else "biuf")
+
+
+def _converted(values: Values, scalar: type[np.generic]) -> Values:
+    with np.errstate(over="ignore"):  # a number beyond the range of float64 becomes infinite
+        return values.astype(scalar, copy=False)

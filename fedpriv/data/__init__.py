@@ -1,16 +1,13 @@
 """Users' data: who the users are, which rows belong to whom, and rows that belong to none.
 
-Start with `population`: a `UserStore` holds the rows of all users as columns and offsets; a
-`Population` adds held-out rows and the name under which the privacy ledger knows the users. Loaders
-make populations, `from_*` functions make stores from arrays, tensors and datasets, and the module
-`partition` deals rows to synthetic users. Only NumPy is imported until a loader needs more.
+Start with `population`. Loaders make populations, `from_*` functions make stores from arrays,
+tensors and datasets, and the module `partition` deals rows to synthetic users.
 """
 
 from fedpriv.data import partition
 from fedpriv.data.arrays import from_arrays, from_grouped
-from fedpriv.data.digits import load_digits
 from fedpriv.data.hugging_face import from_dataset, from_partitioner, redeal
-from fedpriv.data.mnist import load_mnist_writers
+from fedpriv.data.images import load_digits, load_mnist_writers
 from fedpriv.data.population import Population, UserStore, load_population
 from fedpriv.data.shakespeare import load_shakespeare_roles
 from fedpriv.data.synthetic import synthetic_population

@@ -12,18 +12,13 @@ _ENVIRONMENT = "FEDPRIV_DATA"
 
 
 def find_folder(folder: str | Path | None, title: str, file: str, source: str) -> Path:
-    """Folder with a data set's file: the one given or else FEDPRIV_DATA's, or `title` inside it.
-
-    `source` is a phrase for the DataError that says where to get the file.
-    """
+    """Folder with a data set's file: the one given or else FEDPRIV_DATA's, or `title` inside it."""
     named = os.environ.get(_ENVIRONMENT) if folder is None else folder
     if not isinstance(named, (str, Path, type(None))):
         raise DataError(f"folder is {named!r}; it must be a path")
     if not named:
-        raise DataError(
-            f"no folder for {title}: give folder= or set {_ENVIRONMENT} to the folder that holds "
-            f"{file}; {source}"
-        )
+        how = f"give folder= or set {_ENVIRONMENT} to the folder that holds {file}"
+        raise DataError(f"no folder for {title}: {how}; {source}")
     places = (Path(named), Path(named) / title.lower())
     for place in places:
         if (place / file).is_file():
@@ -32,18 +27,13 @@ def find_folder(folder: str | Path | None, title: str, file: str, source: str) -
 
 
 def read_npz(path: Path) -> dict[str, NDArray[np.generic]]:
-    """Read all arrays of a file into memory, by name; nothing is unpickled.
-
-    The message of a DataError says nothing of the content.
-    """
+    """Read all arrays of a file into memory, by name; nothing is unpickled or quoted in errors."""
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = dict(file.items())
     # NumPy and zipfile raise many kinds of errors, and their text may quote the content.
     except Exception as error:
-        raise DataError(
-            f"{path} cannot be read as an .npz file of numbers or strings ({type(error).__name__})"
-        ) from error
+        raise DataError(f"{path} cannot be read as an .npz file of numbers or strings") from error
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray) or array.ndim == 0:
             raise DataError(f"{name!r} in {path} is not an array whose first axis is the rows")

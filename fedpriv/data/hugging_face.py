@@ -4,24 +4,26 @@ Datasets are read from files of this machine; nothing is fetched and nothing is 
 """
 
 import hashlib
+import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.data.arrays import from_arrays
 from fedpriv.data.partition import partition
-from fedpriv.data.population import Fields, Population, UserStore, load_population
+from fedpriv.data.population import Array, Fields, Population, UserStore, load_population
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.importing import check_options, import_function
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from flwr_datasets.partitioner import Partitioner
     from pyarrow import Table
 
 ColumnNames: TypeAlias = Mapping[str, str | Sequence[str]]
@@ -29,57 +31,36 @@ ColumnNames: TypeAlias = Mapping[str, str | Sequence[str]]
 
 DEFAULT_COLUMNS: ColumnNames = {"x": "image", "y": "label"}
 _ROW = "fedpriv.row"
-_FLOWER = "flwr_datasets.partitioner"
-_LONGEST_ARGUMENTS = 200  # characters; some partitioners take a list with an entry per user
-
-
-class Partitioner(Protocol):
-    """Deals rows of a dataset into parts; those of `flwr_datasets.partitioner` have this form."""
-
-    dataset: "Dataset"  # assigned once, before anything is asked
-
-    @property
-    def num_partitions(self) -> int: ...  # noqa: D102
-
-    def load_partition(self, partition_id: int) -> "Dataset":
-        """Rows of the part with a number from 0 to below `num_partitions`."""
+_Kind = TypeVar("_Kind")
 
 
 def from_dataset(
     dataset: "Dataset", user_column: str, columns: ColumnNames = DEFAULT_COLUMNS
 ) -> UserStore:
-    """Group the rows of a dataset by the user that a column names.
+    """Group the rows of a dataset, which is one split, by the user that a column names.
 
-    Users come in order of first appearance. Columns become arrays in memory by the package's own
-    NumPy format: images become integer arrays, and 64-bit floats become float32.
-
-    Args:
-        dataset: one split, as `datasets.load_dataset(..., split="train")` returns it.
-        user_column: column of the user's id, all strings or all integers, none missing.
-        columns: field of the store → column of the dataset; or a list of columns of numbers, such
-            as those of a table, which become one field float32 [rows, number of columns].
+    Users come in order of first appearance; ids are all strings or all integers. Columns become
+    arrays in memory by the package's own NumPy format: images become integer arrays, and 64-bit
+    floats float32. A list of columns of numbers becomes one field float32 [rows, columns].
     """
     return from_arrays(_read_columns(dataset, columns), _read_ids(dataset, user_column))
 
 
 def from_partitioner(
-    dataset: "Dataset", partitioner: Partitioner, columns: ColumnNames = DEFAULT_COLUMNS
+    dataset: "Dataset", partitioner: "Partitioner", columns: ColumnNames = DEFAULT_COLUMNS
 ) -> UserStore:
-    """Make a user of each part of a dataset; its rows keep their order.
+    """Make user i of part i of a dataset, which may be empty; its rows keep their order.
 
-    User i is part i, which may be empty. No row has two users, and a row in no part is left out.
-    The partitioner must have no dataset yet; it is assigned this one, with a column more.
+    No row has two users, and a row in no part is left out. The partitioner must not have a dataset
+    yet; it is given this one, with one more column.
     """
     return _dealt(_read_columns(dataset, columns), dataset, partitioner)
 
 
-def redeal(store: UserStore, partitioner: Partitioner) -> UserStore:
-    """Deal the rows of a store to other users, as `from_partitioner` does.
-
-    The partitioner's columns are the store's fields with one value per row, such as y.
-    """
+def redeal(store: UserStore, partitioner: "Partitioner") -> UserStore:
+    """Deal rows of a store to other users by the fields with one value per row, such as y."""
     flat = {name: field for name, field in store.fields.items() if field.ndim == 1}
-    dataset = _datasets().Dataset.from_dict(flat)
+    dataset = _package("datasets", "datasets").Dataset.from_dict(flat)
     if not flat:
         raise DataError("no field of the store has one value per row, for a partitioner to read")
     return _dealt(store.fields, dataset, partitioner)
@@ -96,18 +77,20 @@ def load_hugging_face(
 ) -> Population:
     """Load a dataset from this machine, its users named by a column or dealt by a partitioner.
 
-    `train` (users' rows) and `test` (held-out rows) are paths as for `open_dataset`, `columns` and
-    `user_column` are as for `from_dataset`, `partitioner` and its `arguments` as for
-    `partitioner_named`. The field x of images, uint8 [rows, height, width] or [..., channels],
-    becomes float32 [rows, channels, height, width] in [0, 1]. Test rows of an enrolled user are
-    refused: a figure measured on them would escape the ledger.
+    `train` (users' rows) and `test` (held-out rows) are paths as for `open_dataset`. Images in x,
+    uint8 [rows, height, width] or [..., channels], become float32 [rows, channels, height, width]
+    in [0, 1]. Test rows of an enrolled user are refused: what is measured on them would escape the
+    ledger.
     """
-    _check_columns_option(columns)
-    rows = open_dataset(_text("train", train))
-    held_out = open_dataset(_text("test", test))
+    listed = columns.values() if isinstance(columns, Mapping) else [None]
+    names = [name for each in listed for name in (each if isinstance(each, list) else [each])]
+    if not all(isinstance(name, str) for name in names):
+        raise InvalidValueError(f"columns is {columns!r}; it must map fields to columns")
+    rows = open_dataset(_option("train", train, str))
+    held_out = open_dataset(_option("test", test, str))
     if isinstance(user_column, str) and partitioner is None and arguments is None:
         store, how = from_dataset(rows, user_column, columns), user_column
-        _check_apart(store, held_out, user_column)
+        _check_held_out(store, held_out, user_column)
     elif isinstance(partitioner, str) and user_column is None:
         made, how = _described_partitioner(partitioner, arguments)
         store = from_partitioner(rows, made, columns)
@@ -128,8 +111,9 @@ def load_redealt(
     options: Mapping[str, object] | None = None,
 ) -> Population:
     """Load another population with `options`, and `redeal` its users; held-out rows are kept."""
-    made, how = _described_partitioner(_text("partitioner", partitioner), arguments)
-    base = load_population(_text("population", population), _table("options", options))
+    made, how = _described_partitioner(_option("partitioner", partitioner, str), arguments)
+    settings = _option("options", options or {}, dict)
+    base = load_population(_option("population", population, str), settings)
     users = redeal(base.users, made)
     name = f"{base.name}; dealt to {users.population} users by {how}"
     return Population(name, users, base.test)
@@ -138,108 +122,61 @@ def load_redealt(
 def open_dataset(path: str | Path) -> "Dataset":
     """Read a dataset into memory, without the network or the package's cache in the home folder.
 
-    The path is one of:
-        * a folder saved by `Dataset.save_to_disk`, or that of one split in a folder saved by
-          `DatasetDict.save_to_disk`, such as "mine/train";
-        * a .parquet file, a .csv file with a line of names, or a .jsonl or .json file with an
-          object per line;
-        * a folder of such files of one kind, which are read in the order of their names.
+    The path is a folder saved by `Dataset.save_to_disk` (or that of one split of a `DatasetDict`),
+    a .parquet file, a .csv file with a line of names, a .jsonl or .json file with an object per
+    line, or a folder of such files of one kind, which are read in the order of their names.
     """
-    place, package = Path(path), _datasets()
+    place, package = Path(path), _package("datasets", "datasets")
     if not place.exists():
         raise DataError(f"{place} does not exist")
+    if (place / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(str(p) for p in place.iterdir() if p.is_dir()))
+        raise DataError(f"{place} holds several splits; name one of them: {splits}")
     try:
         if (place / "state.json").is_file():
             return package.load_from_disk(place, keep_in_memory=True)
-        if (place / "dataset_dict.json").is_file():
-            splits = ", ".join(sorted(str(p) for p in place.iterdir() if p.is_dir()))
-            raise DataError(f"{place} holds several splits; name one of them: {splits}")
         return package.Dataset(_table_of_files(place))
     except DataError:
         raise
     # Readers raise errors of many classes, and their texts may quote the content.
     except Exception as error:
-        raise DataError(
-            f"{place} cannot be read ({type(error).__name__}); it must be a whole dataset"
-        ) from error
+        raise DataError(f"{place} cannot be read ({type(error).__name__})") from error
 
 
-def partitioner_named(name: str, arguments: Mapping[str, object]) -> Partitioner:
-    """Make a partitioner with keyword arguments.
-
-    The name is a class of `flwr_datasets.partitioner`, such as "DirichletPartitioner", or
-    "package.module:function" of a function or class that makes a `Partitioner`.
-    """
+def partitioner_named(name: str, arguments: Mapping[str, object]) -> "Partitioner":
+    """Make a partitioner by class name in `flwr_datasets.partitioner`, or "module:function"."""
     what = f"partitioner {name!r}"
     if ":" not in name:
-        try:
-            import flwr_datasets  # noqa: F401, PLC0415
-        except ImportError as error:
-            raise DataError(
-                "the package flwr-datasets is not installed; pip install 'fedpriv[flower]'"
-            ) from error
-        name = f"{_FLOWER}:{name}"
+        _package("flwr_datasets", "flower")
+        name = f"flwr_datasets.partitioner:{name}"
     make = import_function(what, name, DataError)
     check_options(what, make, arguments, InvalidValueError, noun="argument")
     with _refusals(what):
-        return cast(Partitioner, make(**arguments))
+        return cast("Partitioner", make(**arguments))
 
 
-def _datasets() -> ModuleType:
-    """The package datasets, which takes a second to import."""
+def _described_partitioner(name: str, arguments: object) -> tuple["Partitioner", str]:
+    """A partitioner, and its public settings for the population's name."""
+    given = _option("arguments", arguments or {}, dict)
+    text = json.dumps(given, sort_keys=True, default=repr)
+    if len(text) > 200:  # some partitioners take a list with an entry per user
+        text = f"arguments of SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return partitioner_named(name, given), f"{name} with {text}" if given else name
+
+
+def _option(name: str, value: object, kind: type[_Kind]) -> _Kind:
+    if not isinstance(value, kind):
+        legal = "text" if kind is str else "a table"
+        raise InvalidValueError(f"{name} is {value!r}; it must be {legal}")
+    return value
+
+
+def _package(name: str, extra: str) -> ModuleType:
     try:
-        import datasets  # noqa: PLC0415
+        return importlib.import_module(name)
     except ImportError as error:
-        raise DataError(
-            "the package datasets is not installed; pip install 'fedpriv[datasets]'"
-        ) from error
-    return cast(ModuleType, datasets)
-
-
-def _read_columns(dataset: "Dataset", columns: ColumnNames) -> dict[str, NDArray[np.generic]]:
-    if not isinstance(dataset, _datasets().Dataset):
-        raise DataError(
-            f"dataset is a {type(dataset).__name__}; it must be a datasets.Dataset, which is one "
-            "split of a DatasetDict and not a stream"
-        )
-    named = [[column] if isinstance(column, str) else column for column in columns.values()]
-    wanted = sorted({name for names in named for name in names})
-    _check_columns(dataset, wanted)
-    arrays = dataset.select_columns(wanted).with_format("numpy")[:]
-    return {
-        field: arrays[column] if isinstance(column, str) else _components(field, column, arrays)
-        for field, column in columns.items()
-    }
-
-
-def _read_ids(dataset: "Dataset", user_column: str) -> Sequence[object]:
-    """Ids of the rows' users [rows], as Python values.
-
-    In NumPy's format one missing id would turn the others into rounded floats.
-    """
-    _check_columns(dataset, [user_column])
-    ids: Sequence[object] = dataset.with_format(None).select_columns([user_column])[:][user_column]
-    return ids
-
-
-def _check_columns(dataset: "Dataset", columns: Sequence[str]) -> None:
-    for column in columns:
-        if column not in dataset.column_names:
-            known = known_names(column, dataset.column_names)
-            raise DataError(f"the dataset has no column {column!r}; {known}")
-
-
-def _components(field: str, columns: Sequence[str], arrays: Fields) -> NDArray[np.float32]:
-    """Columns of numbers side by side: float32 [rows, columns]."""
-    for column in columns:
-        if arrays[column].ndim != 1 or arrays[column].dtype.kind not in "biuf":
-            raise DataError(
-                f"column {column!r} is not a column of numbers, as field {field!r} with several "
-                "columns needs"
-            )
-    if not columns:
-        raise DataError(f"field {field!r} is made of no columns; there must be at least one")
-    return np.stack([arrays[column] for column in columns], axis=1).astype(np.float32)
+        what = f"the package {name.replace('_', '-')} is not installed"
+        raise DataError(f"{what}; pip install 'fedpriv[{extra}]'") from error
 
 
 def _table_of_files(place: Path) -> "Table":
@@ -247,49 +184,74 @@ def _table_of_files(place: Path) -> "Table":
     import pyarrow  # noqa: PLC0415
     from pyarrow import csv, json, parquet  # noqa: PLC0415
 
-    readers: dict[str, Callable[[Path], Table]] = {
-        ".parquet": parquet.read_table,
-        ".csv": csv.read_csv,
-        ".json": json.read_json,
-        ".jsonl": json.read_json,
-    }
+    readers: dict[str, Callable[[Path], Table]]
+    readers = {".parquet": parquet.read_table, ".csv": csv.read_csv}
+    readers |= {".json": json.read_json, ".jsonl": json.read_json}
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     kinds = {file.suffix for file in files}
     if len(kinds) != 1 or not kinds <= readers.keys():
-        raise DataError(
-            f"{place} is not a dataset; legal are a folder saved by save_to_disk, and "
-            f"{', '.join(readers)} files, one or a folder of one kind"
-        )
+        legal = f"a folder saved by save_to_disk, and {', '.join(readers)} files of one kind"
+        raise DataError(f"{place} is not a dataset; legal are {legal}")
     read = readers[kinds.pop()]
     return pyarrow.concat_tables([read(file) for file in files], promote_options="permissive")
 
 
-def _dealt(fields: Fields, dataset: "Dataset", partitioner: Partitioner) -> UserStore:
+def _read_columns(dataset: "Dataset", columns: ColumnNames) -> dict[str, Array]:
+    if not isinstance(dataset, _package("datasets", "datasets").Dataset):
+        found = f"dataset is a {type(dataset).__name__}"
+        raise DataError(f"{found}; it must be a datasets.Dataset, which is one split, no stream")
+    named = [[column] if isinstance(column, str) else column for column in columns.values()]
+    arrays = _select(dataset, {name for names in named for name in names}, "numpy")
+    return {
+        field: arrays[column] if isinstance(column, str) else _components(field, column, arrays)
+        for field, column in columns.items()
+    }
+
+
+def _read_ids(dataset: "Dataset", user_column: str) -> Sequence[object]:
+    # In NumPy's format one missing id would turn the others into rounded floats.
+    return cast(Sequence[object], _select(dataset, {user_column}, None)[user_column])
+
+
+def _select(dataset: "Dataset", columns: set[str], form: str | None) -> dict[str, Array]:
+    for column in sorted(columns):
+        if column not in dataset.column_names:
+            known = known_names(column, dataset.column_names)
+            raise DataError(f"the dataset has no column {column!r}; {known}")
+    return cast(dict[str, Array], dataset.with_format(form).select_columns(sorted(columns))[:])
+
+
+def _components(field: str, columns: Sequence[str], arrays: Fields) -> NDArray[np.float32]:
+    for column in columns:
+        if arrays[column].ndim != 1 or arrays[column].dtype.kind not in "biuf":
+            raise DataError(f"column {column!r} of field {field!r} is not a column of numbers")
+    if not columns:
+        raise DataError(f"field {field!r} is made of no columns; there must be at least one")
+    return np.stack([arrays[column] for column in columns], axis=1).astype(np.float32)
+
+
+def _dealt(fields: Fields, dataset: "Dataset", partitioner: "Partitioner") -> UserStore:
     what = f"partitioner {type(partitioner).__name__!r}"
     with _refusals(what):
         numbers = np.arange(len(dataset))
         partitioner.dataset = dataset.with_format(None).add_column(_ROW, numbers)
         users = partitioner.num_partitions
-    times = np.zeros(len(dataset), np.int64)
-    user_of_row = np.zeros(len(dataset), np.int64)
+    rows = [np.empty(0, np.int64)] * users
     for user in range(users):
         with _refusals(what):
             part = partitioner.load_partition(user)
         if _ROW not in part.column_names:
-            raise DataError(
-                f"{what} does not deal whole rows; users must differ in rows, not in columns"
-            )
-        rows = np.asarray(part[_ROW][:], np.int64)
-        np.add.at(times, rows, 1)
-        user_of_row[rows] = user
+            raise DataError(f"{what} does not deal whole rows; users must differ in rows")
+        rows[user] = np.asarray(part[_ROW][:], np.int64)
+    dealt, times = np.unique(np.concatenate(rows), return_counts=True)
     if times.max(initial=0) > 1:
-        raise DataError(
-            f"{what} gives {np.count_nonzero(times > 1)} rows to two users or twice to one; a row "
-            "must have one user"
-        )
-    if not times.all():
-        fields = {name: field[times > 0] for name, field in fields.items()}
-    return partition(fields, user_of_row[times > 0], np.arange(users))
+        twice = np.count_nonzero(times > 1)
+        raise DataError(f"{what} gives {twice} rows to two users or twice to one; each needs one")
+    user_of_row = np.zeros(len(dataset), np.int64)
+    user_of_row[np.concatenate(rows)] = np.repeat(np.arange(users), [len(own) for own in rows])
+    if len(dealt) < len(dataset):
+        fields = {name: field[dealt] for name, field in fields.items()}
+    return partition(fields, user_of_row[dealt], np.arange(users))
 
 
 @contextmanager
@@ -302,54 +264,16 @@ def _refusals(what: str) -> Iterator[None]:
         raise InvalidValueError(f"{what} refuses: {sentence or type(error).__name__}") from error
 
 
-def _described_partitioner(
-    name: str, arguments: Mapping[str, object] | None
-) -> tuple[Partitioner, str]:
-    """A partitioner, and its settings for the population's name; they alone are public."""
-    given = _table("arguments", arguments)
-    made = partitioner_named(name, given)
-    if not given:
-        return made, name
-    text = json.dumps(given, sort_keys=True, default=repr)
-    if len(text) > _LONGEST_ARGUMENTS:
-        text = f"arguments of SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    return made, f"{name} with {text}"
+def _check_held_out(users: UserStore, held_out: "Dataset", user_column: str) -> None:
+    if user_column in held_out.column_names:
+        enrolled = {users.id_of(user) for user in range(users.population)}
+        both = {str(user) for user in _read_ids(held_out, user_column)} & enrolled
+        if both:
+            found = f"{len(both)} users have rows in train and in test"
+            raise DataError(f"{found}; held-out rows must not belong to an enrolled user")
 
 
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise InvalidValueError(f"{name} is {value!r}; it must be text")
-    return value
-
-
-def _table(name: str, value: object) -> Mapping[str, object]:
-    if not isinstance(value, Mapping | None):
-        raise InvalidValueError(f"{name} is {value!r}; it must be a table")
-    return value or {}
-
-
-def _check_columns_option(columns: object) -> None:
-    listed = columns.values() if isinstance(columns, Mapping) else [None]
-    names = [name for c in listed for name in (c if isinstance(c, list) else [c])]
-    if not all(isinstance(name, str) for name in names):
-        raise InvalidValueError(
-            f"columns is {columns!r}; it must be a table: field → column, or list of columns"
-        )
-
-
-def _check_apart(users: UserStore, held_out: "Dataset", user_column: str) -> None:
-    if user_column not in held_out.column_names:
-        return
-    enrolled = {users.id_of(user) for user in range(users.population)}
-    both = {str(user) for user in _read_ids(held_out, user_column)} & enrolled
-    if both:
-        raise DataError(
-            f"{len(both)} users have rows in train and in test; held-out rows must be of nobody "
-            "who is enrolled"
-        )
-
-
-def _as_inputs(fields: Fields) -> dict[str, NDArray[np.generic]]:
+def _as_inputs(fields: Fields) -> dict[str, Array]:
     """Fields of numbers; images as float32 with the channels first."""
     for name, field in fields.items():
         if field.dtype.kind not in "biuf":

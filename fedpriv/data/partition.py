@@ -12,47 +12,34 @@ from numbers import Real
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data.population import (
-    Fields,
-    IdArray,
-    UserStore,
-    as_id_array,
-    check_count,
-    offsets_of,
-)
+from fedpriv.data.population import Array, Fields, IdArray, UserStore, check_count, offsets_of
 from fedpriv.errors import DataError, InvalidValueError
 
 
 def iid(rows: int, users: int, seed: int) -> NDArray[np.int64]:
     """Deal rows to users (at most `rows`) at random; sizes differ by at most one."""
-    check_count("users", users)
-    _check_enough(rows, users, "users")
+    _check_enough(rows, check_count("users", users), "users")
     return _generator(seed).permutation(np.arange(rows, dtype=np.int64) % users)
 
 
-def dirichlet(
-    labels: NDArray[np.generic], users: int, alpha: float, seed: int
-) -> NDArray[np.int64]:
+def dirichlet(labels: Array, users: int, alpha: float, seed: int) -> NDArray[np.int64]:
     """Give every user its own mixture of labels, drawn from a Dirichlet distribution.
 
     The variant is that of Hsu, Qi and Brown (2019, arXiv:1909.06335): user u draws a mixture
-    q_u ~ Dir(α·p), p being the labels' shares in all rows (Σ_k p_k = 1), and then its rows
-    one by one with labels from q_u, without replacement. Users are equally large: sizes differ
-    by at most one. A label that is used up is dropped from q_u and the rest renormalised; when
-    all of q_u is used up the user takes the rows that are left, in proportion to their labels,
-    so the last users are less skewed than the first. α → ∞ gives every user the shares p,
-    α → 0 one label. Labels are [rows], of any sortable dtype.
+    q_u ~ Dir(α·p), p being the labels' shares in all rows, and then its rows one by one with labels
+    from q_u, without replacement. Sizes differ by at most one. A label that is used up is dropped
+    from q_u and the rest renormalised; when all of q_u is used up the user takes the rows that are
+    left, in proportion to their labels. α → ∞ gives every user the shares p, α → 0 one label.
     """
     check_count("users", users)
     if not isinstance(alpha, Real) or not 0.0 < alpha < math.inf:
         raise InvalidValueError(f"alpha is {alpha!r}; it must be positive and finite")
-    _check_labels(labels)
-    _check_enough(len(labels), users, "users")
+    _check_labels(labels, users, "users")
     rng = _generator(seed)
     label_of_row, left = np.unique(labels, return_inverse=True, return_counts=True)[1:]
     shares = left / len(labels)
     counts = np.empty((users, len(left)), dtype=np.int64)
-    for user, size in enumerate(np.diff(_even_cuts(len(labels), users))):
+    for user, size in enumerate(_even_sizes(len(labels), users)):
         counts[user] = _draw_labels(rng, rng.dirichlet(alpha * shares), left, int(size))
         left = left - counts[user]
     user_of_row = np.empty(len(labels), dtype=np.int64)
@@ -62,35 +49,20 @@ def dirichlet(
     return user_of_row
 
 
-def shards(
-    labels: NDArray[np.generic], users: int, shards_per_user: int, seed: int
-) -> NDArray[np.int64]:
+def shards(labels: Array, users: int, shards_per_user: int, seed: int) -> NDArray[np.int64]:
     """Give every user a few contiguous pieces of the rows sorted by label.
 
     The "pathological" partition of McMahan et al. (2017, arXiv:1602.05629, section 3): sort the
     rows by label (stably), cut them into users × shards_per_user (≤ rows) shards whose sizes differ
-    by at most one, and deal the shards at random. A user sees few labels; sizes differ by at most
-    shards_per_user. Labels are [rows], of any sortable dtype.
+    by at most one, and deal the shards at random.
     """
     total = check_count("users", users) * check_count("shards_per_user", shards_per_user)
-    _check_labels(labels)
-    _check_enough(len(labels), total, "shards (users × shards_per_user)")
+    _check_labels(labels, total, "shards (users × shards_per_user)")
     owner = _generator(seed).permutation(np.arange(total, dtype=np.int64) // shards_per_user)
     user_of_row = np.empty(len(labels), dtype=np.int64)
     by_label = np.argsort(labels, kind="stable")
-    user_of_row[by_label] = np.repeat(owner, np.diff(_even_cuts(len(labels), total)))
+    user_of_row[by_label] = np.repeat(owner, _even_sizes(len(labels), total))
     return user_of_row
-
-
-def by_column(ids: Sequence[object] | NDArray[np.generic]) -> NDArray[np.int64]:
-    """Make a user of every distinct id, numbered in order of first appearance.
-
-    Ids are [rows], all strings or all integers; otherwise DataError.
-
-    >>> by_column(["ann", "bob", "ann", "eve"])
-    array([0, 1, 0, 2])
-    """
-    return number_ids(as_id_array(ids))[1]
 
 
 def number_ids(ids: IdArray) -> tuple[IdArray, NDArray[np.int64]]:
@@ -109,9 +81,8 @@ def partition(
 ) -> UserStore:
     """Group rows by user; each user's rows keep their order.
 
-    Rows that are grouped already are held without a copy. `user_of_row` is [rows] positions in
-    `user_ids`, or without them of max + 1 users; a position that does not occur is a user with
-    zero rows. DataError if a position is negative or beyond the ids, or there is no row and no id.
+    `user_of_row` is [rows] positions in `user_ids`, or without them of max + 1 users; a position
+    that does not occur is a user with zero rows. Rows that are grouped already are not copied.
     """
     owners = np.asarray(user_of_row)
     if owners.ndim != 1 or owners.dtype.kind not in "iu" or (owners.size and owners.min() < 0):
@@ -121,10 +92,7 @@ def partition(
         raise DataError(f"user_of_row names user {users - 1}, but there are {len(user_ids)} ids")
     for name, field in fields.items():
         if np.shape(field)[:1] != owners.shape:
-            raise DataError(
-                f"field {name!r} has shape {np.shape(field)}; its first axis must be the "
-                f"{owners.size} rows that were given a user"
-            )
+            raise DataError(f"field {name!r} has shape {np.shape(field)}, not {owners.size} rows")
     sizes = np.bincount(owners, minlength=users if user_ids is None else len(user_ids))
     if np.any(owners[1:] < owners[:-1]):
         order = np.argsort(owners, kind="stable")
@@ -135,11 +103,8 @@ def partition(
 def _draw_labels(
     rng: np.random.Generator, mixture: NDArray[np.float64], left: NDArray[np.int64], size: int
 ) -> NDArray[np.int64]:
-    """Labels [labels] of `size` draws from a mixture, none drawn more often than is left.
-
-    Draws of a used-up label are repeated from the others: the same law as one draw at a time
-    with the used-up labels dropped.
-    """
+    # Draws of a used-up label are repeated from the others: the same law as one draw at a time
+    # with the used-up labels dropped.
     drawn = np.zeros_like(left)
     while (missing := size - int(drawn.sum())) > 0:
         rest = left - drawn
@@ -150,20 +115,18 @@ def _draw_labels(
     return drawn
 
 
-def _even_cuts(rows: int, parts: int) -> NDArray[np.int64]:
-    """Offsets [parts + 1] that cut rows into parts whose sizes differ by at most one."""
-    return np.arange(parts + 1, dtype=np.int64) * rows // parts
+def _even_sizes(rows: int, parts: int) -> NDArray[np.int64]:
+    return np.diff(np.arange(parts + 1, dtype=np.int64) * rows // parts)
 
 
 def _generator(seed: int) -> np.random.Generator:
     return np.random.default_rng(check_count("seed", seed, least=0))
 
 
-def _check_labels(labels: NDArray[np.generic]) -> None:
+def _check_labels(labels: Array, parts: int, what: str) -> None:
     if np.ndim(labels) != 1:
-        raise InvalidValueError(
-            f"labels have shape {np.shape(labels)}; one label per row is needed"
-        )
+        raise InvalidValueError(f"labels have shape {np.shape(labels)}, not one label per row")
+    _check_enough(len(labels), parts, what)
 
 
 def _check_enough(rows: int, parts: int, what: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data.population import Population, UserStore, check_count, offsets_of
+from fedpriv.data.population import Array, Population, UserStore, check_count, offsets_of
 from fedpriv.errors import InvalidValueError
 
 _CLASS_RADIUS = 4.0
@@ -25,10 +25,8 @@ def synthetic_population(
     """Draw users whose rows are x = m_y + s_u + noise, for tests of scale.
 
     With d the number of components of x: class means m_k are uniform on the sphere of radius 4 in
-    R^d, so classes are nearly linearly separable once d is larger than a few; a user's shift is
-    s_u ~ N(0, 0.25·I_d), the same for all its rows; noise ~ N(0, I_d); labels are uniform. Each
-    test row has a shift of its own, as if it came from an unseen user. Memory beyond that of the
-    result is a few times the largest user's.
+    R^d, a user's shift is s_u ~ N(0, 0.25·I_d), the same for all its rows, noise ~ N(0, I_d), and
+    labels are uniform. Each test row has a shift of its own, as if it came from an unseen user.
 
     A user has `examples_per_user` rows, or a uniform number in (low, high), low ≥ 0. The result is
     fixed by the seed: x float32 [rows, *shape] and y int64 [rows] in 0..classes - 1.
@@ -36,8 +34,18 @@ def synthetic_population(
     check_count("users", users)
     check_count("classes", classes)
     check_count("test_rows", test_rows)
-    sides = _sides(shape)
-    low, high = _size_range(examples_per_user)
+    if isinstance(shape, str) or not isinstance(shape, Sequence):
+        raise InvalidValueError(f"shape is {shape!r}; it must be a list of whole numbers")
+    sides = tuple(check_count("each side of shape", side) for side in shape)
+    size = examples_per_user
+    if isinstance(size, Sequence) and (isinstance(size, str) or len(size) != 2):
+        legal = "a whole number or a pair (low, high)"
+        raise InvalidValueError(f"examples_per_user is {size!r}; it must be {legal}")
+    if isinstance(size, Sequence):
+        low = check_count("low of examples_per_user", size[0], least=0)
+        high = check_count("high of examples_per_user", size[1], least=max(low, 1))
+    else:
+        low = high = check_count("examples_per_user", size)
     rng = np.random.default_rng(check_count("seed", seed, least=0))
     means = rng.standard_normal((classes, int(np.prod(sides))), dtype=np.float32)
     means *= _CLASS_RADIUS / np.linalg.norm(means, axis=1, keepdims=True)
@@ -52,32 +60,12 @@ def synthetic_population(
     return Population(name, store, test)
 
 
-def _sides(shape: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(shape, str) or not isinstance(shape, Sequence):
-        raise InvalidValueError(f"shape is {shape!r}; it must be a list of whole numbers")
-    return tuple(check_count("each side of shape", side) for side in shape)
-
-
-def _size_range(examples_per_user: int | Sequence[int]) -> tuple[int, int]:
-    pair = examples_per_user
-    if isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2:
-        low = check_count("low of examples_per_user", pair[0], least=0)
-        return low, check_count("high of examples_per_user", pair[1], least=max(low, 1))
-    if isinstance(pair, Sequence):
-        raise InvalidValueError(
-            f"examples_per_user is {pair!r}; it must be a whole number or a pair (low, high)"
-        )
-    size = check_count("examples_per_user", pair)
-    return size, size
-
-
 def _draw(
     rng: np.random.Generator,
     means: NDArray[np.float32],
     offsets: NDArray[np.int64],
     shape: tuple[int, ...],
-) -> dict[str, NDArray[np.generic]]:
-    """Fields of users that own the rows between the offsets."""
+) -> dict[str, Array]:
     rows, width = int(offsets[-1]), means.shape[1]
     y = rng.integers(len(means), size=rows)
     x = np.empty((rows, width), dtype=np.float32)

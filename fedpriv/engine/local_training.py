@@ -1,4 +1,9 @@
-"""Local training: from gradients to updates, for the users of a chunk at once.
+"""Local training: the rows that users train on, and the steps from gradients to updates.
+
+A user's shape, its rung, follows from the plan and the user's own number of examples; no other
+user's data decide how it computes. Shapes lie on a ladder, since users of different shapes cannot
+train together; up to a quarter of a shape is padding, which counts for nothing. Rows are chosen by
+each user's own key.
 
 An `Algorithm` says what a step does with a gradient; `algorithm_of` finds it by the type of the
 round's `LocalTraining`. To add one, derive a frozen dataclass from `LocalTraining` for its settings
@@ -12,41 +17,243 @@ of a loop over all lanes, and a user's place in the chunk would then matter.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import singledispatch
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.func import grad, vmap
 
-from fedpriv.engine.batches import Batches
-from fedpriv.engine.layers import Layers
+from fedpriv.data.population import UserStore
+from fedpriv.engine.layers import BatchedModel, LowRankLinear
 from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.task import Activations, RoundParameters, Task, outputs_of
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates
 from fedpriv.privacy.round import LocalTraining
 
+Integers = npt.NDArray[np.int64]
+
+_FIRST = 8  # numbers up to this one are rungs of the ladder; beyond, four in each octave
+_GOLDEN = 0x9E3779B97F4A7C15  # odd, near 2⁶⁴ over the golden ratio
+_CHOICE = 2**62  # in place of the number of a pass: which examples count at all
+
+
+def ladder(numbers: Integers) -> Integers:
+    """The least of 0, 1, …, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, … that is not below each number.
+
+    >>> ladder(np.array([0, 1, 9, 17, 100])).tolist()
+    [0, 1, 10, 20, 112]
+    """
+    exponents = np.frexp(np.maximum(numbers - 1, 0).astype(np.float64))[1].astype(np.int64)
+    apart = np.left_shift(np.int64(1), np.maximum(exponents - 3, 0))
+    return -(-numbers // apart) * apart
+
+
+@dataclass(frozen=True, order=True)
+class Rung:
+    """The shape in which a user trains and is measured."""
+
+    steps: int  # S, the most of any user
+    width: int  # W, examples in a step
+    blocks: int  # of W, in which each example is measured once; 0: none is
+    padded: bool  # whether users can have fewer steps
+
+
+def counted(sizes: Integers, local: LocalTraining) -> Integers:
+    """How many of a user's examples count."""
+    return sizes if local.max_examples is None else np.minimum(sizes, local.max_examples)
+
+
+def by_rung(
+    sizes: Integers, local: LocalTraining, *, measured: bool
+) -> Iterator[tuple[Rung, Integers]]:
+    """The rungs of users with `sizes` examples, least work first, and which users are on each.
+
+    Users without examples are on no rung.
+    """
+    counts = counted(sizes, local)
+    widths, passes = ladder(counts), ladder(_batches(counts, local))
+    if local.batch_size is not None:
+        widths = np.minimum(widths, local.batch_size)
+    steps = (
+        passes * (local.epochs or 0) if local.steps is None else np.full_like(counts, local.steps)
+    )
+    shapes = np.stack([steps, widths, passes if measured else np.zeros_like(passes)], axis=1)
+    some = np.flatnonzero(counts > 0)
+    found, which = np.unique(shapes[some], axis=0, return_inverse=True)
+    for place in np.argsort(found[:, 0] * found[:, 1], kind="stable").tolist():
+        step, width, blocks = found[place].tolist()
+        padded = local.epochs is not None and step > _FIRST * local.epochs
+        yield Rung(step, width, blocks, padded), some[which.ravel() == place]
+
+
+class BatchRows(NamedTuple):
+    """Which rows of the store the users of a chunk train on, step by step."""
+
+    rows: Integers  # [C, S, W] of the user store; padding repeats a row of the same user
+    weights: npt.NDArray[np.float32]  # [C, S, W] 1 for an example, 0 for padding
+    chosen: Integers  # [C, W·blocks] rows of all examples that count, and padding
+    counts: Integers  # [C] examples that count
+
+
+def schedule(
+    users: Integers,
+    starts: Integers,
+    sizes: Integers,
+    local: LocalTraining,
+    local_key: bytes,
+    rung: Rung,
+) -> BatchRows:
+    """Rows of users of one rung: their positions, first rows in the store and numbers of rows.
+
+    A user's examples are shuffled for each pass over them. Their order, and which of them count
+    where there are more than `local.max_examples`, depends on the user's position in the
+    population, the round's key and the user's number of examples alone.
+    """
+    # A word for each user in one round; reproducible, not secret.
+    key = np.frombuffer(local_key[:8], "<u8").astype(np.uint64)
+    keys, counts = _mixed(key + _spread(users)), counted(sizes, local)
+    widths = counts if local.batch_size is None else np.minimum(counts, local.batch_size)
+    per_pass = _batches(counts, local)
+    steps = per_pass * (local.epochs or 0) if local.steps is None else local.steps + 0 * per_pass
+    passes = -(-steps // per_pass)
+    lanes = np.repeat(np.arange(len(counts)), passes)
+    numbers = _counted_up(passes)
+    drawn, places = _shuffled(_mixed(keys[lanes] + _spread(numbers)), counts[lanes])
+    lanes, numbers = (np.repeat(each, counts[lanes]) for each in (lanes, numbers))
+    step = numbers * per_pass[lanes] + places // widths[lanes]
+    taken = step < steps[lanes]  # the last pass may end early
+    at = lanes[taken], step[taken], (places % widths[lanes])[taken]
+    shape = len(counts), rung.steps, rung.width
+    picked = np.zeros(shape, np.int64)
+    picked[at] = drawn[taken]
+    weights = np.zeros(shape, np.float32)
+    weights[at] = 1.0
+    chosen = np.minimum(np.arange(rung.width * rung.blocks), counts[:, None] - 1)
+    for lane in np.flatnonzero(counts < sizes).tolist():  # only some of its rows count
+        key = _mixed(keys[lane : lane + 1] + _spread(np.array([_CHOICE], np.int64)))
+        these = np.sort(_shuffled(key, sizes[lane : lane + 1])[0][: counts[lane]])
+        picked[lane], chosen[lane] = these[picked[lane]], these[chosen[lane]]
+    return BatchRows(starts[:, None, None] + picked, weights, starts[:, None] + chosen, counts)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches of L lanes, of which the first are users and the others blank."""
+
+    x: Tensor  # [L, S, W, …] inputs; zeros where a lane is blank
+    y: Tensor  # [L, S, W, …] targets, likewise
+    weights: Tensor  # [L, S, W] 1 for examples, 0 for padding and blanks
+    padded: bool  # whether some steps may have no examples, and then do nothing
+
+    def active(self, step: int) -> Tensor | None:
+        """Which lanes have this step, [L]; None: all."""
+        return self.weights[:, step].amax(1) > 0 if self.padded else None
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The examples of C users in L lanes, on the device where they train."""
+
+    rung: Rung
+    lanes: int  # L ≥ C
+    users: Integers  # [C] positions in the enrolled population
+    store: UserStore
+    device: torch.device
+    plan: BatchRows
+    task: Task  # says which fields it reads
+
+    def batches(self) -> Batches:
+        """What they train on."""
+        x, y = self._gathered(self.plan.rows)
+        weights = self._blank((self.rung.steps, self.rung.width), torch.float32)
+        weights[: len(self.users)] = torch.from_numpy(self.plan.weights)
+        return Batches(x, y, self._moved(weights), self.rung.padded)
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """All that is measured, each example once: x and y [L·W, …], and which are real [L, W]."""
+        width = self.rung.width
+        for first in range(0, width * self.rung.blocks, width):
+            rows = self.plan.chosen[:, first : first + width]
+            x, y = (t.flatten(0, 1) for t in self._gathered(rows))
+            real = self._blank((width,), torch.bool)
+            places = np.arange(first, first + width)
+            real[: len(self.users)] = torch.from_numpy(places < self.plan.counts[:, None])
+            yield x, y, self._moved(real)
+
+    def _gathered(self, rows: Integers) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [L, …] of rows [C, …], in memory whose alignment does not vary."""
+        held = {}
+        for name in (self.task.inputs, self.task.targets):
+            field = self.store.fields[name]
+            kind = torch.from_numpy(np.empty(0, field.dtype)).dtype
+            held[name] = self._blank((*rows.shape[1:], *field.shape[1:]), kind)
+        self.store.take(rows, {name: t.numpy()[: len(rows)] for name, t in held.items()})
+        return self._moved(held[self.task.inputs]), self._moved(held[self.task.targets])
+
+    def _blank(self, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        """Memory [L, …] on the CPU, zero where no user is."""
+        pinned = self.device.type == "cuda"
+        memory = torch.empty((self.lanes, *shape), dtype=kind, pin_memory=pinned)
+        memory[len(self.users) :].zero_()
+        return memory
+
+    def _moved(self, memory: Tensor) -> Tensor:
+        """The same on the device; a GPU does other work meanwhile."""
+        return memory.to(self.device, non_blocking=True)
+
+
+def _batches(counts: Integers, local: LocalTraining) -> Integers:
+    """In how many batches users have each example once; 0 for those without any."""
+    return np.minimum(counts, 1) if local.batch_size is None else -(-counts // local.batch_size)
+
+
+def _shuffled(keys: npt.NDArray[np.uint64], sizes: Integers) -> tuple[Integers, Integers]:
+    """A shuffle of n_i things for each key, one after another: which thing at which place."""
+    passes, places = np.repeat(np.arange(len(sizes)), sizes), _counted_up(sizes)
+    dice = _mixed(keys[passes] + _spread(places))
+    if np.all(sizes == sizes[0]):  # many short sorts take less than a long one
+        return np.argsort(dice.reshape(len(sizes), -1), axis=1, kind="stable").ravel(), places
+    drawn = np.argsort(dice, kind="stable")
+    order = drawn[np.argsort(passes[drawn], kind="stable")]
+    return places[order], places
+
+
+def _spread(numbers: Integers) -> npt.NDArray[np.uint64]:
+    """The Weyl sequence of SplitMix64 (Steele, Lea & Flood 2014) at these places."""
+    return (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+
+
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64: each bit of a result depends on all bits of its word."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _counted_up(lengths: Integers) -> Integers:
+    """0, 1, … up to each length, one after another."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+
 
 class Algorithm(ABC):
-    """What a step of local training does with a gradient, for each user separately.
+    """What a step of local training does with a gradient, for each user separately."""
 
-    Attributes:
-        learning_rate: a step goes this far against its direction.
-        linear: whether directions are linear in gradients, displacement and memory, with the same
-            coefficients for all parameters. Others train without low-rank corrections.
-        memories: how many tensors like its parameters a user keeps from step to step.
-    """
-
-    learning_rate: float
+    learning_rate: float  # a step goes this far against its direction
+    # Whether directions are linear in gradients, displacement and memory, with the same
+    # coefficients for all parameters. Others train without low-rank corrections.
     linear: bool
-    memories: int
+    memories: int  # how many tensors like its parameters a user keeps from step to step
 
     @abstractmethod
     def direction(
-        self,
-        gradient: torch.Tensor,
-        displacement: torch.Tensor | None,
-        memory: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, gradient: Tensor, displacement: Tensor | None, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """The direction of a step, and what to remember of it.
 
         Args:
@@ -67,11 +274,8 @@ class HeavyBall(Algorithm):
         self.memories = int(momentum > 0.0)
 
     def direction(
-        self,
-        gradient: torch.Tensor,
-        displacement: torch.Tensor | None,
-        memory: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, gradient: Tensor, displacement: Tensor | None, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Velocity ← momentum · velocity + gradient + proximal · displacement."""
         if displacement is not None and self.proximal:
             gradient = (displacement * self.proximal).add_(gradient)
@@ -93,7 +297,7 @@ class Descent:
     def __init__(self, start: TorchTensors, algorithm: Algorithm) -> None:
         self.displacement: TorchTensors = {}  # [C, *shape]; empty before the first step
         self._start, self._algorithm = start, algorithm
-        self._memory: dict[str, torch.Tensor | None] = {}
+        self._memory: dict[str, Tensor | None] = {}
         self._parameters: TorchTensors = {}
 
     def parameters(self, users: int) -> TorchTensors:
@@ -106,16 +310,15 @@ class Descent:
         }
         return self._parameters
 
-    def step(self, gradients: TorchTensors, active: torch.Tensor | None) -> None:
+    def step(self, gradients: TorchTensors, active: Tensor | None) -> None:
         """Take a step along gradients [C, *shape], where a user is active, [C]; None: all are."""
         for name, gradient in gradients.items():
             moved = self.displacement.get(name)
             found = self._algorithm.direction(gradient, moved, self._memory.get(name))
             direction, self._memory[name] = found
             if active is not None:
-                direction = torch.where(
-                    active.view(-1, *[1] * (direction.dim() - 1)), direction, 0.0
-                )
+                has_step = active.view(-1, *[1] * (direction.dim() - 1))
+                direction = torch.where(has_step, direction, 0.0)
             way = direction * -self._algorithm.learning_rate
             self.displacement[name] = way if moved is None else moved.add_(way)
 
@@ -133,42 +336,39 @@ def train_chunk(
     batches: Batches,
     local: LocalTraining,
     activations: Activations = "float32",
+    *,
+    alone: bool = False,
 ) -> TorchTensors:
     """Train the users of a chunk side by side by `torch.func`, whatever the model is made of.
 
-    Training draws no random numbers. Returns updates (trained minus initial parameters), each
-    tensor [L, *shape].
+    Training draws no random numbers, unless one user trains `alone`, as the model itself would.
+    Returns updates (trained minus initial parameters), each tensor [L, *shape].
     """
-    # In the first step, too, each user has parameters of its own: one product for all users would
-    # round a user's numbers according to their place in it.
-    loss = _mean_loss_of(task, start.constants, activations)
-    return _trained(start, batches, local, vmap(grad(loss), randomness="error"))
 
+    def mean_loss(parameters: TorchTensors, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+        outputs = outputs_of(task.model, {**parameters, **start.constants}, x, activations)
+        losses = task.losses_of(outputs, y)
+        return (losses * weights).sum() / weights.sum().clamp(min=1.0)
 
-def train_alone(
-    task: Task,
-    start: RoundParameters,
-    batches: Batches,
-    local: LocalTraining,
-    activations: Activations = "float32",
-) -> TorchTensors:
-    """Train one user as the model itself would; arguments and result as of `train_chunk`, L = 1."""
-    loss = _mean_loss_of(task, start.constants, activations)
-
-    def gradient(
-        current: TorchTensors, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor
-    ) -> TorchTensors:
+    def of_one(current: TorchTensors, x: Tensor, y: Tensor, weights: Tensor) -> TorchTensors:
         own = {name: p[0].detach().requires_grad_() for name, p in current.items()}
-        found = torch.autograd.grad(
-            loss(own, x[0], y[0], weights[0]), [*own.values()], materialize_grads=True
-        )
+        loss = mean_loss(own, x[0], y[0], weights[0])
+        found = torch.autograd.grad(loss, [*own.values()], materialize_grads=True)
         return {name: g.unsqueeze(0) for name, g in zip(own, found, strict=True)}
 
-    return _trained(start, batches, local, gradient)
+    # In the first step, too, each user has parameters of its own: one product for all users would
+    # round a user's numbers according to their place in it.
+    gradient = of_one if alone else vmap(grad(mean_loss), randomness="error")
+    descent = Descent(start.parameters, algorithm_of(local))
+    lanes, steps, _ = batches.weights.shape
+    for step in range(steps):
+        examples = (t[:, step] for t in (batches.x, batches.y, batches.weights))
+        descent.step(gradient(descent.parameters(lanes), *examples), batches.active(step))
+    return descent.displacement
 
 
 def train_layers_chunk(
-    layers: Layers,
+    model: BatchedModel,
     task: Task,
     start: RoundParameters,
     batches: Batches,
@@ -178,15 +378,19 @@ def train_layers_chunk(
     """Train the users of a chunk in layers of the task; the result is as of `train_chunk`.
 
     A linear algorithm moves a user's weights to W₀ + Σ_t a_t·δ_t x_tᵀ over the examples t seen so
-    far. It moves the coefficients a_t as it moves parameters, so they are found by the same descent
-    from zero along unit vectors.
+    far, and moves the coefficients a_t likewise: by the same descent, from zero along unit vectors.
     """
-    users, steps, width = batches.shape
+    users, steps, width = batches.weights.shape
     algorithm, parameters = algorithm_of(local), start.parameters
-    names = layers.low_rank(steps, width) if algorithm.linear else ()
-    model, low_rank = layers.batched(names), layers.corrections(names, parameters, batches.x)
-    shared = {key for name in low_rank for key in layers.parameters(name)}
-    own = {n: _as_gradients_lie(p) for n, p in parameters.items() if n not in shared}
+    names = model.low_rank(steps, width) if algorithm.linear else ()
+    shared = {key for name in names for key in model.keys[name]}
+    low_rank = {n: LowRankLinear(batches.x, *(parameters[k] for k in model.keys[n])) for n in names}
+    # Parameters lie in memory as their gradients do: those of convolutions by patches.
+    own = {
+        n: p.contiguous(memory_format=torch.channels_last) if p.dim() == 4 else p
+        for n, p in parameters.items()
+        if n not in shared
+    }
     descent = Descent(own, algorithm)
     coefficients = Descent({"": batches.weights.new_zeros(steps)}, algorithm)
     # A mean over each user's real examples; users are apart in the sum, so are its gradients.
@@ -204,52 +408,12 @@ def train_layers_chunk(
         )
         active = batches.active(step)
         descent.step(dict(zip(own, gradients, strict=False)), active)
-        if low_rank:
-            unit = batches.weights.new_zeros((users, steps))
-            unit[:, step] = 1.0
-            coefficients.step({"": unit}, active)
+        unit = batches.weights.new_zeros((users, steps))
+        unit[:, step] = 1.0
+        coefficients.step({"": unit}, active)
         for layer in low_rank.values():
             layer.learn(coefficients.displacement[""])
-    learnt: dict[str, torch.Tensor | OuterProducts] = {**descent.displacement}
+    learnt: dict[str, Tensor | OuterProducts] = {**descent.displacement}
     for name, layer in low_rank.items():
-        learnt |= zip(layers.parameters(name), layer.updates(), strict=True)
+        learnt |= zip(model.keys[name], layer.updates(), strict=True)
     return {name: learnt[name] for name in parameters}
-
-
-Gradient = Callable[[TorchTensors, torch.Tensor, torch.Tensor, torch.Tensor], TorchTensors]
-
-
-def _trained(
-    start: RoundParameters, batches: Batches, local: LocalTraining, gradient: Gradient
-) -> TorchTensors:
-    descent = Descent(start.parameters, algorithm_of(local))
-    lanes, steps, _ = batches.shape
-    for step in range(steps):
-        examples = (t[:, step] for t in (batches.x, batches.y, batches.weights))
-        descent.step(gradient(descent.parameters(lanes), *examples), batches.active(step))
-    return descent.displacement
-
-
-def _mean_loss_of(
-    task: Task, constants: TorchTensors, activations: Activations
-) -> Callable[[TorchTensors, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Mean loss over a user's real examples."""
-
-    def mean_loss(
-        trainable: Mapping[str, torch.Tensor],
-        x: torch.Tensor,
-        y: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> torch.Tensor:
-        outputs = outputs_of(task.model, {**trainable, **constants}, x, activations)
-        losses = task.losses_of(outputs, y)
-        return (losses * weights).sum() / weights.sum().clamp(min=1.0)
-
-    return mean_loss
-
-
-def _as_gradients_lie(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter in the order in memory of its gradients: those of convolutions by patches."""
-    if parameter.dim() != 4:
-        return parameter
-    return parameter.contiguous(memory_format=torch.channels_last)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from threadpoolctl import ThreadpoolController
+from torch import Tensor
 from torch.nn import functional
 
 # OpenBLAS's names of what has AVX-512.
@@ -30,55 +31,32 @@ _ALIGNED = 4  # float32 numbers in 16 bytes
 _has_mkl: Callable[[], bool] = torch.backends.mkl.is_available
 
 
-def product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    plus: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """[n, k] times [k, m], or [C, n, k] times [C, k, m]; autograd does not see it.
+def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """[n, k] times [k, m], or [C, n, k] times [C, k, m], in `out`, contiguous, if it is given.
 
-    Args:
-        a: the left matrices.
-        b: the right ones.
-        plus: to be added; of a shape that broadcasts to that of the result.
-        out: contiguous, where to write.
+    Autograd does not see it.
     """
     a, b = a.detach(), b.detach()
     if not _for_numpy(a) or a.shape[-1] == 1:  # NumPy is slow with products of single numbers
-        return _by_torch(a, b, plus, out)
+        return _by_torch(a, b, out)
     if out is None:
         out = a.new_empty((*a.shape[:-1], b.shape[-1]))
     with np.errstate(all="ignore"):  # numbers that are not finite are clipping's to deal with
         np.matmul(_readable(a).numpy(), _readable(b).numpy(), out=out.numpy())
-    return out if plus is None else out.add_(plus.detach())
+    return out
 
 
-def shared_product(
-    rows: torch.Tensor,
-    matrix: torch.Tensor,
-    plus: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """[n, k] times one matrix [k, m] of all rows, each row's product whatever the others are.
+def shared_product(rows: Tensor, matrix: Tensor, *, out: Tensor) -> None:
+    """[n, k] times one matrix [k, m] of all rows, into `out`, contiguous.
 
-    A CPU's library chooses how it multiplies by the number of rows, and rounds accordingly. So it
-    is given a fixed number at a time; the last piece overlaps the one before it, or is filled up.
-
-    Args:
-        rows: the rows.
-        matrix: fastest if contiguous.
-        plus: [m], to be added to each row.
-        out: contiguous, where to write.
+    A row's product does not depend on the other rows. A CPU's library chooses how it multiplies by
+    the number of rows, and rounds accordingly. So it is given a fixed number at a time; the last
+    piece overlaps the one before it, or is filled up. Fastest if the matrix is contiguous.
     """
     count, (k, m) = len(rows), matrix.shape
-    if out is None:
-        out = rows.new_empty((count, m))
     if rows.device.type != "cpu":
-        return product(rows, matrix, plus, out=out)
-    if count < _ROWS:
+        product(rows, matrix, out=out)
+    elif count < _ROWS:
         filled = rows.new_zeros((1, _ROWS, k))
         filled[0, :count] = rows
         out.copy_(product(filled, matrix[None])[0, :count])
@@ -88,16 +66,10 @@ def shared_product(
             shape = ((piece.stop - piece.start) // _ROWS, _ROWS)
             each = matrix.expand(shape[0], k, m)
             product(rows[piece].view(*shape, k), each, out=out[piece].view(*shape, m))
-    return out if plus is None else out.add_(plus.detach())
 
 
-def summed_outer(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Sum over rows of their outer products: [C, n, i] and [C, n, o] give [C, i, o].
-
-    Args:
-        left: the left rows.
-        right: the right ones.
-    """
+def summed_outer(left: Tensor, right: Tensor) -> Tensor:
+    """Sum over rows of their outer products: [C, n, i] and [C, n, o] give [C, i, o]."""
     (lanes, rows, i), o = left.shape, right.shape[2]
     pieces = _pieces(rows, i * o) if _for_numpy(left) else 1
     left, right = (t.reshape(lanes * pieces, rows // pieces, t.shape[2]) for t in (left, right))
@@ -107,9 +79,11 @@ def summed_outer(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 @cache
 def numpy_is_faster() -> bool:
-    """Whether torch multiplies by MKL on another's processor, whose AVX-512 OpenBLAS uses."""
+    """Whether torch multiplies by MKL on an AMD processor, whose AVX-512 OpenBLAS uses."""
     wide = any(library.get("architecture") in _WIDE for library in _openblas().info())
-    return _has_mkl() and wide and "AuthenticAMD" in _vendors()
+    processors = Path("/proc/cpuinfo")  # on Linux
+    by_amd = processors.exists() and "AuthenticAMD" in processors.read_text(errors="replace")
+    return wide and by_amd and _has_mkl()
 
 
 @contextmanager
@@ -119,8 +93,7 @@ def blas_threads(count: int) -> Iterator[None]:
         yield
 
 
-def _for_numpy(matrices: torch.Tensor) -> bool:
-    """Whether these are multiplied by NumPy."""
+def _for_numpy(matrices: Tensor) -> bool:
     return matrices.device.type == "cpu" and matrices.dtype == torch.float32 and numpy_is_faster()
 
 
@@ -132,34 +105,21 @@ def _pieces(rows: int, size: int) -> int:
     return next((n for n in range(least, 2 * least) if rows % n == 0), 1)
 
 
-def _vendors() -> set[str]:
-    """Who made the processors, as Linux says; nobody where there is no Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return set()
-    return {line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")}
-
-
 @cache
 def _openblas() -> ThreadpoolController:
     return ThreadpoolController().select(internal_api="openblas")
 
 
-def _by_torch(
-    a: torch.Tensor, b: torch.Tensor, plus: torch.Tensor | None, out: torch.Tensor | None
-) -> torch.Tensor:
-    k, m = b.shape[-2:]
+def _by_torch(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
     if a.device.type != "cpu" or a.dim() == 2:
-        found = torch.matmul(a, b, out=out)
-    else:
-        # Padding is of zeros, which add nothing to a sum.
-        found = torch.bmm(_aligned(a, -k % _ALIGNED), _aligned(b, -m % _ALIGNED, -k % _ALIGNED))
-        found = found[:, :, :m] if out is None else out.copy_(found[:, :, :m])
-    return found if plus is None else found.add_(plus.detach())
+        return torch.matmul(a, b, out=out)
+    # Padding is of zeros, which add nothing to a sum.
+    k, m = b.shape[-2:]
+    found = torch.bmm(_aligned(a, -k % _ALIGNED), _aligned(b, -m % _ALIGNED, -k % _ALIGNED))
+    return found[:, :, :m] if out is None else out.copy_(found[:, :, :m])
 
 
-def _aligned(matrices: torch.Tensor, more_columns: int, more_rows: int = 0) -> torch.Tensor:
+def _aligned(matrices: Tensor, more_columns: int, more_rows: int = 0) -> Tensor:
     """The matrices with so many more columns and rows of zeros, and all their rows aligned."""
     if more_columns or more_rows:
         return functional.pad(matrices, (0, more_columns, 0, more_rows))
@@ -172,7 +132,7 @@ def _aligned(matrices: torch.Tensor, more_columns: int, more_rows: int = 0) -> t
     return matrices
 
 
-def _readable(matrices: torch.Tensor) -> torch.Tensor:
+def _readable(matrices: Tensor) -> Tensor:
     """The same numbers as BLAS can read them; NumPy multiplies others itself, which is slow."""
     rows, columns = matrices.stride()[-2:]
     n, m = matrices.shape[-2:]
@@ -183,20 +143,15 @@ def _readable(matrices: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class OuterProducts:
-    """A matrix of each user, Σ_r left_r right_rᵀ, held as its factors until it is asked for.
+    """A matrix of each user, Σ_r left_r right_rᵀ, held as its factors until it is asked for."""
 
-    Attributes:
-        left: [C, R, out].
-        right: [C, R, in].
-    """
-
-    left: torch.Tensor
-    right: torch.Tensor
+    left: Tensor  # [C, R, out]
+    right: Tensor  # [C, R, in]
 
     def __len__(self) -> int:
         return len(self.left)
 
-    def __getitem__(self, lanes: slice) -> torch.Tensor:
+    def __getitem__(self, lanes: slice) -> Tensor:
         """The matrices of some users: [c, out, in]."""
         left, right = self.left[lanes].transpose(1, 2), self.right[lanes]
         return left * right if self.left.shape[1] == 1 else product(left, right)

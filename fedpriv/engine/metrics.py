@@ -8,21 +8,22 @@ does one for whom a metric raises or is not finite; it then does not contribute 
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from types import UnionType
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedpriv.engine.batches import Examples
-from fedpriv.engine.layers import Layers
-from fedpriv.engine.local_training import same_for_all
+from fedpriv.engine.layers import BatchedModel
+from fedpriv.engine.local_training import Examples, same_for_all
 from fedpriv.engine.task import MetricFunction, RoundParameters, RunningNorm, Task, running_norms
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, known_names
 from fedpriv.importing import check_options, import_function
@@ -53,27 +54,21 @@ def metric(name: str, **numbers: float | Sequence[float]) -> Metric:
     | module:function    | mean over its examples of a function of outputs and targets;         |
     |                    | `radius`, and `shape` (a number) and `centre` (zero) if they differ  |
 
+    An unknown name, or a number that is unknown, absent or out of range is an `InvalidValueError`.
+
     >>> metric("loss", bound=5.0)
     Metric(name='loss', shape=(), centre=2.5, radius=2.5, options=())
-
-    Raises:
-        InvalidValueError: the name or a number is unknown, absent or out of range.
     """
-    make: Callable[..., Metric] = _own_metric
-    if not _is_own(name):
-        make = _kind_of(name, {}, "module:function").make
-    check_options(
-        f"metric {name!r}", partial(make, name), numbers, InvalidValueError, noun="number"
-    )
-    return make(name, **numbers)
+    kind = _OWN if _is_own(name) else _kind_of(name, {}, "module:function")
+    made = partial(kind.make, name)
+    check_options(f"metric {name!r}", made, numbers, InvalidValueError, noun="number")
+    for number, value in numbers.items():
+        _check_number(name, number, value)
+    return made(**numbers)
 
 
 def own_metrics(names: Iterable[str]) -> dict[str, MetricFunction]:
-    """Import those metrics that are named "package.module:function", for `Task.metrics`.
-
-    Raises:
-        ModelError: a function cannot be imported.
-    """
+    """Import those metrics that are named "package.module:function", for `Task.metrics`."""
     return {
         name: cast(MetricFunction, import_function(f"metric {name!r}", name, ModelError))
         for name in names
@@ -82,64 +77,51 @@ def own_metrics(names: Iterable[str]) -> dict[str, MetricFunction]:
 
 
 def _is_own(name: str) -> bool:
-    """Whether it is named "package.module:function"."""
     kind, separator, function = name.partition(":")
     return kind != _UPDATE_NORMS and bool(separator and function)
 
 
-def _from_zero(name: str, bound: float, options: tuple[float, ...] = ()) -> Metric:
-    return Metric(name, centre=bound / 2.0, radius=bound / 2.0, options=options)
+def _check_number(name: str, number: str, value: object) -> None:
+    several = number in ("shape", "thresholds")
+    if several and not isinstance(value, list | tuple):
+        raise InvalidValueError(f"{number} of metric {name!r} is {value!r}; it must be a list")
+    kind: type | UnionType = int | float
+    least, form = math.ulp(0.0), "a positive number"
+    if number in ("channels", "classes", "shape"):
+        kind, least, form = int, 1, "a whole number of at least 1"
+    elif number == "centre":
+        least, form = -sys.float_info.max, "a number"
+    for each in cast(Sequence[float], value) if several else [cast(float, value)]:
+        if not isinstance(each, kind) or not least <= each < math.inf:
+            must = "each must" if several else "it must"
+            raise InvalidValueError(f"{number} of metric {name!r} is {value!r}; {must} be {form}")
+
+
+def _from_zero(name: str, bound: float) -> Metric:
+    return Metric(name, centre=bound / 2.0, radius=bound / 2.0)
 
 
 def _norm_indicators(name: str, thresholds: Sequence[float]) -> Metric:
-    if not isinstance(thresholds, Sequence) or not thresholds:
-        raise InvalidValueError(
-            f"thresholds of metric {name!r} are {thresholds!r}; there must be at least one"
-        )
-    options = tuple(_positive(name, "a threshold", each) for each in thresholds)
-    return Metric(name, (len(options),), 0.5, math.sqrt(len(options)) / 2.0 * _UPWARD, options)
+    if not thresholds:
+        raise InvalidValueError(f"metric {name!r} has no thresholds; there must be at least one")
+    radius = math.sqrt(len(thresholds)) / 2.0 * _UPWARD
+    return Metric(name, (len(thresholds),), 0.5, radius, tuple(map(float, thresholds)))
 
 
-def _own_metric(
-    name: str, radius: float, centre: float = 0.0, shape: Sequence[float] = ()
-) -> Metric:
-    radius = _positive(name, "radius", radius)
-    if not isinstance(shape, Sequence) or not isinstance(centre, int | float):
-        raise InvalidValueError(
-            f"metric {name!r} has centre {centre!r} and shape {shape!r}; they must be a number and "
-            "a list"
-        )
-    axes = tuple(_count(name, "an axis of the shape", axis) for axis in shape)
-    return Metric(name, axes, centre, radius)
+def _own_metric(name: str, radius: float, centre: float = 0.0, shape: Sequence[int] = ()) -> Metric:
+    return Metric(name, tuple(shape), centre, float(radius))
 
 
-def _positive(name: str, what: str, value: float) -> float:
-    if not (isinstance(value, int | float) and 0.0 < value < math.inf):
-        raise InvalidValueError(
-            f"{what} of metric {name!r} is {value!r}; it must be a positive number"
-        )
-    return float(value)
-
-
-def _count(name: str, what: str, value: float) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise InvalidValueError(
-            f"{what} of metric {name!r} is {value!r}; it must be a whole number of at least 1"
-        )
-    return value
-
-
-@dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     """Examples at the round's parameters."""
 
     task: Task
-    outputs: torch.Tensor  # [n, …]
-    targets: torch.Tensor  # [n, …]
-    moments: Mapping[str, Sequence[torch.Tensor]]  # of each running norm, one for each call
+    outputs: Tensor  # [n, …]
+    targets: Tensor  # [n, …]
+    moments: Mapping[str, Sequence[Tensor]]  # of each running norm, one for each call
 
 
-def _hits(seen: _Seen, metric: Metric) -> torch.Tensor:
+def _hits(seen: _Seen, metric: Metric) -> Tensor:
     _check_classes(seen.targets, metric)
     if seen.outputs.dim() != seen.targets.dim() + 1:
         raise InvalidValueError(
@@ -150,21 +132,21 @@ def _hits(seen: _Seen, metric: Metric) -> torch.Tensor:
     return hits.reshape(len(hits), -1).mean(1)
 
 
-def _classes(seen: _Seen, metric: Metric) -> torch.Tensor:
+def _classes(seen: _Seen, metric: Metric) -> Tensor:
     _check_classes(seen.targets, metric)
     targets = seen.targets.reshape(len(seen.targets), -1, 1)
     # Compared, not indexed: a target that is not a class must not raise, least of all on a GPU.
     return (targets == torch.arange(metric.shape[0], device=targets.device)).double().sum(1)
 
 
-def _check_classes(targets: torch.Tensor, metric: Metric) -> None:
+def _check_classes(targets: Tensor, metric: Metric) -> None:
     if targets.dtype.is_floating_point:
         raise InvalidValueError(
             f"metric {metric.name!r} has targets of {targets.dtype}; they must be classes, integers"
         )
 
 
-def _moments(seen: _Seen, metric: Metric) -> torch.Tensor:
+def _moments(seen: _Seen, metric: Metric) -> Tensor:
     if not seen.moments:
         raise InvalidValueError(f"metric {metric.name!r} needs a model with batch normalisation")
     for layer, calls in seen.moments.items():
@@ -176,11 +158,7 @@ def _moments(seen: _Seen, metric: Metric) -> torch.Tensor:
     return torch.cat([calls[0] for calls in seen.moments.values()], 1)
 
 
-def _mean(sums: torch.Tensor, sizes: torch.Tensor, _metric: Metric) -> torch.Tensor:
-    return sums / sizes
-
-
-def _mean_in_ball(sums: torch.Tensor, sizes: torch.Tensor, metric: Metric) -> torch.Tensor:
+def _mean_in_ball(sums: Tensor, sizes: Tensor, metric: Metric) -> Tensor:
     """Means within centre ± radius; what is not finite is at the upper end."""
     low, high = metric.centre - metric.radius, metric.centre + metric.radius
     return (sums / sizes).nan_to_num(nan=high, posinf=high, neginf=low).clamp(low, high)
@@ -192,57 +170,52 @@ class _Kind:
 
     make: Callable[..., Metric]  # from its name and the numbers that `metric` takes
     # Vectors of examples, [n, *shape]; None: the metric is of updates.
-    of_examples: Callable[[_Seen, Metric], torch.Tensor] | None
+    of_examples: Callable[[_Seen, Metric], Tensor] | None
     # From sums over a user's examples [C, *shape] and their number [C, 1, …], both float64.
-    of_users: Callable[[torch.Tensor, torch.Tensor, Metric], torch.Tensor] = _mean
+    of_users: Callable[[Tensor, Tensor, Metric], Tensor] = lambda sums, sizes, _: sums / sizes
+
+
+def _losses(seen: _Seen, _metric: Metric) -> Tensor:
+    return seen.task.losses_of(seen.outputs, seen.targets)
 
 
 _KINDS = {
-    "loss": _Kind(
-        lambda name, bound: _from_zero(name, _positive(name, "bound", bound)),
-        lambda seen, _: seen.task.losses_of(seen.outputs, seen.targets),
-        _mean_in_ball,
-    ),
+    "loss": _Kind(_from_zero, _losses, _mean_in_ball),
     "accuracy": _Kind(lambda name: _from_zero(name, 1.0), _hits),
     "examples": _Kind(
-        lambda name, cap: _from_zero(name, _positive(name, "cap", cap), (float(cap),)),
+        lambda name, cap: replace(_from_zero(name, cap), options=(float(cap),)),
         lambda seen, _: torch.ones(len(seen.targets), device=seen.targets.device),
         lambda sums, _, metric: sums.clamp(max=metric.options[0]),
     ),
     "label-counts": _Kind(
-        lambda name, classes, bound: Metric(
-            name, (_count(name, "classes", classes),), radius=_positive(name, "bound", bound)
-        ),
+        lambda name, classes, bound: Metric(name, (classes,), radius=float(bound)),
         _classes,
         lambda sums, *_: sums,
     ),
     "batch-norm": _Kind(
-        lambda name, channels, bound: Metric(
-            name, (2 * _count(name, "channels", channels),), radius=_positive(name, "bound", bound)
-        ),
-        _moments,
+        lambda name, channels, bound: Metric(name, (2 * channels,), radius=float(bound)), _moments
     ),
-    _UPDATE_NORMS: _Kind(_norm_indicators, None),
 }
+_OF_UPDATES = _Kind(_norm_indicators, None)
+_OWN = _Kind(_own_metric, None)
 
 
 def _kind_of(name: str, own: Mapping[str, MetricFunction], *more: str) -> _Kind:
     """Of a metric that is built in or among the own ones; others are refused, naming `more`."""
-    if _group_of(name) is not None:
-        return _KINDS[_UPDATE_NORMS]
-    built_in = [kind for kind in _KINDS if kind != _UPDATE_NORMS]
-    if name in built_in:
+    if _group_of(name):
+        return _OF_UPDATES
+    if name in _KINDS:
         return _KINDS[name]
     if name in own:
         return _Kind(_own_metric, lambda seen, _: own[name](seen.outputs, seen.targets))
-    known = [*built_in, f"{_UPDATE_NORMS}:GROUP", *more, *own]
+    known = [*_KINDS, f"{_UPDATE_NORMS}:GROUP", *more, *own]
     raise InvalidValueError(f"unknown metric {name!r}; {known_names(name, known)}")
 
 
-def _group_of(name: str) -> str | None:
-    """Name of the vector group whose norms a metric is of; None if it is of examples."""
+def _group_of(name: str) -> str:
+    """Name of the vector group whose norms a metric is of; "" if it is of examples."""
     kind, _, group = name.partition(":")
-    return group if group and kind == _UPDATE_NORMS else None
+    return group if kind == _UPDATE_NORMS else ""
 
 
 @dataclass(frozen=True)
@@ -251,18 +224,16 @@ class Measuring:
 
     task: Task  # with its model in evaluation mode
     start: RoundParameters
-    # Of the task, if users are separable: their products give a lane the same whatever the number
-    # of lanes is. None: the model itself is called.
-    layers: Layers | None = None
+    # If it keeps users apart: a lane gets the same whatever the number of lanes is.
+    batched: BatchedModel | None = None
 
-    def seen(self, x: torch.Tensor, y: torch.Tensor, lanes: int) -> _Seen:
+    def seen(self, x: Tensor, y: Tensor, lanes: int) -> _Seen:
         """Evaluate examples [n, …], the same number of each lane."""
-        start, batched = self.start, self.layers and self.layers.batched()
-        moments: dict[str, list[torch.Tensor]] = {}
+        start, batched = self.start, self.batched
+        moments: dict[str, list[Tensor]] = {}
         with ExitStack() as hooks:
             for name, norm in running_norms(batched.model if batched else self.task.model).items():
-                moments[name] = []
-                hook = partial(_record_moments, moments[name])
+                hook = partial(_record_moments, moments.setdefault(name, []))
                 hooks.enter_context(norm.register_forward_pre_hook(hook))
             if batched:
                 own = same_for_all(start.parameters, lanes)
@@ -273,9 +244,7 @@ class Measuring:
         return _Seen(self.task, outputs, y, moments)
 
 
-def _record_moments(
-    calls: list[torch.Tensor], layer: nn.Module, inputs: tuple[torch.Tensor]
-) -> None:
+def _record_moments(calls: list[Tensor], layer: nn.Module, inputs: tuple[Tensor]) -> None:
     """Per example the means of x̂ over positions, then those of x̂² − 1: [n, 2·channels]."""
     x = cast(RunningNorm, layer).standardised(inputs[0])
     x = x.reshape(*x.shape[:2], -1)
@@ -289,62 +258,58 @@ def user_metrics(
     updates: Updates,
     groups: Sequence[VectorGroup],
 ) -> TorchTensors:
-    """What users report beside their updates: name of tensor → value − centre, float32 [L, *shape].
-
-    Updates are those before clipping, groups the vector groups of the round.
-    """
+    """What users report beside updates: name of tensor → value − centre, float32 [L, *shape]."""
     kinds = {m: _kind_of(m.name, measuring.task.metrics) for m in metrics}
     values = _measured(measuring, examples, {m: k for m, k in kinds.items() if k.of_examples})
     for one in metrics:
         if one not in values:
-            (group,) = [group for group in groups if group.name == _group_of(one.name)]
-            (norms,) = group_norms(updates, [group]).values()
-            thresholds = torch.tensor(one.options, dtype=torch.float64, device=norms.device)
-            values[one] = (norms[:, None] <= thresholds).double()
+            of = [group for group in groups if group.name == _group_of(one.name)]
+            (norms,) = group_norms(updates, of).values()
+            values[one] = (norms[:, None] <= norms.new_tensor(one.options)).double()
     return {m.tensor: (values[m] - m.centre).float() for m in metrics}
 
 
-def group_norms(updates: Updates, groups: Iterable[VectorGroup]) -> TorchTensors:
+def group_norms(updates: Updates, groups: Sequence[VectorGroup]) -> TorchTensors:
     """L2 norm of each user's scaled part of each group before clipping: float64 [C] by group."""
-    asked = tuple(groups)
-    names = [tensor for group in asked for tensor in group.tensors]
+    names = [tensor for group in groups for tensor in group.tensors]
     layout = Layout(tuple(names), tuple(tuple(updates[name].shape[1:]) for name in names))
-    lengths: dict[str, list[torch.Tensor]] = {group.name: [] for group in asked}
+    norms: dict[str, list[Tensor]] = {group.name: [] for group in groups}
     for _, rows in rows_of(updates, layout, len(next(iter(updates.values())))):
-        for group in asked:
+        for group in groups:
             parts = [
                 torch.linalg.vector_norm(rows[:, layout.slices[tensor]], dim=1) / scale
                 for tensor, scale in zip(group.tensors, group.scales, strict=True)
             ]
-            lengths[group.name].append(torch.linalg.vector_norm(torch.stack(parts), dim=0))
-    return {name: torch.cat(some) for name, some in lengths.items()}
+            norms[group.name].append(torch.linalg.vector_norm(torch.stack(parts), dim=0))
+    return {name: torch.cat(some) for name, some in norms.items()}
 
 
 @torch.no_grad()
 def _measured(
     measuring: Measuring, examples: Examples, kinds: Mapping[Metric, _Kind]
-) -> dict[Metric, torch.Tensor]:
+) -> dict[Metric, Tensor]:
     """Metrics of each lane that are computed from examples: float64 [L, *shape] each."""
     if not kinds:
         return {}
     lanes, device = examples.lanes, examples.device
     sums = {m: torch.zeros((lanes, *m.shape), dtype=torch.float64, device=device) for m in kinds}
-    for block in examples.blocks():
-        seen = measuring.seen(block.x, block.y, lanes)
+    sizes = torch.zeros(lanes, dtype=torch.float64, device=device)
+    for x, y, exists in examples.blocks():
+        seen = measuring.seen(x, y, lanes)
+        sizes += exists.sum(1)
         for one, kind in kinds.items():
             value = _of_examples(seen, one, kind)
             each = value.view(lanes, -1, *value.shape[1:])
-            real = block.real.view(*block.real.shape, *[1] * (each.dim() - 2))
+            real = exists.view(*exists.shape, *[1] * (each.dim() - 2))
             # Not a product with zero, which would keep NaN.
             sums[one].add_(torch.where(real, each, 0.0).sum(1))
-    sizes = examples.sizes()
     return {
         m: kind.of_users(sums[m], sizes.view(-1, *[1] * len(m.shape)), m)
         for m, kind in kinds.items()
     }
 
 
-def _of_examples(seen: _Seen, metric: Metric, kind: _Kind) -> torch.Tensor:
+def _of_examples(seen: _Seen, metric: Metric, kind: _Kind) -> Tensor:
     """Vectors of each example before they are summed: float64 [n, *shape]."""
     assert kind.of_examples is not None
     value, shape = kind.of_examples(seen, metric), (len(seen.targets), *metric.shape)
@@ -362,24 +327,19 @@ def check_metrics(
     clipping: Clipping,
     examples: Mapping[str, npt.NDArray[np.generic]],
 ) -> None:
-    """Refuse metrics that cannot be computed on a row of public or blank data.
-
-    Raises:
-        InvalidValueError: a metric is unknown, or its shape or options do not fit.
-        ModelError: a metric cannot be computed.
-    """
+    """Refuse metrics that cannot be computed on a row of public or blank data."""
     # Two rows: a function that averages over them is found out.
     x, y = (
         torch.from_numpy(np.repeat(examples[field][:1], 2, axis=0))
         for field in (task.inputs, task.targets)
     )
-    places = dict(zip(clipping.layout.names, clipping.layout.shapes, strict=True))
+    shapes = dict(zip(clipping.layout.names, clipping.layout.shapes, strict=True))
     measuring = Measuring(task, RoundParameters({}, {}))
     for one in metrics:
-        if places.get(one.tensor) != one.shape:
+        if shapes.get(one.tensor) != one.shape:
             raise InvalidValueError(
                 f"metric {one.name!r} has shape {one.shape}; contributions have "
-                f"{places.get(one.tensor, 'no place')} for it"
+                f"{shapes.get(one.tensor, 'no place')} for it"
             )
         kind = _kind_of(one.name, task.metrics)
         if kind.of_examples is None:
@@ -408,7 +368,7 @@ def _check_update_norms(one: Metric, clipping: Clipping) -> None:
     known = [g.name for g in clipping.sent if not g.name.startswith(METRIC_PREFIX)]
     if group not in known:
         raise InvalidValueError(
-            f"metric {one.name!r} is of vector group {group!r}; {known_names(str(group), known)}"
+            f"metric {one.name!r} is of vector group {group!r}; {known_names(group, known)}"
         )
 
 
@@ -446,8 +406,8 @@ def diagnose_chunk(
     bounds = norms.new_tensor([group.clipping_norm * _ROUNDING for group in groups])
     by_layer = torch.stack([*group_norms(tensors, _layers_of(request)).values()], 1)
     loss = Metric("loss")
-    kind = _Kind(_own_metric, _KINDS["loss"].of_examples)  # without a bound
-    losses = _measured(measuring, examples, {loss: kind})[loss][:, None]
+    without_bound = _Kind(_own_metric, _losses)
+    losses = _measured(measuring, examples, {loss: without_bound})[loss][:, None]
     rows = torch.cat([losses, (norms > bounds).double(), norms, by_layer], 1)
     contributing = torch.isfinite(norms).all(1)
     contributing[len(examples.users) :] = False
@@ -460,8 +420,7 @@ def diagnose_round(
     """Diagnostics of a round from those of its chunks."""
     groups = [group.name for group in request.clipping.sent]
     by_layer = [layer.name for layer in _layers_of(request)]
-    columns = 1 + 2 * len(groups) + len(by_layer)
-    rows = np.concatenate([np.empty((0, columns)), *chunks])
+    rows = np.concatenate([np.empty((0, 1 + 2 * len(groups) + len(by_layer))), *chunks])
     # Exact sums, whatever chunks users were in.
     averages = [math.fsum(column) / len(rows) if len(rows) else math.nan for column in rows.T]
     (loss,), clipped, norms, lengths = np.split(averages, np.cumsum([1, *[len(groups)] * 2]))

@@ -8,13 +8,13 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
@@ -23,9 +23,9 @@ from fedpriv.importing import import_function
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.round import RoundRequest
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
 """Maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]."""
-MetricFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+MetricFunction = Callable[[Tensor, Tensor], Tensor]
 Activations = Literal["float32", "bfloat16"]
 """Under "bfloat16" layers multiply numbers of 8 significant bits, as under `torch.autocast`, while
 users train. Parameters, losses, updates, their sums and all metrics stay float32."""
@@ -35,12 +35,12 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 _PER_THREAD = 2**15  # torch gives a thread no fewer numbers
 
 
-def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of class scores [B, K, …] against classes [B, …]."""
     return functional.cross_entropy(outputs, targets, reduction="none")
 
 
-def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """Squared error of outputs against targets of the same shape [B, …]."""
     return functional.mse_loss(outputs, targets, reduction="none")
 
@@ -59,13 +59,15 @@ def find_loss(name: str) -> Loss:
     return cast(Loss, import_function(f"loss {name!r}", name, ModelError))
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Task:
-    """A model and how it is judged.
+    """A model, its loss and its own metrics.
 
     >>> task = Task(nn.Linear(4, 3), loss="cross-entropy")
     >>> sorted(task.parameters())
     ['bias', 'weight']
+
+    A layer that depends on other examples or keeps state across them is a `ModelError`.
 
     Attributes:
         model: any module that maps inputs [B, …] to outputs [B, …] without mixing examples or
@@ -74,38 +76,22 @@ class Task:
         loss: maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]
             that are averaged over all but the first axis; or the name of one: "cross-entropy",
             "squared-error" or "package.module:function".
-        inputs: name of the field that the model reads.
-        targets: name of the field that the loss reads.
-        metrics: own metrics by name, e.g. from `own_metrics`: a function maps outputs and
-            targets [B, …] to a vector of each example, [B, *shape], and a user's metric is the
-            mean over its examples. It must not change its arguments. A round can ask only for
-            these and for built-in metrics.
-
-    Raises:
-        ModelError: a layer depends on other examples or keeps state across them, or no loss has
-            that name.
+        inputs: name of the field that the model reads; `targets`: of that which the loss reads.
+        metrics: own metrics by name, e.g. from `own_metrics`: functions of outputs and targets
+            [B, …], which they must not change, to a vector of each example, [B, *shape]. A user's
+            metric is the mean over its examples. A round can ask for these and for built-in ones.
     """
 
     model: nn.Module
-    loss: Loss
-    inputs: str
-    targets: str
-    metrics: Mapping[str, MetricFunction]
+    loss: Loss | str = "cross-entropy"
+    inputs: str = "x"
+    targets: str = "y"
+    metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss | str = "cross-entropy",
-        inputs: str = "x",
-        targets: str = "y",
-        metrics: Mapping[str, MetricFunction] | None = None,
-    ) -> None:
-        loss = find_loss(loss) if isinstance(loss, str) else loss
-        object.__setattr__(self, "model", without_batch_norm(model))
-        object.__setattr__(self, "loss", loss)
-        object.__setattr__(self, "inputs", inputs)
-        object.__setattr__(self, "targets", targets)
-        object.__setattr__(self, "metrics", dict(metrics or {}))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", without_batch_norm(self.model))
+        if isinstance(self.loss, str):
+            object.__setattr__(self, "loss", find_loss(self.loss))
 
     def evaluated(self) -> "Task":
         """The task with a copy of the model in evaluation mode: without dropout."""
@@ -113,9 +99,7 @@ class Task:
 
     def parameters(self) -> dict[str, npt.NDArray[np.float32]]:
         """Copy of the trainable parameters, in the order of the model: the update's layout."""
-        return {
-            name: p.to("cpu", torch.float32).numpy().copy() for name, p in self.trainable().items()
-        }
+        return {n: p.to("cpu", torch.float32).numpy().copy() for n, p in self.trainable().items()}
 
     def statistics(self) -> dict[str, npt.NDArray[np.float32]]:
         """Copy of the running statistics of normalisations, by name, in the order of the model."""
@@ -131,22 +115,13 @@ class Task:
 
     def constants(self, device: torch.device) -> TorchTensors:
         """Frozen parameters and buffers, which no user changes."""
-        frozen = {n: p.detach() for n, p in self.model.named_parameters() if not p.requires_grad}
-        return {n: t.to(device) for n, t in {**frozen, **dict(self.model.named_buffers())}.items()}
+        trained = self.trainable()
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return {n: t.detach().to(device) for n, t in tensors.items() if n not in trained}
 
-    def example_losses(
-        self,
-        trainable: Mapping[str, torch.Tensor],
-        constants: TorchTensors,
-        x: torch.Tensor,
-        y: torch.Tensor,
-    ) -> torch.Tensor:
-        """Loss of each example [B] at the given parameters."""
-        return self.losses_of(functional_call(self.model, {**trainable, **constants}, (x,)), y)
-
-    def losses_of(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def losses_of(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Loss of each example [B] from the model's outputs [B, …] and targets [B, …]."""
-        losses = self.loss(outputs, y)
+        losses = cast(Loss, self.loss)(outputs, y)
         return losses if losses.dim() <= 1 else losses.flatten(1).mean(1)
 
 
@@ -162,25 +137,18 @@ class RoundParameters:
         cls, request: RoundRequest, constants: TorchTensors, device: torch.device
     ) -> "RoundParameters":
         """Copy a request's tensors to a device; its statistics replace those of the constants."""
-        parameters, statistics = (
-            {name: torch.tensor(array, device=device) for name, array in arrays.items()}
-            for arrays in (request.parameters, request.statistics)
-        )
+        parameters = {n: torch.tensor(p, device=device) for n, p in request.parameters.items()}
+        statistics = {n: torch.tensor(s, device=device) for n, s in request.statistics.items()}
         return cls(parameters, constants | statistics)
 
 
 def check_task(task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> None:
     """Refuse a task that cannot train, before any user's data are touched.
 
-    Args:
-        task: the task.
-        examples: a few rows of public or held-out data, with at least the task's two fields.
-
-    Raises:
-        ModelError: a field is absent, the model or the loss raises, the loss is not one number
-            per example or is not finite, the model has nothing to train, it changes buffers, a
-            copy of it does not use its own parameters, or what it gives for an example depends on
-            the examples beside it.
+    Examples are a few rows of public or held-out data. A `ModelError` says that a field is absent,
+    model or loss raise, the loss is not one finite number per example, there is nothing to train,
+    the model changes buffers, a copy of it does not use its own parameters, or what it gives for an
+    example depends on those beside it.
     """
     for column in (task.inputs, task.targets):
         if column not in examples:
@@ -190,9 +158,9 @@ def check_task(task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> N
         raise ModelError("the model has no trainable parameter")
     x, y = (torch.tensor(examples[column]) for column in (task.inputs, task.targets))
     constants = task.constants(torch.device("cpu"))
-    before = {name: tensor.clone() for name, tensor in constants.items()}
+    tensors, before = parameters | constants, {n: t.clone() for n, t in constants.items()}
     try:
-        losses = task.example_losses(parameters, constants, x, y)
+        losses = task.losses_of(functional_call(task.model, tensors, (x,)), y)
     except Exception as error:
         raise ModelError(f"the model cannot be evaluated on the data: {error}") from error
     for name, tensor in before.items():
@@ -211,15 +179,20 @@ def check_task(task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> N
             "the model returns NaN or infinite losses at its initial parameters; "
             "check its initialisation and the scale of the inputs"
         )
-    _check_copy(task, {**parameters, **constants}, x)
-    if _mixes(task, {**parameters, **constants}, x, y):
+    _check_copy(task, tensors, x)
+    # What the first example gives, beside others and beside zeros.
+    seen = []
+    for beside_x, beside_y in ((x, y), (torch.zeros_like(x), torch.zeros_like(y))):
+        outputs = _outputs_once(task.evaluated().model, tensors, torch.cat([x[:1], beside_x]))
+        seen.append((outputs[:1], task.losses_of(outputs, torch.cat([y[:1], beside_y]))[:1]))
+    if not all(torch.equal(one, other) for one, other in zip(*seen, strict=True)):
         raise ModelError(
             "model or loss mix examples: what one example gives depends on those beside it, which "
             "would put one user's data into what another sends"
         )
 
 
-def _check_copy(task: Task, tensors: TorchTensors, x: torch.Tensor) -> None:
+def _check_copy(task: Task, tensors: TorchTensors, x: Tensor) -> None:
     """Refuse a model whose copy differs from it at other parameters: it reads the original's."""
     generator = torch.Generator().manual_seed(0)
     moved = {
@@ -244,22 +217,11 @@ def _check_copy(task: Task, tensors: TorchTensors, x: torch.Tensor) -> None:
         )
 
 
-def _mixes(task: Task, tensors: TorchTensors, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the first example gives something else beside others than beside zeros."""
-    model = task.evaluated().model
-    seen = []
-    for beside_x, beside_y in ((x, y), (torch.zeros_like(x), torch.zeros_like(y))):
-        outputs = _outputs_once(model, tensors, torch.cat([x[:1], beside_x]))
-        losses = task.losses_of(outputs, torch.cat([y[:1], beside_y]))
-        seen.append((outputs[:1], losses[:1]))
-    return not all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
-
-
-def _outputs_once(model: nn.Module, tensors: TorchTensors, x: torch.Tensor) -> torch.Tensor:
+def _outputs_once(model: nn.Module, tensors: TorchTensors, x: Tensor) -> Tensor:
     """Outputs with the same dropout masks each time, leaving torch's generator as it was."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        outputs: torch.Tensor = functional_call(model, tensors, (x,))
+        outputs: Tensor = functional_call(model, tensors, (x,))
         return outputs
 
 
@@ -270,8 +232,8 @@ class RunningNorm(nn.Module):
     examples do not mix and no buffer changes. Parameters and buffers keep their names.
     """
 
-    running_mean: torch.Tensor
-    running_var: torch.Tensor
+    running_mean: Tensor
+    running_var: Tensor
 
     def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> None:
         super().__init__()
@@ -287,28 +249,24 @@ class RunningNorm(nn.Module):
         """Number of channels."""
         return len(self.running_mean)
 
-    def standardised(self, x: torch.Tensor) -> torch.Tensor:
+    def standardised(self, x: Tensor) -> Tensor:
         """x̂ of inputs [n, channels, …]: same shape."""
         shape = (1, -1, *[1] * (x.dim() - 2))
         scale = torch.rsqrt(self.running_var + self.eps)
         return (x - self.running_mean.view(shape)) * scale.view(shape)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Normalise inputs [n, channels, …]."""
-        shape = (1, -1, *[1] * (x.dim() - 2))
-        x = self.standardised(x)
+        x, shape = self.standardised(x), (1, -1, *[1] * (x.dim() - 2))
         return x if self.weight is None else x * self.weight.view(shape) + self.bias.view(shape)
 
 
 def without_batch_norm(model: nn.Module) -> nn.Module:
     """A copy of the model with `RunningNorm` for every batch normalisation; itself if it has none.
 
-    Raises:
-        ModelError: a layer mixes examples or keeps statistics of them in a way that cannot be
-            replaced; it is named.
+    Another layer that mixes examples or keeps statistics of them is a `ModelError`.
     """
-    layers = dict(model.named_modules(remove_duplicate=False))
-    for name, layer in layers.items():
+    for name, layer in model.named_modules(remove_duplicate=False):
         # torch has no public common base of the normalisations with running statistics.
         batch_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
         tracking = bool(getattr(layer, "track_running_stats", False))
@@ -318,13 +276,11 @@ def without_batch_norm(model: nn.Module) -> nn.Module:
                 "statistics of them; replace it by GroupNorm, or by BatchNorm that tracks running "
                 "statistics"
             )
-    if not any(type(layer) in _BATCH_NORMS for layer in layers.values()):
-        return model
     memo: dict[int, object] = {}
     for layer in model.modules():
         if isinstance(layer, _BATCH_NORMS):
             memo[id(layer)] = RunningNorm(copy.deepcopy(layer, memo))
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(model, memo) if memo else model
 
 
 def running_norms(model: nn.Module) -> dict[str, RunningNorm]:
@@ -340,22 +296,19 @@ def activations_named(name: object) -> Activations:
 
 
 def outputs_of(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], x: torch.Tensor, activations: Activations
-) -> torch.Tensor:
-    """Outputs, float32, of a model in training, with tensors put in by name.
-
-    The backward pass computes in the types of this one, outside of autocast.
-    """
+    model: nn.Module, tensors: Mapping[str, Tensor], x: Tensor, activations: Activations
+) -> Tensor:
+    """Outputs, float32, of a model in training, with tensors put in by name."""
     # Users' weights are lowered anew in each step, so there is nothing to cache.
     lower = activations == "bfloat16"
     with torch.autocast(x.device.type, torch.bfloat16, enabled=lower, cache_enabled=False):
         # functional_call costs as much as a small layer.
-        outputs: torch.Tensor
+        outputs: Tensor
         outputs = functional_call(model, dict(tensors), (x,)) if tensors else model(x)
     return outputs.float() if lower else outputs
 
 
-def lowered(x: torch.Tensor) -> torch.Tensor:
+def lowered(x: Tensor) -> Tensor:
     """A tensor in the type that products have in the forward pass under way."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
@@ -363,11 +316,7 @@ def lowered(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """Compute as the numbers' types say, whatever the caller has set in this thread.
-
-    An autocast around it would round to fewer bits, and flushed subnormal numbers would be zero;
-    without gradients nothing would be learnt.
-    """
+    """Compute as the numbers' types say, whatever the caller has set in this thread."""
     flushed = bool(torch.full((), _SMALLEST) / 2 == 0)
     torch.set_flush_denormal(False)
     try:
@@ -383,38 +332,19 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
 
 
 def refuse_flushing_threads() -> None:
-    """Refuse, by an `InvalidValueError`, to compute where torch's threads flush subnormal numbers.
-
-    They inherit this from the thread that started them, and nothing here can change it: what a user
-    gets would depend on the thread that trains it.
-    """
+    """Refuse threads of torch that flush subnormal numbers: users' bits would depend on them."""
     halves = torch.full((torch.get_num_threads() * _PER_THREAD,), _SMALLEST) / 2
     if not bool(halves.all()):
         raise InvalidValueError(
-            "threads of torch take subnormal numbers for zero, since they began after "
+            "threads of torch take subnormal numbers for zero, since they started after "
             "torch.set_flush_denormal(True); it must not be called before users train"
         )
 
 
 @contextmanager
 def seeded(local_key: bytes, user: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators, which draw dropout masks, and restore them afterwards.
-
-    The seed follows from the round's key and the user's position in the population.
-    """
+    """Seed torch's generators, as for dropout, by key and user, and restore them afterwards."""
     own = hashlib.sha256(local_key + user.to_bytes(8, "little")).digest()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int.from_bytes(own[:8], "little") >> 1)
         yield
-
-
-def draws(task: Task, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether training on one input [1, …] and target draws random numbers; True if unknown."""
-    device = next(iter(task.model.parameters())).device
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        before = torch.random.get_rng_state()
-        try:
-            task.losses_of(task.model(x.to(device)), y.to(device))
-        except Exception:
-            return True
-        return not torch.equal(before, torch.random.get_rng_state())

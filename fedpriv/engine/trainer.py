@@ -1,8 +1,20 @@
-"""Training the users of a chunk, and summing what they contribute."""
+"""Training chunks of users, in shapes in which users keep apart to the last bit.
 
+A lane computes with its own numbers alone. But which instructions do it may depend on its place:
+loops end with other instructions for what is left over, and libraries cut products into tiles.
+Shapes are chosen so that nothing is left over where users are, and products of known layers are cut
+into pieces of one size; and no shape is trusted for that. Before the first users train in one,
+random users do, in other places and beside other neighbours, and each must get what it got before.
+
+A rung has one shape with as many lanes as pay, which says what a user gets. Where there are fewer
+users, other lanes are blank, or there are fewer lanes that are found to give the same. Where places
+or neighbours make a difference, users of the rung train one at a time.
+"""
+
+import hashlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,44 +23,36 @@ from math import gcd, prod
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.batches import Examples, Integers, Rung, counted, ladder, schedule
-from fedpriv.engine.layers import Layers
-from fedpriv.engine.local_training import (
-    algorithm_of,
-    train_alone,
-    train_chunk,
-    train_layers_chunk,
-)
+from fedpriv.engine import local_training
+from fedpriv.engine.layers import BatchedModel, batched_model
+from fedpriv.engine.local_training import Examples, Integers, Rung
 from fedpriv.engine.metrics import Measuring, diagnose_chunk, user_metrics
-from fedpriv.engine.separability import separable_layers
-from fedpriv.engine.task import (
-    Activations,
-    RoundParameters,
-    Task,
-    draws,
-    plain_arithmetic,
-    seeded,
-)
-from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.clipping_torch import TorchTensors, Updates, integer_sum
-from fedpriv.privacy.round import PartialSum, RoundRequest, merged
+from fedpriv.engine.task import Activations, RoundParameters, Task, plain_arithmetic, seeded
+from fedpriv.errors import ModelError
+from fedpriv.privacy.clipping_torch import TorchTensors, Updates, integer_sum, rows_of
+from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged
 
 _log = logging.getLogger(__name__)
 
 # Copies that exist at a time of a user's parameters (current, gradient, a temporary), of its
-# activations (forward, backward, a temporary), and of its metrics.
-_PARAMETERS, _ACTIVATIONS, _METRICS = 3, 3, 2
-_FLOAT, _DOUBLE = 4, 8  # bytes
+# activations (forward, backward, a temporary), and of its metrics (two, of float64).
+_PARAMETERS, _ACTIVATIONS, _METRICS = 3, 3, 4
 # Numbers of activations in a step. As many keep a processor busy; beyond, more users are no faster,
 # but for tiny models, of which a step with few users is mostly Python. Models of other than known
 # layers always have all lanes, however few users there are.
-_NUMBERS = 2**24
+_BUSY = 2**24
 _FEW_NUMBERS = 2**21
 _FEW_LANES = 128
 _MANY_LANES = 2048  # all of which are tried before users train in them
 _UNROLLED = 32  # numbers: two vectors of AVX-512
+# Random users that are compared in smaller shapes, in turns; of fewer, differences stay unseen.
+_COMPARED = 64
+_TURNS = 16
+_LEARNING_RATE = 0.05  # at which random users stay finite, whatever the plan's
 
 
 @dataclass(frozen=True)
@@ -69,64 +73,6 @@ class ChunkSum:
     diagnostics: tuple[npt.NDArray[np.float64], ...] = ()
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """What one example is in memory."""
-
-    inputs: int  # numbers of an input
-    outputs: tuple[int, ...]  # numbers that each layer gives
-    patches: int  # numbers of patches that convolutions copy
-
-    @classmethod
-    def of(cls, task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> "Footprint":
-        """That of a task, from at least one row of data."""
-        outputs: list[int] = []
-        patches: list[int] = []
-
-        def measure(layer: torch.nn.Module, _inputs: object, output: object) -> None:
-            if isinstance(output, torch.Tensor):
-                outputs.append(output.numel())
-                if isinstance(layer, torch.nn.Conv2d):
-                    patches.append(output[0, 0].numel() * layer.weight[0].numel())
-
-        x = torch.tensor(examples[task.inputs][:1])
-        with ExitStack() as hooks, torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for layer in task.model.modules():
-                if not any(layer.children()):
-                    hooks.enter_context(layer.register_forward_hook(measure))
-            task.model(x)
-        return cls(x.numel(), tuple(outputs), sum(patches))
-
-    @property
-    def activations(self) -> int:
-        """Numbers of all activations."""
-        return sum(self.outputs) + self.patches
-
-    def lanes_for(self, users: int, rung: Rung) -> int:
-        """The least number of lanes, blank ones at the end, among which no user's place matters.
-
-        torch goes through all lanes of a tensor in one loop of vector instructions, of which each
-        does up to `_UNROLLED` numbers; what is left over at the end is done one by one, and some
-        functions then give other bits. So nothing is left over, or it is in blank lanes.
-        """
-        apart, least = self.filled(rung), min(self._numbers(rung), default=1)
-        spare = -(-(_UNROLLED - 1) // least) if apart > 1 else 0
-        return min(-(-users // apart) * apart, int(ladder(np.array([users + spare]))[0]))
-
-    def filled(self, rung: Rung) -> int:
-        """The number of users of which multiples need no blank lanes."""
-        return _UNROLLED // gcd(_UNROLLED, *self._numbers(rung))
-
-    def most_users(self, lanes: int, rung: Rung) -> int:
-        """How many users fit into so many lanes; at least 1, whose place is always the first."""
-        fewer = range(lanes, 0, -1)
-        return next((n for n in fewer if self.lanes_for(n, rung) <= lanes), 1)
-
-    def _numbers(self, rung: Rung) -> list[int]:
-        """Of a lane, in the tensors of a step."""
-        return [count * rung.width for count in self.outputs if count]
-
-
 def blank(users: UserStore) -> Mapping[str, npt.NDArray[np.generic]]:
     """One row of zeros to try a task on; no user's data may decide whether a round runs."""
     return {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in users.fields.items()}
@@ -142,76 +88,126 @@ class Trainer:
     """Trains chunks of users of a store, one chunk at a time."""
 
     task: Task
-    evaluated: Task  # the same in evaluation mode
-    layers: Layers | None  # of the task, where users are separable
-    measured: Layers | None  # of the evaluated task, likewise
-    constants: TorchTensors  # frozen parameters and buffers, on the device
     users: UserStore
     hosted: Integers | None  # positions of the store's users in the population; None: the same
     device: torch.device
     memory: int  # bytes that a chunk may take, roughly
     activations: Activations
-    draws: bool  # whether training draws random numbers
     observed: bool  # whether an observer is told of the users
     # Held while the models know the parameters of a chunk's users, and by a thread that forks, so
     # that no process begins with those of another.
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
-    @classmethod
-    def of(
-        cls,
-        task: Task,
-        users: UserStore,
-        hosted: Integers | None,
-        device: torch.device,
-        memory: int,
-        activations: Activations,
-        *,
-        observed: bool,
-    ) -> "Trainer":
-        """Look at a task once for all chunks."""
-        if memory < 1:
-            raise InvalidValueError(f"chunk memory is {memory} bytes; it must be positive")
-        row, evaluated = blank(users), task.evaluated()
-        with plain_arithmetic(device):
-            constants = task.constants(device)
-            x, y = (torch.from_numpy(row[name]) for name in (task.inputs, task.targets))
-            drawn = draws(task, x, y)
-            layers = None if drawn else separable_layers(task, x, y)
-            measured = None if layers is None else separable_layers(evaluated, x, y)
-        given = (constants, users, hosted, device, memory, activations)
-        return cls(task, evaluated, layers, measured, *given, drawn, observed)
+    @cached_property
+    def evaluated(self) -> Task:
+        """The task in evaluation mode."""
+        return self.task.evaluated()
 
     @cached_property
-    def footprint(self) -> Footprint:
-        """Of an example."""
-        return Footprint.of(self.task, blank(self.users))
+    def constants(self) -> TorchTensors:
+        """Frozen parameters and buffers, on the device."""
+        with plain_arithmetic(self.device):
+            return self.task.constants(self.device)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether training draws random numbers; True if unknown."""
+        device = next(iter(self.task.model.parameters())).device  # not where users train
+        x, y = (t.to(device) for t in self._blank_example)
+        with plain_arithmetic(self.device), torch.random.fork_rng(devices=[]), torch.no_grad():
+            before = torch.random.get_rng_state()
+            try:
+                self.task.losses_of(self.task.model(x), y)
+            except Exception:
+                return True
+            return not torch.equal(before, torch.random.get_rng_state())
+
+    @cached_property
+    def batched(self) -> BatchedModel | None:
+        """The model of the task for many users, where it keeps them apart."""
+        with plain_arithmetic(self.device):
+            return None if self.draws else batched_model(self.task, *self._blank_example)
+
+    @cached_property
+    def measured(self) -> BatchedModel | None:
+        """That of the evaluated task, where it keeps users apart in training too."""
+        with plain_arithmetic(self.device):
+            return self.batched and batched_model(self.evaluated, *self._blank_example)
+
+    @property
+    def _blank_example(self) -> tuple[Tensor, Tensor]:
+        row = blank(self.users)
+        return torch.from_numpy(row[self.task.inputs]), torch.from_numpy(row[self.task.targets])
+
+    @cached_property
+    def _numbers(self) -> tuple[int, tuple[int, ...], int]:
+        """Numbers of an example's input, of what each layer gives, and of convolutions' patches."""
+        outputs, patches = list[int](), list[int]()
+
+        def measure(layer: torch.nn.Module, _inputs: object, output: object) -> None:
+            if isinstance(output, Tensor):
+                outputs.append(output.numel())
+                if isinstance(layer, torch.nn.Conv2d):
+                    patches.append(output[0, 0].numel() * layer.weight[0].numel())
+
+        x, _ = self._blank_example
+        with ExitStack() as hooks, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for layer in self.task.model.modules():
+                if not any(layer.children()):
+                    hooks.enter_context(layer.register_forward_hook(measure))
+            self.task.model(x)
+        return x.numel(), tuple(outputs), sum(patches)
+
+    def lanes_for(self, users: int, rung: Rung) -> int:
+        """The least number of lanes, blank ones at the end, among which no user's place matters.
+
+        torch goes through all lanes of a tensor in one loop of vector instructions, of which each
+        does up to `_UNROLLED` numbers; what is left over at the end is done one by one, and some
+        functions then give other bits. So nothing is left over, or it is in blank lanes.
+        """
+        multiple, (_, outputs, _) = self.filled(rung), self._numbers
+        least = min((count * rung.width for count in outputs if count), default=1)
+        spare = -(-(_UNROLLED - 1) // least) if multiple > 1 else 0
+        filled = -(-users // multiple) * multiple
+        return min(filled, int(local_training.ladder(np.array([users + spare]))[0]))
+
+    def filled(self, rung: Rung) -> int:
+        """The number of users of which multiples need no blank lanes."""
+        _, outputs, _ = self._numbers
+        return _UNROLLED // gcd(_UNROLLED, *(count * rung.width for count in outputs))
+
+    def most_users(self, lanes: int, rung: Rung) -> int:
+        """How many users fit into so many lanes; at least 1, whose place is always the first."""
+        fewer = range(lanes, 0, -1)
+        return next((n for n in fewer if self.lanes_for(n, rung) <= lanes), 1)
 
     def most_lanes(self, request: RoundRequest, rung: Rung) -> int:
         """How many users of a rung train together: as many as pay and as the memory holds."""
-        of_step = max(1, rung.width * (self.footprint.activations + self.footprint.inputs))
-        wanted = min(_NUMBERS // of_step, _FEW_LANES)
-        if self.layers is not None:
+        inputs, outputs, patches = self._numbers
+        of_step = max(1, rung.width * (inputs + sum(outputs) + patches))
+        wanted = min(_BUSY // of_step, _FEW_LANES)
+        if self.batched is not None:
             wanted = max(wanted, min(_FEW_NUMBERS // of_step, _MANY_LANES))
         most = max(1, min(wanted, self.memory // max(1, self._lane_bytes(request, rung))))
-        if self.layers is None:
+        if self.batched is None:
             return 1 << most.bit_length() - 1  # so that no loop of vector instructions has a rest
         return most - most % (1 << max(most.bit_length() - 3, 0))  # on the ladder
 
     def _lane_bytes(self, request: RoundRequest, rung: Rung) -> int:
         """Estimate of the memory of one user in a chunk."""
-        algorithm, layers = algorithm_of(request.local), self.layers
+        algorithm, batched = local_training.algorithm_of(request.local), self.batched
         parameters = sum(p.numel() for p in self.task.trainable().values())
         factors = 0
-        if layers is not None and algorithm.linear:
-            for name, layer in layers.low_rank(rung.steps, rung.width).items():
+        if batched is not None and algorithm.linear:
+            for name, layer in batched.low_rank(rung.steps, rung.width).items():
                 parameters -= sum(p.numel() for p in layer.parameters())
-                factors += layers.rows[name] * (layer.in_features + 2 * layer.out_features)
-        held = rung.steps * rung.width * (self.footprint.inputs + factors)
-        activations = rung.width * self.footprint.activations * _ACTIVATIONS
+                factors += batched.rows[name] * (layer.in_features + 2 * layer.out_features)
+        inputs, outputs, patches = self._numbers
+        held = rung.steps * rung.width * (inputs + factors)
+        activations = rung.width * (sum(outputs) + patches) * _ACTIVATIONS
         metrics = _METRICS * sum(prod(metric.shape) for metric in request.metrics)
-        numbers = held + activations + parameters * (_PARAMETERS + algorithm.memories)
-        return _FLOAT * numbers + _DOUBLE * metrics
+        copies = parameters * (_PARAMETERS + algorithm.memories)
+        return 4 * (held + activations + copies + metrics)
 
     def sum_of(self, request: RoundRequest, start: RoundParameters, chunk: Chunk) -> ChunkSum:
         """Sum of the contributions of a chunk, named after its first user's position.
@@ -227,31 +223,36 @@ class Trainer:
                 # The text of the error may hold the user's data.
                 _log.warning("a user counts as zero: training raised %s", type(error).__name__)
                 return ChunkSum(merged(name, (), dimension))
-        half = len(chunk.users) // 2
         halves = [
             self.sum_of(request, start, replace(chunk, users=users))
-            for users in (chunk.users[:half], chunk.users[half:])
+            for users in np.array_split(chunk.users, 2)
         ]
         partial = merged(name, [each.partial for each in halves], dimension)
         return ChunkSum(partial, halves[0].diagnostics + halves[1].diagnostics)
 
     def _sum(self, request: RoundRequest, start: RoundParameters, chunk: Chunk) -> ChunkSum:
+        diagnostics: tuple[npt.NDArray[np.float64], ...] = ()
         with self.lock, plain_arithmetic(self.device):
             examples = self._examples(request, chunk)
             tensors = self._sent(request, start, chunk, examples)
-            diagnostics: tuple[npt.NDArray[np.float64], ...] = ()
             if self.observed:
-                measuring = self._measuring(start)
+                measuring = Measuring(self.evaluated, start, self.measured)
                 diagnostics = (diagnose_chunk(measuring, examples, tensors, request),)
-            weights = np.minimum(examples.counts, request.clipping.weight_cap)
+            weights = np.minimum(examples.plan.counts, request.clipping.weight_cap)
             total = integer_sum(tensors, request.clipping, weights).cpu().numpy()
         name, users = str(chunk.users[0]), len(chunk.users)
         return ChunkSum(PartialSum(name, users, total, int(weights.sum())), diagnostics)
 
-    def sent(self, request: RoundRequest, start: RoundParameters, chunk: Chunk) -> Updates:
-        """Updates and metrics of the lanes of a chunk, before they are clipped."""
+    def sent(
+        self,
+        request: RoundRequest,
+        start: RoundParameters,
+        chunk: Chunk,
+        store: UserStore | None = None,
+    ) -> Updates:
+        """What the lanes of a chunk, users of another store if given, send before clipping."""
         with self.lock, plain_arithmetic(self.device):
-            return self._sent(request, start, chunk, self._examples(request, chunk))
+            return self._sent(request, start, chunk, self._examples(request, chunk, store))
 
     def _sent(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
@@ -259,31 +260,233 @@ class Trainer:
         updates = self._train(request, start, chunk, examples)
         if not request.metrics:
             return updates
-        given = (self._measuring(start), examples, request.metrics)
-        return {**updates, **user_metrics(*given, updates, request.clipping.groups)}
+        measuring = Measuring(self.evaluated, start, self.measured)
+        groups = request.clipping.groups
+        return {**updates, **user_metrics(measuring, examples, request.metrics, updates, groups)}
+
+    def _examples(
+        self, request: RoundRequest, chunk: Chunk, store: UserStore | None = None
+    ) -> Examples:
+        store, hosted = (self.users, self.hosted) if store is None else (store, None)
+        enrolled = chunk.users if hosted is None else hosted[chunk.users]
+        local, rung = request.local, chunk.rung
+        starts, sizes = store.offsets[chunk.users], sizes_of(store, chunk.users)
+        plan = local_training.schedule(enrolled, starts, sizes, local, request.local_key, rung)
+        return Examples(rung, chunk.lanes, enrolled, store, self.device, plan, self.task)
 
     def _train(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
     ) -> Updates:
-        """Updates of the lanes of a chunk."""
-        given = (self.task, start, examples.batches(), request.local, self.activations)
-        if not chunk.together:
-            (user,) = examples.users.tolist()
-            seed = seeded(request.local_key, user, self.device) if self.draws else nullcontext()
-            with seed:
-                return {**train_alone(*given)}
-        if self.layers is None:
-            return {**train_chunk(*given)}
-        return train_layers_chunk(self.layers, *given)
+        inputs = self.task, start, examples.batches(), request.local, self.activations
+        if chunk.together and self.batched is not None:
+            return local_training.train_layers_chunk(self.batched, *inputs)
+        if chunk.together:
+            return {**local_training.train_chunk(*inputs)}
+        (user,) = examples.users.tolist()
+        with seeded(request.local_key, user, self.device) if self.draws else nullcontext():
+            return {**local_training.train_chunk(*inputs, alone=True)}
 
-    def _measuring(self, start: RoundParameters) -> Measuring:
-        return Measuring(self.evaluated, start, self.measured)
 
-    def _examples(self, request: RoundRequest, chunk: Chunk) -> Examples:
-        enrolled = chunk.users if self.hosted is None else self.hosted[chunk.users]
-        starts, sizes = self.users.offsets[chunk.users], sizes_of(self.users, chunk.users)
-        local = request.local
-        plan = schedule(enrolled, starts, sizes, local, request.local_key, chunk.rung)
-        counts = counted(sizes, local)
-        where = (self.users, self.device, plan, self.task)
-        return Examples(chunk.rung, chunk.lanes, enrolled, counts, *where)
+@dataclass(frozen=True)
+class _Verdict:
+    """How users of a rung train."""
+
+    most: int  # lanes
+    digests: tuple[bytes, ...] = ()  # of what random users get in them; none: one user at a time
+    # For smaller numbers of lanes, whether they give the same.
+    counts: dict[int, bool] = field(default_factory=dict)
+
+
+class Isolation:
+    """Cuts cohorts into chunks in whose shapes users keep apart.
+
+    Guarantees:
+
+    * the shapes in which a user may train follow from its rung, the request and the trainer;
+    * in each of them, random users got the same bits whatever their places and neighbours were.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._verdicts: dict[Hashable, _Verdict] = {}
+        # The first that is given, for all random users, or they could not be compared.
+        self._start: RoundParameters | None = None
+
+    def chunks(
+        self, request: RoundRequest, start: RoundParameters, rung: Rung, users: Integers, parts: int
+    ) -> Iterator[Chunk]:
+        """Cut users of a rung, positions in the store, into a multiple of `parts` if possible.
+
+        A `ModelError` says that the model cannot be trained in this shape, or that what a user gets
+        depends on more than its rows and the generators of torch.
+        """
+        self._start = self._start or start
+        measured = tuple((metric.name, metric.shape) for metric in request.metrics)
+        key = (request.local, measured, rung)
+        if key not in self._verdicts:
+            self._verdicts[key] = self._examined(request, rung)
+        verdict = self._verdicts[key]
+        if not verdict.digests:
+            for user in np.split(users, len(users)):
+                yield Chunk(rung, 1, together=False, users=user)
+            return
+        for some in self._shared_out(users, parts, len(verdict.digests), rung):
+            lanes = self._lanes(verdict, request, rung, len(some))
+            yield Chunk(rung, lanes, together=True, users=some)
+
+    def _shared_out(self, users: Integers, parts: int, most: int, rung: Rung) -> list[Integers]:
+        """Users in a multiple of so many parts, about equal, none of more than the most."""
+        parts = min(len(users), parts * -(-len(users) // (parts * most)))
+        full = self._trainer.filled(rung)
+        if most % full or len(users) < parts * full:
+            return np.array_split(users, parts)
+        share = len(users) / parts / full
+        return np.split(users, np.rint(np.arange(1, parts) * share).astype(np.int64) * full)
+
+    def _lanes(self, verdict: _Verdict, request: RoundRequest, rung: Rung, users: int) -> int:
+        """The least number of lanes for so many users that gives what all lanes give."""
+        if self._trainer.batched is None:  # other models' products may depend on how many there are
+            return verdict.most
+        while (lanes := self._trainer.lanes_for(users, rung)) < verdict.most:
+            if lanes not in verdict.counts:
+                few = self._random_users(request, rung, min(_COMPARED, len(verdict.digests)))
+                verdict.counts[lanes] = _agree(few.in_turns(lanes), verdict.digests)
+            if verdict.counts[lanes]:
+                return lanes
+            users += 1
+        return verdict.most
+
+    def _examined(self, request: RoundRequest, rung: Rung) -> _Verdict:
+        trainer = self._trainer
+        lanes = trainer.most_lanes(request, rung)
+        if not trainer.draws and (lanes > 1 or trainer.batched is not None):
+            users = trainer.most_users(lanes, rung)
+            try:
+                if digests := self._random_users(request, rung, users).together(lanes):
+                    return _Verdict(lanes, digests)
+            except Exception as error:  # whatever the model does with several users
+                _log.info("users cannot train side by side: %s", type(error).__name__)
+            _log.warning(
+                "users of up to %d examples in each of %d steps train one at a time: side by side, "
+                "what one gets would depend on others",
+                rung.width,
+                rung.steps,
+            )
+        self._check_alone(self._random_users(request, rung, 1))
+        return _Verdict(1)
+
+    def _check_alone(self, users: "_RandomUsers") -> None:
+        """Refuse a model that cannot be trained, or gives one user something else the next time."""
+        try:
+            found = [users.alone() for _ in range(2)]
+        except Exception:  # random numbers need not be legal, but rows of zeros are
+            zeros = {name: np.zeros_like(column) for name, column in users.store.fields.items()}
+            users = replace(users, store=UserStore(zeros, users.store.offsets))
+            try:
+                found = [users.alone() for _ in range(2)]
+            except (MemoryError, torch.OutOfMemoryError):
+                return  # users of this size will count as zero
+            except Exception as error:
+                raise ModelError(
+                    f"the model cannot be trained with {self._trainer.activations} activations: "
+                    f"{error}"
+                ) from error
+        if found[0] != found[1]:
+            raise ModelError(
+                "training the same user twice gives two results; what a user gets must depend on "
+                "its rows and on torch's generators alone, which are seeded for each user"
+            )
+
+    def _random_users(self, request: RoundRequest, rung: Rung, users: int) -> "_RandomUsers":
+        """So many random users, the same first ones however many."""
+        assert self._start is not None
+        local = replace(request.local, learning_rate=_LEARNING_RATE)
+        request = replace(request, local=local, local_key=bytes(32))
+        store = _random_store(self._trainer, _sizes_on(rung, local, users))
+        return _RandomUsers(self._trainer, request, self._start, rung, users, store)
+
+
+@dataclass(frozen=True)
+class _RandomUsers:
+    """Users of one rung; user u is random, and user u + `users` broken, for u < `users`."""
+
+    trainer: Trainer
+    request: RoundRequest
+    start: RoundParameters
+    rung: Rung
+    users: int
+    store: UserStore
+
+    def digests(self, order: Integers, lanes: int, *, together: bool = True) -> dict[int, bytes]:
+        """SHA-256 of all bits that users who are not broken get if all train in this order."""
+        chunk, found = Chunk(self.rung, lanes, together, order), []
+        updates = self.trainer.sent(self.request, self.start, chunk, self.store)
+        shapes = tuple(tuple(update.shape[1:]) for update in updates.values())
+        for _, rows in rows_of(updates, Layout(tuple(updates), shapes), len(order)):
+            for row in rows.cpu().numpy():
+                row[np.isnan(row)] = np.nan  # one of the many
+                found.append(hashlib.sha256(row).digest())
+        by_user = zip(order.tolist(), found, strict=True)
+        return {user: digest for user, digest in by_user if user < self.users}
+
+    def together(self, lanes: int) -> tuple[bytes, ...]:
+        """What all get side by side; nothing if place or neighbours make a difference."""
+        users = self.users
+        digests = self.digests(np.arange(users), lanes)
+        expected = tuple(digests[user] for user in range(users))
+        for number, places in ((0, 1), (1, users // 3 + 1), (2, 2 * (users // 3 + 1))):
+            turned = np.roll(np.arange(users), places)
+            broken = np.where(np.arange(users) % 3 == number, turned + users, turned)
+            try:
+                found = self.digests(broken, lanes)
+            except Exception:  # a model may raise for what is not finite; then none is beside
+                found = self.digests(turned, lanes)
+            if not _agree(found, expected):
+                return ()
+        return expected
+
+    def in_turns(self, lanes: int) -> dict[int, bytes]:
+        """What some get, as many as tell, in fewer lanes at a time and one place further on."""
+        most, found = self.trainer.most_users(lanes, self.rung), dict[int, bytes]()
+        for first in range(0, min(self.users, _TURNS * most), most):
+            turn = np.roll(np.arange(first, first + most) % self.users, 1)
+            found |= self.digests(turn, lanes)
+        return found
+
+    def alone(self) -> dict[int, bytes]:
+        return self.digests(np.zeros(1, np.int64), 1, together=False)
+
+
+def _agree(found: Mapping[int, bytes], expected: Sequence[bytes]) -> bool:
+    return all(expected[user] == digest for user, digest in found.items())
+
+
+def _sizes_on(rung: Rung, local: LocalTraining, users: int) -> Integers:
+    """Numbers of examples that lead to a rung: the largest, and some that leave padding."""
+    passes = rung.blocks or rung.steps // (local.epochs or rung.steps)
+    largest = rung.width * passes
+    legal = [
+        size
+        for size in range(largest, max(largest - 3, 0), -1)
+        for found, _ in local_training.by_rung(np.array([size]), local, measured=rung.blocks > 0)
+        if found == rung
+    ]
+    return np.resize(np.array(legal), users)
+
+
+def _random_store(trainer: Trainer, sizes: Integers) -> UserStore:
+    """Random users of these sizes, and as many whose numbers are zero or not finite."""
+    rows = int(sizes.sum())
+    fields: dict[str, npt.NDArray[np.generic]] = {}
+    for seed, name in enumerate((trainer.task.inputs, trainer.task.targets)):
+        rng = np.random.default_rng(seed)
+        column = trainer.users.fields[name]
+        values = np.zeros((2 * rows, *column.shape[1:]), column.dtype)
+        if np.issubdtype(column.dtype, np.floating):
+            values[:rows] = rng.random(values[:rows].shape, np.float32)
+            for number, broken in enumerate((np.nan, np.inf, -np.inf, 1e30)):
+                values[rows + number :: 4] = broken
+        else:
+            values[:rows] = rng.integers(0, 2, values[:rows].shape)
+        fields[name] = values
+    return UserStore(fields, np.cumsum([0, *sizes, *sizes]))

@@ -13,23 +13,19 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection, wait
-from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.batches import Integers, by_rung
-from fedpriv.engine.isolation import Isolation
+from fedpriv.engine.local_training import Integers, by_rung
 from fedpriv.engine.matmul import blas_threads
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics, check_metrics, diagnose_round
 from fedpriv.engine.task import (
@@ -40,17 +36,13 @@ from fedpriv.engine.task import (
     plain_arithmetic,
     refuse_flushing_threads,
 )
-from fedpriv.engine.trainer import Chunk, ChunkSum, Trainer, blank, sizes_of
+from fedpriv.engine.trainer import Chunk, ChunkSum, Isolation, Trainer, blank, sizes_of
 from fedpriv.errors import InvalidValueError, WorkerError
 from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
 
 
 def device_named(name: str) -> torch.device:
-    """Device of a name: "auto" takes CUDA where there is one.
-
-    Raises:
-        InvalidValueError: torch does not know the device, or this machine has none.
-    """
+    """Device of a name: "auto" takes CUDA where there is one; others must be on this machine."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -69,59 +61,36 @@ class InProcessTransport(Transport):
 
     Each chunk is one partial sum; no update outlives its chunk. If a chunk fails, parts of it are
     tried, and users that fail alone contribute zero. Chunks with the least work come first.
-
-    Attributes:
-        task: model and loss.
-        users: the enrolled users' data.
-        device: where to train.
-        chunk_memory: bytes that a chunk of users may take, roughly; it decides how many users
-            train together.
-        hosted: positions in the enrolled population of the store's users, if the store holds a
-            part of it; None if position i of the store is user i.
-        observer: called at the end of each round with figures that are not private; None, as in
-            every deployment, computes none.
-        activations: "float32" or "bfloat16", of the model while users train; sums, clipping and
-            metrics are the same.
-        processes: how many train side by side on a CPU, with an equal share of torch's threads
-            each: they are forked from this one before the first round that has work for two, and
-            end with the transport. None: one for each thread. Only on Linux; elsewhere, on a GPU,
-            and if it is 1, this process trains.
-
-    Raises:
-        InvalidValueError: activations have another name, or there is no process.
     """
 
     task: Task
-    users: UserStore
-    device: torch.device
-    chunk_memory: int
+    users: UserStore  # the enrolled users' data
+    device: torch.device  # where to train
+    chunk_memory: int  # bytes that users who train together may take, roughly
+    # Positions in the enrolled population of the store's users, if it holds a part of them.
     hosted: Integers | None = None
+    # Called at the end of each round with figures that are not private; None in every deployment.
     observer: Callable[[SimulationOnlyDiagnostics], None] | None = None
-    activations: Activations = "float32"
+    activations: Activations = "float32"  # of the model while users train
+    # How many train side by side on a CPU, with an equal share of torch's threads each; None: one
+    # for each thread. They are forked from this one before the first round that has work for two,
+    # and end with the transport. If it is 1, on a GPU and not on Linux, this process trains.
     processes: int | None = None
 
     def __post_init__(self) -> None:
         activations_named(self.activations)
         if self.processes is not None and self.processes < 1:
             raise InvalidValueError(f"processes is {self.processes}; it must be at least 1")
+        if self.chunk_memory < 1:
+            raise InvalidValueError(f"chunk_memory is {self.chunk_memory}; it must be positive")
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
-        """Yield the sum of the contributions of each chunk.
-
-        Raises:
-            InvalidValueError: a metric is unknown or does not fit, or threads of torch take
-                subnormal numbers for zero.
-            ModelError: the model cannot be trained, or a metric not be computed on a row of zeros.
-        """
+        """Yield the sum of the contributions of each chunk."""
         for _, partial in self.by_chunk(request):
             yield partial
 
     def by_chunk(self, request: RoundRequest) -> Iterator[tuple[Integers, PartialSum]]:
-        """Yield the users of each chunk, as positions in the population, and their sum.
-
-        Users that failed are among them; users without examples are in no chunk. Raises as
-        `collect` does.
-        """
+        """Yield the users of each chunk, as positions in the population, and their sum."""
         seen = list[npt.NDArray[np.float64]]()
         for users, found in self._sums(request):
             seen.extend(found.diagnostics)
@@ -130,8 +99,8 @@ class InProcessTransport(Transport):
             self.observer(diagnose_round(request, seen))
 
     def _sums(self, request: RoundRequest) -> Iterator[tuple[Integers, ChunkSum]]:
-        """Users of chunks and their sums, in the order of chunks, some found side by side."""
-        if request.metrics:  # refused before any user's data are touched
+        """Users of chunks and their sums, in the order of chunks."""
+        if request.metrics:  # before any user's data are touched
             check_metrics(self.task, request.metrics, request.clipping, blank(self.users))
         start = RoundParameters.of(request, self._trainer.constants, self.device)
         with computing_with(self._threads):
@@ -183,7 +152,7 @@ class InProcessTransport(Transport):
 
     @cached_property
     def _trainer(self) -> Trainer:
-        return Trainer.of(
+        return Trainer(
             self.task,
             self.users,
             self.hosted,
@@ -199,16 +168,13 @@ class InProcessTransport(Transport):
 
 
 def can_fork() -> bool:
-    """Whether a process can go on as two here; macOS has libraries that break when it does."""
+    """Whether processes can be forked here; macOS has libraries that break when they are."""
     return sys.platform == "linux"
 
 
 @contextmanager
 def computing_with(threads: int) -> Iterator[None]:
-    """Let torch and NumPy compute with so many threads, in this thread.
-
-    How many there are decides how sums are rounded, so it must not vary with who trains.
-    """
+    """Let torch and NumPy compute with so many threads, which decides how sums are rounded."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -219,36 +185,28 @@ def computing_with(threads: int) -> Iterator[None]:
 
 
 def _in_processes(
-    processes: Iterable["_TrainerProcess"], request: RoundRequest, chunks: Iterable[Chunk]
+    processes: Sequence["_TrainerProcess"], request: RoundRequest, chunks: Sequence[Chunk]
 ) -> Iterator[ChunkSum]:
-    """The sums of chunks in their order, each found by the process that is idle first."""
+    """The sums of chunks in their order; processes take turns."""
     # Each chunk comes with its own users.
     packed = pickle.dumps(replace(request, users=request.users[:0]), protocol=5)
-    idle, waiting = deque(processes), deque[_TrainerProcess]()
-    for chunk in chunks:
-        if not idle:
-            first = waiting.popleft()
-            yield first.answer()
-            idle.append(first)
-        process = idle.popleft()
+    for number, chunk in enumerate(chunks):
+        process = processes[number % len(processes)]
+        if number >= len(processes):
+            yield process.answer()
         process.ask(packed, chunk)
-        waiting.append(process)
-    for process in waiting:
-        yield process.answer()
+    for number in range(max(0, len(chunks) - len(processes)), len(chunks)):
+        yield processes[number % len(processes)].answer()
 
 
 class _TrainerProcess:
-    """A process that does what a trainer does, on the memory of task and data that this one has.
-
-    It ends with this process, or when nothing refers to it any more.
-    """
+    """A fork that does what a trainer does; it ends with this process or its last reference."""
 
     def __init__(self, trainer: Trainer, threads: int) -> None:
         self._request = b""
         context = multiprocessing.get_context("fork")
         self._connection, its = context.Pipe()
-        given = (trainer, its, threads)
-        self._process = context.Process(target=_serve, args=given, daemon=True)
+        self._process = context.Process(target=_serve, args=(trainer, its, threads), daemon=True)
         with warnings.catch_warnings(), trainer.lock:
             # Locks that a thread holds at this moment stay locked; torch's, NumPy's and Python's
             # own are made anew, and training takes no other but the trainer's, which is ours.
@@ -258,16 +216,13 @@ class _TrainerProcess:
         weakref.finalize(self, _end, os.getpid(), self._process, self._connection)
 
     def ask(self, request: bytes, chunk: Chunk) -> None:
-        """Let it find a chunk's sum; nothing else may be asked before the answer."""
-        news = None if request is self._request else request
         try:
-            self._connection.send((news, chunk))
+            self._connection.send((None if request is self._request else request, chunk))
         except OSError as error:
             raise self._ended() from error
         self._request = request
 
     def answer(self) -> ChunkSum:
-        """What `Trainer.sum_of` gives for what was asked, or raises."""
         try:
             records, answer = self._connection.recv()
         except (EOFError, OSError) as error:
@@ -291,15 +246,20 @@ def _serve(trainer: Trainer, connection: Connection, threads: int) -> None:
     """Train what is asked for until the other end is closed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    # Files and sockets of the parent would stay locked or open after it was killed.
+    # Files and sockets of the parent would stay locked or open after its end.
     kept = sorted((2, connection.fileno(), parent.sentinel, os.sysconf("SC_OPEN_MAX")))
     for before, after in pairwise(kept):
         os.closerange(before + 1, after)
-    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+    def end_with_parent() -> None:  # whatever this process is doing
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked decides what to do then
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # or collections would look at all that was inherited, again and again
-    records = _kept_records()
+    logged = _LogRecords()
     with computing_with(threads), suppress(EOFError, OSError):
         while True:
             packed, chunk = connection.recv()
@@ -311,39 +271,30 @@ def _serve(trainer: Trainer, connection: Connection, threads: int) -> None:
                 answer = trainer.sum_of(request, start, chunk)
             except Exception as error:  # not of a user's training, which is caught there
                 answer = error
-            connection.send_bytes(_pickled([records.get() for _ in range(records.qsize())], answer))
+            try:
+                message = pickle.dumps((logged.records, answer), protocol=5)
+            except Exception:
+                answer = WorkerError(f"a process raised {type(answer).__name__}")
+                message = pickle.dumps((logged.records, answer))
+            connection.send_bytes(message)
+            logged.records.clear()
 
 
-def _end_with(sentinel: int) -> None:
-    """End when the other process has, whatever this one is doing."""
-    wait([sentinel])
-    os._exit(1)
+class _LogRecords(logging.Handler):
+    """Keeps all that this process logs for the other one, which knows how to show it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        root = logging.getLogger()
+        for logger in (root, *map(logging.getLogger, root.manager.loggerDict)):
+            logger.handlers, logger.propagate = [], True
+        root.addHandler(self)
 
-def _kept_records() -> SimpleQueue[logging.LogRecord]:
-    """Where all is kept that this process logs; only the other one knows how to show it."""
-    records: SimpleQueue[logging.LogRecord] = SimpleQueue()
-    root = logging.getLogger()
-    for logger in (root, *map(logging.getLogger, root.manager.loggerDict)):
-        logger.handlers, logger.propagate = [], True
-    handler = QueueHandler(records)
-    handler.addFilter(_without_exception)
-    root.addHandler(handler)
-    return records
-
-
-def _without_exception(record: logging.LogRecord) -> bool:
-    """Keep a record, but not the text of an exception, which may hold users' data."""
-    record.exc_info = record.exc_text = None
-    return True
-
-
-def _pickled(logged: list[logging.LogRecord], answer: ChunkSum | Exception) -> bytes:
-    try:
-        return pickle.dumps((logged, answer), protocol=5)
-    except Exception:
-        error = WorkerError(f"a process raised {type(answer).__name__}")
-        return pickle.dumps((logged, error))
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record, but not the text of an exception, which may hold users' data."""
+        record.msg, record.args, record.exc_info, record.exc_text = record.getMessage(), *[None] * 3
+        self.records.append(record)
 
 
 def _end(owner: int, process: multiprocessing.process.BaseProcess, connection: Connection) -> None:

@@ -1,12 +1,12 @@
 """The privacy ledger: what was released about users, charged before it is released.
 
-Read `events` first (what is charged), then `ledger` (charge, then release once), `budget` (when a
-charge is refused), `participation` (who took part; secret) and `export` (the ledger as text).
+Read `events` first (what is charged, and when a budget refuses it), then `ledger` (charge, then
+release once; the ledger as text) and `participation` (who took part; secret).
 """
 
-from fedpriv.ledger.budget import PrivacyBudget
 from fedpriv.ledger.events import (
     NeighbouringRelation,
+    PrivacyBudget,
     Randomness,
     RoundEvent,
     SamplingEvent,
@@ -14,8 +14,7 @@ from fedpriv.ledger.events import (
     Schedule,
     SumQueryEvent,
 )
-from fedpriv.ledger.export import ExportedLedger
-from fedpriv.ledger.ledger import Charge, ChargedRow, Head, Ledger, ProposedCharge
+from fedpriv.ledger.ledger import Charge, ChargedRow, ExportedLedger, Head, Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 
 __all__ = [

@@ -12,36 +12,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from fedpriv.errors import LedgerError
 
 _BUSY_SECONDS = 60.0
+_VERSION = 1  # of all schemas
 
-Row = Mapping[str, object]
-"""Values by column name."""
-Rows = Mapping[str, Row]
-"""One row by table name."""
+Row = Mapping[str, object]  # values by column name
 
 
 @dataclass(frozen=True)
 class FileFormat:
-    """What makes a SQLite file one of ours; a file of another kind or version is refused.
+    """What makes a SQLite file one of ours; files of another kind or version are refused."""
 
-    Attributes:
-        kind: its name in messages.
-        application_id: the number in the header of every such file.
-        schema: the SQL that makes an empty file.
-        mode: permission bits of a new file, before the umask. A file is refused if group or others
-            can read or write it where `mode` does not let them.
-        version: of the schema, also in the header.
-    """
-
-    kind: str
-    application_id: int
-    schema: str
-    mode: int
-    version: int = 1
+    kind: str  # its name in messages
+    application_id: int  # in the header of every such file
+    schema: str  # SQL that makes an empty file
+    mode: int  # permissions of a new file, before the umask; files open to others are refused
 
 
 class Database:
@@ -53,14 +40,24 @@ class Database:
         * no thread sees rows of an unfinished transaction of another thread.
     """
 
-    def __init__(self, path: Path, file_format: FileFormat) -> None:
+    def __init__(
+        self, path: Path, file_format: FileFormat, rows: Mapping[str, Row] | None = None
+    ) -> None:
+        """Open a file; if first rows are given, by table, create it where there is none."""
+        if rows is not None and not path.exists():
+            _create(path, file_format, rows)
         self.path = path.absolute()
         self._format = file_format
         self._name = f"{file_format.kind} {path}"
         self._lock = threading.RLock()
         with self._failing("opened"):
             self._file = path.stat()
-            self._refuse_shared_access()
+            mode = self._file.st_mode & 0o777
+            if mode & 0o066 & ~file_format.mode:
+                raise LedgerError(
+                    f"{self._name} can be read or written by others than its owner "
+                    f"(mode {mode:04o}); it must have mode {file_format.mode:04o}"
+                )
             uri = f"{path.resolve().as_uri()}?mode=rw"
             self._connection = sqlite3.connect(
                 uri, _BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=True
@@ -71,16 +68,6 @@ class Database:
                 self.close()
                 raise
 
-    @classmethod
-    def open_or_create(cls, path: Path, file_format: FileFormat, rows: Rows) -> Self:
-        """Open the file, or create it with one row in each table of `rows` if there is none.
-
-        It appears whole or not at all. Several processes may do so at once.
-        """
-        if not path.exists():
-            _create(path, file_format, rows)
-        return cls(path, file_format)
-
     def read(self, sql: str, parameters: Sequence[object] = ()) -> list[sqlite3.Row]:
         """All rows of one query, from one consistent state of the file."""
         with self._lock, self._failing("read"):
@@ -90,7 +77,11 @@ class Database:
     def transaction(self) -> Iterator[None]:
         """Everything inside is written together, or not at all if anything raises."""
         with self._lock:
-            self._refuse_if_moved()
+            in_place = False
+            with suppress(OSError):
+                in_place = os.path.samestat(self.path.stat(), self._file)
+            if not in_place:  # SQLite would go on writing to a file that no path leads to
+                raise LedgerError(f"{self._name} was moved or replaced while it was open")
             self.write("BEGIN IMMEDIATE")
             try:
                 yield
@@ -106,7 +97,7 @@ class Database:
             self._connection.execute(sql, parameters)
 
     def altered_schema(self) -> list[str]:
-        """Names of tables, indices and triggers that are not as the file's format makes them."""
+        """Names of tables, indices and triggers that differ from those of the file's format."""
         query = "SELECT name, sql FROM sqlite_master"
         with closing(sqlite3.connect(":memory:")) as pristine:
             pristine.executescript(self._format.schema)
@@ -118,14 +109,6 @@ class Database:
         with self._lock:
             self._connection.close()
 
-    def _refuse_shared_access(self) -> None:
-        mode = self._file.st_mode & 0o777
-        if mode & 0o066 & ~self._format.mode:
-            raise LedgerError(
-                f"{self._name} can be read or written by others than its owner "
-                f"(mode {mode:04o}); it must have mode {self._format.mode:04o}"
-            )
-
     def _prepare(self) -> None:
         """Refuse other kinds of files, and make every transaction wait for the disk."""
 
@@ -136,22 +119,13 @@ class Database:
         if pragma("application_id") != self._format.application_id:
             raise LedgerError(f"{self.path} is not a {self._format.kind}")
         version = pragma("user_version")
-        if version != self._format.version:
+        if version != _VERSION:
             raise LedgerError(
-                f"{self._name} has schema version {version}; "
-                f"this fedpriv reads version {self._format.version}"
+                f"{self._name} has schema version {version}; this fedpriv reads version {_VERSION}"
             )
         if pragma("journal_mode = WAL") != "wal":
             raise LedgerError(f"{self._name} is on a file system without write-ahead logging")
         self._connection.executescript("PRAGMA synchronous = FULL; PRAGMA fullfsync = ON")
-
-    def _refuse_if_moved(self) -> None:
-        # SQLite would go on writing to a file that no path leads to.
-        in_place = False
-        with suppress(OSError):
-            in_place = os.path.samestat(self.path.stat(), self._file)
-        if not in_place:
-            raise LedgerError(f"{self._name} was moved or replaced while it was open")
 
     @contextmanager
     def _failing(self, done: str) -> Iterator[None]:
@@ -161,7 +135,7 @@ class Database:
             raise LedgerError(f"{self._name} cannot be {done}: {error}") from error
 
 
-def _create(path: Path, file_format: FileFormat, rows: Rows) -> None:
+def _create(path: Path, file_format: FileFormat, rows: Mapping[str, Row]) -> None:
     if Path(f"{path}-wal").exists():
         # SQLite would replay it into the new file; it may also hold charges of a lost one.
         raise LedgerError(
@@ -174,7 +148,7 @@ def _create(path: Path, file_format: FileFormat, rows: Rows) -> None:
         with closing(sqlite3.connect(draft, isolation_level=None)) as connection:
             connection.executescript(
                 f"PRAGMA application_id = {file_format.application_id};"
-                f"PRAGMA user_version = {file_format.version};"
+                f"PRAGMA user_version = {_VERSION};"
                 f"PRAGMA journal_mode = WAL; {file_format.schema}"
             )
             for table, row in rows.items():

@@ -1,14 +1,15 @@
-"""What was done with users' data, as frozen values that any accountant can price.
+"""What was done with users' data, as frozen values that any accountant can price, and the budget.
 
-These values are the whole interface between privacy mechanisms and accountants. Ledgers keep them
-for years, so they evolve by one rule: an event is never removed and never changes its meaning, new
+Events are the whole interface between privacy mechanisms and accountants. Ledgers keep them for
+years, so they evolve by one rule: an event is never removed and never changes its meaning, new
 fields are optional, and an accountant refuses an event that it has no analysis of.
 """
 
 import math
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from itertools import product
@@ -25,119 +26,90 @@ def require(holds: bool, sentence: str) -> None:  # noqa: FBT001
 class SamplingPolicy(StrEnum):
     """How the cohort of a round is drawn from the enrolled users."""
 
-    POISSON = "poisson"
-    """Each user joins independently with the sampling probability."""
-    EVERY_USER = "every-user"
-    """All enrolled users are the cohort."""
+    POISSON = "poisson"  # each user joins independently with the sampling probability
+    EVERY_USER = "every-user"  # all enrolled users are the cohort
+    # Exactly m of the N enrolled users, every such set equally likely, drawn afresh each round.
     FIXED_SIZE = "fixed-size"
-    """Exactly m of the N enrolled users, every such set equally likely, drawn afresh each round."""
+    # The event is one whole *pass*: users are shuffled into disjoint batches, and the sum queries
+    # are released for each batch. Every user is in exactly one batch of a pass; a missing user's
+    # place stays empty. A pass that stops early is charged whole.
     SHUFFLED = "shuffled"
-    """The event is one whole **pass**: users are shuffled into disjoint batches, and the sum
-    queries are released for each batch. Every user is in exactly one batch of a pass; a missing
-    user's place stays empty. A pass that stops early is charged whole."""
+    # The event is one whole pass of n rounds, each with its own release; every user is in exactly k
+    # of them, every such set equally likely, drawn afresh for each user and each pass. A pass that
+    # stops early is charged whole.
     RANDOM_ALLOCATION = "random-allocation"
-    """The event is one whole pass of n rounds, each with its own release; every user is in exactly
-    k of them, every such set equally likely, drawn afresh for each user and each pass. A pass that
-    stops early is charged whole."""
+    # The event is a series of n rounds, each with its own release; every user is in at most k of
+    # them, any two at least b rounds apart; in which ones is not secret. It is charged whole.
     SEPARATED = "separated"
-    """The event is a series of n rounds, each with its own release; every user is in at most k of
-    them, any two at least b rounds apart; in which ones is not secret. It is charged whole."""
 
 
 class NeighbouringRelation(StrEnum):
     """Which two populations an (ε, δ) statement compares."""
 
-    ADD_OR_REMOVE_ONE = "add-or-remove-one"
-    """One population is the other plus one user."""
-    REPLACE_ONE = "replace-one"
-    """The populations are of equal size and differ in the data of one user."""
+    ADD_OR_REMOVE_ONE = "add-or-remove-one"  # one population is the other plus one user
+    REPLACE_ONE = "replace-one"  # equally many users, of whom one has other data
 
     @property
     def sensitivity(self) -> float:
-        """How far the sum of a cohort moves at most, in clipping norms.
-
-        Adding or removing a user moves it by one. Replacing a user moves it by two, since an update
-        may turn from +S to −S.
-        """
+        """How far the sum of a cohort moves at most, in clipping norms."""
+        # Replacing a user may turn its update from +S to −S.
         return 2.0 if self is NeighbouringRelation.REPLACE_ONE else 1.0
 
 
 EventKind = tuple[SamplingPolicy, NeighbouringRelation]
-"""A sampling policy under a neighbouring relation: what an accountant can analyse, or not."""
-
-_NOT_ANALYSED = (
+_NOT_ANALYSED = {
     (SamplingPolicy.FIXED_SIZE, NeighbouringRelation.ADD_OR_REMOVE_ONE),
     (SamplingPolicy.RANDOM_ALLOCATION, NeighbouringRelation.REPLACE_ONE),
-)
+}
+# The kinds of events that can be constructed.
 ANALYSED: tuple[EventKind, ...] = tuple(
     kind for kind in product(SamplingPolicy, NeighbouringRelation) if kind not in _NOT_ANALYSED
 )
-"""The kinds of events that can be constructed."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which rounds each user takes part in, for an event that spans several.
+    """Which rounds each user takes part in, for an event that spans several."""
 
-    Attributes:
-        rounds: n ≥ 1, each with its own release.
-        participations: k in [1, n], the number of rounds that a user is in: exactly k of a pass, at
-            most k of a separated series.
-        separation: b in [1, n], the least distance between two rounds of a user.
-    """
-
-    rounds: int
-    participations: int = 1
-    separation: int = 1
+    rounds: int  # n ≥ 1, each with its own release
+    participations: int = 1  # k in [1, n]: a user is in k of a pass, in at most k of a series
+    separation: int = 1  # b in [1, n], the least distance between two rounds of a user
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.rounds, int) and self.rounds >= 1,
-            f"the schedule has {self.rounds} rounds; it must have a whole number of at least 1",
-        )
+        n = self.rounds
+        legal = "it must have a whole number of at least 1"
+        require(isinstance(n, int) and n >= 1, f"the schedule has {n} rounds; {legal}")
+        legal = f"it must be a whole number from 1 to its {n} rounds"
         for name in ("participations", "separation"):
             value = getattr(self, name)
-            require(
-                isinstance(value, int) and 1 <= value <= self.rounds,
-                f"{name} of the schedule is {value}; it must be a whole number from 1 to its "
-                f"{self.rounds} rounds",
-            )
+            proper = isinstance(value, int) and 1 <= value <= n
+            require(proper, f"{name} of the schedule is {value}; {legal}")
 
 
 @dataclass(frozen=True)
 class SamplingEvent:
     """One draw of a cohort; everything released about that cohort belongs to it.
 
-    Attributes:
-        policy: how the cohort is drawn.
-        sampling_probability: q in (0, 1], each user's chance to be in the cohort of a round. For
-            fixed size the float nearest to m/N, so that q·N rounds to the cohort size m; for random
-            allocation the float nearest to k/n; 1 for every-user rounds, and for shuffled passes
-            and separated series, which sampling does not make cheaper.
-        population: N ≥ 1, the number of enrolled users, a public constant.
-        relation: the neighbouring relation under which the event may be accounted.
-        schedule: which rounds users are in, where the event spans several. None otherwise, and for
-            shuffled passes with an unknown number of batches.
+    q in (0, 1] is each user's chance to be in the cohort of a round: any for Poisson sampling; for
+    fixed size the float nearest to m/N, so that q·N rounds to the cohort size m; for random
+    allocation that nearest to k/n; 1 for the others, which sampling does not make cheaper.
     """
 
     policy: SamplingPolicy
-    sampling_probability: float
-    population: int
-    relation: NeighbouringRelation
+    sampling_probability: float  # q
+    population: int  # N ≥ 1, the number of enrolled users, a public constant
+    relation: NeighbouringRelation  # under which the event may be accounted
+    # None where the event is one round, or a shuffled pass with an unknown number of batches.
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         q, n, policy = self.sampling_probability, self.population, self.policy
         require(0.0 < q <= 1.0, f"sampling_probability is {q}; it must be in (0, 1]")
-        require(
-            isinstance(n, int) and n >= 1,
-            f"population is {n}; it must be a whole number of at least 1",
-        )
+        whole = isinstance(n, int) and n >= 1
+        require(whole, f"population is {n}; it must be a whole number of at least 1")
         if (policy, self.relation) not in ANALYSED:
-            raise InvalidValueError(
-                f"{policy} sampling with {self.relation} neighbours has no analysis; "
-                f"legal is: {kinds_text(ANALYSED)}"
-            )
+            found = f"{policy} sampling with {self.relation} neighbours has no analysis"
+            raise InvalidValueError(f"{found}; legal is: {kinds_text(ANALYSED)}")
         self._check_schedule()
         if policy is SamplingPolicy.FIXED_SIZE:
             m = round(Fraction(q) * n)
@@ -153,14 +125,12 @@ class SamplingEvent:
     def _check_schedule(self) -> None:
         schedule, policy = self.schedule, self.policy
         shuffled, separated = SamplingPolicy.SHUFFLED, SamplingPolicy.SEPARATED
-        of_many = policy in (shuffled, separated, SamplingPolicy.RANDOM_ALLOCATION)
+        needed = policy in (separated, SamplingPolicy.RANDOM_ALLOCATION)
         if schedule is None:
-            # How many batches a shuffled pass had may be unknown.
-            optional = policy is shuffled or not of_many
-            require(optional, f"the schedule is None; {policy} sampling must have one")
+            require(not needed, f"the schedule is None; {policy} sampling must have one")
             return
         one_round = f"{policy} sampling is of one round and must have none"
-        require(of_many, f"the schedule is {schedule}; {one_round}")
+        require(needed or policy is shuffled, f"the schedule is {schedule}; {one_round}")
         k, b = schedule.participations, schedule.separation
         legal = f"with {policy} sampling it must be 1"
         require(k == 1 or policy is not shuffled, f"participations of the schedule is {k}; {legal}")
@@ -175,10 +145,9 @@ def kinds_text(kinds: Iterable[EventKind]) -> str:
 class Randomness(StrEnum):
     """Where the cohort and the noise came from."""
 
-    OPERATING_SYSTEM = "operating system"
-    """A CSPRNG keyed by the operating system: the guarantee holds."""
+    OPERATING_SYSTEM = "operating system"  # a CSPRNG that it keyed: the guarantee holds
+    # A CSPRNG keyed by a seed: anyone who knows the seed can subtract the noise.
     SEEDED = "seeded: reproducible, not a guarantee"
-    """A CSPRNG keyed by a seed: anyone who knows the seed can subtract the noise."""
 
 
 @dataclass(frozen=True)
@@ -192,58 +161,43 @@ class SumQueryEvent:
     integers with ‖a_i‖₂² ≤ B and K = round(η/γ), η ~ N(0, noise_stddev²·I). As Σ_i a_i is whole,
     this is post-processing of the continuous Gaussian mechanism with sensitivity γ√B ≤
     clipping_norm, so nothing in its price changes.
-
-    Attributes:
-        group: name of the vector group.
-        clipping_norm: S_g > 0, in the units of the summed vector.
-        noise_stddev: σ_g ≥ 0, the standard deviation of the noise on the **sum**, same units.
-        granularity: γ, a power of two up to clipping_norm, same units; None if the noise was real
-            or floating-point numbers.
     """
 
-    group: str
-    clipping_norm: float
-    noise_stddev: float
+    group: str  # name of the vector group
+    clipping_norm: float  # S_g > 0, in the units of the summed vector
+    noise_stddev: float  # σ_g ≥ 0, the standard deviation of the noise on the **sum**
+    # γ, a power of two up to clipping_norm; None if the noise was real or floating-point numbers.
     granularity: float | None = None
 
     def __post_init__(self) -> None:
         norm, stddev, step = self.clipping_norm, self.noise_stddev, self.granularity
-        of = f"of group {self.group!r} is"
-        positive = "it must be positive and finite"
-        require(0.0 < norm < math.inf, f"clipping_norm {of} {norm}; {positive}")
-        not_negative = "it must be finite and not negative"
-        require(0.0 <= stddev < math.inf, f"noise_stddev {of} {stddev}; {not_negative}")
-        if step is not None:
-            # A mantissa of ½ is that of powers of two, not of NaN, infinity, 0 or negative numbers.
-            require(
-                math.frexp(step)[0] == 0.5 and step <= norm,
-                f"granularity {of} {step}; it must be a power of two up to the clipping_norm "
-                f"{norm}",
-            )
-            require(
-                max(norm, stddev) / step < math.inf,
-                f"granularity {of} {step}; clipping_norm {norm} and noise_stddev {stddev} must be "
-                "finite in its steps",
-            )
+        of, legal = f"of group {self.group!r} is", "it must be positive and finite"
+        require(0.0 < norm < math.inf, f"clipping_norm {of} {norm}; {legal}")
+        legal = "it must be finite and not negative"
+        require(0.0 <= stddev < math.inf, f"noise_stddev {of} {stddev}; {legal}")
+        if step is None:
+            return
+        # A mantissa of ½ is that of powers of two, not of NaN, infinity, 0 or negative numbers.
+        power = math.frexp(step)[0] == 0.5 and step <= norm
+        legal = f"it must be a power of two up to the clipping_norm {norm}"
+        require(power, f"granularity {of} {step}; {legal}")
+        legal = f"clipping_norm {norm} and noise_stddev {stddev} must be finite in its steps"
+        require(max(norm, stddev) / step < math.inf, f"granularity {of} {step}; {legal}")
 
 
 @dataclass(frozen=True)
 class RoundEvent:
     """One cohort and all sum queries over it, repeated `count` times with fresh cohorts.
 
-    Attributes:
-        sampling: how each cohort was drawn.
-        queries: at least one sum query; all of one round see the *same* cohort.
-        count: how many such events happened, each of one round unless there is a schedule.
-        strategy: the first column (c_0, c_1, …) of the lower triangular Toeplitz matrix C that
-            correlates noise over the rounds of a separated series: with X the sums of its n rounds
-            and Z fresh noise as in `SumQueryEvent`, C⁻¹(C·X + Z) is released. Missing coefficients
-            are 0; (1,) is fresh noise in every round, the only strategy of other policies.
+    The strategy is the first column (c_0, c_1, …) of the lower triangular Toeplitz matrix C that
+    correlates noise over the rounds of a separated series: with X the sums of its n rounds and Z
+    fresh noise as in `SumQueryEvent`, C⁻¹(C·X + Z) is released. Missing coefficients are 0; (1,) is
+    fresh noise in every round, the only strategy of other policies.
     """
 
     sampling: SamplingEvent
-    queries: tuple[SumQueryEvent, ...]
-    count: int = 1
+    queries: tuple[SumQueryEvent, ...]  # at least one; all of one round see the *same* cohort
+    count: int = 1  # how many such events happened, each of one round unless there is a schedule
     strategy: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
@@ -257,15 +211,11 @@ class RoundEvent:
             raise InvalidValueError(
                 f"{found}; {policy} sampling has fresh noise in every round, the strategy (1,)"
             )
-        require(
-            1 <= len(strategy) <= schedule.rounds,
-            f"{found}; it must have from 1 to the {schedule.rounds} of the schedule's rounds",
-        )
-        require(
-            strategy[0] > 0.0 and all(map(math.isfinite, strategy)),
-            f"the strategy begins with {strategy[0]}; its first coefficient must be positive and "
-            "all must be finite",
-        )
+        legal = f"it must have from 1 to the {schedule.rounds} of the schedule's rounds"
+        require(1 <= len(strategy) <= schedule.rounds, f"{found}; {legal}")
+        legal = "its first coefficient must be positive and all must be finite"
+        proper = strategy[0] > 0.0 and all(map(math.isfinite, strategy))
+        require(proper, f"the strategy begins with {strategy[0]}; {legal}")
 
     @property
     def noise_multiplier(self) -> float:
@@ -276,6 +226,53 @@ class RoundEvent:
         """
         if any(query.noise_stddev == 0.0 for query in self.queries):
             return 0.0
-        # Never 0, even where S/σ underflows; then z is below the truth, which is the safe side.
+        # Never 0, even where S/σ underflows; then z is below the truth, the safe side.
         ratios = (query.clipping_norm / query.noise_stddev for query in self.queries)
         return 1.0 / max(math.hypot(*ratios), sys.float_info.min)
+
+
+# A smaller δ is refused: no price tells it from 0, as doubles lose probabilities that small.
+LEAST_DELTA = 1e-60
+# An upper bound on the ε that events cost together at this δ; +inf if no finite ε holds.
+Price = Callable[[Sequence[RoundEvent], float], float]
+
+
+def check_delta(delta: float) -> None:
+    """Raise InvalidValueError unless δ is in [1e-60, 1)."""
+    require(0.0 < delta < 1.0, f"delta is {delta}; it must be in (0, 1)")
+    smallest = f"no accountant tells it from 0 below {LEAST_DELTA:g}"
+    require(delta >= LEAST_DELTA, f"delta is {delta}; {smallest}")
+
+
+@dataclass(frozen=True)
+class PrivacyBudget:
+    """A limit (ε, δ) on the events of a ledger."""
+
+    epsilon: float  # ε > 0, the most that may be spent; inf if only δ and the record matter
+    delta: float  # δ in [1e-60, 1)
+    price: Price  # never below the truth, such as `Accountant.upper_epsilon`
+
+    def __post_init__(self) -> None:
+        require(self.epsilon > 0.0, f"epsilon is {self.epsilon}; it must be positive")
+        check_delta(self.delta)
+
+    def epsilon_of(self, events: Iterable[RoundEvent]) -> float:
+        """ε that the events cost together; equal events are merged before they are priced."""
+        return self.price(merge_equal(events), self.delta)
+
+    def admits(self, events: Iterable[RoundEvent]) -> bool:
+        """Whether the events together stay within the budget; no, if their price is NaN."""
+        return self.epsilon_of(events) <= self.epsilon
+
+
+def merge_equal(events: Iterable[RoundEvent]) -> tuple[RoundEvent, ...]:
+    """Each distinct event once, in order of first use, with its repetitions in `count`."""
+    rounds = Counter[RoundEvent]()
+    for event in events:
+        rounds[event if event.count == 1 else replace(event, count=1)] += event.count
+    return repeated(rounds)
+
+
+def repeated(rounds: Mapping[RoundEvent, int]) -> tuple[RoundEvent, ...]:
+    """Events of count 1, each as one event of the given count."""
+    return tuple(event if n == 1 else replace(event, count=n) for event, n in rounds.items())

@@ -2,9 +2,9 @@
 
 A ledger is a chain of texts in a SQLite file. The first identifies the ledger; each of the others
 is a charge, as JSON, and contains the SHA-256 digest of the text before it. The digest of the last
-text, the head, therefore fixes them all. A forger who can write to the file can also write a new
-chain, so what makes a ledger credible is a head kept elsewhere: in a checkpoint, a report or a
-client.
+text, the head, therefore fixes them all. Whoever can write to the file can also write a new chain,
+so what makes a ledger or its export credible is a head that was kept elsewhere: in a checkpoint, a
+report or a client.
 """
 
 import hashlib
@@ -14,34 +14,36 @@ import secrets
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 from fedpriv.errors import BudgetExceededError, LedgerError
-from fedpriv.ledger.budget import PrivacyBudget, repeated
 from fedpriv.ledger.database import Database, FileFormat, insertion
 from fedpriv.ledger.events import (
     NeighbouringRelation,
+    PrivacyBudget,
     Randomness,
     RoundEvent,
     SamplingEvent,
     SamplingPolicy,
     Schedule,
     SumQueryEvent,
+    repeated,
     require,
 )
 from fedpriv.ledger.participation import ParticipationRecord
 
-FORMAT = "fedpriv ledger 1"
-"""How the first text of a chain names its format."""
-
+_FORMAT = "fedpriv ledger 1"  # in the first text of a chain
 _ROWS_AT_ONCE = 1000
+MAX_LINE = 2**24  # characters: a charge with many sum queries or a long strategy
+_LONGEST_REASON = 400  # characters: a sentence must not be as long as the input it is about
+# What reading a value from hostile JSON may raise.
 _MALFORMED = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
-"""What reading a value from hostile JSON may raise."""
 
 # SQLite itself lets a ledger only grow, whichever program writes to it. The insert triggers also
 # stop INSERT OR REPLACE, which deletes without firing delete triggers.
@@ -53,12 +55,9 @@ CREATE TABLE chain (
     position INTEGER PRIMARY KEY, run TEXT, round INTEGER, attempt INTEGER,
     text TEXT NOT NULL, hash TEXT NOT NULL, UNIQUE (run, round, attempt)
 );
-CREATE TRIGGER chain_no_update BEFORE UPDATE ON chain
-BEGIN SELECT RAISE(ABORT, 'a ledger only grows: no update'); END;
-CREATE TRIGGER chain_no_delete BEFORE DELETE ON chain
-BEGIN SELECT RAISE(ABORT, 'a ledger only grows: no delete'); END;
-CREATE TRIGGER head_no_delete BEFORE DELETE ON head
-BEGIN SELECT RAISE(ABORT, 'a ledger has a head'); END;
+CREATE TRIGGER chain_no_update BEFORE UPDATE ON chain BEGIN SELECT RAISE(ABORT, 'only grows'); END;
+CREATE TRIGGER chain_no_delete BEFORE DELETE ON chain BEGIN SELECT RAISE(ABORT, 'only grows'); END;
+CREATE TRIGGER head_no_delete BEFORE DELETE ON head BEGIN SELECT RAISE(ABORT, 'has a head'); END;
 CREATE TRIGGER head_once BEFORE INSERT ON head WHEN EXISTS (SELECT 1 FROM head)
 BEGIN SELECT RAISE(ABORT, 'a ledger has one head'); END;
 CREATE TRIGGER chain_follows_the_head BEFORE INSERT ON chain
@@ -102,11 +101,11 @@ class Genesis:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the first text of a ledger; a LedgerError if the text is something else."""
+        """Read the first text of a ledger; LedgerError if the text is something else."""
         try:
             fields = json.loads(text)
             found = cls(fields["ledger_id"], fields["population"], fields["created_at"])
-            require(found.text == text, f"it is not written in the format {FORMAT!r}")
+            require(found.text == text, f"it is not written in the format {_FORMAT!r}")
         except _MALFORMED as error:
             raise LedgerError(f"it is not the first line of a ledger: {error}") from error
         return found
@@ -114,7 +113,7 @@ class Genesis:
     @property
     def text(self) -> str:
         """As it is written in the chain."""
-        return json.dumps({"format": FORMAT, **asdict(self)})
+        return json.dumps({"format": _FORMAT, **asdict(self)})
 
     @property
     def head(self) -> Head:
@@ -124,30 +123,20 @@ class Genesis:
 
 @dataclass(frozen=True)
 class ProposedCharge:
-    """What a ledger is asked to charge before anything is released.
+    """What a ledger is asked to charge before anything is released."""
 
-    Attributes:
-        run: name of the run; printable and not empty.
-        round: number of the round, from 0.
-        attempt: number of the attempt at this round, from 0.
-        randomness: where cohort and noise come from.
-        event: the one round to charge; its count is 1.
-        cohort_commitment: SHA-256, 64 hexadecimal digits, from `ParticipationRecord.record`.
-    """
-
-    run: str
-    round: int
-    attempt: int
-    randomness: Randomness
-    event: RoundEvent
-    cohort_commitment: str
+    run: str  # its name, printable and not empty
+    round: int  # from 0
+    attempt: int  # at the round, from 0
+    randomness: Randomness  # of cohort and noise
+    event: RoundEvent  # of one round: its count is 1
+    cohort_commitment: str  # 64 hexadecimal digits, from `ParticipationRecord.record`
 
     def __post_init__(self) -> None:
         _check_name("run", self.run)
-        require(
-            0 <= self.round < 2**63 and 0 <= self.attempt < 2**63,
-            f"round {self.round}, attempt {self.attempt}: both must be from 0 to 2^63 - 1",
-        )
+        numbers = f"round {self.round}, attempt {self.attempt}"
+        legal = 0 <= self.round < 2**63 and 0 <= self.attempt < 2**63
+        require(legal, f"{numbers}: both must be from 0 to 2^63 - 1")
         count = self.event.count
         require(count == 1, f"the event has count {count}; each round is charged by itself")
         _check_digits("cohort_commitment", self.cohort_commitment, 64)
@@ -210,18 +199,13 @@ class ChargedRow:
         return Head(self.position, self.hash)
 
     def __str__(self) -> str:
-        return (
-            f"charge {self.position} (run {self.run}, round {self.round}, attempt {self.attempt})"
-        )
+        attempt = f"run {self.run}, round {self.round}, attempt {self.attempt}"
+        return f"charge {self.position} ({attempt})"
 
 
 @dataclass(frozen=True)
 class Charge:
-    """Receipt for one charge, good for one release of its event.
-
-    Copies share the one release: `copy`, `replace` and threads cannot double it, and it cannot be
-    pickled.
-    """
+    """Receipt for one charge, good for one release, which copies share; it cannot be pickled."""
 
     run: str
     round: int
@@ -247,10 +231,8 @@ class Ledger:
     Guarantees:
         * a charge is durable (fsync) when `charge` returns, and never refunded;
         * processes and threads that charge one file never pass a budget together;
-        * no charge is returned by this class that does not fit the chain: methods that read charges
-          raise a LedgerError that names the first one that is missing, changed or out of order.
-
-    Use `open` or `open_or_create`, and close it or use it as a context manager.
+        * methods that read charges raise a LedgerError that names the first charge that is missing,
+          changed or out of order.
     """
 
     def __init__(self, database: Database) -> None:
@@ -278,7 +260,10 @@ class Ledger:
     @classmethod
     def open_or_create(cls, path: Path, population: str) -> Self:
         """Open the ledger of a population, or create it if there is no file."""
-        ledger = cls(Database.open_or_create(path, LEDGER, _first_rows(population)))
+        genesis = Genesis(secrets.token_hex(16), population, _now())
+        first = {"position": 0, "text": genesis.text, "hash": genesis.head.hash}
+        rows = {"chain": first, "head": asdict(genesis.head)}
+        ledger = cls(Database(path, LEDGER, rows))
         if ledger.population_name != population:
             ledger.close()
             raise LedgerError(
@@ -294,13 +279,8 @@ class Ledger:
     def charge(self, charge: ProposedCharge, budget: PrivacyBudget | None = None) -> Charge:
         """Write down a charge, if the budget allows it, and return the receipt to release it.
 
-        Args:
-            charge: what is about to be released.
-            budget: what all charges of this ledger together may cost; None: no limit.
-
-        Raises, without charging anything:
-            BudgetExceededError: the budget would be passed.
-            LedgerError: this attempt was charged before, or the ledger is broken or not writable.
+        Raises, without charging anything, BudgetExceededError where all charges together would pass
+        the budget, and LedgerError where the attempt was charged before or the ledger is broken.
         """
         name = f"run {charge.run}, round {charge.round}, attempt {charge.attempt}"
         with self._lock, self._database.transaction():
@@ -315,9 +295,9 @@ class Ledger:
                     f"{name} would make ε = {epsilon} at δ = {budget.delta}, which passes the "
                     f"budget of ε = {budget.epsilon}; nothing was charged"
                 )
-            last = self._known
+            last, now = self._known, _now()
             row = ChargedRow(
-                last.count + 1, **vars(charge), charged_at=_now(), previous_hash=last.hash
+                last.count + 1, **vars(charge), charged_at=now, previous_hash=last.hash
             )
             columns = _columns(row)
             self._database.write(insertion("chain", columns), columns)
@@ -326,30 +306,19 @@ class Ledger:
         return Charge(row.run, row.round, row.attempt, row.event, row.hash)
 
     def epsilon(self, budget: PrivacyBudget, event: RoundEvent | None = None) -> float:
-        """ε of all charges, and of one more event of count 1 if given, at the budget's δ.
-
-        The last answer is kept, so a round that asks before it starts, when it is charged and when
-        it is reported is priced once.
-        """
+        """ε of all charges, and of one more event of count 1 if given, at the budget's δ."""
         with self._lock:
             self._catch_up()
+            # A round asks before it starts, when it is charged and when it is reported.
             asked = (self._known, event, budget)
             if self._price[0] != asked:
                 rounds = self._rounds if event is None else self._rounds + Counter([event])
                 self._price = asked, budget.price(repeated(rounds), budget.delta)
             return self._price[1]
 
-    def admits(self, event: RoundEvent, budget: PrivacyBudget) -> bool:
-        """Whether `charge` would now find that one more event of count 1 is within the budget."""
-        return self.epsilon(budget, event) <= budget.epsilon
-
     def charges(self) -> Iterator[ChargedRow]:
         """All charges, in the order in which they were made."""
         return self._walk(self._genesis.head, self.head)
-
-    def events(self) -> list[RoundEvent]:
-        """The event of each charge, in order."""
-        return [row.event for row in self.charges()]
 
     def spent(self) -> list[RoundEvent]:
         """All events so far with equal ones merged, in order of first use."""
@@ -367,33 +336,23 @@ class Ledger:
         rows = self._database.read("SELECT hash FROM chain WHERE position = ?", (head.count,))
         return [row["hash"] for row in rows] == [head.hash]
 
-    def verify(
-        self, participation: ParticipationRecord | None = None, head: Head | None = None
-    ) -> None:
-        """Check every charge, and that the file still only grows.
+    def verify(self, record: ParticipationRecord | None = None, head: Head | None = None) -> None:
+        """Check every charge, every cohort if they are given, and that the file still only grows.
 
-        Without `head`, a ledger passes that was set back, or rewritten from some charge to its end.
-
-        Args:
-            participation: if given, it must hold every cohort that was committed to.
-            head: if given, one that this ledger once had, kept elsewhere.
+        Without a head that was kept elsewhere, a ledger passes that was set back, or rewritten from
+        some charge to its end.
         """
-        for row in self.charges():
-            if participation is not None:
-                confirm_cohort(row, participation)
+        _check(self._genesis.head, self.charges(), record, head)
         strays = "position < 0 OR position > (SELECT count FROM head)"
         for stray in self._database.read(f"SELECT position FROM chain WHERE {strays} LIMIT 1"):
             raise LedgerError(f"charge {stray['position']} was added outside the chain")
         if altered := self._database.altered_schema():
             raise LedgerError(f"tables or triggers were altered: {', '.join(altered)}")
-        if head is not None and not self.contains_head(head):
-            raise never_had(head)
 
     def export(self, stream: TextIO) -> None:
         """Write the texts of the chain as lines, and a last line with the head.
 
-        The digest of a line is SHA-256 of its bytes without the line feed. `ExportedLedger` reads
-        it. It never says who took part.
+        The digest of a line is SHA-256 of its bytes without the line feed.
         """
         head = self.head
         stream.write(f"{self._genesis.text}\n")
@@ -445,23 +404,104 @@ class Ledger:
             self._known = row.head
 
 
+@dataclass(frozen=True)
+class ExportedLedger:
+    """A ledger as text, verified, from a source that need not be honest."""
+
+    ledger_id: str
+    population: str  # its name
+    first: Head  # before any charge
+    rows: tuple[ChargedRow, ...]  # all charges, in order
+
+    @classmethod
+    def read(cls, lines: Iterable[str]) -> Self:
+        """Read an export, whatever it contains; a LedgerError names the first wrong line.
+
+        Guarantees:
+            * every line is, character by character, what `Ledger.export` writes for what is
+              returned, with or without a line feed at its end, and nothing is missing or follows;
+            * every charge is one that a ledger accepts, and no attempt is charged twice.
+        """
+        rows, attempts, ended = list[ChargedRow](), set[tuple[str, int, int]](), False
+        numbered = enumerate(lines, 1)
+        number, line = next(numbered, (1, ""))
+        try:
+            genesis = Genesis.parse(_checked(line))
+            last = genesis.head
+            for number, line in numbered:  # noqa: B007 - errors name it
+                text = _checked(line)
+                if ended:
+                    raise LedgerError("there is more after the head")
+                if text == last.line:
+                    ended = True
+                elif text.startswith('{"head"'):
+                    raise LedgerError(f"the head is not {last.count} charges, hash {last.hash}")
+                else:
+                    row = next_row(last, text)
+                    attempts.add((row.run, row.round, row.attempt))
+                    if len(attempts) == len(rows):
+                        raise LedgerError(f"{row} was charged before")
+                    rows.append(row)
+                    last = row.head
+            if not ended:
+                number += 1
+                raise LedgerError(f"charge {last.count + 1} is missing, or the head")
+        except LedgerError as error:
+            reason = str(error)[:_LONGEST_REASON]
+            raise LedgerError(f"line {number} of the export: {reason}") from error
+        return cls(genesis.ledger_id, genesis.population, genesis.head, tuple(rows))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read an export from a file."""
+        try:
+            # An export is ASCII; other bytes are escaped, and fail the check of their line.
+            with path.open(encoding="ascii", errors="surrogateescape") as stream:
+                return cls.read(iter(partial(stream.readline, MAX_LINE + 2), ""))
+        except OSError as error:
+            raise LedgerError(f"{path} cannot be read: {error.strerror}") from error
+        except LedgerError as error:
+            raise LedgerError(f"{path} is not a valid export of a ledger: {error}") from error
+
+    @property
+    def head(self) -> Head:
+        """The head of the chain."""
+        return self.rows[-1].head if self.rows else self.first
+
+    def contains(self, head: Head) -> bool:
+        """Whether this ledger has, or once had, this head: it grew from there."""
+        return head == self.first or any(head == row.head for row in self.rows)
+
+    def verify(self, record: ParticipationRecord | None = None, head: Head | None = None) -> None:
+        """Check what `read` could not: every cohort, and a head that was kept elsewhere."""
+        _check(self.first, self.rows, record, head)
+
+
+def is_export(path: Path) -> bool:
+    """Whether to read a file as an export; others are SQLite files, or empty or absent."""
+    with suppress(OSError), path.open("rb") as stream:
+        return stream.read(15) not in (b"SQLite format 3", b"")
+    return False
+
+
+def _checked(line: str) -> str:
+    """A line without its line feed."""
+    text = line.removesuffix("\n")
+    if len(text) > MAX_LINE:
+        raise LedgerError(f"it has more than {MAX_LINE} characters")
+    return text
+
+
 def digest(text: str) -> str:
     """SHA-256 in hexadecimal."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def next_row(last: Head, text: str) -> ChargedRow:
-    """The charge that a text describes, after `last`.
-
-    A LedgerError if the text does not follow `last`, or is not, character by character, what a
-    ledger writes for a charge that it accepts.
-    """
+    """The charge after `last` that a text describes; LedgerError if no ledger writes it so."""
     number = last.count + 1
     try:
-        fields = json.loads(text)
-        place = {name: fields[name] for name in ("position", "charged_at", "previous_hash")}
-        row = ChargedRow(**place, **vars(_proposed(fields)))
-        _check_name("charged_at", row.charged_at)
+        row = _row(json.loads(text))
         require(row.text == text, "it is not written as a ledger writes it")
     except _MALFORMED as error:
         raise LedgerError(f"charge {number} is not one that this fedpriv knows: {error}") from error
@@ -473,62 +513,61 @@ def next_row(last: Head, text: str) -> ChargedRow:
     return row
 
 
-def confirm_cohort(row: ChargedRow, participation: ParticipationRecord) -> None:
-    """Raise LedgerError unless the cohort of a charge is recorded and fits its round."""
-    attempt, population = (row.run, row.round, row.attempt), row.event.sampling.population
-    try:
-        participation.confirm(row.cohort_commitment, attempt, population)
-    except LedgerError as error:
-        raise LedgerError(f"{row}: {error}") from error
-
-
-def never_had(head: Head) -> LedgerError:
-    """The error where a head that was kept elsewhere is not in the chain."""
-    return LedgerError(
-        f"the ledger never had the head of {head.count} charges with hash {head.hash}: "
-        "it is another ledger, or was set back or rewritten"
-    )
-
-
-def _proposed(fields: dict[str, Any]) -> ProposedCharge:
+def _row(fields: dict[str, Any]) -> ChargedRow:
     """The charge that JSON fields describe; raises what its constructors raise."""
-    schedule = fields["schedule"]
+    schedule = fields.pop("schedule")
     sampling = SamplingEvent(
-        SamplingPolicy(fields["policy"]),
-        fields["sampling_probability"],
-        fields["population"],
-        NeighbouringRelation(fields["relation"]),
+        SamplingPolicy(fields.pop("policy")),
+        fields.pop("sampling_probability"),
+        fields.pop("population"),
+        NeighbouringRelation(fields.pop("relation")),
         None if schedule is None else Schedule(**schedule),
     )
-    queries = tuple(SumQueryEvent(**query) for query in fields["sum_queries"])
-    event = RoundEvent(sampling, queries, strategy=tuple(fields["strategy"]))
-    names = ("run", "round", "attempt", "cohort_commitment")
-    others = {name: fields[name] for name in names}
-    return ProposedCharge(**others, randomness=Randomness(fields["randomness"]), event=event)
+    queries = tuple(SumQueryEvent(**query) for query in fields.pop("sum_queries"))
+    event = RoundEvent(sampling, queries, strategy=tuple(fields.pop("strategy")))
+    randomness = Randomness(fields.pop("randomness"))
+    place = {name: fields.pop(name) for name in ("position", "charged_at", "previous_hash")}
+    _check_name("charged_at", place["charged_at"])
+    charge = ProposedCharge(**fields, randomness=randomness, event=event)
+    return ChargedRow(**place, **vars(charge))
+
+
+def _check(
+    first: Head,
+    charges: Iterable[ChargedRow],
+    record: ParticipationRecord | None,
+    head: Head | None,
+) -> None:
+    """Read all charges; a record must hold the cohort of each, and a head lie on their chain."""
+    heads = {first}
+    for row in charges:
+        heads.add(row.head)
+        attempt, population = (row.run, row.round, row.attempt), row.event.sampling.population
+        try:
+            if record is not None:
+                record.confirm(row.cohort_commitment, attempt, population)
+        except LedgerError as error:
+            raise LedgerError(f"{row}: {error}") from error
+    if head is not None and head not in heads:
+        raise LedgerError(
+            f"the ledger never had the head of {head.count} charges with hash {head.hash}: "
+            "it is another ledger, or was set back or rewritten"
+        )
 
 
 def _check_name(what: str, name: str) -> None:
-    require(
-        name.isprintable() and name != "", f"{what} is {name!r}; it must be printable and not empty"
-    )
+    printable = name.isprintable() and name != ""
+    require(printable, f"{what} is {name!r}; it must be printable and not empty")
 
 
 def _check_digits(what: str, digits: str, length: int) -> None:
-    require(
-        re.fullmatch(f"[0-9a-f]{{{length}}}", digits) is not None,
-        f"{what} is {digits!r}; it must be {length} lower-case hexadecimal digits",
-    )
+    hexadecimal = re.fullmatch(f"[0-9a-f]{{{length}}}", digits) is not None
+    require(hexadecimal, f"{what} is {digits!r}; it must be {length} lower-case hexadecimal digits")
 
 
 def _columns(row: ChargedRow) -> dict[str, object]:
     names = ("position", "run", "round", "attempt", "text", "hash")
     return {name: getattr(row, name) for name in names}
-
-
-def _first_rows(population: str) -> dict[str, dict[str, object]]:
-    genesis = Genesis(secrets.token_hex(16), population, _now())
-    first = {"position": 0, "text": genesis.text, "hash": genesis.head.hash}
-    return {"chain": first, "head": asdict(genesis.head)}
 
 
 def _now() -> str:

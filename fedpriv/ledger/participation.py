@@ -8,6 +8,7 @@ import hashlib
 import json
 import secrets
 import zlib
+from contextlib import suppress
 from operator import index
 from pathlib import Path
 from typing import Self
@@ -19,10 +20,8 @@ from fedpriv.errors import LedgerError
 from fedpriv.ledger.database import Database, FileFormat
 from fedpriv.ledger.events import require
 
-Users = npt.NDArray[np.int64]
-"""Positions of users in the population, ascending: [cohort]."""
-Attempt = tuple[str, int, int]
-"""Name of the run, number of the round, number of the attempt at it."""
+Users = npt.NDArray[np.int64]  # positions in the population, ascending: [cohort]
+Attempt = tuple[str, int, int]  # run, round and attempt
 
 _SALT_BYTES = 32
 _SCHEMA = """
@@ -46,8 +45,6 @@ class ParticipationRecord:
         * a cohort is durable when `record` returns its commitment;
         * the salt comes from the operating system, in seeded runs too;
         * a cohort that is read back is the one that was committed to.
-
-    Use `open` or `open_or_create`, and close it or use it as a context manager.
     """
 
     def __init__(self, database: Database) -> None:
@@ -61,31 +58,23 @@ class ParticipationRecord:
     @classmethod
     def open_or_create(cls, path: Path) -> Self:
         """Open the record at `path`, or create it if there is nothing."""
-        return cls(Database.open_or_create(path, _FORMAT, {}))
+        return cls(Database(path, _FORMAT, {}))
 
     def record(
         self, run: str, round_number: int, attempt: int, users: npt.NDArray[np.integer]
     ) -> str:
-        """Keep a cohort and return its commitment, 64 hexadecimal digits.
+        """Keep a cohort, distinct positions in any order, and return its commitment.
 
         Call it before asking the cohort, so that every commitment in the ledger has a cohort; one
         that is never charged is harmless. The same attempt may be recorded again.
-
-        Args:
-            run: name of the run.
-            round_number: number of the round, from 0.
-            attempt: number of the attempt at the round, from 0.
-            users: distinct positions in the population, in any order: [cohort]; may be empty.
         """
         attempted = run, index(round_number), index(attempt)
         cohort = _ascending(users)
         salt = secrets.token_bytes(_SALT_BYTES)
         commitment = _commitment(salt, attempted, cohort)
+        row = (commitment, *attempted, salt, zlib.compress(cohort.tobytes(), level=1))
         with self._database.transaction():
-            self._database.write(
-                "INSERT INTO participation VALUES (?, ?, ?, ?, ?, ?)",
-                (commitment, *attempted, salt, zlib.compress(_encoded(cohort), level=1)),
-            )
+            self._database.write("INSERT INTO participation VALUES (?, ?, ?, ?, ?, ?)", row)
         return commitment
 
     def next_attempt(self, run: str, round_number: int) -> int:
@@ -94,34 +83,28 @@ class ParticipationRecord:
         return int(self._database.read(sql, (run, round_number))[0]["next"] or 0)
 
     def users_of(self, commitment: str) -> Users:
-        """Positions of the users of a cohort; a LedgerError if there is none or it was changed."""
+        """Positions of the users of a cohort; LedgerError if there is none or it was changed."""
         return self._cohort_of(commitment)[1]
 
     def confirm(self, commitment: str, attempt: Attempt, population: int) -> None:
         """Raise LedgerError unless a cohort is recorded, of this attempt and of the population."""
         recorded, users = self._cohort_of(commitment)
         if recorded != attempt:
-            run, round_number, number = recorded
-            raise LedgerError(
-                f"its cohort is that of run {run}, round {round_number}, attempt {number}"
-            )
+            raise LedgerError("its cohort is of run {}, round {}, attempt {}".format(*recorded))
         if (users >= population).any():
             raise LedgerError(f"its cohort has user {users[-1]} of a population of {population}")
 
     def _cohort_of(self, commitment: str) -> tuple[Attempt, Users]:
-        rows = self._database.read(
-            "SELECT * FROM participation WHERE commitment = ?", (commitment,)
-        )
+        sql = "SELECT * FROM participation WHERE commitment = ?"
+        rows = self._database.read(sql, (commitment,))
         if not rows:
             raise LedgerError(f"no cohort with commitment {commitment} is recorded")
         _, *attempt, salt, compressed = rows[0]
         recorded: Attempt = tuple(attempt)
-        try:
-            users = np.frombuffer(zlib.decompress(compressed), dtype="<i8").astype(np.int64)
+        with suppress(TypeError, ValueError, zlib.error):
+            users = np.frombuffer(zlib.decompress(compressed), dtype="<i8")
             if _commitment(salt, recorded, users) == commitment:
-                return recorded, users
-        except (TypeError, ValueError, zlib.error):
-            pass
+                return recorded, users.astype(np.int64)
         raise LedgerError(f"the cohort with commitment {commitment} was changed")
 
     def close(self) -> None:
@@ -136,11 +119,10 @@ class ParticipationRecord:
 
 
 def _ascending(users: npt.NDArray[np.integer]) -> Users:
-    require(
-        users.ndim == 1 and np.issubdtype(users.dtype, np.integer),
-        f"users have shape {users.shape} and type {users.dtype}; they must be a vector of integers",
-    )
-    ascending = np.unique(users.astype(np.int64))
+    found = f"users have shape {users.shape} and type {users.dtype}"
+    proper = users.ndim == 1 and np.issubdtype(users.dtype, np.integer)
+    require(proper, f"{found}; they must be a vector of integers")
+    ascending = np.unique(users.astype("<i8"))
     twice = users.size - ascending.size
     require(twice == 0, f"{twice} users occur twice; a user joins a cohort once")
     lowest = ascending.min(initial=0)
@@ -148,10 +130,6 @@ def _ascending(users: npt.NDArray[np.integer]) -> Users:
     return ascending
 
 
-def _encoded(users: Users) -> bytes:
-    return users.astype("<i8").tobytes()
-
-
 def _commitment(salt: bytes, attempt: Attempt, users: Users) -> str:
     # The JSON array ends itself, so no two cohorts have the same encoding.
-    return hashlib.sha256(salt + json.dumps(attempt).encode() + _encoded(users)).hexdigest()
+    return hashlib.sha256(salt + json.dumps(attempt).encode() + users.tobytes()).hexdigest()

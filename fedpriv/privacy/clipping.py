@@ -55,13 +55,9 @@ def clip_rows(
       of at least S·(1 − 2^-19) − 2γ·√d;
     * what a row becomes is a function of that row and its weight alone, to the last bit.
 
-    Args:
-        pieces: [C, d_k] each, contiguous rows; together a user's vector lies in one row of each.
-        clipping_norm: S.
-        weights: m [C], 0 ≤ m ≤ c, and c; None: all are 1.
-
-    Returns:
-        Which rows were within S, and which were finite: [C] each. The others become zero.
+    Pieces are [C, d_k] of contiguous rows; together a user's vector lies in one row of each.
+    Weights are m [C], 0 ≤ m ≤ c, and c; None: all are 1. Returns which rows were within S, and
+    which were finite: [C] each.
     """
     step, bound = granularity(clipping_norm), squared_bound(clipping_norm)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -133,23 +129,13 @@ class Clipping:
     """How the tensors of one user become its contribution, the integers [D] it adds to a sum.
 
     Group g is counted in steps of γ_g, its granularity, of the *scaled* tensors u_j = v_j/α_j.
-
-    Attributes:
-        layout: all tensors of a contribution: the update, metrics and the indicator.
-        groups: a partition of the tensors.
-        indicator: the tensor that counts what was not clipped, if there is one.
-        weighted: names of the groups whose parts are multiplied by the user's weight.
-        weight_cap: c ≥ 1; a user's weight is m/c for a whole number m from 0 to c.
-
-    Raises:
-        InvalidValueError: groups are not a partition, a name is not that of a group, or c < 1.
     """
 
-    layout: Layout
-    groups: tuple[VectorGroup, ...]
-    indicator: Indicator | None = None
-    weighted: tuple[str, ...] = ()
-    weight_cap: int = 1
+    layout: Layout  # all tensors of a contribution: the update, metrics and the indicator
+    groups: tuple[VectorGroup, ...]  # a partition of the tensors
+    indicator: Indicator | None = None  # counts what was not clipped, if there is one
+    weighted: tuple[str, ...] = ()  # names of groups that are multiplied by the user's weight
+    weight_cap: int = 1  # c ≥ 1; a user's weight is m/c for a whole number m from 0 to c
 
     def __post_init__(self) -> None:
         check_partition(self.layout, self.groups)
@@ -220,12 +206,8 @@ class Clipping:
         Guarantees: the part of each group g has Σaᵢ² ≤ B_g, its `squared_bound`, and
         Σaᵢ² ≤ (m/c)²·B_g if it is weighted, exactly, whatever the tensors and the weight;
         malformed tensors (missing, unknown or misshapen, not floating point) contribute zero
-        everywhere, and so do a component that is not finite, in any group, and a weight that is not
-        a whole number from 0 to c.
-
-        Args:
-            tensors: all tensors of the layout but the indicator.
-            weight: m of the user; None: c.
+        everywhere, and so do a component that is not finite, in any group, and a weight m that is
+        not a whole number from 0 to c. There are all tensors but the indicator; None as m means c.
         """
         units = self.weight_cap if weight is None else weight
         if not 0 <= units <= self.weight_cap or units != int(units):
@@ -246,11 +228,8 @@ class Clipping:
         """Make contributions of the tensors of several users, in place, each row by itself.
 
         Guarantees: those of `contribution` for each row; afterwards all numbers are whole, so that
-        sums of rows are exact in float64 for up to 2^28 of them.
-
-        Args:
-            rows: [C, D] contiguous rows, in the order of the layout; the indicator is overwritten.
-            weights: m of each user, [C], from 0 to c.
+        sums of rows are exact in float64 for up to 2^28 of them. Rows [C, D] are contiguous and in
+        the order of the layout, the indicator is overwritten, and weights m [C] are from 0 to c.
         """
         within: dict[str, Flags] = {}
         finite = np.ones(len(rows), np.bool_)

@@ -15,9 +15,8 @@ from fedpriv.privacy.query import Averaging, GaussianQuery, noise_stddevs, sensi
 from fedpriv.privacy.sampling import PoissonSampling
 
 METRIC_PREFIX = "metrics/"  # begins the names of tensors and vector groups of metrics
+# A user adds less than 2^25 steps to a component, and the noise less than 2^45: below 2^63.
 MOST_USERS = 2**37
-"""A user adds less than 2^25 steps to a component, and the noise less than 2^45: below 2^63."""
-
 _SMALLEST_NORM, _LARGEST_NORM = 1e-12, 1e12
 _PLAIN = Averaging()
 
@@ -28,18 +27,10 @@ class PoissonGaussianMechanism:
 
     Sampling policy, query and neighbouring relation are fixed together here, so that what is
     drawn, what is released and what is accounted cannot come apart.
-
-    Attributes:
-        sampling: who may be in a cohort, and with what probability.
-        query: what is released; its denominator is the expected cohort size.
-
-    Raises:
-        InvalidValueError: the denominator is not the expected cohort size, or there are so many
-            users that a sum could overflow.
     """
 
-    sampling: PoissonSampling
-    query: GaussianQuery
+    sampling: PoissonSampling  # who may be in a cohort, and with what probability
+    query: GaussianQuery  # what is released; its denominator is the expected cohort size
 
     def __post_init__(self) -> None:
         if self.sampling.population > MOST_USERS:
@@ -67,9 +58,8 @@ class PoissonGaussianMechanism:
         The denominators are the expected size and weight of a cohort; `shares` are ω_g > 0 of each
         vector group, summing to 1.
         """
-        weight = sampling.sampling_probability * (
-            averaging.total_weight or float(sampling.population)
-        )
+        total = averaging.total_weight or float(sampling.population)
+        weight = sampling.sampling_probability * total
         least = None if averaging.floor is None else averaging.floor * weight
         stddevs = noise_stddevs(sensitivities(clipping, least), noise_multiplier, shares)
         weighted = weight if clipping.weighted else None
@@ -95,20 +85,13 @@ class Metric:
     values that occur, the smaller the noise: it is proportional to the radius. The average is over
     the expected cohort, and unbiased; a larger or smaller cohort moves it away from the centre or
     towards it.
-
-    Attributes:
-        name: e.g. "accuracy"; the host of the users knows how to compute it.
-        shape: of the vector; () is a number.
-        centre: subtracted from every component before clipping, and added to the average.
-        radius: bound on the L2 norm of m − centre.
-        options: further numbers that computing it takes, e.g. thresholds.
     """
 
-    name: str
-    shape: tuple[int, ...] = ()
-    centre: float = 0.0
-    radius: float = 1.0
-    options: tuple[float, ...] = ()
+    name: str  # e.g. "accuracy"; the host of the users knows how to compute it
+    shape: tuple[int, ...] = ()  # of the vector; () is a number
+    centre: float = 0.0  # subtracted from every component before clipping, added to the average
+    radius: float = 1.0  # bound on the L2 norm of m − centre
+    options: tuple[float, ...] = ()  # further numbers that computing it takes, e.g. thresholds
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
@@ -140,16 +123,11 @@ class AdaptiveClipping:
     After a round with norm S and private fraction b of users that were not clipped, the next norm
     is S·exp(−η·(b − γ)) (Andrew et al. 2019, Algorithm 1). What a round clips with and adds noise
     for is the norm before it moves.
-
-    Attributes:
-        quantile: γ in (0, 1).
-        learning_rate: η in (0, 10]; a norm changes by at most about a factor e^η in a round.
-        share: ω in (0, 1), the share of the round's privacy that counting the clipped takes.
     """
 
-    quantile: float = 0.5
-    learning_rate: float = 0.2
-    share: float = 0.02
+    quantile: float = 0.5  # γ in (0, 1)
+    learning_rate: float = 0.2  # η in (0, 10]; a round changes a norm by at most about e^η
+    share: float = 0.02  # ω in (0, 1), of the round's privacy, for counting the clipped
 
     def __post_init__(self) -> None:
         for name in ("quantile", "share"):

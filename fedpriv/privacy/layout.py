@@ -116,25 +116,16 @@ def squared_bound(clipping_norm: float) -> int:
 
 @dataclass(frozen=True)
 class VectorGroup:
-    """Tensors v_1…v_m that are clipped as the one vector u = (v_1/α_1, …, v_m/α_m).
+    """Tensors v_1…v_m that are clipped as the one vector u = (v_1/α_1, …, v_m/α_m)."""
 
-    Attributes:
-        name: of the group in the ledger.
-        tensors: names of its tensors.
-        clipping_norm: S_g, the bound on ‖u‖₂.
-        scales: α_j > 0 of each tensor; all 1 unless the group is clipped jointly.
-    """
-
-    name: str
-    tensors: tuple[str, ...]
-    clipping_norm: float
-    scales: tuple[float, ...]
+    name: str  # of the group in the ledger
+    tensors: tuple[str, ...]  # their names
+    clipping_norm: float  # S_g, the bound on ‖u‖₂
+    scales: tuple[float, ...]  # α_j > 0 of each tensor; all 1 unless the group is clipped jointly
 
     def __post_init__(self) -> None:
         if not self.tensors:
-            raise InvalidValueError(
-                f"group {self.name!r} has no tensors; it must have at least one"
-            )
+            raise InvalidValueError(f"group {self.name!r} has no tensors; it must have some")
         if not SMALLEST_CLIPPING_NORM <= self.clipping_norm <= LARGEST_CLIPPING_NORM:
             raise InvalidValueError(
                 f"clipping_norm of group {self.name!r} is {self.clipping_norm}; it must be "
@@ -198,7 +189,7 @@ def joint(
     layout: Layout, clipping_norm: float, scales: Mapping[str, float]
 ) -> tuple[VectorGroup, ...]:
     """One group that holds everything, tensor j measured in units of its scale α_j > 0."""
-    _check_names("scales and tensors", scales, layout.names)
+    check_names("scales and tensors", scales, layout.names)
     ordered = tuple(scales[name] for name in layout.names)
     return (VectorGroup("update", layout.names, clipping_norm, ordered),)
 
@@ -207,7 +198,7 @@ def per_layer(
     layout: Layout, parts: Parts, clipping_norms: Mapping[str, float]
 ) -> tuple[VectorGroup, ...]:
     """One group per part, e.g. of `layers`, each with its own norm, e.g. of `equal_split`."""
-    _check_names("clipping norms and parts", clipping_norms, parts)
+    check_names("clipping norms and parts", clipping_norms, parts)
     groups = tuple(
         VectorGroup(name, tensors, clipping_norms[name], (1.0,) * len(tensors))
         for name, tensors in parts.items()
@@ -255,7 +246,8 @@ def scales_by_dimension(layout: Layout) -> dict[str, float]:
     return {name: math.sqrt(total / energy) * size**-0.25 for name, size in sizes.items()}
 
 
-def _check_names(what: str, given: Mapping[str, object], wanted: Iterable[str]) -> None:
+def check_names(what: str, given: Mapping[str, object], wanted: Iterable[str]) -> None:
+    """Raise InvalidValueError unless these are the names that are wanted."""
     odd = sorted(set(given) ^ set(wanted))
     if odd:
         raise InvalidValueError(f"{what} differ in {odd}; each of {list(wanted)} needs one")

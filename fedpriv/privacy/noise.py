@@ -103,9 +103,8 @@ def keystream(key: bytes, size: int, *, stream: int = 0, start: int = 0) -> NDAr
     if not 0 <= stream < 2**64:
         raise InvalidValueError(f"stream is {stream}; it must be in [0, 2^64)")
     if size < 0 or start < 0 or start + size > _AES_BLOCK_BYTES * 2**64:
-        raise InvalidValueError(
-            f"size is {size} and start {start}; they must not be negative or pass 2^68 bytes"
-        )
+        found = f"size is {size} and start {start}"
+        raise InvalidValueError(f"{found}; they must not be negative or pass 2^68 bytes")
     first_block, skip = divmod(start, _AES_BLOCK_BYTES)
     counter = ((stream << 64) + first_block).to_bytes(_AES_BLOCK_BYTES, "big")
     # The cipher asks for almost one block of room behind what it writes.

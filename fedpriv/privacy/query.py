@@ -14,29 +14,22 @@ import numpy as np
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SumQueryEvent
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, IntegerVector
-from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup
+from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_names
 from fedpriv.privacy.noise import LARGEST_STDDEV, Entropy, rounded_gaussian
 
 
 @dataclass(frozen=True)
 class Averaging:
-    """How contributions become an average.
+    """How contributions become an average."""
 
-    Attributes:
-        cap: None: every user counts the same, w = 1. Otherwise c: a user with n examples has the
-            weight w = min(n, c)/c. Weights without a cap would let one user move an average without
-            bound, so there are none.
-        total_weight: W > 0, a public estimate of the sum of all users' weights, which must not be
-            computed from their data; None where every user counts the same and W is their number.
-        floor: None: the denominator is the constant qW. Otherwise φ in (0, 1]: it is the cohort's
-            own weight, but at least φ·qW, at twice the sensitivity.
-
-    Raises:
-        InvalidValueError: a number is out of range, or weights have no total.
-    """
-
+    # None: every user counts the same, w = 1. Otherwise c: a user with n examples has the weight
+    # w = min(n, c)/c. Weights without a cap would let one user move an average without bound.
     cap: int | None = None
+    # W > 0, a public estimate of the sum of all users' weights, which must not be computed from
+    # their data; None where every user counts the same and W is their number.
     total_weight: float | None = None
+    # None: the denominator is the constant qW. Otherwise φ in (0, 1]: it is the cohort's own
+    # weight, but at least φ·qW, at twice the sensitivity.
     floor: float | None = None
 
     def __post_init__(self) -> None:
@@ -78,9 +71,7 @@ def given_shares(
 ) -> tuple[float, ...]:
     """ω_g in proportion to positive weights, one per group name."""
     names = [group.name for group in groups]
-    odd = sorted(set(names) ^ set(weights))
-    if odd:
-        raise InvalidValueError(f"weights and groups differ in {odd}; each of {names} needs one")
+    check_names("weights and groups", weights, names)
     for name, weight in weights.items():
         if not 0.0 < weight < math.inf:
             raise InvalidValueError(f"weight of group {name!r} is {weight}; it must be positive")
@@ -140,26 +131,18 @@ class GaussianQuery:
     """Releases (Σ_{i in cohort} c(v_i) + N(0, σ²))/denominator, group by group.
 
     Contributions are whole numbers of steps, and the noise is rounded to such: see `noise`.
-
-    Attributes:
-        clipping: how a user's tensors become its contribution c(v).
-        noise_stddevs: σ_g ≥ 0 for each group, on the sum, in the units of contributions.
-        denominator: qN > 0, fixed before the round; 1 releases the sum. Never the size of the
-            realised cohort, which is private: dividing by it changes every other user's share.
-        weighted_denominator: qW > 0, that of the weighted groups, W the public sum of the weights
-            of all enrolled users; None if no group is weighted.
-        floor: None: weighted groups, too, are divided by their constant. Otherwise φ in (0, 1]:
-            they are divided by the cohort's own weight B, but at least by m = φ·qW. What is noised
-            for them is m·A/max(m, B), A being their sum.
-
-    Raises:
-        InvalidValueError: a field is out of range, or fields do not fit together.
     """
 
-    clipping: Clipping
-    noise_stddevs: tuple[float, ...]
+    clipping: Clipping  # how a user's tensors become its contribution c(v)
+    noise_stddevs: tuple[float, ...]  # σ_g ≥ 0 for each group, on the sum, in units of c(v)
+    # qN > 0, fixed before the round; 1 releases the sum. Never the size of the realised cohort,
+    # which is private: dividing by it changes every other user's share.
     denominator: float = 1.0
+    # qW > 0, that of the weighted groups, W the public sum of the weights of all enrolled users.
     weighted_denominator: float | None = None
+    # None: weighted groups, too, are divided by their constant. Otherwise φ in (0, 1]: they are
+    # divided by the cohort's own weight B, but at least by m = φ·qW. What is noised for them is
+    # m·A/max(m, B), A being their sum.
     floor: float | None = None
 
     def __post_init__(self) -> None:
@@ -225,13 +208,9 @@ class GaussianQuery:
     ) -> tuple[FloatVector, tuple[SumQueryEvent, ...]]:
         """Noised average [D] in units of the users' tensors, and the events it must be charged as.
 
-        Only `fedpriv.privacy.round.release` may call this: it holds the charge.
-
-        Args:
-            total: int64 [D], sum of the contributions of the cohort, in steps; left as it is.
-            entropy: where the noise comes from.
-            purpose: names this release; must never be used for another.
-            weight: sum of the m_i of the users in it, so that B = weight/c; for a floor.
+        Only `fedpriv.privacy.round.release` may call this: it holds the charge. `total` is the sum
+        of the cohort's contributions in steps, int64 [D], and `weight` that of its users' m_i, so
+        that B = weight/c. The purpose names this release, and must never be used for another.
         """
         clipping, dimension = self.clipping, self.clipping.layout.dimension
         if total.shape != (dimension,) or total.dtype != np.int64:

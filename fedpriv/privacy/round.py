@@ -6,6 +6,7 @@ at the top: a `RoundRequest` goes out over a `Transport`, and `PartialSum`s come
 """
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError
-from fedpriv.ledger.budget import PrivacyBudget
-from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent
 from fedpriv.ledger.ledger import Charge, Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping import Clipping, IntegerVector
@@ -34,31 +34,21 @@ class LocalTraining:
     """How a user trains: minibatch SGD from the round's parameters on the user's own examples.
 
     One step on all examples is FedSGD; the update is then −learning_rate × gradient.
-
-    Attributes:
-        learning_rate: step size > 0.
-        batch_size: examples per step, or None for all of a user's examples in one batch.
-        epochs: passes over the user's examples, each in a fresh order; None if `steps` is given.
-        steps: number of batches, however many examples the user has; None if `epochs` is given.
-        momentum: heavy-ball momentum in [0, 1), starting from rest in every round.
-        proximal: μ ≥ 0 of FedProx, pulling towards the round's parameters (Li et al. 2020).
-        max_examples: the most examples of a user that count in a round, chosen by the user's key;
-            None: all do. It bounds the work that one user can make for a node.
-
-    Raises:
-        InvalidValueError: a field is out of range, or not exactly one of epochs and steps is given.
     """
 
-    learning_rate: float
-    batch_size: int | None = None
+    learning_rate: float  # step size > 0
+    batch_size: int | None = None  # examples per step; None: all of a user's in one batch
+    # Exactly one is given: passes over the examples, each in a fresh order, or a number of batches.
     epochs: int | None = None
     steps: int | None = None
-    momentum: float = 0.0
-    proximal: float = 0.0
+    momentum: float = 0.0  # heavy-ball, in [0, 1), starting from rest in every round
+    proximal: float = 0.0  # μ ≥ 0 of FedProx, towards the round's parameters (Li et al. 2020)
+    # The most examples of a user that count in a round, chosen by the user's key; None: all do. It
+    # bounds the work that one user can make for a node.
     max_examples: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.learning_rate < float("inf"):
+        if not 0.0 < self.learning_rate < math.inf:
             raise InvalidValueError(f"learning_rate is {self.learning_rate}; it must be positive")
         if (self.epochs is None) == (self.steps is None):
             raise InvalidValueError(
@@ -70,7 +60,7 @@ class LocalTraining:
                 raise InvalidValueError(f"{name} is {value}; it must be at least 1")
         if not 0.0 <= self.momentum < 1.0:
             raise InvalidValueError(f"momentum is {self.momentum}; it must be in [0, 1)")
-        if not 0.0 <= self.proximal < float("inf"):
+        if not 0.0 <= self.proximal < math.inf:
             raise InvalidValueError(f"proximal is {self.proximal}; it must not be negative")
 
 
@@ -185,7 +175,7 @@ class PrivacyRecords:
 
     def refuse_if_beyond(self, event: RoundEvent, what: str) -> None:
         """Raise BudgetExceededError before users are asked; the charge asks again, atomically."""
-        if not self.ledger.admits(event, self.budget):
+        if not self.ledger.epsilon(self.budget, event) <= self.budget.epsilon:
             raise BudgetExceededError(
                 f"{what} would pass the budget of ε = {self.budget.epsilon} at "
                 f"δ = {self.budget.delta}; no user was asked and nothing charged"
@@ -215,8 +205,8 @@ class RoundAttempt:
         return f"{stream}/{self.run}/{self.round}/{self.attempt}"
 
 
+# From an attempt and its cohort, positions in the population, to the partial sums of its users.
 Collect = Callable[[RoundAttempt, npt.NDArray[np.int64]], Iterable[PartialSum]]
-"""From an attempt and its cohort, positions in the population, to the partial sums of its users."""
 
 
 @dataclass(frozen=True)
@@ -242,13 +232,11 @@ def private_round(
 
     * the charge is durable in the ledger before any noise is drawn;
     * the cohort is recorded before it is asked, and the charge commits to it;
-    * where the budget would be passed, no user is asked, nothing is charged and nothing released;
+    * where the budget would be passed, BudgetExceededError: no user is asked, nothing is charged
+      and nothing released;
     * an empty cohort is charged and released like any other;
-    * a round that was interrupted or is repeated is a new attempt: fresh cohort, noise and charge.
-
-    Raises:
-        BudgetExceededError: the budget would be passed.
-        LedgerError: the records cannot be believed or written; nothing is released.
+    * a round that was interrupted or is repeated is a new attempt: fresh cohort, noise and charge;
+    * where the records cannot be believed or written, LedgerError, and nothing is released.
     """
     event = mechanism.event
     at = RoundAttempt(run, number, records.next_attempt(run, number))
@@ -277,11 +265,8 @@ def release(
 ) -> FloatVector:
     """Noise a cohort's sum once and average it: [D].
 
-    The charge is the ledger's receipt for exactly this, and is used up by this call.
-
-    Raises:
-        LedgerError: there is no charge, or it is of another run, round, attempt or event, or was
-            used before; then nothing is released.
+    The charge is the ledger's receipt for exactly this, and is used up by this call. LedgerError if
+    it is none, of another run, round, attempt or event, or was used before; nothing is released.
     """
     if not isinstance(charge, Charge):
         raise LedgerError(f"a release needs a charge of the ledger, not {charge!r}")

@@ -36,17 +36,10 @@ class PoissonSampling:
     * the cohort depends on the key, the population and the probability only, and is the same on
       every machine: integer arithmetic throughout;
     * an empty cohort is a legal cohort.
-
-    Attributes:
-        population: N ≥ 1, the number of enrolled users, a public constant.
-        sampling_probability: q in (0, 1].
-
-    Raises:
-        InvalidValueError: an attribute is out of range.
     """
 
-    population: int
-    sampling_probability: float
+    population: int  # N ≥ 1, the number of enrolled users, a public constant
+    sampling_probability: float  # q in (0, 1]
 
     def __post_init__(self) -> None:
         self.event()

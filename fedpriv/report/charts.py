@@ -1,9 +1,4 @@
-"""Charts: one declaration is the page's interactive figure and a document's PNG or SVG.
-
-`declared` fills in one of the charts in `templates/texts.toml`, `figure` draws a chart with Altair,
-`save` writes it to files, and `embedded` gives the Vega-Lite specification that a page draws with
-`library`.
-"""
+"""Charts: one declaration is the page's interactive figure and a document's PNG or SVG."""
 
 import json
 import math
@@ -30,7 +25,7 @@ _MARKERS = 20  # on a line, at most
 _DODGE = 0.008  # of the axis, between error bars at the same x
 _BREAK = 40  # characters of an axis title that fit on a phone
 _SIZE = (600, 300)  # of the plot in a file, in pixels at 96 per inch
-# Of the legend. That of the plot depends on the height of the legend, and is known too late.
+# Of the legend; that of the plot is known too late.
 _WIDTH = f"(isFinite(containerSize()[0]) ? containerSize()[0] - 70 : {_SIZE[0]})"
 # 1, 2 and 5 of each decade; all where there is less than one.
 _LOG_LABEL = (
@@ -54,20 +49,12 @@ class Axis:
 
     def __post_init__(self) -> None:
         if not self.name or not self.unit:
-            raise InvalidValueError(
-                f"an axis has name {self.name!r} and unit {self.unit!r}; it must have both"
-            )
-
-
-ROUNDS = Axis("rounds released", "count")
+            raise InvalidValueError(f"axis {self.name!r} has unit {self.unit!r}; it must have both")
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line or a set of points, with a band or error bars from `low` to `high` if they are given.
-
-    Numbers that are None, not finite, or not positive on a log scale are left out.
-    """
+    """A line or points, and a band or error bars; what an axis has no place for is left out."""
 
     name: str  # in the legend; unique in the chart
     x: Sequence[float]
@@ -117,13 +104,12 @@ def declared(
     told = texts()["charts"][kind]
     marked = told.get("simulation_only", False)
     caption = f"{told['caption']} {texts()['simulation_only']}" if marked else told["caption"]
+    x, y = (
+        given or Axis(**{**told[end], "name": told[end]["name"].format(**words)})
+        for end, given in (("x", x), ("y", y))
+    )
     title, caption = told["title"].format(**words), caption.format(**words)
-    x, y = x or _axis_of(told["x"], words), y or _axis_of(told["y"], words)
     return Chart(name or kind, title, caption, x, y, series, marked)
-
-
-def _axis_of(told: Mapping[str, Any], words: Mapping[str, object]) -> Axis:
-    return Axis(**{**told, "name": told["name"].format(**words)})
 
 
 def spans_decades(values: Sequence[float]) -> bool:
@@ -147,10 +133,7 @@ def figure(*charts: Chart) -> alt.HConcatChart:
 
 
 def save(chart: Chart, folder: Path, formats: Iterable[str] = ("png", "svg")) -> list[Path]:
-    """Write a chart in each format, "png" or "svg", and return the files.
-
-    The same chart gives the same bytes. An OSError says that a file cannot be written.
-    """
+    """Write a chart in each format, "png" or "svg", always to the same bytes; return the files."""
     drawn = figure(chart)
     paths = [folder / f"{chart.name}.{suffix}" for suffix in formats]
     for path in paths:
@@ -158,12 +141,8 @@ def save(chart: Chart, folder: Path, formats: Iterable[str] = ("png", "svg")) ->
     return paths
 
 
-def embedded(chart: Chart) -> str:
-    """The chart as Vega-Lite JSON for a page: as wide as its place, with zoom and tooltips.
-
-    Dragging moves the axes, shift and the wheel zooms, a double click resets; a click in the
-    legend highlights a series.
-    """
+def embedded(chart: Chart) -> dict[str, Any]:
+    """The chart as Vega-Lite for a page: as wide as its place, with zoom and tooltips."""
     chosen = alt.selection_point(name="chosen", fields=["series"], bind="legend")
     # Without shift the wheel scrolls the page; pointer events would keep a phone from scrolling.
     moved = alt.selection_interval(
@@ -192,7 +171,7 @@ def embedded(chart: Chart) -> str:
         background="transparent",
         description=f"{chart.title}. {chart.caption}",
     )
-    return json.dumps(drawn.to_dict(), separators=(",", ":"), allow_nan=False)
+    return drawn.to_dict()
 
 
 @cache
@@ -202,7 +181,6 @@ def library() -> str:
 
 
 def _layers(chart: Chart, *, clip: bool) -> list[alt.Chart]:
-    """Bands, error bars, lines and markers, each where a series has them."""
     base, shape = _encoded(chart)
     spread = {"y": alt.Y("low:Q"), "y2": alt.Y2("high:Q")}
     dash = alt.when("datum.dashed").then(alt.value([6, 4])).otherwise(alt.value([1, 0]))
@@ -219,7 +197,7 @@ def _layers(chart: Chart, *, clip: bool) -> list[alt.Chart]:
 
 
 def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
-    """Places and colours of the data, and their markers; one legend explains both."""
+    """Places and colours of the data, and the shapes of markers; one legend explains both."""
     names = [each.name for each in chart.series]
     widest = 40 + 7 * max(map(len, names), default=0)
     legend = alt.Legend(
@@ -242,10 +220,7 @@ def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
 
 
 def _rows(chart: Chart) -> alt.InlineData:
-    """A row for each point, with the names of the marks that show it.
-
-    `place` is its x, or a little aside from the error bars of other series.
-    """
+    """A row for each point, with the names of the marks that show it."""
     places = [x for each in chart.series for x in each.x]
     low, high = min(places, default=0.0), max(places, default=0.0)
     rows = []
@@ -253,16 +228,12 @@ def _rows(chart: Chart) -> alt.InlineData:
         aside = _DODGE * (number - (len(chart.series) - 1) / 2) if each.bars and each.joined else 0
         every = math.ceil(len(each.x) / _MARKERS)
         for index, (x, y) in enumerate(zip(each.x, each.y, strict=True)):
+            # Its x, or a little aside from the error bars of other series.
             place = x * (high / low) ** aside if chart.x.log else x + (high - low) * aside
-            row: dict[str, object] = {
-                "series": each.name,
-                "x": _shown(x, chart.x),
-                "place": _shown(place, chart.x),
-                "y": _shown(y, chart.y),
-                "joined": each.joined,
-                "dashed": each.dashed,
-                "marked": each.marked and index % every == 0,
-            }
+            row: dict[str, object] = {"series": each.name, "x": _shown(x, chart.x)}
+            row |= {"place": _shown(place, chart.x), "y": _shown(y, chart.y)}
+            row |= {"joined": each.joined, "dashed": each.dashed}
+            row["marked"] = each.marked and index % every == 0
             if each.low:
                 row["bar" if each.bars else "band"] = True
                 row["low"] = _shown(each.low[index], chart.y)
@@ -272,14 +243,12 @@ def _rows(chart: Chart) -> alt.InlineData:
 
 
 def _shown(value: float | None, axis: Axis) -> float | None:
-    """A value that the axis has a place for, as JSON has it."""
     if value is None or not math.isfinite(value) or (axis.log and value <= 0.0):
         return None
     return float(value)
 
 
 def _drawn(axis: Axis, scale: str) -> dict[str, Any]:
-    """Title, scale and ticks of an axis, as an encoding has them."""
     title: str | list[str] = [axis.name, f"({axis.unit})"]
     if len(axis.name) + len(axis.unit) <= _BREAK:
         title = " ".join(title)

@@ -9,18 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpriv.accounting.accountant import Bound, PrivacyLoss
+from fedpriv.accounting.accountants import Bound, PrivacyLoss, accountant_named
 from fedpriv.accounting.pricing import (
     Cost,
     Curves,
     LedgerContent,
+    cost_of,
     weakest_arithmetic,
     weakest_randomness,
 )
-from fedpriv.errors import writing
-from fedpriv.ledger.events import Randomness, SamplingPolicy
+from fedpriv.errors import InvalidValueError, UnsupportedEventError, writing
+from fedpriv.ledger.events import Randomness, SamplingPolicy, merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
 from fedpriv.report.page import Section
+from fedpriv.report.records import RunRecord
 from fedpriv.report.tables import Column, Table, format_epsilon, format_epsilon_low, lower_end
 
 _FALSE_ALARMS = 0.05
@@ -59,75 +61,64 @@ def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> Section:
     return Section("assumptions", "What ε says", terms=terms)
 
 
-def privacy_sections(
-    loss: PrivacyLoss | None,
-    cost: Cost | str,
-    ledger: LedgerContent,
-    of: str = "",
-    number: int = 0,
-) -> list[Section]:
-    """ε of a ledger by every accountant, and its trade-off function.
+def loss_of(record: RunRecord) -> PrivacyLoss | None:
+    """What all charges of a run's ledger cost, by the plan's accountant; None without charges."""
+    events = merge_equal(record.ledger.events)
+    return accountant_named(record.accountant).epsilon(events, record.delta) if events else None
 
-    Where there are no curves, `cost` says why. A page that has ledgers of several kinds numbers
-    them and says `of` which runs they are.
+
+def privacy_sections(record: RunRecord, of: str = "", number: int = 0) -> list[Section]:
+    """ε of a run's ledger by every accountant, and its trade-off function.
+
+    A page that has ledgers of several kinds numbers them and says `of` which runs they are.
     """
-    notes = [f"Of {of}."] if of else []
-    if loss is None:
+    notes, charges = [f"Of {of}."] if of else [], record.ledger.charges
+    try:
+        cost = cost_of(record.ledger, record.delta) if charges else None
+    except (InvalidValueError, UnsupportedEventError) as error:
+        why = f"No curve is drawn: {error}."
+        sections = [Section("privacy", "Privacy", notes, warnings=[why])]
+    else:
+        sections = _cost_sections(cost, len(charges), notes)
+    return [_numbered(section, number) for section in sections] if number else sections
+
+
+def _cost_sections(cost: Cost | None, charges: int, notes: list[str]) -> list[Section]:
+    if cost is None:
         nothing = "Nothing was charged, so nothing was released: ε = 0."
-        return [_of_kind(Section("privacy", "Privacy", [*notes, nothing]), number)]
-    if isinstance(cost, str):
-        why = f"No curve is drawn: {cost}."
-        return [_of_kind(Section("privacy", "Privacy", notes, warnings=[why]), number)]
+        return [Section("privacy", "Privacy", [*notes, nothing])]
     columns = [Column("accountant", "text"), Column("what ε is", "text")]
-    rows = [
-        (
-            curve.accountant,
-            str(curve.bound),
-            format_epsilon_low(curve.epsilon_low[-1]) or "–",
-            format_epsilon(curve.epsilon[-1]),
-        )
-        for curve in cost.by_rounds
-    ]
-    caption = f"All {len(ledger.charges)} charges of the ledger at δ = {cost.delta:g}"
+    rows = []
+    for curve in cost.by_rounds:
+        low, high = format_epsilon_low(curve.epsilon_low[-1]), format_epsilon(curve.epsilon[-1])
+        rows.append((curve.accountant, str(curve.bound), low or "–", high))
+    caption = f"All {charges} charges of the ledger at δ = {cost.delta:g}"
     table = Table(caption, [*columns, Column("ε, lower end"), Column("ε")], rows)
-    by_rounds, errors = epsilon_chart(cost), trade_off_chart(cost)
-    sections = [
-        Section(by_rounds.name, "ε by round", notes, tables=[table], charts=[by_rounds]),
+    rounds, errors = _epsilon_chart(cost), _trade_off_chart(cost)
+    return [
+        Section(rounds.name, "ε by round", notes, tables=[table], charts=[rounds]),
         Section(errors.name, "What an attacker can tell", notes, charts=[errors]),
     ]
-    return [_of_kind(section, number) for section in sections]
 
 
-def _of_kind(section: Section, number: int) -> Section:
-    """A section as it is called if others of its kind come before it."""
-    if number == 0:
-        return section
-    end = f"-{number}"
+def _numbered(section: Section, number: int) -> Section:
+    end, title = f"-{number}", f"{section.title} ({number + 1})"
     charts = [replace(chart, name=f"{chart.name}{end}") for chart in section.charts]
-    title = f"{section.title} ({number + 1})"
     return replace(section, name=f"{section.name}{end}", title=title, charts=charts, linked=False)
 
 
-def epsilon_chart(cost: Cost) -> Chart:
+def _epsilon_chart(cost: Cost) -> Chart:
     """ε by the number of charges, by every accountant that can price the ledger."""
     series = []
     for curve in cost.by_rounds:
         proven = curve.bound is Bound.INTERVAL and min(curve.epsilon_low) > 0.0
-        series.append(
-            Series(
-                f"{curve.accountant}: {curve.bound}",
-                curve.rounds,
-                curve.epsilon,
-                curve.epsilon_low if proven else (),
-                curve.epsilon if proven else (),
-                dashed=curve.bound is Bound.ESTIMATE,
-            )
-        )
+        band = (curve.epsilon_low, curve.epsilon) if proven else ((), ())
+        name, estimate = f"{curve.accountant}: {curve.bound}", curve.bound is Bound.ESTIMATE
+        series.append(Series(name, curve.rounds, curve.epsilon, *band, dashed=estimate))
     return declared("epsilon", series, {"delta": cost.delta})
 
 
-def delta_chart(curves: Curves) -> Chart:
-    """δ by ε of the whole ledger, by every accountant, with the point that is reported."""
+def _delta_chart(curves: Curves) -> Chart:
     cost = curves.cost
     reported = f"reported: ε = {format_epsilon(cost.epsilon)} at δ = {cost.delta:g}"
     series = [
@@ -138,8 +129,7 @@ def delta_chart(curves: Curves) -> Chart:
     return declared("delta", [*series, reported_point])
 
 
-def trade_off_chart(cost: Cost) -> Chart:
-    """The trade-off function f(α), beside G_μ and guessing."""
+def _trade_off_chart(cost: Cost) -> Chart:
     off, same = cost.trade_off, f"one Gaussian of the same ε: μ = {cost.trade_off.mu:.3g}"
     x, ends = off.type_one.tolist(), [0.0, 1.0]
     # One point in words; the number is rounded down, as a bound is.
@@ -154,16 +144,10 @@ def trade_off_chart(cost: Cost) -> Chart:
 
 
 def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
-    """Write each curve of a ledger as a figure and as CSV, and return the files.
+    """Write each curve of a ledger as a figure, "png" or "svg", and as CSV, and return the files.
 
-    * epsilon_by_rounds.csv: `accountant`, `bound` (what kind of number ε is), `delta`, `rounds`,
-      `epsilon_low` (lower end, 0 if there is none), `epsilon` (inf if none is proven).
-    * delta_by_epsilon.csv: `accountant`, `bound`, `epsilon`, `delta` (upper end of an interval).
-    * trade_off.csv: `type_one`, `type_two` (at least this), `type_two_gaussian` (G_μ),
-      `type_two_perfect` (no information).
-
-    The folder is made if it does not exist; files of these names are replaced. The suffix is that
-    of the figures, "png" or "svg".
+    `bound` is what kind of number ε is, `epsilon_low` its lower end, 0 if there is none; `epsilon`
+    is inf if none is proven, `delta` the upper end of an interval, `type_two` a lower bound.
     """
     cost, off = curves.cost, curves.cost.trade_off
     by_rounds = [
@@ -176,23 +160,26 @@ def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
         for curve in curves.by_epsilon
         for point in zip(curve.epsilon, curve.delta, strict=True)
     ]
-    errors = np.stack([off.type_one, off.type_two, off.gaussian, 1 - off.type_one], axis=1)
-    rounds_columns = "accountant bound delta rounds epsilon_low epsilon"
-    errors_columns = "type_one type_two type_two_gaussian type_two_perfect"
-    written: tuple[tuple[str, Chart, str, Sequence[Sequence[object]]], ...] = (
-        ("epsilon_by_rounds", epsilon_chart(cost), rounds_columns, by_rounds),
-        ("delta_by_epsilon", delta_chart(curves), "accountant bound epsilon delta", by_epsilon),
-        ("trade_off", trade_off_chart(cost), errors_columns, errors.tolist()),
-    )
+    errors = np.stack([off.type_one, off.type_two, off.gaussian, 1 - off.type_one], axis=1).tolist()
+    charts = {
+        "epsilon_by_rounds": _epsilon_chart(cost),
+        "delta_by_epsilon": _delta_chart(curves),
+        "trade_off": _trade_off_chart(cost),
+    }
+    tables: list[list[Sequence[object]]] = [
+        [["accountant", "bound", "delta", "rounds", "epsilon_low", "epsilon"], *by_rounds],
+        [["accountant", "bound", "epsilon", "delta"], *by_epsilon],
+        [["type_one", "type_two", "type_two_gaussian", "type_two_perfect"], *errors],
+    ]
     files = []
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for name, chart, columns, rows in written:
+        for (name, chart), rows in zip(charts.items(), tables, strict=True):
             titled = replace(chart, name=name, title=f"{curves.population}: {chart.title}")
             table = folder / f"{name}.csv"
             files += [*save(titled, folder, [suffix]), table]
             with table.open("w", newline="", encoding="utf-8") as stream:
-                csv.writer(stream).writerows([columns.split(), *rows])
+                csv.writer(stream).writerows(rows)
     return files
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -14,6 +13,7 @@ from markupsafe import Markup
 from fedpriv.errors import writing
 from fedpriv.report.charts import Chart, embedded, library
 from fedpriv.report.tables import Table
+from fedpriv.training.checkpoint import write_atomically
 
 _TEMPLATES = files("fedpriv.report") / "templates"
 
@@ -73,42 +73,23 @@ def render(page: Page) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters["as_data"] = _as_data
-    scripts = [library(), _TEMPLATES.joinpath("page.js").read_text(encoding="utf-8")]
+    environment.filters["embedded"] = embedded
+    script, style = (
+        _TEMPLATES.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("js", "css")
+    )
+    scripts = [library(), script]
+    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()) for each in scripts]
+    allowed = " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
+    policy = (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
     return environment.get_template("page.html.j2").render(
-        page=page,
-        scripts=[Markup(script) for script in scripts],
-        policy=_policy(scripts),
-        style=Markup(_TEMPLATES.joinpath("page.css").read_text(encoding="utf-8")),
+        page=page, scripts=[*map(Markup, scripts)], policy=policy, style=Markup(style)
     )
 
 
 def write_page(text: str, path: Path) -> None:
     """Write a page, whole or not at all; an existing file is replaced."""
-    with (
-        writing(path),
-        NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file,
-    ):
-        file.write(text)
-        file.close()
-        written = Path(file.name)
-        written.chmod(0o644)
-        written.replace(path)
-
-
-def _policy(scripts: Sequence[str]) -> str:
-    """A policy under which only these scripts run, and nothing is fetched."""
-    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()) for each in scripts]
-    allowed = " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
-
-
-def _as_data(chart: Chart) -> Markup:
-    """JSON that can stand in a page: nothing in it can end the element around it."""
-    text = embedded(chart)
-    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+    with writing(path):
+        write_atomically(path, text.encode())

@@ -17,17 +17,14 @@ Figures = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class SimulationOnlyRound:
-    """True figures of one round of a simulation. Publishing one breaks the users' guarantee.
-
-    By vector group: the mean norm of users' updates before clipping, in the units of the clipping
-    norm, and the share of users that were clipped. By layer: the mean L2 norm of users' updates
-    before clipping, and the norm of the clipped sum over the root mean square norm of its noise.
-    """
+    """True figures of one round of a simulation. Publishing one breaks the users' guarantee."""
 
     round: int  # number, from 0
+    # By vector group, mean norm of updates before clipping, in the units of the clipping norm.
     simulation_only_group_norms: Figures = field(default_factory=dict)
-    simulation_only_update_norms: Figures = field(default_factory=dict)
-    simulation_only_clipped: Figures = field(default_factory=dict)
+    simulation_only_update_norms: Figures = field(default_factory=dict)  # by layer, mean L2
+    simulation_only_clipped: Figures = field(default_factory=dict)  # share of users by group
+    # By layer, norm of the clipped sum over the root mean square norm of its noise.
     simulation_only_signal_to_noise: Figures = field(default_factory=dict)
     attempt: int = 0
 

@@ -1,34 +1,29 @@
 """The page of one run, and the figures in its folder."""
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
 from fedpriv import __version__
-from fedpriv.accounting.accountant import PrivacyLoss
-from fedpriv.accounting.accountants import accountant_named
-from fedpriv.accounting.pricing import Cost, cost_of
-from fedpriv.errors import InvalidValueError, UnsupportedEventError
-from fedpriv.ledger.budget import merge_equal
+from fedpriv.accounting.accountants import PrivacyLoss, accountant_named
+from fedpriv.ledger.events import merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
-from fedpriv.report.guarantee import assumptions, privacy_sections, users_of, warnings
+from fedpriv.report.guarantee import assumptions, loss_of, privacy_sections, users_of, warnings
 from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import Figures, RunRecord, versions
-from fedpriv.report.studies import ACCURACY, LOSS
+from fedpriv.report.studies import measured
 from fedpriv.report.tables import format_epsilon
+from fedpriv.studies.results import ACCURACY, LOSS
 from fedpriv.training.rounds import RoundResult
 
 FOOTER: str = texts()["footer"].format(version=__version__)
 
 
 def page_of_run(record: RunRecord) -> Page:
-    """The page of a run: what came out, what it cost, and how both can be checked.
-
-    Raises:
-        UnsupportedEventError: the plan's accountant has no analysis of the ledger's events.
-    """
+    """The page of a run: what came out, what it cost, and how both can be checked."""
     loss = loss_of(record)
     norms = [*norms_charts([record]), *_clipped_charts(record)] if record.rounds else []
     nothing = [] if record.rounds else ["No round was released."]
@@ -37,7 +32,7 @@ def page_of_run(record: RunRecord) -> Page:
         *([assumptions(loss, record.ledger)] if loss else []),
         Section("accuracy", "How good the model is", nothing, charts=round_charts(record.rounds)),
         Section("front", "Accuracy and privacy", charts=_front_charts(record)),
-        *privacy_sections(loss, cost_or_reason(record), record.ledger),
+        *privacy_sections(record),
         Section("norms", "Clipping", charts=norms),
         _ledger_section(record),
         Section("plan", "Resolved plan", [texts()["plan"]["run"]], listing=record.plan),
@@ -49,46 +44,31 @@ def page_of_run(record: RunRecord) -> Page:
 def write_run_figures(
     rounds: Sequence[RoundResult], name: str, delta: float, budget: float, folder: Path
 ) -> None:
-    """Write accuracy, loss, ε and private metrics by round as PNG and SVG into a run's folder.
-
-    A budget that is infinite is not drawn. An OSError says that a file cannot be written.
-    """
+    """Write accuracy, loss, ε and private metrics by round as PNG and SVG into a run's folder."""
     charts = round_charts(rounds)
     if rounds and all(math.isfinite(each.epsilon) for each in rounds):
-        charts.append(_spent_chart(rounds, delta, budget))
+        series = [Series("spent", _numbers(rounds), [each.epsilon for each in rounds])]
+        if math.isfinite(budget):
+            ends, both = [rounds[0].number, rounds[-1].number], [budget, budget]
+            series.append(Series("budget", ends, both, dashed=True, marked=False, colour=7))
+        charts.append(declared("spent", series, {"delta": delta}, "epsilon"))
     for chart in charts:
         save(replace(chart, title=f"{name}: {chart.title}"), folder)
 
 
-def loss_of(record: RunRecord) -> PrivacyLoss | None:
-    """What all charges of a run's ledger cost, by the plan's accountant; None without charges."""
-    if not record.ledger.charges:
-        return None
-    events = merge_equal(record.ledger.events)
-    return accountant_named(record.accountant).epsilon(events, record.delta)
-
-
-def cost_or_reason(record: RunRecord) -> Cost | str:
-    """Curves of a run's ledger, or the sentence why it has none."""
-    try:
-        return cost_of(record.ledger, record.delta)
-    except (InvalidValueError, UnsupportedEventError) as error:
-        return str(error)
-
-
 def software_section() -> Section:
-    """The versions that wrote the page; those of a run are in its plan."""
+    """The versions that wrote the page."""
     return Section("software", "Software", [texts()["plan"]["versions"]], terms=versions())
 
 
 def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
-    last = next((each for each in reversed(record.rounds) if each.loss is not None), None)
     cards = []
+    last = next((each for each in reversed(record.rounds) if each.loss is not None), None)
     if last is not None:
-        measured = ("loss", f"{last.loss:.4g}")
+        name, value = "loss", f"{last.loss:.4g}"
         if last.accuracy is not None:
-            measured = ("accuracy", f"{last.accuracy:.2%}")
-        cards.append(Card(*measured, "on held-out rows, last model"))
+            name, value = "accuracy", f"{last.accuracy:.2%}"
+        cards.append(Card(name, value, "on held-out rows, last model"))
     cards += [
         Card("user-level ε", format_epsilon(loss.epsilon if loss else 0.0), _epsilon_note(record)),
         Card("δ", f"{record.delta:g}", f"N = {users_of(record.ledger):,} users enrolled"),
@@ -121,9 +101,7 @@ def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
 
 
 def _ledger_section(record: RunRecord) -> Section:
-    """What was checked of the ledger."""
-    checked = record.verification
-    told = texts()["ledger"]
+    checked, told = record.verification, texts()["ledger"]
     words = {
         "checked": checked,
         "cohorts": told["checked"] if checked.cohorts else told["not_checked"],
@@ -140,17 +118,15 @@ def round_charts(rounds: Sequence[RoundResult]) -> list[Chart]:
     """Accuracy and loss by round where they were measured, and private metrics with their noise."""
     charts = []
     for measure in (ACCURACY, LOSS):
-        measured, values = measure.line(rounds)
-        if measured:
-            line = Series(measure.name, _numbers(measured), values)
-            charts.append(declared(measure.name, [line]))
+        found, values = measured(measure, rounds)
+        if found:
+            charts.append(declared(measure.name, [Series(measure.name, _numbers(found), values)]))
     names = dict.fromkeys(name for each in rounds for name in each.scalar_metrics)
     return [*charts, *(_metric_chart(rounds, name) for name in names)]
 
 
 def _front_charts(record: RunRecord) -> list[Chart]:
-    """Accuracy against the ε spent until then, if accuracy was measured."""
-    points, values = ACCURACY.line(record.rounds)
+    points, values = measured(ACCURACY, record.rounds)
     line = Series("models of this run", [each.epsilon for each in points], values)
     return [declared("front", [line], {"delta": record.delta})] if points else []
 
@@ -158,19 +134,15 @@ def _front_charts(record: RunRecord) -> list[Chart]:
 def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
     found = [each for each in rounds if name in each.scalar_metrics]
     values = [each.scalar_metrics[name] for each in found]
-    noise = [2.0 * each.metrics_noise_stddev.get(name, 0.0) for each in found]
-    low = [value - width for value, width in zip(values, noise, strict=True)]
-    high = [value + width for value, width in zip(values, noise, strict=True)]
+    low, high = (
+        [
+            each.scalar_metrics[name] + side * each.metrics_noise_stddev.get(name, 0.0)
+            for each in found
+        ]
+        for side in (-2.0, 2.0)
+    )
     line = Series("released, ± 2 std. dev. of its noise", _numbers(found), values, low, high)
     return declared("metric", [line], {"metric": name}, f"metric-{quote(name, safe='')}")
-
-
-def _spent_chart(rounds: Sequence[RoundResult], delta: float, budget: float) -> Chart:
-    series = [Series("spent", _numbers(rounds), [each.epsilon for each in rounds])]
-    if math.isfinite(budget):
-        ends = [rounds[0].number, rounds[-1].number]
-        series.append(Series("budget", ends, [budget, budget], dashed=True, marked=False, colour=7))
-    return declared("spent", series, {"delta": delta}, "epsilon")
 
 
 def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
@@ -181,28 +153,24 @@ def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
     end = f"-{of}" if of else ""
     seeds = f"Means over {len(records)} seeds, bands from the least seed to the largest."
     words = {"of": f"{of}: " if of else "", "seeds": seeds if len(records) > 1 else ""}
-    norms = _lines([(each.number, each.clipping_norms) for each in run.rounds] for run in records)
+    norms = _lines([[(each.number, each.clipping_norms) for each in run.rounds] for run in records])
     colours = {line.name: number for number, line in enumerate(norms)}
-    released = [
-        replace(line, name=f"clipping norm of {line.name}", colour=colours[line.name])
-        for line in norms
-    ]
+    released = [_group(line, "clipping norm", colours) for line in norms]
     if not all(record.simulation_only for record in records):
         return [declared("norms", released, words, f"norms{end}")]
-    true = [
-        replace(line, name=f"mean update norm of {line.name}", colour=colours[line.name])
-        for line in _recorded(records, "group_norms")
-        if line.name in colours
-    ]
-    layers = _recorded(records, "update_norms")
+    true = _recorded(records, "group_norms")
+    released += [_group(line, "mean update norm", colours) for line in true if line.name in colours]
     return [
-        declared("update-norms", [*released, *true], words, f"norms{end}"),
-        declared("layers", layers, words, f"layers{end}"),
+        declared("update-norms", released, words, f"norms{end}"),
+        declared("layers", _recorded(records, "update_norms"), words, f"layers{end}"),
     ]
+
+
+def _group(line: Series, what: str, colours: Mapping[str, int]) -> Series:
+    return replace(line, name=f"{what} of {line.name}", colour=colours[line.name])
 
 
 def _clipped_charts(record: RunRecord) -> list[Chart]:
-    """Share of users clipped and signal to noise by round, where they were recorded."""
     shares = _recorded([record], "clipped")
     percent = [replace(line, y=[y and 100.0 * y for y in line.y]) for line in shares]
     signal = _recorded([record], "signal_to_noise")
@@ -213,34 +181,24 @@ def _clipped_charts(record: RunRecord) -> list[Chart]:
 def _recorded(records: Sequence[RunRecord], name: str) -> list[Series]:
     """Dashed lines of true figures of rounds, of an attribute of `SimulationOnlyRound`."""
     name = f"simulation_only_{name}"
-    lines = _lines(
-        [(each.number, getattr(each, name)) for each in run.simulation_only] for run in records
-    )
+    lines = _lines([[(r.number, getattr(r, name)) for r in run.simulation_only] for run in records])
     return [replace(line, dashed=True) for line in lines]
 
 
-def _lines(runs: Iterable[Iterable[tuple[int, Figures]]]) -> list[Series]:
-    """A line by round for each name: the mean over runs, between the least and the largest.
-
-    Where no run has a number the line has a gap. One run has no band.
-    """
+def _lines(runs: Sequence[Iterable[tuple[int, Figures]]]) -> list[Series]:
+    """A line by round for each name: the mean over runs, between the least and the largest."""
     values: dict[str, dict[int, list[float]]] = {}
-    count = 0
-    for run in runs:
-        count += 1
-        for number, figures in run:
-            for name, value in figures.items():
-                known = values.setdefault(name, {}).setdefault(number, [])
-                known += [value] if value is not None and math.isfinite(value) else []
+    for number, figures in itertools.chain.from_iterable(runs):
+        for name, value in figures.items():
+            known = values.setdefault(name, {}).setdefault(number, [])
+            known += [value] if value is not None and math.isfinite(value) else []
     lines = []
     for name, by_round in values.items():
         rounds = sorted(by_round)
         found = [by_round[number] for number in rounds]
         line = Series(name, rounds, [sum(each) / len(each) if each else None for each in found])
-        if count > 1:
-            low = [min(each, default=None) for each in found]
-            line = replace(line, low=low, high=[max(each, default=None) for each in found])
-        lines.append(line)
+        low, high = ([end(each, default=None) for each in found] for end in (min, max))
+        lines.append(replace(line, low=low, high=high) if len(runs) > 1 else line)
     return lines
 
 

@@ -1,25 +1,16 @@
 """What a study found: charts and tables of its arms, printed, drawn, and for other programs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from pydantic_core import to_json
 from rich.console import Console
 
 from fedpriv.errors import DataError, writing
-from fedpriv.report.charts import (
-    Axis,
-    Chart,
-    Series,
-    declared,
-    save,
-    spans_decades,
-    texts,
-)
-from fedpriv.report.tables import Column, Table, format_epsilon, print_table
+from fedpriv.report.charts import Axis, Chart, Series, declared, save, spans_decades, texts
+from fedpriv.report.tables import Column, Table, format_epsilon, json_text, print_table
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target
-from fedpriv.studies.results import verdict
+from fedpriv.studies.results import ACCURACY, LOSS, Measure, verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes
 from fedpriv.training.rounds import RoundResult
 
@@ -37,42 +28,12 @@ _NONE = "–"
 _Of = Callable[[ArmSummary], Interval | None]
 
 
-@dataclass(frozen=True)
-class Measure:
-    """How good a model is, in the units of its axis: an attribute of rounds and arms, scaled."""
-
-    name: str
-    axis: Axis
-    unit: str  # of a difference
-    better: str  # where a chart shows what is better
-    scale: float
-
-    def end(self, arm: ArmSummary) -> Interval | None:
-        """Its mean over seeds at the end."""
-        return self._scaled(getattr(arm, self.name))
-
-    def difference(self, arm: ArmSummary) -> Interval | None:
-        """Its mean paired difference from the baseline at the end; None without one."""
-        return self._scaled(getattr(arm, f"{self.name}_difference"))
-
-    def _scaled(self, found: Interval | None) -> Interval | None:
-        if found is None:
-            return None
-        half_width = found.half_width and self.scale * found.half_width
-        return replace(found, mean=self.scale * found.mean, half_width=half_width)
-
-    def line(self, rounds: Sequence[RoundResult]) -> tuple[list[RoundResult], list[float]]:
-        """The rounds after which it was measured, and its values."""
-        found = [each for each in rounds if getattr(each, self.name) is not None]
-        return found, [self.scale * getattr(each, self.name) for each in found]
-
-
-def _measure(name: str, unit: str, better: str, scale: float) -> Measure:
-    return Measure(name, declared(name, []).y, unit, better, scale)
-
-
-ACCURACY = _measure("accuracy", "points", "higher", 100.0)
-LOSS = _measure("loss", "unit of the loss", "lower", 1.0)
+def measured(
+    measure: Measure, rounds: Sequence[RoundResult]
+) -> tuple[list[RoundResult], list[float]]:
+    """The rounds after which a measure was taken, and its values."""
+    found = [each for each in rounds if getattr(each, measure.name) is not None]
+    return found, [measure.scale * getattr(each, measure.name) for each in found]
 
 
 def measure_of(arms: Sequence[ArmSummary]) -> Measure:
@@ -80,52 +41,51 @@ def measure_of(arms: Sequence[ArmSummary]) -> Measure:
     return ACCURACY if all(arm.accuracy is not None for arm in arms) else LOSS
 
 
-def line_of(name: str, x: Sequence[float], found: Sequence[Interval | None]) -> Series:
+def line_of(
+    name: str, x: Sequence[float], found: Sequence[Interval | None], *, bars: bool = False
+) -> Series:
     """Means over seeds with their intervals, where more than one seed gives one."""
     low, high, means = (
-        [None if interval is None else getattr(interval, end) for interval in found]
-        for end in ("low", "high", "mean")
+        [getattr(each, end, None) for each in found] for end in ("low", "high", "mean")
     )
     known = any(end is not None for end in low)
-    return Series(name, x, means, low if known else (), high if known else ())
+    return Series(name, x, means, low if known else (), high if known else (), bars=bars)
 
 
 def front_chart(arms: Sequence[ArmSummary]) -> Chart:
     """Accuracy in the end against ε spent, a line for each arm with all its targets."""
     measure = measure_of(arms)
-    series = [
-        _with_bars(name, [arm.epsilon for arm in of_arm], of_arm, measure.end)
-        for name, of_arm in _by_name(arms).items()
-    ]
+    series = []
+    for name in _names(arms):
+        own = [arm for arm in arms if arm.arm == name]
+        x = [arm.epsilon for arm in own]
+        series.append(line_of(name, x, [*map(measure.end, own)], bars=True))
     spent = [arm.epsilon for arm in arms]
-    x = _axis(f"user-level ε at δ = {arms[0].target.delta:g}", "no unit", spent)
-    return measure_chart("study-front", measure, series, "front", x)
+    axis = _axis(f"user-level ε at δ = {arms[0].target.delta:g}", "no unit", spent)
+    return measure_chart("study-front", measure, series, "front", axis)
 
 
 def arms_chart(arms: Sequence[ArmSummary]) -> Chart:
     """Accuracy in the end, arms beside each other at each target."""
-    measure, targets = measure_of(arms), _targets(arms)
-    series = _beside(list(_by_name(arms)), arms, targets, measure.end)
-    return measure_chart("arms", measure, series, x=_targets_axis(targets))
+    measure = measure_of(arms)
+    series = _beside(_names(arms), arms, measure.end)
+    return measure_chart("arms", measure, series, x=_targets_axis(_targets(arms)))
 
 
 def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
-    """Paired differences from the baseline, an interval for each arm and target.
-
-    None if no arm has a seed in common with the baseline.
-    """
+    """Paired differences from the baseline for each arm and target; None if there are none."""
     measure = measure_of(arms)
     found = [arm for arm in arms if measure.difference(arm) is not None]
     if not found:
         return None
-    targets, names = _targets(found), list(_by_name(arms))
-    series = _beside(names, found, targets, measure.difference)
+    targets, names = _targets(found), _names(arms)
+    series = _beside(names, found, measure.difference)
     # In the place of the baseline, so that arms keep the colour and marker of other charts.
     zero, ends = f"{study.baseline}, the baseline", [-0.5, len(targets) - 0.5]
     series[names.index(study.baseline)] = Series(zero, ends, [0.0, 0.0], dashed=True, marked=False)
     y = Axis(f"{measure.name} minus baseline's", measure.unit)
-    words = _words(measure) | {"baseline": study.baseline}
-    return declared("differences", series, words, x=_targets_axis(targets), y=y)
+    x = _targets_axis(targets)
+    return measure_chart("differences", measure, series, x=x, y=y, baseline=study.baseline)
 
 
 def varied_charts(study: Study, arms: Sequence[ArmSummary]) -> list[Chart]:
@@ -134,17 +94,16 @@ def varied_charts(study: Study, arms: Sequence[ArmSummary]) -> list[Chart]:
     A line is a combination of all else that arms vary, and there is a chart for each target; if
     there is one combination only, lines are targets.
     """
-    charts = []
-    targets = _targets(arms)
+    charts, targets = [], _targets(arms)
     for count, axis in enumerate(numeric_axes(study)):
         if len(axis.lines) == 1:
             lines = [(f"ε = {target.epsilon:g}", axis.lines[0], target) for target in targets]
-            charts.append(_varied_chart(axis, lines, arms, f"along-{count}"))
+            charts.append(_varied_chart(axis, lines, arms, f"along-{count}", ""))
             continue
         for index, target in enumerate(targets):
             lines = [(line.name, line, target) for line in axis.lines]
-            at = f" at ε = {target.epsilon:g}"
-            charts.append(_varied_chart(axis, lines, arms, f"along-{count}-{index}", at))
+            name, at = f"along-{count}-{index}", f" at ε = {target.epsilon:g}"
+            charts.append(_varied_chart(axis, lines, arms, name, at))
     return charts
 
 
@@ -153,20 +112,16 @@ def _varied_chart(
     lines: Sequence[tuple[str, Line, Target]],
     arms: Sequence[ArmSummary],
     name: str,
-    at: str = "",
+    at: str,
 ) -> Chart:
-    """Accuracy against a number, a series for each line at its target."""
-    measure = measure_of(arms)
+    measure, series = measure_of(arms), []
     found = {(arm.arm, arm.target): arm for arm in arms}
-    series, all_values = [], []
     for label, line, target in lines:
-        points = [(x, found[arm, target]) for x, arm in line.arms if (arm, target) in found]
-        values = [x for x, _ in points]
-        series.append(_with_bars(label, values, [arm for _, arm in points], measure.end))
-        all_values += values
+        points = {x: found[arm, target] for x, arm in line.arms if (arm, target) in found}
+        series.append(line_of(label, [*points], [*map(measure.end, points.values())], bars=True))
     title, unit = _NAMES.get(axis.key, (axis.key, "as in the study's file"))
     follows = f"With it change: {', '.join(axis.follows)}. " if axis.follows else ""
-    x = _axis(title, unit, all_values)
+    x = _axis(title, unit, [x for each in series for x in each.x])
     return measure_chart("varied", measure, series, name, x, number=title, at=at, follows=follows)
 
 
@@ -176,29 +131,21 @@ def measure_chart(
     series: Sequence[Series],
     name: str = "",
     x: Axis | None = None,
+    y: Axis | None = None,
     **words: object,
 ) -> Chart:
     """A chart of a measure against something."""
-    return declared(kind, series, _words(measure) | words, name, x, measure.axis)
-
-
-def _words(measure: Measure) -> dict[str, object]:
-    return {
-        "measure": measure.name,
-        "Measure": measure.name.capitalize(),
-        "better": measure.better,
-        "Better": measure.better.capitalize(),
-        "bars": texts()["study"]["bars"],
-    }
+    words |= {"measure": measure.name, "Measure": measure.name.capitalize()}
+    words |= {"better": measure.better, "Better": measure.better.capitalize()}
+    words["bars"] = texts()["study"]["bars"]
+    return declared(kind, series, words, name, x, y or declared(measure.name, []).y)
 
 
 def write_study_figures(read: ReadStudy, folder: Path) -> list[Path]:
     """Write the figures of a study as PNG and SVG, and return the files; ledgers are not read.
 
-    * front: accuracy in the end against ε spent, a line for each arm, with Student's intervals;
-      arms: the same without lines, instead, where the study has one ε.
-    * differences: from the baseline, paired by seed, where there are any.
-    * along-…: accuracy against each number that the arms vary.
+    They are front (arms, where the study has one ε), differences from the baseline where there are
+    any, and along-…, accuracy against each number that the arms vary.
     """
     if not read.arms:
         raise DataError(f"no run of the study in {read.folder} is finished; run it first")
@@ -214,28 +161,22 @@ def write_study_figures(read: ReadStudy, folder: Path) -> list[Path]:
 def results_table(read: ReadStudy, target: Target) -> Table:
     """How arms compare at a target."""
     study, arms = read.study, [arm for arm in read.arms if arm.target == target]
-    measure, levels = measure_of(arms), read.study.accuracies
-    columns = (
-        Column("arm", "text"),
-        Column("accuracy\n(%)" if measure is ACCURACY else "loss"),
-        Column("difference"),
-        *(Column(f"rounds\nto {100 * level:g}%") for level in levels),
-        Column("noise\nz"),
-        Column("ε\nspent"),
-    )
+    measure, seeds = measure_of(arms), len(study.seeds)
+    levels = [f"rounds\nto {100 * level:g}%" for level in study.accuracies]
+    end = "accuracy\n(%)" if measure is ACCURACY else "loss"
+    numbers = [Column(name) for name in (end, "difference", *levels, "noise\nz", "ε\nspent")]
     rows = []
     for arm in arms:
-        finished = len(arm.seeds)
-        some = "" if finished == len(study.seeds) else f" ({finished} seeds)"
+        some = "" if len(arm.seeds) == seeds else f" ({len(arm.seeds)} seeds)"
         against = "baseline" if arm.arm == study.baseline else _text(measure.difference(arm), "+")
-        reached = [_rounds(arm, level) for level in levels]
+        reached = [_rounds(arm, level) for level in study.accuracies]
         spent = (f"{arm.noise_multiplier:.4g}", format_epsilon(arm.epsilon))
         rows.append((f"{arm.arm}{some}", _text(measure.end(arm)), against, *reached, *spent))
     caption = (
-        f"At ε = {target.epsilon:g}, δ = {target.delta:g}: means over {len(study.seeds)} seeds ± "
+        f"At ε = {target.epsilon:g}, δ = {target.delta:g}: means over {seeds} seeds ± "
         f"Student's 95% interval, differences from {study.baseline} paired by seed"
     )
-    return Table(caption, columns, rows)
+    return Table(caption, [Column("arm", "text"), *numbers], rows)
 
 
 def clipping_table(read: ReadStudy, target: Target) -> Table:
@@ -244,9 +185,8 @@ def clipping_table(read: ReadStudy, target: Target) -> Table:
     numbers = [Column(name) for name in ("mean update\nnorm (L2)", "signal\nto noise", "users/s")]
     rows = []
     for arm in (arm for arm in read.arms if arm.target == target):
-        shares = ", ".join(
-            f"{name}: {100 * share:.0f}" for name, share in arm.simulation_only_clipped.items()
-        )
+        clipped = arm.simulation_only_clipped.items()
+        shares = ", ".join(f"{name}: {100 * share:.0f}" for name, share in clipped)
         first = (arm.arm, shares, f"{arm.simulation_only_users_per_second:,.0f}")
         for layer, norm in arm.simulation_only_update_norms.items():
             ratio = arm.simulation_only_signal_to_noise.get(layer)
@@ -282,12 +222,12 @@ def results_json(read: ReadStudy) -> str:
     content = {
         "name": study.name,
         "baseline": study.baseline,
-        "seeds": list(study.seeds),
+        "seeds": study.seeds,
         "missing_runs": read.missing,
-        "verdict": list(verdict(study, read.arms)),
+        "verdict": verdict(study, read.arms),
         "arms": [_arm_row(arm) for arm in read.arms],
     }
-    return to_json(content, indent=2, inf_nan_mode="strings").decode() + "\n"
+    return json_text(content)
 
 
 def _arm_row(arm: ArmSummary) -> dict[str, object]:
@@ -300,36 +240,27 @@ def _arm_row(arm: ArmSummary) -> dict[str, object]:
     return row
 
 
-def _by_name(arms: Sequence[ArmSummary]) -> dict[str, list[ArmSummary]]:
-    found: dict[str, list[ArmSummary]] = {}
-    for arm in arms:
-        found.setdefault(arm.arm, []).append(arm)
-    return found
+def _names(arms: Sequence[ArmSummary]) -> list[str]:
+    return list(dict.fromkeys(arm.arm for arm in arms))
 
 
 def _targets(arms: Sequence[ArmSummary]) -> list[Target]:
     return list(dict.fromkeys(arm.target for arm in arms))
 
 
-def _with_bars(name: str, x: Sequence[float], arms: Sequence[ArmSummary], of: _Of) -> Series:
-    return replace(line_of(name, x, [of(arm) for arm in arms]), bars=True)
-
-
-def _beside(
-    names: Sequence[str], arms: Sequence[ArmSummary], targets: Sequence[Target], of: _Of
-) -> list[Series]:
+def _beside(names: Sequence[str], arms: Sequence[ArmSummary], of: _Of) -> list[Series]:
     """Points of each arm around the place of each target."""
-    series, by_name = [], _by_name(arms)
+    series, targets = [], _targets(arms)
     for count, name in enumerate(names):
-        of_arm = by_name.get(name, [])
         shift = _WIDTH * ((count + 0.5) / len(names) - 0.5)
-        x = [targets.index(arm.target) + shift for arm in of_arm]
-        series.append(replace(_with_bars(name, x, of_arm, of), joined=False))
+        own = [arm for arm in arms if arm.arm == name]
+        x = [targets.index(arm.target) + shift for arm in own]
+        line = line_of(name, x, [*map(of, own)], bars=True)
+        series.append(replace(line, joined=False))
     return series
 
 
 def _targets_axis(targets: Sequence[Target]) -> Axis:
-    """A place for each target, side by side."""
     return Axis(
         f"user-level ε of each run at δ = {targets[0].delta:g}",
         "no unit",

@@ -5,34 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedpriv.errors import DataError
-from fedpriv.ledger.budget import merge_equal
-from fedpriv.ledger.events import SamplingPolicy
+from fedpriv.ledger.events import SamplingPolicy, merge_equal
+from fedpriv.report import run_page, studies
 from fedpriv.report.charts import Chart, texts
-from fedpriv.report.guarantee import assumptions, privacy_sections, users_of
+from fedpriv.report.guarantee import assumptions, loss_of, privacy_sections, users_of
 from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import RunRecord
-from fedpriv.report.run_page import (
-    FOOTER,
-    cost_or_reason,
-    loss_of,
-    norms_charts,
-    software_section,
-)
-from fedpriv.report.studies import (
-    CAVEAT,
-    Measure,
-    clipping_table,
-    differences_chart,
-    front_chart,
-    line_of,
-    measure_chart,
-    measure_of,
-    results_table,
-    varied_charts,
-)
 from fedpriv.report.tables import Column, Table
 from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Target
-from fedpriv.studies.results import STUDY, verdict
+from fedpriv.studies.results import STUDY, Measure, verdict
 
 # Policies under which a round costs the same among any number of users.
 _ANY_NUMBER = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER)
@@ -47,33 +28,28 @@ class _Arm:
 
 
 def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
-    """The page of a study, from its results and the verified record of each finished run.
-
-    Raises:
-        DataError: no run is finished, or a result says less ε than its ledger holds.
-    """
+    """The page of a study, from its results and the verified record of each finished run."""
     arms = _arms(read, records)
     if not arms:
         raise DataError(f"no run of the study in {read.folder} is finished; run it first")
     targets = [target for target in read.study.targets if _at(arms, target)]
-    compared = differences_chart(read.study, read.arms)
-    varied = varied_charts(read.study, read.arms)
+    compared = studies.differences_chart(read.study, read.arms)
     text = (read.folder / STUDY).read_text(encoding="utf-8")
     by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
-    front = front_chart(read.arms) if len(targets) > 1 else _spent_chart(arms, targets[0])
+    front = studies.front_chart(read.arms) if len(targets) > 1 else _spent_chart(arms, targets[0])
     sections = [
         _summary(read, arms, targets),
         Section("differences", "Against the baseline", charts=[compared] if compared else []),
         Section("accuracy", "How good the models are", charts=by_round),
         Section("front", "Accuracy and privacy", charts=[front]),
-        Section("varied", "What was varied", charts=varied),
+        Section("varied", "What was varied", charts=studies.varied_charts(read.study, read.arms)),
         *_privacy(arms),
         _clipping(read, arms, targets),
         Section("ledger", "Ledger verification", tables=[_ledgers_table(arms)]),
         Section("plan", "Resolved study", [texts()["plan"]["study"]], listing=text),
-        software_section(),
+        run_page.software_section(),
     ]
-    return Page(read.study.name, f"A study on {_who(arms)}, by fedpriv", sections, FOOTER)
+    return Page(read.study.name, f"A study on {_who(arms)}, by fedpriv", sections, run_page.FOOTER)
 
 
 def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
@@ -87,10 +63,9 @@ def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
         for result, record in of_arm:
             loss = loss_of(record)
             if loss is None or loss.epsilon > result.epsilon * (1.0 + 1e-9):
-                raise DataError(
-                    f"the result of {record.folder} says ε = {result.epsilon:g}, and its ledger "
-                    f"holds {loss.epsilon if loss else 0.0:g}; run the study again"
-                )
+                told, true = f"ε = {result.epsilon:g}", f"{loss.epsilon if loss else 0.0:g}"
+                why = f"the result of {record.folder} says {told}, and its ledger holds {true}"
+                raise DataError(f"{why}; run the study again")
         found.append(_Arm(summary, tuple(record for _, record in of_arm)))
     return found
 
@@ -114,7 +89,7 @@ def _summary(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -
     return Section(
         "summary",
         "Summary",
-        [*said, CAVEAT],
+        [*said, studies.CAVEAT],
         answers=len(said),
         warnings=[f"{read.missing} runs of the study are not finished."] if read.missing else [],
         cards=[
@@ -123,33 +98,31 @@ def _summary(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -
             Card("seeds", str(len(study.seeds)), "the same in each arm"),
             Card("users", counts, _who(arms)),
         ],
-        tables=[results_table(read, target) for target in targets],
+        tables=[studies.results_table(read, target) for target in targets],
     )
 
 
 def _by_round_chart(arms: Sequence[_Arm], target: Target, name: str) -> Chart:
-    """Mean accuracy by round with 95% intervals over seeds, for each arm at a target."""
-    measure = measure_of([arm.summary for arm in arms])
-    series = [line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms]
-    return measure_chart("study-rounds", measure, series, name, epsilon=target.epsilon)
+    measure = studies.measure_of([arm.summary for arm in arms])
+    series = [studies.line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms]
+    return studies.measure_chart("study-rounds", measure, series, name, epsilon=target.epsilon)
 
 
 def _spent_chart(arms: Sequence[_Arm], target: Target) -> Chart:
-    """Accuracy against the ε spent until then, for each arm at one target."""
-    measure = measure_of([arm.summary for arm in arms])
+    measure = studies.measure_of([arm.summary for arm in arms])
     series = []
     for arm in arms:
         rounds, found = _over_seeds(arm, measure)
         spent = {each.number: each.epsilon for each in arm.records[0].rounds}
-        series.append(line_of(arm.summary.arm, [spent[each] for each in rounds], found))
-    return measure_chart("study-spent", measure, series, "front", delta=target.delta)
+        series.append(studies.line_of(arm.summary.arm, [spent[each] for each in rounds], found))
+    return studies.measure_chart("study-spent", measure, series, "front", delta=target.delta)
 
 
 def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]:
     """Rounds that were measured under every seed, and what was found."""
     values: dict[int, list[float]] = {}
     for record in arm.records:
-        for each, value in zip(*measure.line(record.rounds), strict=True):
+        for each, value in zip(*studies.measured(measure, record.rounds), strict=True):
             values.setdefault(each.number, []).append(value)
     rounds = [number for number in sorted(values) if len(values[number]) == len(arm.records)]
     return rounds, [Interval.of(values[number]) for number in rounds]
@@ -166,10 +139,9 @@ def _privacy(arms: Sequence[_Arm]) -> list[Section]:
         loss = loss_of(record)
         if number == 0 and loss is not None:
             sections.append(assumptions(loss, record.ledger))
-        names = ", ".join(
-            f"{arm.summary.arm} at ε = {arm.summary.target.epsilon:g}" for arm in alike
-        )
-        sections += privacy_sections(loss, cost_or_reason(record), record.ledger, names, number)
+        summaries = [arm.summary for arm in alike]
+        names = ", ".join(f"{each.arm} at ε = {each.target.epsilon:g}" for each in summaries)
+        sections += privacy_sections(record, names, number)
     return sections
 
 
@@ -185,34 +157,23 @@ def _priced_alike(record: RunRecord) -> object:
 
 
 def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -> Section:
-    last = targets[-1]
+    last, charts = targets[-1], list[Chart]()
     note = f"Charts show all seeds of each arm at ε = {last.epsilon:g}; tables are for each ε."
-    charts = [
-        chart for arm in _at(arms, last) for chart in norms_charts(arm.records, arm.summary.arm)
-    ]
-    tables = [clipping_table(read, target) for target in targets]
+    for arm in _at(arms, last):
+        charts += run_page.norms_charts(arm.records, arm.summary.arm)
+    tables = [studies.clipping_table(read, target) for target in targets]
     return Section("norms", "Clipping", [note], tables=tables, charts=charts)
 
 
 def _ledgers_table(arms: Sequence[_Arm]) -> Table:
-    """The ledger of each run, as it was verified."""
-    columns = (
-        Column("arm", "text"),
-        *(Column(name) for name in ("target ε", "seed", "charges")),
-        Column("cohorts checked", "text"),
-        Column("head of the chain", "long"),
-    )
-    rows = [
-        (
-            arm.summary.arm,
-            f"{arm.summary.target.epsilon:g}",
-            str(seed),
-            str(record.verification.head.count),
-            "yes" if record.verification.cohorts else "no record here",
-            record.verification.head.hash,
-        )
-        for arm in arms
-        for seed, record in zip(arm.summary.seeds, arm.records, strict=True)
-    ]
+    columns = [Column("arm", "text"), Column("target ε"), Column("seed"), Column("charges")]
+    columns += [Column("cohorts checked", "text"), Column("head of the chain", "long")]
+    rows = []
+    for arm in arms:
+        for seed, record in zip(arm.summary.seeds, arm.records, strict=True):
+            found, target = record.verification, f"{arm.summary.target.epsilon:g}"
+            checked = "yes" if found.cohorts else "no record here"
+            counts = (target, str(seed), str(found.head.count))
+            rows.append((arm.summary.arm, *counts, checked, found.head.hash))
     caption = "One ledger for each run: its chain is intact, and every release has its charge"
     return Table(caption, columns, rows)

@@ -1,35 +1,35 @@
 """Tables and numbers in the terminal, and the same for other programs as JSON."""
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, Context
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal, TextIO
 
 import rich.table
+from pydantic_core import to_json
 from rich import box
 from rich.console import Console
 from rich.text import Text
 
-from fedpriv.accounting.accountant import Bound, PrivacyLoss
+from fedpriv.accounting.accountants import Bound, PrivacyLoss
 from fedpriv.accounting.calibration import Plan
-from fedpriv.accounting.pricing import Arithmetic, Price, Spending, read_ledger
+from fedpriv.accounting.pricing import Arithmetic, Spending, read_ledger
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SamplingEvent, SumQueryEvent
-from fedpriv.ledger.export import ExportedLedger, is_export
-from fedpriv.ledger.ledger import Head, Ledger
+from fedpriv.ledger.ledger import ExportedLedger, Head, Ledger, is_export
 from fedpriv.ledger.participation import ParticipationRecord
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its heading, with its unit if there is one, and what its cells hold."""
+    """Heading of a column, with its unit if there is one, and what its cells hold."""
 
     name: str
-    kind: Literal["number", "text", "long"] = "number"  # what is long may be broken anywhere
+    kind: Literal["number", "text", "long"] = "number"  # "long" may be broken anywhere
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,9 @@ def print_table(
     )
     for column in table.columns:
         number = column.kind == "number"
+        side: Literal["left", "right"] = "right" if number else "left"
         # Numbers stay whole, however narrow the terminal; names are broken instead.
-        printed.add_column(
-            Text(column.name),
-            justify="right" if number else "left",
-            no_wrap=number,
-            overflow="fold",
-        )
+        printed.add_column(Text(column.name), justify=side, no_wrap=number, overflow="fold")
     for row in table.rows:
         printed.add_row(*map(Text, row))
     (console or Console()).print(printed)
@@ -106,11 +102,7 @@ def format_delta(delta: float) -> str:
 
 
 def number(value: float) -> float | str:
-    """A number of JSON, or the string "Infinity", since JSON has no such number.
-
-    >>> number(0.5), number(float("inf"))
-    (0.5, 'Infinity')
-    """
+    """A number of JSON, or the string "Infinity", since JSON has no such number."""
     return "Infinity" if math.isinf(value) else value
 
 
@@ -118,20 +110,28 @@ def print_spending(spending: Spending) -> None:
     """Print what each run, each ledger and all ledgers cost, in the accountants' words."""
     several = len(spending.ledgers) > 1
     populations = ", ".join(dict.fromkeys(each.population for each in spending.ledgers))
-    if spending.epsilon is None:
-        symbol, fixed = "ε", f"δ = {spending.delta:g}"
-    else:
+    symbol, fixed = "ε", f"δ = {spending.delta:g}" if spending.delta is not None else ""
+    if spending.epsilon is not None:
         symbol, fixed = "δ", f"ε = {spending.epsilon:g}"
     headings = [Column("ledger", "text")] if several else []
     headings += [Column("run", "text"), Column("rounds"), Column("accountant", "text")]
     headings += [Column(symbol), Column("what it is", "text")]
-    rows = [_spending_row(price, symbol, several) for price in spending.prices]
+    rows = []
+    for price in spending.prices:
+        part, loss = price.part, price.loss
+        found = [format_epsilon(price.epsilon), _kind(loss)]
+        if symbol == "δ":
+            bound = Bound.ESTIMATE if loss.bound is Bound.ESTIMATE else Bound.UPPER
+            found = [format_delta(price.delta), bound]
+        run = part.run or ("all runs" if part.events else "(no charge)")
+        ledger = [part.ledger or "all ledgers"] if several else []
+        rows.append([*ledger, run, str(part.rounds), loss.accountant, *found])
     title = f"user-level {symbol} of {populations} at {fixed}"
     console = Console(markup=False, emoji=False)
     print_table(Table(title, headings, rows), console, box.HEAVY_HEAD)
-    for ledger in spending.ledgers:
-        if not ledger.charges:
-            console.print(f"{ledger.path} has no charge: nothing was released, so ε = 0.")
+    for content in spending.ledgers:
+        if not content.charges:
+            console.print(f"{content.path} has no charge: nothing was released, so ε = 0.")
     if several:
         console.print("All ledgers: for a user who may be in each of their populations.")
     # The table says which accountant gives what; what all assume is said once.
@@ -141,18 +141,6 @@ def print_spending(spending: Spending) -> None:
         console.print(sentence)
     console.print(f"Randomness: {spending.randomness}.")
     console.print(f"Sums and noise: {spending.arithmetic}.")
-
-
-def _spending_row(price: Price, symbol: str, several: bool) -> list[str]:  # noqa: FBT001
-    part, loss = price.part, price.loss
-    if symbol == "ε":
-        found = [format_epsilon(price.epsilon), _kind(loss)]
-    else:
-        bound = Bound.ESTIMATE if loss.bound is Bound.ESTIMATE else Bound.UPPER
-        found = [format_delta(price.delta), bound]
-    ledger = [part.ledger or "all ledgers"] if several else []
-    run = part.run or ("all runs" if part.events else "(no charge)")
-    return [*ledger, run, str(part.rounds), loss.accountant, *found]
 
 
 def _kind(loss: PrivacyLoss) -> str:
@@ -186,23 +174,15 @@ def print_plan(plan: Plan) -> None:
 def print_ledger(path: Path, last: int | None) -> None:
     """Print the charges of a ledger or an export of one, one line each."""
     content = read_ledger(path)
-    shown = content.charges[-(last or len(content.charges)) :]
     names = ("#", "run", "round", "attempt", "sampling", "q", "N", "group: S, σ; noise", "z")
-    rows = [
-        (
-            str(row.position),
-            row.run,
-            str(row.round),
-            str(row.attempt),
-            _sampling_text(row.event.sampling),
-            f"{row.event.sampling.sampling_probability:g}",
-            str(row.event.sampling.population),
-            "\n".join(map(_query_text, row.event.queries)),
-            f"{row.event.noise_multiplier:.4g}",
-            row.randomness.partition(":")[0],
-        )
-        for row in shown
-    ]
+    rows = []
+    for row in content.charges[-(last or len(content.charges)) :]:
+        event, sampling = row.event, row.event.sampling
+        place = map(str, (row.position, row.run, row.round, row.attempt))
+        sampled = (f"{sampling.sampling_probability:g}", str(sampling.population))
+        queries, z = "\n".join(map(_query_text, event.queries)), f"{event.noise_multiplier:.4g}"
+        source = row.randomness.partition(":")[0]
+        rows.append((*place, _sampling_text(sampling), *sampled, queries, z, source))
     title = f"{content.population}: {len(content.charges)} charges"
     columns = [Column(name, "text") for name in (*names, "randomness")]
     print_table(Table(title, columns, rows), border=box.HEAVY_HEAD)
@@ -213,12 +193,21 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
 
     An export has no place for a row outside the chain, so nothing else is to be checked in it.
     """
-    expected = None if head is None else _parsed_head(head)
-    if is_export(path):
-        found = _verified(ExportedLedger.load(path), participation, expected)
-    else:
-        with Ledger.open(path) as ledger:
-            found = _verified(ledger, participation, expected)
+    count, _, digest = (head or "0:").partition(":")
+    if head is not None and not (digest and count.isdecimal()):
+        raise InvalidValueError(f"--head is {head!r}; it must be COUNT:HASH")
+    expected = None if head is None else Head(int(count), digest)
+    with ExitStack() as opened:
+        ledger: Ledger | ExportedLedger
+        if is_export(path):
+            ledger = ExportedLedger.load(path)
+        else:
+            ledger = opened.enter_context(Ledger.open(path))
+        if participation is None:
+            ledger.verify(head=expected)
+        else:
+            ledger.verify(opened.enter_context(ParticipationRecord.open(participation)), expected)
+        found = ledger.head
     cohorts = ", each with the cohort it commits to" if participation else ""
     Console(markup=False, emoji=False).print(
         f"{path} is intact: {found.count} charges{cohorts}; head {found.count}:{found.hash}",
@@ -227,89 +216,56 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
     )
 
 
-def _verified(
-    ledger: Ledger | ExportedLedger, participation: Path | None, head: Head | None
-) -> Head:
-    if participation is None:
-        ledger.verify(head=head)
-    else:
-        with ParticipationRecord.open(participation) as record:
-            ledger.verify(record, head)
-    return ledger.head
-
-
-def _parsed_head(head: str) -> Head:
-    count, separator, digest = head.partition(":")
-    if not separator or not count.isdecimal():
-        raise InvalidValueError(f"--head is {head!r}; it must be COUNT:HASH")
-    return Head(int(count), digest)
-
-
 def write_spending(spending: Spending, stream: TextIO) -> None:
     """Write one JSON object: what was priced, and a row for each part and accountant.
 
-    In a row, `ledger` is null for all ledgers and `run` is null for all runs. A δ that was found
-    stands in `delta` of its row, an ε in `epsilon`, with the lower end `epsilon_low`.
-    `refusals` says why an accountant has no row. An infinite ε is the string "Infinity", which no
-    program takes for a small number.
+    In a row, `ledger` is null for all ledgers and `run` is null for all runs; the lower end
+    `epsilon_low` is there if ε was found. `refusals` says why an accountant has no row. An infinite
+    ε is the string "Infinity", which no program takes for a small number.
     """
-    ledgers = [
-        {
-            "path": str(ledger.path),
+    ledgers, runs, rows = [], [], []
+    for ledger in spending.ledgers:
+        head = ledger.charges[-1].hash if ledger.charges else None
+        found = {
+            "path": ledger.path,
             "ledger_id": ledger.ledger_id,
             "population": ledger.population,
-            "charges": len(ledger.charges),
-            "head": ledger.charges[-1].hash if ledger.charges else None,
         }
-        for ledger in spending.ledgers
-    ]
-    runs = [
-        {"ledger": str(ledger.path), "run": run, "rounds": len(events)}
-        for ledger in spending.ledgers
-        for run, events in ledger.runs().items()
-    ]
-    by_delta = spending.epsilon is None
-    rows = [
-        {
-            "ledger": price.part.ledger,
-            "run": price.part.run,
-            "rounds": price.part.rounds,
-            "accountant": price.loss.accountant,
-            **({"epsilon_low": number(price.loss.epsilon_low)} if by_delta else {}),
-            "epsilon": number(price.epsilon),
-            "delta": price.delta,
-            **_statement(price.loss),
-        }
-        for price in spending.prices
-    ]
+        ledgers.append(found | {"charges": len(ledger.charges), "head": head})
+        runs += [
+            {"ledger": ledger.path, "run": run, "rounds": len(events)}
+            for run, events in ledger.runs().items()
+        ]
+    for price in spending.prices:
+        part = {"ledger": price.part.ledger, "run": price.part.run, "rounds": price.part.rounds}
+        row = part | asdict(price.loss) | {"epsilon": price.epsilon, "delta": price.delta}
+        if spending.epsilon is not None:
+            del row["epsilon_low"]
+        rows.append(row)
+    asked = {"delta": spending.delta, "epsilon": spending.epsilon}
     content = {
         "ledgers": ledgers,
         "runs": runs,
-        **({"delta": spending.delta} if by_delta else {"epsilon": spending.epsilon}),
+        **{name: value for name, value in asked.items() if value is not None},
         "randomness": spending.randomness,
         "arithmetic": spending.arithmetic,
         "rows": rows,
-        "refusals": list(spending.refusals),
+        "refusals": spending.refusals,
     }
-    stream.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    stream.write(json_text(content))
 
 
-def _statement(loss: PrivacyLoss) -> dict[str, str]:
-    """What kind of statement an ε is."""
-    return {"bound": loss.bound, "relation": loss.relation, "assumptions": loss.assumptions}
+def json_text(content: object) -> str:
+    """JSON of several lines, in which numbers that are not finite are "Infinity" and "NaN"."""
+    return to_json(content, indent=2, inf_nan_mode="strings").decode() + "\n"
 
 
 def write_plan(plan: Plan, stream: TextIO) -> None:
     """Write one JSON object: the settings, which of them was found, and what they cost."""
     names = "found rounds sampling_probability noise_multiplier share share_noise_multiplier"
-    priced = ("epsilon_low", "epsilon", "delta", "accountant")
-    content = (
-        {name: getattr(plan, name) for name in names.split()}
-        | {"policy": str(plan.sampling.policy), "target_epsilon": plan.target_epsilon}
-        | {name: getattr(plan.loss, name) for name in priced}
-        | _statement(plan.loss)
-    )
-    stream.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    content = {name: getattr(plan, name) for name in names.split()}
+    content |= {"policy": plan.sampling.policy, "target_epsilon": plan.target_epsilon}
+    stream.write(json_text(content | asdict(plan.loss)))
 
 
 def _query_text(query: SumQueryEvent) -> str:
@@ -325,7 +281,6 @@ def _query_text(query: SumQueryEvent) -> str:
 
 
 def _sampling_text(sampling: SamplingEvent) -> str:
-    """Policy and neighbours, and which rounds users are in where an event has several."""
     text, schedule = f"{sampling.policy}, {sampling.relation}", sampling.schedule
     if schedule is None:
         return text

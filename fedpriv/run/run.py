@@ -267,8 +267,7 @@ def evaluate(
         inputs = torch.tensor(x[start : start + _ROWS], device=device)
         targets = torch.tensor(y[start : start + _ROWS], device=device)
         outputs = functional_call(task.model, tensors, (inputs,))
-        losses = task.loss(outputs, targets).double()
-        loss += float(losses.reshape(len(inputs), -1).mean(1).sum())
+        loss += float(task.losses_of(outputs, targets).double().sum())
         if not targets.dtype.is_floating_point and outputs.dim() == targets.dim() + 1:
             right += int((outputs.argmax(1) == targets).sum())
             classes += targets.numel()

@@ -1,7 +1,6 @@
 """Studies: one experiment under several settings at equal privacy, and what came out.
 
-A study file names arms, seeds and targets; `fedpriv compare` runs all of them into a folder, and
-`read_study` reads that folder. Nothing here trains.
+`fedpriv compare` runs the study of a file into a folder, which `read_study` reads.
 """
 
 from fedpriv.studies.results import ArmSummary, Interval, ReadStudy, RunResult, read_study

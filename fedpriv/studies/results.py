@@ -1,16 +1,13 @@
-"""What the runs of a study came to: the result of each, means over seeds, and a verdict in words.
+"""What the runs of a study came to: a result of each, means over seeds, a verdict in words."""
 
-The folder of a study holds `study.toml` and, for each run, a run folder in which `result.json` is
-written last: a run without it is not finished.
-"""
-
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from scipy import stats
@@ -19,7 +16,7 @@ from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.studies.study import RUNS, Cell, Study, Target, load_study
 
 STUDY = "study.toml"
-RESULT = "result.json"
+RESULT = "result.json"  # written last into the folder of a run: without it a run is not finished
 ALL_RESULTS = "runs.jsonl"
 CONFIDENCE = 0.95
 _FEW = 3  # arms that a sentence names; tables have the rest
@@ -27,14 +24,10 @@ _FEW = 3  # arms that a sentence names; tables have the rest
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds and Student's interval mean ± half_width around it.
-
-    The half width is None for a single value, which says nothing about spread, and NaN if a value
-    is not finite, such as the loss of a model that diverged.
-    """
+    """A mean over seeds and Student's interval mean ± half_width around it."""
 
     mean: float
-    half_width: float | None
+    half_width: float | None  # None of a single value, NaN if a value is not finite
     count: int
 
     @classmethod
@@ -54,12 +47,12 @@ class Interval:
 
     @property
     def low(self) -> float | None:
-        """Lower end."""
+        """Lower end, None of a single value."""
         return None if self.half_width is None else self.mean - self.half_width
 
     @property
     def high(self) -> float | None:
-        """Upper end."""
+        """Upper end, None of a single value."""
         return None if self.half_width is None else self.mean + self.half_width
 
 
@@ -68,7 +61,7 @@ class RunResult:
     """A finished run.
 
     What begins with `simulation_only` is computed from users' data without noise: no guarantee
-    covers it, and it must not be published about real users.
+    covers it, and it must not be published of real users.
     """
 
     # JSON has neither infinity nor NaN, which the loss of a model that diverged can be.
@@ -112,7 +105,7 @@ def results_text(results: Iterable[RunResult]) -> str:
 
 
 def read_results(path: Path) -> list[RunResult]:
-    """What `results_text` wrote into a file; nothing if there is no file."""
+    """What `results_text` wrote; nothing if there is no file."""
     try:
         return [_RESULT.validate_json(line) for line in path.read_bytes().splitlines()]
     except FileNotFoundError:
@@ -128,29 +121,18 @@ def holds_results_alone(folder: Path) -> bool:
 
 
 def finished_runs(study: Study, folder: Path) -> dict[Cell, RunResult]:
-    """Results of the finished runs in the folder of a study, in the order of its cells.
-
-    Raises:
-        DataError: a result cannot be read, or is of other settings than the study has now.
-    """
-    alone = holds_results_alone(folder)
-    results = read_results(folder / ALL_RESULTS) if alone else []
-    kept = {(result.arm, result.target_epsilon, result.seed): result for result in results}
-    finished = {}
-    for cell in study.cells:
-        path = folder / cell.path
-        if not alone:
-            result = next(iter(read_results(path / RESULT)), None)
-        else:
-            result = kept.get((cell.arm.name, cell.target.epsilon, cell.seed))
-        if result is None:
-            continue
+    """Results of the finished runs in the folder of a study, in the order of its cells."""
+    if holds_results_alone(folder):
+        kept = {(r.arm, r.target_epsilon, r.seed): r for r in read_results(folder / ALL_RESULTS)}
+        found = {c: kept.get((c.arm.name, c.target.epsilon, c.seed)) for c in study.cells}
+    else:
+        files = {cell: folder / cell.path / RESULT for cell in study.cells}
+        found = {cell: next(iter(read_results(file)), None) for cell, file in files.items()}
+    finished = {cell: result for cell, result in found.items() if result is not None}
+    for cell, result in finished.items():
         if result.settings != study.digest_of(cell):
-            raise DataError(
-                f"{path} holds a run of other settings than the study has now; "
-                "move it away or choose another folder"
-            )
-        finished[cell] = result
+            held = f"{folder / cell.path} holds a run of other settings than the study has now"
+            raise DataError(f"{held}; move it away or choose another folder")
     return finished
 
 
@@ -164,7 +146,7 @@ class RoundsTo:
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """One arm at one target, over its finished seeds; as for `RunResult`, where names agree."""
+    """One arm at one target, over its finished seeds; names are those of `RunResult`."""
 
     arm: str
     target: Target
@@ -185,45 +167,39 @@ class ArmSummary:
 
 def summarise(study: Study, runs: Iterable[RunResult]) -> tuple[ArmSummary, ...]:
     """A summary for each arm and target with finished runs: targets in order, arms within."""
-    found = {(run.target_epsilon, run.arm, run.seed): run for run in runs}
+    found: dict[tuple[float, str], dict[int, RunResult]] = {}
+    for run in runs:
+        found.setdefault((run.target_epsilon, run.arm), {})[run.seed] = run
     summaries = []
-    for target in study.targets:
-        by_arm = {}
-        for arm in study.arms:
-            keys = [(target.epsilon, arm.name, seed) for seed in study.seeds]
-            by_arm[arm.name] = [found[key] for key in keys if key in found]
-        baseline = {run.seed: run for run in by_arm[study.baseline]}
-        for name, of_arm in by_arm.items():
-            if of_arm:
-                others = {} if name == study.baseline else baseline
-                summaries.append(_summary(study, target, of_arm, others))
+    for target, arm in itertools.product(study.targets, study.arms):
+        by_seed = found.get((target.epsilon, arm.name), {})
+        own = [by_seed[seed] for seed in study.seeds if seed in by_seed]
+        is_baseline = arm.name == study.baseline
+        others = {} if is_baseline else found.get((target.epsilon, study.baseline), {})
+        summaries += [_summary(study, target, own, others)] if own else []
     return tuple(summaries)
 
 
 def _summary(
     study: Study, target: Target, runs: Sequence[RunResult], baseline: Mapping[int, RunResult]
 ) -> ArmSummary:
-    tables = ("clipped", "update_norms", "signal_to_noise")
+    pairs = [(run, baseline[run.seed]) for run in runs if run.seed in baseline]
+    speeds = [run.simulation_only_users_per_second for run in runs]
+    both = [(a.accuracy, b.accuracy) for a, b in pairs]
+    tables = [f"simulation_only_{name}" for name in ("clipped", "update_norms", "signal_to_noise")]
     return ArmSummary(
         arm=runs[0].arm,
         target=target,
         seeds=tuple(run.seed for run in runs),
         accuracy=_interval(run.accuracy for run in runs),
         loss=Interval.of([run.loss for run in runs]),
-        accuracy_difference=_difference(runs, baseline, "accuracy"),
-        loss_difference=_difference(runs, baseline, "loss"),
-        rounds_to={
-            level: _rounds_to([run.rounds_to(level) for run in runs]) for level in study.accuracies
-        },
+        accuracy_difference=_interval(None if a is None or b is None else a - b for a, b in both),
+        loss_difference=_interval(a.loss - b.loss for a, b in pairs),
+        rounds_to={level: _rounds_to(runs, level) for level in study.accuracies},
         noise_multiplier=runs[0].noise_multiplier,
         epsilon=max(run.epsilon for run in runs),
-        simulation_only_users_per_second=statistics.median(
-            run.simulation_only_users_per_second for run in runs
-        ),
-        **{
-            name: means([getattr(run, name) for run in runs])
-            for name in (f"simulation_only_{table}" for table in tables)
-        },
+        simulation_only_users_per_second=statistics.median(speeds),
+        **{name: means([getattr(run, name) for run in runs]) for name in tables},
     )
 
 
@@ -242,19 +218,39 @@ def _interval(values: Iterable[float | None]) -> Interval | None:
     return Interval.of(known) if known else None
 
 
-def _difference(
-    runs: Iterable[RunResult], baseline: Mapping[int, RunResult], measure: str
-) -> Interval | None:
-    """Interval of the differences seed by seed."""
-    pairs = [(run, baseline[run.seed]) for run in runs if run.seed in baseline]
-    values = [(getattr(run, measure), getattr(other, measure)) for run, other in pairs]
-    return _interval(a - b for a, b in values if a is not None and b is not None)
-
-
-def _rounds_to(rounds: Sequence[int | None]) -> RoundsTo:
+def _rounds_to(runs: Sequence[RunResult], accuracy: float) -> RoundsTo:
+    rounds = [run.rounds_to(accuracy) for run in runs]
     median = statistics.median(math.inf if number is None else number for number in rounds)
-    reached = sum(number is not None for number in rounds)
-    return RoundsTo(median if math.isfinite(median) else None, reached)
+    return RoundsTo(median if math.isfinite(median) else None, len(rounds) - rounds.count(None))
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How good a model is: an attribute of runs, rounds and arms, which reports multiply."""
+
+    name: str
+    scale: float
+    unit: str  # of a difference
+    better: str
+    digits: int  # of a difference
+
+    def end(self, arm: ArmSummary) -> Interval | None:
+        """Mean over seeds at the end, scaled."""
+        return self._scaled(getattr(arm, self.name))
+
+    def difference(self, arm: ArmSummary) -> Interval | None:
+        """Mean paired difference from the baseline at the end, scaled; None without one."""
+        return self._scaled(getattr(arm, f"{self.name}_difference"))
+
+    def _scaled(self, found: Interval | None) -> Interval | None:
+        if found is None:
+            return None
+        half_width = found.half_width and self.scale * found.half_width
+        return replace(found, mean=self.scale * found.mean, half_width=half_width)
+
+
+ACCURACY = Measure("accuracy", 100.0, "points", "higher", 2)
+LOSS = Measure("loss", 1.0, "unit of the loss", "lower", 4)
 
 
 @dataclass(frozen=True)
@@ -282,28 +278,12 @@ class ReadStudy:
 
 
 def read_study(folder: Path) -> ReadStudy:
-    """Read the folder of a study, from `runs.jsonl` if it is kept without its runs.
-
-    Raises:
-        InvalidValueError: the folder holds no study.
-        DataError: a result cannot be read, or is of other settings than the study has now.
-    """
+    """Read the folder of a study, from `runs.jsonl` if it is kept without its runs."""
     file = folder / STUDY
     if not file.exists():
         raise InvalidValueError(f"{folder} holds no study; {STUDY} is absent")
     study = load_study(file)
     return ReadStudy(folder, study, tuple(finished_runs(study, folder).items()))
-
-
-class _Standing(NamedTuple):
-    """An arm beside the baseline, in accuracy, or in loss if targets are not classes."""
-
-    arm: str
-    score: float  # the larger the better
-    end: str
-    told: str = ""  # whether it is better; empty for the baseline
-    gap: str = ""  # difference from the baseline with its interval
-    seeds: int = 0
 
 
 def verdict(study: Study, arms: Sequence[ArmSummary]) -> tuple[str, ...]:
@@ -316,57 +296,52 @@ def verdict(study: Study, arms: Sequence[ArmSummary]) -> tuple[str, ...]:
     """
     said = []
     for target in study.targets:
-        of_target = [arm for arm in arms if arm.target == target]
-        in_points = any(arm.accuracy_difference for arm in of_target)
-        found = [_standing(arm, study.baseline, in_points=in_points) for arm in of_target]
-        standings = [each for each in found if each is not None]
-        if any(each.told for each in standings):
-            said.append(f"At ε = {target.epsilon:g}, {_sentences(standings, study.baseline)}")
+        sentences = _compared([arm for arm in arms if arm.target == target], study.baseline)
+        said += [f"At ε = {target.epsilon:g}, {sentences}"] if sentences else []
     return tuple(said)
 
 
-def _standing(arm: ArmSummary, baseline: str, *, in_points: bool) -> _Standing | None:
-    """None if nothing can be said of the arm."""
-    end = arm.accuracy if in_points else arm.loss
-    difference = arm.accuracy_difference if in_points else arm.loss_difference
-    if end is None:
-        return None
-    score = end.mean if in_points else -end.mean
-    text = f"highest accuracy, {end.mean:.2%}" if in_points else f"lowest loss, {end.mean:.4g}"
-    if difference is None or difference.half_width is None:
-        return _Standing(arm.arm, score, text) if arm.arm == baseline else None
-    mean, half = difference.mean, difference.half_width
-    told = "not told apart"  # nor is an interval with NaN
-    if abs(mean) > half:
-        told = "better" if (mean > 0.0) == in_points else "worse"
-    gap = f"{mean:+.4f} ± {half:.4f}"
-    if in_points:
-        gap = f"{100.0 * mean:+.2f} ± {100.0 * half:.2f} points"
-    return _Standing(arm.arm, score, text, told, gap, difference.count)
-
-
-def _sentences(standings: Sequence[_Standing], baseline: str) -> str:
-    ranked = sorted(standings, key=lambda each: (math.isnan(each.score), -each.score))
-    best = next((each for each in ranked if math.isfinite(each.score)), None)
-    said = _best(best, baseline) if best else "no arm has a finite loss."
+def _compared(arms: Sequence[ArmSummary], baseline: str) -> str:
+    """Sentences about arms at one target, in accuracy, or in loss if targets are not classes."""
+    measure = ACCURACY if any(arm.accuracy_difference for arm in arms) else LOSS
+    sign = 1.0 if measure is ACCURACY else -1.0
+    gaps = {arm.arm: measure.difference(arm) for arm in arms}
+    known = {arm: gap for arm, gap in gaps.items() if gap and gap.half_width is not None}
+    if not known:
+        return ""
+    found = {arm.arm: measure.end(arm) for arm in arms if arm.arm in {*known, baseline}}
+    scores = {arm: sign * end.mean for arm, end in found.items() if end}
+    ranked = sorted(scores, key=lambda arm: (math.isnan(scores[arm]), -scores[arm]))
+    best = next((arm for arm in ranked if math.isfinite(scores[arm])), None)
+    told = {arm: _told(gap, sign) for arm, gap in known.items()}
+    texts = {arm: _text(gap, measure) for arm, gap in known.items()}
+    said = "no arm has a finite loss."
+    if best is not None:
+        highest = f"highest accuracy, {scores[best]:.2f}%"
+        end = highest if measure is ACCURACY else f"lowest loss, {-scores[best]:.4g}"
+        said = f"{best}, the baseline, has the {end}."
+    if best in known:
+        gap = f"{told[best]} than {baseline} by {texts[best].lstrip('+-')}"
+        if told[best] == "not told apart":
+            gap = f"but cannot be told from {baseline}: {texts[best]}"
+        seeds = f"a {CONFIDENCE:.0%} interval over {known[best].count} seeds"
+        said = f"{best} has the {end}, {gap} ({seeds})."
     parts = []
     for word in ("better", "worse", "not told apart"):
-        alike = [
-            f"{each.arm} ({each.gap})" for each in ranked if each is not best and each.told == word
-        ]
+        alike = [arm for arm in ranked if arm != best and told.get(arm) == word]
+        named = ", ".join(f"{arm} ({texts[arm]})" for arm in alike[:_FEW])
         more = f" and {len(alike) - _FEW} more" if len(alike) > _FEW else ""
-        if alike:
-            parts.append(f"{word}: {', '.join(alike[:_FEW])}{more}")
-    if not parts:
-        return said
-    return f"{said} Against {baseline}, with {CONFIDENCE:.0%} intervals, {'; '.join(parts)}."
+        parts += [f"{word}: {named}{more}"] if alike else []
+    against = f" Against {baseline}, with {CONFIDENCE:.0%} intervals, {'; '.join(parts)}."
+    return said + against if parts else said
 
 
-def _best(best: _Standing, baseline: str) -> str:
-    if not best.told:
-        return f"{best.arm}, the baseline, has the {best.end}."
-    told = f"{best.told} than {baseline} by {best.gap.lstrip('+-')}"
-    if best.told == "not told apart":
-        told = f"but cannot be told from {baseline}: {best.gap}"
-    certainty = f"a {CONFIDENCE:.0%} interval over {best.seeds} seeds"
-    return f"{best.arm} has the {best.end}, {told} ({certainty})."
+def _told(gap: Interval, sign: float) -> str:
+    if gap.half_width is None or not abs(gap.mean) > gap.half_width:  # nor an interval with NaN
+        return "not told apart"
+    return "better" if sign * gap.mean > 0.0 else "worse"
+
+
+def _text(gap: Interval, measure: Measure) -> str:
+    unit = " points" if measure is ACCURACY else ""
+    return f"{gap.mean:+.{measure.digits}f} ± {gap.half_width:.{measure.digits}f}{unit}"

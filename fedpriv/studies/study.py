@@ -1,7 +1,4 @@
-"""What a study is: one experiment under several arms, at equal privacy, and the runs they make.
-
-A study is read from a file (`load_study`) or made of settings (`study_of_settings`).
-"""
+"""What a study is: one experiment under several arms, at equal privacy, and the runs they make."""
 
 import copy
 import hashlib
@@ -34,16 +31,12 @@ RUNS = "runs"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 # What an arm may not vary, as the study sets it, or as arms would then not cost the same.
 _FIXED = {
-    "name": "the study names its runs",
-    "run": "the study names its runs",
-    "seed": "the study's seeds are those of every arm",
-    "model.seed": "the study's seeds are those of every arm",
-    "privacy.epsilon": "the study's target is that of every arm",
-    "privacy.delta": "the study's target is that of every arm",
-    "privacy.noise_multiplier": "the noise of every arm is calibrated to the study's target",
-    "privacy.accountant": "all arms are calibrated by one accountant",
+    "the study names its runs": ("name", "run"),
+    "the study's seeds are those of every arm": ("seed", "model.seed"),
+    "the study's target is that of every arm": ("privacy.epsilon", "privacy.delta"),
+    "every arm is calibrated to the study's target": ("privacy.noise_multiplier",),
+    "all arms are calibrated by one accountant": ("privacy.accountant",),
 }
-
 
 _Name = Annotated[str, Field(pattern=_NAME)]
 _Seeds = Annotated[
@@ -62,15 +55,13 @@ class Arm(Section):
 
 
 class _Targets(Section):
-    """What each run may cost; with several ε, every arm runs at each of them."""
-
     epsilon: Positive | Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
     delta: Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
 @dataclass(frozen=True)
 class Target:
-    """What every run of an arm may cost: the noise of each arm is calibrated to it."""
+    """What every run of an arm costs at most: its noise is calibrated to it."""
 
     epsilon: float
     delta: float
@@ -109,26 +100,22 @@ class Study(Section):
         _refuse_repeated("seeds", self.seeds)
         _refuse_repeated("target.epsilon", [target.epsilon for target in self.targets])
         if self.baseline and self.baseline not in names:
-            raise ValueError(
-                f"baseline is {self.baseline!r}, which is not an arm; "
-                f"{known_names(self.baseline, names)}"
-            )
+            known = known_names(self.baseline, names)
+            raise ValueError(f"baseline is {self.baseline!r}, which is not an arm; {known}")
         alike: dict[str, str] = {}
         for arm in self.arms:
             _check_arm(self.base, arm)
             other = alike.setdefault(repr(self.flat_settings(arm)), arm.name)
             if other != arm.name:
-                raise ValueError(
-                    f"arms {other!r} and {arm.name!r} are alike; they must differ in what they set"
-                )
+                raise ValueError(f"arms {other!r} and {arm.name!r} are alike; they must differ")
         return self if self.baseline else self.model_copy(update={"baseline": names[0]})
 
     @property
     def targets(self) -> tuple[Target, ...]:
         """What runs may cost; arms are compared at the same target only."""
-        given = self.target.epsilon
-        epsilons = given if isinstance(given, tuple) else (given,)
-        return tuple(Target(epsilon, self.target.delta) for epsilon in epsilons)
+        epsilons = self.target.epsilon
+        listed = epsilons if isinstance(epsilons, tuple) else (epsilons,)
+        return tuple(Target(epsilon, self.target.delta) for epsilon in listed)
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
@@ -139,23 +126,18 @@ class Study(Section):
     def table_of(self, cell: Cell) -> dict[str, object]:
         """The experiment of a run, as a table.
 
-        Runs with the same seed have the same name in their ledgers, and initial parameters of the
-        same seed: cohorts, noise and the order of examples are then drawn from the same keys in
-        every arm, so that differences between arms are paired.
+        Runs with the same seed have the same name in their ledgers and the same initial parameters:
+        cohorts, noise and the order of examples are then drawn from the same keys in every arm, so
+        that differences between arms are paired.
         """
         table = _varied(self.base, cell.arm)
-        privacy = table.setdefault("privacy", {})
-        if isinstance(privacy, dict):
+        privacy, model = (table.setdefault(section, {}) for section in ("privacy", "model"))
+        if isinstance(privacy, dict) and isinstance(model, dict):
             privacy.pop("noise_multiplier", None)
             privacy |= {"epsilon": cell.target.epsilon, "delta": cell.target.delta}
-        model = table.setdefault("model", {})
-        if isinstance(model, dict):
             model["seed"] = cell.seed
-        return table | {
-            "name": f"{self.name}-{cell.arm.name}",
-            "run": f"{self.name}-seed{cell.seed}",
-            "seed": cell.seed,
-        }
+        run = f"{self.name}-seed{cell.seed}"
+        return table | {"name": f"{self.name}-{cell.arm.name}", "run": run, "seed": cell.seed}
 
     def config_of(self, cell: Cell) -> Config:
         """The experiment of a run."""
@@ -198,42 +180,24 @@ def _levels(key: str, axis: object) -> list[Arm]:
     elif isinstance(axis, Mapping):
         levels = list(axis.items())
     else:
-        raise InvalidValueError(
-            f"axis {key!r} is {axis!r}; it must be a table of levels or a list of values"
-        )
+        raise InvalidValueError(f"axis {key!r} is {axis!r}; it must be a table or a list")
     if not levels:
         raise InvalidValueError(f"axis {key!r} has no level; it must have at least one")
     for name, assignments in levels:
         if not re.match(_NAME, name):
-            raise InvalidValueError(
-                f"axis {key!r} has the level {name!r}, which makes no name of an arm; a table of "
-                "levels can name them, with letters, digits, dots, underscores and hyphens"
-            )
+            legal = "letters, digits, dots, underscores and hyphens, as a table can give levels"
+            raise InvalidValueError(f"axis {key!r} has the level {name!r}; names are of {legal}")
         if not isinstance(assignments, list) or not all(isinstance(a, str) for a in assignments):
-            raise InvalidValueError(
-                f"level {name!r} of axis {key!r} is {assignments!r}; it must be a list of "
-                'assignments "a.b=value"'
-            )
+            found = f"level {name!r} of axis {key!r} is {assignments!r}"
+            raise InvalidValueError(f'{found}; it must be a list of assignments "a.b=value"')
     return [Arm(name=name, set=tuple(assignments)) for name, assignments in levels]
-
-
-def _crossed(axes: Mapping[str, object]) -> list[Arm]:
-    """An arm for each combination of a level of every axis, named by its levels in order."""
-    arms = []
-    for levels in itertools.product(*(_levels(key, axis) for key, axis in axes.items())):
-        assignments = tuple(each for level in levels for each in level.set)
-        arms.append(Arm(name="_".join(level.name for level in levels), set=assignments))
-    return arms
 
 
 def load_study(path: Path) -> Study:
     """Read a study from TOML and check it as far as that goes without data and models.
 
-    `base` may be a file beside it, and `axes` may stand in place of arms.
-
-    Raises:
-        InvalidValueError: a file cannot be read, a key is unknown, absent or out of range, names,
-            seeds or targets are not unique, or an arm sets what the study sets for all.
+    `base` may be a file beside it, and `axes` may stand in place of arms: an arm for each
+    combination of a level of every axis, named by its levels in order.
     """
     table = read_toml(path)
     base, axes = table.get("base"), table.pop("axes", {})
@@ -242,11 +206,14 @@ def load_study(path: Path) -> Study:
     if isinstance(base, dict):
         table["base"] = spelled_out(base)
     if not isinstance(axes, dict) or bool(axes) == bool(table.get("arms")):
-        raise InvalidValueError(
-            f"{path}: exactly one of arms and axes must be given, with at least one arm"
-        )
+        raise InvalidValueError(f"{path}: exactly one of arms and axes must be given")
     if axes:
-        table["arms"] = _crossed(axes)
+        arms = []
+        for levels in itertools.product(*(_levels(key, axis) for key, axis in axes.items())):
+            assignments = itertools.chain.from_iterable(level.set for level in levels)
+            name = "_".join(level.name for level in levels)
+            arms.append(Arm(name=name, set=tuple(assignments)))
+        table["arms"] = arms
     return checked(Study, table, str(path))
 
 
@@ -292,9 +259,10 @@ def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
         before, table = _flat(base), _flat(_varied(base, arm))
     except InvalidValueError as error:
         raise ValueError(f"{what}: {error}") from error
-    for key, reason in _FIXED.items():
-        if table.get(key) != before.get(key):
-            raise ValueError(f"{what} sets {key}; {reason}")
+    for reason, keys in _FIXED.items():
+        for key in keys:
+            if table.get(key) != before.get(key):
+                raise ValueError(f"{what} sets {key}; {reason}")
     if table.get("privacy.ledger") is not None:
         raise ValueError(f"{what} has a privacy.ledger; every run of a study has its own")
     if table.get("privacy.unsafe_no_privacy"):
@@ -303,18 +271,15 @@ def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """Arms that differ in one number, and in what follows from it, as (number, arm) in order."""
+    """Arms that differ in one number, and in what follows from it."""
 
     name: str  # what they share
-    arms: tuple[tuple[float, str], ...]
+    arms: tuple[tuple[float, str], ...]  # (number, arm) in order
 
 
 @dataclass(frozen=True)
 class NumericAxis:
-    """A number of the experiment that arms vary, and each combination of all else that they vary.
-
-    At least one of the lines has two values.
-    """
+    """A number that arms vary, and a line for each combination of all else that they vary."""
 
     key: str
     follows: tuple[str, ...]  # keys of other numbers that each value of this one settles
@@ -322,11 +287,7 @@ class NumericAxis:
 
 
 def numeric_axes(study: Study) -> tuple[NumericAxis, ...]:
-    """The numbers that the arms of a study vary, however its file wrote them.
-
-    Of numbers that settle each other, as when each number of users has its own number of rounds,
-    only the one that arms set first is an axis.
-    """
+    """The numbers that arms vary; of those that settle each other, the one that arms set first."""
     settings = {arm.name: study.flat_settings(arm) for arm in study.arms}
     written = [text.partition("=")[0].strip() for arm in study.arms for text in arm.set]
     known = dict.fromkeys([*written, *(key for each in settings.values() for key in each)])
@@ -357,19 +318,11 @@ def _lines(
     for arm, each in settings.items():
         rest = ", ".join(f"{other} = {each.get(other)}" for other in others)
         groups.setdefault(rest, []).append((float(str(each[key])), arm))
-    return tuple(
-        Line(_shared([arm for _, arm in arms]) or rest or "all arms", tuple(sorted(arms)))
-        for rest, arms in groups.items()
-    )
-
-
-def _shared(names: Sequence[str]) -> str:
-    """What names of arms, made of the levels of axes, have in common.
-
-    >>> _shared(["norm-0.3_flat", "norm-1_flat"])
-    'flat'
-    """
-    parts = [name.split("_") for name in names]
-    if len({len(each) for each in parts}) > 1:
-        return ""
-    return "_".join(level[0] for level in zip(*parts, strict=True) if len(set(level)) == 1)
+    lines = []
+    for rest, arms in groups.items():
+        # Names of arms are made of the levels of axes; what they have in common names the line.
+        parts = [arm.split("_") for _, arm in arms]
+        levels = zip(*parts, strict=True) if len({len(each) for each in parts}) == 1 else ()
+        shared = "_".join(level[0] for level in levels if len(set(level)) == 1)
+        lines.append(Line(shared or rest or "all arms", tuple(sorted(arms))))
+    return tuple(lines)

@@ -23,6 +23,7 @@ from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import ServerState
 
 _FORMAT = "fedpriv checkpoint 3"
+_PARTS = ("parameters", "first", "second", "statistics")
 _KEPT = 3
 
 
@@ -40,24 +41,19 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
     A crash leaves either all of it or nothing.
     """
-    state = checkpoint.state
-    parts = {
-        "parameters": state.parameters,
-        "first": state.optimizer.first,
-        "second": state.optimizer.second,
-        "statistics": state.statistics,
-    }
-    tensors: dict[str, np.ndarray] = {
+    state, head = checkpoint.state, checkpoint.ledger_head
+    moments = (state.optimizer.first, state.optimizer.second)
+    tensors = {
         f"{part}/{name}": np.asarray(tensor, order="C")
-        for part, named in parts.items()
+        for part, named in zip(_PARTS, (state.parameters, *moments, state.statistics), strict=True)
         for name, tensor in named.items()
     }
     metadata = {
         "format": _FORMAT,
         "round": str(state.round),
         "plan_digest": checkpoint.plan_digest,
-        "ledger_count": str(checkpoint.ledger_head.count),
-        "ledger_hash": checkpoint.ledger_head.hash,
+        "ledger_count": str(head.count),
+        "ledger_hash": head.hash,
         "clipping_norms": " ".join(map(repr, state.clipping_norms)),
     }
     metadata["digest"] = _digest(metadata, tensors)
@@ -80,9 +76,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
-                raise CheckpointError(
-                    f"{path} has format {metadata.get('format')!r}; it must be {_FORMAT!r}"
-                )
+                found = metadata.get("format")
+                raise CheckpointError(f"{path} has format {found!r}; it must be {_FORMAT!r}")
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
@@ -90,17 +85,14 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path} is damaged; delete it to resume from the checkpoint before it"
         )
-    parameters, first, second, statistics = (
-        {key.removeprefix(part): t for key, t in tensors.items() if key.startswith(part)}
-        for part in ("parameters/", "first/", "second/", "statistics/")
-    )
-    state = ServerState(
-        int(metadata["round"]),
-        parameters,
-        OptimizerState(first, second),
-        tuple(map(float, metadata["clipping_norms"].split())),
-        statistics,
-    )
+    parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
+    for key, tensor in tensors.items():
+        part, _, name = key.partition("/")
+        parts[part][name] = tensor
+    parameters, first, second, statistics = parts.values()
+    norms = tuple(map(float, metadata["clipping_norms"].split()))
+    moments = OptimizerState(first, second)
+    state = ServerState(int(metadata["round"]), parameters, moments, norms, statistics)
     head = Head(int(metadata["ledger_count"]), metadata["ledger_hash"])
     return Checkpoint(state, metadata["plan_digest"], head)
 
@@ -117,9 +109,8 @@ def _digest(metadata: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> s
 def resume(path: Path, plan: TrainingPlan, ledger: Ledger) -> ServerState:
     """State to go on from.
 
-    Raises:
-        CheckpointError: the checkpoint is of another plan, or the ledger does not contain the
-            charges that the checkpoint had seen (another ledger, or one that was set back).
+    CheckpointError if the checkpoint is of another plan, or the ledger does not contain the charges
+    that it had seen: it is another ledger, or was set back.
     """
     checkpoint = load_checkpoint(path)
     if checkpoint.plan_digest != plan.digest:
@@ -149,8 +140,7 @@ def naming(path: Path) -> Iterator[None]:
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace `path` by `content`, durably; a crash or a full disk leaves the old file as it was.
 
-    Raises:
-        OSError: it cannot be written; the message names the file.
+    An OSError, if it cannot be written, names the file.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:

@@ -19,8 +19,7 @@ from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import RoundResult, ServerState, run_round
 
-UPDATE_NORMS_METRIC = "update-norms"
-"""The metric that users' hosts compute: whether a group's norm is within each threshold."""
+UPDATE_NORMS_METRIC = "update-norms"  # whether a group's norm is within each threshold
 _THRESHOLDS = 20
 _SHARE = 0.99  # of a round's privacy; the update, though not used, needs a share of its own
 _LEAST, _MOST = 1e-6, 1e6  # norms outside count as these
@@ -76,27 +75,18 @@ def find_quantiles(
     """Look for a quantile γ in (0, 1) of the norms of every vector group of a plan's update.
 
     Yields the result of each of the plan's rounds and what is known after it. Every round is
-    charged at the plan's noise multiplier before it is released. The model stays as it is, and so
-    do running statistics of normalisations, which users train with as in the first round of
-    training: the norms are those of its updates.
-
-    Raises:
-        InvalidValueError: the quantile is out of range.
-        BudgetExceededError: the next round would pass the budget.
+    charged at the plan's noise multiplier before it is released; BudgetExceededError where the next
+    one would pass the budget. The model and its running statistics stay as they are, so the norms
+    are those of the first round of training.
     """
     if not 0.0 < quantile < 1.0:
         raise InvalidValueError(f"quantile is {quantile}; it must be in (0, 1)")
     known = tuple(NormQuantile(group.name) for group in plan.groups)
+    fixed = replace(plan, metrics=(), metrics_share=0.0, adaptive=None, statistics=None)
     for number in range(plan.rounds):
-        asking = replace(
-            plan,
-            metrics=tuple(each.metric for each in known),
-            metrics_share=_SHARE,
-            adaptive=None,
-            statistics=None,
-        )
-        at = replace(state, round=number)
-        _, result = run_round(asking, at, transport, records, entropy)
+        metrics = tuple(each.metric for each in known)
+        asking = replace(fixed, metrics=metrics, metrics_share=_SHARE)
+        _, result = run_round(asking, replace(state, round=number), transport, records, entropy)
         known = tuple(
             each.narrowed(np.array(value), result.metrics_noise_stddev[name], quantile)
             for each, (name, value) in zip(known, result.metrics.items(), strict=True)

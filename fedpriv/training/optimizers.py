@@ -89,7 +89,7 @@ class _Adaptive(ServerOptimizer):
         _check(self)
 
     @abstractmethod
-    def second_moment(self, v: Array, square: Array) -> Array:
+    def _second(self, v: Array, square: Array) -> Array:
         """The next v, given Δ²."""
 
     def init(self, parameters: Parameters) -> OptimizerState:
@@ -98,11 +98,9 @@ class _Adaptive(ServerOptimizer):
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """One adaptive step."""
-        first = {
-            name: self.beta1 * m + (1.0 - self.beta1) * average[name]
-            for name, m in state.first.items()
-        }
-        second = {n: self.second_moment(v, average[n] ** 2) for n, v in state.second.items()}
+        kept, new = self.beta1, 1.0 - self.beta1
+        first = {name: kept * m + new * average[name] for name, m in state.first.items()}
+        second = {n: self._second(v, average[n] ** 2) for n, v in state.second.items()}
         direction = {name: m / (np.sqrt(second[name]) + self.tau) for name, m in first.items()}
         return _moved(parameters, direction, self.learning_rate), OptimizerState(first, second)
 
@@ -112,21 +110,14 @@ class FedAdam(_Adaptive):
     """m ← β₁·m + (1 − β₁)·Δ;  v ← β₂·v + (1 − β₂)·Δ²;  x ← x + η·m / (√v + τ).
 
     No bias correction, and v starts at τ², as in Reddi et al. 2021; so in the two below.
-
-    Attributes:
-        learning_rate: η ≥ 0.
-        beta1: decay of m in [0, 1).
-        beta2: decay of v in [0, 1).
-        tau: degree of adaptivity τ > 0.
     """
 
-    learning_rate: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 1e-3
+    learning_rate: float = 0.1  # η ≥ 0
+    beta1: float = 0.9  # decay of m in [0, 1)
+    beta2: float = 0.99  # decay of v in [0, 1)
+    tau: float = 1e-3  # degree of adaptivity τ > 0
 
-    def second_moment(self, v: Array, square: Array) -> Array:
-        """A decaying average."""
+    def _second(self, v: Array, square: Array) -> Array:
         return self.beta2 * v + (1.0 - self.beta2) * square
 
 
@@ -138,8 +129,7 @@ class FedAdagrad(_Adaptive):
     beta1: float = 0.9
     tau: float = 1e-3
 
-    def second_moment(self, v: Array, square: Array) -> Array:
-        """A sum."""
+    def _second(self, v: Array, square: Array) -> Array:
         return v + square
 
 
@@ -152,17 +142,12 @@ class FedYogi(_Adaptive):
     beta2: float = 0.99
     tau: float = 1e-3
 
-    def second_moment(self, v: Array, square: Array) -> Array:
-        """A step towards Δ² whose size does not depend on v."""
+    def _second(self, v: Array, square: Array) -> Array:
         return v - (1.0 - self.beta2) * square * np.sign(v - square)
 
 
 SERVER_OPTIMIZERS: Mapping[str, type[ServerOptimizer]] = {
-    "fedavg": FedAvg,
-    "fedavgm": FedAvgM,
-    "fedadam": FedAdam,
-    "fedadagrad": FedAdagrad,
-    "fedyogi": FedYogi,
+    each.__name__.lower(): each for each in (FedAvg, FedAvgM, FedAdam, FedAdagrad, FedYogi)
 }
 """The values of server.optimizer in a configuration."""
 
@@ -183,8 +168,7 @@ def _filled(parameters: Parameters, value: float) -> Moments:
 def _moved(parameters: Parameters, direction: Average, learning_rate: float) -> Parameters:
     """Parameters after a step, saturated to what float32 holds so that a model stays finite."""
     limit = np.finfo(np.float32).max
-    after = {}
-    for name, parameter in parameters.items():
-        moved = learning_rate * direction[name] + parameter
-        after[name] = np.clip(moved, -limit, limit, out=moved).astype(np.float32)
-    return after
+    return {
+        name: np.clip(learning_rate * direction[name] + p, -limit, limit).astype(np.float32)
+        for name, p in parameters.items()
+    }

@@ -84,11 +84,8 @@ class RunningStatistics:
 
     def check(self, statistics: Mapping[str, np.ndarray]) -> None:
         """Raise InvalidValueError unless there are statistics of exactly these layers."""
-        wanted = {
-            name: (channels,)
-            for layer, channels in zip(self.layers, self.channels, strict=True)
-            for name in _names(layer)
-        }
+        sizes = zip(self.layers, self.channels, strict=True)
+        wanted = {name: (size,) for layer, size in sizes for name in _names(layer)}
         found = {name: tensor.shape for name, tensor in statistics.items()}
         if found != wanted:
             raise InvalidValueError(f"running statistics are {found}; they must be {wanted}")
@@ -102,11 +99,7 @@ def _names(layer: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What is trained, on whom, for how long and under which mechanism.
-
-    Raises:
-        InvalidValueError: a field is out of range or fields do not fit together.
-    """
+    """What is trained, on whom, for how long and under which mechanism."""
 
     run: str  # name in the ledger
     population: str  # name of the enrolled population, as in the ledger
@@ -166,10 +159,8 @@ class TrainingPlan:
 
         Its noise multiplier is that of the plan, whatever the norms.
         """
-        groups = [
-            replace(group, clipping_norm=norm)
-            for group, norm in zip(self.groups, clipping_norms, strict=True)
-        ]
+        pairs = zip(self.groups, clipping_norms, strict=True)
+        groups = [replace(group, clipping_norm=norm) for group, norm in pairs]
         groups += [metric.group for metric in self.metrics]
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
         shapes |= {metric.tensor: metric.shape for metric in self.metrics}

@@ -17,7 +17,6 @@ from fedpriv.privacy.round import (
     RoundAttempt,
     RoundRequest,
     Transport,
-    draw_cohort,
     private_round,
 )
 from fedpriv.training.optimizers import OptimizerState, Parameters
@@ -54,27 +53,23 @@ class RoundResult:
 
     All of it may be published but for `simulation_only_seconds`, the wall time of the round in a
     simulation, which depends on who took part. Nothing else depends on users but through the noise.
-
-    `epsilon` is that of all charges of the ledger so far, at `delta`; `charge` is the hash of this
-    round's. `unclipped` is, by vector group, the noised fraction of users that were not clipped, if
-    clipping is adaptive. `metrics` are private averages by name, at the model before the round (a
-    vector is a list), with the standard deviation of the noise in each component. `loss` and
-    `accuracy` are of the new model on held-out rows, where it was evaluated.
     """
 
     run: str
     rounds: int  # T, how many are planned
     round: int  # from 0
     attempt: int  # which attempt at the round succeeded, from 0
-    charge: str
-    epsilon: float
+    charge: str  # hash of the round's charge
+    epsilon: float  # of all charges of the ledger so far, at `delta`
     delta: float
-    clipping_norms: Mapping[str, float]
+    clipping_norms: Mapping[str, float]  # by vector group
+    # By vector group, the noised fraction of users that were not clipped, if clipping is adaptive.
     unclipped: Mapping[str, float] = field(default_factory=dict)
+    # Private averages by name, at the model before the round, and the noise in each component.
     metrics: Mapping[str, object] = field(default_factory=dict)
     metrics_noise_stddev: Mapping[str, float] = field(default_factory=dict)
-    loss: float | None = None
-    accuracy: float | None = None
+    loss: float | None = None  # of the new model on held-out rows, where it was evaluated
+    accuracy: float | None = None  # likewise
     simulation_only_seconds: float | None = None
 
     @property
@@ -121,10 +116,8 @@ def initial_state(
     statistics = dict(statistics or {})
     if plan.statistics is not None:
         plan.statistics.check(statistics)
-    ordered = {
-        name: np.asarray(tensor, dtype=np.float32)
-        for name, tensor in plan.layout.unflatten(plan.layout.flatten(parameters)).items()
-    }
+    tensors = plan.layout.unflatten(plan.layout.flatten(parameters))
+    ordered = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
     return ServerState(0, ordered, plan.optimizer.init(ordered), plan.clipping_norms, statistics)
 
 
@@ -162,7 +155,7 @@ def run_round(
     """One round of `train`: the state after it, and its result."""
 
     def collect(at: RoundAttempt, users: npt.NDArray[np.int64]) -> Iterator[PartialSum]:
-        return transport.collect(_request(plan, state, at, users, entropy))
+        return transport.collect(round_request(plan, state, at, users, entropy))
 
     mechanism = plan.mechanism_at(state.clipping_norms)
     release = private_round(mechanism, plan.run, state.round, collect, records, entropy)
@@ -170,22 +163,14 @@ def run_round(
     return close_round(plan, state, release, epsilon, records.budget.delta)
 
 
-def open_round(
-    plan: TrainingPlan, state: ServerState, attempt: int, entropy: Entropy
-) -> RoundRequest:
-    """What an attempt at the next round asks of a cohort that is drawn here."""
-    at = RoundAttempt(plan.run, state.round, attempt)
-    users = draw_cohort(plan.mechanism_at(state.clipping_norms), at, entropy)
-    return _request(plan, state, at, users, entropy)
-
-
-def _request(
+def round_request(
     plan: TrainingPlan,
     state: ServerState,
     at: RoundAttempt,
     users: npt.NDArray[np.int64],
     entropy: Entropy,
 ) -> RoundRequest:
+    """What an attempt at the next round asks of the users of its cohort."""
     return RoundRequest(
         run=at.run,
         round=at.round,

@@ -267,7 +267,7 @@ class AccountantConformance(ABC):
 
     @pytest.mark.parametrize("epsilon", [-0.1, math.inf, math.nan])
     def test_illegal_epsilon_is_named(self, epsilon: float) -> None:
-        with pytest.raises(InvalidValueError, match=rf"epsilon is {epsilon}; it must be at least"):
+        with pytest.raises(InvalidValueError, match=rf"epsilon is {epsilon}; it must be finite"):
             self.accountant.delta([poisson_gaussian(0.1, 1.0)], epsilon)
 
     @pytest.mark.parametrize(("field", "value"), [("relation", "replace-two"), ("policy", "fixed")])

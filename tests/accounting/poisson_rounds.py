@@ -1,13 +1,8 @@
-"""Intervals of Poisson-sampled rounds by (q, z), from the composition of their privacy losses."""
+"""Intervals of Poisson-sampled rounds by (q, z): by composing their losses, and the tightest."""
 
-from fedpriv.accounting import pld
-from fedpriv.accounting.pld.dominating_pairs import PoissonPair
-from fedpriv.accounting.pld.lattice import Pairs
+from fedpriv.accounting import analyses, pld
+from fedpriv.accounting.analyses import poisson_pairs
 from fedpriv.accounting.round_counts import Rounds
-
-
-def poisson_pairs(rounds: Rounds) -> Pairs:
-    return {PoissonPair(q, z): count for (q, z), count in rounds.items()}
 
 
 def epsilon_interval(rounds: Rounds, delta: float) -> tuple[float, float]:
@@ -16,3 +11,11 @@ def epsilon_interval(rounds: Rounds, delta: float) -> tuple[float, float]:
 
 def delta_interval(rounds: Rounds, epsilon: float) -> tuple[float, float]:
     return pld.delta_interval(poisson_pairs(rounds), epsilon)
+
+
+def tight_epsilon(rounds: Rounds, delta: float) -> tuple[float, float]:
+    return analyses.epsilon_interval(poisson_pairs(rounds), delta)
+
+
+def tight_delta(rounds: Rounds, epsilon: float) -> tuple[float, float]:
+    return analyses.delta_interval(poisson_pairs(rounds), epsilon)

@@ -9,18 +9,22 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.contour import integral, inversion
+from fedpriv.accounting.contour import inversion
 from fedpriv.accounting.contour.cumulant import (
+    HEIGHTS,
+    LARGEST_ANGLE,
+    DirectedRounds,
+    decay,
+    log_errors,
     log_mgf_along,
     losses,
     support,
     tilt,
     window,
 )
-from fedpriv.accounting.contour.integral import contour, cumulant_bound
-from fedpriv.accounting.contour.saddle_point import (
-    DirectedRounds,
-    decay,
+from fedpriv.accounting.contour.inversion import (
+    contour,
+    cumulant_bound,
     plan_at_delta,
     plan_at_epsilon,
 )
@@ -197,8 +201,8 @@ def log_error(tilted, t, nodes):
     at = tilted.losses
     setting = DirectedRounds(at.q[:, 0], at.z[:, 0], np.ones(1), at.direction)
     c = tilted.order - 1 if at.direction is Direction.REMOVE else -tilted.order
-    semiaxes = np.minimum(np.array(integral._HEIGHTS), integral.LARGEST_ANGLE * setting.z)[:, None]
-    log_rho, error = integral._log_errors(setting, at.low, at.high, c, t, semiaxes)
+    semiaxes = np.minimum(np.array(HEIGHTS), LARGEST_ANGLE * setting.z)[:, None]
+    log_rho, error = log_errors(setting, at.low, at.high, c, t, semiaxes)
     return float((error - 2 * nodes * log_rho - tilted.log_mgf).min())
 
 

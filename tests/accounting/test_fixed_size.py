@@ -18,7 +18,7 @@ from fedpriv.accounting.rdp import (
     DEFAULT_ORDERS,
     _log_differences,
     _log_even_moments,
-    composed_fixed_size_rdp,
+    composed_rdp,
     fixed_size_gaussian_rdp,
     subsampled_gaussian_rdp,
 )
@@ -104,7 +104,7 @@ def test_integer_orders_agree_with_a_published_library(size: int, z: float) -> N
     gaussian = dp_accounting.GaussianDpEvent(z / 2)
     library.compose(dp_accounting.SampledWithoutReplacementDpEvent(10_000, size, gaussian), 5)
     theirs = np.minimum(library.rdp, 5 * np.array(orders) / (2 * (z / 2) ** 2))
-    ours = composed_fixed_size_rdp({(size / 10_000, z / 2): 5}, orders)
+    ours = composed_rdp({(size / 10_000, z / 2): 5}, orders, fixed_size_gaussian_rdp)
     assert ours == pytest.approx(theirs, rel=1e-8)
     assert (ours >= theirs * (1 - 1e-12)).all()
 
@@ -130,8 +130,8 @@ def test_edges() -> None:
     assert np.isfinite(fixed_size_gaussian_rdp(0.5, 1e-139, orders)).all()
     assert (fixed_size_gaussian_rdp(0.5, 1e150, orders) < 1e-290).all()
     assert fixed_size_gaussian_rdp(1.0, 3.0, orders) == pytest.approx(np.array(orders) / 18)
-    assert list(composed_fixed_size_rdp({}, orders)) == [0.0] * 3
-    twice = composed_fixed_size_rdp({(0.1, 2.0): 2, (0.5, 4.0): 1}, orders)
+    assert list(composed_rdp({}, orders, fixed_size_gaussian_rdp)) == [0.0] * 3
+    twice = composed_rdp({(0.1, 2.0): 2, (0.5, 4.0): 1}, orders, fixed_size_gaussian_rdp)
     one, other = (
         fixed_size_gaussian_rdp(0.1, 2.0, orders),
         fixed_size_gaussian_rdp(0.5, 4.0, orders),

@@ -32,7 +32,6 @@ def test_points_cover_the_losses(
     assert (np.diff(points.index) >= 1).all()
     assert 0 in points.index
     assert points.loss == pytest.approx(points.offset + step * points.index, rel=1e-15)
-    assert points.spacing == pytest.approx(step * np.diff(points.index), rel=1e-15)
     # Far points are few, however fine the step is.
     assert len(points.index) < 2 * (34 + 34 * math.log(1e9)) + 2 * 16384
 

@@ -117,7 +117,7 @@ def test_compositions_agree_with_a_contour_integral(rounds: Rounds, delta: float
         assert beyond < 1.06 * below
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     rounds=st.dictionaries(
         st.tuples(
@@ -303,7 +303,7 @@ def test_hardly_any_noise_has_a_lower_end_only() -> None:
     assert delta_interval({(1.0, 0.01): 1}, 1.0)[1] == 1.0
 
 
-@pytest.mark.parametrize("delta", [1e-60, 1e-12, 1e-2, 0.5, 0.999])
+@pytest.mark.parametrize("delta", [1e-60, 1e-2, 0.999])
 @pytest.mark.parametrize(
     ("q", "z"), [(1e-300, 1.0), (1e-9, 1e9), (1.0, 1e12), (1.0 - 1e-16, 0.05), (0.3, 0.05)]
 )

@@ -6,7 +6,7 @@ import pytest
 from pair_conformance import PairConformance, delta_of, losses
 
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair, sample_at
-from fedpriv.accounting.pld.lattice import Lattice
+from fedpriv.accounting.pld.lattice import Lattice, dominated, dominating
 from fedpriv.accounting.round_counts import Direction
 
 
@@ -35,8 +35,8 @@ class TestPoissonPair(PairConformance):
 
 def test_smallest_masses_are_relatively_accurate() -> None:
     q, z, lattice = 1e-3, 1.0, Lattice(1e-4, 100.0, 0.03, 1e-40)
-    low = PoissonPair(q, z).dominated(lattice, Direction.REMOVE)
-    up = PoissonPair(q, z).dominating(lattice, Direction.REMOVE)
+    low = dominated(PoissonPair(q, z), lattice, Direction.REMOVE)
+    up = dominating(PoissonPair(q, z), lattice, Direction.REMOVE)
     for epsilon in (0.1, 1.0, 3.0, 5.0):
         exact = poisson_delta(q, z, epsilon, Direction.REMOVE)  # down to 1e-27
         assert exact * 0.97 < delta_of(low, lattice, epsilon) < exact
@@ -46,7 +46,7 @@ def test_smallest_masses_are_relatively_accurate() -> None:
 def test_jumps_far_apart_leave_the_bulk_in_one_atom() -> None:
     # At z = 0.25 the user is seen or not: a step far above the bulk's width must not blur it.
     q, z, lattice = 1e-4, 0.25, Lattice(0.1, 1.0, 0.03, 1e-14)
-    atoms = PoissonPair(q, z).dominated(lattice, Direction.REMOVE)
+    atoms = dominated(PoissonPair(q, z), lattice, Direction.REMOVE)
     assert atoms.mass.max() > 1 - 2 * q
     assert -q < losses(atoms, lattice)[atoms.mass.argmax()] < 0.0
 

@@ -14,7 +14,6 @@ from fedpriv.accounting.pld.random_allocation import (
     RatioSum,
     Shape,
     add,
-    additions,
     coarse,
     merge,
     one_round,
@@ -160,18 +159,6 @@ def test_mass_and_mean_survive_all_additions(n: int, z: float, shape: Shape) -> 
     assert total.infinite <= 1e-25 * n
     assert total.mass_error < 1e-11 * n
     assert total.value_error < 1e-9
-
-
-@few
-@given(st.integers(1, 10**9))
-def test_additions_lead_to_all_rounds(rounds: int) -> None:
-    at = 1
-    for first, second in additions(rounds):
-        assert first == at
-        assert second in (1, at)
-        at = first + second
-    assert at == rounds
-    assert len(additions(rounds)) <= 2 * math.log2(rounds + 1)
 
 
 def test_the_coarse_law_keeps_mass_and_mean() -> None:

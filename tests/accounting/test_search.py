@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.calibration import last_within, real, whole
+from fedpriv.accounting.calibration import last_within
 
 
-def search(price, target, start, safest, boldest, place):
+def search(price, target, start, safest, boldest, *, whole=False):
     """The result, and all settings that were priced, in order."""
     priced: list[float] = []
 
@@ -18,7 +18,7 @@ def search(price, target, start, safest, boldest, place):
         priced.append(setting)
         return price(setting)
 
-    return last_within(record, target, start, safest, boldest, place), priced
+    return last_within(record, target, start, safest, boldest, whole=whole), priced
 
 
 SHAPES: list[Callable[[float], float]] = [
@@ -46,7 +46,7 @@ class TestReal:
         """Prices that grow in x are searched upwards, prices that fall in z = 1/x downwards."""
         ends = (600.0, 1e-4) if noise else (1e-4, 600.0)
         price = (lambda z: shape(1.0 / z)) if noise else shape
-        result, priced = search(price, target, start, *ends, real)
+        result, priced = search(price, target, start, *ends)
         fitting = [x for x in priced if price(x) <= target]
         outside = [x for x in priced if price(x) > target]
         if result is None:
@@ -62,23 +62,23 @@ class TestReal:
     @pytest.mark.parametrize("power", [0.5, 1.0, 1.7])
     @pytest.mark.parametrize("edge", [0.07, 1.0, 3.0, 4e4])
     def test_a_power_needs_few_prices(self, power, edge):
-        result, priced = search(lambda z: (edge / z) ** power, 1.0, 1.0, 1e5, 0.05, real)
+        result, priced = search(lambda z: (edge / z) ** power, 1.0, 1.0, 1e5, 0.05)
         assert edge <= result <= 1.001 * edge
         assert len(priced) <= 12
 
     def test_the_ends(self):
-        assert search(lambda x: x, 10.0, 1.0, 0.1, 5.0, real)[0] == 5.0
-        assert search(lambda x: x, 0.01, 1.0, 0.1, 5.0, real)[0] is None
-        assert search(lambda x: x, 0.1, 1.0, 0.1, 5.0, real)[0] == pytest.approx(0.1, rel=1e-3)
+        assert search(lambda x: x, 10.0, 1.0, 0.1, 5.0)[0] == 5.0
+        assert search(lambda x: x, 0.01, 1.0, 0.1, 5.0)[0] is None
+        assert search(lambda x: x, 0.1, 1.0, 0.1, 5.0)[0] == pytest.approx(0.1, rel=1e-3)
 
     def test_a_price_that_equals_the_target_fits_and_one_ulp_more_does_not(self):
         step = [1.0, math.nextafter(1.0, 2.0)]
-        result, priced = search(lambda x: step[x > 2.0], 1.0, 1.0, 0.5, 9.0, real)
+        result, priced = search(lambda x: step[x > 2.0], 1.0, 1.0, 0.5, 9.0)
         assert 2.0 / 1.001 <= result <= 2.0
         assert min(x for x in priced if x > result) > 2.0
 
     def test_a_price_that_is_not_a_number_is_outside(self):
-        result, _ = search(lambda x: math.nan if x > 3.0 else x, 100.0, 1.0, 0.5, 9.0, real)
+        result, _ = search(lambda x: math.nan if x > 3.0 else x, 100.0, 1.0, 0.5, 9.0)
         assert 3.0 / 1.001 <= result <= 3.0
 
 
@@ -86,7 +86,7 @@ class TestWhole:
     @settings(max_examples=200, deadline=None)
     @given(st.sampled_from(SHAPES), st.floats(1e-6, 1e4), st.integers(1, 500))
     def test_the_next_number_is_beyond(self, shape, target, most):
-        result, priced = search(shape, target, 1.0, 1.0, float(most), whole)
+        result, priced = search(shape, target, 1.0, 1.0, float(most), whole=True)
         expected = max((n for n in range(1, most + 1) if shape(float(n)) <= target), default=None)
         assert result == expected
         assert all(x.is_integer() and 1 <= x <= most for x in priced)
@@ -96,6 +96,6 @@ class TestWhole:
     @pytest.mark.parametrize("power", [0.5, 1.0])
     @pytest.mark.parametrize("edge", [1, 17, 123_456, 2**40 + 1])
     def test_a_power_needs_few_prices(self, power, edge):
-        result, priced = search(lambda n: (n / edge) ** power, 1.0, 1.0, 1.0, 2.0**50, whole)
+        result, priced = search(lambda n: (n / edge) ** power, 1.0, 1.0, 1.0, 2.0**50, whole=True)
         assert result == edge
         assert len(priced) <= 30

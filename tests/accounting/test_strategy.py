@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.strategy import strategy_sensitivity
+from fedpriv.accounting.round_counts import strategy_sensitivity
 
 ULPS = 1e-11
 """More than all roundings up of the short strategies here."""

@@ -64,7 +64,7 @@ def test_it_prints_truth_release_and_noise_and_the_price_of_the_ledger(tmp_path:
     assert abs(float(mean[2]) - float(mean[3])) < 6.0 * float(mean[4]) + 0.02
     assert len([row for row in cells if row[0] == "education"]) == 16
     with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
-        (event,) = ledger.events()
+        (event,) = [row.event for row in ledger.charges()]
     spent = epsilon([event], 1e-5, accountant="tight").epsilon
     assert f"ε = {format_epsilon(spent)}" in done.stdout
     assert 0.99 <= spent <= 1.0

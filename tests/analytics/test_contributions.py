@@ -22,7 +22,7 @@ from fedpriv.analytics import (
     Variance,
 )
 from fedpriv.analytics.questions import UserValues
-from fedpriv.analytics.survey import collect, usable
+from fedpriv.analytics.survey import collect, held, usable
 from fedpriv.data import UserStore
 from fedpriv.errors import InvalidValueError
 from tests.analytics.people import (
@@ -121,8 +121,7 @@ def test_the_sum_is_that_of_what_the_audited_function_makes_of_each_user(
     for person in people:
         alone = store([person])
         sent = {
-            q.name: usable(q.contributions(UserValues.of_column(alone, str(q.of), q.scalar)))[0]
-            for q in QUESTIONS
+            q.name: usable(q.contributions(held(q, alone, np.array([0]))))[0] for q in QUESTIONS
         }
         slow += clipping.contribution(sent)
     np.testing.assert_array_equal(total(asked, users, range(len(people))), slow)
@@ -190,7 +189,7 @@ class Told(Question):
     dimension: int = 2
 
     def contributions(self, records: UserValues) -> np.ndarray:
-        return np.array([self.table[int(number)] for number in records.numbers])
+        return np.array([self.table[int(number)] for number in records.values])
 
     def answer(self, *_: object) -> Answer:
         raise NotImplementedError

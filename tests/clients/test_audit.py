@@ -26,8 +26,7 @@ from fedpriv.clients.audit import Examined, charged_already, confirm, examine, p
 from fedpriv.clients.journal import Journal
 from fedpriv.errors import AuditError, InvalidValueError
 from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, SumQueryEvent
-from fedpriv.ledger.export import ExportedLedger
-from fedpriv.ledger.ledger import Ledger, ProposedCharge
+from fedpriv.ledger.ledger import ExportedLedger, Ledger, ProposedCharge
 from fedpriv.wire import Price, RoundId, TaskDescription, Welcome
 from tests.wire.examples import small_offer
 

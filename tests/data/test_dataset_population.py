@@ -130,7 +130,7 @@ def test_a_partitioner_makes_users_as_it_does_alone(place):
 FOUR = {"partitioner": "IidPartitioner", "arguments": {"num_partitions": 4}}
 
 
-@settings(max_examples=20)
+@settings(max_examples=8, deadline=None)
 @given(
     more=st.text("abcd", max_size=9),
     prefix=st.text(min_size=1),

@@ -65,7 +65,7 @@ def test_import_path(module):
         ("own_populations.sub:make", "cannot be imported"),
         (":make", "not of the form package.module:function"),
         (".own:make", "not of the form package.module:function"),
-        ("own_populations:wrong", "returned a int; it must return a Population"),
+        ("own_populations:wrong", "must return a Population, not int"),
     ],
 )
 def test_unknown_names_are_one_sentence(module, name, message):

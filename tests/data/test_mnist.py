@@ -133,15 +133,15 @@ TRAIN_IMAGES = "train-images-idx3-ubyte.gz"
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (TRAIN_IMAGES, b"", "magic number 0x;"),
+        (TRAIN_IMAGES, b"", "cannot be read; it must be a gzip-compressed idx file"),
         (TRAIN_IMAGES, b"no gzip", "cannot be read"),
         (TRAIN_IMAGES, idx(TRAIN[0])[:-20], "cannot be read"),
-        (TRAIN_IMAGES, gzip.compress(b"\0\0"), "magic number 0x0000;"),
-        (TRAIN_IMAGES, idx(TRAIN[1]), r"magic number 0x00000801; it must be 0x00000803"),
-        (TRAIN_IMAGES, idx(TRAIN[0], code=0x0D), "magic number 0x00000d03"),
-        (TRAIN_IMAGES, gzip.compress(b"\0\0\x08\x03\0\0"), "within its header of 16 bytes"),
-        (TRAIN_IMAGES, gzip.compress(gzip.decompress(idx(TRAIN[0])) + b"\0"), "has 4705 bytes"),
-        (TRAIN_IMAGES, gzip.compress(gzip.decompress(idx(TRAIN[0]))[:-1]), "has 4703 bytes"),
+        (TRAIN_IMAGES, gzip.compress(b"\0\0"), "cannot be read"),
+        (TRAIN_IMAGES, idx(TRAIN[1]), "integers in 3 dimensions"),
+        (TRAIN_IMAGES, idx(TRAIN[0], code=0x0D), "cannot be read"),
+        (TRAIN_IMAGES, gzip.compress(b"\0\0\x08\x03\0\0"), "cannot be read"),
+        (TRAIN_IMAGES, gzip.compress(gzip.decompress(idx(TRAIN[0])) + b"\0"), "cannot be read"),
+        (TRAIN_IMAGES, gzip.compress(gzip.decompress(idx(TRAIN[0]))[:-1]), "cannot be read"),
         (TRAIN_IMAGES, idx(TRAIN[0][:, :27]), r"uint8\[27, 28\]; they must be uint8\[28, 28\]"),
         (TRAIN_IMAGES, idx(TRAIN[0], 0x0C, ">i4"), r"int32\[28, 28\]"),
         ("train-labels-idx1-ubyte.gz", idx(TRAIN[1][:5]), "5 labels for 6 images"),
@@ -161,7 +161,7 @@ def test_a_damaged_file_is_named(folder, name, content, message):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"train_writer": WRITERS[:5]}, "writers for 5 training images; there are 6"),
+        ({"train_writer": WRITERS[:5]}, "has 5 writers for 6 training images"),
         ({"train_writer": WRITERS.astype(float)}, "no list of integers train_writer"),
         ({"test_writer": WRITERS}, "no list of integers train_writer"),
     ],

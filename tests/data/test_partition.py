@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedpriv.data.partition import by_column, dirichlet, iid, partition, shards
+from fedpriv.data.partition import dirichlet, iid, partition, shards
 from fedpriv.errors import DataError, InvalidValueError
 
 FALSE_ALARM = 1e-6
@@ -199,13 +199,6 @@ def test_shards_are_dealt_equally_often():
 def test_bad_settings_are_refused(call, message):
     with pytest.raises(InvalidValueError, match=message):
         call()
-
-
-def test_by_column_numbers_users_in_order_of_first_appearance():
-    assert by_column(["b", "a", "b", "c"]).tolist() == [0, 1, 0, 2]
-    assert by_column(np.array([5, 5, -2, 5])).tolist() == [0, 0, 1, 0]
-    with pytest.raises(DataError, match="all strings or all integers"):
-        by_column(["b", None])
 
 
 @given(owners=st.lists(st.integers(0, 6), min_size=1, max_size=30))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.data.population import UserStore
@@ -19,6 +19,7 @@ def store_of(sizes: list[int], first: int = 0, ids: list[str] | None = None) -> 
     return UserStore({"x": np.stack([rows, -rows], 1).astype(np.float32), "y": rows}, offsets, ids)
 
 
+@settings(max_examples=25)
 @given(parts=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=5), min_size=1, max_size=5))
 def test_parts_are_one_store(
     tmp_path_factory: pytest.TempPathFactory, parts: list[list[int]]

@@ -1,4 +1,7 @@
-"""A program that asserts on workers of Ray that one user moves one vector, and nothing else."""
+"""A program that asserts on workers of Ray that one user moves one vector, and nothing else.
+
+Its arguments are the kinds of models, of `tests.isolation`.
+"""
 
 import sys
 import threading
@@ -9,7 +12,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedpriv.clients.flower_app import app as client_app
-from fedpriv.server.flower_grid import (
+from fedpriv.server.flower_runs import (
     GridTransport,
     shards,
     simulated_workers,
@@ -18,7 +21,6 @@ from fedpriv.server.ray_engine import run_on_ray
 from fedpriv.wire import TaskDescription, Welcome, encode_welcome, flower
 from tests.isolation import (
     LOCALS,
-    MODELS,
     USERS,
     Plan,
     User,
@@ -35,7 +37,7 @@ server_app = ServerApp()
 
 @server_app.main()
 def main(grid: Grid, _context: Context) -> None:
-    for number, kind in enumerate(sorted(MODELS)):
+    for number, kind in enumerate(sys.argv[1:]):
         plan = Plan(
             kind,
             ["flat", "per-layer", "joint", "groups"][number % 4],

@@ -26,10 +26,10 @@ def on_nodes(folder: Path, *assignments: str) -> str:
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
-def in_process(out: Path, *assignments: str) -> None:
+def in_process(out: Path, *assignments: str, experiment: Path = DIGITS) -> None:
     """Run the experiment in this process."""
     given = [f"--set={text}" for text in (*NOISELESS, *assignments)]
-    done = fedpriv("simulate", DIGITS, *given, "--out", out)
+    done = fedpriv("simulate", experiment, *given, "--out", out)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,13 +1,8 @@
-"""One user moves one vector, and nothing else: over gRPC with TLS, and on workers of Ray."""
+"""One user moves one vector, and nothing else: over gRPC with TLS."""
 
-import os
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +17,6 @@ from fedpriv.privacy.round import RoundRequest
 from fedpriv.wire import federation_pb2 as pb
 from tests.engine.everyone import torch_threads
 from tests.isolation import (
-    MODELS,
     USERS,
     Plan,
     User,
@@ -36,7 +30,6 @@ from tests.server.loopback import Site, nodes, site, summed
 
 HOSTED = {"large": range(5), "small": range(5, 7), "seven": range(7, 8), "eight": range(8, 9)}
 NUMBER = 9
-ROOT = Path(__file__).parents[2]
 
 users_at_nodes = st.lists(
     st.builds(User, st.sampled_from(USERS), st.sampled_from([0, 1, 3, 8, 11, 40]), st.just(0)),
@@ -93,20 +86,3 @@ def test_over_grpc(served: tuple[Site, Hosts], plan: Plan, users: list[User]) ->
     made, hosts = served
     hosts.give(plan, users)
     assert_additive(made.transport(), request_of(plan, NUMBER))
-
-
-@pytest.mark.slow
-def test_on_ray(tmp_path: Path) -> None:
-    environment = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
-    # The path of its sockets must be short.
-    with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.deployment.additive_on_ray"],
-            cwd=ROOT,
-            env=os.environ | environment | {"RAY_TMPDIR": scratch},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-    assert (done.returncode, done.stdout.split()) == (0, sorted(MODELS)), done.stderr

@@ -1,4 +1,7 @@
-"""A cluster of Ray that is up: `RAY_ADDRESS=… fedpriv simulate --engine flower`."""
+"""A cluster of Ray that is up: `RAY_ADDRESS=… fedpriv simulate --engine flower`.
+
+All tests that need workers of Ray, and not a Ray of their own, share one cluster.
+"""
 
 import os
 import re
@@ -13,11 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from sysconfig import get_path
 
+import datasets
+import numpy as np
 import pytest
 
+from fedpriv.data import load_population
 from tests.deployment.digits import DIGITS, NOISELESS, assert_same_model, in_process
 from tests.deployment.processes import clear
-from tests.deployment.superlink import await_that
+from tests.deployment.superlink import ROOT, await_that
 
 # Ray would open the port of its client server on all interfaces, without any authentication.
 HOOK = """
@@ -26,14 +32,71 @@ def close(parameters, head):
 """
 
 
+KINDS = ["own", "transformer", "dropout", "batch-norm"]  # all are tried in one process
+# Images of DIGITS saved as a dataset, whose partitioner makes users of unequal size.
+DEALT = """
+[data]
+name = "hugging-face"
+
+[data.options]
+train = "{folder}/train"
+test = "{folder}/test"
+partitioner = "DirichletPartitioner"
+
+[data.options.arguments]
+num_partitions = 40
+partition_by = "label"
+alpha = 0.5
+min_partition_size = 0
+"""
+
+
+Cluster = tuple[subprocess.Popen[bytes], dict[str, str]]
+"""The head, and the environment of its users."""
+
+
+@pytest.fixture(scope="module")
+def with_fedpriv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster whose workers have the code, and the tests'."""
+    with cluster(tmp_path_factory.mktemp("cluster"), Path(sys.executable), str(ROOT)) as made:
+        yield made
+
+
 @pytest.mark.slow
-def test_a_cluster_gives_what_one_process_gives_and_stays_up(tmp_path: Path) -> None:
+def test_a_cluster_gives_what_one_process_gives_and_stays_up(
+    with_fedpriv: Cluster, tmp_path: Path
+) -> None:
+    head, environment = with_fedpriv
     in_process(tmp_path / "here")
-    with cluster(tmp_path, Path(sys.executable)) as (head, environment):
-        done = simulate(tmp_path, environment)
-        assert done.returncode == 0, done.stderr
-        assert head.poll() is None
+    done = simulate(tmp_path, environment)
+    assert done.returncode == 0, done.stderr
+    assert head.poll() is None
     assert_same_model(tmp_path / "here", tmp_path / "there")
+
+
+@pytest.mark.slow
+def test_a_dealt_dataset_is_the_same_population_for_workers(
+    with_fedpriv: Cluster, tmp_path: Path
+) -> None:
+    experiment = dealt_digits(tmp_path)
+    in_process(tmp_path / "here", experiment=experiment)
+    done = simulate(tmp_path, with_fedpriv[1], experiment)
+    assert done.returncode == 0, done.stderr
+    assert_same_model(tmp_path / "here", tmp_path / "there")
+
+
+@pytest.mark.slow
+def test_one_user_moves_one_vector_and_nothing_else(with_fedpriv: Cluster) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.deployment.additive_on_ray", *KINDS],
+        cwd=ROOT,
+        env=with_fedpriv[1] | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, KINDS), done.stderr
 
 
 @pytest.mark.slow
@@ -48,12 +111,29 @@ def test_a_cluster_without_the_code_is_refused_before_anything_is_charged(tmp_pa
     assert not (tmp_path / "there").exists()
 
 
-def simulate(folder: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def dealt_digits(folder: Path) -> Path:
+    """Write images of DIGITS into a folder, and an experiment on them."""
+    digits = load_population("digits", {"users": 1})
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    for split, rows in (("train", digits.users.fields), ("test", digits.test)):
+        images = [(16 * image[0]).astype(np.uint8) for image in rows["x"]]
+        columns = {"image": images, "label": rows["y"]}
+        datasets.Dataset.from_dict(columns, features=features).save_to_disk(folder / split)
+    start, rest = DIGITS.read_text(encoding="utf-8").split("[data]")
+    model = rest[rest.index("[model]") :]
+    file = folder / "dealt.toml"
+    file.write_text(start + DEALT.format(folder=folder) + model, encoding="utf-8")
+    return file
+
+
+def simulate(
+    folder: Path, environment: Mapping[str, str], experiment: Path = DIGITS
+) -> subprocess.CompletedProcess[str]:
     """`fedpriv simulate` on a cluster, into the folder `there`."""
     given = [f"--set={text}" for text in NOISELESS]
     command = [sys.executable, "-c", "from fedpriv.cli import main; main()", "simulate"]
     return subprocess.run(
-        [*command, DIGITS, *given, "--engine=flower", "--workers=2", "--out=there"],
+        [*command, experiment, *given, "--engine=flower", "--workers=2", "--out=there"],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -64,8 +144,8 @@ def simulate(folder: Path, environment: Mapping[str, str]) -> subprocess.Complet
 
 
 @contextmanager
-def cluster(folder: Path, python: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
-    """A cluster of two cores that runs this Python: its head, and the environment of its users.
+def cluster(folder: Path, python: Path, *code: str) -> Iterator[Cluster]:
+    """A cluster of two cores that runs this Python, with more folders of code.
 
     All that it has started ends with the block.
     """
@@ -77,7 +157,7 @@ def cluster(folder: Path, python: Path) -> Iterator[tuple[subprocess.Popen[bytes
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    of_head = {"PYTHONPATH": f"{folder}{os.pathsep}{get_path('purelib')}"}
+    of_head = {"PYTHONPATH": os.pathsep.join([str(folder), get_path("purelib"), *code])}
     with (
         tempfile.TemporaryDirectory(dir="/tmp") as scratch,  # paths of sockets must be short
         (folder / "head.log").open("wb") as log,

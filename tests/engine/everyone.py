@@ -19,7 +19,8 @@ from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining, RoundRequest, Transport, add_up
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import initial_state, open_round
+from fedpriv.training.rounds import initial_state
+from tests.opening import open_round
 
 
 def whole(updates: Updates) -> TorchTensors:

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.batches import Examples, Rung, Schedule, by_rung, counted, ladder, schedule
+from fedpriv.engine.local_training import (
+    BatchRows,
+    Examples,
+    Rung,
+    by_rung,
+    ladder,
+    schedule,
+)
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.privacy.round import LocalTraining
 
@@ -200,23 +207,22 @@ def test_lanes_beyond_the_users_are_blank_and_blocks_hold_each_example_once() ->
     starts = store.offsets[users]
     plan = schedule(users, starts, sizes, local, KEY, rung)
     task = Task(torch.nn.Linear(1, 1), cross_entropy)
-    examples = Examples(rung, 4, users, counted(sizes, local), store, CPU, plan, task)
+    examples = Examples(rung, 4, users, store, CPU, plan, task)
     batches = examples.batches()
-    assert batches.shape == (4, 3, 3)
+    assert batches.weights.shape == (4, 3, 3)
     for tensor in (batches.x, batches.y, batches.weights):
         assert torch.all(tensor[2:] == 0)
         assert tensor.data_ptr() % 64 == 0  # arithmetic may depend on it
     assert torch.all(batches.y[:2] == -batches.x[:2])
     seen: list[list[float]] = [[], [], [], []]
-    for block in examples.blocks():
-        assert torch.equal(block.y.double(), -block.x)
+    for x, y, real in examples.blocks():
+        assert torch.equal(y.double(), -x)
         for lane in range(4):
-            seen[lane] += block.x.view(4, 3)[lane][block.real[lane]].tolist()
+            seen[lane] += x.view(4, 3)[lane][real[lane]].tolist()
     assert seen == [list(map(float, range(8, 15))), list(map(float, range(1, 8))), [], []]
-    assert examples.sizes().tolist() == [7.0, 7.0, 0.0, 0.0]
 
 
-def _schedules(sizes: Sequence[int], local: LocalTraining) -> list[tuple[int, Schedule]]:
+def _schedules(sizes: Sequence[int], local: LocalTraining) -> list[tuple[int, BatchRows]]:
     return [(size, _schedule([3 * i], [0], [size], local)) for i, size in enumerate(sizes)]
 
 
@@ -226,7 +232,7 @@ def _schedule(
     sizes: Sequence[int],
     local: LocalTraining,
     key: bytes = KEY,
-) -> Schedule:
+) -> BatchRows:
     ((rung, _),) = by_rung(np.array(sizes), local, measured=True)
     given_to = np.array(users), np.array(starts), np.array(sizes)
     return schedule(*given_to, local, key, rung)

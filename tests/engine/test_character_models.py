@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.engine.separability import separable_layers
+from fedpriv.engine.layers import batched_model
 from fedpriv.engine.task import Task, check_task, cross_entropy
 from fedpriv.models import CharacterMLP, build_model
 
@@ -47,7 +47,7 @@ def test_the_mlp_by_hand() -> None:
 def test_models_are_of_known_layers_and_accepted(name: str) -> None:
     task = Task(build_model(name, SMALL[name], 0), cross_entropy)
     check_task(task, {"x": TEXT.numpy(), "y": TEXT.numpy()})
-    layers = separable_layers(task, TEXT[:1], TEXT[:1])
+    layers = batched_model(task, TEXT[:1], TEXT[:1])
     assert layers is not None
     kinds = {type(layer) for layer in layers.trained.values()}
     assert {nn.Embedding, nn.Linear} <= kinds

@@ -124,7 +124,7 @@ def observed(
             with open_records(where) as books:
                 entropy = SeededEntropy(2 * number + there)
                 ((after, _),) = train(plan, begun, transport, books, entropy)
-                events = books.ledger.events()
+                events = [row.event for row in books.ledger.charges()]
             moved = {n: p - begun.parameters[n] for n, p in after.parameters.items()}
             seen[there].append(float(plan.layout.flatten(moved) @ direction))
     return Observed(np.array(seen[True]), np.array(seen[False]), tuple(events))

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine import isolation as module
 from fedpriv.engine import matmul
 from fedpriv.engine import trainer as trainer_module
-from fedpriv.engine.batches import Rung, by_rung
+from fedpriv.engine.local_training import Rung, by_rung
 from fedpriv.engine.task import RoundParameters, Task, cross_entropy
 from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
@@ -53,8 +52,8 @@ def transport_of(
     return InProcessTransport(task, store, CPU, MEMORY, hosted, processes=processes)
 
 
-@settings(max_examples=25, deadline=None)
-@given(plans, people(24, 100), st.data())
+@settings(max_examples=15, deadline=None)
+@given(plans, people(20, 64), st.data())
 def test_a_sum_is_that_of_what_each_user_gives_alone(
     plan: Plan, users: list[User], data: st.DataObject
 ) -> None:
@@ -75,12 +74,15 @@ def test_a_sum_is_that_of_what_each_user_gives_alone(
     )
 
 
-@pytest.mark.parametrize("model", sorted(MODELS))
-@pytest.mark.parametrize("local", LOCALS, ids=str)
+# Each model with two ways to train; each way with two models or more.
+PAIRS = [(model, LOCALS[(i + j) % 6]) for i, model in enumerate(sorted(MODELS)) for j in (0, 3)]
+
+
+@pytest.mark.parametrize(("model", "local"), PAIRS, ids=str)
 def test_each_of_many_users_gives_what_it_gives_alone(model: str, local: LocalTraining) -> None:
     rng = np.random.default_rng(0)
-    kinds = ["normal"] * 30 + ["nan", "illegal", "cancelling", "every label", "huge", "subnormal"]
-    sizes = rng.choice([0, 1, 3, 8, 11, 30], len(kinds))
+    kinds = ["normal"] * 18 + ["nan", "illegal", "cancelling", "every label", "huge", "subnormal"]
+    sizes = rng.choice([0, 1, 3, 8, 11, 17], len(kinds))
     users = [User(kind, int(n), i) for i, (kind, n) in enumerate(zip(kinds, sizes, strict=True))]
     plan = Plan(model, "per-layer", "weights", local, adaptive=True, measured=True, norm=0.3)
     request, transport = request_of(plan, len(users)), transport_of(plan, users)
@@ -89,8 +91,8 @@ def test_each_of_many_users_gives_what_it_gives_alone(model: str, local: LocalTr
     np.testing.assert_array_equal(total(transport, request, range(len(users))), expected)
 
 
-@settings(max_examples=8, deadline=None)
-@given(plans, people(300, 300), st.integers(0, 299))
+@settings(max_examples=5, deadline=None)
+@given(plans, people(300, 100), st.integers(0, 299))
 def test_one_user_of_hundreds_moves_its_own_vector(plan: Plan, users: list[User], one: int) -> None:
     one %= len(users)
     request, transport = request_of(plan, len(users)), transport_of(plan, users)
@@ -101,9 +103,9 @@ def test_one_user_of_hundreds_moves_its_own_vector(plan: Plan, users: list[User]
     assert_bounded(request, own)
 
 
-@pytest.mark.parametrize("model", sorted(MODELS))
+@pytest.mark.parametrize("model", ["mlp", "cnn", "own", "dropout"])
 def test_processes_give_the_same_sums(model: str) -> None:
-    users = [User("normal", n, i) for i, n in enumerate([5, 1, 30, 8, 8, 8, 17, 2, 0, 64] * 3)]
+    users = [User("normal", n, i) for i, n in enumerate([5, 1, 30, 8, 8, 8, 17, 2, 0] * 2)]
     users[7], users[12] = User("nan", 9, 0), User("illegal", 5, 0)
     plan = Plan(model, "joint", "floor", LOCALS[0], adaptive=True, measured=True, norm=0.3)
     request = request_of(plan, len(users))
@@ -372,7 +374,7 @@ def test_users_whose_bits_depend_on_others_train_one_at_a_time(
     with caplog.at_level(logging.WARNING):
         partials = list(transport.collect(request))
     assert [partial.users for partial in partials] == [1] * 12
-    (record,) = [r for r in caplog.records if r.name == module.__name__]
+    (record,) = [r for r in caplog.records if r.name == trainer_module.__name__]
     assert record.getMessage() == (
         "users of up to 2 examples in each of 2 steps train one at a time: side by side, what one "
         "gets would depend on others"
@@ -449,7 +451,7 @@ def test_a_planted_difference_beside_what_is_not_finite_is_found(
 
 def test_a_number_of_lanes_with_other_bits_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     transport, request = transport_and_request(nn.Linear(6, 3))
-    fewest = transport._trainer.footprint.lanes_for(12, Rung(2, 2, 0, padded=False))
+    fewest = transport._trainer.lanes_for(12, Rung(2, 2, 0, padded=False))
     honest = Trainer._train
     seen: list[int] = []
 
@@ -509,7 +511,7 @@ def test_a_user_for_whom_memory_is_short_is_a_zero(
         chunk: Chunk,
         examples: object,
     ) -> object:
-        if trainer.users is transport.users and 0 in chunk.users:
+        if examples.store is transport.users and 0 in chunk.users:
             raise raised("too little")
         return honest(trainer, asked, start, chunk, examples)
 
@@ -547,7 +549,7 @@ def test_random_users_are_on_the_rung_that_they_stand_for(
     size: int, local: LocalTraining, measured: bool
 ) -> None:
     ((rung, _),) = by_rung(np.array([size]), local, measured=measured)
-    sizes = module._sizes_on(rung, local, 9)
+    sizes = trainer_module._sizes_on(rung, local, 9)
     assert sizes.shape == (9,)
     for found, _ in by_rung(sizes, local, measured=measured):
         assert found == rung

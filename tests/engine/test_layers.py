@@ -11,10 +11,15 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.engine import layers as module
-from fedpriv.engine.batches import Batches, by_rung, schedule
-from fedpriv.engine.local_training import train_chunk, train_layers_chunk
+from fedpriv.engine.layers import batched_model
+from fedpriv.engine.local_training import (
+    Batches,
+    by_rung,
+    schedule,
+    train_chunk,
+    train_layers_chunk,
+)
 from fedpriv.engine.matmul import OuterProducts
-from fedpriv.engine.separability import separable_layers
 from fedpriv.engine.task import RoundParameters, Task, cross_entropy
 from fedpriv.models import cnn, mlp, softmax_regression
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates
@@ -277,14 +282,14 @@ KINDS = {
 def test_models_that_only_call_known_layers_qualify(
     model: nn.Module, example: torch.Tensor, rows: dict[str, int] | None
 ) -> None:
-    found = separable_layers(Task(model, cross_entropy), example, target_of(example))
+    found = batched_model(Task(model, cross_entropy), example, target_of(example))
     assert (found.rows if found else None) == rows
     if found:
         assert set(found.trained) >= set(found.rows)
 
 
 def test_corrections_pay_while_users_have_few_examples() -> None:
-    layers = separable_layers(Task(mlp(), cross_entropy), torch.zeros(1, 1, 28, 28), ONE)
+    layers = batched_model(Task(mlp(), cross_entropy), torch.zeros(1, 1, 28, 28), ONE)
     assert layers is not None
     assert list(layers.low_rank(5, 10)) == ["1"]
     assert list(layers.low_rank(1, 4)) == ["1", "3"]
@@ -329,7 +334,7 @@ def start_of(task: Task) -> RoundParameters:
 def trained_in_layers(
     task: Task, example: torch.Tensor, batches: Batches, local: LocalTraining, touches: float
 ) -> Updates:
-    layers = separable_layers(task, example, target_of(example))
+    layers = batched_model(task, example, target_of(example))
     assert layers is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_TOUCHES", touches)
@@ -339,13 +344,13 @@ def trained_in_layers(
 def one_at_a_time(task: Task, batches: Batches, local: LocalTraining) -> TorchTensors:
     """Updates of a plain loop: torch.optim.SGD on a copy of the model for each user."""
     updates: dict[str, list[torch.Tensor]] = {name: [] for name in task.parameters()}
-    for user in range(batches.shape[0]):
+    for user in range(batches.weights.shape[0]):
         model = copy.deepcopy(task.model)
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         start = {n: p.detach().clone() for n, p in trained.items()}
         rate, momentum = local.learning_rate, local.momentum
         optimizer = torch.optim.SGD(trained.values(), lr=rate, momentum=momentum)
-        for step in range(batches.shape[1]):
+        for step in range(batches.weights.shape[1]):
             real = batches.weights[user, step] > 0
             if not real.any():
                 continue

@@ -89,10 +89,11 @@ def test_any_norm_indicator_fits_the_radius(count: int) -> None:
         ("label-counts", {"classes": 2.5, "bound": 1.0}, "classes .* is 2.5; it must be a whole"),
         ("batch-norm", {"channels": 0, "bound": 1.0}, "channels .* is 0"),
         ("update-norms:update", {"thresholds": []}, "at least one"),
-        ("update-norms:update", {"thresholds": 3.0}, "at least one"),
-        ("update-norms:update", {"thresholds": [1.0, -1.0]}, "a threshold .* is -1.0"),
-        ("a:b", {"radius": 1.0, "shape": [0]}, "axis of the shape .* is 0"),
-        ("a:b", {"radius": 1.0, "shape": 3}, "a number and a list"),
+        ("update-norms:update", {"thresholds": 3.0}, "is 3.0; it must be a list"),
+        ("update-norms:update", {"thresholds": [1.0, -1.0]}, "each must be a positive number"),
+        ("a:b", {"radius": 1.0, "shape": [0]}, r"shape .* is \[0\]; each must be a whole"),
+        ("a:b", {"radius": 1.0, "shape": 3}, "is 3; it must be a list"),
+        ("a:b", {"radius": 1.0, "centre": "0"}, "centre .* is '0'; it must be a number"),
     ],
 )
 def test_bad_numbers_are_refused(name: str, numbers: dict[str, object], message: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.engine.separability import separable_layers
+from fedpriv.engine.layers import batched_model
 from fedpriv.engine.task import Task, check_task, cross_entropy
 from fedpriv.errors import ModelError
 from fedpriv.models import mlp
@@ -68,8 +68,7 @@ def test_users_do_not_train_side_by_side_where_examples_are_mixed(
 ) -> None:
     """Else one user's data would be in what another sends, which no clipping could bound."""
     assert (
-        separable_layers(Task(model, loss), example, SENTENCE if example is SENTENCE else ONE)
-        is None
+        batched_model(Task(model, loss), example, SENTENCE if example is SENTENCE else ONE) is None
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.batches import Examples, by_rung, schedule
+from fedpriv.engine.local_training import Examples, by_rung, schedule
 from fedpriv.engine.metrics import Measuring, check_metrics, metric, user_metrics
 from fedpriv.engine.task import (
     RoundParameters,
@@ -151,7 +151,7 @@ def measured(task: Task, users: UserStore, user: int, asked: Metric) -> np.ndarr
     ((rung, _),) = by_rung(sizes, local, measured=True)
     chosen = np.array([user])
     plan = schedule(chosen, users.offsets[chosen], sizes, local, bytes(32), rung)
-    examples = Examples(rung, 1, chosen, sizes, users, CPU, plan, task)
+    examples = Examples(rung, 1, chosen, users, CPU, plan, task)
     parameters = {n: torch.tensor(p) for n, p in task.parameters().items()}
     measuring = Measuring(task.evaluated(), RoundParameters(parameters, task.constants(CPU)))
     return user_metrics(measuring, examples, [asked], {}, ())[asked.tensor][0].numpy()

@@ -13,11 +13,10 @@ from torch import nn
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine import layers as engine_layers
-from fedpriv.engine.batches import Batches
-from fedpriv.engine.local_training import train_chunk, train_layers_chunk
+from fedpriv.engine.layers import batched_model
+from fedpriv.engine.local_training import Batches, train_chunk, train_layers_chunk
 from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.metrics import metric
-from fedpriv.engine.separability import separable_layers
 from fedpriv.engine.task import Activations, RoundParameters, Task, activations_named, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
@@ -136,7 +135,7 @@ def learnt(kind: str, x: np.ndarray, y: np.ndarray) -> Updates:
         torch.from_numpy(x), torch.from_numpy(y), torch.ones(x.shape[:3]), padded=False
     )
     given = (task, start, batches, LOCAL, "bfloat16")
-    layers = separable_layers(task, *row)
+    layers = batched_model(task, *row)
     assert (layers is None) == (kind == "general")
     if layers is None:
         return train_chunk(*given)

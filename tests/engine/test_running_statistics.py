@@ -18,7 +18,8 @@ from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.plan import RunningStatistics, TrainingPlan
-from fedpriv.training.rounds import initial_state, open_round, train
+from fedpriv.training.rounds import initial_state, train
+from tests.opening import open_round
 
 USERS = 40
 

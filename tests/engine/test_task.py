@@ -98,7 +98,7 @@ def test_a_good_task_passes_and_is_unchanged() -> None:
 def test_losses_of_sequences_are_averaged_per_example() -> None:
     outputs, targets = torch.randn(2, 3, 5), torch.randint(0, 3, (2, 5))
     task = Task(nn.Identity(), cross_entropy)
-    losses = task.example_losses({}, {}, outputs, targets)
+    losses = task.losses_of(outputs, targets)
     by_hand = [functional.cross_entropy(outputs[i].T, targets[i]).item() for i in range(2)]
     np.testing.assert_allclose(losses.numpy(), by_hand, rtol=1e-6)
 

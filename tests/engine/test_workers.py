@@ -32,20 +32,21 @@ from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merge
 from tests.engine.everyone import make_task, request_under, torch_threads, users_of
 from tests.engine.test_transport import TestInProcessTransport as InOneProcess
 
-SIZES = [3, 8, 8, 8, 1, 5, 8, 8, 2, 8, 8, 6]
+SIZES = [3, 8, 8, 8, 3, 8, 8, 8, 3, 8, 8, 8]
 
 
 @pytest.fixture(autouse=True)
-def two_of_them() -> Iterator[None]:
+def two_of_them(request: pytest.FixtureRequest) -> Iterator[None]:
     with torch_threads(2):
         yield
+    if request.instance is not None:
+        vars(request.instance).clear()  # and its transport
     gc.collect()
     assert not multiprocessing.active_children()
 
 
 class TestProcesses(InOneProcess):
-    def transport(self) -> InProcessTransport:
-        return replace(super().transport(), processes=2)
+    processes = 2
 
 
 def parts(task: Task | None = None) -> tuple[InProcessTransport, RoundRequest]:

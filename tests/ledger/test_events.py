@@ -19,7 +19,7 @@ from fedpriv.accounting.policies import (
     separated_gaussian,
     shuffled_gaussian,
 )
-from fedpriv.accounting.strategy import compose
+from fedpriv.accounting.round_counts import compose
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import (
     NeighbouringRelation,

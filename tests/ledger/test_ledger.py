@@ -168,7 +168,11 @@ class TestReading:
             ledger.charge(propose("b", 1))
             charged = [(row.run, row.round) for row in ledger.charges()]
             assert charged == [("b", 0), ("a", 0), ("b", 1)]
-            assert ledger.events() == [propose().event, other, propose().event]
+            assert [row.event for row in ledger.charges()] == [
+                propose().event,
+                other,
+                propose().event,
+            ]
             assert ledger.spent() == [replace(propose().event, count=2), other]
 
     def test_next_attempt_follows_the_highest(self, path):
@@ -274,4 +278,4 @@ class TestCharging:
         with Ledger.open_or_create(path, "users") as ledger:
             ledger.charge(propose(event=event))
             ledger.verify()
-            assert ledger.events() == [event]
+            assert [row.event for row in ledger.charges()] == [event]

@@ -316,7 +316,6 @@ class TestNothingIsBuiltOnABrokenLedger:
         [
             lambda ledger: ledger.charge(proposal(ROWS)),
             lambda ledger: list(ledger.charges()),
-            lambda ledger: ledger.events(),
             lambda ledger: ledger.spent(),
             lambda ledger: ledger.export(io.StringIO()),
         ],

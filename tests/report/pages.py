@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from xml.etree.ElementTree import Element
 
 import html5lib
@@ -33,9 +34,8 @@ class Drawn:
     colours: dict[str, str]
 
 
-def drawn(specification: str) -> Drawn:
-    """Read the Vega-Lite JSON of a chart."""
-    read = json.loads(specification)
+def drawn(read: Mapping[str, Any]) -> Drawn:
+    """Read the Vega-Lite specification of a chart."""
     (rows,) = read["datasets"].values()
     encoding = read["layer"][-1]["encoding"]
     scale = encoding["color"]["scale"]
@@ -54,7 +54,7 @@ def drawn(specification: str) -> Drawn:
 def figures(document: Element) -> dict[str, Drawn]:
     """What all charts draw, by name."""
     data = [e for e in document.iter("script") if e.get("type") == "application/json"]
-    return {e.get("id").removeprefix("data-"): drawn(e.text) for e in data}
+    return {e.get("id").removeprefix("data-"): drawn(json.loads(e.text)) for e in data}
 
 
 def words(element: Element) -> str:

@@ -276,7 +276,7 @@ def test_a_band_is_drawn_around_its_line() -> None:
     assert drawn(made).series == {
         "mean": {"x": [1, 2], "y": [3.0, 4.0], "low": [2.0, 3.5], "high": [4.0, 4.5]}
     }
-    band = json.loads(made)["layer"][0]
+    band = made["layer"][0]
     assert band["mark"]["type"] == "area"
     assert (band["encoding"]["y"]["field"], band["encoding"]["y2"]["field"]) == ("low", "high")
 

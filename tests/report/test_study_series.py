@@ -1,6 +1,5 @@
 """What the charts of a study show, of results that are made up."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +52,7 @@ def test_the_front_has_a_line_for_each_arm_on_a_log_axis(tmp_path: Path) -> None
 def test_page_and_files_draw_the_same(tmp_path: Path) -> None:
     """All points with their bars, ticks where they are asked for, in the same marks and colours."""
     chart = front_chart(made(tmp_path, accuracy).arms)
-    page, whole = json.loads(embedded(chart)), figure(chart).to_dict()
+    page, whole = embedded(chart), figure(chart).to_dict()
     (document,) = whole["hconcat"]
     (rows,), (written,) = page["datasets"].values(), whole["datasets"].values()
     assert rows == written

@@ -8,7 +8,7 @@ import pytest
 from fedpriv.build import simulated
 from fedpriv.config import parse_config
 from fedpriv.run.simulate import ObservedTransport
-from fedpriv.training.rounds import open_round
+from tests.opening import open_round
 from tests.studies.studying import BASE
 
 MODEL = {"name": "mlp", "options": {"inputs": 4, "hidden": 5, "classes": 3}}

@@ -152,7 +152,7 @@ def test_one_of_each_is_added_from_outside_and_run(tmp_path: Path) -> None:
     assert set(run.rounds[0].metrics) == {"top-2"}
     assert run.epsilon <= 8.0
     with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
-        sampling: set[SamplingEvent] = {event.sampling for event in ledger.events()}
+        sampling: set[SamplingEvent] = {row.event.sampling for row in ledger.charges()}
     assert {each.sampling_probability for each in sampling} == {0.5}
     assert run.report().read_text().startswith("<!DOCTYPE html>")
     assert len(run.to_pandas()) == 3
@@ -201,7 +201,7 @@ def test_one_of_each_is_named_in_a_file_and_run(tmp_path: Path) -> None:
     assert config.mechanism().clipping == BiasesApart(0.5)
     assert config.server.build() == Damped(0.5)
     with Ledger.open(folder / "ledger.sqlite") as ledger:
-        assert {each.sampling.sampling_probability for each in ledger.events()} == {0.5}
+        assert {row.event.sampling.sampling_probability for row in ledger.charges()} == {0.5}
 
 
 @pytest.mark.parametrize(

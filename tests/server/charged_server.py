@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 from federation import LAYOUT, PARAMETERS, make_plan, rounds_spent
 
-from fedpriv.ledger.budget import PrivacyBudget
+from fedpriv.ledger.events import PrivacyBudget
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.logs import LogFormat, configure
 from fedpriv.privacy.noise import OperatingSystemEntropy

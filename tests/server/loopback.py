@@ -17,14 +17,20 @@ from fedpriv import wire
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.server import certificates
-from fedpriv.server.authentication import Authentication, Identify, RateLimit, by_certificate
+from fedpriv.server.authentication import (
+    Authentication,
+    Identify,
+    RateLimit,
+    by_certificate,
+    tls_credentials,
+)
 from fedpriv.server.deployment import GrpcTransport, Patience
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment, fingerprint_of
-from fedpriv.server.listener import Address, Listener, listening, tls_credentials
 from fedpriv.server.monitoring import Monitor
-from fedpriv.server.service import Service, TransferLimits
+from fedpriv.server.service import Listener, Service, TransferLimits, listening
 from fedpriv.wire import RunState, Status, TaskDescription, Welcome
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.naming import Address
 from tests.wire.stub import FederationStub
 
 PRICE = wire.Price(0.5, 1000, 1.0, 2.0, 1e-6)
@@ -49,7 +55,7 @@ class Site:
         return f"localhost:{self.server.address.port}"
 
     def transport(self, patience: Patience = PATIENCE) -> GrpcTransport:
-        return GrpcTransport(self.server, self.enrolment, lambda _: PRICE, patience)
+        return GrpcTransport(self.server, lambda _: PRICE, patience)
 
     def channel(self, node: str | None) -> grpc.Channel:
         """A channel with the certificate of a node; None: without one."""
@@ -134,7 +140,7 @@ def serving(
     rates: RateLimit = NO_LIMIT,
 ) -> Iterator[Site]:
     """A server that knows its callers so."""
-    enrolment, monitor = Enrolment(POPULATION_ID, users), Monitor()
+    enrolment = Enrolment(POPULATION_ID, users)
     status = Status(
         "run", 0, 5, 0.5, 1.0, 1e-6, len(users), 0, enrolment.population, RunState.WAITING
     )
@@ -142,9 +148,9 @@ def serving(
     def welcome_of(node: str) -> Welcome:
         return Welcome(POPULATION_ID, enrolment.population, enrolment.users_of(node).copy(), TASK)
 
-    authentication = Authentication(identify, enrolment, rates, monitor)
-    service = Service(enrolment, welcome_of, lambda: LEDGER, identify, status, transfers, monitor)
-    with listening(service, authentication, Address("127.0.0.1", 0), credentials) as server:
+    authentication = Authentication(identify, enrolment, rates, Monitor())
+    service = Service(authentication, welcome_of, lambda: LEDGER, status, transfers)
+    with listening(service, Address("127.0.0.1", 0), credentials) as server:
         yield Site(certs, enrolment, server)
 
 

@@ -18,8 +18,9 @@ from fedpriv.server.collection import prices, welcomes
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.service import LedgerLines, status_at_start
 from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import initial_state, open_round
+from fedpriv.training.rounds import initial_state
 from fedpriv.wire import RunState, decode_welcome, encode_welcome
+from tests.opening import open_round
 
 ENROLMENT = Enrolment("5f" * 16, {"silo": ["b", "d"], "one": ["a"], "two": ["c"]})
 CONFIG = Config.model_validate(

@@ -135,7 +135,7 @@ def stalling(
 
 def quiet(made: Site, calls: int) -> None:
     """Wait until no calls are open but those of nodes that are connected."""
-    open_calls = made.server.authentication._open
+    open_calls = made.server.service.authentication._open
     until(lambda: sum(made.server.call(lambda: dict(open_calls)).values()) == calls)
 
 
@@ -150,7 +150,7 @@ def test_who_hangs_in_an_upload_holds_up_others_no_longer_than_a_transfer_may_ta
     ):
         parts = list(clipped(it.offer_to("four"), update_of(1)))
         with stalling(made["four"], parts, sent) as hangs:
-            until(lambda: short.server.authentication._open["four"] == 2)
+            until(lambda: short.server.service.authentication._open["four"] == 2)
             receipt = wire.decode_receipt(made["five"].stub.Upload(honest_parts(it, "five", 0)))
             assert receipt.accepted
             np.testing.assert_array_equal(total.result(30.0), of_users([0]))
@@ -260,7 +260,7 @@ def test_an_answer_whose_connection_broke_may_be_sent_again(patient: Site) -> No
                 connection.sendall(called(SERVICE + "Upload", header, last=False))
                 connection.sendall(frame(0, 0, 1, data[:9000]))
                 if number % 2:
-                    until(lambda: patient.server.authentication._open["four"] == 2)
+                    until(lambda: patient.server.service.authentication._open["four"] == 2)
             quiet(patient, 1)
             assert it.waiting == ("four",)
         assert wire.decode_receipt(made["four"].stub.Upload(honest_parts(it, "four", 1))).accepted
@@ -282,11 +282,13 @@ def test_who_downloads_and_never_reads_holds_up_others_no_longer_than_a_transfer
     ):
         made["five"].answering = silent
         with collecting(short, [0, 1], deadline=15.0) as (total, it):
-            call = zero_window("Download", wire.encode_round_id(it.terms.id).SerializeToString())
+            call = zero_window(
+                "Download", wire.encode_round_id(it.terms.offer.id).SerializeToString()
+            )
             port, certs = short.server.address.port, short.certs
             with encrypted(port, certs, "four") as connection:
                 connection.sendall(call)
-                until(lambda: short.server.authentication._open["four"] == 2)
+                until(lambda: short.server.service.authentication._open["four"] == 2)
                 offer = it.offer_to("five")
                 model = made["five"].download(offer)
                 np.testing.assert_array_equal(model["w"], PARAMETERS["w"])

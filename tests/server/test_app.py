@@ -12,6 +12,7 @@ from flwr.cli.build import build_fab_from_disk
 from flwr.supercore import object_ref
 from safetensors.numpy import load_file
 
+from fedpriv.config import checked
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.server.flower_runs import RunConfig
 from fedpriv.server.flower_runs import app as server_app
@@ -80,7 +81,7 @@ def test_a_run_config_that_is_not_legal_is_refused(
     config: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(InvalidValueError, match=sentence):
-        RunConfig.of(config)
+        checked(RunConfig, config, "run config")
 
 
 def test_an_experiment_is_text_or_lies_in_the_bundle(tmp_path: Path) -> None:

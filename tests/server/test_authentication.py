@@ -13,11 +13,17 @@ from grpc_health.v1 import health, health_pb2
 
 from fedpriv import wire
 from fedpriv.server import certificates
-from fedpriv.server.authentication import NODE, NODE_KEY, RateLimit, by_certificate, by_declaration
+from fedpriv.server.authentication import (
+    NODE,
+    RateLimit,
+    by_certificate,
+    by_declaration,
+    tls_credentials,
+)
 from fedpriv.server.enrolment import EnrolledCertificates
-from fedpriv.server.listener import tls_credentials
 from fedpriv.server.service import Service
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.naming import NODE_KEY
 from tests.server.hostile_nodes import CALLS, HEALTH, Outcome, one
 from tests.server.loopback import Site, channel_to, enrol, serving, site, strike, until
 from tests.wire.stub import FederationStub
@@ -287,7 +293,7 @@ def test_a_node_that_calls_too_often_waits_and_others_do_not(
 
 def test_a_node_has_so_many_calls_open_and_no_more(served: Site) -> None:
     """Whatever a node leaves open ends somewhere; here health is watched, which never ends."""
-    until(lambda: served.server.authentication.idle_seconds() > 0.0)
+    until(lambda: served.server.service.authentication.idle_seconds() > 0.0)
     with ExitStack() as stack:
         # One connection carries 8 calls at once.
         channels = [stack.enter_context(served.channel("four")) for _ in range(3)]
@@ -300,10 +306,10 @@ def test_a_node_has_so_many_calls_open_and_no_more(served: Site) -> None:
         assert caught.value.details() == "the node has 16 calls open"
         with served.channel("five") as other:
             assert one(other, HEALTH + "Check") == SERVING
-        assert served.server.authentication.idle_seconds() == 0.0
+        assert served.server.service.authentication.idle_seconds() == 0.0
         held.pop().cancel()
         until(lambda: one(channels[2], HEALTH + "Check") == SERVING)
-    until(lambda: served.server.authentication.idle_seconds() > 0.0)
+    until(lambda: served.server.service.authentication.idle_seconds() > 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,9 @@ from fedpriv.server.enrolment import (
     CertificateError,
     EnrolledCertificates,
     Enrolment,
-    check_node_name,
     fingerprint_of,
 )
+from fedpriv.wire.naming import check_node_name
 
 NOW = datetime.now(UTC) + timedelta(hours=1)  # after what these tests issue
 DAY = timedelta(days=1)

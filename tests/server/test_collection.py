@@ -68,7 +68,7 @@ def test_each_node_of_a_drawn_user_is_asked_for_its_drawn_users_alone() -> None:
         assert asked["five"] is asked["nobody"] is None
         assert asked["silo"].users.tolist() == [1, 3]
         assert asked["four"].users.tolist() == [4]
-        assert asked["four"].id == it.terms.id == replace(RUN, nonce=it.terms.id.nonce)
+        assert asked["four"].id == it.terms.offer.id == replace(RUN, nonce=it.terms.offer.id.nonce)
         assert 0.0 < asked["four"].seconds <= 60.0
 
     played(scene)
@@ -101,7 +101,7 @@ RUN = wire.RoundId("run", 3, 1)
 
 def to(it: Collection, answer: Answer) -> Answer:
     """The answer with the nonce of the attempt."""
-    return replace(answer, id=replace(answer.id, nonce=it.terms.id.nonce))
+    return replace(answer, id=replace(answer.id, nonce=it.terms.offer.id.nonce))
 
 
 def test_attempts_of_one_number_are_told_apart() -> None:
@@ -109,7 +109,7 @@ def test_attempts_of_one_number_are_told_apart() -> None:
         first, second = collecting([4]), collecting([4])
         assert second.refusal("four", to(second, Answer(RUN, summed(1)))) is None
         assert "another round or attempt" in str(
-            second.refusal("four", Answer(first.terms.id, summed(1)))
+            second.refusal("four", Answer(first.terms.offer.id, summed(1)))
         )
 
     played(scene)

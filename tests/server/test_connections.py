@@ -29,8 +29,8 @@ def offers(count: int) -> list[RoundOffer]:
 
 def test_of_offers_only_the_newest_waits(told: Told) -> None:
     connection, (older, newer) = Connection(), offers(2)
-    connection.offer(older)
-    connection.offer(newer)
+    connection.tell(older)
+    connection.tell(newer)
     assert told(connection, LONG) is newer
     assert told(connection) is None
 
@@ -38,7 +38,7 @@ def test_of_offers_only_the_newest_waits(told: Told) -> None:
 def test_an_offer_is_told_once_and_the_next_one_after_it(told: Told) -> None:
     connection = Connection()
     for offer in offers(3):
-        connection.offer(offer)
+        connection.tell(offer)
         assert told(connection, LONG) is offer
         assert told(connection) is None
 
@@ -48,7 +48,7 @@ def test_an_offer_wakes_who_waits() -> None:
         connection, (offer,) = Connection(), offers(1)
         waiting = asyncio.create_task(connection.next(LONG))
         await asyncio.sleep(0)
-        connection.offer(offer)
+        connection.tell(offer)
         assert await waiting is offer
 
     asyncio.run(scene())
@@ -58,10 +58,10 @@ def test_after_its_end_a_connection_says_nothing_but_why_and_the_first_reason_st
     told: Told,
 ) -> None:
     connection, (offer,) = Connection(), offers(1)
-    connection.offer(offer)
-    connection.end(End.NEWER)
-    connection.end(End.RUN_OVER)
-    connection.offer(offer)
+    connection.tell(offer)
+    connection.tell(End.NEWER)
+    connection.tell(End.RUN_OVER)
+    connection.tell(offer)
     assert [told(connection, LONG) for _ in range(3)] == [End.NEWER] * 3
 
 

@@ -8,8 +8,8 @@ import pytest
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError
 from fedpriv.server import certificates
-from fedpriv.server.authentication import by_declaration
-from fedpriv.server.listener import Address, endpoint_of
+from fedpriv.server.authentication import by_declaration, endpoint_of
+from fedpriv.wire.naming import Address
 from tests.server.hostile_nodes import CALLS
 from tests.server.loopback import channel_to, enrol, serving, strike, write_enrolment
 

@@ -25,11 +25,12 @@ from transport_conformance import TransportConformance
 
 from fedpriv import wire
 from fedpriv.clients.flower_app import respond
+from fedpriv.clients.training import Host, Trainer
 from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, StoppedError, WireError, WorkerError
 from fedpriv.privacy.round import RoundRequest, Transport, add_up
 from fedpriv.server.enrolment import Enrolment, Hosting
-from fedpriv.server.flower_grid import (
+from fedpriv.server.flower_runs import (
     EnrolledNodes,
     GridTransport,
     shards,
@@ -174,6 +175,21 @@ class TestSimulatedWorkers(TransportConformance):
 
     def request(self) -> RoundRequest:
         return request_to(list(range(USERS)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _lasting_trainers() -> Iterator[None]:
+    """Nodes build their trainer once, not for each message, which takes most of a round."""
+    build, built = Host.trainer, {}
+
+    def trainer(host: Host, welcome: Welcome) -> Trainer:
+        if host.settings not in built:
+            built[host.settings] = build(host, welcome)
+        return built[host.settings]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Host, "trainer", trainer)
+        yield
 
 
 class TestEnrolledNodes(TransportConformance):

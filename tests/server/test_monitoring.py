@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.monitoring import Monitor, Refusal
+from fedpriv.server.monitoring import Monitor
 from fedpriv.wire import RunState
 
 Labels = tuple[tuple[str, str], ...]
@@ -44,13 +44,13 @@ def shown(port: int) -> dict[str | tuple[str, str], float]:
 
 
 def test_what_was_told_is_shown(monitor: Monitor, port: int) -> None:
-    monitor.connected(3)
+    monitor.set("nodes_connected", 3)
     monitor.progress(RunState.COLLECTING, 7, 1.5)
-    monitor.received(100)
-    monitor.received(20)
-    monitor.sent(2**40)
-    for reason in (Refusal.IDENTITY, Refusal.RATE, Refusal.RATE):
-        monitor.refused(reason)
+    monitor.add("received_bytes", 100)
+    monitor.add("received_bytes", 20)
+    monitor.add("sent_bytes", 2**40)
+    for reason in ("identity", "rate", "rate"):
+        monitor.add("refused_calls", 1, reason)
     monitor.handled("Upload", 2.0)
     numbers = shown(port)
     assert numbers["fedpriv_nodes_connected"] == 3
@@ -82,9 +82,9 @@ def test_no_number_counts_calls_offers_or_answers(port: int) -> None:
         for _ in range(answers):
             one.handled("Download", 0.5)
             one.handled("Upload", 0.5)
-            one.answer_refused()
-            one.sent(8)
-            one.received(8)
+            one.set("answer_refused", 1.0)
+            one.add("sent_bytes", 8)
+            one.add("received_bytes", 8)
         with one.served("127.0.0.1", 0) as its_port:
             return shown(its_port)
 
@@ -104,8 +104,8 @@ def test_the_help_of_bytes_says_whom_they_are_for(port: int) -> None:
 
 def test_two_monitors_do_not_share_numbers(monitor: Monitor, port: int) -> None:
     other = Monitor()
-    monitor.connected(5)
-    other.connected(1)
+    monitor.set("nodes_connected", 5)
+    other.set("nodes_connected", 1)
     with other.served("127.0.0.1", 0) as second:
         found = [shown(at)["fedpriv_nodes_connected"] for at in (port, second)]
     assert found == [5, 1]
@@ -142,8 +142,8 @@ def test_a_port_that_cannot_be_bound_is_refused_in_one_sentence(port: int) -> No
 def test_all_that_threads_tell_is_counted(monitor: Monitor, port: int) -> None:
     def tell(_: int) -> None:
         for _ in range(2000):
-            monitor.sent(1)
-            monitor.refused(Refusal.RATE)
+            monitor.add("sent_bytes", 1)
+            monitor.add("refused_calls", 1, "rate")
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(tell, range(8)))
@@ -161,7 +161,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.server.monitoring import Monitor
 
 monitor = Monitor()
-monitor.connected(1)
+monitor.set("nodes_connected", 1)
 try:
     monitor.served("127.0.0.1", 0).__enter__()
 except InvalidValueError as error:

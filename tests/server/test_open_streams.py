@@ -10,14 +10,14 @@ import pytest
 
 from fedpriv import wire
 from fedpriv.privacy.round import RoundRequest
-from fedpriv.server import listener
+from fedpriv.server import service
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.hostile_nodes import CALLS, SERVICE, Outcome, first, one, uploaded
 from tests.server.loopback import clipped, nodes, sends, site
 from tests.server.test_answers import collecting, update_of
 
 USERS = {"five": ["0"], "four": ["4"]}
-STREAMS = dict(listener.OPTIONS)["grpc.max_concurrent_streams"]
+STREAMS = dict(service.OPTIONS)["grpc.max_concurrent_streams"]
 REFUSED = {
     "Connect": (SERVICE + "Connect", b"", grpc.StatusCode.INVALID_ARGUMENT),
     "Download": (SERVICE + "Download", b"", grpc.StatusCode.INVALID_ARGUMENT),

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpriv.ledger.budget import PrivacyBudget
-from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.layout import Layout, Tensors, flat

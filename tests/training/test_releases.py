@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from federation import LAYOUT, PARAMETERS, FakeTransport, make_plan, open_records
 
-from fedpriv.accounting.strategy import compose
+from fedpriv.accounting.round_counts import compose
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Metric
 from fedpriv.privacy.layout import equal_split, flat, layers, per_layer

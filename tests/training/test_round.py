@@ -14,7 +14,8 @@ from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
-from fedpriv.training.rounds import initial_state, open_round, run_round, train
+from fedpriv.training.rounds import initial_state, run_round, train
+from tests.opening import open_round
 
 SEEDED = SeededEntropy(3)
 

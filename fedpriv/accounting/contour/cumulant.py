@@ -1,4 +1,4 @@
-"""The privacy loss of one round at nodes, and its cumulant generating function at complex points.
+"""The privacy loss of one round: its cumulant generating function, and bounds on what that lacks.
 
 One round with sampling probability q and noise multiplier z is dominated by the pair
 P = (1 − q)·N(0, z²) + q·N(1, z²) and Q = N(0, z²) (Zhu, Dong & Wang 2022, Theorem 11). With x = z·y
@@ -17,18 +17,24 @@ from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr, ndtri_exp
+from scipy.special import eval_legendre, expm1, log1p, ndtr, ndtri_exp, roots_legendre
 
 from fedpriv.accounting.round_counts import Direction, Vector
 
 ComplexVector = NDArray[np.complex128]
-_Floats = NDArray[np.float64 | np.longdouble]
 
 EPS = float(np.finfo(np.float64).eps)
-CUT = 50.0  # a density below e^−50 of the largest is left out
+LARGEST_ANGLE = 2.4  # θ stays below π, where A may vanish
+HEIGHTS = (0.2, 0.5, 1.2, 2.4, 4.8)  # of ellipses in the imaginary direction
+_CUT = 50.0  # a density below e^−50 of the largest is left out
+_SURVEY = 96  # nodes per setting that are enough to make plans
 _CHUNK = 1 << 15  # numbers of a temporary array: small enough to stay in the cache
-_NODES = 128  # nodes of one matrix product: so few that no BLAS library starts threads for it
 _POWERS = 16  # factors that one e^{itL} may be made of, twice; more would add up roundings
+_NODES = 128  # nodes of one matrix product: so few that no BLAS library starts threads for it
+_TAPER = 16
+_SHARE = 0.75  # a path this much nearer is nearly as good for small t, better for rare losses
+_RELIED_ON = 0.9  # share of a decay that is relied on; the rest is for its own quadrature
+_INTERVALS = 96  # where peaks of a density are looked for in a window
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,31 @@ class Losses:
     @property
     def beyond_cut(self) -> Vector:
         """[p] bound on the tilted mass that `support` leaves out."""
-        return np.asarray(np.exp(1.0 - CUT) * (CUT + self.high - self.low)[:, 0])
+        return np.asarray(np.exp(1.0 - _CUT) * (_CUT + self.high - self.low)[:, 0])
+
+
+@dataclass(frozen=True)
+class DirectedRounds:
+    """Rounds of p different settings (q, z), seen from one direction."""
+
+    q: Vector  # [p]
+    z: Vector  # [p]
+    counts: Vector  # [p] number of rounds of each setting
+    direction: Direction
+
+    @property
+    def number(self) -> float:
+        """Number of all rounds."""
+        return float(self.counts.sum())
+
+    def sum(self, values: Vector) -> float:
+        """Σ over all rounds of a function with these [p] values."""
+        return float(self.counts @ values)
+
+    def survey(self, log_tail: float) -> Losses:
+        """Losses at nodes that are enough to make plans."""
+        ends = window(self.q, self.z, log_tail, self.direction)
+        return losses(self.q, self.z, ends, self.direction, _SURVEY)
 
 
 @dataclass(frozen=True)
@@ -83,11 +113,11 @@ class Tilted:
         """[p] bound on the relative error of sums over the nodes, per unit of |s|."""
         # A sum of n products is wrong by at most n + 2 roundings of its absolute terms, which are
         # at most |s|·|L|·max(1, A^s) for E[A^s − 1]; a loss is wrong by some 60 roundings, a
-        # product of 32 factors e^{iL} by 5 for each, and a weight by 60/(1 − x²), as 1 − x²
-        # cancels near the ends.
+        # product of 32 factors e^{iL} by 5 for each, and a weight by (60 + n/32)/(1 − x²), as
+        # 1 − x² cancels near the ends.
+        n, square = self.mass.shape[1], 1 - self.losses.place**2
         terms = (self.mass + self.losses.weight) * np.abs(self.losses.log_ratio)
-        place = self.losses.place
-        return np.asarray(EPS * (terms @ (len(place) + 160 + 64 / (1 - place**2))))
+        return np.asarray(EPS * (terms @ (n + 160 + (64 + n / 32) / square)))
 
 
 def losses(
@@ -110,7 +140,7 @@ def losses(
 
 
 def tilt(given: Losses, c: float) -> Tilted:
-    """Tilt losses by e^{cL}, c > 0."""
+    """Losses tilted by e^{cL}, c > 0."""
     s = power(given.direction, c)
     change = s * given.log_ratio
     exponent = given.log_weight + change
@@ -159,7 +189,7 @@ def window(q: Vector, z: Vector, log_tail: float, direction: Direction) -> tuple
 
 
 def support(given: Losses, tilts: tuple[float, ...]) -> tuple[Vector, Vector]:
-    """[p, 1] ends of the part of a window where a tilted density is at least e^−CUT of its peak.
+    """[p, 1] ends of the part of a window where a tilted density is at least e^−50 of its peak.
 
     log f = −y²/2 + s·log A has (log f)'' ≥ −1 for s ≥ 0, so no peak hides between nodes; for s < 0
     it is concave.
@@ -167,7 +197,7 @@ def support(given: Losses, tilts: tuple[float, ...]) -> tuple[Vector, Vector]:
     kept = np.zeros(given.y.shape, dtype=np.bool_)
     for c in tilts:
         exponent = power(given.direction, c) * given.log_ratio - given.y**2 / 2
-        kept |= exponent > exponent.max(axis=1, keepdims=True) - CUT
+        kept |= exponent > exponent.max(axis=1, keepdims=True) - _CUT
     edges = np.concatenate([given.low, given.y, given.high], axis=1)
     first = kept.argmax(axis=1)[:, None]
     last = edges.shape[1] - 1 - kept[:, ::-1].argmax(axis=1)[:, None]
@@ -183,7 +213,7 @@ def log_mgf_along(tilted: Tilted, step: float, terms: int) -> ComplexVector:
         for first in range(0, terms, _POWERS**2):
             last = min(first + _POWERS**2, terms)
             rise = _rise(tilted.loss[block], tilted.mass[block], step, first, last)
-            result[block, first:last] = _log1p(rise)
+            result[block, first:last] = log1p(np.where(rise == -1.0, -1.0 + 1e-300j, rise))
     times = step * np.arange(terms)
     return result + tilted.log_mgf[:, None] + 1j * tilted.mean[:, None] * times
 
@@ -191,12 +221,12 @@ def log_mgf_along(tilted: Tilted, step: float, terms: int) -> ComplexVector:
 def _rise(loss: Vector, mass: Vector, step: float, first: int, last: int) -> ComplexVector:
     """[p, last − first] characteristic functions − 1 of [p, n] losses with these masses.
 
-    Each e^{itL} is a product of two of some √(last − first) powers, which makes a matrix product.
-    All are kept as e^{ia} − 1, which has all digits of a small a.
+    Each e^{itL} is a product of two of some √(last − first) powers, which makes a matrix product;
+    all are kept as e^{ia} − 1, which has all digits of a small a.
     """
     many = math.ceil(math.sqrt(last - first))
-    small = _powers(np.zeros_like(loss), _turn(step * loss), many)
-    big = _powers(_turn(step * first * loss), _turn(step * many * loss), -(-(last - first) // many))
+    small = _powers(np.zeros_like(loss), step * loss, many)
+    big = _powers(step * first * loss, step * many * loss, math.ceil((last - first) / many))
     weighted = big * mass[:, None, :]
     both = np.repeat(weighted.sum(axis=2)[:, :, None], small.shape[1], axis=2)
     for start in range(0, loss.shape[1], _NODES):
@@ -206,69 +236,121 @@ def _rise(loss: Vector, mass: Vector, step: float, first: int, last: int) -> Com
     return both.reshape(len(loss), -1)[:, : last - first]
 
 
-def _turn(angle: Vector) -> ComplexVector:
-    """e^{ia} − 1 = −2·sin²(a/2) + 2i·sin(a/2)·cos(a/2)."""
-    sine = np.sin(angle / 2)
-    return np.asarray(-2 * sine * sine + 2j * sine * np.cos(angle / 2))
-
-
-def _powers(start: Vector | ComplexVector, factor: ComplexVector, many: int) -> ComplexVector:
-    """[p, many, n] (1 + start)·(1 + factor)^j − 1."""
+def _powers(start: Vector, angle: Vector, many: int) -> ComplexVector:
+    """[p, many, n] e^{i·(start + j·angle)} − 1 for j < many."""
+    factor = expm1(1j * angle)
     result = np.empty((len(factor), many, factor.shape[1]), dtype=np.complex128)
-    result[:, 0] = start
-    for j in range(1, many):
+    result[:, 0] = expm1(1j * start)
+    for j in range(1, many):  # (1 + x)·(1 + f) − 1
         np.multiply(result[:, j - 1], factor, out=result[:, j])
         result[:, j] += result[:, j - 1]
         result[:, j] += factor
     return result
 
 
-def _log1p(rise: ComplexVector) -> ComplexVector:
-    """log(1 + rise), accurate relative to its size, with an imaginary part in (−π, π]."""
-    real, imaginary = rise.real, rise.imag
-    change = real * (2 + real) + imaginary**2
-    modulus = np.log1p(np.maximum(change, -0.5))
-    far = change < -0.5
-    if far.any():
-        modulus[far] = np.log(np.maximum((1 + real[far]) ** 2 + imaginary[far] ** 2, 1e-300))
-    return np.asarray(modulus / 2 + 1j * np.arctan2(imaginary, 1 + real))
-
-
 @cache
 def gauss_legendre(nodes: int) -> tuple[Vector, Vector]:
     """[n] Gauss–Legendre nodes on [−1, 1], increasing, and the logarithms of their weights.
 
-    Roots in [0, 1) by Newton's method, in extended precision at the end; the others by symmetry.
-    Weights are 2/((1 − x²)·P′(x)²). Routines in double precision lose up to nine digits of the
-    weights near the ends.
+    Weights are 2/((1 − x²)·P′(x)²), where a wrong last digit of x hardly matters; those of SciPy
+    lose up to nine digits near the ends.
     """
-    half = nodes // 2
-    place: _Floats = np.cos(math.pi * (np.arange(nodes - half, 0, -1) - 0.25) / (nodes + 0.5))
-    for real in (np.float64, np.float64, np.longdouble):
-        place, slope = _newton_step(place.astype(real), nodes)
-    log_weight = np.log(2 / ((1 - place**2) * slope**2))
-    return (
-        np.concatenate([-place[::-1][:half], place]).astype(np.float64),
-        np.concatenate([log_weight[::-1][:half], log_weight]).astype(np.float64),
-    )
+    place, _ = roots_legendre(nodes)
+    slope = nodes * (place * eval_legendre(nodes, place) - eval_legendre(nodes - 1, place))
+    return place, np.log(2 * (1 - place**2) / slope**2)  # slope is (x² − 1)·P′
 
 
-def _newton_step(x: _Floats, degree: int) -> tuple[_Floats, _Floats]:
-    """Roots of the Legendre polynomial nearby, by a step of third order, and P′ there.
+def decay(tilted: Tilted, t: float) -> Vector:
+    """[p] numbers b ≥ 0 with |φ(u)| ≤ e^−b for all u ≥ t, where φ(t) = E[e^{itL}] under the tilt.
 
-    The second derivative follows from Legendre's equation, (1 − x²)P″ = 2xP′ − n(n + 1)P.
+    Let f be the tilted density of y and F(y) = f(y)·e^{itL(y)}, analytic for |Im y| < πz. At
+    y + id, with θ = d/z and the probability p(y) that the user took part,
+
+        log |F(y + id)/f(y)| = d²/2 + s·log |1 − p + p·e^{iθ}| ∓ t·arg(1 − p + p·e^{iθ}),
+
+    and by Cauchy's theorem |φ(t)| ≤ ∫ |F(y + i·d(y))|·√(1 + d'²) dy for any d that vanishes at the
+    ends of the window. On a fixed path every factor e^{−u·arg} falls as u grows. For small t the
+    bound is 1 − α·t²·E[p²]/z² + α²·t²·(…)/2 when d = α·t·p/z. The integral is a sum over the nodes;
+    how far that is off is not proved: a tenth of b is kept for it.
     """
-    before, value, product = np.ones_like(x), x.copy(), np.empty_like(x)
-    k = np.arange(1, degree, dtype=x.dtype)
-    for share in k / (k + 1):
-        # P of degree k + 1 is x·P_k + (x·P_k − P_{k−1})·k/(k + 1), made where P_{k−1} was.
-        np.multiply(x, value, out=product)
-        np.subtract(product, before, out=before)
-        before *= share
-        before += product
-        before, value = value, before
-    slope = degree * (x * value - before) / (x**2 - 1)
-    bend = (2 * x * slope - degree * (degree + 1) * value) / (1 - x**2)
-    newton = value / slope
-    step = -newton * (1 + newton * bend / (2 * slope))
-    return x + step, slope + step * bend
+    given = tilted.losses
+    p, z = given.present, given.z
+    slope = p * given.absent / z
+    gain = (tilted.mass * p**2).sum(axis=1, keepdims=True)
+    cost = slope**2 - tilted.order * slope / z * p**2
+    cost = (tilted.mass * cost).sum(axis=1, keepdims=True)
+    alpha = gain / np.maximum(gain + cost, gain / 4)
+    half = (given.high - given.low) / 2
+    inside = 1 - given.place**_TAPER
+    narrowing = -_TAPER * given.place ** (_TAPER - 1) / half
+    free = _SHARE * alpha * t * p / z**2
+    limit = 1 + free / LARGEST_ANGLE
+    angle = free / limit * inside
+    bend = _SHARE * alpha * t * slope / z / limit**2 * inside + z * free / limit * narrowing
+    change, argument = turned(p, given.absent, angle)
+    exponent = (z * angle) ** 2 / 2 + tilted.order * change
+    exponent += np.log1p(bend**2) / 2 - t * argument
+    exponent = np.minimum(exponent, 600.0)
+    rise = (tilted.mass * np.expm1(exponent)).sum(axis=1) + given.beyond_cut
+    whole = (tilted.mass * np.exp(exponent)).sum(axis=1) + given.beyond_cut
+    bound = np.where(rise > -0.5, np.log1p(np.maximum(rise, -0.5)), np.log(whole))
+    return np.asarray(np.maximum(-_RELIED_ON * bound, 0.0))
+
+
+def turned(present: Vector, absent: Vector, angle: Vector) -> tuple[Vector, Vector]:
+    """log |1 − p + p·e^{iθ}| and arg(1 − p + p·e^{iθ}) in [0, π)."""
+    sine, cosine = np.sin(angle / 2), np.cos(angle / 2)
+    square = sine * sine
+    modulus = np.log1p(-4 * present * absent * square) / 2
+    argument = np.arctan2(2 * present * sine * cosine, 1 - 2 * present * square)
+    return np.asarray(modulus), np.asarray(argument)
+
+
+def log_errors(
+    rounds: DirectedRounds, low: Vector, high: Vector, c: float, t: float, semiaxes: Vector
+) -> tuple[Vector, Vector]:
+    """[k, p] log ρ of ellipses, and bounds on log(error of n nodes)·ρ^{2n} up to Im w = t.
+
+    Let F be the tilted density, but for 1/E[A^s], times e^{itL}, and |F| ≤ m on the ellipse around
+    a window whose semiaxes add up to ρ times half of it. Then the error of n Gauss–Legendre nodes
+    is at most half·(64/15)·m·ρ^{2 − 2n}/(1 − ρ^{−2}) (Trefethen 2013, Theorem 19.3).
+
+    At u + id, with θ = d/z, |A(u + id)| ≤ A(u) and 0 ≤ arg A(u + id) ≤ arg(1 − p + p·e^{iθ}),
+    which grows with p and so with u. Where s < 0, |A(u + id)/A(u)| counts, which falls with p up
+    to ½, and grows from there on.
+    """
+    log_f, present = _peaks(rounds, low, high, c)
+    coin = np.minimum(present, 0.5)
+    half = (high - low)[:, 0] / 2
+    log_rho = np.arcsinh(semiaxes / half)
+    error = semiaxes**2 / 2 + 2 * log_rho - np.log(-np.expm1(-2 * log_rho))
+    error += np.log(half) + math.log(64 / 15)
+    for k, semiaxis in enumerate(semiaxes):
+        angle, exponent = (semiaxis / rounds.z)[:, None], log_f
+        if t > 0.0:
+            exponent = exponent + t * turned(present, 1 - present, angle)[1]
+        if rounds.direction is Direction.ADD:
+            exponent = exponent - c * turned(coin, 1 - coin, angle)[0]
+        error[k] += exponent.max(axis=1)
+    return log_rho, error
+
+
+def _peaks(rounds: DirectedRounds, low: Vector, high: Vector, c: float) -> tuple[Vector, Vector]:
+    """[p, k] bounds on log f and p between neighbours of k + 1 outputs, f and p as in `log_errors`.
+
+    (log f)'' ≥ −1 + min(s, 0)·p(1 − p)/z² bounds log f between two outputs.
+    """
+    q, z = rounds.q[:, None], rounds.z[:, None]
+    half = (high - low) / 2
+    beyond = np.hypot(half, np.minimum(HEIGHTS[-1], LARGEST_ANGLE * z)) - half
+    y = (low - beyond) + (high - low + 2 * beyond) * np.linspace(0.0, 1.0, _INTERVALS + 1)
+    log_r = (y - 0.5 / z) / z
+    log_ratio = log_likelihood_ratio(log_r, q)
+    log_f = power(rounds.direction, c) * log_ratio - y * y / 2 - math.log(2 * math.pi) / 2
+    present = np.exp(np.log(q) + log_r - log_ratio)[:, 1:]
+    bend: float | Vector = 1.0
+    if rounds.direction is Direction.ADD:
+        coin = np.minimum(present, 0.5)
+        bend = 1.0 + c / z**2 * coin * (1 - coin)
+    spacing = y[:, 1:2] - y[:, :1]
+    return np.maximum(log_f[:, 1:], log_f[:, :-1]) + bend * spacing**2 / 8, present

@@ -1,5 +1,14 @@
 """ε and δ of composed rounds by an integral along a contour: no lattice, no convolution.
 
+For the loss S of all rounds together, K(w) = log E[e^{wS}] and any c > 0,
+
+    δ(ε) = E[(1 − e^{ε − S})₊] = (1/2π) ∫ e^{K(w) − wε}/(w(w + 1)) dt,   w = c + it,
+
+(Alghamdi et al. 2023, Theorem 3.1). By Poisson's summation formula the trapezoidal rule with step
+2π/P gives Σ_k e^{kcP}·δ(ε + kP) over all integers k. The terms k ≠ 0 are its error; they are
+positive and bounded here. Where the contour crosses the real axis, how fine its steps are and how
+far it goes is planned roughly: a poor plan makes the interval wider, never wrong.
+
 Eight digits cost some thousand exponentials for each different (q, z), however often it occurs. The
 method refuses where rare, huge losses make the integrand fall too slowly: z·√(Σq²) < 0.1 and mostly
 Σq < 1, and for a few rounds with q < 1.
@@ -7,23 +16,43 @@ method refuses where rare, huge losses make the integrand fall too slowly: z·�
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
+from scipy.optimize import brentq
+from scipy.special import log_ndtr, ndtri_exp
 
-from fedpriv.accounting.contour.cumulant import log_absent
-from fedpriv.accounting.contour.integral import Contour, contour, cumulant_bound
-from fedpriv.accounting.contour.saddle_point import (
-    LEAST_LOG_DELTA,
-    ContourPlan,
+from fedpriv.accounting.contour.cumulant import (
+    EPS,
+    HEIGHTS,
+    LARGEST_ANGLE,
+    ComplexVector,
     DirectedRounds,
-    plan_at_delta,
-    plan_at_epsilon,
+    Losses,
+    Tilted,
+    decay,
+    log_absent,
+    log_errors,
+    log_mgf_along,
+    losses,
+    support,
+    tilt,
 )
 from fedpriv.accounting.gaussian import Ends, check_delta, check_epsilon
-from fedpriv.accounting.round_counts import Direction, Rounds, arrays, check_rounds, summary
+from fedpriv.accounting.round_counts import Direction, Rounds, Vector, arrays, check_rounds, grouped
 from fedpriv.errors import UnsupportedEventError
 
+_LEAST_LOG_DELTA = math.log(1e-100)  # a smaller δ is not told from this one
+_CERTAINTY = math.log(1e9)  # how much smaller than δ, in logarithms, each error is that is chosen
+_MARGIN = 7.0  # standard deviations from the tilted mean to the end of a wide window
+_LARGEST_LOG_TILT = 24.0  # saddle points are looked for between e^−24 and e^24
+_FEW_TERMS = 32.0  # no better window is looked for where the sum has fewer terms
+_SIZES = (24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 3072)
+# Multiplications that a contour may cost; beyond, a convolution is faster.
+_WORK, _WORK_PER_SETTING, _MOST_WORK = 2e7, 1e6, 8e7
+_PART = 128  # settings that are treated together
 _WIDEST = 1e-3  # largest width of an interval, relative to its upper end
 _NARROW = 1e-7  # width at which no second contour is tried
 _SHIFTS = (1.0, 0.85)  # where contours cross the real axis, relative to the plan
@@ -38,16 +67,283 @@ class ContourUnsuitableError(UnsupportedEventError):
     """The contour does not tell ε or δ to a thousandth; the composition by FFT may."""
 
 
+@dataclass(frozen=True)
+class ContourPlan:
+    """Points w = c + i·2πj/P to integrate over, up to imaginary part `stop`."""
+
+    log_tail: float  # log of the probability of one round to be outside its window
+    c: float
+    further: float  # tilt > c of the bound on δ(ε + P)
+    period: float  # P
+    stop: float
+    epsilon: float  # ε and log δ(ε), roughly
+    log_delta: float
+
+    @property
+    def last(self) -> float:
+        """Number of the last point."""
+        return self.stop * self.period / (2 * math.pi)
+
+
+class _Saddle(NamedTuple):
+    """The c > 0 where |e^{K(w) − wε}/(w(w + 1))| is least on the real axis, for its ε, and δ(ε)."""
+
+    c: float
+    epsilon: float
+    log_delta: float
+
+
+def plan_at_delta(rounds: DirectedRounds, log_delta: float) -> ContourPlan:
+    """A plan for the ε that belongs to δ, or for ε = 0 where that is larger."""
+
+    def plan(log_tail: float) -> ContourPlan:
+        given = rounds.survey(log_tail)
+        at = _saddle(rounds, given, lambda s: s.log_delta - log_delta)
+        if at.epsilon < 0:
+            at = _saddle(rounds, given, lambda s: -s.epsilon)
+        return _plan(rounds, given, at.c, max(at.epsilon, 0.0), log_delta, log_tail)
+
+    return _cheapest(plan, rounds.number, log_delta)
+
+
+def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
+    """A plan for the δ that belongs to ε ≥ 0."""
+
+    def excess(at: _Saddle) -> float:
+        return epsilon - at.epsilon if at.log_delta > _LEAST_LOG_DELTA else -1.0
+
+    def plan(log_tail: float) -> ContourPlan:
+        given = rounds.survey(log_tail)
+        return _plan(rounds, given, _saddle(rounds, given, excess).c, epsilon, log_delta, log_tail)
+
+    log_delta = -1.0
+    for _ in range(6):  # the window depends on δ, and δ hardly on the window
+        wide, _ = _log_tails(rounds.number, log_delta)
+        guess = _saddle(rounds, rounds.survey(wide), excess).log_delta
+        before, log_delta = log_delta, min(max(guess, _LEAST_LOG_DELTA), -1e-3)
+        if abs(log_delta - before) < 1.0:
+            break
+    return _cheapest(plan, rounds.number, log_delta)
+
+
+def _log_tails(rounds: float, log_delta: float) -> tuple[float, float]:
+    """A wide window, with the tilted losses of a round inside, and one for rare, huge losses."""
+    narrow = log_delta - _CERTAINTY - math.log(rounds)
+    return min(float(log_ndtr(ndtri_exp(log_delta) - _MARGIN)), narrow), narrow
+
+
+def _cheapest(plan: Callable[[float], ContourPlan], rounds: float, log_delta: float) -> ContourPlan:
+    """The plan with the window that needs fewer terms."""
+    wide, narrow = _log_tails(rounds, log_delta)
+    first = plan(wide)
+    if first.last < _FEW_TERMS or narrow == wide:
+        return first
+    return min(first, plan(narrow), key=lambda p: p.last)
+
+
+def _saddle(rounds: DirectedRounds, given: Losses, excess: Callable[[_Saddle], float]) -> _Saddle:
+    """The saddle point where `excess`, which falls with c, is 0."""
+
+    @cache  # the search comes back to the ends of its brackets
+    def at(log_c: float) -> _Saddle:
+        c = math.exp(log_c)
+        tilted = tilt(given, c)
+        epsilon = rounds.sum(tilted.mean) - 1 / c - 1 / (1 + c)
+        curvature = max(rounds.sum(tilted.variance), 0.0) + 1 / c**2 + 1 / (1 + c) ** 2
+        log_peak = rounds.sum(tilted.log_mgf) - c * epsilon - log_c - math.log1p(c)
+        return _Saddle(c, epsilon, log_peak - 0.5 * math.log(2 * math.pi * curvature))
+
+    def gap(log_c: float) -> float:
+        return excess(at(log_c))
+
+    low, high = 0.0, 2.0
+    while gap(high) > 0 and high < _LARGEST_LOG_TILT:
+        low, high = high, high + 2
+    while gap(low) < 0 and low > -_LARGEST_LOG_TILT:
+        low, high = low - 2, low
+    if gap(high) > 0:
+        return at(high)
+    return at(low) if gap(low) < 0 else at(float(brentq(gap, low, high, xtol=1e-2)))
+
+
+def _plan(
+    rounds: DirectedRounds,
+    given: Losses,
+    c: float,
+    epsilon: float,
+    log_delta: float,
+    log_tail: float,
+) -> ContourPlan:
+    tilted = tilt(given, c)
+    spread = math.sqrt(max(rounds.sum(tilted.variance), 1e-200))
+
+    def period_of(further: float) -> float:
+        excess = rounds.sum(tilt(given, further).log_mgf) - further * epsilon
+        right = (excess - log_delta + _CERTAINTY) / (further - c)
+        return max((_CERTAINTY - log_delta) / c, right)
+
+    tilts = [c + share / spread for share in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)]
+    period, further = min((period_of(each), each) for each in tilts)
+    scale = rounds.sum(tilted.log_mgf) - c * epsilon - log_delta
+    stop = 6.0 / spread
+    for _ in range(60):  # until little of the integral is left
+        fall = rounds.sum(decay(tilted, stop))
+        needed = scale - math.log(math.pi * stop) + _CERTAINTY
+        if fall >= needed:
+            break
+        stop *= float(np.clip(math.sqrt(needed / max(fall, 1e-9)), 1.1, 1.4))
+    else:
+        stop = math.inf
+    return ContourPlan(log_tail, c, further, period, stop, epsilon, log_delta)
+
+
+@dataclass(frozen=True)
+class Contour:
+    """Everything that is needed to bound δ at any ε; tightly near the ε of the plan."""
+
+    plan: ContourPlan
+    cumulant: ComplexVector  # [points] K
+    error: Vector  # [points] bounds on the errors of e^K, relative to its modulus
+    fall: float  # |e^{K(c + it)}| ≤ e^{K(c) − fall} for all t beyond the last point
+    further: float  # a bound above K at the further tilt
+    dropped: float  # bound on the part of δ from losses outside the windows
+
+    def log_scale(self, epsilon: float) -> float:
+        """K(c) − cε, whose exponential is the unit of the other results."""
+        return float(self.cumulant[0].real) - self.plan.c * epsilon
+
+    def value(self, epsilon: float) -> tuple[float, float]:
+        """δ(ε) and −dδ(ε)/dε without their errors, in units of e^{K(c) − cε}."""
+        w, terms = self._terms(epsilon)
+        return float(terms.sum().real), float((w * terms).sum().real)
+
+    def bounds(self, epsilon: float) -> tuple[float, float]:
+        """Lower and upper bound on δ(ε) of the losses inside the windows, in the same units."""
+        plan, scale = self.plan, self.log_scale(epsilon)
+        w, terms = self._terms(epsilon)
+        rounding = EPS * (16 + 4 * np.abs(self.cumulant.imag) + 4 * w.imag * abs(epsilon))
+        size = 4 * EPS * (1.0 + abs(self.cumulant[0].real) + abs(plan.c * epsilon))
+        value = float(terms.sum().real)
+        growth = np.expm1(np.minimum(self.error + rounding, 600.0))
+        wrong = float(np.abs(terms) @ growth) + size * abs(value)
+        # Σ_{t > stop} |term|·2π/P ≤ sup|φ| ∫ dt/t², and both signs of t count.
+        wrong += math.exp(-self.fall) / (math.pi * float(w[-1].imag))
+        # k < 0: δ ≤ 1. k > 0: δ(u) ≤ e^{K(c') − c'u}. Both are geometric series.
+        gap = plan.further - plan.c
+        left = math.exp(min(-plan.c * plan.period - scale, 700.0))
+        right = self.further - plan.further * epsilon - scale - gap * plan.period
+        aliases = left / -math.expm1(-plan.c * plan.period)
+        aliases += math.exp(min(right, 700.0)) / -math.expm1(-gap * plan.period)
+        return value - wrong - aliases, value + wrong
+
+    def _terms(self, epsilon: float) -> tuple[ComplexVector, ComplexVector]:
+        """[points] the points w, and their terms of the sum over both signs of t."""
+        step = 2 * math.pi / self.plan.period
+        times = step * np.arange(len(self.cumulant))
+        w: ComplexVector = np.asarray(self.plan.c + 1j * times, np.complex128)
+        angle = self.cumulant.imag - times * epsilon
+        terms: ComplexVector = np.exp(self.cumulant.real - self.cumulant[0].real + 1j * angle)
+        terms *= (step / math.pi) / (w * (w + 1))
+        terms[0] /= 2
+        return w, terms
+
+
+def contour(rounds: DirectedRounds, plan: ContourPlan) -> Contour | None:
+    """The sums over all rounds along a planned contour; None where they would cost too much."""
+    if not math.isfinite(plan.last):
+        return None
+    last = math.ceil(plan.last)
+    step = 2 * math.pi / plan.period
+    parts = _parts(rounds, plan, step * last)
+    allowed = min(_WORK + _WORK_PER_SETTING * len(rounds.q), _MOST_WORK)
+    if parts is None or (last + 1) * sum(float(part.nodes.sum()) for part in parts) > allowed:
+        return None
+    cumulant = np.zeros(last + 1, dtype=np.complex128)
+    error, fall, further = np.zeros(last + 1), 0.0, 0.0
+    for part in parts:
+        counts, tilted = part.rounds.counts, tilt(part.losses(), plan.c)
+        values = log_mgf_along(tilted, step, last + 1)
+        wrong = part.relative_error(tilted, part.log_error)[:, None]
+        wrong = wrong + tilted.rounding[:, None] * step * np.arange(last + 1)
+        wrong /= np.exp(np.maximum(values.real - tilted.log_mgf[:, None], -600.0))
+        cumulant += counts @ values
+        # |Π(φ + e) − Πφ| ≤ Π(|φ| + |e|) − Π|φ| for the errors e of the characteristic functions φ.
+        error += counts @ np.log1p(wrong) + len(rounds.q) * EPS * (counts @ np.abs(values))
+        fall += part.rounds.sum(decay(tilted, step * last))
+        further += part.cumulant_bound(tilt(tilted.losses, plan.further))
+    further += len(rounds.q) * EPS * abs(further)
+    return Contour(plan, cumulant, error, fall, further, rounds.number * math.exp(plan.log_tail))
+
+
+def cumulant_bound(rounds: DirectedRounds, plan: ContourPlan) -> float:
+    """A bound above K(c), where c is that of the plan; ∞ where it would cost too much."""
+    parts = _parts(rounds, replace(plan, further=plan.c), 0.0)
+    if parts is None:
+        return math.inf
+    bound = sum(part.cumulant_bound(tilt(part.losses(), plan.c)) for part in parts)
+    return bound + len(rounds.q) * EPS * abs(bound)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some of the settings, with enough nodes, and what bounds their error as in `log_errors`."""
+
+    rounds: DirectedRounds
+    low: Vector  # [p, 1] ends of the window
+    high: Vector
+    nodes: Vector  # [p] numbers of nodes
+    log_rho: Vector  # [p]
+    log_error: Vector  # [p] along the contour
+    further_error: Vector  # the same at the further tilt, where Im w = 0
+
+    def losses(self) -> Losses:
+        """The losses at the nodes."""
+        rounds, nodes = self.rounds, int(self.nodes.max())
+        return losses(rounds.q, rounds.z, (self.low, self.high), rounds.direction, nodes)
+
+    def relative_error(self, tilted: Tilted, log_error: Vector) -> Vector:
+        """[p] bounds on the errors of E[e^{wL}] over E[e^{cL}], with the rounding of the latter."""
+        error = log_error - 2 * int(self.nodes.max()) * self.log_rho - tilted.log_mgf
+        rounding = tilted.rounding * abs(tilted.order)
+        return 3 * np.exp(np.minimum(error, 600.0)) + tilted.losses.beyond_cut + rounding
+
+    def cumulant_bound(self, tilted: Tilted) -> float:
+        """A bound above the sum of the cumulants at the further tilt."""
+        values = tilted.log_mgf + self.relative_error(tilted, self.further_error)
+        return self.rounds.sum(values + len(values) * EPS * np.abs(values))
+
+
+def _parts(rounds: DirectedRounds, plan: ContourPlan, stop: float) -> list[_Part] | None:
+    """Parts that need about as many nodes, up to Im w = `stop`; None if they would be too many."""
+    rough = rounds.survey(plan.log_tail)
+    low, high = support(rough, (plan.c, plan.further))
+    log_mgf = tilt(rough, plan.c).log_mgf
+    semiaxes = np.minimum(np.array(HEIGHTS)[:, None], LARGEST_ANGLE * rounds.z)
+    log_rho, error = log_errors(rounds, low, high, plan.c, stop, semiaxes)
+    needed = (error - log_mgf + _CERTAINTY + math.log(rounds.number)) / (2 * log_rho)
+    best = needed.argmin(axis=0), np.arange(len(low))
+    if not needed[best].max() < _SIZES[-1]:
+        return None
+    nodes = np.array(_SIZES, np.float64)[np.searchsorted(_SIZES, needed[best], side="right")]
+    _, further = log_errors(rounds, low, high, plan.further, 0.0, semiaxes[best][None])
+    order, found = np.argsort(nodes, kind="stable"), []
+    arrays = (low, high, nodes, log_rho[best], error[best], further[0])
+    for start in range(0, len(order), _PART):
+        at = order[start : start + _PART]
+        some = DirectedRounds(rounds.q[at], rounds.z[at], rounds.counts[at], rounds.direction)
+        found.append(_Part(some, *(array[at] for array in arrays)))
+    return found
+
+
 def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
     """Interval around the least ε for which the rounds are (ε, δ)-DP, in the worse direction.
 
-    Its width is at most a thousandth of its upper end, or 1e-9, and usually below 1e-8 of it; where
-    it would be wider, z is outside [0.1, 1e6], q below 1e-12 or δ below 1e-100, the contour raises
-    ContourUnsuitableError.
+    Usually 1e-8 of its upper end wide, at most 1e-3 of it or 1e-9; ContourUnsuitableError where it
+    would be wider, z is outside [0.1, 1e6], q below 1e-12 or δ below 1e-100.
     """
     check_delta(delta)
     log_delta = math.log(delta)
-    if log_delta < LEAST_LOG_DELTA:
+    if log_delta < _LEAST_LOG_DELTA:
         raise ContourUnsuitableError(f"delta is {delta}; the contour needs at least 1e-100")
 
     def ceiling(setting: DirectedRounds, plan: ContourPlan) -> float:
@@ -63,10 +359,9 @@ def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
 
 
 def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
-    """Interval around the least δ for which the rounds are (ε, δ)-DP, in the worse direction.
+    """Interval around the least δ for which the rounds are (ε, δ)-DP, as `epsilon_interval`.
 
-    As `epsilon_interval`, but for a width of 1e-90 that never matters. Upper ends are at least
-    1e-100.
+    A width of 1e-90 never matters. Upper ends are at least 1e-100.
     """
     check_epsilon(epsilon)
 
@@ -81,7 +376,7 @@ def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
         below, above = (_log(bound) for bound in found.bounds(epsilon))
         scale = found.log_scale(epsilon)
         up = math.exp(min(above + scale, 0.0)) if above > -math.inf else 1.0
-        up = min(max(up + found.dropped, math.exp(LEAST_LOG_DELTA)), 1.0)
+        up = min(max(up + found.dropped, math.exp(_LEAST_LOG_DELTA)), 1.0)
         return math.exp(min(below + scale, 0.0)), up
 
     return _worse(rounds, lambda each: plan_at_epsilon(each, epsilon), ends, ceiling, 1e-90)
@@ -106,7 +401,7 @@ def _worse(
     q, z, counts = arrays(rounds)
     if z.min() < _LEAST_NOISE or z.max() > _MOST_NOISE or q.min() < _LEAST_PROBABILITY:
         raise ContourUnsuitableError("the contour needs z from 0.1 to 1e6 and q of at least 1e-12")
-    few = arrays(summary(rounds, _PLANNED))
+    few = arrays(grouped(rounds, _PLANNED)[0])
     low = up = 0.0
     for direction in Direction:
         setting = DirectedRounds(q, z, counts, direction)
@@ -163,7 +458,6 @@ def _epsilon_ends(found: Contour, log_delta: float) -> Ends:
 
 
 def _log(x: float) -> float:
-    """log x, −∞ where x is not positive."""
     return math.log(x) if x > 0.0 else -math.inf
 
 

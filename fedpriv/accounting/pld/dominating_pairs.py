@@ -14,28 +14,14 @@ import numpy as np
 from scipy.special import erf, log_ndtr, ndtr, ndtri, ndtri_exp
 
 from fedpriv.accounting.contour.cumulant import log_likelihood_ratio
-from fedpriv.accounting.pld.lattice import (
-    SKETCHED,
-    DiscreteLaw,
-    GaussianPair,
-    Lattice,
-    LossAtoms,
-    Sketch,
-    dominated,
-    dominating,
-)
-from fedpriv.accounting.round_counts import Direction, Vector
+from fedpriv.accounting.pld.lattice import SKETCH_NODES, DiscreteLaw, GaussianPair, Sketch, sketched
+from fedpriv.accounting.round_counts import Vector
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(6)
 _LEAST_TAIL = 1e-290
 _BATCH_EDGES = 1 << 13
 _LOG_BATCH_TAIL = -100.0  # log of the probability of the largest sums below the first edge, about
 _BATCH_RANGE = 14.0  # standard deviations from the largest mean to the last edge
-
-
-def least_loss(q: float) -> float:
-    """The bound log(1 − q) that L stays above; −∞ for q = 1."""
-    return math.log1p(-q) if q < 1.0 else -math.inf
 
 
 def privacy_loss(x: Vector, q: float, z: float) -> Vector:
@@ -45,7 +31,8 @@ def privacy_loss(x: Vector, q: float, z: float) -> Vector:
 
 def sample_at(loss: Vector, q: float, z: float) -> Vector:
     """The inverse of the loss: x with L(x) = loss, −∞ where there is none."""
-    gap = -np.expm1(np.minimum(least_loss(q) - loss, 0.0))
+    least = math.log1p(-q) if q < 1.0 else -math.inf
+    gap = -np.expm1(np.minimum(least - loss, 0.0))
     log_gap = np.log(gap, out=np.full(gap.shape, -np.inf), where=gap > 0)
     return np.asarray(z**2 * (loss + log_gap - math.log(q)) + 0.5)
 
@@ -58,12 +45,7 @@ def sample_range(q: float, z: float, tail: float) -> tuple[float, float]:
     return -z * absent, max(z * absent, 1 + z * present)
 
 
-def gaussian_masses(x: Vector, mean: float, z: float) -> Vector:
-    """Probabilities of N(mean, z²) between neighbouring entries of the increasing vector x."""
-    return masses_between(x[:-1], x[1:], mean, z)
-
-
-def masses_between(low: Vector, high: Vector, mean: float, z: float) -> Vector:
+def gaussian_masses(low: Vector, high: Vector, mean: float, z: float) -> Vector:
     """Probabilities of N(mean, z²) in [low, high], accurate relative to their size.
 
     Narrow intervals are integrated by Gauss's rule with 6 nodes, whose error is below 1e-15 where
@@ -93,15 +75,14 @@ class PoissonPair(GaussianPair):
 
     def sketch(self, tail: float) -> Sketch:
         """The loss at evenly spaced outputs."""
-        x = np.linspace(*sample_range(self.q, self.z, tail), SKETCHED)
+        x = np.linspace(*sample_range(self.q, self.z, tail), SKETCH_NODES)
         middle = float(privacy_loss(np.zeros(1), self.q, self.z)[0])
         return Sketch(-(x**2) / (2 * self.z**2), privacy_loss(x, self.q, self.z), middle)
 
     def centre(self, step: float) -> float:
-        """The loss c such that outputs with a loss in [c − step, c + step] have c together.
+        """By sections roughly, then by fixed-point steps, exactly where it matters.
 
-        Sections find c roughly, and fixed-point steps exactly where it matters: an interval that
-        holds nearly all mass merges into the same point wherever its ends are.
+        An interval that holds nearly all mass merges into the same point wherever its ends are.
         """
         low, high = privacy_loss(np.array([-8 * self.z, 4 * self.z]), self.q, self.z)
         candidates: Vector = np.linspace(low, high, 33)
@@ -114,14 +95,16 @@ class PoissonPair(GaussianPair):
     def masses(self, edges: Vector) -> Vector:
         """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
         ends = np.concatenate([[-np.inf], sample_at(edges, self.q, self.z), [np.inf]])
-        absent, present = (gaussian_masses(ends, mean, self.z) for mean in (0.0, 1.0))
+        absent, present = (
+            gaussian_masses(ends[:-1], ends[1:], mean, self.z) for mean in (0.0, 1.0)
+        )
         p = (1 - self.q) * absent + self.q * present
         return np.array([p, absent, self.q * (present - absent)])
 
     def _merged_around(self, c: Vector, step: float) -> Vector:
         """What the outputs of [c − h, c + h] merge into; c itself where it cannot be told."""
         low, high = (sample_at(c + side * step, self.q, self.z) for side in (-1, 1))
-        absent, present = (masses_between(low, high, mean, self.z) for mean in (0.0, 1.0))
+        absent, present = (gaussian_masses(low, high, mean, self.z) for mean in (0.0, 1.0))
         filled = (absent > 0) & (present > 0)
         ratio = np.divide(present, absent, out=np.ones(absent.shape), where=filled)
         return np.where(filled, log_likelihood_ratio(np.log(ratio), np.array([self.q])), c)
@@ -131,8 +114,8 @@ class PoissonPair(GaussianPair):
 class ReplacePair(GaussianPair):
     """A Poisson-sampled round when one user is replaced by another; the pair is one of its own.
 
-    In both worlds the others contribute the same random sum and the user tosses the same coin, so
-    for updates v and v' of norm at most S = 1 the round compares mixtures over the others' sum of
+    The others contribute the same random sum and the user tosses the same coin either way, so for
+    updates v and v' of norm at most S = 1 the round compares mixtures over the others' sum of
 
         P_v = (1 − q)·N(0, σ²) + q·N(v, σ²)   against   P_v',
 
@@ -163,19 +146,16 @@ class ReplacePair(GaussianPair):
     def masses(self, edges: Vector) -> Vector:
         """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
         ends = np.concatenate([[-np.inf], self.sample_at(edges), [np.inf]])
-        means = (0.0, 1.0, -1.0)
-        absent, present, other = (gaussian_masses(ends, mean, 2 * self.z) for mean in means)
-        common = (1 - self.q) * absent
-        return np.array(
-            [common + self.q * present, common + self.q * other, self.q * (present - other)]
+        absent, present, other = (
+            gaussian_masses(ends[:-1], ends[1:], mean, 2 * self.z) for mean in (0.0, 1.0, -1.0)
         )
+        p, q = ((1 - self.q) * absent + self.q * own for own in (present, other))
+        return np.array([p, q, self.q * (present - other)])
 
     def sketch(self, tail: float) -> Sketch:
         """The loss at evenly spaced outputs."""
         _, high = sample_range(self.q, 2 * self.z, tail)
-        x = np.linspace(-high, high, SKETCHED)
-        log_q = -(x**2) / (8 * self.z**2) + privacy_loss(-x, self.q, 2 * self.z)
-        return Sketch(log_q, self.loss(x), 0.0)
+        return sketched(self, self.loss(np.linspace(-high, high, SKETCH_NODES)), 0.0)
 
     def loss(self, x: Vector) -> Vector:
         """Loss of outputs, in clipping norms."""
@@ -200,15 +180,14 @@ class FixedSizePair(GaussianPair):
 
         γ·((1 − β)·H_α(P‖R) + β·H_α(P‖P')) ≤ γ·H_α(N(1, z²)‖N(0, z²)),
 
-    which is that of removing a user from a Poisson sample. Neighbours are so in either order, so at
-    ε < 0 the curve is at most the mirror image 1 − e^ε + e^ε·δ(−ε) of that at −ε. The loss here has
-    both halves; it is an upper bound under composition (Zhu, Dong & Wang 2022, Theorem 10), but no
-    round's own: one round has the one half or the other. Rounds in which all others and the new
-    user contribute −S, and the old one +S, have the Poisson pair, which bounds from below.
+    which is that of removing a user from a Poisson sample. The relation is symmetric, so at ε < 0
+    the curve is at most the mirror image 1 − e^ε + e^ε·δ(−ε) of that at −ε. The loss here has both
+    halves and the rest at 0; it is an upper bound under composition (Zhu, Dong & Wang 2022, Theorem
+    10), but no round's own, which has one half. Rounds in which all others and the new user
+    contribute −S, and the old one +S, have the Poisson pair, which bounds from below.
 
-    So the loss has the positive half of the Poisson pair, its mirror image, and the rest at 0. An
-    output with loss −l < 0 has e^l times the probability under Q that it has under P, so the masses
-    under P and Q of mirrored intervals are exchanged.
+    An output with loss −l < 0 has e^l times the probability under Q that it has under P, so the
+    masses under P and Q of mirrored intervals are exchanged.
     """
 
     def span(self, tail: float) -> tuple[float, float]:
@@ -220,30 +199,21 @@ class FixedSizePair(GaussianPair):
         """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
         p, q, gap = self._positive(-edges[::-1])[:, ::-1]
         found: Vector = self._positive(edges) + np.array([q, p, -gap])
-        found[:2, np.searchsorted(edges, 0.0)] += self.at_zero
+        # P(L = 0) = 1 − P(L > 0) − Q(L > 0) = (1 − q)·(2Φ(1/(2z)) − 1) ≥ 0.
+        at_zero = (1 - self.q) * float(erf(math.sqrt(0.125) / self.z))
+        found[:2, np.searchsorted(edges, 0.0)] += at_zero
         return found
 
     def sketch(self, tail: float) -> Sketch:
         """The loss at evenly spaced outputs and at 0."""
         _, high = sample_range(self.q, self.z, tail)
-        width = max(high - 0.5, self.z) / (SKETCHED // 2)
-        x: Vector = 0.5 + width * (np.arange(SKETCHED // 2, dtype=np.float64) + 0.5)
+        x = np.linspace(0.5, max(high, 0.5 + self.z), SKETCH_NODES // 2)[1:]
         loss = privacy_loss(x, self.q, self.z)
-        log_q = -(x**2) / (2 * self.z**2) + math.log(width / (self.z * math.sqrt(2 * math.pi)))
-        zero = [math.log(self.at_zero) if self.at_zero > 0 else -math.inf]
-        return Sketch(
-            np.concatenate([log_q, log_q + loss, zero]), np.concatenate([loss, -loss, [0.0]]), 0.0
-        )
-
-    @property
-    def at_zero(self) -> float:
-        """P(L = 0) = 1 − P(L > 0) − Q(L > 0) = (1 − q)·(2Φ(1/(2z)) − 1) ≥ 0."""
-        return (1 - self.q) * float(erf(math.sqrt(0.125) / self.z))
+        return sketched(self, np.concatenate([-loss[::-1], loss]), 0.0)
 
     def _positive(self, edges: Vector) -> Vector:
         """[3, edges + 1] masses of the positive losses."""
-        ends = np.concatenate([np.zeros(1), np.maximum(edges, 0.0)])
-        return PoissonPair(self.q, self.z).masses(ends)[:, 1:]
+        return PoissonPair(self.q, self.z).masses(np.append(0.0, np.maximum(edges, 0.0)))[:, 1:]
 
 
 @dataclass(frozen=True)
@@ -251,51 +221,36 @@ class LargestBatchPair:
     """The largest sum of the batches of a shuffled pass: what a pass costs at least.
 
     Let every user but one contribute −S, and that one +S. If it is missing, or contributes −S
-    instead, the sum of its batch falls by a sensitivity. In units of that, and measured from what a
-    batch of the others would show, the n releases of a pass have the means (b + 1)·e_t against
-    b·e_t with a random batch t: b = 1 where a user is added or removed, and leaves its place empty,
-    b = 0 where it is replaced. Their maximum y has the distribution functions
+    instead, the sum of its batch falls by a sensitivity. In units of that, and relative to a batch
+    of the others, the n releases of a pass have the means (b + 1)·e_t against b·e_t with a random
+    batch t: b = 1 where a user is added or removed and leaves its place empty, b = 0 where it is
+    replaced. Their maximum y has the distribution functions
 
         Φ((y − b − 1)/z)·Φ(y/z)^{n − 1}   and   Φ((y − b)/z)·Φ(y/z)^{n − 1},
 
     which, as those of a function of the releases, cannot cost more than the pass (Chua et al. 2024,
-    arXiv 2403.17673; for many passes, arXiv 2411.04205). What `dominating` returns is at least as
-    bad as this pair, so it says nothing of a pass.
+    arXiv 2403.17673; for many passes, arXiv 2411.04205). It bounds a pass from below alone.
     """
 
     batches: int  # n ≥ 1
     z: float  # noise_stddev per sensitivity
     base: float  # b
 
-    @property
-    def setting(self) -> tuple[float, float]:
-        """1 and z."""
-        return 1.0, self.z
-
     def at(self, q: float, z: float) -> "LargestBatchPair":  # noqa: ARG002
         """The pair of the same kind with other noise."""
         return replace(self, z=z)
 
-    def sketch(self, tail: float) -> Sketch:
-        """The loss, roughly, without losses that are rarer than `tail`."""
-        return self._law.sketch(tail)
-
-    def dominating(self, lattice: Lattice, direction: Direction) -> LossAtoms:
-        """A loss on the lattice that is at least as bad as that of the largest sum."""
-        return dominating(self._law, lattice, direction)
-
-    def dominated(self, lattice: Lattice, direction: Direction) -> LossAtoms:
-        """A loss on the lattice that is at most as bad as that of the pass."""
-        return dominated(self._law, lattice, direction)
+    def laws(self, tail: float) -> tuple[DiscreteLaw, DiscreteLaw]:  # noqa: ARG002
+        """Both are that of the largest sum, exactly."""
+        return self._law, self._law
 
     @cached_property
     def _law(self) -> DiscreteLaw:
         """The largest sum, told to within one of some thousand intervals."""
-        z = self.z
+        z, b = self.z, self.base
         low = z * float(ndtri_exp(_LOG_BATCH_TAIL / self.batches))
-        edges = np.linspace(low, self.base + 1 + _BATCH_RANGE * z, _BATCH_EDGES + 1)
-        means = (self.base + 1, self.base)
-        p, q = (_largest_masses(edges, self.batches, mean, z) for mean in means)
+        edges = np.linspace(low, b + 1 + _BATCH_RANGE * z, _BATCH_EDGES + 1)
+        p, q = (_largest_masses(edges, self.batches, mean, z) for mean in (b + 1, b))
         some = (p > 0) & (q > 0)
         return DiscreteLaw(p[some], q[some], (p - q)[some])
 
@@ -303,8 +258,7 @@ class LargestBatchPair:
 def _largest_masses(edges: Vector, batches: int, mean: float, z: float) -> Vector:
     """Probabilities that the maximum of N(mean, z²) and n − 1 times N(0, z²) is between edges.
 
-    Intervals are narrow, and the density is a sum of two positive terms, so that Gauss's rule
-    leaves no error that counts.
+    In narrow intervals, Gauss's rule hardly errs on a sum of two positive terms.
     """
     half = (edges[1:] - edges[:-1]) / 2
     y = (edges[1:] + edges[:-1]) / 2 + half * _NODES[:, None]

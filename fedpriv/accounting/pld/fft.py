@@ -1,10 +1,10 @@
 """Composition of privacy losses on one lattice by the fast Fourier transform.
 
 The losses are tilted before they are convolved: a loss s gets the weight e^{θs}/E[e^{θL}], which
-moves the mass to where δ comes from, so that rounding is small against δ however small δ is. A
-transform works on a circle; what wraps around it, and what it rounds, are bounded and returned with
-the result. The heaviest atom of each loss is kept out of its transform, because its rounding would
-hide the rare large values of a rarely sampled user.
+moves the mass to where δ comes from, so rounding is small against δ however small δ is. What wraps
+around the transform's circle, and what it rounds, are bounded and returned with the result. The
+heaviest atom of each loss is kept out of its transform, because its rounding would hide the rare
+large values of a rarely sampled user.
 """
 
 import math
@@ -66,10 +66,7 @@ class Composition:
 
 
 def compose_atoms(parts: Sequence[tuple[LossAtoms, int]], window: Window) -> Composition:
-    """Distribution of the sum of independent losses on the window's lattice, each repeated.
-
-    It has no points, and only a moment is known, if they were more than 2²¹.
-    """
+    """The sum of independent repeated losses; if it takes over 2²¹ points, only its moment."""
     tilt, step = window.tilt, window.step
     logs, weights = zip(*(_tilted(atoms, step, tilt) for atoms, _ in parts), strict=True)
     counts = [count for _, count in parts]
@@ -80,11 +77,9 @@ def compose_atoms(parts: Sequence[tuple[LossAtoms, int]], window: Window) -> Com
     high = (_log_mgf(parts, step, tilt + window.right) - log_mgf + window.depth) / window.right
     size = 1 << (math.ceil((high - low) / step) + 1).bit_length()
     if size > _LARGEST_SIZE:
-        none = np.zeros(0)
+        curves = np.zeros(0), np.zeros(0)
         slack = sum(count * float(atoms.rounding.max()) for atoms, count in parts)
-        return Composition(
-            0.0, step, tilt, log_mgf, none, none, 0.0, 0.0, slack, mass_error, infinite
-        )
+        return Composition(0.0, step, tilt, log_mgf, *curves, 0.0, 0.0, slack, mass_error, infinite)
     scale = _weight_norm(step, tilt)
     tolerance = _NOISE * math.exp(window.margin - window.depth) / scale
     indices = [atoms.index for atoms, _ in parts]
@@ -92,26 +87,16 @@ def compose_atoms(parts: Sequence[tuple[LossAtoms, int]], window: Window) -> Com
     offset = sum(count * atoms.offset for atoms, count in parts)
     first = math.floor((low - offset) / step)
     start = offset + step * first
-    survival, divergence = _curves(np.roll(mass, -((first - origin) % size)), step, tilt)
-    moved = sum(
-        count * float(weight @ atoms.rounding)
-        for (atoms, count), weight in zip(parts, weights, strict=True)
-    )
+    curves = _curves(np.roll(mass, -((first - origin) % size)), step, tilt)
+    moves = (float(w @ atoms.rounding) for (atoms, _), w in zip(parts, weights, strict=True))
+    moved = sum(count * move for count, move in zip(counts, moves, strict=True))
     reach = sum(count * abs(atoms.offset) for atoms, count in parts) + abs(start) + step * size
-    beyond = math.exp(-window.depth)
+    slack, beyond = moved + 8 * _EPS * reach, math.exp(-window.depth)
+    excess, deficit = error * scale + beyond, error * scale + 2 * beyond / (1 + tilt)
+    # Four roundings for each point of the two recursions of `_curves`, and their factors'.
+    mass_error += 8 * _EPS * size
     return Composition(
-        start=start,
-        step=step,
-        tilt=tilt,
-        log_mgf=log_mgf,
-        survival=survival,
-        divergence=divergence,
-        excess=error * scale + beyond,
-        deficit=error * scale + 2 * beyond / (1 + tilt),
-        slack=moved + 8 * _EPS * reach,
-        # Four roundings for each point of the two recursions of `_curves`, and their factors'.
-        mass_error=mass_error + 8 * _EPS * size,
-        infinite=infinite,
+        start, step, tilt, log_mgf, *curves, excess, deficit, slack, mass_error, infinite
     )
 
 
@@ -167,11 +152,11 @@ def circular_sum(
 ) -> tuple[Vector, int, float]:
     """Distribution of Σ_i (sum of counts[i] draws of indices[i]) modulo `size`, a power of two.
 
-    The error follows from ‖transform(x) rounded − exact‖₂ ≤ γ·‖transform(x)‖₂ with the γ of
-    `transform_error`, and |a^T − b^T| ≤ T·|a − b| in the unit circle. Double precision is left
-    where that misses the tolerance, or for free. Returned are [size] probabilities, entry k that of
-    origin + k; the origin; a bound on the Euclidean norm of their error, to which each adds its own
-    rounding to double precision.
+    Returned are [size] probabilities, entry k that of origin + k; the origin; and a bound on the
+    Euclidean norm of their error, to which each adds its own rounding to double precision. It
+    follows from ‖transform(x) rounded − exact‖₂ ≤ γ·‖transform(x)‖₂ with the γ of
+    `transform_error`, and |a^T − b^T| ≤ T·|a − b| in the unit circle. More than double precision is
+    used where that misses the tolerance, or where it is cheap.
     """
     tops = [int(weight.argmax()) for weight in weights]
 
@@ -230,9 +215,9 @@ def transform_error(real: type[np.floating], size: int) -> float:
     Such a transform is t levels of butterflies (pocketfft merges two into one of radix 4). With the
     unit roundoff u, a level multiplies by factors of modulus 1 that are right to 7u, each complex
     product adds √2·2u (Higham 2002, Lemma 3.5), and each sum u relative to its result: below 11u in
-    the norm of a level, 11·t·u in all to first order (as in his Theorem 24.2). 16·t·u leaves room
-    for the rest. Real input makes a transform's halves mirror images, of which only one is
-    computed; the same bound holds. That sines and cosines are right to an ulp, of which a factor
-    multiplies two, is what pocketfft states of itself; it is not proved here.
+    the norm of a level, 11·t·u in all to first order (as in his Theorem 24.2); 16·t·u leaves room
+    for the rest. Of real input, only one of the mirrored halves is computed; the same bound holds.
+    That sines and cosines, two to a factor, are right to an ulp is what pocketfft states of itself;
+    it is not proved here.
     """
     return 8 * float(np.finfo(real).eps) * math.log2(size)

@@ -1,12 +1,11 @@
 """Privacy losses on a lattice: once at least as bad as the true one, and once at most as bad.
 
 A pair of distributions (P, Q) compares what an event shows on two neighbours; its loss is
-L = log(dP/dQ). The curve ε ↦ δ(ε) is convex in e^ε, and a curve that is a chain of straight lines
-between lattice points belongs to a loss with values on the lattice. So chords of the true curve
-give a loss that is at least as bad (Doroshenko et al. 2022), chains of lines below it one that is
-at most as bad. Both keep the mass and the mean of e^L, which makes their error second order in the
-spacing, and both are computed from masses between losses, never from differences of the curve, so
-that the smallest masses are right.
+L = log(dP/dQ). The curve ε ↦ δ(ε) is convex in e^ε, and a chain of straight lines between lattice
+points is the curve of a loss with values on the lattice. So chords of the true curve give a loss
+at least as bad (Doroshenko et al. 2022), and chains of lines below it one at most as bad. Both keep
+the mass and the mean of e^L, so their error is second order in the spacing. Both are computed from
+masses between losses, never from differences of the curve, so the smallest masses are right.
 
 Masses of outputs are [3, outputs] arrays: P, Q and P − Q without the cancellation of a difference.
 """
@@ -23,14 +22,14 @@ from numpy.typing import NDArray
 
 from fedpriv.accounting.round_counts import Direction, Vector
 
+# Relative error allowed to a mass: ten times the largest that tests find, not a proved bound.
 ROUNDING = 1e-12
-"""Relative error allowed to a mass: ten times the largest that tests find, not a proved bound."""
+# A mass below this has lost digits: it is infinite loss from above, and none from below.
 _SMALLEST = 1e-290
-"""A mass below this has lost digits: it is infinite loss from above, and none from below."""
 _NEAR = 0.5  # losses up to this size are computed from P − Q, others from P and Q
 _LARGEST_LOSS = 690.0
 _MOST_POINTS = 1 << 14  # largest number of evenly spaced far lattice points
-SKETCHED = 256  # nodes of a sketch
+SKETCH_NODES = 256  # nodes of a sketch
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,6 @@ class Lattice:
 
 
 @dataclass(frozen=True)
-class LatticePoints:
-    """The points in use for one pair."""
-
-    offset: float
-    index: NDArray[np.int64]  # [points]
-    loss: Vector  # [points] offset + step·index
-    spacing: Vector  # [points − 1]
-
-
-@dataclass(frozen=True)
 class LossAtoms:
     """A privacy loss on a lattice; finite masses and `infinite` need not sum to 1."""
 
@@ -62,31 +51,6 @@ class LossAtoms:
     mass: Vector  # [atoms] probabilities ≥ 0
     rounding: Vector  # [atoms] how far rounding may have moved the loss of each atom
     infinite: float  # probability of an infinite loss
-
-
-class LossLaw(Protocol):
-    """The loss L = log(dP/dQ) of a pair as the masses between any losses; no direction, no lattice.
-
-    A pair whose loss is known only roughly may sort its outputs by the rough loss. Bounds from
-    below stay bounds; those from above need the true one.
-    """
-
-    @property
-    def resolution(self) -> float:
-        """Least r ≤ 1 such that a relative error x in masses moves L by (1 − e^{−|L|} + 2r)·x."""
-
-    def span(self, tail: float) -> tuple[float, float]:
-        """Finite losses that P and Q pass on either side with probability at most about `tail`."""
-
-    def centre(self, step: float) -> float:
-        """The loss c such that outputs with a loss in [c − step, c + step] have c together.
-
-        Where the loss is nearly constant but for rare jumps nearly all mass is there, and what it
-        merges into must be a lattice point, or each round of a lower bound would lose some.
-        """
-
-    def masses(self, edges: Vector) -> Vector:
-        """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
 
 
 @dataclass(frozen=True)
@@ -98,43 +62,28 @@ class Sketch:
     middle: float  # the loss near which most mass is, or nearly nothing happens
 
 
-class LossPair(Protocol):
-    """The pair (P, Q) of some event, for z in [0.05, 10⁶]; equal ones are equal and hash alike.
+class LossLaw(ABC):
+    """The loss L = log(dP/dQ) of a pair: masses between any losses, without direction or lattice.
 
-    The code that chooses a pair says what events it bounds, and from which side.
+    Outputs may be sorted by an approximate loss for bounds from below, not for those from above.
     """
 
     @property
-    def setting(self) -> tuple[float, float]:
-        """q and z: with a larger q and a smaller z an event of this kind costs no less."""
-
-    def at(self, q: float, z: float) -> "LossPair":
-        """The pair of the same kind at another setting."""
-
-    def sketch(self, tail: float) -> Sketch:
-        """The loss, roughly, without losses that are rarer than `tail`."""
-
-    def dominating(self, lattice: Lattice, direction: Direction) -> LossAtoms:
-        """A loss on the lattice whose compositions are at least as bad as those of the pair."""
-
-    def dominated(self, lattice: Lattice, direction: Direction) -> LossAtoms:
-        """A loss on the lattice whose compositions are at most as bad; massless if unknown."""
-
-
-Pairs = Mapping[LossPair, int]
-"""Number of events by the pair whose loss they have."""
-
-
-@dataclass(frozen=True)
-class GaussianPair(ABC):
-    """The pair of one release with Gaussian noise, which depends on q and z alone; a `LossLaw`."""
-
-    q: float  # how likely a user is to be in the cohort, in (0, 1]
-    z: float  # noise_stddev per sensitivity, ≥ 0
+    @abstractmethod
+    def resolution(self) -> float:
+        """Least r such that a relative error x in masses moves L by (1 − e^{−|L|} + 2r)·x."""
 
     @abstractmethod
     def span(self, tail: float) -> tuple[float, float]:
-        """Losses that P and Q pass on either side with probability at most `tail`."""
+        """Finite losses that P and Q pass on either side with probability at most about `tail`."""
+
+    @abstractmethod
+    def centre(self, step: float) -> float:
+        """The loss c such that outputs with a loss in [c − step, c + step] have c together.
+
+        Where the loss jumps rarely, nearly all mass is there; what it merges into must be a lattice
+        point, or each round of a lower bound would lose some.
+        """
 
     @abstractmethod
     def masses(self, edges: Vector) -> Vector:
@@ -142,7 +91,33 @@ class GaussianPair(ABC):
 
     @abstractmethod
     def sketch(self, tail: float) -> Sketch:
-        """The loss at evenly spaced outputs."""
+        """The loss, roughly, without losses that are rarer than `tail`."""
+
+
+class LossPair(Protocol):
+    """The pair (P, Q) of some event, for z in [0.05, 10⁶]; a value that is compared and hashed."""
+
+    @property
+    def z(self) -> float:
+        """noise_stddev per sensitivity."""
+
+    def at(self, q: float, z: float) -> "LossPair":
+        """The same kind elsewhere: a larger q, if it has one, and a smaller z cost no less."""
+
+    def laws(self, tail: float) -> tuple[LossLaw | None, LossLaw]:
+        """Losses at most (None: unknown) and at least as bad, which may cut off such tails."""
+
+
+Pairs = Mapping[LossPair, int]
+"""Number of events by the pair whose loss they have."""
+
+
+@dataclass(frozen=True)
+class GaussianPair(LossLaw):
+    """The pair of one release with Gaussian noise, which depends only on q and z."""
+
+    q: float  # probability that a user is in the cohort, in (0, 1]
+    z: float  # noise_stddev per sensitivity, ≥ 0
 
     def centre(self, step: float) -> float:  # noqa: ARG002
         """0, where outputs of opposite losses merge if the loss is symmetric."""
@@ -153,22 +128,22 @@ class GaussianPair(ABC):
         """The masses of a loss near 0 differ by at most a share of the order of q."""
         return self.q
 
-    @property
-    def setting(self) -> tuple[float, float]:
-        """q and z."""
-        return self.q, self.z
-
     def at(self, q: float, z: float) -> Self:
-        """The pair of the same kind at another setting."""
+        """The pair of the same kind with other q and z."""
         return replace(self, q=q, z=z)
 
-    def dominating(self, lattice: Lattice, direction: Direction) -> LossAtoms:
-        """A loss on the lattice that is at least as bad."""
-        return dominating(self, lattice, direction)
+    def laws(self, tail: float) -> tuple[LossLaw, LossLaw]:  # noqa: ARG002
+        """Both are the pair's own."""
+        return self, self
 
-    def dominated(self, lattice: Lattice, direction: Direction) -> LossAtoms:
-        """A loss on the lattice that is at most as bad."""
-        return dominated(self, lattice, direction)
+
+@dataclass(frozen=True)
+class LatticePoints:
+    """The points in use for one pair."""
+
+    offset: float
+    index: NDArray[np.int64]  # [points]
+    loss: Vector  # [points] offset + step·index
 
 
 def lattice_points(law: LossLaw, lattice: Lattice, direction: Direction) -> LatticePoints:
@@ -185,8 +160,7 @@ def lattice_points(law: LossLaw, lattice: Lattice, direction: Direction) -> Latt
     index = np.concatenate([-below[::-1], np.zeros(1, np.int64), above])
     loss = offset + lattice.step * index
     inside = np.abs(loss) <= _LARGEST_LOSS  # e^L and e^{−L} must stay numbers
-    index, loss = index[inside], loss[inside]
-    return LatticePoints(offset, index, loss, lattice.step * np.diff(index))
+    return LatticePoints(offset, index[inside], loss[inside])
 
 
 def _spaced(reach: int, lattice: Lattice) -> NDArray[np.int64]:
@@ -194,12 +168,8 @@ def _spaced(reach: int, lattice: Lattice) -> NDArray[np.int64]:
     growth, widest = lattice.growth, max(lattice.widest, 1.0, reach / _MOST_POINTS)
     knee, far = 1 / growth, widest / growth
     turn = knee + math.log(far / knee) / growth
-    if reach <= knee:
-        count = float(reach)
-    elif reach <= far:
-        count = knee + math.log(reach / knee) / growth
-    else:
-        count = turn + (reach - far) / widest
+    count = min(reach, knee) + math.log(min(max(reach, knee), far) / knee) / growth
+    count += max(reach - far, 0.0) / widest
     u = np.arange(1, math.ceil(count) + 2)
     grown = knee * np.exp(growth * (np.minimum(u, turn) - knee)) + np.maximum(u - turn, 0) * widest
     index = np.ceil(np.where(u <= knee, u, grown)).astype(np.int64)
@@ -213,27 +183,25 @@ def dominating(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtom
     beyond the lattice moves to its end or to infinity, whichever is worse than where it was.
     """
     points = lattice_points(law, lattice, direction)
-    loss, share = points.loss, -np.expm1(-points.spacing)
+    loss, share = points.loss, -np.expm1(-lattice.step * np.diff(points.index))
     found = law.masses(loss)
     inner, lost = _without_small(found)
-    below, above = found[:, 0], found[:, -1]
+    p, q, _ = inner
     mass = np.zeros(len(loss))
     # Where digits were lost, all of it is infinite; what is smaller than that is covered, too.
     infinite = _SMALLEST * len(loss)
     if direction is Direction.REMOVE:
-        p = inner[0]
-        infinite += above[0] + lost[0]
+        infinite += found[0, -1] + lost[0]
         moved = np.clip(_excess(inner, loss[:-1]) / share, 0.0, p)
         mass[1:] += moved
         mass[:-1] += p - moved
-        mass[0] += below[0]
+        mass[0] += found[0, 0]
     else:
-        q = inner[1]
-        infinite += below[1] + lost[1]
+        infinite += found[1, 0] + lost[1]
         moved = np.clip(-_excess(inner, loss[1:]) * np.exp(-loss[1:]) / share, 0.0, q)
         mass[1:] += q - moved
         mass[:-1] += moved
-        mass[-1] += above[1]
+        mass[-1] += found[1, -1]
     return _atoms(law, points, mass, float(infinite), direction)
 
 
@@ -242,10 +210,10 @@ def dominated(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtoms
 
     The line between two lattice points is a tangent of the curve, lowered to where its neighbours
     meet it; the lower convex hull of that chain is again a curve. What lies beyond the lattice is
-    dropped, so that masses sum to at most 1 within rounding.
+    dropped, so masses sum to at most 1 within rounding.
     """
     points = lattice_points(law, lattice, direction)
-    loss = points.loss
+    loss, spacing = points.loss, lattice.step * np.diff(points.index)
     touch = (loss[:-1] + loss[1:]) / 2
 
     def inner() -> Vector:
@@ -254,7 +222,7 @@ def dominated(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtoms
 
     # At the next lattice points a tangent should be above the asymptotes 1 − e^ε and 0 of the
     # curve: what lies below (above) its touching point should have its mean beyond the next lattice
-    # point; touching at that point it does. What the direction reads, checked last, is a must.
+    # point; touching at that point it does. The direction's own side must hold, so it comes last.
     for side in (-direction, direction):
         if side == Direction.ADD:
             up_to = np.cumsum(inner(), axis=1)[:, :-1]
@@ -262,9 +230,9 @@ def dominated(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtoms
         else:
             beyond = np.cumsum(inner()[:, ::-1], axis=1)[:, -2::-1]
             touch = np.where(_excess(beyond, loss[1:]) >= 0, touch, loss[1:])
-    mass = _convex_hull(_exchanged(inner(), points), loss)
+    mass = _convex_hull(_exchanged(inner(), loss, spacing), loss)
     if direction is Direction.REMOVE:
-        mass = mass * _exp(loss)
+        mass = mass * np.exp(loss)
     return _atoms(law, points, mass, 0.0, direction)
 
 
@@ -283,14 +251,14 @@ def _excess(masses: Vector, loss: Vector) -> Vector:
     return np.asarray(np.where(near, from_gap, p - q * np.exp(loss)))
 
 
-def _exchanged(masses: Vector, points: LatticePoints) -> Vector:
+def _exchanged(masses: Vector, loss: Vector, spacing: Vector) -> Vector:
     """Q-masses on the lattice points, after exchange between neighbours.
 
     Where the mean is above the point, the excess goes to the neighbour below, whose mass then rises
     to this point; where it is below, to the neighbour above.
     """
-    excess = _excess(masses, points.loss)
-    gap = np.exp(points.loss[:-1]) * np.expm1(points.spacing)
+    excess = _excess(masses, loss)
+    gap = np.exp(loss[:-1]) * np.expm1(spacing)
     lend_down = np.maximum(excess[1:], 0.0) / gap
     lend_up = np.maximum(-excess[:-1], 0.0) / gap
     mass: Vector = masses[1].copy()
@@ -319,7 +287,8 @@ def _convex_hull(mass: Vector, loss: Vector) -> Vector:
         share = np.exp(loss[point] - loss[high]) * np.expm1(to_point)
         share = share / np.where(first, -1.0, np.expm1(np.where(first, -1.0, to_end)))
         to_high = np.where(first, 1.0, np.where(last, 0.0, share))
-        to_low = np.where(first, 0.0, np.where(last, _exp(loss[point] - loss[low]), 1 - share))
+        by_end = np.exp(np.minimum(loss[point] - loss[low], 700.0))
+        to_low = np.where(first, 0.0, np.where(last, by_end, 1 - share))
         np.add.at(mass, high, to_high * mass[point])
         np.add.at(mass, low, to_low * mass[point])
         mass[point] = 0.0
@@ -332,18 +301,12 @@ def _atoms(
 ) -> LossAtoms:
     """The atoms as the direction sees them."""
     rounding = ROUNDING * (2 * law.resolution - np.expm1(-np.abs(points.loss)))
-    sign = int(direction)
-    mass = np.maximum(mass, 0.0)
-    return LossAtoms(sign * points.offset, sign * points.index, mass, rounding, infinite)
-
-
-def _exp(exponent: Vector) -> Vector:
-    """e^exponent, or a number too large to matter."""
-    return np.asarray(np.exp(np.minimum(exponent, 700.0)))
+    offset, index = int(direction) * points.offset, int(direction) * points.index
+    return LossAtoms(offset, index, np.maximum(mass, 0.0), rounding, infinite)
 
 
 @dataclass(frozen=True, eq=False)
-class DiscreteLaw:
+class DiscreteLaw(LossLaw):
     """The loss of [outputs] with masses under P and Q; the rest of P and Q, if any, is left out.
 
     Outputs without mass under P have the loss −∞, others without mass under Q the loss ∞.
@@ -352,22 +315,15 @@ class DiscreteLaw:
     p: Vector
     q: Vector
     gap: Vector  # p − q, as exact as is known
-
-    @property
-    def resolution(self) -> float:
-        """1: errors are relative to the masses."""
-        return 1.0
+    resolution: float = 1.0  # errors are relative to the masses
 
     @cached_property
     def loss(self) -> Vector:
         """[outputs] log(p/q)."""
-        p, q = self.p, self.q
-        rise = np.divide(self.gap, q, out=np.full(q.shape, np.inf), where=q > 0)
-        near = np.abs(rise) < _NEAR
-        log_p = np.log(p, out=np.full(p.shape, -np.inf), where=p > 0)
-        log_q = np.log(q, out=np.zeros(q.shape), where=q > 0)
-        far = np.where((q == 0) & (p > 0), np.inf, log_p - log_q)
-        return np.where(near, np.log1p(np.where(near, rise, 0.0)), far)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rise = self.gap / self.q
+            far = np.where(self.p > 0, np.log(self.p) - np.log(self.q), -np.inf)
+            return np.where(np.abs(rise) < _NEAR, np.log1p(rise), far)
 
     def span(self, tail: float) -> tuple[float, float]:
         """Finite losses that P and Q pass on either side with probability at most about `tail`."""
@@ -380,8 +336,8 @@ class DiscreteLaw:
         return float(loss[first]), float(loss[last])
 
     def centre(self, step: float) -> float:
-        """The loss c such that outputs with a loss in [c − step, c + step] have c together."""
-        c = self._commonest
+        """The loss of what surrounds the commonest output."""
+        c = float(self.loss[np.argmax(np.where(np.isfinite(self.loss), self.q, -1.0))])
         for _ in range(3):
             near = np.abs(self.loss - c) <= step
             q, gap = float(self.q[near].sum()), float(self.gap[near].sum())
@@ -397,12 +353,12 @@ class DiscreteLaw:
     def sketch(self, tail: float) -> Sketch:
         """Some hundred groups of outputs, without losses that are rarer than `tail`."""
         low, high = self.span(tail)
-        edges = np.linspace(np.nextafter(low, -np.inf), high, SKETCHED)
-        inner = self.masses(edges)[:, 1:-1]
-        groups = DiscreteLaw(*inner[:, (inner[:2] > 0).all(axis=0)])
-        return Sketch(np.log(groups.q), groups.loss, self._commonest)
+        edges = np.linspace(np.nextafter(low, -np.inf), high, SKETCH_NODES)
+        return sketched(self, edges, self.centre(0.0))
 
-    @property
-    def _commonest(self) -> float:
-        """The finite loss of the output with the largest mass under Q."""
-        return float(self.loss[np.argmax(np.where(np.isfinite(self.loss), self.q, -1.0))])
+
+def sketched(law: LossLaw, edges: Vector, middle: float) -> Sketch:
+    """The loss in groups of the outputs between neighbouring edges."""
+    inner = law.masses(edges)[:, 1:-1]
+    groups = DiscreteLaw(*inner[:, (inner[:2] > 0).all(axis=0)])
+    return Sketch(np.log(groups.q), groups.loss, middle)

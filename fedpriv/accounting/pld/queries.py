@@ -1,30 +1,33 @@
 """Intervals of ε and δ by composing privacy loss distributions (PLD).
 
 Any multiset of pairs is put on a lattice as losses that are at least, and at most as bad, composed
-by a tilted fast Fourier transform, and read off with every error on the safe side. Both directions
-are computed; the worse one is reported. Tilt, lattice and window come from a quick cumulant of the
-loss, which need not be exact: a poor choice makes the interval wider, never wrong.
+by a tilted fast Fourier transform, and read off with every error on the safe side. The worse of the
+two directions is reported. Tilt, lattice and window come from a quick cumulant of the loss, which
+need not be exact: a poor choice makes the interval wider, never wrong.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import logsumexp
 
-from fedpriv.accounting import gaussian
+from fedpriv.accounting import gaussian, round_counts
 from fedpriv.accounting.contour.inversion import conversion
 from fedpriv.accounting.gaussian import Ends
 from fedpriv.accounting.pld.fft import Composition, Window, compose_atoms
-from fedpriv.accounting.pld.lattice import GaussianPair, Lattice, LossPair, Pairs
-from fedpriv.accounting.round_counts import (
-    Direction,
-    Vector,
-    folded,
-    grouped,
-    unsampled_noise_multiplier,
+from fedpriv.accounting.pld.lattice import (
+    GaussianPair,
+    Lattice,
+    LossPair,
+    Pairs,
+    dominated,
+    dominating,
 )
+from fedpriv.accounting.round_counts import Direction, Vector
 
 # How wide an interval of ε should be, relative to its upper end and in addition, and one of δ.
 _WIDTH, _LEAST_WIDTH, _DELTA_WIDTH = 1e-3, 1e-6, 0.05
@@ -44,88 +47,78 @@ _LARGEST_SIZE = 1 << 20
 _FILLED = 0.9  # share of the transform's points that the planned window takes
 _GROWTH = 0.03  # spacing of far lattice points relative to their distance from the centre
 _SHARES = (1.0, 0.5, 0.15)  # tilts to choose from, relative to that of the best Chernoff bound
-_LEAST_VARIANCE = 1e-300
-# Minus the log of how small, for one round, δ may be under the tilt against rounding.
-_FAINTEST = 31.0
+_FAINTEST = 31.0  # minus the log of how small one round's δ may be under the tilt
 
 
 def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
-    """Interval (low, up) that holds the least ε for all these losses together at δ ≥ 1e-60.
+    """Interval (low, up) that holds the least ε of all these losses together at δ ≥ 1e-60.
 
-    * No event: [0, 0]. An event without noise: [∞, ∞], by convention even where a user is so rarely
-      sampled that δ alone would cover it. Noise multipliers below 0.05 have the upper end ∞.
-    * Up to 16 different pairs are tried again until the width is at most up/1000 + 1e-6; whether
-      it is, the ends say.
+    No event: [0, 0]. An event without noise: [∞, ∞], by convention even where a user is so rarely
+    sampled that δ alone would cover it. Noise multipliers below 0.05 have the upper end ∞. The
+    width is mostly at most up/1000 + 1e-6 for up to 16 different pairs.
     """
     z = _closed_form(pairs)
     if z is not None:
         return gaussian.epsilon_interval(delta, z)
-    return _refined(
-        pairs,
-        lambda worst, direction: _aim_at_delta(worst, delta, direction),
-        lambda below: epsilon_below(below, delta),
-        lambda above: epsilon_above(above, delta),
-        lambda up: _WIDTH * up + _LEAST_WIDTH,
-    )
+    width = _WIDTH, _LEAST_WIDTH
+    return _refined(pairs, delta, _aim_at_delta, (epsilon_below, epsilon_above), width)
 
 
 def delta_interval(pairs: Pairs, epsilon: float) -> Ends:
-    """Interval (low, up) that holds the least δ for all these losses together at a finite ε ≥ 0.
+    """Interval (low, up) that holds the least δ of all these losses together at a finite ε ≥ 0.
 
     No event: [0, 0]. An event without noise: [0, 1]. Upper ends do not go far below 1e-100.
     """
     z = _closed_form(pairs)
     if z is not None:
         return gaussian.delta_interval(epsilon, z)
-    return _refined(
-        pairs,
-        lambda worst, direction: _aim_at_epsilon(worst, epsilon, direction),
-        lambda below: delta_below(below, epsilon),
-        lambda above: delta_above(above, epsilon),
-        lambda up: _DELTA_WIDTH * up,
-    )
+    width = _DELTA_WIDTH, 0.0
+    return _refined(pairs, epsilon, _aim_at_epsilon, (delta_below, delta_above), width)
 
 
 def _closed_form(pairs: Pairs) -> float | None:
     """The z of the one Gaussian that the pairs are, 0 if one has no noise; None otherwise."""
-    if any(pair.setting[1] == 0.0 for pair in pairs):
+    if any(pair.z == 0.0 for pair in pairs):
         return 0.0
-    if not all(isinstance(pair, GaussianPair) and pair.q == 1.0 for pair in pairs):
-        return None
-    rounds: dict[tuple[float, float], int] = {}
+    rounds = Counter[tuple[float, float]]()
     for pair, count in pairs.items():
-        rounds[pair.setting] = rounds.get(pair.setting, 0) + count
-    return unsampled_noise_multiplier(rounds)
+        if not (isinstance(pair, GaussianPair) and pair.q == 1.0):
+            return None
+        rounds[1.0, pair.z] += count
+    return round_counts.unsampled_noise_multiplier(rounds)
 
 
 def _refined(
     pairs: Pairs,
-    aim_at: "Callable[[Pairs, Direction], _Aim]",
-    low_of: Callable[[Composition], float],
-    up_of: Callable[[Composition], float],
-    allowed: Callable[[float], float],
+    at: float,
+    aim_at: "Callable[[Pairs, float, Direction], _Aim]",
+    ends_of: tuple[Callable[[Composition, float], float], Callable[[Composition, float], float]],
+    width: tuple[float, float],
 ) -> Ends:
-    """What all tries together say, which get finer until the interval is as wide as allowed."""
+    """The interval of all tries together, until it is at most width[0]·up + width[1] wide."""
     worst, best = _few(pairs)
     low, up, precision = 0.0, math.inf, 1.0
     # A finer lattice would cost much for many pairs, and not help where they are grouped.
     for _ in range(_TRIES if len(pairs) <= _REFINED else 1):
-        width, below, above = up - low, 0.0, 0.0
+        last, below, above = up - low, 0.0, 0.0
         for direction in Direction:
-            window, lattice = _resolved(worst, aim_at(worst, direction), direction, precision)
-            least = [(pair.dominated(lattice, direction), n) for pair, n in best.items()]
+            window, lattice = _resolved(worst, aim_at(worst, at, direction), direction, precision)
+            laws = [(pair.laws(lattice.tail)[0], n) for pair, n in best.items()]
+            least = [(dominated(law, lattice, direction), n) for law, n in laws if law is not None]
             known = [(atoms, n) for atoms, n in least if atoms.mass.any()]
             if known:
-                below = max(below, low_of(compose_atoms(known, window)))
-            most = [(pair.dominating(lattice, direction), n) for pair, n in worst.items()]
-            composition = compose_atoms(most, window)
-            if any(pair.setting[1] < _LEAST_NOISE for pair in pairs):
+                below = max(below, ends_of[0](compose_atoms(known, window), at))
+            most = [(pair.laws(lattice.tail)[1], n) for pair, n in worst.items()]
+            parts = [(dominating(law, lattice, direction), n) for law, n in most]
+            composition = compose_atoms(parts, window)
+            if any(pair.z < _LEAST_NOISE for pair in pairs):
                 composition = replace(composition, infinite=1.0)
-            above = max(above, up_of(composition))
+            above = max(above, ends_of[1](composition, at))
         low, up = max(low, below), min(up, above)
-        if not allowed(up) < up - low < min(math.inf, _PROGRESS * width):
+        allowed = width[0] * up + width[1]
+        if not allowed < up - low < min(math.inf, _PROGRESS * last):
             break
-        precision *= max(0.4 * allowed(up) / (up - low), _FINEST)
+        precision *= max(0.4 * allowed / (up - low), _FINEST)
     if not low <= up:
         raise AssertionError(f"the ends contradict each other: {low} > {up}")
     return low, up
@@ -134,24 +127,22 @@ def _refined(
 def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
     """At least, and at most as bad pairs, in few groups of each kind and in the computed range.
 
-    To get there, q may grow and z fall for pairs at least as bad, and z grow for those at most as
-    bad; what else would be moved for these is left out. A z that grows for the former makes their
-    loss infinite in the end.
+    To get there, q may grow and z fall for the former, and z grow for the latter, which lack pairs
+    that would have to move otherwise. A z that grows for the former gets an infinite loss later.
     """
     kinds: dict[LossPair, dict[tuple[float, float], int]] = {}
     for pair, count in pairs.items():
-        kinds.setdefault(pair.at(1.0, 1.0), {})[pair.setting] = count
-    above: dict[LossPair, int] = {}
-    below: dict[LossPair, int] = {}
+        setting = pair.q if isinstance(pair, GaussianPair) else 1.0, pair.z
+        kinds.setdefault(pair.at(1.0, 1.0), {})[setting] = count
+    above, below = Counter[LossPair](), Counter[LossPair]()
     for kind, settings in kinds.items():
-        rounds = folded(settings) if isinstance(kind, GaussianPair) else settings
-        worse, better = grouped(rounds, _GROUPS)
-        for found, moved in ((above, worse), (below, better)):
+        rounds = round_counts.folded(settings) if isinstance(kind, GaussianPair) else settings
+        groups = round_counts.grouped(rounds, _GROUPS)
+        for found, moved in zip((above, below), groups, strict=True):
             for (q, z), count in moved.items():
                 if found is above or (q >= _LEAST_PROBABILITY and z <= _MOST_NOISE):
                     near = min(max(z, _LEAST_NOISE), _MOST_NOISE)
-                    pair = kind.at(max(q, _LEAST_PROBABILITY), near)
-                    found[pair] = found.get(pair, 0) + count
+                    found[kind.at(max(q, _LEAST_PROBABILITY), near)] += count
     return above, below
 
 
@@ -166,27 +157,24 @@ class _Cumulant:
 
     def __call__(self, w: float) -> float:
         """K(w) for any real w."""
-        exponent = self.log_mass + w * self.loss
-        largest = exponent.max(axis=1)
-        sums = np.exp(exponent - largest[:, None]).sum(axis=1)
-        return float(self.count @ (largest + np.log(sums)))
+        exponent = self.log_mass + w * self.loss  # SciPy's logsumexp takes several times as long
+        largest = exponent.max(axis=1, keepdims=True)
+        return float(self.count @ (largest[:, 0] + np.log(np.exp(exponent - largest).sum(axis=1))))
 
     def tilted(self, w: float) -> Vector:
         """[pairs, nodes] probabilities of the nodes under the tilt e^{wL}."""
         exponent = self.log_mass + w * self.loss
-        weight = np.exp(exponent - exponent.max(axis=1, keepdims=True))
-        return np.asarray(weight / weight.sum(axis=1, keepdims=True))
+        return np.asarray(np.exp(exponent - logsumexp(exponent, axis=1, keepdims=True)))
 
     def stddev(self, w: float) -> float:
         """Standard deviation √K''(w) of the sum under the tilt."""
         weight = self.tilted(w)
         mean = (weight * self.loss).sum(axis=1, keepdims=True)
         variance = float(self.count @ (weight * (self.loss - mean) ** 2).sum(axis=1))
-        return math.sqrt(max(variance, _LEAST_VARIANCE))
+        return math.sqrt(max(variance, 1e-300))
 
 
-@dataclass(frozen=True)
-class _Aim:
+class _Aim(NamedTuple):
     """What is looked for, roughly: ε, log δ, and −d log δ/dε."""
 
     epsilon: float
@@ -196,7 +184,7 @@ class _Aim:
 
 def _cumulant(pairs: Pairs, tail: float, direction: Direction) -> _Cumulant:
     """The cumulant of these events, seen from one direction."""
-    sketches = [pair.sketch(tail) for pair in pairs]
+    sketches = [pair.laws(tail)[1].sketch(tail) for pair in pairs]
     shape = len(sketches), max(len(each.loss) for each in sketches)
     log_mass, loss = np.full(shape, -np.inf), np.zeros(shape)
     for row, each in enumerate(sketches):
@@ -208,11 +196,7 @@ def _cumulant(pairs: Pairs, tail: float, direction: Direction) -> _Cumulant:
 
 
 def _common(pairs: Pairs, log_delta: float, direction: Direction) -> _Cumulant:
-    """The cumulant without losses which all rounds together show with probability below δ/2.
-
-    A single rare loss can be so large that it spoils any Chernoff bound; left out it shows how
-    large the common ones are together.
-    """
+    """The cumulant without losses rarer than δ/2 in all rounds, which spoil Chernoff bounds."""
     return _cumulant(pairs, math.exp(log_delta) / (2 * sum(pairs.values())), direction)
 
 
@@ -230,10 +214,17 @@ def _aim_at_epsilon(pairs: Pairs, epsilon: float, direction: Direction) -> _Aim:
     low, high, aim = _LEAST_LOG_DELTA, 0.0, _Aim(epsilon, 0.0, 1.0)
     for _ in range(9):
         middle = (low + high) / 2
-        bound, order = _chernoff(_common(pairs, middle, direction), epsilon, _LEAST_LOG_DELTA)
-        aim = _Aim(epsilon, bound, order)
-        low, high = (middle, high) if bound > middle else (low, middle)
+        aim = _chernoff(_common(pairs, middle, direction), epsilon, _LEAST_LOG_DELTA)
+        low, high = (middle, high) if aim.log_delta > middle else (low, middle)
     return aim
+
+
+def _chernoff(k: _Cumulant, epsilon: float, least: float) -> _Aim:
+    """Lowest bound on log δ(ε), but at least `least`, and the smallest tilt that gives it."""
+    orders = _orders(k)
+    bounds = [max(k(w) - w * epsilon - conversion(w), least) for w in orders]
+    best = int(np.argmin(bounds))
+    return _Aim(epsilon, min(bounds[best], 0.0), orders[best])
 
 
 def _resolved(
@@ -248,43 +239,34 @@ def _resolved(
     rounds = sum(pairs.values())
     tail = _TAIL * precision * math.exp(aim.log_delta) / rounds
     k = _cumulant(pairs, tail, direction)
-    _, best = _chernoff(k, aim.epsilon, min(aim.log_delta, _LEAST_LOG_DELTA))
+    best = _chernoff(k, aim.epsilon, min(aim.log_delta, _LEAST_LOG_DELTA)).steepness
     certainty = _CERTAINTY - math.log(precision)
     faintest = certainty + _FAINTEST - math.log(rounds)
     windows = [_window(k, aim, share * best, certainty) for share in _SHARES]
-    usable = [each for each in windows if each[1].depth < faintest] or windows[:1]
-    width, window = min(usable, key=lambda each: each[0])
-    size = 2 ** math.ceil(math.log2(min(_LARGEST_SIZE, max(1.0, width / step) / _FILLED)))
-    window = replace(window, step=width / (_FILLED * size))
+    usable = [each for each in windows if each.depth < faintest] or windows[:1]
+    window = min(usable, key=lambda each: each.step)
+    size = 2 ** math.ceil(math.log2(min(_LARGEST_SIZE, max(1.0, window.step / step) / _FILLED)))
+    window = replace(window, step=window.step / (_FILLED * size))
     spread = math.sqrt(precision)
     widest = max(1.0, 0.1 * spread / ((1 + aim.steepness) * window.step))
     return window, Lattice(window.step, widest, _GROWTH * spread, tail)
 
 
-def _window(k: _Cumulant, aim: _Aim, tilt: float, certainty: float) -> tuple[float, Window]:
-    """Width of the window under this tilt, and the window, but for its step."""
+def _window(k: _Cumulant, aim: _Aim, tilt: float, certainty: float) -> Window:
+    """The window under this tilt, with its whole width for a step."""
     at, spread = k(tilt), k.stddev(tilt)
     depth = certainty - min(0.0, aim.log_delta + tilt * aim.epsilon - at)
     etas = [float(u) / spread for u in np.geomspace(1e-3, 1e2, 17)]
     start, left = max(((at - k(tilt - eta) - depth) / eta, eta) for eta in etas)
     stop, right = min(((k(tilt + eta) - at + depth) / eta, eta) for eta in etas)
-    return stop - start, Window(1.0, tilt, left, right, depth, certainty)
-
-
-def _chernoff(k: _Cumulant, epsilon: float, least: float) -> tuple[float, float]:
-    """Lowest bound on log δ(ε), but at least `least`, and the smallest tilt that gives it."""
-    orders = _orders(k)
-    bounds = [max(k(w) - w * epsilon - conversion(w), least) for w in orders]
-    best = int(np.argmin(bounds))
-    return min(bounds[best], 0.0), orders[best]
+    return Window(stop - start, tilt, left, right, depth, certainty)
 
 
 def _step(k: _Cumulant, aim: _Aim, precision: float) -> float:
     """About the largest step whose cost to the upper bound is within the tolerance.
 
-    Spreading a loss u above a lattice point to both neighbours adds the variance u·(h − u), h²/6 on
-    average, or u·h near the centre, which is a lattice point; a variance A adds about (θ + 1)·A/2
-    to ε.
+    Spreading a loss u above a lattice point to its neighbours adds the variance u·(h − u), h²/6 on
+    average, or u·h near the centre, a lattice point; a variance A adds about (θ + 1)·A/2 to ε.
     """
     spread = k.stddev(aim.steepness)
     weight = k.count[:, None] * k.tilted(aim.steepness)
@@ -343,7 +325,7 @@ def epsilon_below(c: Composition, delta: float) -> float:
 def _crossing(c: Composition, k: int, delta: float, error: float, log_mgf: float) -> float:
     """The ε in [s_k, s_{k+1}] where the divergence is δ less its error, or the nearer end."""
     s, survival, divergence = _ends(c, k, log_mgf)
-    target = delta - error * _exp(log_mgf - c.tilt * (s - c.step))
+    target = delta - error * _untilt(c, log_mgf, s - c.step)
     share = (target - divergence) / max(survival - divergence, 1e-300)
     if share >= -math.expm1(-c.step):
         return s - c.step
@@ -355,37 +337,34 @@ def delta_above(c: Composition, epsilon: float) -> float:
     log_mgf = c.log_mgf + c.mass_error
     at = epsilon - c.slack
     finite = math.exp(min(0.0, log_mgf - c.tilt * at - conversion(c.tilt)))
-    place = (at - c.start) / c.step
-    if 0 <= place < len(c.divergence) - 1:
-        wrong = c.excess * _exp(log_mgf - c.tilt * at)
-        finite = min(finite, _divergence(c, int(place), at, log_mgf) + wrong)
-    return min(1.0, finite + c.infinite)
+    found = _divergence(c, at, c.excess, log_mgf)
+    return min(1.0, (finite if found is None else min(finite, found)) + c.infinite)
 
 
 def delta_below(c: Composition, epsilon: float) -> float:
     """A bound that the divergence at ε surely passes."""
     log_mgf = c.log_mgf - c.mass_error
-    at = max(epsilon + c.slack, c.start)
-    place = (at - c.start) / c.step
-    if not place < len(c.divergence) - 1:
-        return 0.0
-    wrong = c.deficit * _exp(log_mgf - c.tilt * at)
-    return max(0.0, _divergence(c, int(place), at, log_mgf) - wrong)
+    found = _divergence(c, max(epsilon + c.slack, c.start), -c.deficit, log_mgf)
+    return 0.0 if found is None else max(0.0, found)
 
 
-def _divergence(c: Composition, k: int, epsilon: float, log_mgf: float) -> float:
-    """E[(1 − e^{ε − S})_+] for ε in [s_k, s_{k+1}], where P(S > u) is constant."""
-    s, survival, divergence = _ends(c, k, log_mgf)
-    return divergence * math.exp(epsilon - s) - survival * math.expm1(epsilon - s)
+def _divergence(c: Composition, epsilon: float, error: float, log_mgf: float) -> float | None:
+    """E[(1 − e^{ε − S})_+] and its error; P(S > u) is constant between lattice points."""
+    place = (epsilon - c.start) / c.step
+    if not 0 <= place < len(c.divergence) - 1:
+        return None
+    s, survival, divergence = _ends(c, int(place), log_mgf)
+    found = divergence * math.exp(epsilon - s) - survival * math.expm1(epsilon - s)
+    return found + error * _untilt(c, log_mgf, epsilon)
 
 
 def _ends(c: Composition, k: int, log_mgf: float) -> tuple[float, float, float]:
     """s = s_{k+1}, P(S > s_k) and the divergence at s, without tilt."""
     s = c.start + c.step * (k + 1)
-    survival = float(c.survival[k]) * _exp(log_mgf - c.tilt * (s - c.step))
-    return s, survival, float(c.divergence[k + 1]) * _exp(log_mgf - c.tilt * s)
+    survival = float(c.survival[k]) * _untilt(c, log_mgf, s - c.step)
+    return s, survival, float(c.divergence[k + 1]) * _untilt(c, log_mgf, s)
 
 
-def _exp(x: float) -> float:
-    """e^x, or a number too large to matter."""
-    return math.exp(min(x, 700.0))
+def _untilt(c: Composition, log_mgf: float, loss: float) -> float:
+    """e^{K − θ·loss}, or a number too large to matter."""
+    return math.exp(min(log_mgf - c.tilt * loss, 700.0))

@@ -1,0 +1,149 @@
+"""Images of handwritten digits: DIGITS dealt to synthetic users, and MNIST by its writers."""
+
+import gzip
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpriv.data import partition as partitioners
+from fedpriv.data.arrays import from_arrays
+from fedpriv.data.files import find_folder, read_npz
+from fedpriv.data.population import Array, Population, UserStore
+from fedpriv.errors import DataError, InvalidValueError, known_names
+
+_TEST_EVERY = 5
+_TRAIN = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
+_TEST = ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz")
+_WRITERS = "mnist_writers.npz"
+_QMNIST_LABELS = "qmnist-train-labels-idx2-int.gz"
+_WRITER_COLUMN = 2  # of QMNIST's labels
+_IDX_DTYPES = {0x08: ">u1", 0x0C: ">i4"}
+_MNIST_SOURCE = "MNIST's four idx files are at https://ossci-datasets.s3.amazonaws.com/mnist/"
+_QMNIST_SOURCE = f"{_QMNIST_LABELS} is at https://github.com/facebookresearch/qmnist"
+_MEAN, _STDDEV = 0.1307, 0.3081
+
+
+def load_digits(
+    users: int = 287,
+    seed: int = 0,
+    partition: str = "iid",
+    alpha: float | None = None,
+    shards_per_user: int | None = None,
+) -> Population:
+    """Deal the training images of DIGITS to synthetic users, about five images each.
+
+    Of the 1,797 images sorted by digit every fifth, from the first, is a test image, 360 in all and
+    the same for every seed; its writer is unknown, and may have written images that train. The
+    partition is "iid", "dirichlet" (with `alpha`) or "shards" (with `shards_per_user`), see
+    `fedpriv.data.partition`; x is float32 [rows, 1, 8, 8] in [0, 1] and y int64 [rows] in 0..9.
+    """
+    from sklearn.datasets import load_digits as load_embedded  # noqa: PLC0415
+
+    given = {"dirichlet": ("alpha", alpha), "shards": ("shards_per_user", shards_per_user)}
+    for needed_by, (name, value) in given.items():
+        if (value is not None) != (partition == needed_by):
+            raise InvalidValueError(f"{name} is {value}; it must be given for {needed_by!r} alone")
+    pixels, labels = load_embedded(return_X_y=True)
+    x = (pixels / 16.0).astype(np.float32).reshape(-1, 1, 8, 8)
+    y = labels.astype(np.int64)
+    test = np.argsort(y, kind="stable")[::_TEST_EVERY]
+    train = np.setdiff1d(np.arange(len(y)), test)
+    test.sort()
+    if alpha is not None:
+        how, user_of_row = (
+            f"dirichlet alpha {alpha}",
+            partitioners.dirichlet(y[train], users, alpha, seed),
+        )
+    elif shards_per_user is not None:
+        how = f"{shards_per_user} shards per user"
+        user_of_row = partitioners.shards(y[train], users, shards_per_user, seed)
+    elif partition == "iid":
+        how, user_of_row = "iid", partitioners.iid(len(train), users, seed)
+    else:
+        legal = known_names(str(partition), ["iid", "dirichlet", "shards"])
+        raise InvalidValueError(f"unknown partition {partition!r}; {legal}")
+    return Population(
+        name=f"digits: {users} users, {how}, seed {seed}",
+        users=partitioners.partition({"x": x[train], "y": y[train]}, user_of_row),
+        test={"x": x[test], "y": y[test]},
+    )
+
+
+def load_mnist_writers(folder: str | Path | None = None) -> Population:
+    """Load MNIST, each training writer a user: 539 users of 19 to 131 images.
+
+    The test rows are MNIST's 10,000 test images; their 297 writers are none of the users. User ids
+    are NIST's numbers of writers as QMNIST has them (Yadav and Bottou 2019, arXiv:1905.10498).
+
+    The folder (None: FEDPRIV_DATA), or one `mnist` in it, holds MNIST's four idx .gz files, and
+    mnist_writers.npz (train_writer, integers [60000]) or qmnist-train-labels-idx2-int.gz. Pixels
+    are scaled to [0, 1], less 0.1307, divided by 0.3081: x is float32 [rows, 1, 28, 28].
+    """
+    place = find_folder(folder, "MNIST", _TRAIN[0], _MNIST_SOURCE)
+    for name in (*_TRAIN, *_TEST):
+        if not (place / name).is_file():
+            raise DataError(f"{name} is absent from {place}; {_MNIST_SOURCE}")
+    images, labels = _read_pair(place, _TRAIN)
+    writers = _read_train_writers(place)
+    if len(writers) != len(images):
+        raise DataError(f"{place} has {len(writers)} writers for {len(images)} training images")
+    grouped = from_arrays({"x": images, "y": labels}, writers)
+    x, y = grouped.fields["x"], grouped.fields["y"]
+    users = UserStore({"x": _normalised(x), "y": y}, grouped.offsets, grouped.user_ids)
+    images, labels = _read_pair(place, _TEST)
+    name = f"mnist-writers: {users.population} writers"
+    return Population(name, users, {"x": _normalised(images), "y": labels})
+
+
+def _read_pair(place: Path, files: tuple[str, str]) -> tuple[Array, NDArray[np.int64]]:
+    images_path, labels_path = (place / name for name in files)
+    images, labels = _read_idx(images_path, dimensions=3), _read_idx(labels_path, dimensions=1)
+    if images.dtype != np.uint8 or images.shape[1:] != (28, 28):
+        found = f"{images.dtype}{list(images.shape[1:])}"
+        raise DataError(f"{images_path} has images {found}; they must be uint8[28, 28]")
+    if len(labels) != len(images):
+        raise DataError(f"{labels_path} has {len(labels)} labels for {len(images)} images")
+    if labels.size and labels.max() > 9:
+        raise DataError(f"{labels_path} has the label {labels.max()}; digits are 0 to 9")
+    return images, labels.astype(np.int64)
+
+
+def _read_idx(path: Path, dimensions: int) -> NDArray[np.integer]:
+    try:
+        # Two zero bytes, code of the type, number of dimensions, their sizes, values: big-endian.
+        content = gzip.decompress(path.read_bytes())
+        zeros, code, count, *shape = struct.unpack_from(f">HBB{dimensions}I", content)
+        if zeros or count != dimensions:
+            raise ValueError("magic number")
+        values = np.frombuffer(content, _IDX_DTYPES[code], offset=4 + 4 * dimensions)
+        return values.reshape(shape).astype(values.dtype.newbyteorder("="))
+    except (OSError, EOFError, zlib.error, struct.error, KeyError, ValueError) as error:
+        legal = f"a gzip-compressed idx file of integers in {dimensions} dimensions"
+        raise DataError(f"{path} cannot be read; it must be {legal}") from error
+
+
+def _read_train_writers(folder: Path) -> NDArray[np.integer]:
+    """NIST writer of each training image, from mnist_writers.npz or else from QMNIST's labels."""
+    derived, original = folder / _WRITERS, folder / _QMNIST_LABELS
+    if derived.is_file():
+        writers = read_npz(derived).get("train_writer")
+        if writers is None or writers.ndim != 1 or writers.dtype.kind not in "iu":
+            raise DataError(f"{derived} holds no list of integers train_writer")
+        return writers.astype(np.int64)
+    if not original.is_file():
+        both = f"{_WRITERS} and {_QMNIST_LABELS}"
+        raise DataError(f"{both} are absent from {folder}; {_QMNIST_SOURCE}")
+    columns = _read_idx(original, dimensions=2)
+    if columns.shape[1] <= _WRITER_COLUMN:
+        raise DataError(f"{original} has {columns.shape[1]} columns; the writer is column 2 of 8")
+    return columns[:, _WRITER_COLUMN]
+
+
+def _normalised(pixels: Array) -> NDArray[np.float32]:
+    """uint8 [rows, 28, 28] → float32 [rows, 1, 28, 28]."""
+    table = ((np.arange(256) / 255.0 - _MEAN) / _STDDEV).astype(np.float32)
+    images: NDArray[np.float32] = table[pixels][:, np.newaxis]
+    return images
