@@ -1,8 +1,4 @@
-"""From settings or values to an experiment that is resolved and checked.
-
-`build` takes a configuration, which names everything, or the values themselves; `settings_of` is
-the way back: what a configuration says of values.
-"""
+"""From a configuration or values to a resolved and checked experiment, and from values back."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +11,7 @@ import torch
 
 from fedpriv.accounting.accountants import Bound, accountant_named
 from fedpriv.config import Config, parse_config, plain, tables_of
-from fedpriv.data.population import Population, UserStore, load_population
+from fedpriv.data.population import Population, load_population
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
 from fedpriv.engine.task import LOSSES, Task, check_task, running_norms
 from fedpriv.engine.transport import InProcessTransport, device_named
@@ -33,14 +29,6 @@ from fedpriv.training.plan import BATCH_NORM_METRIC, RunningStatistics, Training
 from fedpriv.training.rounds import OnRound, ServerState, initial_state
 
 HeldOut = Mapping[str, npt.NDArray[np.generic]]
-
-
-@dataclass(frozen=True)
-class Enrolled:
-    """What a plan needs to know of the enrolled users."""
-
-    name: str  # of the population, as in the ledger
-    users: int  # N
 
 
 @dataclass(frozen=True)
@@ -71,18 +59,6 @@ class Experiment:
         """State before the first round."""
         return initial_state(self.plan, self.task.parameters(), self.task.statistics())
 
-    def in_process(self, users: UserStore) -> InProcessTransport:
-        """Transport that trains the enrolled users in this process."""
-        engine = self.config.engine
-        return InProcessTransport(
-            self.task,
-            users,
-            self.device,
-            engine.chunk_mebibytes * 2**20,
-            activations=engine.activations,
-            processes=engine.processes,
-        )
-
 
 def simulated(
     config: Config, run: str, spent: Sequence[RoundEvent] = ()
@@ -99,25 +75,33 @@ def on_population(
     method: Method | None = None,
 ) -> tuple[Experiment, InProcessTransport]:
     """As `simulated`, where the population is loaded already, and perhaps the method made."""
-    enrolled = Enrolled(population.name, population.users.population)
-    experiment = build(config, run, enrolled, population.test, spent, method)
-    return experiment, experiment.in_process(population.users)
+    engine, name, users = config.engine, population.name, population.users.population
+    experiment = build(config, run, name, users, population.test, spent, method)
+    return experiment, InProcessTransport(
+        experiment.task,
+        population.users,
+        experiment.device,
+        engine.chunk_mebibytes * 2**20,
+        activations=engine.activations,
+        processes=engine.processes,
+    )
 
 
 def build(
     config: Config,
     run: str,
-    enrolled: Enrolled,
+    population: str,
+    users: int,
     held_out: HeldOut,
     spent: Sequence[RoundEvent] = (),
     method: Method | None = None,
 ) -> Experiment:
     """Calibrate the noise if asked to, and check that all parts of a run fit together.
 
-    With a `method`, which the configuration then records, only rounds, seed, engine, output and
-    callbacks are read from the configuration. `run` is the name in the ledger if the configuration
-    has none. A mechanism without a noise multiplier is calibrated so that all rounds stay within
-    its budget beside what was `spent`.
+    With a `method`, the configuration decides rounds, seed, engine, output and callbacks only.
+    `population` and, if the configuration has none, `run` are the names in the ledger, and `users`
+    are N. A mechanism without noise is calibrated so that all rounds stay within its budget beside
+    what was `spent`.
     """
     if method:
         origin = _origin(method.task)
@@ -137,13 +121,13 @@ def build(
     metrics = tuple(_metric(*named, task, statistics) for named in mechanism.metrics.items())
     plan = TrainingPlan(
         run=config.run or run,
-        population=enrolled.name,
+        population=population,
         rounds=config.rounds,
         layout=layout,
         groups=grouping.groups,
         noise_shares=grouping.shares,
         noise_multiplier=mechanism.noise_multiplier or 0.0,
-        sampling=mechanism.sampling.of(enrolled.users),
+        sampling=mechanism.sampling.of(users),
         local=method.local,
         optimizer=method.server,
         description=f"{origin} {kinds} seed={config.seed}",
@@ -195,11 +179,7 @@ def _calibrated(
 
 
 def _within(plan: TrainingPlan, budget: PrivacyBudget, spent: Sequence[RoundEvent]) -> TrainingPlan:
-    """Plan with the noise raised until all its rounds fit into the budget.
-
-    The event's own noise multiplier may differ from the calibrated one by a rounding, and the
-    accountant's last digit with it.
-    """
+    """Plan with the noise raised until all rounds fit; rounding may make them miss the budget."""
     while not budget.admits([*spent, replace(plan.mechanism.event, count=plan.rounds)]):
         plan = replace(plan, noise_multiplier=plan.noise_multiplier * (1.0 + 1e-4))
     return plan
@@ -232,18 +212,13 @@ def build_task(
 ) -> Task:
     """The task of these names, with equal initial and frozen parameters wherever it is built.
 
-    Metrics that are import paths become the task's own. An OSError may come from the model's
-    function; any other failure is a FedprivError.
+    Metrics that are import paths become its own. The model's function may raise an OSError.
     """
     return Task(build_model(model, options, seed), loss, metrics=own_metrics(metrics))
 
 
 def settings_of(name: str, population: Population, method: Method, **others: object) -> Config:
-    """What a configuration says of values; objects without a name have their class's path.
-
-    `others` are rounds, seed and keys of sections, as in a configuration; by default the rounds are
-    those that the mechanism was calibrated for.
-    """
+    """The configuration of values; `others` are its rounds, seed and further keys of sections."""
     task, mechanism = method.task, method.mechanism
     if mechanism.noise_multiplier is None:
         raise InvalidValueError(
@@ -269,10 +244,7 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
 
 
 def _origin(task: Task) -> str:
-    """What decides the result of a task and is in no other part of a plan.
-
-    Initial values of trained parameters are left out: a run goes on with those of its checkpoint.
-    """
+    """What decides the result of a task beside the plan; checkpoints hold trained parameters."""
     moved, constants = task.statistics(), task.constants(torch.device("cpu")).items()
     frozen = {name: tensor.numpy() for name, tensor in constants if name not in moved}
     return f"{task.model} {_digest(frozen)} {path_of(task.loss)}"

@@ -11,13 +11,10 @@ class SGD(LocalTraining):
     """Minibatch SGD on a user's own examples, with heavy-ball momentum and FedProx's term.
 
     One step on all examples is FedSGD (McMahan et al. 2017), `proximal` > 0 is FedProx
-    (Li et al. 2020). The fields are those of `LocalTraining`.
+    (Li et al. 2020). The fields are those of `LocalTraining`, one of epochs and steps among them.
 
     >>> SGD(0.5, batch_size=10, epochs=2).proximal
     0.0
-
-    Raises:
-        InvalidValueError: a field is out of range, or not exactly one of epochs and steps is given.
     """
 
 

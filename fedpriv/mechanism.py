@@ -67,9 +67,9 @@ class Grouping:
         """Groups of a layout with the shares that an allocation gives them."""
         if not isinstance(allocation, str):
             return cls(groups, given_shares(groups, allocation))
-        by_dimension = allocation == "dimension"
-        shares = dimension_shares(layout, groups) if by_dimension else proportional_shares(groups)
-        return cls(groups, shares)
+        if allocation == "dimension":
+            return cls(groups, dimension_shares(layout, groups))
+        return cls(groups, proportional_shares(groups))
 
 
 class ClippingPolicy(ABC):
@@ -200,11 +200,7 @@ class Grouped(ClippingPolicy):
         return layouts
 
 
-CLIPPINGS: Mapping[str, type[ClippingPolicy]] = {
-    "flat": Flat,
-    "per-layer": PerLayer,
-    "joint": Joint,
-}
+CLIPPINGS: dict[str, type[ClippingPolicy]] = {"flat": Flat, "per-layer": PerLayer, "joint": Joint}
 """The values of clipping.strategy in a configuration."""
 
 
@@ -217,38 +213,25 @@ class Mechanism:
     >>> round(calibrated.noise_multiplier, 1)
     2.2
 
-    Attributes:
-        noise_multiplier: z ≥ 0, the noise over the sensitivity of a whole round; None: to be
-            calibrated.
-        epsilon: the budget that training never exceeds; None with `unsafe_no_privacy` only.
-        delta: δ of the budget, and of every ε that is shown.
-        rounds: T that the noise was calibrated for.
-        allocation: how vector groups share the noise.
-        adaptive: how clipping norms follow a quantile of the updates' norms; None: they are fixed.
-        averaging: how much each user counts, and what sums are divided by.
-        metrics: private averages to release beside the update: name → numbers, as for
-            `fedpriv.engine.metrics.metric`.
-        metrics_share: share of the round's privacy that all metrics get together.
-        accountant: prices the budget; it must give upper bounds.
-        unsafe_no_privacy: allow a run without noise or without a budget.
-
-    Raises:
-        InvalidValueError: there is no noise, or no budget, and `unsafe_no_privacy` is not set.
+    The noise multiplier z ≥ 0 is the noise over the sensitivity of a whole round; None: it is still
+    to be calibrated. `metrics` are private averages to release beside the update: numbers by name,
+    as for `fedpriv.engine.metrics.metric`. InvalidValueError: there is no noise, or no budget, and
+    `unsafe_no_privacy` is not set.
     """
 
     sampling: SamplingPolicy
     clipping: ClippingPolicy
     noise_multiplier: float | None = None
-    epsilon: float | None = None
-    delta: float | None = None
-    rounds: int | None = None
+    epsilon: float | None = None  # never exceeded; None with `unsafe_no_privacy` only
+    delta: float | None = None  # of the budget, and of every ε that is shown
+    rounds: int | None = None  # T that the noise was calibrated for
     allocation: Allocation = "proportional"
-    adaptive: AdaptiveClipping | None = None
+    adaptive: AdaptiveClipping | None = None  # None: clipping norms are fixed
     averaging: Averaging = Averaging()  # noqa: RUF009 - frozen, so sharing it is safe
     metrics: Mapping[str, Mapping[str, float | Sequence[float]]] = field(default_factory=dict)
-    metrics_share: float = 0.05
-    accountant: str = "tight"
-    unsafe_no_privacy: bool = False
+    metrics_share: float = 0.05  # of the round's privacy, for all metrics together
+    accountant: str = "tight"  # prices the budget; it must give upper bounds
+    unsafe_no_privacy: bool = False  # allows a run without noise or without a budget
 
     def __post_init__(self) -> None:
         if self.noise_multiplier is not None:

@@ -14,7 +14,7 @@ from types import FrameType
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
-from fedpriv.build import Enrolled, Experiment
+from fedpriv.build import Experiment
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, StoppedError
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
@@ -144,7 +144,7 @@ def serve(
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")
     endpoint = endpoint_of(section, insecure=insecure)
     enrolment = Enrolment.load(Path(section.enrolment))
-    experiment = setup.on_nodes(section, Enrolled(enrolment.population_id, enrolment.population))
+    experiment = setup.on_nodes(section, enrolment.population_id, enrolment.population)
     patience = Patience(
         section.deadline_seconds, section.absent_seconds, section.fixed_length, section.least_nodes
     )

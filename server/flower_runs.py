@@ -23,7 +23,7 @@ from pydantic import model_validator
 from rich.console import Console
 
 from fedpriv import wire
-from fedpriv.build import Enrolled, Experiment, simulated
+from fedpriv.build import Experiment, simulated
 from fedpriv.config import Count, FederationSection, Section, checked
 from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
@@ -253,7 +253,7 @@ def run_on_nodes(
     they connect is Flower's. When `stopping` is set, the round that is collected is abandoned.
     """
     enrolment, least = Enrolment.load(Path(section.enrolment)), section.least_nodes
-    experiment = setup.on_nodes(section, Enrolled(enrolment.population_id, enrolment.population))
+    experiment = setup.on_nodes(section, enrolment.population_id, enrolment.population)
     if least > len(enrolment.nodes):
         raise InvalidValueError(
             f"federation.least_nodes is {least}; {len(enrolment.nodes)} nodes are enrolled"

@@ -1,7 +1,4 @@
-"""Studies: several settings at equal privacy over seeds, from Python values or from a file.
-
-The runs of a study are calibrated together, and run one by one in processes side by side.
-"""
+"""Studies: several settings at equal privacy over seeds, from Python values or from a file."""
 
 import itertools
 import math
@@ -80,19 +77,12 @@ def run_study(file: Path, out: Path | None, workers: int | None) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A study that was run; everything in it is also in its folder.
-
-    Attributes:
-        folder: where it is written.
-        runs: the result of each run.
-        arms: what the runs say of each arm: means over seeds with their intervals.
-        verdict: which arm is best, and which differ from the baseline, in sentences.
-    """
+    """A study that was run; everything in it is also in its folder."""
 
     folder: Path
     runs: tuple[RunResult, ...]
-    arms: tuple[ArmSummary, ...]
-    verdict: str
+    arms: tuple[ArmSummary, ...]  # means over seeds with their intervals
+    verdict: str  # which arm is best, and which differ from the baseline, in sentences
 
     def to_pandas(self) -> "pd.DataFrame":
         """One row for each run; pandas must be installed."""
@@ -153,8 +143,7 @@ def compare(
     * accuracies: levels; the first round in which an arm reached them is reported.
     * out: folder of the study; by default studies/NAME, where `name` is that of the study.
 
-    Raises:
-        FedprivError: arms do not fit together or differ in privacy; the message says what.
+    A FedprivError says which arms do not fit together or differ in privacy.
     """
     given = {"task": task, "mechanism": mechanism, "local": local, "server": server}
     for arm, changes in arms.items():
@@ -208,9 +197,8 @@ def _complete(
 ) -> ReadStudy:
     """Run what is missing of a study, show how far it is, and print how its arms compare.
 
-    Other processes are locked out of the folder. The results of the finished runs are written at
-    the end, even after an error or an interrupt. What `start` returns yields each run that ended,
-    and None now and then.
+    Results of finished runs are written even after an error or an interrupt. What `start` returns
+    yields each run that ended, and None now and then.
     """
     if holds_results_alone(folder):
         raise InvalidValueError(
@@ -290,7 +278,7 @@ def calibrated(study: Study) -> dict[tuple[Arm, Target], float]:
 def run_cell(
     study: Study, cell: Cell, folder: Path, noise_multiplier: float, population: Population
 ) -> RunResult:
-    """Run a cell of a study from its start, with noise from `calibrated`; see `_run_prepared`."""
+    """Run a cell of a study from its start, with noise from `calibrated`."""
     config = study.config_of(cell).with_noise(noise_multiplier)
     return _run_prepared(study, cell, folder, *on_population(config, str(config.run), population))
 
@@ -300,9 +288,8 @@ def _run_prepared(
 ) -> RunResult:
     """Run an experiment as a cell of a study; its result is the last file to be written.
 
-    What an interrupted run left there is moved aside, as a ledger is never deleted. That gives
-    nothing back that was spent: with the same seed the run draws the same cohorts and noise and
-    releases the same once more.
+    What an interrupted run left is moved aside, as a ledger is never deleted. Nothing spent is lost
+    by that: with the same seed the same cohorts and noise are drawn and the same is released.
     """
     run, plan, config = RunFolder(folder / cell.path), experiment.plan, experiment.config
     if run.path.exists():

@@ -92,10 +92,7 @@ class RunFolder:
 
 @contextmanager
 def held(path: Path, what: str) -> Iterator[None]:
-    """Lock a file or folder against other processes, which would overwrite each other's files.
-
-    If another process holds it, an InvalidValueError begins with `what`.
-    """
+    """Lock a file or folder; if another process holds it, an error begins with `what`."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         try:
@@ -195,10 +192,7 @@ def _verified(ledger: Ledger, participation: Path) -> bool:
 
 
 def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -> Path:
-    """Write the report of a run or a study as one HTML page, and return the file.
-
-    By default it is report.html in the folder; `show` opens it in the browser of this machine.
-    """
+    """Write the report of a run or a study as one HTML page; `show` opens it in the browser."""
     path = out or folder / "report.html"
     write_page(render(_page(folder)), path)
     if show:

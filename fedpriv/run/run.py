@@ -1,8 +1,7 @@
 """A run in its folder, from its start or resumption to its result.
 
-`RunSetup` says how it starts or resumes, and which settings are refused. `conduct` is the loop, the
-same in a simulation and in a deployment; `run_rounds` conducts an experiment in its folder, and
-`carry_out` is a whole run around it, with all that it prints.
+`conduct` is the loop, the same in a simulation and in a deployment; `run_rounds` opens what it
+needs in the folder, and `carry_out` is a whole run, with all that it prints.
 """
 
 import copy
@@ -30,7 +29,7 @@ from torch.func import functional_call
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
-from fedpriv.build import Enrolled, Experiment, HeldOut, build
+from fedpriv.build import Experiment, HeldOut, build
 from fedpriv.config import Config, FederationSection, load_config
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import load_population
@@ -75,15 +74,12 @@ class RunSetup:
 
     @classmethod
     def of(cls, file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Self:
-        """Read an experiment, with "a.b=value" overrides; by default `out` is new, under runs/.
-
-        With `resume`, the run in `out` is resumed, or started if there is none.
-        """
+        """Read an experiment, with "a.b=value" overrides; see `at`."""
         return cls.at(load_config(file, assignments), out, resume=resume)
 
     @classmethod
     def at(cls, config: Config, out: Path | None, *, resume: bool) -> Self:
-        """As `of`, for settings that have been read already."""
+        """Start or `resume` the run in `out`, by default a new folder under runs/."""
         # A seeded run can be repeated, so its name is the same each time.
         suffix = os.urandom(4).hex() if config.seed is None else f"seed{config.seed}"
         run = config.run or f"{config.name}-{suffix}"
@@ -91,7 +87,17 @@ class RunSetup:
         ledger = Path(config.privacy.ledger) if config.privacy.ledger else folder.ledger
         resuming = resume and folder.plan.exists()
         if resuming:
-            run, config = _as_begun(folder, config)
+            begun = load_config(folder.plan)
+            noise_multiplier = begun.privacy.noise_multiplier
+            if begun.run is None or noise_multiplier is None:
+                raise InvalidValueError(
+                    f"{folder.plan} is damaged: a plan that was begun has run and "
+                    "privacy.noise_multiplier"
+                )
+            run = begun.run
+            if config.privacy.noise_multiplier is None:
+                # Calibrated again the noise would differ, as the ledger has grown since.
+                config = config.with_noise(noise_multiplier)
         return cls(config, run, folder, ledger, resuming)
 
     @property
@@ -102,8 +108,8 @@ class RunSetup:
         with Ledger.open(self.ledger) as ledger:
             return ledger.spent()
 
-    def on_nodes(self, section: FederationSection, users: Enrolled) -> Experiment:
-        """The experiment with these users, who are at nodes."""
+    def on_nodes(self, section: FederationSection, population: str, users: int) -> Experiment:
+        """The experiment with so many users, who are at nodes, of the population of that name."""
         self.refuse_true_figures("on nodes")
         if self.config.local.max_examples is None:
             raise InvalidValueError(
@@ -111,7 +117,7 @@ class RunSetup:
                 "many examples would take the time of all others of its node"
             )
         held_out = held_out_rows(self.config, section)
-        return build(self.config, self.run, users, held_out, self.spent)
+        return build(self.config, self.run, population, users, held_out, self.spent)
 
     def refuse_true_figures(self, where: str) -> None:
         """Refuse what only a simulation in one process can know or do."""
@@ -145,22 +151,6 @@ class RunSetup:
                 f"by {path} the run began with plan {begun[:12]!r}, this is {plan.digest[:12]!r}; "
                 "a run can only be resumed with the plan it began with"
             )
-
-
-def _as_begun(folder: RunFolder, config: Config) -> tuple[str, Config]:
-    """Name of a folder's run, and the configuration with the noise that the run began with.
-
-    Calibrated again the noise would differ, as the ledger has grown since.
-    """
-    begun = load_config(folder.plan)
-    noise_multiplier = begun.privacy.noise_multiplier
-    if begun.run is None or noise_multiplier is None:
-        raise InvalidValueError(
-            f"{folder.plan} is damaged: a plan that was begun has run and privacy.noise_multiplier"
-        )
-    if config.privacy.noise_multiplier is not None:
-        return begun.run, config
-    return begun.run, config.with_noise(noise_multiplier)
 
 
 def _resolved_plan(experiment: Experiment) -> str:
@@ -198,20 +188,14 @@ def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
 class Run:
     """A run that has ended; everything in it is also in its folder.
 
-    Attributes:
-        folder: where the run is written: plan, ledger, metrics, checkpoints, model.
-        task: model and loss.
-        stop: why it ended.
-        state: the server's state at the end, all of it released.
-        accuracy: of the last model on held-out rows; None if targets are not classes.
-        loss: mean loss of the last model on held-out rows.
+    Accuracy and mean loss are those of the last model on the held-out rows.
     """
 
-    folder: Path
+    folder: Path  # of plan, ledger, metrics, checkpoints and model
     task: Task
-    stop: Stop
-    state: ServerState
-    accuracy: float | None
+    stop: Stop  # why it ended
+    state: ServerState  # at the end, all of it released
+    accuracy: float | None  # None if targets are not classes
     loss: float
 
     @cached_property
@@ -253,10 +237,7 @@ Follow = Callable[[Experiment, int, Callable[[OnRound], Run]], Run]
 def evaluate(
     task: Task, rows: HeldOut, device: torch.device, parameters: Parameters
 ) -> tuple[float, float | None]:
-    """Mean loss of a model on rows of no enrolled user, and accuracy in [0, 1] if it classifies.
-
-    The model is in evaluation mode (no dropout).
-    """
+    """Mean loss of a model without dropout, and accuracy in [0, 1] if it classifies."""
     was_training = task.model.training
     task.model.eval()
     tensors = task.constants(device)
@@ -294,11 +275,10 @@ def conduct(
 ) -> Run:
     """Run an experiment to its end or to the end of its budget, writing everything into a folder.
 
-    A line of metrics is written after each release, and then the checkpoint, before `on_round` is
-    called and the next round begins. So if every round has a checkpoint, a crash leaves at most one
-    round that was charged and is in no checkpoint. A run that is resumed repeats the rounds since
-    its last checkpoint as new attempts, with new charges. The last round always has a checkpoint.
-    `clock` gives the seconds that time the rounds of a simulation; it is None in a deployment.
+    After each release its metrics are written, then the checkpoint, then `on_round` is called. So
+    if every round has a checkpoint, a crash leaves at most one charged round in none. A resumed run
+    repeats the rounds since its last checkpoint as new attempts, with new charges. `clock` gives
+    the seconds that time the rounds of a simulation; it is None in a deployment.
     """
     plan, output = experiment.plan, experiment.config.output
 
@@ -306,8 +286,7 @@ def conduct(
         return evaluate(experiment.task, experiment.held_out, experiment.device, state.model)
 
     def keep() -> None:
-        checkpoint = Checkpoint(state, plan.digest, records.ledger.head)
-        save_checkpoint(folder.checkpoints, checkpoint)
+        save_checkpoint(folder.checkpoints, Checkpoint(state, plan.digest, records.ledger.head))
 
     rounds = train(plan, state, transport, records, experiment.entropy)
     while True:
@@ -340,10 +319,7 @@ def run_rounds(
     follow: Follow,
     clock: Callable[[], float] | None,
 ) -> Run:
-    """Start or resume an experiment in its folder, and run it to its end.
-
-    Callbacks are not told how long a round took.
-    """
+    """Start or resume an experiment in its folder; callbacks are not told how long rounds took."""
     folder, plan, output = setup.folder, experiment.plan, experiment.config.output
     if output.tensorboard and find_spec("tensorboard") is None:
         raise InvalidValueError(
@@ -401,10 +377,7 @@ def carry_out(
     follow: Follow | None = None,
     clock: Callable[[], float] | None = time.monotonic,
 ) -> Run:
-    """Run an experiment to its end, with all that it writes and prints.
-
-    `follow` shows each round, by default in a progress bar; `clock` is as for `conduct`.
-    """
+    """Run an experiment, with all that it prints; `follow` replaces the progress bar."""
 
     def shown(experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
         if setup.resuming:
@@ -474,9 +447,8 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
         spent, charges, head = ledger.spent(), tuple(ledger.charges()), ledger.head
     of_run = [charge.event for charge in charges if charge.run == plan.run]
     loss = epsilon_of(spent, privacy.delta, privacy.accountant)
-    rows = [("loss on held-out rows", f"{run.loss:.4f}")]
-    if run.accuracy is not None:
-        rows.insert(0, ("accuracy on held-out rows", f"{run.accuracy:.2%}"))
+    rows = [] if run.accuracy is None else [("accuracy on held-out rows", f"{run.accuracy:.2%}")]
+    rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
     private = run.rounds[-1].metrics_text if run.rounds else ()
     rows += [("private metric before the last round", text) for text in private]
     rows.append(("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})"))

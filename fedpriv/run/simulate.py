@@ -73,28 +73,22 @@ def simulate(
     ...     len(run.rounds), run.epsilon <= 8.0
     (2, True)
 
-    Args:
-        population: users and held-out rows.
-        task: model and loss.
-        mechanism: with noise, from `Mechanism.calibrate` or `Mechanism.with_noise`.
-        local: how each user trains.
-        server: how the server steps along the released average.
-        rounds: T; by default what the mechanism was calibrated for.
-        out: folder of the run; by default a new one under runs/.
-        resume: go on with the run in `out`, or start it if there is none.
-        name: begins the name of the run in the ledger.
-        seed: makes the run repeatable; the guarantee then does not hold against those who know it.
-        ledger: a ledger that several runs on the same users charge together; by default one in the
-            folder of the run.
-        evaluate_every: rounds between evaluations on the held-out rows.
-        checkpoint_every: rounds between checkpoints.
-        on_round: called with each `RoundResult`.
-        simulation_only: also record true figures of each round, which no guarantee covers.
-        device: where to train, such as "cpu" or "cuda"; "auto" chooses.
-        quiet: print nothing.
+    Beside the population, the task, and how users and the server train:
 
-    Raises:
-        FedprivError: something does not fit, or the run cannot go on; the message says what.
+    * mechanism: with noise, from `Mechanism.calibrate` or `Mechanism.with_noise`.
+    * rounds: T; by default what the mechanism was calibrated for.
+    * out: folder of the run; by default a new one under runs/.
+    * resume: go on with the run in `out`, or start it if there is none.
+    * name: begins the name of the run in the ledger.
+    * seed: makes the run repeatable; the guarantee then does not hold against those who know it.
+    * ledger: a ledger that several runs on the same users charge together; by default one in the
+      folder of the run.
+    * evaluate_every: rounds between evaluations on the held-out rows.
+    * checkpoint_every: rounds between checkpoints.
+    * on_round: called with each `RoundResult`.
+    * simulation_only: also record true figures of each round, which no guarantee covers.
+    * device: where to train, such as "cpu" or "cuda"; "auto" chooses.
+    * quiet: print nothing.
     """
     if resume and out is None:
         raise InvalidValueError("resume is true; out must then be given")
@@ -129,17 +123,13 @@ def _run(
 ) -> Run:
     chosen: Transport = transport
     if experiment.config.output.simulation_only:
-        tell = setup.folder.append_simulation_only
-        chosen = ObservedTransport(transport, experiment.plan, tell)
+        told = setup.folder.append_simulation_only
+        chosen = ObservedTransport(transport, experiment.plan, told)
     return carry_out(setup, experiment, lambda *_: chosen, console)
 
 
 class ObservedTransport(Transport):
-    """A transport of a simulation that also reports figures nobody may know about real users.
-
-    It yields what the wrapped transport yields, and calls `tell` with a row for each round, whose
-    figures are named simulation_only.
-    """
+    """A simulation's transport that also calls `tell` with true figures of each round."""
 
     def __init__(
         self,
@@ -166,8 +156,7 @@ def _signal_to_noise(
 ) -> dict[str, float]:
     """Norm of the sum of clipped updates over the root mean square norm of its noise, by layer.
 
-    Both are in the model's units, so that it is the same question under every way to clip. `total`
-    is the [D] sum of the cohort's contributions, in steps.
+    Both are in the model's units, whatever the clipping; `total` [D] counts steps.
     """
     norms = tuple(group.clipping_norm for group in request.clipping.groups[: len(plan.groups)])
     query = plan.mechanism_at(norms).query
@@ -234,10 +223,7 @@ def _group_rows(plan: TrainingPlan) -> Iterable[list[str]]:
 def suggest_norms(
     file: Path, assignments: list[str], ledger: Path | None, rounds: int, quantile: float
 ) -> None:
-    """Ask users of an experiment about their update norms, and propose clipping norms.
-
-    Each of the rounds is charged to the ledger, by default the shared one of the experiment.
-    """
+    """Ask users about their update norms, charge each round, and propose clipping norms."""
     config = load_config(file, assignments)
     charged = ledger or (Path(config.privacy.ledger) if config.privacy.ledger else None)
     if charged is None:
@@ -245,8 +231,6 @@ def suggest_norms(
             "no ledger is named; what asking costs must be charged where training will be: give "
             "--ledger, and the same file as privacy.ledger of the experiment"
         )
-    if rounds < 1:
-        raise InvalidValueError(f"rounds is {rounds}; it must be at least 1")
     experiment, transport = simulated(config, f"{config.name}-suggest-{os.urandom(4).hex()}")
     plan = replace(experiment.plan, rounds=rounds)
     console = Console(markup=False, emoji=False)

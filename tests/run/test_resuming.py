@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.build import Enrolled
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Head, Ledger, ProposedCharge
 from fedpriv.privacy.round import PrivacyRecords
@@ -180,8 +179,7 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     section = beginning.config.federation
     assert section is not None
     enrolled = Enrolment.load(enrolment)
-    users = Enrolled(enrolled.population_id, enrolled.population)
-    experiment = beginning.on_nodes(section, users)
+    experiment = beginning.on_nodes(section, enrolled.population_id, enrolled.population)
     beginning.write_plan(experiment)
     plan, record = experiment.plan, run.participation_of(run.ledger)
     with PrivacyRecords.open(run.ledger, record, plan.population, experiment.budget) as records:
@@ -197,6 +195,6 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
         assert BOUND in refused(*given, "--set", changed)
         assert (content(run), head_of(run)) == before
     going_on = RunSetup.of(file, [at], run.path, resume=True)
-    again = going_on.on_nodes(section, users)
+    again = going_on.on_nodes(section, enrolled.population_id, enrolled.population)
     going_on.write_plan(again)
     assert again.plan.digest == plan.digest
