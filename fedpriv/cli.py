@@ -269,8 +269,6 @@ def main() -> None:
 
 
 def _refuse(sentence: str) -> NoReturn:
-    # Where a command is missing, its help was printed and there is no sentence.
-    if sentence:
-        # It may hold words of another machine.
+    if sentence:  # there is none where a command is missing and help was printed
         typer.echo(f"error: {one_line(' '.join(sentence.split()))}", err=True)
     sys.exit(2)

@@ -1,7 +1,4 @@
-"""The configuration of an experiment: TOML, checked key by key; docs/configuration.md has all keys.
-
-Sections build their values (`build`), and `tables_of` is the way back: what they say of values.
-"""
+"""The configuration of an experiment: TOML, checked key by key; see docs/configuration.md."""
 
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -147,9 +144,8 @@ class LocalSection(Section):
     def build(self) -> LocalTraining:
         """Local training with these settings."""
         settings = self.model_dump(exclude={"algorithm", "options"}) | self.options
-        if settings["batch_size"] == "all":
-            settings["batch_size"] = None
-        return _ALGORITHM.build(self.algorithm, settings, {})
+        examples = None if self.batch_size == "all" else self.batch_size
+        return _ALGORITHM.build(self.algorithm, settings | {"batch_size": examples}, {})
 
 
 class ServerSection(Section):
@@ -398,30 +394,27 @@ def tables_of(
     averaging, adaptive, sampling = mechanism.averaging, mechanism.adaptive, mechanism.sampling
     common = {field.name: getattr(local, field.name) for field in fields(LocalTraining)}
     numbers = {k: v for k, v in _scalars(optimizer).items() if not isinstance(v, str)}
+    clipping = _clipping_table(mechanism.clipping) | {"adaptive": adaptive and asdict(adaptive)}
+    policy, weights = _POLICY.name_of(sampling), "equal" if averaging.cap is None else "examples"
     return {
-        "local": common
-        | {
+        "local": {
+            **common,
             "algorithm": _ALGORITHM.name_of(local),
             "batch_size": local.batch_size or "all",
             "options": _scalars(local, common),
         },
         "server": {"optimizer": _OPTIMIZER.name_of(optimizer), "options": numbers},
-        "sampling": {
-            "policy": _POLICY.name_of(sampling),
-            "options": _scalars(sampling, ("probability",)),
-        },
+        "sampling": {"policy": policy, "options": _scalars(sampling, ("probability",))},
         "privacy": {
             **{key: getattr(mechanism, key) for key in _MECHANISM_KEYS},
             "sampling_probability": getattr(sampling, "probability", None),
             # Noise that was calibrated for the rounds is no setting.
             "noise_multiplier": None if mechanism.rounds else mechanism.noise_multiplier,
         },
-        "clipping": _clipping_table(mechanism.clipping)
-        | {"adaptive": adaptive and asdict(adaptive)},
+        "clipping": clipping,
         "noise": {"allocation": mechanism.allocation},
         "metrics": {"share": mechanism.metrics_share, "report": mechanism.metrics},
-        "averaging": asdict(averaging)
-        | {"weights": "equal" if averaging.cap is None else "examples"},
+        "averaging": {**asdict(averaging), "weights": weights},
     }
 
 

@@ -17,17 +17,14 @@ _Kind = TypeVar("_Kind")
 
 
 def import_function(what: str, path: str, error: type[FedprivError]) -> Function:
-    """Import the function or class at "package.module:function"; this runs its module.
-
-    Of what the module raises, only an ImportError and a SyntaxError are quoted.
-    """
+    """Import the function or class at "package.module:function"; this runs its module."""
     module_name, _, name = path.partition(":")
     if not all(part.isidentifier() for part in module_name.split(".")):
         raise error(f"{what} is not of the form package.module:function")
     try:
         module = importlib.import_module(module_name)
     except Exception as cause:
-        reason = raised_at(cause)
+        reason = raised_at(cause)  # without the message, unless it cannot hold users' data
         if isinstance(cause, ImportError):
             reason = str(cause)
         elif isinstance(cause, SyntaxError):  # its text says where
@@ -56,10 +53,7 @@ def check_options(
     error: type[FedprivError],
     noun: str = "option",
 ) -> None:
-    """Refuse an option that a function does not take, and the absence of one that it needs.
-
-    A function that takes any keyword is not checked.
-    """
+    """Refuse unknown and absent options, unless the function takes any keyword."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return

@@ -26,11 +26,8 @@ _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime", "tas
 
 
 def configure(form: LogFormat) -> None:
-    """Write all records from level INFO on, and Python's warnings, to stderr and nowhere else.
-
-    gRPC's own lines have another form and quote strangers unescaped; they are left out, unless the
-    environment says otherwise. Call this before gRPC starts.
-    """
+    """Write all records from level INFO on, and Python's warnings, to stderr and nowhere else."""
+    # Before gRPC starts: its own lines have another form and quote strangers unescaped.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
@@ -59,11 +56,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object in ASCII with time (UTC, ISO 8601), level, logger, message and extra fields.
-
-    Extra fields are strings, numbers, true, false or null, and anything else as its text; they
-    cannot take the place of the four.
-    """
+    """One JSON object in ASCII: time (UTC, ISO 8601), level, logger, message and extra fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of a record."""

@@ -271,8 +271,7 @@ class Mechanism:
     ) -> Self:
         """The mechanism with the least noise for which all rounds cost at most (ε, δ).
 
-        `spent` is what the ledger that will be charged holds already; it counts, too.
-        InvalidValueError: an argument is out of range, or no noise is enough.
+        What the ledger that will be charged holds already, `spent`, counts too.
         """
         if rounds < 1:
             raise InvalidValueError(f"rounds is {rounds}; it must be at least 1")

@@ -131,8 +131,7 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
 def build_model(name: str, options: Mapping[str, object], seed: int) -> nn.Module:
     """Build a model of `MODELS`, or of the function at an import path, from options and a seed.
 
-    Initial parameters are public, and depend on the seed alone. A ModelError says that the name is
-    unknown, options do not fit, or the function raises or does not return a module.
+    Initial parameters are public, and depend on the seed alone.
     """
     if name not in MODELS and ":" not in name:
         raise ModelError(

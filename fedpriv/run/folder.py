@@ -98,9 +98,8 @@ def held(path: Path, what: str) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InvalidValueError(
-                f"{what} that another process is at; stop that one first"
-            ) from error
+            sentence = f"{what} that another process is at; stop that one first"
+            raise InvalidValueError(sentence) from error
         yield
     finally:
         os.close(descriptor)
@@ -140,9 +139,8 @@ def _rows(kind: type[_Row], path: Path, what: str) -> list[_Row]:
 def read_run(folder: Path) -> RunRecord:
     """Read a run and check its ledger.
 
-    Guarantees: the hash chain of the ledger holds, cohorts fit their commitments where the record
-    of them can be read, and each release of the run has its charge. Otherwise a LedgerError is
-    raised; a DataError if the metrics cannot be read.
+    A LedgerError says that the hash chain is broken, cohorts do not fit their commitments (where
+    the record of them can be read), or a release has no charge.
     """
     run = RunFolder(folder)
     if not run.plan.exists():
