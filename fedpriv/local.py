@@ -11,7 +11,7 @@ class SGD(LocalTraining):
     """Minibatch SGD on a user's own examples, with heavy-ball momentum and FedProx's term.
 
     One step on all examples is FedSGD (McMahan et al. 2017), `proximal` > 0 is FedProx
-    (Li et al. 2020). The fields are those of `LocalTraining`, one of epochs and steps among them.
+    (Li et al. 2020). Give exactly one of epochs and steps; the fields are those of `LocalTraining`.
 
     >>> SGD(0.5, batch_size=10, epochs=2).proximal
     0.0

@@ -288,8 +288,8 @@ def _run_prepared(
 ) -> RunResult:
     """Run an experiment as a cell of a study; its result is the last file to be written.
 
-    What an interrupted run left is moved aside, as a ledger is never deleted. Nothing spent is lost
-    by that: with the same seed the same cohorts and noise are drawn and the same is released.
+    What an interrupted run left is moved aside, as a ledger is never deleted. That gives nothing
+    back that was spent: the same seed draws the same cohorts and noise and releases the same again.
     """
     run, plan, config = RunFolder(folder / cell.path), experiment.plan, experiment.config
     if run.path.exists():

@@ -109,7 +109,7 @@ class RunSetup:
             return ledger.spent()
 
     def on_nodes(self, section: FederationSection, population: str, users: int) -> Experiment:
-        """The experiment with so many users, who are at nodes, of the population of that name."""
+        """The experiment on a population of N users who are at nodes."""
         self.refuse_true_figures("on nodes")
         if self.config.local.max_examples is None:
             raise InvalidValueError(
