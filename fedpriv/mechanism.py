@@ -214,9 +214,9 @@ class Mechanism:
     2.2
 
     The noise multiplier z ≥ 0 is the noise over the sensitivity of a whole round; with None it is
-    still to be calibrated. `metrics` are private averages to release beside the update: numbers by name,
-    as for `fedpriv.engine.metrics.metric`. InvalidValueError: there is no noise, or no budget, and
-    `unsafe_no_privacy` is not set.
+    still to be calibrated. `metrics` are private averages to release beside the update: numbers by
+    name, as for `fedpriv.engine.metrics.metric`. InvalidValueError: there is no noise, or no
+    budget, and `unsafe_no_privacy` is not set.
     """
 
     sampling: SamplingPolicy
