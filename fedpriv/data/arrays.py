@@ -18,8 +18,7 @@ class _Tensor(Protocol):
     def numpy(self) -> Array: ...
 
 
-Column: TypeAlias = Array | _Tensor | Sequence[object]
-"""Values of one field; the first axis is the rows."""
+Column: TypeAlias = Array | _Tensor | Sequence[object]  # values of one field, [rows, ...]
 
 
 def from_arrays(fields: Mapping[str, Column], user_ids: Column) -> UserStore:

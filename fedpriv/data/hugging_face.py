@@ -242,8 +242,7 @@ def _dealt(fields: Fields, dataset: "Dataset", partitioner: "Partitioner") -> Us
             raise DataError(f"{what} does not deal whole rows; users must differ in rows")
         rows[user] = np.asarray(part[_ROW][:], np.int64)
     dealt, times = np.unique(np.concatenate(rows), return_counts=True)
-    if times.max(initial=0) > 1:
-        twice = np.count_nonzero(times > 1)
+    if twice := np.count_nonzero(times > 1):
         raise DataError(f"{what} gives {twice} rows to two users or twice to one; each needs one")
     user_of_row = np.zeros(len(dataset), np.int64)
     user_of_row[np.concatenate(rows)] = np.repeat(np.arange(users), [len(own) for own in rows])

@@ -106,7 +106,6 @@ def _cost_sections(cost: Cost | None, charges: int, notes: list[str]) -> list[Se
 
 
 def _epsilon_chart(cost: Cost) -> Chart:
-    """ε by the number of charges, by every accountant that can price the ledger."""
     series = []
     for curve in cost.by_rounds:
         proven = curve.bound is Bound.INTERVAL and min(curve.epsilon_low) > 0.0
@@ -159,14 +158,12 @@ def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
         for point in zip(curve.epsilon, curve.delta, strict=True)
     ]
     errors = np.stack([off.type_one, off.type_two, off.gaussian, 1 - off.type_one], axis=1).tolist()
+    delta_names = ("accountant", "bound", "epsilon", "delta")
     rounds_names = ("accountant", "bound", "delta", "rounds", "epsilon_low", "epsilon")
     errors_names = ("type_one", "type_two", "type_two_gaussian", "type_two_perfect")
     written: dict[str, tuple[Chart, list[Sequence[object]]]] = {
         "epsilon_by_rounds": (_epsilon_chart(cost), [rounds_names, *by_rounds]),
-        "delta_by_epsilon": (
-            _delta_chart(curves),
-            [("accountant", "bound", "epsilon", "delta"), *by_epsilon],
-        ),
+        "delta_by_epsilon": (_delta_chart(curves), [delta_names, *by_epsilon]),
         "trade_off": (_trade_off_chart(cost), [errors_names, *errors]),
     }
     files = []

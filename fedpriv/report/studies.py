@@ -242,7 +242,6 @@ def _targets(arms: Sequence[ArmSummary]) -> list[Target]:
 
 
 def _beside(names: Sequence[str], arms: Sequence[ArmSummary], of: _Of) -> list[Series]:
-    """Points of each arm around the place of each target."""
     series, targets = [], _targets(arms)
     for count, name in enumerate(names):
         shift = _WIDTH * ((count + 0.5) / len(names) - 0.5)

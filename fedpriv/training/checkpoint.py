@@ -72,8 +72,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != _FORMAT:
-                found = metadata.get("format")
+            if (found := metadata.get("format")) != _FORMAT:
                 raise CheckpointError(f"{path} has format {found!r}; it must be {_FORMAT!r}")
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
@@ -94,7 +93,6 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 of all that a checkpoint holds."""
     digest = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(json.dumps([name, tensor.dtype.str, tensor.shape]).encode())

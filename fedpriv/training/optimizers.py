@@ -137,10 +137,9 @@ class FedYogi(_Adaptive):
         return v - (1.0 - self.beta2) * square * np.sign(v - square)
 
 
-SERVER_OPTIMIZERS: Mapping[str, type[ServerOptimizer]] = {
+SERVER_OPTIMIZERS: Mapping[str, type[ServerOptimizer]] = {  # values of server.optimizer
     each.__name__.lower(): each for each in (FedAvg, FedAvgM, FedAdam, FedAdagrad, FedYogi)
 }
-"""The values of server.optimizer in a configuration."""
 
 
 def _check(optimizer: ServerOptimizer) -> None:

@@ -1,11 +1,10 @@
 """The plan of a training run: everything that decides its result and its guarantee."""
 
-import dataclasses
 import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -86,7 +85,6 @@ class RunningStatistics:
 
 
 def _names(layer: str) -> tuple[str, str]:
-    """Names of the mean and the variance of a layer."""
     prefix = f"{layer}." if layer else ""
     return f"{prefix}running_mean", f"{prefix}running_var"
 
@@ -179,7 +177,6 @@ class TrainingPlan:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the whole plan; equal plans have equal digests."""
-        optimizer = type(self.optimizer).__name__
-        fields = {**dataclasses.asdict(self), "optimizer_class": optimizer}
+        fields = {**asdict(self), "optimizer_class": type(self.optimizer).__name__}
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
