@@ -80,14 +80,16 @@ class Question(ABC):
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
-            raise InvalidValueError(
-                f"a question is named {self.name!r}; a name must be printable and not empty"
-            )
+            legal = "a name must be printable and not empty"
+            raise InvalidValueError(f"a question is named {self.name!r}; {legal}")
         self._check()
         _ = self.group  # a norm to which nothing can be clipped is refused here
 
     def _check(self) -> None:  # noqa: B027 - most questions have nothing to add
         """Refuse the fields of a subclass that are out of range."""
+
+    def _refusal(self, found: str) -> InvalidValueError:
+        return InvalidValueError(f"question {self.name!r} has {found}")
 
     @property
     def scalar(self) -> Scalar:
@@ -159,10 +161,8 @@ class Histogram(Question):
         alike = given.dtype.kind in "iuU" and given.tolist() == list(self.categories)
         object.__setattr__(self, "categories", tuple(given.tolist()))
         if not alike or not given.size or np.unique(self._given).size < given.size:
-            raise InvalidValueError(
-                f"question {self.name!r} has the categories {self.categories}; they must be "
-                "different, all integers or all strings, and at least one"
-            )
+            legal = "they must be different, all integers or all strings, and at least one"
+            raise self._refusal(f"the categories {self.categories}; {legal}")
 
     @property
     def scalar(self) -> Scalar:
@@ -186,14 +186,17 @@ class Histogram(Question):
         value, noise = users * average, users * stddev
         # A user's count c is from 0 to S, so all c² together are at most S times the sum of c.
         squares = self.clipping_norm * np.maximum(value + _WIDTH * noise, 0.0)
-        return self.normal_answer(
-            value, noise, sampling_spread(sampling) * np.sqrt(users * squares)
-        )
+        spread = sampling_spread(sampling) * np.sqrt(users * squares)
+        return self.normal_answer(value, noise, spread)
 
 
 @dataclass(frozen=True)
-class _Curve(Question):
-    """The share of users at or below each threshold, see `Distribution`.
+class Distribution(Question):
+    """The share of all enrolled users whose value is at or below each threshold.
+
+    The m thresholds are finite and rise. A user with several values counts as equal parts of each;
+    one without a finite value counts as above all thresholds. The answer has shape [m] and is
+    unbiased, hence at times outside [0, 1] or falling.
 
     The curve is the running sum A·h of the histogram h of the bins between thresholds. Noising h
     and adding up would leave noise that grows as √m. Instead, users contribute their column of the
@@ -210,10 +213,8 @@ class _Curve(Question):
         points = np.asarray(self.thresholds)
         rises = bool(np.all(points[1:] > points[:-1]) and np.all(np.isfinite(points)))
         if not (1 <= points.size <= _MOST_THRESHOLDS and rises):
-            raise InvalidValueError(
-                f"question {self.name!r} has {points.size} thresholds; there must be 1 to "
-                f"{_MOST_THRESHOLDS} finite ones, each above the one before"
-            )
+            legal = f"1 to {_MOST_THRESHOLDS} finite ones, each above the one before"
+            raise self._refusal(f"{points.size} thresholds; there must be {legal}")
 
     @cached_property
     def _coefficients(self) -> FloatVector:
@@ -239,7 +240,7 @@ class _Curve(Question):
         parts = held.spread(known, columns, len(root)) @ root
         return np.asarray(parts / np.maximum(held.sums(known), 1.0)[:, np.newaxis])
 
-    def curve(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
+    def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """The curve: R times the average. Row i of R has the first i + 1 coefficients."""
         value = self._root @ average
         noise = stddev * np.sqrt(np.cumsum(self._coefficients**2))
@@ -249,21 +250,7 @@ class _Curve(Question):
 
 
 @dataclass(frozen=True)
-class Distribution(_Curve):
-    """The share of all enrolled users whose value is at or below each threshold.
-
-    The m thresholds are finite and rise. A user with several values counts as equal parts of each;
-    one without a finite value counts as above all thresholds. The answer has shape [m] and is
-    unbiased, hence at times outside [0, 1] or falling.
-    """
-
-    def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
-        """The curve."""
-        return self.curve(average, stddev, sampling)
-
-
-@dataclass(frozen=True)
-class Quantiles(_Curve):
+class Quantiles(Distribution):
     """Quantiles over all enrolled users: the least threshold with a share p of them at or below.
 
     All are read off one released `Distribution`, made rising by least squares; so ten quantiles
@@ -282,14 +269,12 @@ class Quantiles(_Curve):
         super()._check()
         object.__setattr__(self, "probabilities", tuple(map(float, self.probabilities)))
         if not self.probabilities or not all(0.0 < p < 1.0 for p in self.probabilities):
-            raise InvalidValueError(
-                f"question {self.name!r} has the probabilities {self.probabilities}; there must be "
-                "one or more, each in (0, 1)"
-            )
+            legal = "there must be one or more, each in (0, 1)"
+            raise self._refusal(f"the probabilities {self.probabilities}; {legal}")
 
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """Where the released curve reaches each probability."""
-        curve = self.curve(average, stddev, sampling)
+        curve = super().answer(average, stddev, sampling)
         levels, points = np.array(self.probabilities), np.array(self.thresholds)
         reached = np.searchsorted(np.asarray(isotonic_regression(curve.value).x), levels)
         of_noise = crossings(curve.value, _WIDTH * curve.noise_stddev, levels)
@@ -325,10 +310,8 @@ class _Ranged(Question):
 
     def _check(self) -> None:
         if not -math.inf < self.low < self.high < math.inf:
-            raise InvalidValueError(
-                f"question {self.name!r} has low {self.low} and high {self.high}; low must be "
-                "below high and both finite"
-            )
+            legal = "low must be below high and both finite"
+            raise self._refusal(f"low {self.low} and high {self.high}; {legal}")
 
     @property
     def _centre(self) -> float:

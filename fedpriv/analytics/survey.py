@@ -51,9 +51,8 @@ class Survey:
             raise InvalidValueError(f"round is {self.round}; it must be at least 0")
         names = [question.name for question in self.questions]
         if not names or len(set(names)) < len(names):
-            raise InvalidValueError(
-                f"the questions are {names}; there must be one or more, of different names"
-            )
+            legal = "there must be one or more, of different names"
+            raise InvalidValueError(f"the questions are {names}; {legal}")
         _ = self.event  # noise and shares that do not fit are refused here
 
     @cached_property
@@ -83,11 +82,9 @@ class Survey:
 
     def check(self, users: UserStore) -> None:
         """Raise DataError or InvalidValueError if the survey does not fit the users."""
-        enrolled = self.sampling.population
-        if users.population != enrolled:
-            raise InvalidValueError(
-                f"the store holds {users.population} users; the sampling is of {enrolled}"
-            )
+        held, enrolled = users.population, self.sampling.population
+        if held != enrolled:
+            raise InvalidValueError(f"the store holds {held} users; the sampling is of {enrolled}")
         for question in self.questions:
             if not isinstance(question.of, str):
                 continue
@@ -96,11 +93,9 @@ class Survey:
                 raise DataError(f"{asking}; {known_names(question.of, users.fields)}")
             field = users.fields[question.of]
             if not _readable(field, question.scalar):
+                found = f"{field.dtype}{list(field.shape)}"
                 kind = "text" if question.scalar is np.str_ else "number"
-                raise DataError(
-                    f"{asking}, which is {field.dtype}{list(field.shape)}; it must hold one {kind} "
-                    "per row"
-                )
+                raise DataError(f"{asking}, which is {found}; it must hold one {kind} per row")
 
 
 @dataclass(frozen=True, eq=False)

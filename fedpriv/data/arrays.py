@@ -18,8 +18,7 @@ class _Tensor(Protocol):
     def numpy(self) -> Array: ...
 
 
-Column: TypeAlias = Array | _Tensor | Sequence[object]
-"""Values of one field; the first axis is the rows."""
+Column: TypeAlias = Array | _Tensor | Sequence[object]  # values of one field, [rows, ...]
 
 
 def from_arrays(fields: Mapping[str, Column], user_ids: Column) -> UserStore:
@@ -45,9 +44,8 @@ def from_grouped(
         arrays = {k: to_array(f"field {k!r} of user {user_id!r}", v) for k, v in fields.items()}
         others = next(iter(parts.values()), arrays)
         if arrays.keys() != others.keys():
-            raise DataError(
-                f"user {user_id!r} has the fields {sorted(arrays)}; others have {sorted(others)}"
-            )
+            found = f"user {user_id!r} has the fields {sorted(arrays)}"
+            raise DataError(f"{found}; others have {sorted(others)}")
         lengths = {array.shape[:1] for array in arrays.values()}
         if len(lengths) != 1 or () in lengths:
             raise DataError(f"fields of user {user_id!r} have different numbers of rows")

@@ -95,10 +95,9 @@ def load_hugging_face(
         made, how = _described_partitioner(partitioner, arguments)
         store = from_partitioner(rows, made, columns)
     else:
-        raise InvalidValueError(
-            f"user_column is {user_column!r} and partitioner {partitioner!r}; exactly one must be "
-            "given, as text, and arguments with a partitioner only"
-        )
+        found = f"user_column is {user_column!r} and partitioner {partitioner!r}"
+        legal = "exactly one must be given, as text, and arguments with a partitioner only"
+        raise InvalidValueError(f"{found}; {legal}")
     users = UserStore(_as_inputs(store.fields), store.offsets, store.user_ids)
     name = f"hugging-face: {users.population} users by {how} of {train}"
     return Population(name, users, _as_inputs(_read_columns(held_out, columns)))
@@ -184,9 +183,8 @@ def _table_of_files(place: Path) -> "Table":
     import pyarrow  # noqa: PLC0415
     from pyarrow import csv, json, parquet  # noqa: PLC0415
 
-    readers: dict[str, Callable[[Path], Table]]
-    readers = {".parquet": parquet.read_table, ".csv": csv.read_csv}
-    readers |= {".json": json.read_json, ".jsonl": json.read_json}
+    readers: dict[str, Callable[[Path], Table]] = {".json": json.read_json}
+    readers |= {".jsonl": json.read_json, ".parquet": parquet.read_table, ".csv": csv.read_csv}
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     kinds = {file.suffix for file in files}
     if len(kinds) != 1 or not kinds <= readers.keys():
@@ -244,8 +242,7 @@ def _dealt(fields: Fields, dataset: "Dataset", partitioner: "Partitioner") -> Us
             raise DataError(f"{what} does not deal whole rows; users must differ in rows")
         rows[user] = np.asarray(part[_ROW][:], np.int64)
     dealt, times = np.unique(np.concatenate(rows), return_counts=True)
-    if times.max(initial=0) > 1:
-        twice = np.count_nonzero(times > 1)
+    if twice := np.count_nonzero(times > 1):
         raise DataError(f"{what} gives {twice} rows to two users or twice to one; each needs one")
     user_of_row = np.zeros(len(dataset), np.int64)
     user_of_row[np.concatenate(rows)] = np.repeat(np.arange(users), [len(own) for own in rows])
@@ -265,12 +262,12 @@ def _refusals(what: str) -> Iterator[None]:
 
 
 def _check_held_out(users: UserStore, held_out: "Dataset", user_column: str) -> None:
-    if user_column in held_out.column_names:
-        enrolled = {users.id_of(user) for user in range(users.population)}
-        both = {str(user) for user in _read_ids(held_out, user_column)} & enrolled
-        if both:
-            found = f"{len(both)} users have rows in train and in test"
-            raise DataError(f"{found}; held-out rows must not belong to an enrolled user")
+    if user_column not in held_out.column_names:
+        return
+    enrolled = {users.id_of(user) for user in range(users.population)}
+    if both := {str(user) for user in _read_ids(held_out, user_column)} & enrolled:
+        found = f"{len(both)} users have rows in train and in test"
+        raise DataError(f"{found}; held-out rows must not belong to an enrolled user")
 
 
 def _as_inputs(fields: Fields) -> dict[str, Array]:

@@ -53,10 +53,8 @@ def load_digits(
     train = np.setdiff1d(np.arange(len(y)), test)
     test.sort()
     if alpha is not None:
-        how, user_of_row = (
-            f"dirichlet alpha {alpha}",
-            partitioners.dirichlet(y[train], users, alpha, seed),
-        )
+        how = f"dirichlet alpha {alpha}"
+        user_of_row = partitioners.dirichlet(y[train], users, alpha, seed)
     elif shards_per_user is not None:
         how = f"{shards_per_user} shards per user"
         user_of_row = partitioners.shards(y[train], users, shards_per_user, seed)
@@ -65,11 +63,9 @@ def load_digits(
     else:
         legal = known_names(str(partition), ["iid", "dirichlet", "shards"])
         raise InvalidValueError(f"unknown partition {partition!r}; {legal}")
-    return Population(
-        name=f"digits: {users} users, {how}, seed {seed}",
-        users=partitioners.partition({"x": x[train], "y": y[train]}, user_of_row),
-        test={"x": x[test], "y": y[test]},
-    )
+    store = partitioners.partition({"x": x[train], "y": y[train]}, user_of_row)
+    name = f"digits: {users} users, {how}, seed {seed}"
+    return Population(name, store, {"x": x[test], "y": y[test]})
 
 
 def load_mnist_writers(folder: str | Path | None = None) -> Population:

@@ -60,8 +60,9 @@ def shards(labels: Array, users: int, shards_per_user: int, seed: int) -> NDArra
     _check_labels(labels, total, "shards (users × shards_per_user)")
     owner = _generator(seed).permutation(np.arange(total, dtype=np.int64) // shards_per_user)
     user_of_row = np.empty(len(labels), dtype=np.int64)
-    by_label = np.argsort(labels, kind="stable")
-    user_of_row[by_label] = np.repeat(owner, _even_sizes(len(labels), total))
+    user_of_row[np.argsort(labels, kind="stable")] = np.repeat(
+        owner, _even_sizes(len(labels), total)
+    )
     return user_of_row
 
 
@@ -69,9 +70,7 @@ def number_ids(ids: IdArray) -> tuple[IdArray, NDArray[np.int64]]:
     """Distinct ids in order of first appearance [users], and each row's position there [rows]."""
     distinct, first, position = np.unique(ids, return_index=True, return_inverse=True)
     appearance = np.argsort(first)
-    rank = np.empty(len(first), dtype=np.int64)
-    rank[appearance] = np.arange(len(first))
-    return distinct[appearance], rank[position]
+    return distinct[appearance], np.argsort(appearance)[position]
 
 
 def partition(

@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from fedpriv.data.arrays import Column
 
 Array: TypeAlias = NDArray[np.generic]
-Fields: TypeAlias = Mapping[str, Array]
-"""Arrays by field name; the first axis of each is the rows."""
-IdArray: TypeAlias = Array
-"""User ids, one per user or one per row, of a string or an integer dtype."""
+Fields: TypeAlias = Mapping[str, Array]  # by field name; the first axis of each is the rows
+IdArray: TypeAlias = Array  # user ids, one per user or row, of a string or an integer dtype
 
 _FORMAT = "fedpriv user store"
 _VERSION = 1
@@ -251,9 +249,8 @@ def load_population(name: str, options: Mapping[str, object]) -> Population:
 def check_count(name: str, value: object, least: int = 1) -> int:
     """Return `value` as an int; InvalidValueError unless it is a whole number ≥ `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise InvalidValueError(
-            f"{name} is {value!r}; it must be a whole number of at least {least}"
-        )
+        legal = f"a whole number of at least {least}"
+        raise InvalidValueError(f"{name} is {value!r}; it must be {legal}")
     return int(value)
 
 
@@ -340,9 +337,8 @@ def _check_positions(name: str, positions: NDArray[np.integer], end: int) -> Non
     if positions.dtype.kind not in "iu":
         raise InvalidValueError(f"{name} have dtype {positions.dtype}; they must be integers")
     if positions.size and not (positions.min() >= 0 and positions.max() < end):
-        raise InvalidValueError(
-            f"{name} lie in [{positions.min()}, {positions.max()}]; they must lie in [0, {end})"
-        )
+        found = f"[{positions.min()}, {positions.max()}]"
+        raise InvalidValueError(f"{name} lie in {found}; they must lie in [0, {end})")
 
 
 def _per_row(rows: Array) -> str:
@@ -375,8 +371,7 @@ def _read_ahead(mapping: mmap.mmap, start: int, size: int, rows: NDArray[np.inte
 
 def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
     """Write all files of a store; of the fields, one part is in memory at a time."""
-    like: dict[str, Array] = {}
-    files: dict[str, BinaryIO] = {}
+    like, files = dict[str, Array](), dict[str, BinaryIO]()
     sizes, ids = list[NDArray[np.int64]](), list[IdArray]()
     with ExitStack() as opened:
         for part in parts:
@@ -390,9 +385,8 @@ def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
             for name, column in part.fields.items():
                 one, other = _per_row(like[name]), _per_row(column)
                 if one != other:
-                    raise DataError(
-                        f"field {name!r} is {one} per row in one part, {other} in another"
-                    )
+                    found = f"{one} per row in one part, {other} in another"
+                    raise DataError(f"field {name!r} is {found}")
                 np.ascontiguousarray(column).tofile(files[name])
             sizes.append(part.sizes)
             ids += [] if part.user_ids is None else [as_id_array(part.user_ids)]

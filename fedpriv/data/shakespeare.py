@@ -66,8 +66,7 @@ def load_shakespeare_roles(
 
 def _fields(windows: NDArray[np.int64]) -> dict[str, Array]:
     """Inputs and targets, [rows, length] each, of windows [rows, length + 1]."""
-    x, y = windows[:, :-1], windows[:, 1:]
-    return {"x": np.ascontiguousarray(x), "y": np.ascontiguousarray(y)}
+    return {"x": windows[:, :-1].copy(), "y": windows[:, 1:].copy()}
 
 
 def _windows(texts: Sequence[str], length: int, path: Path) -> NDArray[np.int64]:
@@ -89,10 +88,8 @@ def _read(path: Path) -> list[_Role]:
             roles.extend(role.validate_json(line, strict=True) for line in file)
     except (OSError, EOFError, zlib.error, ValueError) as error:
         # The text of an error may quote the content.
-        raise DataError(
-            f"{path} cannot be read; line {len(roles) + 1} must be a JSON object with user, a "
-            "text, and train and test, lists of texts"
-        ) from error
+        legal = "a JSON object with user, a text, and train and test, lists of texts"
+        raise DataError(f"{path} cannot be read; line {len(roles) + 1} must be {legal}") from error
     if not roles:
         raise DataError(f"{path} holds no role; it must hold at least one")
     return roles

@@ -53,11 +53,8 @@ def synthetic_population(
     store = UserStore(_draw(rng, means, offsets, sides), offsets)
     test = _draw(rng, means, np.arange(test_rows + 1), sides)
     each = f"{low}" if low == high else f"{low} to {high}"
-    name = (
-        f"synthetic: {users} users, {each} examples of shape {'x'.join(map(str, sides))}, "
-        f"{classes} classes, seed {seed}"
-    )
-    return Population(name, store, test)
+    rows = f"{each} examples of shape {'x'.join(map(str, sides))}, {classes} classes"
+    return Population(f"synthetic: {users} users, {rows}, seed {seed}", store, test)
 
 
 def _draw(
@@ -69,8 +66,7 @@ def _draw(
     rows, width = int(offsets[-1]), means.shape[1]
     y = rng.integers(len(means), size=rows)
     x = np.empty((rows, width), dtype=np.float32)
-    at_once = max(1, _VALUES_AT_ONCE // width)
-    first = 0
+    first, at_once = 0, max(1, _VALUES_AT_ONCE // width)
     while first < len(offsets) - 1:
         # Users of about `at_once` rows together, at least one user: temporaries stay small.
         end = int(np.searchsorted(offsets, offsets[first] + at_once))

@@ -68,10 +68,7 @@ def loss_of(record: RunRecord) -> PrivacyLoss | None:
 
 
 def privacy_sections(record: RunRecord, of: str = "", number: int = 0) -> list[Section]:
-    """ε of a run's ledger by every accountant, and its trade-off function.
-
-    A page that has ledgers of several kinds numbers them and says `of` which runs they are.
-    """
+    """ε by every accountant, and the trade-off; pages of several ledgers number and name them."""
     notes, charges = [f"Of {of}."] if of else [], record.ledger.charges
     try:
         cost = cost_of(record.ledger, record.delta) if charges else None
@@ -80,7 +77,14 @@ def privacy_sections(record: RunRecord, of: str = "", number: int = 0) -> list[S
         sections = [Section("privacy", "Privacy", notes, warnings=[why])]
     else:
         sections = _cost_sections(cost, len(charges), notes)
-    return [_numbered(section, number) for section in sections] if number else sections
+    if not number:
+        return sections
+    end, numbered = f"-{number}", []
+    for section in sections:
+        name, title = f"{section.name}{end}", f"{section.title} ({number + 1})"
+        charts = [replace(chart, name=f"{chart.name}{end}") for chart in section.charts]
+        numbered.append(replace(section, name=name, title=title, charts=charts, linked=False))
+    return numbered
 
 
 def _cost_sections(cost: Cost | None, charges: int, notes: list[str]) -> list[Section]:
@@ -101,14 +105,7 @@ def _cost_sections(cost: Cost | None, charges: int, notes: list[str]) -> list[Se
     ]
 
 
-def _numbered(section: Section, number: int) -> Section:
-    end, title = f"-{number}", f"{section.title} ({number + 1})"
-    charts = [replace(chart, name=f"{chart.name}{end}") for chart in section.charts]
-    return replace(section, name=f"{section.name}{end}", title=title, charts=charts, linked=False)
-
-
 def _epsilon_chart(cost: Cost) -> Chart:
-    """ε by the number of charges, by every accountant that can price the ledger."""
     series = []
     for curve in cost.by_rounds:
         proven = curve.bound is Bound.INTERVAL and min(curve.epsilon_low) > 0.0
@@ -161,20 +158,18 @@ def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
         for point in zip(curve.epsilon, curve.delta, strict=True)
     ]
     errors = np.stack([off.type_one, off.type_two, off.gaussian, 1 - off.type_one], axis=1).tolist()
-    charts = {
-        "epsilon_by_rounds": _epsilon_chart(cost),
-        "delta_by_epsilon": _delta_chart(curves),
-        "trade_off": _trade_off_chart(cost),
+    delta_names = ("accountant", "bound", "epsilon", "delta")
+    rounds_names = ("accountant", "bound", "delta", "rounds", "epsilon_low", "epsilon")
+    errors_names = ("type_one", "type_two", "type_two_gaussian", "type_two_perfect")
+    written: dict[str, tuple[Chart, list[Sequence[object]]]] = {
+        "epsilon_by_rounds": (_epsilon_chart(cost), [rounds_names, *by_rounds]),
+        "delta_by_epsilon": (_delta_chart(curves), [delta_names, *by_epsilon]),
+        "trade_off": (_trade_off_chart(cost), [errors_names, *errors]),
     }
-    tables: list[list[Sequence[object]]] = [
-        [["accountant", "bound", "delta", "rounds", "epsilon_low", "epsilon"], *by_rounds],
-        [["accountant", "bound", "epsilon", "delta"], *by_epsilon],
-        [["type_one", "type_two", "type_two_gaussian", "type_two_perfect"], *errors],
-    ]
     files = []
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for (name, chart), rows in zip(charts.items(), tables, strict=True):
+        for name, (chart, rows) in written.items():
             titled = replace(chart, name=name, title=f"{curves.population}: {chart.title}")
             table = folder / f"{name}.csv"
             files += [*save(titled, folder, [suffix]), table]

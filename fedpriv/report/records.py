@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,8 +12,7 @@ from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.ledger.ledger import Head
 from fedpriv.training.rounds import RoundResult
 
-Figures = Mapping[str, float | None]
-"""Numbers by name; None where no user contributed."""
+Figures = Mapping[str, float | None]  # by name; None where no user contributed
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,6 @@ def versions() -> dict[str, str]:
     """Versions of fedpriv, Python and the numerical libraries, by name; none is imported."""
     found = {"fedpriv": __version__, "Python": platform.python_version()}
     for name in ("numpy", "scipy", "torch"):
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found

@@ -134,22 +134,15 @@ def _front_charts(record: RunRecord) -> list[Chart]:
 def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
     found = [each for each in rounds if name in each.scalar_metrics]
     values = [each.scalar_metrics[name] for each in found]
-    low, high = (
-        [
-            each.scalar_metrics[name] + side * each.metrics_noise_stddev.get(name, 0.0)
-            for each in found
-        ]
-        for side in (-2.0, 2.0)
-    )
+    noise = [2.0 * each.metrics_noise_stddev.get(name, 0.0) for each in found]
+    low = [value - half for value, half in zip(values, noise, strict=True)]
+    high = [value + half for value, half in zip(values, noise, strict=True)]
     line = Series("released, ± 2 std. dev. of its noise", _numbers(found), values, low, high)
     return declared("metric", [line], {"metric": name}, f"metric-{quote(name, safe='')}")
 
 
 def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
-    """Clipping norms by round, and, where all runs recorded them, the norms they were applied to.
-
-    Records are one run, or the runs of an arm, called `of`, under each seed.
-    """
+    """Clipping norms by round, and update norms if recorded, of a run or of an arm's seeds."""
     end = f"-{of}" if of else ""
     seeds = f"Means over {len(records)} seeds, bands from the least seed to the largest."
     words = {"of": f"{of}: " if of else "", "seeds": seeds if len(records) > 1 else ""}

@@ -26,6 +26,7 @@ _NAMES = {
 _WIDTH = 0.6  # of the distance between two ε that points of several arms take
 _NONE = "–"
 _Of = Callable[[ArmSummary], Interval | None]
+_Labelled = tuple[str, Line, Target]  # a label, what it names, and where
 
 
 def measured(
@@ -89,30 +90,26 @@ def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
 
 
 def varied_charts(study: Study, arms: Sequence[ArmSummary]) -> list[Chart]:
-    """Accuracy in the end against each number that the study varies.
+    """Accuracy in the end against each number that the study varies, at each target.
 
-    A line is a combination of all else that arms vary, and there is a chart for each target; if
-    there is one combination only, lines are targets.
+    A line is a combination of all else that arms vary, or a target if there is just one.
     """
     charts, targets = [], _targets(arms)
     for count, axis in enumerate(numeric_axes(study)):
+        name = f"along-{count}"
         if len(axis.lines) == 1:
             lines = [(f"ε = {target.epsilon:g}", axis.lines[0], target) for target in targets]
-            charts.append(_varied_chart(axis, lines, arms, f"along-{count}", ""))
+            charts.append(_varied_chart(axis, lines, arms, name, ""))
             continue
         for index, target in enumerate(targets):
             lines = [(line.name, line, target) for line in axis.lines]
-            name, at = f"along-{count}-{index}", f" at ε = {target.epsilon:g}"
-            charts.append(_varied_chart(axis, lines, arms, name, at))
+            at = f" at ε = {target.epsilon:g}"
+            charts.append(_varied_chart(axis, lines, arms, f"{name}-{index}", at))
     return charts
 
 
 def _varied_chart(
-    axis: NumericAxis,
-    lines: Sequence[tuple[str, Line, Target]],
-    arms: Sequence[ArmSummary],
-    name: str,
-    at: str,
+    axis: NumericAxis, lines: Sequence[_Labelled], arms: Sequence[ArmSummary], name: str, at: str
 ) -> Chart:
     measure, series = measure_of(arms), []
     found = {(arm.arm, arm.target): arm for arm in arms}
@@ -142,11 +139,7 @@ def measure_chart(
 
 
 def write_study_figures(read: ReadStudy, folder: Path) -> list[Path]:
-    """Write the figures of a study as PNG and SVG, and return the files; ledgers are not read.
-
-    They are front (arms, where the study has one ε), differences from the baseline where there are
-    any, and along-…, accuracy against each number that the arms vary.
-    """
+    """Write front or arms, differences and along-… as PNG and SVG, and return the files."""
     if not read.arms:
         raise DataError(f"no run of the study in {read.folder} is finished; run it first")
     end = front_chart if len(_targets(read.arms)) > 1 else arms_chart
@@ -249,7 +242,6 @@ def _targets(arms: Sequence[ArmSummary]) -> list[Target]:
 
 
 def _beside(names: Sequence[str], arms: Sequence[ArmSummary], of: _Of) -> list[Series]:
-    """Points of each arm around the place of each target."""
     series, targets = [], _targets(arms)
     for count, name in enumerate(names):
         shift = _WIDTH * ((count + 0.5) / len(names) - 0.5)

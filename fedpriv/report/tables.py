@@ -19,7 +19,7 @@ from fedpriv.accounting.accountants import Bound, PrivacyLoss
 from fedpriv.accounting.calibration import Plan
 from fedpriv.accounting.pricing import Arithmetic, Spending, read_ledger
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import SamplingEvent, SumQueryEvent
+from fedpriv.ledger.events import SumQueryEvent
 from fedpriv.ledger.ledger import ExportedLedger, Head, Ledger, is_export
 from fedpriv.ledger.participation import ParticipationRecord
 
@@ -113,9 +113,9 @@ def print_spending(spending: Spending) -> None:
     symbol, fixed = "ε", f"δ = {spending.delta:g}" if spending.delta is not None else ""
     if spending.epsilon is not None:
         symbol, fixed = "δ", f"ε = {spending.epsilon:g}"
-    headings = [Column("ledger", "text")] if several else []
-    headings += [Column("run", "text"), Column("rounds"), Column("accountant", "text")]
+    headings = [Column("run", "text"), Column("rounds"), Column("accountant", "text")]
     headings += [Column(symbol), Column("what it is", "text")]
+    headings = [Column("ledger", "text"), *headings] if several else headings
     rows = []
     for price in spending.prices:
         part, loss = price.part, price.loss
@@ -182,31 +182,28 @@ def print_ledger(path: Path, last: int | None) -> None:
         sampled = (f"{sampling.sampling_probability:g}", str(sampling.population))
         queries, z = "\n".join(map(_query_text, event.queries)), f"{event.noise_multiplier:.4g}"
         source = row.randomness.partition(":")[0]
-        rows.append((*place, _sampling_text(sampling), *sampled, queries, z, source))
+        drawn, schedule = f"{sampling.policy}, {sampling.relation}", sampling.schedule
+        if schedule is not None:
+            drawn += f", {schedule.participations} of {schedule.rounds} rounds"
+        rows.append((*place, drawn, *sampled, queries, z, source))
     title = f"{content.population}: {len(content.charges)} charges"
     columns = [Column(name, "text") for name in (*names, "randomness")]
     print_table(Table(title, columns, rows), border=box.HEAVY_HEAD)
 
 
 def print_verification(path: Path, participation: Path | None, head: str | None) -> None:
-    """Verify a ledger or an export and say what was checked; a LedgerError names the first bad row.
-
-    An export has no place for a row outside the chain, so nothing else is to be checked in it.
-    """
+    """Verify a ledger or an export and say what was checked; an error names the first bad row."""
     count, _, digest = (head or "0:").partition(":")
     if head is not None and not (digest and count.isdecimal()):
         raise InvalidValueError(f"--head is {head!r}; it must be COUNT:HASH")
     expected = None if head is None else Head(int(count), digest)
     with ExitStack() as opened:
-        ledger: Ledger | ExportedLedger
-        if is_export(path):
-            ledger = ExportedLedger.load(path)
-        else:
-            ledger = opened.enter_context(Ledger.open(path))
-        if participation is None:
-            ledger.verify(head=expected)
-        else:
-            ledger.verify(opened.enter_context(ParticipationRecord.open(participation)), expected)
+        export = ExportedLedger.load(path) if is_export(path) else None
+        ledger = export or opened.enter_context(Ledger.open(path))
+        record = None
+        if participation is not None:
+            record = opened.enter_context(ParticipationRecord.open(participation))
+        ledger.verify(record, expected)
         found = ledger.head
     cohorts = ", each with the cohort it commits to" if participation else ""
     Console(markup=False, emoji=False).print(
@@ -226,27 +223,21 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
     ledgers, runs, rows = [], [], []
     for ledger in spending.ledgers:
         head = ledger.charges[-1].hash if ledger.charges else None
-        found = {
-            "path": ledger.path,
-            "ledger_id": ledger.ledger_id,
-            "population": ledger.population,
-        }
+        found = {name: getattr(ledger, name) for name in ("path", "ledger_id", "population")}
         ledgers.append(found | {"charges": len(ledger.charges), "head": head})
-        runs += [
-            {"ledger": ledger.path, "run": run, "rounds": len(events)}
-            for run, events in ledger.runs().items()
-        ]
+        for run, events in ledger.runs().items():
+            runs.append({"ledger": ledger.path, "run": run, "rounds": len(events)})
     for price in spending.prices:
         part = {"ledger": price.part.ledger, "run": price.part.run, "rounds": price.part.rounds}
         row = part | asdict(price.loss) | {"epsilon": price.epsilon, "delta": price.delta}
         if spending.epsilon is not None:
             del row["epsilon_low"]
         rows.append(row)
-    asked = {"delta": spending.delta, "epsilon": spending.epsilon}
+    asked = "delta" if spending.epsilon is None else "epsilon"
     content = {
         "ledgers": ledgers,
         "runs": runs,
-        **{name: value for name, value in asked.items() if value is not None},
+        asked: getattr(spending, asked),
         "randomness": spending.randomness,
         "arithmetic": spending.arithmetic,
         "rows": rows,
@@ -278,10 +269,3 @@ def _query_text(query: SumQueryEvent) -> str:
     squared_bound = math.floor(Fraction(query.clipping_norm / query.granularity) ** 2)
     steps = query.noise_stddev / query.granularity
     return f"{text}; {Arithmetic.EXACT}: B = {squared_bound}, σ/γ = {steps:.4g}"
-
-
-def _sampling_text(sampling: SamplingEvent) -> str:
-    text, schedule = f"{sampling.policy}, {sampling.relation}", sampling.schedule
-    if schedule is None:
-        return text
-    return f"{text}, {schedule.participations} of {schedule.rounds} rounds"

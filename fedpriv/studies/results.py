@@ -289,10 +289,9 @@ def read_study(folder: Path) -> ReadStudy:
 def verdict(study: Study, arms: Sequence[ArmSummary]) -> tuple[str, ...]:
     """For each target, which arm is best, and which arms are better or worse than the baseline.
 
-    They are where the interval of their paired differences leaves zero out. Arms that share less
-    than two seeds with the baseline are left out, and so are targets with no other arms. Each
-    interval is for one arm alone: of twenty arms that are all alike, one is expected to seem
-    different.
+    An arm is if the interval of its paired differences excludes zero. Arms that share fewer than
+    two seeds with the baseline are left out, and so are targets with no other arms. Each interval
+    is for one arm alone: of twenty equal arms, one is expected to seem different.
     """
     said = []
     for target in study.targets:

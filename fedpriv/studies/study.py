@@ -155,7 +155,6 @@ class Study(Section):
 
 
 def _varied(base: Mapping[str, object], arm: Arm) -> dict[str, object]:
-    """A copy of the base with the assignments of an arm."""
     table = copy.deepcopy(dict(base))
     for assignment in arm.set:
         assign(table, assignment)

@@ -37,10 +37,7 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write `round-NNNNNN.safetensors`, NNNNNN the number of the next round; keep the last three.
-
-    A crash leaves either all of it or nothing.
-    """
+    """Write `round-NNNNNN.safetensors`, named by the next round, atomically; keep the last 3."""
     state, head = checkpoint.state, checkpoint.ledger_head
     moments = (state.optimizer.first, state.optimizer.second)
     tensors = {
@@ -75,16 +72,14 @@ def load_checkpoint(path: Path) -> Checkpoint:
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != _FORMAT:
-                found = metadata.get("format")
+            if (found := metadata.get("format")) != _FORMAT:
                 raise CheckpointError(f"{path} has format {found!r}; it must be {_FORMAT!r}")
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
     if metadata.pop("digest", None) != _digest(metadata, tensors):
-        raise CheckpointError(
-            f"{path} is damaged; delete it to resume from the checkpoint before it"
-        )
+        how = "delete it to resume from the checkpoint before it"
+        raise CheckpointError(f"{path} is damaged; {how}")
     parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
     for key, tensor in tensors.items():
         part, _, name = key.partition("/")
@@ -98,7 +93,6 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 of all that a checkpoint holds."""
     digest = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(json.dumps([name, tensor.dtype.str, tensor.shape]).encode())
@@ -107,25 +101,17 @@ def _digest(metadata: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> s
 
 
 def resume(path: Path, plan: TrainingPlan, ledger: Ledger) -> ServerState:
-    """State to go on from.
-
-    CheckpointError if the checkpoint is of another plan, or the ledger does not contain the charges
-    that it had seen: it is another ledger, or was set back.
-    """
+    """State to resume from; CheckpointError if it is another plan's or the ledger lacks charges."""
     checkpoint = load_checkpoint(path)
     if checkpoint.plan_digest != plan.digest:
-        raise CheckpointError(
-            f"{path} belongs to plan {checkpoint.plan_digest[:12]}, not to {plan.digest[:12]}; "
-            "a run can only be resumed with the plan it began with"
-        )
+        found = f"{path} belongs to plan {checkpoint.plan_digest[:12]}, not to {plan.digest[:12]}"
+        raise CheckpointError(f"{found}; a run can only be resumed with the plan it began with")
     if not ledger.contains_head(checkpoint.ledger_head):
-        raise CheckpointError(
-            f"{path} has seen {checkpoint.ledger_head.count} charges that the ledger does not "
-            "hold; a run can only be resumed with its own, complete ledger"
-        )
-    by_name = checkpoint.state.parameters
-    ordered = {name: by_name[name] for name in plan.layout.names}
-    return replace(checkpoint.state, parameters=ordered)
+        found = f"{checkpoint.ledger_head.count} charges that the ledger does not hold"
+        legal = "a run can only be resumed with its own, complete ledger"
+        raise CheckpointError(f"{path} has seen {found}; {legal}")
+    state = checkpoint.state
+    return replace(state, parameters={name: state.parameters[name] for name in plan.layout.names})
 
 
 @contextmanager
@@ -138,10 +124,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` by `content`, durably; a crash or a full disk leaves the old file as it was.
-
-    An OSError, if it cannot be written, names the file.
-    """
+    """Replace `path` by `content`, durably; a crash or a full disk leaves the old file alone."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with naming(path), partial.open("wb") as file:

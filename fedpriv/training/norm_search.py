@@ -75,9 +75,8 @@ def find_quantiles(
     """Look for a quantile γ in (0, 1) of the norms of every vector group of a plan's update.
 
     Yields the result of each of the plan's rounds and what is known after it. Every round is
-    charged at the plan's noise multiplier before it is released; BudgetExceededError where the next
-    one would pass the budget. The model and its running statistics stay as they are, so the norms
-    are those of the first round of training.
+    charged before it is released; BudgetExceededError where the next would pass the budget. The
+    model and its running statistics stay, so the norms are those of the first round of training.
     """
     if not 0.0 < quantile < 1.0:
         raise InvalidValueError(f"quantile is {quantile}; it must be in (0, 1)")

@@ -8,7 +8,7 @@ released quantities only.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -78,12 +78,13 @@ class FedAvgM(ServerOptimizer):
         return _moved(parameters, velocity, self.learning_rate), OptimizerState(velocity, {})
 
 
+@dataclass(frozen=True)
 class _Adaptive(ServerOptimizer):
     """m ← β₁·m + (1 − β₁)·Δ;  x ← x + η·m / (√v + τ), with v starting at τ²."""
 
-    learning_rate: float
-    beta1: float
-    tau: float
+    learning_rate: float = 0.1  # η ≥ 0
+    beta1: float = 0.9  # decay of m in [0, 1)
+    tau: float = field(default=1e-3, kw_only=True)  # degree of adaptivity τ > 0
 
     def __post_init__(self) -> None:
         _check(self)
@@ -112,10 +113,7 @@ class FedAdam(_Adaptive):
     No bias correction, and v starts at τ², as in Reddi et al. 2021; so in the two below.
     """
 
-    learning_rate: float = 0.1  # η ≥ 0
-    beta1: float = 0.9  # decay of m in [0, 1)
     beta2: float = 0.99  # decay of v in [0, 1)
-    tau: float = 1e-3  # degree of adaptivity τ > 0
 
     def _second(self, v: Array, square: Array) -> Array:
         return self.beta2 * v + (1.0 - self.beta2) * square
@@ -125,10 +123,6 @@ class FedAdam(_Adaptive):
 class FedAdagrad(_Adaptive):
     """FedAdam with v ← v + Δ²."""
 
-    learning_rate: float = 0.1
-    beta1: float = 0.9
-    tau: float = 1e-3
-
     def _second(self, v: Array, square: Array) -> Array:
         return v + square
 
@@ -137,19 +131,15 @@ class FedAdagrad(_Adaptive):
 class FedYogi(_Adaptive):
     """FedAdam with v ← v − (1 − β₂)·Δ²·sign(v − Δ²)."""
 
-    learning_rate: float = 0.1
-    beta1: float = 0.9
     beta2: float = 0.99
-    tau: float = 1e-3
 
     def _second(self, v: Array, square: Array) -> Array:
         return v - (1.0 - self.beta2) * square * np.sign(v - square)
 
 
-SERVER_OPTIMIZERS: Mapping[str, type[ServerOptimizer]] = {
+SERVER_OPTIMIZERS: Mapping[str, type[ServerOptimizer]] = {  # values of server.optimizer
     each.__name__.lower(): each for each in (FedAvg, FedAvgM, FedAdam, FedAdagrad, FedYogi)
 }
-"""The values of server.optimizer in a configuration."""
 
 
 def _check(optimizer: ServerOptimizer) -> None:

@@ -1,11 +1,10 @@
 """The plan of a training run: everything that decides its result and its guarantee."""
 
-import dataclasses
 import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -19,8 +18,7 @@ from fedpriv.privacy.round import LocalTraining
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer
 
-BATCH_NORM_METRIC = "batch-norm"
-"""Name of the metric that moves running statistics."""
+BATCH_NORM_METRIC = "batch-norm"  # the metric that moves running statistics
 _MOST = 4.0  # a variance grows or shrinks by at most this factor in a round, whatever the noise
 _LARGEST_MEAN, _LARGEST_VARIANCE = 1e15, 1e30
 
@@ -43,19 +41,15 @@ class RunningStatistics:
 
     def __post_init__(self) -> None:
         if not len(self.layers) == len(self.channels) == len(self.eps) > 0:
-            raise InvalidValueError(
-                f"{len(self.layers)} normalisations have {len(self.channels)} numbers of channels "
-                f"and {len(self.eps)} eps; each of at least one needs both"
-            )
+            found = f"{len(self.channels)} numbers of channels and {len(self.eps)} eps"
+            what = f"{len(self.layers)} normalisations have {found}"
+            raise InvalidValueError(f"{what}; each of at least one needs both")
         if min(self.channels) < 1 or not all(0.0 <= eps < math.inf for eps in self.eps):
-            raise InvalidValueError(
-                f"channels of normalisations are {self.channels} and their eps {self.eps}; they "
-                "must be positive and not negative"
-            )
+            found = f"channels of normalisations are {self.channels} and their eps {self.eps}"
+            raise InvalidValueError(f"{found}; they must be positive and not negative")
         if not 0.0 < self.momentum <= 1.0:
-            raise InvalidValueError(
-                f"momentum of running statistics is {self.momentum}; it must be in (0, 1]"
-            )
+            found = f"momentum of running statistics is {self.momentum}"
+            raise InvalidValueError(f"{found}; it must be in (0, 1]")
 
     @property
     def shape(self) -> tuple[int]:
@@ -68,8 +62,7 @@ class RunningStatistics:
         Guarantees: variances are finite and not negative, means finite, for any released vector;
         s² changes by a factor of at least 1/4 and at most 4.
         """
-        after: dict[str, np.ndarray] = {}
-        start = 0
+        after, start = dict[str, np.ndarray](), 0
         for layer, channels, eps in zip(self.layers, self.channels, self.eps, strict=True):
             first, second = released[start : start + 2 * channels].reshape(2, channels)
             start += 2 * channels
@@ -92,7 +85,6 @@ class RunningStatistics:
 
 
 def _names(layer: str) -> tuple[str, str]:
-    """Names of the mean and the variance of a layer."""
     prefix = f"{layer}." if layer else ""
     return f"{prefix}running_mean", f"{prefix}running_var"
 
@@ -127,21 +119,18 @@ class TrainingPlan:
             raise InvalidValueError(f"run is {self.run!r}; it must be a name without '/'")
         check_partition(self.layout, self.groups)
         if not (0.0 < self.metrics_share < 1.0 if self.metrics else self.metrics_share == 0.0):
-            raise InvalidValueError(
-                f"metrics_share is {self.metrics_share} with {len(self.metrics)} metrics; it must "
-                "be in (0, 1), or 0 if there are none"
-            )
+            found = f"metrics_share is {self.metrics_share} with {len(self.metrics)} metrics"
+            raise InvalidValueError(f"{found}; it must be in (0, 1), or 0 if there are none")
         if not self._update_share > 0.0:
-            raise InvalidValueError(
-                f"metrics and the counting of the clipped take {1.0 - self._update_share:g} of the "
-                "round's privacy; they must leave some to the update"
-            )
+            taken = f"{1.0 - self._update_share:g} of the round's privacy"
+            found = f"metrics and the counting of the clipped take {taken}"
+            raise InvalidValueError(f"{found}; they must leave some to the update")
         shapes = {metric.name: metric.shape for metric in self.metrics}
-        if self.statistics is not None and shapes.get(BATCH_NORM_METRIC) != self.statistics.shape:
-            raise InvalidValueError(
-                f"running statistics move by a metric {BATCH_NORM_METRIC!r} of shape "
-                f"{self.statistics.shape}; the plan has {shapes.get(BATCH_NORM_METRIC, 'none')}"
-            )
+        found_shape = shapes.get(BATCH_NORM_METRIC)
+        if self.statistics is not None and found_shape != self.statistics.shape:
+            needed = f"a metric {BATCH_NORM_METRIC!r} of shape {self.statistics.shape}"
+            found = f"the plan has {found_shape or 'none'}"
+            raise InvalidValueError(f"running statistics move by {needed}; {found}")
         _ = self.mechanism  # groups, shares and sampling that do not fit are refused here
 
     @property
@@ -155,10 +144,7 @@ class TrainingPlan:
         return self.mechanism_at(self.clipping_norms)
 
     def mechanism_at(self, clipping_norms: tuple[float, ...]) -> PoissonGaussianMechanism:
-        """The mechanism of a round in which the groups of the update have these clipping norms.
-
-        Its noise multiplier is that of the plan, whatever the norms.
-        """
+        """The mechanism of a round with these clipping norms, at the plan's noise multiplier."""
         pairs = zip(self.groups, clipping_norms, strict=True)
         groups = [replace(group, clipping_norm=norm) for group, norm in pairs]
         groups += [metric.group for metric in self.metrics]
@@ -191,7 +177,6 @@ class TrainingPlan:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the whole plan; equal plans have equal digests."""
-        optimizer = type(self.optimizer).__name__
-        fields = {**dataclasses.asdict(self), "optimizer_class": optimizer}
+        fields = {**asdict(self), "optimizer_class": type(self.optimizer).__name__}
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

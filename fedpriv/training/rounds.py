@@ -188,17 +188,15 @@ def round_request(
 def close_round(
     plan: TrainingPlan, state: ServerState, release: Release, epsilon: float, delta: float
 ) -> tuple[ServerState, RoundResult]:
-    """Step the server by what a round released, and only then move clipping norms.
+    """Step the server by what a round released, and only then move clipping norms: post-processing.
 
-    All of this is post-processing. `state` is that with which the round was opened, `epsilon` the ε
-    of all charges so far, at `delta`.
+    The round was opened with `state`; all charges so far cost (`epsilon`, `delta`).
     """
     query = plan.mechanism_at(state.clipping_norms).query
     tensors = query.clipping.layout.unflatten(release.average)
     update = {name: tensors[name] for name in plan.layout.names}
     parameters, optimizer = plan.optimizer.update(update, state.optimizer, state.parameters)
-    norms = state.clipping_norms
-    unclipped: tuple[float, ...] = ()
+    norms, unclipped = state.clipping_norms, tuple[float, ...]()
     if plan.adaptive is not None:
         unclipped = tuple(float(half) + 0.5 for half in tensors[UNCLIPPED])
         norms = tuple(map(plan.adaptive.step, norms, unclipped))
