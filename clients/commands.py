@@ -17,8 +17,7 @@ def _option(text: str, *names: str, default: bool | str = False, **more: Any) ->
 Server = Annotated[str, _option("HOST:PORT of the server")]
 Certificates = Annotated[Path | None, _option("folder with ca.pem, node.pem and node.key")]
 Insecure = Annotated[
-    bool,
-    _option("plain text without certificates; on loopback only", "--insecure", default=True),
+    bool, _option("plain text without certificates; on loopback only", "--insecure", default=True)
 ]
 NodeName = Annotated[str | None, _option("name of the node, with --insecure")]
 _USERS = "users' data: a folder, a file or package.module:function"
@@ -60,8 +59,7 @@ def join(
         str, _option("of the model while it trains: float32 or bfloat16", default=True)
     ] = "float32",
     processes: Annotated[
-        int | None,
-        _option("users train side by side, on a CPU", min=1, default="one per thread"),
+        int | None, _option("users train side by side, on a CPU", min=1, default="one per thread")
     ] = None,
     once: Annotated[bool, _option("leave when the run is over", "--once")] = False,
     log_format: Annotated[
@@ -80,16 +78,9 @@ def join(
     from fedpriv.clients.worker import HostSettings
 
     host = HostSettings(users, device, memory, seconds, activations, processes)
+    trusted = tuple(trust or ())
     settings = NodeSettings(
-        server,
-        host,
-        certificates=certificates,
-        node=node,
-        consent=consent,
-        verify_ledger=verify_ledger,
-        state=state,
-        trusted=tuple(trust or ()),
-        once=once,
+        server, host, certificates, node, consent, verify_ledger, state, trusted, once
     )
     take_part(settings)
 

@@ -190,8 +190,7 @@ class RoundOffer(Checked):
 
 def model_of(request: RoundRequest) -> Parameters:
     """The tensors that follow the offer of a request: parameters, then running statistics."""
-    both = sorted(set(request.parameters) & set(request.statistics))
-    if both:
+    if both := sorted(set(request.parameters) & set(request.statistics)):
         raise InvalidValueError(f"{both} are parameters and statistics; each must be one")
     return {**request.parameters, **request.statistics}
 
