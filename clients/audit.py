@@ -141,7 +141,6 @@ def _check_offered_epsilon(examined: Examined, offer: RoundOffer) -> None:
 
 
 def _before(rows: Sequence[ChargedRow], offer: RoundOffer) -> Sequence[ChargedRow]:
-    """Charges before the offered attempt or a later one at its round."""
     at = offer.id
     for number, row in enumerate(rows):
         if (row.run, row.round) == (at.run, at.round) and row.attempt >= at.attempt:

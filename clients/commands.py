@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.logs import LogFormat
+from fedpriv.logs import LogFormat, configure
 
 
 def _option(text: str, *names: str, default: bool | str = False, **more: Any) -> Any:
@@ -70,19 +70,16 @@ def join(
     _check_identity(certificates, node, insecure=insecure)
     if seconds is not None and not 0.0 < seconds < math.inf:
         raise InvalidValueError(f"--seconds is {seconds}; it must be positive and finite")
-    from fedpriv.logs import configure
-
     configure(log_format)
-    from fedpriv.clients.membership import NodeSettings
-    from fedpriv.clients.membership import join as take_part
+    from fedpriv.clients import membership
     from fedpriv.clients.worker import HostSettings
 
     host = HostSettings(users, device, memory, seconds, activations, processes)
     trusted = tuple(trust or ())
-    settings = NodeSettings(
+    settings = membership.NodeSettings(
         server, host, certificates, node, consent, verify_ledger, state, trusted, once
     )
-    take_part(settings)
+    membership.join(settings)
 
 
 def status(

@@ -42,14 +42,11 @@ _IDLE_SECONDS = 1.0  # without a call, after which the wait is over
 
 @dataclass(frozen=True, eq=False)
 class GrpcTransport(Transport):
-    """Asks nodes that are connected, from the thread of the training loop.
-
-    Of the section, the keys count that say how long nodes are waited for.
-    """
+    """Asks nodes that are connected, from the thread of the training loop."""
 
     listener: Listener
     price_of: Callable[[RoundRequest], Price]
-    section: FederationSection
+    section: FederationSection  # how long nodes are waited for; the rest does not count here
     _stopping: threading.Event = field(default_factory=threading.Event)
 
     def stop(self) -> None:

@@ -261,12 +261,8 @@ class Service:
     async def download(self, request: pb.RoundId, context: Context) -> None:
         """Send the model of the round to a node that is asked."""
         node, collection = NODE.get(), self.collection
-        round_id = wire.decode_round_id(request)
-        if (
-            collection is None
-            or round_id != collection.terms.offer.id
-            or node not in collection.waiting
-        ):
+        at = wire.decode_round_id(request)
+        if collection is None or at != collection.terms.offer.id or node not in collection.waiting:
             sentence = "the node is not asked in this round, or the round is over"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
         async with self._downloads.turn(node, collection.terms.deadline):
