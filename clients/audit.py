@@ -18,13 +18,8 @@ from fedpriv.clients.connection import Backoff, FederationStub, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, TakenPart
 from fedpriv.errors import AuditError, LedgerError, UnsupportedEventError, WireError
-from fedpriv.ledger.events import (
-    LEAST_DELTA,
-    NeighbouringRelation,
-    RoundEvent,
-    SamplingPolicy,
-    merge_equal,
-)
+from fedpriv.ledger import events
+from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger
 from fedpriv.wire import RoundOffer, Welcome
 
@@ -139,17 +134,16 @@ def _check_offered_epsilon(examined: Examined, offer: RoundOffer) -> None:
     # No finite ε holds at δ = 0, where there is a Gaussian; ε only grows where δ is smaller.
     if delta > 0.0:
         charged = _before(examined.ledger.rows, offer)
-        least = _loss_with(charged, offer, max(delta, LEAST_DELTA)).epsilon_low
+        least = _loss_with(charged, offer, max(delta, events.LEAST_DELTA)).epsilon_low
     if not said >= least * (1.0 - _UNDERSTATED):
         cost = f"charges and offer cost at least {least}"
         raise AuditError(f"the server says ε = {said} at δ = {delta}, but {cost}")
 
 
 def _before(rows: Sequence[ChargedRow], offer: RoundOffer) -> Sequence[ChargedRow]:
-    """Charges before the offered attempt or a later one at its round."""
-    name = offer.id
+    at = offer.id
     for number, row in enumerate(rows):
-        if (row.run, row.round) == (name.run, name.round) and row.attempt >= name.attempt:
+        if (row.run, row.round) == (at.run, at.round) and row.attempt >= at.attempt:
             return rows[:number]
     return rows
 
@@ -161,7 +155,7 @@ def _loss_with(rows: Iterable[ChargedRow], offer: RoundOffer, delta: float) -> P
 
 def _loss(rows: Iterable[ChargedRow], delta: float, *more: RoundEvent) -> PrivacyLoss:
     try:
-        return priced(merge_equal([*(row.event for row in rows), *more]), delta)
+        return priced(events.merge_equal([*(row.event for row in rows), *more]), delta)
     except UnsupportedEventError as error:
         raise AuditError(f"what the ledger charges has no ε: {error}") from error
 
@@ -201,7 +195,6 @@ class OfferPolicy:
         _log.info("the ledger holds %d charges: ε = %.6g at δ = %g", *held)
 
     async def _examined(self, welcome: Welcome, offer: RoundOffer | None = None) -> Examined:
-        """Fetch the ledger, check all that can be checked, and remember its head."""
         lines = await persist(self.server.fetch_ledger, self.backoff)
         delta = self.consent.delta_for(welcome.population)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.logs import LogFormat
+from fedpriv.logs import LogFormat, configure
 
 
 def _option(text: str, *names: str, default: bool | str = False, **more: Any) -> Any:
@@ -17,8 +17,7 @@ def _option(text: str, *names: str, default: bool | str = False, **more: Any) ->
 Server = Annotated[str, _option("HOST:PORT of the server")]
 Certificates = Annotated[Path | None, _option("folder with ca.pem, node.pem and node.key")]
 Insecure = Annotated[
-    bool,
-    _option("plain text without certificates; on loopback only", "--insecure", default=True),
+    bool, _option("plain text without certificates; on loopback only", "--insecure", default=True)
 ]
 NodeName = Annotated[str | None, _option("name of the node, with --insecure")]
 _USERS = "users' data: a folder, a file or package.module:function"
@@ -60,8 +59,7 @@ def join(
         str, _option("of the model while it trains: float32 or bfloat16", default=True)
     ] = "float32",
     processes: Annotated[
-        int | None,
-        _option("users train side by side, on a CPU", min=1, default="one per thread"),
+        int | None, _option("users train side by side, on a CPU", min=1, default="one per thread")
     ] = None,
     once: Annotated[bool, _option("leave when the run is over", "--once")] = False,
     log_format: Annotated[
@@ -72,26 +70,16 @@ def join(
     _check_identity(certificates, node, insecure=insecure)
     if seconds is not None and not 0.0 < seconds < math.inf:
         raise InvalidValueError(f"--seconds is {seconds}; it must be positive and finite")
-    from fedpriv.logs import configure
-
     configure(log_format)
-    from fedpriv.clients.membership import NodeSettings
-    from fedpriv.clients.membership import join as take_part
+    from fedpriv.clients import membership
     from fedpriv.clients.worker import HostSettings
 
     host = HostSettings(users, device, memory, seconds, activations, processes)
-    settings = NodeSettings(
-        server,
-        host,
-        certificates=certificates,
-        node=node,
-        consent=consent,
-        verify_ledger=verify_ledger,
-        state=state,
-        trusted=tuple(trust or ()),
-        once=once,
+    trusted = tuple(trust or ())
+    settings = membership.NodeSettings(
+        server, host, certificates, node, consent, verify_ledger, state, trusted, once
     )
-    take_part(settings)
+    membership.join(settings)
 
 
 def status(

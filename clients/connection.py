@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Self, TypeVar
 from urllib.parse import quote, unquote
@@ -25,17 +26,9 @@ from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Welcome
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import NODE_KEY, NODE_URI, SERVICE, Address, check_node_name
 
-LOST = frozenset(
-    {
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,  # the server is too busy, or was called too often
-        grpc.StatusCode.ABORTED,
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.INTERNAL,  # e.g. a stream that was reset
-        grpc.StatusCode.UNKNOWN,
-    }
-)
-"""The codes of calls that may succeed when they are tried again."""
+# Codes of calls that may succeed when they are tried again: RESOURCE_EXHAUSTED is a server that is
+# too busy or was called too often, INTERNAL for instance a stream that was reset.
+LOST = ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "ABORTED", "CANCELLED", "INTERNAL", "UNKNOWN"]
 LARGEST_LEDGER = 2**28  # bytes of an exported ledger: about half a million rounds
 _LARGEST_EXPONENT = 1000  # 2.0 to a power above 1023 is out of range
 _OPTIONS = (
@@ -82,7 +75,7 @@ async def persist(call: Callable[[], Awaitable[Result]], backoff: Backoff) -> Re
         try:
             return await call()
         except grpc.aio.AioRpcError as error:
-            if error.code() not in LOST:
+            if error.code().name not in LOST:
                 raise
             _log.info("a call failed (%s); it will be tried again", error.code().name)
         await asyncio.sleep(backoff.wait(failures))
@@ -205,9 +198,10 @@ class FederationStub:
 
     async def upload(self, round_id: RoundId, answer: PartialSum | wire.Decline) -> Receipt:
         """Answer an offer; the server refuses an answer that it has already."""
-        parts = (part.SerializeToString() for part in _parts(*answer_of(round_id, answer)))
-        call = self.channel.stream_unary(f"/{SERVICE}/Upload")
-        data = await call(parts, metadata=self.metadata)
+        header, tensors = answer_of(round_id, answer)
+        chunks = (pb.UploadPart(chunk=chunk) for chunk in wire.chunks(wire.pieces(tensors)))
+        parts = (p.SerializeToString() for p in chain([pb.UploadPart(answer=header)], chunks))
+        data = await self.channel.stream_unary(f"/{SERVICE}/Upload")(parts, metadata=self.metadata)
         return wire.decode_receipt(wire.parse(pb.Receipt, data, wire.NODE_RECEIVES_BYTES))
 
     async def fetch_ledger(self) -> Iterator[str]:
@@ -232,7 +226,6 @@ class FederationStub:
     async def _responses(
         self, method: str, request: Message, kind: type[Kind]
     ) -> AsyncGenerator[Kind, None]:
-        """Parsed messages of the server; the call ends when this is closed."""
         call = self.channel.unary_stream(f"/{SERVICE}/{method}")
         responses = call(request.SerializeToString(), metadata=self.metadata)
         try:
@@ -248,9 +241,3 @@ def answer_of(round_id: RoundId, answer: PartialSum | wire.Decline) -> tuple[pb.
         return wire.encode_answer(wire.Answer(round_id, answer)), {}
     summed = wire.SummedUpdates.of(answer)
     return wire.encode_answer(wire.Answer(round_id, summed)), wire.tensors_of(answer)
-
-
-def _parts(header: pb.Answer, tensors: Tensors) -> Iterator[pb.UploadPart]:
-    yield pb.UploadPart(answer=header)
-    for chunk in wire.chunks(wire.pieces(tensors)):
-        yield pb.UploadPart(chunk=chunk)

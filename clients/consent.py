@@ -101,8 +101,6 @@ def misfit(welcome: Welcome, offer: RoundOffer) -> str | None:
     if not np.all(np.isin(offer.users, welcome.users)):
         return "the offer is to users that the node was not welcomed with"
     if offer.local.max_examples is None:
-        return (
-            "local.max_examples is absent; the offer must say how many examples of a user count, "
-            "so that no user takes the time of all"
-        )
+        legal = "the offer must say how many examples of a user count"
+        return f"local.max_examples is absent; {legal}, so that no user takes the time of all"
     return None

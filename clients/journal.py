@@ -106,8 +106,8 @@ class Journal:
         if known not in (None, ledger_id):
             found = f"population {population_name!r} has the ledger {known}"
             raise InvalidValueError(f"{found}, not {ledger_id}")
-        row = {"ledger_id": ledger_id, "population_name": population_name, **vars(head)}
-        self._write(_REMEMBER, row)
+        names = {"ledger_id": ledger_id, "population_name": population_name}
+        self._write(_REMEMBER, names | vars(head))
 
     def last_head(self, ledger_id: str) -> Head | None:
         """The remembered head of a ledger, if there is one."""
@@ -116,8 +116,9 @@ class Journal:
 
     def ledger_of(self, population_name: str) -> str | None:
         """Id of the ledger of a population, or None if no head of one was remembered."""
-        sql = "SELECT ledger_id FROM ledgers WHERE population_name = ?"
-        rows = self._read(sql, population_name)
+        rows = self._read(
+            "SELECT ledger_id FROM ledgers WHERE population_name = ?", population_name
+        )
         return str(rows[0][0]) if rows else None
 
     def __enter__(self) -> Self:
@@ -145,7 +146,6 @@ def _refusing() -> Iterator[None]:
 
 
 def _text(moment: datetime) -> str:
-    """A moment as text that sorts by time."""
     if moment.tzinfo is None:
         raise InvalidValueError(f"the moment {moment} has no time zone; it must have one")
     return moment.astimezone(UTC).isoformat(timespec="microseconds")

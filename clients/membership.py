@@ -273,7 +273,6 @@ class Membership:
         return welcomed, True
 
     def _check_recoverable(self, error: grpc.aio.AioRpcError) -> None:
-        """Raise WireError where trying again cannot help."""
         node, server = self._hello.node, self._settings.server
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.ABORTED and _NEWER in details:
@@ -309,7 +308,6 @@ class Membership:
             _log.warning("the ledger cannot be fetched: %s", error.code().name)
 
     async def _finish(self) -> None:
-        """Read the ledger for the last time."""
         await self._work.stop()
         _log.info("the run is over")
         if self._prepared is None or not self._settings.verify_ledger:

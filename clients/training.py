@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from io import BufferedRWPair
 from pathlib import Path
 
@@ -34,7 +33,6 @@ from fedpriv.privacy.layout import Layout, Tensors, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged
 from fedpriv.wire import Welcome, digest_of
 
-Shapes = set[tuple[str, tuple[int, ...]]]  # by names of tensors
 _IDS = "user_id"
 _MEBIBYTE = 2**20
 
@@ -65,7 +63,6 @@ def load_users(source: str) -> UserStore:
 
 
 def _from_files(path: Path) -> UserStore:
-    """Users of a folder with one .npz file each, or of one such file for all."""
     one = None if path.is_dir() else read_npz(path)
     try:
         if one is not None:
@@ -172,9 +169,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         if self.transport.observer is not None:
-            raise InvalidValueError(
-                "a node has a transport with an observer; only a simulation may have one"
-            )
+            sentence = "a node has a transport with an observer; only a simulation may have one"
+            raise InvalidValueError(sentence)
 
     def answer(self, request: RoundRequest, seconds: float = math.inf) -> PartialSum:
         """The sum of clipped contributions of the node's users of a round, with an empty `node`.
@@ -196,10 +192,10 @@ class Trainer:
 
         MemoryError or RuntimeError: the process can no longer train.
         """
-        parameters, statistics = self._shapes
-        _check_shapes("parameters", request.parameters, parameters)
+        task = self.transport.task
+        _check_shapes("parameters", request.parameters, task.parameters())
         if request.statistics:
-            _check_shapes("running statistics", request.statistics, statistics)
+            _check_shapes("running statistics", request.statistics, task.statistics())
         # The log of a node's only user would say that it was drawn.
         with _unlogged() if self.transport.users.population == 1 else nullcontext():
             for users, partial in self.transport.by_chunk(request):
@@ -208,19 +204,10 @@ class Trainer:
                     torch.cuda.synchronize(self.transport.device)
                 yield Ready(users, partial)
 
-    @cached_property
-    def _shapes(self) -> tuple[Shapes, Shapes]:
-        """Of the parameters and running statistics of the task."""
-        task = self.transport.task
-        return _shapes_of(task.parameters()), _shapes_of(task.statistics())
 
-
-def _shapes_of(tensors: Tensors) -> Shapes:
-    return {(name, tensor.shape) for name, tensor in tensors.items()}
-
-
-def _check_shapes(what: str, given: Tensors, legal: Shapes) -> None:
-    if odd := sorted({name for name, _ in _shapes_of(given) ^ legal}):
+def _check_shapes(what: str, given: Tensors, legal: Tensors) -> None:
+    found, wanted = ({(n, t.shape) for n, t in tensors.items()} for tensors in (given, legal))
+    if odd := sorted({name for name, _ in found ^ wanted}):
         unlike = f"{what} {odd} of the round are missing, unknown or of another shape"
         raise InvalidValueError(f"{unlike}; legal are those of the task")
 
@@ -266,7 +253,6 @@ def _plain(error: FedprivError) -> FedprivError:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Log nothing of the library's."""
     logger = logging.getLogger("fedpriv")
     before = logger.level
     logger.setLevel(logging.CRITICAL + 1)

@@ -197,7 +197,6 @@ def _blocked_signals() -> Iterator[None]:
 
 
 def _enter(channel: socket.socket, parent: int) -> None:
-    """Run the training process."""
     for number in _FOR_THE_PARENT:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":

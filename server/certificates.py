@@ -160,10 +160,8 @@ def _check_validity(begin: datetime, lifetime: timedelta, last: datetime) -> Non
     if begin.tzinfo is None:
         raise InvalidValueError(f"the validity begins at {begin}; it must have a time zone")
     if not timedelta(0) < lifetime <= last - begin:
-        raise InvalidValueError(
-            f"the lifetime is {lifetime}; it must be positive and end before the authority's, "
-            f"at {last}"
-        )
+        legal = f"it must be positive and end before the authority's, at {last}"
+        raise InvalidValueError(f"the lifetime is {lifetime}; {legal}")
 
 
 def _alternatives_of(hosts: Sequence[str]) -> list[x509.GeneralName]:
@@ -182,7 +180,6 @@ def _alternatives_of(hosts: Sequence[str]) -> list[x509.GeneralName]:
 
 
 def _write(folder: Path, name: str, issued: _Signed, authority: _Signed) -> None:
-    """Write a certificate, its key and ca.pem into the folder of one machine."""
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     with writing(folder / f"{name}.pem"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

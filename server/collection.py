@@ -39,14 +39,9 @@ def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundReques
 
     def price_of(request: RoundRequest) -> wire.Price:
         norms = tuple(g.clipping_norm for g in request.clipping.groups[: len(plan.groups)])
-        event = plan.mechanism_at(norms).event
-        return wire.Price(
-            plan.sampling.sampling_probability,
-            plan.sampling.population,
-            event.noise_multiplier,
-            records.ledger.epsilon(records.budget, event),
-            records.budget.delta,
-        )
+        event, q = plan.mechanism_at(norms).event, plan.sampling.sampling_probability
+        budget, population, z = records.budget, plan.sampling.population, event.noise_multiplier
+        return wire.Price(q, population, z, records.ledger.epsilon(budget, event), budget.delta)
 
     return price_of
 

@@ -40,23 +40,13 @@ _FAREWELL_SECONDS = 10.0  # the longest wait for nodes that read the ledger once
 _IDLE_SECONDS = 1.0  # without a call, after which the wait is over
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long the server waits for nodes."""
-
-    deadline: float  # seconds from the offer to the end of a round
-    absent: float  # seconds to wait for a node that is not connected
-    fixed: bool  # whether every round takes until its deadline
-    nodes: int  # that must be connected before a round begins
-
-
 @dataclass(frozen=True, eq=False)
 class GrpcTransport(Transport):
     """Asks nodes that are connected, from the thread of the training loop."""
 
     listener: Listener
     price_of: Callable[[RoundRequest], Price]
-    patience: Patience
+    section: FederationSection  # how long nodes are waited for; the rest does not count here
     _stopping: threading.Event = field(default_factory=threading.Event)
 
     def stop(self) -> None:
@@ -88,7 +78,7 @@ class GrpcTransport(Transport):
 
     def _await_nodes(self) -> None:
         """Wait until enough nodes are connected; which ones are drawn does not matter."""
-        service, least = self.listener.service, self.patience.nodes
+        service, least = self.listener.service, self.section.least_nodes
 
         async def enough() -> None:
             while len(service.connections) < least and not self._stopping.is_set():
@@ -103,17 +93,17 @@ class GrpcTransport(Transport):
 
     def _open(self, request: RoundRequest, price: Price) -> Collection:
         service = self.listener.service
-        collection = Collection(request, price, service.enrolment, self.patience.deadline)
+        collection = Collection(request, price, service.enrolment, self.section.deadline_seconds)
         service.open_round(collection)
         if self._stopping.is_set():
             collection.finish()
         return collection
 
     async def _watch(self, collection: Collection) -> None:
-        """End the round when it can end."""
-        connections, absent = self.listener.service.connections, self.patience.absent
+        connections, absent = self.listener.service.connections, self.section.absent_seconds
+        fixed = self.section.fixed_length
         try:
-            while left := collection.seconds_left(connections, absent, fixed=self.patience.fixed):
+            while left := collection.seconds_left(connections, absent, fixed=fixed):
                 collection.changed.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(left):
@@ -145,9 +135,6 @@ def serve(
     endpoint = endpoint_of(section, insecure=insecure)
     enrolment = Enrolment.load(Path(section.enrolment))
     experiment = setup.on_nodes(section, enrolment.population_id, enrolment.population)
-    patience = Patience(
-        section.deadline_seconds, section.absent_seconds, section.fixed_length, section.least_nodes
-    )
     console, asked, started = Console(), threading.Event(), []
     with ExitStack() as stack:
         # Updates are added up in many threads already; more would only wait for each other.
@@ -162,7 +149,7 @@ def serve(
             serving = listening(service, endpoint.address, endpoint.credentials)
             started.append(stack.enter_context(serving))
             price_of = prices(experiment.plan, records)
-            transport = GrpcTransport(started[0], price_of, patience)
+            transport = GrpcTransport(started[0], price_of, section)
             stack.enter_context(_stop_signals(asked, transport.stop))
             return transport
 

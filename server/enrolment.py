@@ -78,10 +78,8 @@ class Enrolment:
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.population_id):
-            raise InvalidValueError(
-                f"population is {self.population_id!r}; it must be 32 lower-case hexadecimal "
-                "digits, drawn at random"
-            )
+            legal = "it must be 32 lower-case hexadecimal digits, drawn at random"
+            raise InvalidValueError(f"population is {self.population_id!r}; {legal}")
         if not self.users:
             raise InvalidValueError("nodes: there is none; there must be at least one")
         users = {node: tuple(self.users[node]) for node in sorted(self.users)}
@@ -93,9 +91,8 @@ class Enrolment:
             for number, user in enumerate(ids):
                 where = f"nodes.{node}.users.{number} is {user!r}"
                 if not user or not user.isprintable() or user != user.strip():
-                    raise InvalidValueError(
-                        f"{where}; an id must be one printable line without spaces at its ends"
-                    )
+                    legal = "an id must be one printable line without spaces at its ends"
+                    raise InvalidValueError(f"{where}; {legal}")
                 if user in node_of:
                     raise InvalidValueError(
                         f"{where}, who is enrolled at node {node_of[user]!r} already; a user must "
@@ -210,8 +207,7 @@ def _stamp_of(path: Path) -> tuple[int, ...] | None:
 
 
 def _fingerprint(text: str) -> str:
-    """A fingerprint, also as OpenSSL prints it, in upper case with colons."""
-    digits = text.replace(":", "").lower()
+    digits = text.replace(":", "").lower()  # OpenSSL prints upper case with colons
     if not _FINGERPRINT.fullmatch(digits):
         sentence = "It must be the SHA-256 fingerprint of a certificate, 64 hexadecimal digits"
         raise PydanticCustomError("fingerprint", "{sentence}", {"sentence": sentence})
@@ -237,9 +233,8 @@ class _EnrolmentFile(Section):
         found: dict[str, str] = {}
         for node, own in self.nodes.items():
             if own.certificate and (other := found.setdefault(own.certificate, node)) != node:
-                raise ValueError(
-                    f"nodes.{node}.certificate is that of node {other!r}; each must have its own"
-                )
+                shared = f"nodes.{node}.certificate is that of node {other!r}"
+                raise ValueError(f"{shared}; each must have its own")
         return self
 
 

@@ -19,7 +19,6 @@ from typing import Self
 import numpy as np
 from flwr.app import DEFAULT_TTL, Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
-from pydantic import model_validator
 from rich.console import Console
 
 from fedpriv import wire
@@ -255,9 +254,8 @@ def run_on_nodes(
     enrolment, least = Enrolment.load(Path(section.enrolment)), section.least_nodes
     experiment = setup.on_nodes(section, enrolment.population_id, enrolment.population)
     if least > len(enrolment.nodes):
-        raise InvalidValueError(
-            f"federation.least_nodes is {least}; {len(enrolment.nodes)} nodes are enrolled"
-        )
+        enrolled = f"{len(enrolment.nodes)} nodes are enrolled"
+        raise InvalidValueError(f"federation.least_nodes is {least}; {enrolled}")
     welcome_of, hosting = welcomes(experiment.config, enrolment), enrolment.hosting
     present = EnrolledNodes(grid, enrolment, least, stopping)
     seconds, fixed = section.deadline_seconds, section.fixed_length
@@ -303,9 +301,8 @@ def simulated_workers(
         if stopping.wait(_STOP_CHECK_SECONDS):
             raise StoppedError("the simulation was asked to stop")
     if len(ids) != workers:
-        raise WorkerError(
-            f"there are {len(ids)} workers (SuperNodes); the run is configured for {workers}"
-        )
+        present = f"there are {len(ids)} workers (SuperNodes)"
+        raise WorkerError(f"{present}; the run is configured for {workers}")
     expected = {}
     for k in range(workers):
         shard = flower.shard_of(users.population, k, workers)
@@ -340,10 +337,8 @@ class GridSimulation:
         experiment, here = simulated(setup.config, setup.run, setup.spent)
         setup.refuse_other_plan(experiment.plan)
         if not 1 <= workers <= here.users.population:
-            raise InvalidValueError(
-                f"workers is {workers}; it must be from 1 to {here.users.population}, the number "
-                "of users"
-            )
+            legal = f"it must be from 1 to {here.users.population}, the number of users"
+            raise InvalidValueError(f"workers is {workers}; {legal}")
         return cls(setup, experiment, here.users, workers)
 
     def run(
@@ -382,14 +377,10 @@ class RunConfig(Section):
     resume: bool = False
     workers: Count = 2  # SuperNodes among whom simulated users are spread
 
-    @model_validator(mode="after")
-    def _resume_needs_out(self) -> Self:
-        if self.resume and not self.out:
-            raise ValueError("resume is true; out must then be given")
-        return self
-
     def setup(self) -> RunSetup:
         """Read the experiment, and the folder of the run if it is to go on."""
+        if self.resume and not self.out:
+            raise InvalidValueError("run config: resume is true; out must then be given")
         assignments = [part.strip() for part in self.set.split(";") if part.strip()]
         out = Path(self.out) if self.out else None
         with tempfile.TemporaryDirectory() as folder:
@@ -425,7 +416,6 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def _log_rounds(experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
-    """Log a line for each release."""
     rounds = experiment.plan.rounds
     _log.info("round %d of %d is next", first, rounds)
     return run(lambda result: _log.info(released_text(result, rounds)))

@@ -56,9 +56,8 @@ def simulate_on_ray(
     """
     missing = [name for name in ("flwr", "ray") if find_spec(name) is None]
     if missing:
-        raise InvalidValueError(
-            f"{' and '.join(missing)} cannot be imported; pip install 'fedpriv[flower]' installs it"
-        )
+        install = "pip install 'fedpriv[flower]' installs it"
+        raise InvalidValueError(f"{' and '.join(missing)} cannot be imported; {install}")
     switch_off_telemetry()
     import torch
     from flwr.serverapp import ServerApp
@@ -95,10 +94,8 @@ def run_on_ray(
     from flwr.simulation import run_simulation
 
     of_ray: dict[str, ConfigRecordValues] = {"log_to_driver": False}
-    resources: dict[str, ConfigRecordValues] = {
-        "num_cpus": 1,
-        "num_gpus": gpu_share(gpus, processes),
-    }
+    share = gpu_share(gpus, processes)
+    resources: dict[str, ConfigRecordValues] = {"num_cpus": 1, "num_gpus": share}
     # Its pages on what a worker raised may hold users' data; what matters is in our own sentence.
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
     # Paths of sockets must be short, which those of other temporary folders need not be.
@@ -143,6 +140,5 @@ def _check_cluster(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
-        raise InvalidValueError(
-            f"RAY_ADDRESS is {address!r}, where no cluster of Ray answers: {error}"
-        ) from error
+        found = f"RAY_ADDRESS is {address!r}, where no cluster of Ray answers"
+        raise InvalidValueError(f"{found}: {error}") from error

@@ -191,10 +191,8 @@ class Service:
         self.connections, self.arrivals = Connections(self._changed), asyncio.Event()
         seconds = self.limits.seconds
         self._uploads = Transfers(self.limits.uploads, seconds)
-        self._downloads, self._ledgers = (
-            Transfers(_DOWNLOADS, seconds),
-            Transfers(_LEDGERS, seconds),
-        )
+        self._downloads = Transfers(_DOWNLOADS, seconds)
+        self._ledgers = Transfers(_LEDGERS, seconds)
 
     def _changed(self) -> None:
         self._monitor.set("nodes_connected", len(self.connections))
@@ -263,12 +261,8 @@ class Service:
     async def download(self, request: pb.RoundId, context: Context) -> None:
         """Send the model of the round to a node that is asked."""
         node, collection = NODE.get(), self.collection
-        round_id = wire.decode_round_id(request)
-        if (
-            collection is None
-            or round_id != collection.terms.offer.id
-            or node not in collection.waiting
-        ):
+        at = wire.decode_round_id(request)
+        if collection is None or at != collection.terms.offer.id or node not in collection.waiting:
             sentence = "the node is not asked in this round, or the round is over"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
         async with self._downloads.turn(node, collection.terms.deadline):
@@ -349,18 +343,16 @@ class Service:
             await asyncio.gather(work, return_exceptions=True)  # it holds memory until it ends
             raise
 
-    async def fetch_ledger(self, request: pb.LedgerRequest, context: Context) -> None:
+    async def fetch_ledger(self, _request: pb.LedgerRequest, context: Context) -> None:
         """Send the public ledger."""
-        del request
         async with self._ledgers.turn(NODE.get()):
             lines = await asyncio.to_thread(self.ledger)
             await context.write(pb.LedgerPart(size=len(lines)))
             for chunk in wire.chunks([lines]):
                 await context.write(pb.LedgerPart(chunk=chunk))
 
-    async def get_status(self, request: pb.StatusRequest, context: Context) -> pb.Status:
+    async def get_status(self, _request: pb.StatusRequest, _context: Context) -> pb.Status:
         """Return the status of the run."""
-        del request, context
         return wire.encode_status(replace(self.status, nodes_connected=len(self.connections)))
 
 
@@ -386,8 +378,7 @@ def listening(
     service: Service, address: Address, credentials: grpc.ServerCredentials | None
 ) -> Iterator[Listener]:
     """Serve in a thread until the block is left; without credentials of TLS, in plain text."""
-    started: Future[Listener] = Future()
-    stop = threading.Event()
+    started, stop = Future[Listener](), threading.Event()
     bind = partial(_bind, service, credentials)
 
     async def serve() -> None:
@@ -470,12 +461,10 @@ def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
 
         return read
 
-    def part(data: bytes) -> pb.UploadPart:
-        return parse(pb.UploadPart, data, SERVER_RECEIVES_BYTES)  # a WireError where it is read
-
     def serialised(message: Message) -> bytes:
         return bytes(message.SerializeToString())
 
+    part = partial(parse, pb.UploadPart, most=SERVER_RECEIVES_BYTES)  # WireError where it is read
     stream = grpc.unary_stream_rpc_method_handler
     methods = {
         "Connect": stream(reading(pb.Hello, service.connect), None, serialised),

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 
+from fedpriv.config import FederationSection
 from fedpriv.privacy.round import add_up
 from fedpriv.server.authentication import (
     Authentication,
@@ -19,7 +20,7 @@ from fedpriv.server.authentication import (
     by_certificate,
 )
 from fedpriv.server.collection import End
-from fedpriv.server.deployment import GrpcTransport, Patience
+from fedpriv.server.deployment import GrpcTransport
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import Monitor
 from fedpriv.server.service import Listener, Service, TransferLimits, listening
@@ -28,7 +29,9 @@ from fedpriv.wire.naming import Address
 from simulations.load_site import Site
 
 BARE = "bare.Stream"
-_PATIENCE = Patience(deadline=3600.0, absent=3600.0, fixed=False, nodes=0)
+_PATIENCE = FederationSection(
+    enrolment="none", deadline_seconds=3600.0, absent_seconds=3600.0
+).model_copy(update={"least_nodes": 0})
 _CALLS_PER_MINUTE = 600
 _TASK = TaskDescription("softmax", {}, 0, "cross-entropy")
 

@@ -57,14 +57,9 @@ def _check_positions(users: Positions, population: int) -> None:
 class Hello(Checked):
     """A node says who it is, with the `digest_of` the ids of its users."""
 
-    node: Name  # must be that in its certificate
+    node: Annotated[Name, Legal(str.isprintable, "have printable ones only")]  # of its certificate
     users_sha256: Bytes32
     version: Annotated[int, Legal(lambda n: n == VERSION, f"be {VERSION}, as here")] = VERSION
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.node.isprintable():
-            raise InvalidValueError(f"node is {self.node!r}; all characters must be printable")
 
 
 def digest_of(user_ids: Iterable[str]) -> bytes:
@@ -190,8 +185,7 @@ class RoundOffer(Checked):
 
 def model_of(request: RoundRequest) -> Parameters:
     """The tensors that follow the offer of a request: parameters, then running statistics."""
-    both = sorted(set(request.parameters) & set(request.statistics))
-    if both:
+    if both := sorted(set(request.parameters) & set(request.statistics)):
         raise InvalidValueError(f"{both} are parameters and statistics; each must be one")
     return {**request.parameters, **request.statistics}
 

@@ -4,7 +4,7 @@ Components of tensors follow each other in C order, little endian on every machi
 """
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -66,8 +66,7 @@ class Assembler:
         if size > most:
             raise WireError(f"{size} bytes are to follow; there may be at most {most}")
         try:
-            # Pages are taken when they are written, not here.
-            self._bytes = np.empty(size, np.uint8)
+            self._bytes = np.empty(size, np.uint8)  # pages are taken when they are written
         except MemoryError as error:
             raise WireError(f"there is no memory for the {size} bytes") from error
         self._size, self._received, self._chunks = size, 0, 0
@@ -148,19 +147,14 @@ class Receiver:
         return self._manifest.layout.unflatten(native)
 
 
-def _encode_shape(sizes: tuple[int, ...]) -> pb.Shape:
+def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     at_most("dimensions of a tensor", len(sizes), MAX_DIMENSIONS)
-    return pb.Shape(sizes=sizes)
-
-
-def _decode_shape(shape: pb.Shape) -> tuple[int, ...]:
-    at_most("dimensions of a tensor", len(shape.sizes), MAX_DIMENSIONS)
-    return tuple(shape.sizes)
+    return tuple(sizes)
 
 
 def _check_components(message: pb.Layout) -> None:
     # NumPy refuses a shape whose product without zeros is too large, even if one is there.
-    shapes = map(_decode_shape, message.shapes)
+    shapes = [_checked_sizes(shape.sizes) for shape in message.shapes]
     total = sum(prod(max(size, 1) for size in shape) for shape in shapes)
     at_most("components of tensors", total, MAX_COMPONENTS)
 
@@ -178,7 +172,7 @@ def _manifest(layout: Layout, dtype: Number, size: int) -> Manifest:
     return manifest
 
 
-SHAPE = Part(_encode_shape, _decode_shape)
+SHAPE = Part(lambda s: pb.Shape(sizes=_checked_sizes(s)), lambda s: _checked_sizes(s.sizes))
 LAYOUT = Codec(Layout, pb.Layout, "a layout", {"shapes": each(SHAPE)}, check=_check_components)
 _DECLARED: Parts = {"layout": LAYOUT, "dtype": Part(_ON_WIRE.__getitem__, _dtype_numbered)}
 MANIFEST = Codec(_manifest, pb.Tensors, "a manifest of tensors", _DECLARED)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -99,7 +99,7 @@ def _serve(folder: Path, users: Users, pipe: Connection) -> None:
     errors = (folder / "log.txt").open("w")
     os.dup2(errors.fileno(), 2)
     configure(LogFormat.TEXT)
-    patience = replace(PATIENCE, deadline=120.0, absent=0.0)
+    patience = PATIENCE.model_copy(update={"deadline_seconds": 120.0, "absent_seconds": 0.0})
     with site(folder, users, TransferLimits(2, 20.0)) as made:
         enrolment = made.enrolment
         sampling = PoissonSampling(enrolment.population, 1.0)

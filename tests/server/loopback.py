@@ -14,6 +14,7 @@ import tomli_w
 from cryptography import x509
 
 from fedpriv import wire
+from fedpriv.config import FederationSection
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.server import certificates
@@ -24,7 +25,7 @@ from fedpriv.server.authentication import (
     by_certificate,
     tls_credentials,
 )
-from fedpriv.server.deployment import GrpcTransport, Patience
+from fedpriv.server.deployment import GrpcTransport
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment, fingerprint_of
 from fedpriv.server.monitoring import Monitor
 from fedpriv.server.service import Listener, Service, TransferLimits, listening
@@ -34,7 +35,9 @@ from fedpriv.wire.naming import Address
 from tests.wire.stub import FederationStub
 
 PRICE = wire.Price(0.5, 1000, 1.0, 2.0, 1e-6)
-PATIENCE = Patience(deadline=20.0, absent=0.2, fixed=False, nodes=0)
+PATIENCE = FederationSection(
+    enrolment="none", deadline_seconds=20.0, absent_seconds=0.2
+).model_copy(update={"least_nodes": 0})
 TRANSFERS = TransferLimits(uploads=4, seconds=30.0)
 NO_LIMIT = RateLimit(10**9)
 TASK = TaskDescription("softmax", {}, 0, "cross-entropy")
@@ -54,7 +57,7 @@ class Site:
     def target(self) -> str:
         return f"localhost:{self.server.address.port}"
 
-    def transport(self, patience: Patience = PATIENCE) -> GrpcTransport:
+    def transport(self, patience: FederationSection = PATIENCE) -> GrpcTransport:
         return GrpcTransport(self.server, lambda _: PRICE, patience)
 
     def channel(self, node: str | None) -> grpc.Channel:

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -48,7 +47,7 @@ MANY = [f"n{number:02}" for number in range(20)]
 # Positions are ranks: of "five" 0, of "four" 1, of the silo 22 and 23.
 USERS = {"five": ["0"], "four": ["4"], "silo": ["s0", "s1"]} | {name: [name] for name in MANY}
 SHORT = TransferLimits(uploads=1, seconds=1.0)
-LONG = replace(PATIENCE, absent=60.0, deadline=60.0)
+LONG = PATIENCE.model_copy(update={"absent_seconds": 60.0, "deadline_seconds": 60.0})
 
 
 def request_to(users: list[int]) -> RoundRequest:
@@ -85,7 +84,7 @@ def collecting(
     """A round that is collected; its sum, and what the server knows of it unless it is over."""
 
     def total() -> np.ndarray:
-        transport = made.transport(replace(LONG, deadline=deadline))
+        transport = made.transport(LONG.model_copy(update={"deadline_seconds": deadline}))
         partials = transport.collect(request_to(users))
         return sum((partial.total for partial in partials), np.zeros(LAYOUT.dimension, np.int64))
 

@@ -81,7 +81,7 @@ def test_a_run_config_that_is_not_legal_is_refused(
     config: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(InvalidValueError, match=sentence):
-        checked(RunConfig, config, "run config")
+        checked(RunConfig, config, "run config").setup()
 
 
 def test_an_experiment_is_text_or_lies_in_the_bundle(tmp_path: Path) -> None:

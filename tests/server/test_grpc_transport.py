@@ -4,7 +4,6 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -127,7 +126,7 @@ def test_a_node_that_is_not_connected_counts_as_zero(alone: Site) -> None:
 
 
 def test_a_node_that_comes_during_the_round_is_asked(alone: Site) -> None:
-    transport = alone.transport(replace(PATIENCE, absent=20.0))
+    transport = alone.transport(PATIENCE.model_copy(update={"absent_seconds": 20.0}))
     late: list[TestNode] = []
 
     def comes(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
@@ -148,7 +147,7 @@ def test_a_node_that_hangs_is_waited_for_until_the_deadline(alone: Site) -> None
         return of_one(offer, request)
 
     with nodes(alone, {"four": hangs, "five": of_one}) as made:
-        transport = alone.transport(replace(PATIENCE, deadline=1.0))
+        transport = alone.transport(PATIENCE.model_copy(update={"deadline_seconds": 1.0}))
         total = collected(transport, request_to([4, 5]))
         hang.set()
         until(lambda: made["four"].receipts)
@@ -188,7 +187,7 @@ def test_an_answer_counts_once_and_repetitions_are_refused(alone: Site) -> None:
             return iter(kept)
 
         made["four"].answering = replays
-        transport = alone.transport(replace(PATIENCE, deadline=1.0))
+        transport = alone.transport(PATIENCE.model_copy(update={"deadline_seconds": 1.0}))
         # An attempt that was abandoned without a charge is followed by one of the same number.
         for attempt in (1, 0):
             assert nothing(collected(transport, request_to([4], attempt=attempt)))
@@ -247,7 +246,7 @@ def malformed() -> dict[str, object]:
 def test_a_malformed_answer_counts_as_zero_and_harms_nobody(federation: Site, case: str) -> None:
     answer = malformed()[case]
     with nodes(federation, {"four": answer}) as made:
-        transport = federation.transport(replace(PATIENCE, deadline=3.0))
+        transport = federation.transport(PATIENCE.model_copy(update={"deadline_seconds": 3.0}))
         total = collected(transport, request_to([4, 5]))
         until(lambda: made["four"].receipts)
     np.testing.assert_array_equal(total, of_users([5]))
@@ -350,7 +349,7 @@ def test_a_node_struck_off_is_offered_nothing_and_counts_for_nothing(alone: Site
 
 
 def test_a_round_of_fixed_length_lasts_until_its_deadline(alone: Site) -> None:
-    patience = replace(PATIENCE, deadline=1.5, fixed=True)
+    patience = PATIENCE.model_copy(update={"deadline_seconds": 1.5, "fixed_length": True})
     with nodes(alone, {"four": of_one}):
         for drawn in ([4], [5], []):
             began = time.monotonic()
@@ -359,7 +358,7 @@ def test_a_round_of_fixed_length_lasts_until_its_deadline(alone: Site) -> None:
 
 
 def test_a_round_waits_for_enough_nodes_whoever_is_drawn(alone: Site) -> None:
-    transport = alone.transport(replace(PATIENCE, nodes=2))
+    transport = alone.transport(PATIENCE.model_copy(update={"least_nodes": 2}))
     totals: list[np.ndarray] = []
     thread = threading.Thread(target=lambda: totals.append(collected(transport, request_to([4]))))
     with nodes(alone, {"four": of_one}):
@@ -373,7 +372,11 @@ def test_a_round_waits_for_enough_nodes_whoever_is_drawn(alone: Site) -> None:
 
 @pytest.mark.parametrize("least", [0, 5], ids=["while it is collected", "while nodes are awaited"])
 def test_a_round_that_is_stopped_is_abandoned(alone: Site, least: int) -> None:
-    transport = alone.transport(replace(PATIENCE, absent=60.0, deadline=60.0, nodes=least))
+    transport = alone.transport(
+        PATIENCE.model_copy(
+            update={"absent_seconds": 60.0, "deadline_seconds": 60.0, "least_nodes": least}
+        )
+    )
     timer = threading.Timer(0.5, transport.stop)
     timer.start()
     with pytest.raises(StoppedError, match="asked to stop"):
