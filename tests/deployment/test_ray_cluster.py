@@ -93,7 +93,7 @@ def test_one_user_moves_one_vector_and_nothing_else(with_fedpriv: Cluster) -> No
         env=with_fedpriv[1] | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert (done.returncode, done.stdout.split()) == (0, KINDS), done.stderr

@@ -117,14 +117,14 @@ def set_at_node() -> None:
     connection._OPTIONS = tuple({**dict(connection._OPTIONS), **sooner}.items())
 
     around(Journal, "record", "offered", "noted")
-    parts = connection._parts
+    parts = connection.chain  # of an upload: its header, then its chunks
 
     def sent(*args):
         for number, part in enumerate(parts(*args)):
             pause("uploading" if number else "answering")
             yield part
 
-    connection._parts = sent
+    connection.chain = sent
 
 
 def set_at_worker() -> None:
