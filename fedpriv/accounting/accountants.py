@@ -129,7 +129,7 @@ class IntervalAccountant(Accountant):
         events = _checked(events, self.name, tuple(ANALYSES))
         bounds = bounds_of(events)
         low, up = self.epsilon_interval(bounds.above, delta)
-        if bounds.below != bounds.above:
+        if bounds.below is not bounds.above and bounds.below != bounds.above:
             low, _ = self.epsilon_interval(bounds.below, delta)
         kind = Bound.INTERVAL if bounds.complete else Bound.UPPER
         return _loss(events, (float(low) * _BELOW, float(up)), delta, self.name, kind)

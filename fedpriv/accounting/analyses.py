@@ -60,6 +60,8 @@ def bounds_of(events: Iterable[RoundEvent]) -> PairBounds:
     for event in events:
         kinds.setdefault((event.sampling.policy, event.sampling.relation), []).append(event)
     bounds = [ANALYSES[kind](alike) for kind, alike in kinds.items()]
+    if len(bounds) == 1:  # as it nearly always is; there may be 100,000 pairs
+        return bounds[0]
     above, below = Counter[LossPair](), Counter[LossPair]()
     for each in bounds:
         above.update(each.above)
