@@ -250,7 +250,7 @@ class Distribution(Question):
 
 
 @dataclass(frozen=True)
-class Quantiles(Distribution):
+class Quantiles(Question):
     """Quantiles over all enrolled users: the least threshold with a share p of them at or below.
 
     All are read off one released `Distribution`, made rising by least squares; so ten quantiles
@@ -263,18 +263,32 @@ class Quantiles(Distribution):
     one threshold.
     """
 
+    thresholds: Sequence[float]
     probabilities: Sequence[float] = (0.25, 0.5, 0.75)  # k of them, each in (0, 1)
 
     def _check(self) -> None:
-        super()._check()
+        object.__setattr__(self, "thresholds", self._curve.thresholds)
         object.__setattr__(self, "probabilities", tuple(map(float, self.probabilities)))
         if not self.probabilities or not all(0.0 < p < 1.0 for p in self.probabilities):
             legal = "there must be one or more, each in (0, 1)"
             raise self._refusal(f"the probabilities {self.probabilities}; {legal}")
 
+    @cached_property
+    def _curve(self) -> Distribution:
+        return Distribution(self.name, self.of, self.thresholds)
+
+    @property
+    def clipping_norm(self) -> float:
+        """That of the curve."""
+        return self._curve.clipping_norm
+
+    def contributions(self, held: UserValues) -> FloatMatrix:
+        """Those to the curve: [users, m]."""
+        return self._curve.contributions(held)
+
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """Where the released curve reaches each probability."""
-        curve = super().answer(average, stddev, sampling)
+        curve = self._curve.answer(average, stddev, sampling)
         levels, points = np.array(self.probabilities), np.array(self.thresholds)
         reached = np.searchsorted(np.asarray(isotonic_regression(curve.value).x), levels)
         of_noise = crossings(curve.value, _WIDTH * curve.noise_stddev, levels)

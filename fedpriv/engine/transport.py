@@ -293,7 +293,11 @@ class _LogRecords(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record, but not the text of an exception, which may hold users' data."""
-        record.msg, record.args, record.exc_info, record.exc_text = record.getMessage(), *[None] * 3
+        try:
+            record.msg = record.getMessage()
+        except Exception:  # of a model, whose users must not fail for it
+            record.msg = "a message that cannot be formatted"
+        record.args = record.exc_info = record.exc_text = None
         self.records.append(record)
 
 

@@ -221,3 +221,18 @@ def test_there_are_none_where_they_cannot_help(why: str, monkeypatch: pytest.Mon
         request = replace(request, users=request.users[1:2])
     assert list(transport.collect(request))
     assert not multiprocessing.active_children()
+
+
+def test_a_message_that_cannot_be_formatted_raises_nothing() -> None:
+    root, before = logging.getLogger(), {}
+    for logger in (root, *map(logging.getLogger, root.manager.loggerDict)):
+        before[logger] = logger.handlers, logger.propagate
+    try:
+        kept = module._LogRecords()
+        logging.getLogger("of a model").warning("%d", "no number")
+        assert [record.getMessage() for record in kept.records] == [
+            "a message that cannot be formatted"
+        ]
+    finally:
+        for logger, (handlers, propagate) in before.items():
+            logger.handlers, logger.propagate = handlers, propagate
