@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from fedpriv.errors import CheckpointError
-from fedpriv.ledger.ledger import Head, Ledger
+from fedpriv.ledger import Head, Ledger
 from fedpriv.training.optimizers import OptimizerState
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import ServerState

@@ -22,7 +22,8 @@ from fedpriv.accounting.policies import (
     poisson_gaussian,
     poisson_replace_gaussian,
 )
-from fedpriv.clients.audit import Examined, charged_already, confirm, examine, price_with
+from fedpriv.clients import audit
+from fedpriv.clients.audit import Examined, charged_already, price_with
 from fedpriv.clients.journal import Journal
 from fedpriv.errors import AuditError, InvalidValueError
 from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, SumQueryEvent
@@ -48,10 +49,23 @@ def read(ledger) -> ExportedLedger:
     return ExportedLedger.read(stream.getvalue().splitlines())
 
 
-def offer(run="r", number=0, attempt=0, event=EVENT, said=math.inf, delta=DELTA):
+def offer(run="r", number=0, attempt=0, event=EVENT, said=math.inf, delta=DELTA, charges=None):
+    """An offer that counts so many charges; None: as many as its run has had, if it is alone."""
     q = event.sampling.sampling_probability
-    price = Price(q, event.sampling.population, event.noise_multiplier, said, delta)
+    counted = number if charges is None else charges
+    price = Price(q, event.sampling.population, event.noise_multiplier, said, delta, counted)
     return replace(OFFER, id=RoundId(run, number, attempt), price=price)
+
+
+def examine(ledger, welcome, journal, delta) -> Examined:
+    """As a node does that knew what it knows now when it asked."""
+    found = audit.examine(ledger, welcome, journal.remembered(welcome.population_name), delta)
+    journal.remember_head(ledger.ledger_id, welcome.population_name, ledger.head)
+    return found
+
+
+def confirm(examined, journal, offered=None) -> None:
+    audit.confirm(examined, journal.remembered(examined.ledger.population), offered)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Head, Ledger, ProposedCharge
+from fedpriv.ledger.participation import beside
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
@@ -181,7 +182,7 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     enrolled = Enrolment.load(enrolment)
     experiment = beginning.on_nodes(section, enrolled.population_id, enrolled.population)
     beginning.write_plan(experiment)
-    plan, record = experiment.plan, run.participation_of(run.ledger)
+    plan, record = experiment.plan, beside(run.ledger)
     with PrivacyRecords.open(run.ledger, record, plan.population, experiment.budget) as records:
         event = plan.mechanism.event
         records.ledger.charge(

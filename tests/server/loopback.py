@@ -15,6 +15,7 @@ from cryptography import x509
 
 from fedpriv import wire
 from fedpriv.config import FederationSection
+from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.server import certificates
@@ -34,7 +35,7 @@ from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import Address
 from tests.wire.stub import FederationStub
 
-PRICE = wire.Price(0.5, 1000, 1.0, 2.0, 1e-6)
+PRICE = wire.Price(0.5, 1000, 1.0, 2.0, 1e-6, 0)
 PATIENCE = FederationSection(
     enrolment="none", deadline_seconds=20.0, absent_seconds=0.2
 ).model_copy(update={"least_nodes": 0})
@@ -152,9 +153,14 @@ def serving(
         return Welcome(POPULATION_ID, enrolment.population, enrolment.users_of(node).copy(), TASK)
 
     authentication = Authentication(identify, enrolment, rates, Monitor())
-    service = Service(authentication, welcome_of, lambda: LEDGER, status, transfers)
+    service = Service(authentication, welcome_of, ledger_since, status, transfers)
     with listening(service, Address("127.0.0.1", 0), credentials) as server:
         yield Site(certs, enrolment, server)
+
+
+def ledger_since(_: Head | None) -> tuple[int, Iterator[str]]:
+    """A ledger that is the same for all."""
+    return len(LEDGER), iter([LEDGER.decode()])
 
 
 Answering = Callable[[wire.RoundOffer, RoundRequest], Iterable[pb.UploadPart] | None]
