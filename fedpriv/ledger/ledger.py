@@ -558,9 +558,8 @@ def _check(
     head: Head | None,
 ) -> None:
     """Read all charges; a record must hold the cohort of each, and heads lie on their chain."""
-    kept = [
-        each for each in (head, None if record is None else record.ledger_head) if each is not None
-    ]
+    known = None if record is None else record.ledger_head
+    kept = [each for each in (head, known) if each is not None]
     met = {first} & set(kept)
     for row in charges:
         met |= {each for each in kept if each.count == row.position and each == row.head}

@@ -610,7 +610,7 @@ def test_a_ledger_is_read_before_and_after_taking_part(
         tiny.ledger = ledger
         async with serving(tiny) as port, scene.joined(port, verify_ledger=True) as task:
             for number in range(2):
-                await tiny.offer(number, price=HONEST)
+                await tiny.offer(number, price=replace(HONEST, charges=number))
                 header, _ = await tiny.answers.get()
                 assert header.HasField("sum")
                 charge(ledger, number)
@@ -661,7 +661,7 @@ def test_a_ledger_that_cannot_be_believed_is_declined_until_it_can(
         async with serving(tiny) as port, scene.joined(port, verify_ledger=True) as task:
             kinds = []
             for number in range(4):
-                await tiny.offer(number, price=HONEST)
+                await tiny.offer(number, price=replace(HONEST, charges=number))
                 kinds.append((await tiny.answers.get())[0])
                 charge(ledger, number)
                 tiny.ledger = bad[ledger_sent] if number < 2 else ledger

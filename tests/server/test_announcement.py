@@ -140,8 +140,8 @@ def test_long_ledgers_are_read_in_pages(tmp_path: Path, monkeypatch: pytest.Monk
         assert len(texts) == 4
         whole = ExportedLedger.read("".join(texts).splitlines())
         assert (len(whole.rows), found[0]) == (5, len("".join(texts)))
-        size, more = records.ledger.since(whole.head)
-        grown = ExportedLedger.read("".join(more).splitlines(), whole)
+        more = text_since(records.ledger, whole.head)
+        grown = ExportedLedger.read(more.splitlines(), whole)
         assert grown == ExportedLedger.read(text_since(records.ledger, None).splitlines())
 
 
