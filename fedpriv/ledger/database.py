@@ -151,10 +151,10 @@ class Database:
         # EXTRA: without the folder's entry synced, a crash could bring back a journal that was
         # deleted, and with it the state before the transaction.
         self._connection.executescript("PRAGMA synchronous = EXTRA; PRAGMA fullfsync = ON")
-        if (found := pragma("integrity_check(1)")) != "ok":
-            raise LedgerError(
-                f"{self._name} is damaged, or a copy that was made while it was written: {found}"
-            )
+        *_, found = str(pragma("integrity_check(1)")).splitlines()
+        if found != "ok":
+            torn = "is damaged, or a copy that was made while it was written"
+            raise LedgerError(f"{self._name} {torn}: {found}")
 
     @contextmanager
     def _failing(self, done: str) -> Iterator[None]:
