@@ -183,8 +183,7 @@ class PrivacyRecords:
         with Ledger.open_or_create(ledger, population) as opened:
             if (opened.head.count or resuming) and not participation.exists():
                 raise LedgerError(
-                    f"participation record {participation} of ledger {ledger} is missing; restore "
-                    "it from a backup"
+                    f"participation record {participation} is missing; restore it from a backup"
                 )
             with ParticipationRecord.open_or_create(participation) as record:
                 kept = record.ledger_head

@@ -46,6 +46,14 @@ POPULATION_ID = "5f" * 16
 LEDGER = b'{"a line": 1}\n' * 200_000  # some chunks
 
 
+LedgerSince = Callable[[Head | None], tuple[int, Iterator[str]] | None]
+
+
+def ledger_since(_: Head | None) -> tuple[int, Iterator[str]]:
+    """A ledger that is the same for all."""
+    return len(LEDGER), iter([LEDGER.decode()])
+
+
 @dataclass(frozen=True)
 class Site:
     """A server that runs, with the folder of its certificates."""
@@ -120,6 +128,7 @@ def site(
     users: Mapping[str, Sequence[str]],
     transfers: TransferLimits = TRANSFERS,
     calls_per_minute: int = 100_000,
+    ledger: LedgerSince = ledger_since,
 ) -> Iterator[Site]:
     """A server for these users, whose nodes have certificates."""
     certs = folder / "certs"
@@ -129,7 +138,7 @@ def site(
     identify = by_certificate(EnrolledCertificates(enrol(certs, users)))
     rates = RateLimit(calls_per_minute)
     with serving(
-        certs, users, identify, tls_credentials(certs / "server"), transfers, rates
+        certs, users, identify, tls_credentials(certs / "server"), transfers, rates, ledger
     ) as made:
         yield made
 
@@ -142,6 +151,7 @@ def serving(
     credentials: grpc.ServerCredentials | None,
     transfers: TransferLimits = TRANSFERS,
     rates: RateLimit = NO_LIMIT,
+    ledger: LedgerSince = ledger_since,
 ) -> Iterator[Site]:
     """A server that knows its callers so."""
     enrolment = Enrolment(POPULATION_ID, users)
@@ -153,14 +163,9 @@ def serving(
         return Welcome(POPULATION_ID, enrolment.population, enrolment.users_of(node).copy(), TASK)
 
     authentication = Authentication(identify, enrolment, rates, Monitor())
-    service = Service(authentication, welcome_of, ledger_since, status, transfers)
+    service = Service(authentication, welcome_of, ledger, status, transfers)
     with listening(service, Address("127.0.0.1", 0), credentials) as server:
         yield Site(certs, enrolment, server)
-
-
-def ledger_since(_: Head | None) -> tuple[int, Iterator[str]]:
-    """A ledger that is the same for all."""
-    return len(LEDGER), iter([LEDGER.decode()])
 
 
 Answering = Callable[[wire.RoundOffer, RoundRequest], Iterable[pb.UploadPart] | None]
