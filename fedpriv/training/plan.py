@@ -3,13 +3,14 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Metric, PoissonGaussianMechanism
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_partition
@@ -162,6 +163,16 @@ class TrainingPlan:
         return PoissonGaussianMechanism.calibrated(
             self.sampling, clipping, self.noise_multiplier, self.shares, averaging
         )
+
+    def within(self, budget: PrivacyBudget, spent: Sequence[RoundEvent] = ()) -> "TrainingPlan":
+        """The plan with the noise raised until all rounds fit beside what was spent.
+
+        Rounding may make a plan that was calibrated to the budget miss it.
+        """
+        plan = self
+        while not budget.admits([*spent, replace(plan.mechanism.event, count=plan.rounds)]):
+            plan = replace(plan, noise_multiplier=plan.noise_multiplier * (1.0 + 1e-4))
+        return plan
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
