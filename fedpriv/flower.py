@@ -49,13 +49,10 @@ from fedpriv.report.tables import format_epsilon
 from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import RoundResult, Stop, initial_state, train
-from fedpriv.wire import NODE_RECEIVES_BYTES, Manifest, flower, parse
-from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.messages import CLIPPING
+from fedpriv.wire import flower
 
 _log = logging.getLogger("flwr")  # its handler shows our lines among Flower's own
 _ARRAYS, _CONFIG = "arrays", "config"  # records, as Flower's own strategies name them
-_CLIPPING, _USERS = "clipping", "users"  # headers
 _NODES_CHECK_SECONDS = 2.0
 _OWN_TRAINING = SGD(learning_rate=1.0, steps=1)  # never read: ClientApps train in their own way
 _PLAIN = Averaging()
@@ -105,10 +102,7 @@ class PrivateStrategy(Strategy):
 
     def __post_init__(self) -> None:
         if self.mechanism.noise_multiplier is None:
-            raise InvalidValueError(
-                "the mechanism has no noise_multiplier; calibrate(epsilon=..., delta=..., "
-                "rounds=...) returns one that has"
-            )
+            raise InvalidValueError("the mechanism has no noise_multiplier; calibrate it first")
         if self.mechanism.metrics or self.mechanism.averaging != _PLAIN:
             legal = "metrics must be empty, and averaging plain"
             raise InvalidValueError(f"the mechanism has metrics or weights; with Flower {legal}")
@@ -134,11 +128,9 @@ class PrivateStrategy(Strategy):
         population, or cannot be believed or written.
         """
         if evaluate_config is not None:
-            raise InvalidValueError(
-                "evaluate_config is given; figures of users' evaluation would be released without "
-                "noise, so evaluate on rows of no user, by evaluate_fn"
-            )
-        model = _Model.of(initial_arrays, self.frozen)
+            unsafe = "users' figures would be released without noise"
+            raise InvalidValueError(f"evaluate_config is given; {unsafe}, so give evaluate_fn")
+        model = TrainedModel.of(initial_arrays, self.frozen)
         plan, budget = self._plan(model, num_rounds), self.mechanism.budget
         transport = NodesTransport(grid, self.nodes, model, train_config or ConfigRecord(), timeout)
         state, result = initial_state(plan, model.trained), Result(initial_arrays)
@@ -167,7 +159,7 @@ class PrivateStrategy(Strategy):
             "%s, %s, %s, z = %.4g, budget %s", of, made.sampling, made.clipping, noise, budget
         )
 
-    def _plan(self, model: "_Model", rounds: int) -> TrainingPlan:
+    def _plan(self, model: "TrainedModel", rounds: int) -> TrainingPlan:
         mechanism, layout = self.mechanism, Layout.of(model.trained)
         grouping = mechanism.clipping.grouping(layout, mechanism.allocation)
         plan = TrainingPlan(
@@ -186,10 +178,8 @@ class PrivateStrategy(Strategy):
         return plan.within(mechanism.budget) if mechanism.rounds == rounds else plan
 
     def _in_pieces(self, *_given: object, **_named: object) -> NoReturn:
-        raise InvalidValueError(
-            "a private round is drawn, collected, charged and noised as one; call start, and wrap "
-            "this strategy in no other"
-        )
+        whole = "a private round is drawn, charged and noised as one"
+        raise InvalidValueError(f"{whole}; call start, and wrap this strategy in no other")
 
     configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _in_pieces
 
@@ -207,7 +197,7 @@ def _evaluate(evaluate_fn: Evaluate | None, number: int, result: Result) -> None
 
 
 @dataclass(frozen=True)
-class _Model:
+class TrainedModel:
     """The arrays of a model, and which of them are trained."""
 
     arrays: Mapping[str, Array]  # all, as they began
@@ -215,6 +205,7 @@ class _Model:
 
     @classmethod
     def of(cls, arrays: ArrayRecord, frozen: Sequence[str]) -> Self:
+        """InvalidValueError: a pattern fits no array, or nothing is trained."""
         kept = {name for name in arrays for pattern in frozen if fnmatchcase(name, pattern)}
         for pattern in frozen:
             if not any(fnmatchcase(name, pattern) for name in kept):
@@ -242,21 +233,19 @@ class NodesTransport(Transport):
 
     grid: Grid
     nodes: Mapping[int, int]  # id → how many users; their positions follow each other
-    model: _Model
+    model: TrainedModel
     config: ConfigRecord  # to tell ClientApps
     seconds: float  # from the first message to the deadline
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield what each drawn node gives, as it comes."""
         clipping, drawn = request.clipping, self._drawn(request.users)
-        said = CLIPPING.encode(clipping).SerializeToString()
         arrays, sent = self.model.record(request.parameters), self.model.sent(request.parameters)
         config = ConfigRecord({**self.config, "server-round": request.round + 1})
 
         def messages() -> Iterator[tuple[str, Message]]:
             for node, users in drawn.items():
-                headers = {_CLIPPING: said, _USERS: users.astype("<i8").tobytes()}
-                content = flower.content_of(headers)
+                content = flower.asking(clipping, users)
                 content[_ARRAYS], content[_CONFIG] = arrays, config
                 yield str(node), Message(content, node, MessageType.TRAIN, ttl=self.seconds)
 
@@ -269,13 +258,14 @@ class NodesTransport(Transport):
                     _log.warning("a reply counts as zero: %s", one_line(str(error)))
                     continue
                 users = drawn[int(node)].size
-                yield PartialSum(node, users, total, users)
+                yield PartialSum(node, users, total, users * clipping.weight_cap)
 
     def _drawn(self, users: npt.NDArray[np.int64]) -> dict[int, npt.NDArray[np.int64]]:
         """The nodes of drawn users, and which of its own, from 0, each is asked for."""
-        ids, ends = list(self.nodes), np.cumsum(list(self.nodes.values()))
+        ids, counts = list(self.nodes), np.array(list(self.nodes.values()))
+        ends = np.cumsum(counts)
         hosts = np.searchsorted(ends, users, side="right")
-        own = users - ends[hosts] + np.array(list(self.nodes.values()))[hosts]
+        own = users - (ends - counts)[hosts]
         return {ids[host]: own[hosts == host] for host in np.unique(hosts).tolist()}
 
     def _total(
@@ -298,10 +288,7 @@ class NodesTransport(Transport):
         if reply.metadata.src_node_id != node:
             raise WireError("it comes from another node than the one that was asked")
         if flower.RECORD in reply.content:
-            flower.header_in(reply.content, _CLIPPING, 0)  # of another version, it is refused
-            vector = Layout(("sum",), ((clipping.layout.dimension,),))
-            total = flower.tensors_in(reply.content, Manifest(vector, np.dtype("<i8")))["sum"]
-            return total.astype(np.int64, copy=False)
+            return flower.sum_in(reply.content, clipping.layout.dimension)
         if self.nodes[node] > 1:
             raise WireError("its node brings several users, but has no clipping_mod")
         return contribution(clipping, sent, self.model.arrays.keys(), reply.content)
@@ -346,7 +333,7 @@ def clipping_mod(
     """
     if message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
         return call_next(message, context)
-    clipping, users = _asked(message.content)
+    clipping, users = flower.asked(message.content)
     arrays, config = message.content.array_records[_ARRAYS], message.content.config_records[_CONFIG]
     names = [tensor for group in clipping.sent for tensor in group.tensors]
     sent = {name: arrays[name].numpy() for name in names}
@@ -362,16 +349,4 @@ def clipping_mod(
             _log.warning("a user counts as zero: %s", raised_at(error))
             continue
         total += contribution(clipping, sent, arrays.keys(), content)
-    return Message(flower.content_of({}, flower.packed({"sum": total})), reply_to=message)
-
-
-def _asked(content: RecordDict) -> tuple[Clipping, npt.NDArray[np.int64]]:
-    """The clipping of a message, and the users that it asks for."""
-    clipping = flower.header_in(content, _CLIPPING, NODE_RECEIVES_BYTES)
-    users = flower.header_in(content, _USERS, NODE_RECEIVES_BYTES)
-    if clipping is None or users is None or len(users) % 8:
-        raise WireError("a message does not say how to clip whom")
-    numbers = np.frombuffer(users, "<i8").astype(np.int64)
-    if np.unique(numbers).size < numbers.size:
-        raise WireError("a message asks for a user twice")
-    return CLIPPING.decode(parse(pb.Clipping, clipping, NODE_RECEIVES_BYTES)), numbers
+    return Message(flower.summed(total), reply_to=message)

@@ -24,15 +24,18 @@ from flwr.app import (
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from transport_conformance import TransportConformance
 
 import fedpriv
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError, WireError
-from fedpriv.flower import PrivateStrategy, clipping_mod, connected
+from fedpriv.flower import NodesTransport, PrivateStrategy, TrainedModel, clipping_mod, connected
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.mechanism import ClippingPolicy, Mechanism, Poisson
-from fedpriv.privacy.layout import squared_bound
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat, squared_bound
+from fedpriv.privacy.round import LocalTraining, RoundRequest, Transport
 from fedpriv.wire import flower as wire_flower
 from tests.server.local_grid import App, LocalGrid
 
@@ -392,6 +395,26 @@ def test_a_plain_update_of_a_node_of_many_users_counts_as_zero(
     for name, start in START.items():
         np.testing.assert_array_equal(found[name], start)
     assert "brings several users, but has no clipping_mod" in caplog.text
+
+
+class TestNodes(TransportConformance):
+    """Nodes of one user and of several, with the mod and without; the last user always fails."""
+
+    @pytest.fixture(autouse=True)
+    def _made(self) -> Iterator[None]:
+        nodes = {FIRST_ID: 3, FIRST_ID + 1: 1, FIRST_ID + 2: 1, FIRST_ID + 3: 1}
+        with grid_of({0: OF_MANY, 1: USUAL, 2: WITH_MOD, 3: raising}) as grid:
+            model = TrainedModel.of(record_of(START), [])
+            self._transport = NodesTransport(grid, nodes, model, ConfigRecord(), 120.0)
+            yield
+
+    def transport(self) -> Transport:
+        return self._transport
+
+    def request(self) -> RoundRequest:
+        layout = Layout.of(START)
+        clipping, local = Clipping(layout, flat(layout, 0.01)), LocalTraining(1.0, steps=1)
+        return RoundRequest("run", 3, 0, START, clipping, local, np.arange(6), bytes(32))
 
 
 # Who is asked.

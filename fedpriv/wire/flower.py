@@ -21,13 +21,17 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from fedpriv import __version__
 from fedpriv.data.population import UserStore
 from fedpriv.errors import WireError
-from fedpriv.privacy.layout import Tensors
-from fedpriv.wire import Manifest, Receiver, chunks, pieces
+from fedpriv.privacy.clipping import Clipping, IntegerVector
+from fedpriv.privacy.layout import Layout, Tensors
+from fedpriv.wire import NODE_RECEIVES_BYTES, Manifest, Receiver, chunks, parse, pieces
+from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import MAX_NAME, at_most, refusing
+from fedpriv.wire.messages import CLIPPING, SUM
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid  # nodes have no use for it
 
+CLIPPED, USERS = "clipping", "users"  # headers: a clipping, and numbers of users at the node
 OFFER, ANSWER, HELLO, WELCOME = "offer", "answer", "hello", "welcome"  # headers: wire messages
 SIMULATED, TROUBLE = "simulated", "trouble"  # headers: a `Simulated`, and why a node cannot join
 RECORD = "fedpriv"  # name of the record of headers
@@ -132,6 +136,36 @@ def tensors_in(content: RecordDict, manifest: Manifest) -> dict[str, npt.NDArray
     for chunk in chunks([array.data]):
         receiver.add(chunk)
     return receiver.finish()
+
+
+def asking(clipping: Clipping, users: npt.NDArray[np.int64]) -> RecordDict:
+    """The content of a message for the mod of an app: whom to train, and how to clip each."""
+    said = CLIPPING.encode(clipping).SerializeToString()
+    return content_of({CLIPPED: said, USERS: users.astype("<i8").tobytes()})
+
+
+def asked(content: RecordDict) -> tuple[Clipping, npt.NDArray[np.int64]]:
+    """What a message asks for, each user once; total, or raises WireError."""
+    said = header_in(content, CLIPPED, NODE_RECEIVES_BYTES)
+    users = header_in(content, USERS, NODE_RECEIVES_BYTES)
+    if said is None or users is None or len(users) % 8:
+        raise WireError("a message does not say whom to train and how to clip")
+    numbers = np.frombuffer(users, "<i8").astype(np.int64)
+    if np.unique(numbers).size < numbers.size:
+        raise WireError("a message asks for a user twice")
+    return CLIPPING.decode(parse(pb.Clipping, said, NODE_RECEIVES_BYTES)), numbers
+
+
+def summed(total: IntegerVector) -> RecordDict:
+    """The content of an answer that is the sum [D] of contributions."""
+    return content_of({}, packed({SUM: total}))
+
+
+def sum_in(content: RecordDict, dimension: int) -> IntegerVector:
+    """The sum of such an answer; total, or raises WireError."""
+    header_in(content, SUM, 0)  # of another version, it is refused
+    manifest = Manifest(Layout((SUM,), ((dimension,),)), np.dtype("<i8"))
+    return tensors_in(content, manifest)[SUM].astype(np.int64, copy=False)
 
 
 def exchange(
