@@ -35,27 +35,25 @@ from flwr.app import (
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.importing import raised_at
 from fedpriv.local import SGD
 from fedpriv.logs import one_line
 from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.clipping import Clipping, IntegerVector
+from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.noise import OperatingSystemEntropy
-from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
-from fedpriv.report.tables import format_epsilon
 from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer
-from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import RoundResult, Stop, initial_state, train
+from fedpriv.training.rounds import RoundResult, Stop, TrainingPlan, initial_state, train
 from fedpriv.wire import flower
 
 _log = logging.getLogger("flwr")  # its handler shows our lines among Flower's own
 _ARRAYS, _CONFIG = "arrays", "config"  # records, as Flower's own strategies name them
 _NODES_CHECK_SECONDS = 2.0
 _OWN_TRAINING = SGD(learning_rate=1.0, steps=1)  # never read: ClientApps train in their own way
-_PLAIN = Averaging()
 
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -103,7 +101,7 @@ class PrivateStrategy(Strategy):
     def __post_init__(self) -> None:
         if self.mechanism.noise_multiplier is None:
             raise InvalidValueError("the mechanism has no noise_multiplier; calibrate it first")
-        if self.mechanism.metrics or self.mechanism.averaging != _PLAIN:
+        if self.mechanism.metrics or self.mechanism.averaging != Averaging():
             legal = "metrics must be empty, and averaging plain"
             raise InvalidValueError(f"the mechanism has metrics or weights; with Flower {legal}")
         if not self.nodes or min(self.nodes.values()) < 1:
