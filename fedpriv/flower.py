@@ -304,12 +304,13 @@ def contribution(
     try:
         (returned,) = content.array_records.values()
         if set(returned) != set(names):
-            raise InvalidValueError("its arrays are not those that were sent")
+            raise InvalidValueError("its arrays are not named as those that were sent")
         tensors = {name: returned[name].numpy() for name in sent}
         with np.errstate(all="ignore"):  # what is not finite is zeroed below
             update = layout.unflatten(layout.flatten(tensors) - layout.flatten(sent))
     except Exception as error:  # of anything that bytes can be instead of arrays
-        _log.warning("a malformed update counts as zero: %s", type(error).__name__)
+        told = str(error) if isinstance(error, InvalidValueError) else type(error).__name__
+        _log.warning("a malformed update counts as zero: %s", one_line(told))
         return np.zeros(clipping.layout.dimension, np.int64)
     return clipping.contribution(update)
 
