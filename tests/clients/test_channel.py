@@ -202,7 +202,7 @@ async def say_everything(stub: FederationStub, tiny: TinyServer) -> None:
     assert await stub.status() == STATUS
     offer = await tiny.offer()
     await tiny.script.put(None)
-    heard = [message async for message in stub.connect(HELLO)]
+    heard = [message async for message in stub.connect(HELLO, asyncio.Queue())]
     assert isinstance(heard[0], Welcome)
     await stub.download(offer)
     await stub.upload(RoundId("run", 0, 0), Decline("no"))

@@ -302,7 +302,8 @@ def test_who_downloads_and_never_reads_holds_up_others_no_longer_than_a_transfer
 def test_who_connects_and_never_reads_is_replaced_by_its_next_connection(
     short: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hello = wire.encode_hello(wire.Hello("four", wire.digest_of(["4"]))).SerializeToString()
+    said = wire.encode_hello(wire.Hello("four", wire.digest_of(["4"])))
+    hello = pb.FromNode(hello=said).SerializeToString()
     with encrypted(short.server.address.port, short.certs, "four") as connection:
         connection.sendall(zero_window("Connect", hello))
         until(lambda: len(short.server.service.connections) == 1)
