@@ -111,6 +111,8 @@ class TinyServer:
 
         voting = asyncio.create_task(count())
         try:
+            if isinstance(self.welcome, tuple):
+                await context.abort(*self.welcome)
             if self.welcome is not None:
                 yield self.welcome
             while (one := await self.script.get()) is not None:
