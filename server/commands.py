@@ -56,8 +56,8 @@ def serve(
     if resume and out is None:
         raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
     configure(log_format)
-    from fedpriv.server.deployment import Stop
     from fedpriv.server.deployment import serve as run
+    from fedpriv.training.rounds import Stop
 
     stop = run(file, assignments or [], out, resume=resume, insecure=insecure, leave=leave)
     if stop is Stop.DECLINED:

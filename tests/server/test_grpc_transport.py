@@ -384,10 +384,14 @@ def test_a_round_that_is_stopped_is_abandoned(alone: Site, least: int) -> None:
     )
     timer = threading.Timer(0.5, transport.stop)
     timer.start()
+
+    def carry_out() -> None:
+        transport.prepare(request_to([]))
+        collected(transport, request_to([4]))
+
     for _ in range(2):
         with pytest.raises(StoppedError, match="asked to stop"):
-            transport.prepare(request_to([]))
-            collected(transport, request_to([4]))
+            carry_out()
 
 
 @pytest.mark.parametrize(
