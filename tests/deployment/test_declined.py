@@ -1,4 +1,4 @@
-"""A server whose nodes do not agree to its rounds: it asks again, stops, and goes on another day."""
+"""A server whose nodes do not agree to its rounds asks again, stops, and goes on when they do."""
 
 from pathlib import Path
 

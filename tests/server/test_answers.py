@@ -372,5 +372,5 @@ def test_what_nodes_say_names_no_user_and_forges_no_line(
     assert said == [
         r"a node of one user declines: too dear\nFORGED: a line\r\x1b[2J\u2028\x85\x00",
         "an answer of silo is refused: the sum holds more users than were drawn at the node",
-        "no drawn user contributed to round 3; it is charged",
+        "no drawn user contributed to round 0; it is charged",
     ]
