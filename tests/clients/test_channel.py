@@ -1,8 +1,8 @@
 """Who a node is, and how far its connection can be trusted."""
 
 import asyncio
-import socket
 import shutil
+import socket
 import stat
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
