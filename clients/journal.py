@@ -10,8 +10,8 @@ from sqlite3 import Row
 from typing import Self
 
 from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.ledger import Head
 from fedpriv.ledger.database import Database, FileFormat
-from fedpriv.ledger.ledger import Head
 from fedpriv.wire import RoundOffer, encode_offer
 
 _SCHEMA = """
@@ -66,6 +66,15 @@ class TakenPart:
     noise_multiplier: float  # z; the smallest, likewise
 
 
+@dataclass(frozen=True)
+class Remembered:
+    """What a node remembers of a population at some moment."""
+
+    ledger_id: str | None  # of its ledger, if a head of one was remembered
+    head: Head | None  # the newest that was verified
+    taken_part: tuple[TakenPart, ...]
+
+
 class Journal:
     """A SQLite file of a node, made if there is none, with mode 0600.
 
@@ -102,6 +111,12 @@ class Journal:
     def taken_part(self, population_name: str) -> tuple[TakenPart, ...]:
         """What was recorded of a population, by run, round and attempt."""
         return tuple(TakenPart(*row) for row in self._read(_TAKEN_PART, population_name))
+
+    def remembered(self, population_name: str) -> Remembered:
+        """All that is remembered of a population now."""
+        known = self.ledger_of(population_name)
+        head = None if known is None else self.last_head(known)
+        return Remembered(known, head, self.taken_part(population_name))
 
     def remember_head(self, ledger_id: str, population_name: str, head: Head) -> None:
         """Keep the newest verified head of a ledger; that of fewer charges changes nothing."""

@@ -28,8 +28,8 @@ from fedpriv.errors import (
     InvalidValueError,
     StoppedError,
 )
+from fedpriv.ledger import Head, Ledger
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent
-from fedpriv.ledger.ledger import Head, Ledger
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import (
     AdaptiveClipping,
