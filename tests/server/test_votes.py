@@ -215,7 +215,7 @@ def test_a_stop_in_a_pause_is_heard(
 def test_agreement_to_other_terms_does_not_count(there: Site) -> None:
     service = there.server.service
     cheap = wire.Proposal.of(terms(), PRICE)
-    dear = wire.Proposal.of(terms(), wire.Price(0.5, 1000, 0.1, 9.0, 1e-6))
+    dear = wire.Proposal.of(terms(), wire.Price(0.5, 1000, 0.1, 9.0, 1e-6, 0))
     with nodes(there, {"a": agrees}) as made:
         there.server.call(lambda: service.propose(cheap))
         until(lambda: service.willing == 1)
