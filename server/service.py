@@ -19,16 +19,17 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger.ledger import Head, Ledger
-from fedpriv.logs import one_line
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
+from fedpriv.report.records import Trouble
 from fedpriv.server.authentication import (
     NODE,
     Authentication,
     Context,
     RefusedCallError,
     UnknownPeerError,
+    certificate_end,
 )
-from fedpriv.server.collection import Collection, Connections, End
+from fedpriv.server.collection import Collection, Connections, End, RoundTerms
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
@@ -188,6 +189,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.enrolment, self._monitor = self.authentication.enrolment, self.authentication.monitor
+        self.sites = self.authentication.sites
         self.connections, self.arrivals = Connections(self._changed), asyncio.Event()
         seconds = self.limits.seconds
         self._uploads = Transfers(self.limits.uploads, seconds)
@@ -213,6 +215,13 @@ class Service:
             if (connection := self.connections.of(node)) and (offer := collection.offer_to(node)):
                 connection.tell(offer)
 
+    def missed(self, collection: Collection) -> None:
+        """Say whose answers a round that has come to its end lacks."""
+        for node in collection.waiting:
+            there = self.connections.of(node) is not None
+            why = "no answer by the end of the round" if there else "not connected in the round"
+            self.sites.trouble(node, Trouble.LATE, why)
+
     def close_round(self, collection: Collection) -> None:
         """Drop a round and all transfers that belong to it."""
         collection.abandon()
@@ -226,6 +235,7 @@ class Service:
         node = NODE.get()
         self._check_hello(node, request)
         connection = self.connections.connect(node)
+        self.sites.came(node, certificate_end(context))
         _log.info("connected: %s", node)
 
         async def say(message: pb.FromServer) -> None:
@@ -245,6 +255,8 @@ class Service:
                     await say(pb.FromServer(offer=wire.encode_offer(what)))
         finally:
             self.connections.disconnect(node, connection)
+            if self.connections.of(node) is None:
+                self.sites.left(node)
             _log.info("disconnected: %s", node)
 
     def _check_hello(self, node: str, request: pb.Hello) -> None:
@@ -254,7 +266,8 @@ class Service:
             raise RefusedCallError(grpc.StatusCode.PERMISSION_DENIED, sentence)
         if hello.users_sha256 != wire.digest_of(self.enrolment.users[node]):
             self._monitor.add("refused_calls", 1, "enrolment")
-            _log.warning("refused: %s holds other users than are enrolled at it", node)
+            why = "the node holds other users than are enrolled at it"
+            self.sites.trouble(node, Trouble.ENROLMENT, why)
             sentence = "the users that the node holds are not those that are enrolled at it"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
 
@@ -294,10 +307,8 @@ class Service:
             except UnknownPeerError:
                 await collection.settle(node, None)
                 raise
-        if refusal:
-            self._monitor.set("answer_refused", 1.0)
-            name = self.enrolment.hosting.log_name(node)
-            _log.warning("an answer of %s is refused: %s", name, refusal)
+        if refusal and not collection.over:  # or it is late, which `missed` says
+            self.sites.trouble(node, Trouble.REFUSED, refusal)
         return wire.encode_receipt(wire.Receipt(accepted=not refusal, reason=refusal))
 
     async def _refusal(
@@ -314,27 +325,40 @@ class Service:
             if reason := collection.refusal(node, answer):
                 return reason
             if isinstance(answer.content, wire.Decline):
-                name = self.enrolment.hosting.log_name(node)
-                _log.info("%s declines: %s", name, one_line(answer.content.reason))
-                return "" if await collection.settle(node, None) else _OVER
+                if not await collection.settle(node, None):
+                    return _OVER
+                self.sites.trouble(node, Trouble.DECLINED, answer.content.reason)
+                return ""
             async with self._uploads.places:
                 async with asyncio.timeout(self.limits.seconds):
-                    partial_sum = await self._received(node, answer.content, parts)
+                    received = self._received(node, answer.content, parts, collection.terms)
+                    partial_sum, flaw = await received
                 self._uploads.excuse(node)  # what is left to do takes no time of the node
                 self.authentication.known(context)
-                return "" if await collection.settle(node, partial_sum) else _OVER
+                if not await collection.settle(node, partial_sum):
+                    return _OVER
+                self.sites.answered(node)
+                if flaw is not None:
+                    self.sites.trouble(node, *flaw)
+                return ""
 
     async def _received(
-        self, node: str, content: wire.SummedUpdates, parts: AsyncIterator[pb.UploadPart]
-    ) -> PartialSum:
+        self,
+        node: str,
+        content: wire.SummedUpdates,
+        parts: AsyncIterator[pb.UploadPart],
+        terms: RoundTerms,
+    ) -> tuple[PartialSum, tuple[Trouble, str] | None]:
         receiver = Receiver(content.tensors)
         async for part in parts:
             receiver.add(part.chunk)  # waking a thread would cost as much
         self._monitor.add("received_bytes", content.tensors.size)
 
-        def finished() -> PartialSum:
+        def finished() -> tuple[PartialSum, tuple[Trouble, str] | None]:
             (total,) = receiver.finish().values()
-            return content.partial_sum(node, total)
+            partial = content.partial_sum(node, total)
+            terms.check_sum(partial)
+            return partial, terms.flaw(partial)
 
         work = asyncio.ensure_future(asyncio.to_thread(finished))
         try:
