@@ -183,6 +183,9 @@ class OfferHandler:
                 _log.info("%s: declined: %s", what, answer.reason)
             else:
                 _log.info("%s: answered after %.1f s", what, loop.time() - began)
+                if answer.users and not answer.total.any():
+                    why = "all updates of the users are NaN, infinite or zero; look at their data"
+                    _log.warning("%s: %s", what, why)
 
     async def _send(self, offer: RoundOffer, answer: PartialSum | Decline) -> Receipt:
         return await persist(lambda: self.server.upload(offer.id, answer), self.backoff)

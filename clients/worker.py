@@ -276,10 +276,7 @@ class Worker:
             seconds = seconds if longest is None else min(seconds, longest)
             deadline = asyncio.get_running_loop().time() + seconds
             users = np.intersect1d(request.users, self._welcome.users)
-            trained = await self._trained(replace(request, users=users), deadline)
-            if trained is not None and trained.users and not trained.total.any():
-                _log.warning("the users' updates are all NaN, infinite or zero; look at their data")
-            return trained
+            return await self._trained(replace(request, users=users), deadline)
 
     async def close(self) -> None:
         """End the process; a call after the first does nothing."""

@@ -156,7 +156,7 @@ class Sites:
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._hosting, self._monitor, self._now = hosting, monitor, now
-        self._began, self._changed = now(), True
+        self._began, self._changed = now(), False
         self._end: datetime | None = None  # of the server's certificate
         self._sites = dict.fromkeys(hosting.nodes, SiteRecord())
         self._said: dict[tuple[str, Trouble], datetime] = {}
@@ -217,7 +217,7 @@ class Sites:
     def kept(self, folder: RunFolder) -> Iterator[None]:
         """Look each second, and keep the table in a run's folder; go on with the one there."""
         self._resume(folder)
-        over = Event()
+        self._changed, over = True, Event()
         keeper = Thread(target=self._keep, args=(folder, over), name="fedpriv sites")
         keeper.start()
         try:
