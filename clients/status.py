@@ -10,11 +10,12 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
+from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.clients.connection import FederationStub, Identity
 from fedpriv.errors import WireError
 from fedpriv.logs import expiry, one_line
 from fedpriv.report.records import SiteRecord, Trouble
-from fedpriv.report.tables import Column, format_epsilon, number, print_table
+from fedpriv.report.tables import Column, number, print_table
 from fedpriv.report.tables import Table as Rows
 from fedpriv.wire import Status
 
