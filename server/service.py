@@ -355,7 +355,8 @@ class Service:
         async with self._ledgers.turn(NODE.get()):
             found = await asyncio.to_thread(self.ledger, known)
             if found is None:
-                _log.warning("%s knows a head that the ledger never had", NODE.get())
+                why = "the node knows a head that the ledger never had"
+                self.sites.trouble(NODE.get(), Trouble.LEDGER, why)
                 await context.write(pb.LedgerPart(unknown=True))
                 return
             size, texts = found

@@ -72,6 +72,7 @@ class Trouble(StrEnum):
     UNFINISHED = "unfinished"  # training of some users failed, or took too long
     CALL = "call refused"
     ENROLMENT = "enrolment"  # the node holds other users, or the file cannot be read
+    LEDGER = "ledger"  # it was set back, or the node knows another
     AWAY = "away"
     CERTIFICATE = "certificate"
 

@@ -243,6 +243,20 @@ def test_an_enrolment_that_cannot_be_read_is_the_servers_trouble(
     assert "enrolment.toml" not in caught.value.details()
 
 
+@pytest.mark.parametrize(("node", "name"), [("silo", "silo"), ("four", "a node of one user")])
+def test_a_node_that_knows_another_ledger_is_named_unless_it_has_one_user(
+    made: Site, caplog: pytest.LogCaptureFixture, node: str, name: str
+) -> None:
+    made.server.service.ledger = lambda _: None
+    request = pb.LedgerRequest(count=1, hash="ab" * 32).SerializeToString()
+    with made.channel(node) as channel:
+        parts = channel.unary_stream("/fedpriv.v1.Federation/FetchLedger")(request, timeout=30.0)
+        assert [pb.LedgerPart.FromString(part).unknown for part in parts] == [True]
+    assert lines(caplog) == [
+        (name, "ledger", "the node knows a head that the ledger never had"),
+    ]
+
+
 def test_a_node_with_other_users_is_named(made: Site, caplog: pytest.LogCaptureFixture) -> None:
     hello = wire.encode_hello(wire.Hello("four", wire.digest_of(["5"])))
     with made.channel("four") as channel, pytest.raises(grpc.RpcError, match="are not those"):
