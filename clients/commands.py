@@ -83,18 +83,34 @@ def join(
 
 
 def status(
-    server: Server,
+    folder: Annotated[
+        Path | None, typer.Argument(help="of a run of this machine's server: show its sites")
+    ] = None,
+    server: Annotated[str | None, _option("HOST:PORT of the server, as a node")] = None,
     certificates: Certificates = None,
     insecure: Insecure = False,
     node: NodeName = None,
     as_json: Annotated[bool, _option("print one JSON object", "--json")] = False,
 ) -> None:
-    """Ask a server where its run stands: round, ε spent and left, nodes that are connected."""
+    """Show where a run stands: ask its server as a node, or read its sites as the operator.
+
+    A node learns the round, ε spent and left, and how many nodes are connected. What each site did
+    is secret, and lies in the run's folder.
+    """
+    if (folder is None) == (server is None):
+        raise InvalidValueError("exactly one of FOLDER and --server must be given")
+    if folder is not None:
+        if insecure or certificates is not None or node is not None:
+            raise InvalidValueError("a folder is read without --certificates, --insecure, --node")
+        from fedpriv.clients.status import show_sites
+
+        show_sites(folder, as_json=as_json)
+        return
     _check_identity(certificates, node, insecure=insecure)
     from fedpriv.clients.connection import identity_of
     from fedpriv.clients.status import show_status
 
-    show_status(server, identity_of(certificates, node), as_json=as_json)
+    show_status(str(server), identity_of(certificates, node), as_json=as_json)
 
 
 def _check_identity(certificates: Path | None, node: str | None, *, insecure: bool) -> None:

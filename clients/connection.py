@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import Self, TypeVar
@@ -90,6 +91,7 @@ class Identity:
 
     node: str
     credentials: grpc.ChannelCredentials | None = field(default=None, repr=False)
+    certificate_end: datetime | None = None
 
 
 def identity_of(certificates: Path | None, node: str | None) -> Identity:
@@ -104,14 +106,14 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
         ca, certificate, key = ((certificates / name).read_bytes() for name in names)
     except OSError as error:
         raise InvalidValueError(f"{error.filename} cannot be read: {error.strerror}") from error
-    name = _name_in(certificates / "node.pem", certificate)
+    name, end = _name_and_end(certificates / "node.pem", certificate)
     # gRPC would find out at each handshake, and not tell it from a lost connection.
     _check_key(certificates / "node.key", key, certificate)
-    return Identity(name, grpc.ssl_channel_credentials(ca, key, certificate))
+    return Identity(name, grpc.ssl_channel_credentials(ca, key, certificate), end)
 
 
-def _name_in(path: Path, pem: bytes) -> str:
-    """The name that the server will read: the one URI of ours, else the common name."""
+def _name_and_end(path: Path, pem: bytes) -> tuple[str, datetime]:
+    """The name that the server will read, the one URI of ours or the common name; and the end."""
     try:
         certificate = x509.load_pem_x509_certificate(pem)
         uris = [
@@ -127,7 +129,7 @@ def _name_in(path: Path, pem: bytes) -> str:
             names = [str(part.value) for part in common]
         if len(names) != 1:
             raise ValueError(f"it has {len(names)} names; it must have one")
-        return check_node_name(names[0])
+        return check_node_name(names[0]), certificate.not_valid_after_utc
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension) as error:
         raise InvalidValueError(f"{path} is not the certificate of a node: {error}") from error
 

@@ -23,6 +23,7 @@ from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
 from fedpriv.clients.worker import HostSettings, Worker
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
+from fedpriv.logs import expiry, trouble
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import Decline, Hello, Proposal, Receipt, RoundOffer, Terms, Vote, Welcome
 
@@ -30,6 +31,8 @@ from fedpriv.wire import Decline, Hello, Proposal, Receipt, RoundOffer, Terms, V
 # enrolment mends the rest, and a server that was started with a wrong one must not lose its nodes.
 _FINAL = "INVALID_ARGUMENT UNIMPLEMENTED"
 _NEWER = "newer connection"
+_SERVER = "the server"
+_DAY_SECONDS = 86_400.0
 _LAST_LOOK_SECONDS = 60.0
 _LEAST_MARGIN = 0.05  # of the time that an offer leaves, for the upload
 _LONGEST_REASON = 400  # characters; a reason may hold the name of a run
@@ -92,7 +95,7 @@ async def take_part(settings: NodeSettings) -> None:
             try:
                 handler = OfferHandler(server, worker, policy, journal, backoff)
                 hello = Hello(identity.node, worker.loaded.users_sha256)
-                await Membership(settings, hello, handler).last()
+                await Membership(settings, hello, handler, identity.certificate_end).last()
             finally:
                 await worker.close()
 
@@ -204,6 +207,9 @@ class OfferHandler:
                 _log.info("%s: declined: %s", what, answer.reason)
             else:
                 _log.info("%s: answered after %.1f s", what, loop.time() - began)
+                if answer.users and not answer.total.any():
+                    why = "all updates of the users are NaN, infinite or zero; look at their data"
+                    _log.warning("%s: %s", what, why)
 
     async def _send(self, offer: RoundOffer, answer: PartialSum | Decline) -> Receipt:
         return await persist(lambda: self.server.upload(offer.id, answer), self.backoff)
@@ -257,17 +263,29 @@ class Membership:
         * Of the code that the server names, only what is trusted is run.
         * A node that lost its connection comes back, waiting as the back-off says, anew after each
           welcome.
+        * A certificate that ends within 30 days, its own or the server's, is warned of at once and
+          daily.
     """
 
-    def __init__(self, settings: NodeSettings, hello: Hello, handler: OfferHandler) -> None:
+    def __init__(
+        self,
+        settings: NodeSettings,
+        hello: Hello,
+        handler: OfferHandler,
+        certificate_end: datetime | None = None,
+    ) -> None:
         self._settings, self._hello, self._handler = settings, hello, handler
         self._work, self._voting = LatestTask(), LatestTask()
+        self._ends: dict[str, datetime] = {}  # of certificates
+        if certificate_end is not None:
+            self._ends[hello.node] = certificate_end
         self._prepared: Welcome | None = None
         self._trouble = ""  # why the node is not connected; empty: it is
 
     async def last(self) -> None:
         """Take part until the run is over, if `once`, or forever; raises what `join` raises."""
         failures, backoff = 0, self._settings.backoff
+        warning = asyncio.create_task(self._warn_daily())
         try:
             while True:
                 welcomed, over = await self._connection()
@@ -278,8 +296,19 @@ class Membership:
                 failures = 0 if welcomed else failures + 1
                 await asyncio.sleep(backoff.wait() if over else backoff.wait(failures))
         finally:
+            warning.cancel()
             await self._work.stop()
             await self._voting.stop()
+
+    async def _warn_daily(self) -> None:
+        while True:
+            for whose in self._ends:
+                self._warn_of_end(whose)
+            await asyncio.sleep(_DAY_SECONDS)
+
+    def _warn_of_end(self, whose: str) -> None:
+        if why := expiry(self._ends[whose], datetime.now(UTC)):
+            trouble(_log, whose, "certificate", why)
 
     async def _connection(self) -> tuple[bool, bool]:
         """Stay connected; whether the server had welcomed, and whether the run is over."""
@@ -342,6 +371,10 @@ class Membership:
         where = f"{self._hello.node} to {self._settings.server}"
         hosted = f"{worker.loaded.users} of the {welcome.population} users of the population"
         _log.info("connected as %s, with %s", where, hosted)
+        end = datetime.fromtimestamp(welcome.certificate_end, UTC)
+        if welcome.certificate_end and end != self._ends.get(_SERVER):
+            self._ends[_SERVER] = end
+            self._warn_of_end(_SERVER)
         if self._settings.verify_ledger and self._work.idle:
             await self._work.begin(None, partial(self._report, welcome))
 

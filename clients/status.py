@@ -1,8 +1,10 @@
-"""`fedpriv status`: where a federation stands, as its server says."""
+"""`fedpriv status`: where a federation stands, as its server says, and how each site does."""
 
 import asyncio
 import json
 import math
+from datetime import datetime, timedelta
+from pathlib import Path
 
 import grpc
 from rich.console import Console
@@ -11,11 +13,20 @@ from rich.table import Table
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.clients.connection import FederationStub, Identity
 from fedpriv.errors import WireError
-from fedpriv.logs import one_line
-from fedpriv.report.tables import number
+from fedpriv.logs import expiry, one_line
+from fedpriv.report.records import SiteRecord, Trouble
+from fedpriv.report.tables import Column, number, print_table
+from fedpriv.report.tables import Table as Rows
 from fedpriv.wire import Status
 
 _PATIENCE_SECONDS = 10.0
+_COUNTED = {  # heading: what is counted there
+    "declined": (Trouble.UNWILLING, Trouble.DECLINED),
+    "refused": (Trouble.REFUSED, Trouble.CALL, Trouble.ENROLMENT),
+    "late": (Trouble.LATE,),
+    "NaN": (Trouble.NOT_FINITE,),
+    "part": (Trouble.UNFINISHED,),
+}
 
 
 def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
@@ -57,3 +68,49 @@ async def _ask(server: str, identity: Identity) -> Status:
         away = code is grpc.StatusCode.UNAVAILABLE
         failed = "cannot be reached" if away else f"refuses, {code.name}"
         raise WireError(f"{server} {failed}: {details}") from error
+
+
+def show_sites(folder: Path, *, as_json: bool) -> None:
+    """Print how each site of a run does, and what went wrong last at each; for the operator."""
+    from fedpriv.run.folder import RunFolder  # noqa: PLC0415 - slow to load; no node needs it
+
+    run = RunFolder(folder)
+    table = run.read_sites()
+    if as_json:
+        print(run.sites.read_text(encoding="utf-8"))  # noqa: T201
+        return
+    console = Console(markup=False, emoji=False, highlight=False)
+    caption = f"{one_line(str(folder))}, secret: these counts say who took part"
+    headings = ("seen", "answers", *_COUNTED, "cert. ends")
+    columns = [Column("site", "long"), *map(Column, headings)]
+    now = table.written
+    rows = [_row(name, site, now) for name, site in table.sites.items()]
+    print_table(Rows(caption, columns, rows), console)
+    for name, site in table.sites.items():
+        for what, last in sorted(site.last.items(), key=lambda item: item[1].time, reverse=True):
+            console.print(f"{name}, {_ago(now - last.time)} ago: {what}: {one_line(last.why)}")
+        if site.certificate_end is not None and (why := expiry(site.certificate_end, now)):
+            console.print(f"{name}: {Trouble.CERTIFICATE}: {why}")
+    end = table.server_certificate_end
+    console.print(f"the server's certificate ends {_day(end)}; as of {now:%Y-%m-%d %H:%M:%S UTC}")
+
+
+def _row(name: str, site: SiteRecord, now: datetime) -> list[str]:
+    seen = "now" if site.connected else "never"
+    if site.last_seen is not None and not site.connected:
+        seen = _ago(now - site.last_seen)
+    counts = [sum(site.troubles.get(w, 0) for w in what) for what in _COUNTED.values()]
+    numbers = [str(count or "") for count in (site.answered, *counts)]
+    return [name, seen, *numbers, _day(site.certificate_end)]
+
+
+def _ago(time: timedelta) -> str:
+    seconds = int(time.total_seconds())
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"
+
+
+def _day(end: datetime | None) -> str:
+    return "unknown" if end is None else f"{end:%Y-%m-%d}"

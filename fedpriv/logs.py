@@ -10,9 +10,11 @@ import logging
 import math
 import os
 import traceback
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
+
+_NOTICE = timedelta(days=30)  # before the end of a certificate
 
 
 class LogFormat(StrEnum):
@@ -45,6 +47,21 @@ def one_line(text: str) -> str:
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in text
     )
+
+
+def trouble(log: logging.Logger, node: str, what: str, why: str) -> None:
+    """Log at WARNING what goes wrong at a node, in JSON also as fields `node`, `what`, `why`."""
+    log.warning("%s: %s: %s", node, what, why, extra={"node": node, "what": what, "why": why})
+
+
+def expiry(end: datetime, now: datetime) -> str | None:
+    """Why a certificate must be renewed: it has expired, or will within 30 days; else None."""
+    if end > now + _NOTICE:
+        return None
+    day = end.strftime("%Y-%m-%d %H:%M UTC")
+    if end <= now:
+        return f"it expired at {day}; no new connection can be made with it"
+    return f"it ends at {day}, in {(end - now).days} days; issue another"
 
 
 class TextFormatter(logging.Formatter):

@@ -17,12 +17,14 @@ from typing import TypeAlias
 from urllib.parse import unquote
 
 import grpc
+from cryptography import x509
 
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, WireError
-from fedpriv.server.certificates import load_ca
+from fedpriv.report.records import Trouble
+from fedpriv.server.certificates import end_of, load_ca
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
-from fedpriv.server.monitoring import Monitor
+from fedpriv.server.monitoring import SERVER, STRANGER, Monitor, Sites
 from fedpriv.wire.naming import NODE_KEY, Address, check_node_name
 
 _log = logging.getLogger(__name__)
@@ -47,7 +49,18 @@ class RefusedCallError(Exception):
 
 
 class UnknownPeerError(RefusedCallError):
-    """The caller may not call, or may no longer."""
+    """The caller may not call, or may no longer; `what` and `why` are for the operator."""
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        sentence: str,
+        node: str = STRANGER,
+        what: Trouble = Trouble.CALL,
+        why: str = "",
+    ) -> None:
+        super().__init__(code, sentence)
+        self.node, self.what, self.why = node, what, why or sentence
 
 
 def by_certificate(certificates: EnrolledCertificates) -> Identify:
@@ -58,14 +71,22 @@ def by_certificate(certificates: EnrolledCertificates) -> Identify:
             pem, *_ = context.auth_context().get("x509_pem_cert") or [b""]
             return certificates.node_of(pem, datetime.now(UTC))
         except CertificateError as error:
-            sentence = f"the certificate is refused: {error}"
-            raise UnknownPeerError(_UNAUTHENTICATED, sentence) from error
+            sentence, node = f"the certificate is refused: {error}", error.node or STRANGER
+            why = f"{sentence}, {error.subject}" if error.subject else sentence
+            raise UnknownPeerError(_UNAUTHENTICATED, sentence, node, why=why) from error
         except InvalidValueError as error:
             # Only the operator can mend the file, and only the operator should know its path.
-            sentence = "the server cannot read its enrolment now"
-            raise UnknownPeerError(grpc.StatusCode.UNAVAILABLE, sentence) from error
+            code, sentence = grpc.StatusCode.UNAVAILABLE, "the server cannot read its enrolment now"
+            why = f"all calls are refused: {error}"
+            raise UnknownPeerError(code, sentence, SERVER, Trouble.ENROLMENT, why) from error
 
     return identify
+
+
+def certificate_end(context: Context) -> datetime | None:
+    """When the certificate of a caller that was identified ends; None in plain text."""
+    pem, *_ = context.auth_context().get("x509_pem_cert") or [b""]
+    return x509.load_pem_x509_certificate(pem).not_valid_after_utc if pem else None
 
 
 def by_declaration(context: Context) -> str:
@@ -86,6 +107,7 @@ class Endpoint:
     address: Address
     credentials: grpc.ServerCredentials | None  # of TLS; None: plain text
     identify: Identify
+    certificate_end: datetime | None = None
 
 
 def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
@@ -111,7 +133,8 @@ def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
             f"{section.enrolment} enrols no certificate; each node's table must have the key "
             "certificate, with the fingerprint that `fedpriv certs issue` prints"
         )
-    return Endpoint(address, credentials, by_certificate(certificates))
+    end = end_of(Path(section.certificates) / "server.pem")
+    return Endpoint(address, credentials, by_certificate(certificates), end)
 
 
 def tls_credentials(folder: Path) -> grpc.ServerCredentials:
@@ -163,6 +186,9 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     _open: Counter[str] = field(default_factory=Counter)
     _ended: float = field(default_factory=monotonic)
 
+    def __post_init__(self) -> None:
+        self.sites = Sites(self.enrolment.hosting, self.monitor)
+
     def idle_seconds(self) -> float:
         """Seconds since the last call ended; 0 while one is open."""
         return 0.0 if self._open else monotonic() - self._ended
@@ -171,8 +197,9 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         """The node that calls; UnknownPeerError if it may not take part, or may no longer."""
         try:
             return self.identify(context)
-        except UnknownPeerError:
+        except UnknownPeerError as error:
             self.monitor.add("refused_calls", 1, "identity")
+            self.sites.trouble(error.node, error.what, error.why)
             raise
 
     async def intercept_service(
@@ -227,12 +254,14 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         node, code = self.known(context), grpc.StatusCode
         if node not in self.enrolment.users:
             self.monitor.add("refused_calls", 1, "enrolment")
+            self.sites.trouble(STRANGER, Trouble.CALL, f"node {node!r} is not enrolled")
             raise RefusedCallError(code.PERMISSION_DENIED, "the node is not enrolled")
         busy = f"the node has {_OPEN_CALLS} calls open" if self._open[node] >= _OPEN_CALLS else None
         if not self.rates.admits(node):
             busy = "the node calls too often"
         if busy:
             self.monitor.add("refused_calls", 1, "rate")
+            self.sites.trouble(node, Trouble.CALL, busy)
             raise RefusedCallError(code.RESOURCE_EXHAUSTED, busy)
         return node
 

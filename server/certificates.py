@@ -50,6 +50,14 @@ def load_ca(path: Path) -> x509.Certificate:
     return ca
 
 
+def end_of(path: Path) -> datetime:
+    """When a certificate ends."""
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+    except (OSError, *MALFORMED) as error:
+        raise InvalidValueError(f"{path} is not a certificate: {error}") from error
+
+
 class Issued(NamedTuple):
     """A node's new certificate: the folder to move to the node, and what to enrol."""
 

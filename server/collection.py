@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from enum import StrEnum
 from functools import cached_property
 from time import monotonic
@@ -14,8 +15,10 @@ from typing import Self
 from fedpriv import wire
 from fedpriv.config import Config
 from fedpriv.engine.metrics import own_metrics
+from fedpriv.errors import WireError
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest
+from fedpriv.report.records import Trouble
 from fedpriv.server.enrolment import Enrolment, Hosting, Positions
 from fedpriv.training.rounds import TrainingPlan
 from fedpriv.wire import federation_pb2 as pb
@@ -29,12 +32,18 @@ def task_of(config: Config) -> wire.TaskDescription:
     return wire.TaskDescription(model.name, model.options, model.seed, model.loss, metrics)
 
 
-def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], wire.Welcome]:
-    """What to tell each node when it connects."""
+def welcomes(
+    config: Config, enrolment: Enrolment, certificate_end: datetime | None = None
+) -> Callable[[str], wire.Welcome]:
+    """What to tell each node when it connects; the end of the server's certificate, if it has one.
+
+    gRPC does not show a node the server's certificate, and nodes are to warn of its end too.
+    """
     task, name, population = task_of(config), enrolment.population_id, enrolment.population
     purpose = config.federation.purpose if config.federation else ""
+    end = 0 if certificate_end is None else int(certificate_end.timestamp())
     return lambda node: wire.Welcome(
-        name, population, enrolment.users_of(node).copy(), task, purpose
+        name, population, enrolment.users_of(node).copy(), task, purpose, end
     )
 
 
@@ -84,6 +93,25 @@ class RoundTerms:
         content = answer.content
         if isinstance(content, wire.SummedUpdates) and content.users > self.drawn[node].size:
             return "the sum holds more users than were drawn at the node"
+        return None
+
+    def check_sum(self, partial: PartialSum) -> None:
+        """Raise WireError for a sum that no users can have contributed.
+
+        `add_up` would count it as zero, but neither the node nor the operator would learn of it.
+        """
+        clipping, users, weight = self.offer.clipping, partial.users, partial.weight
+        if weight > users * clipping.weight_cap:
+            raise WireError("the sum claims more weight than its users can have")
+        if not clipping.admits(partial.total, users, weight):
+            raise WireError("the sum is longer than its users can make it, each clipped")
+
+    def flaw(self, partial: PartialSum) -> tuple[Trouble, str] | None:
+        """What the operator should know of a sum that counts, and why."""
+        if partial.users and not partial.total.any():
+            return Trouble.NOT_FINITE, "all updates of its users are NaN, infinite or zero"
+        if partial.users < self.drawn[partial.node].size:
+            return Trouble.UNFINISHED, "training of some users failed or took too long"
         return None
 
 
@@ -233,6 +261,11 @@ class Collection:
         """What to ask a node now; None if it is not asked, or has answered."""
         asked = node in self._waiting and not self._over
         return self.terms.offer_to(node) if asked else None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing counts any more."""
+        return self._over
 
     @cached_property
     def model_chunks(self) -> Sequence[bytes]:

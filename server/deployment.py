@@ -140,6 +140,7 @@ class GrpcTransport(Transport):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(left):
                         await collection.changed.wait()
+            self.listener.service.missed(collection)
         finally:
             collection.finish()
 
@@ -179,6 +180,8 @@ def serve(
                 address = Address.parse(section.metrics_address, "federation.metrics_address")
                 monitor = service.authentication.monitor
                 stack.enter_context(monitor.served(address.host, address.port))
+            service.sites.serves_until(endpoint.certificate_end)
+            stack.enter_context(service.sites.kept(setup.folder))
             serving = listening(service, endpoint.address, endpoint.credentials)
             started.append(stack.enter_context(serving))
             price_of = prices(experiment.plan, records)
@@ -214,7 +217,8 @@ def _service(
     records: PrivacyRecords,
     ledger: Ledger,
 ) -> Service:
-    plan, welcome_of = experiment.plan, welcomes(experiment.config, enrolment)
+    plan = experiment.plan
+    welcome_of = welcomes(experiment.config, enrolment, endpoint.certificate_end)
     for node in enrolment.nodes:
         encode_welcome(welcome_of(node))  # what cannot be sent is refused before nodes connect
     memory, dimension = section.transfer_mebibytes * 2**20, plan.mechanism.clipping.layout.dimension

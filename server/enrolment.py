@@ -27,6 +27,7 @@ Positions = NDArray[np.int64]  # users, as ascending positions in the population
 MALFORMED = (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension)
 _ID = re.compile("[0-9a-f]{32}")
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
+_LONGEST_SUBJECT = 200  # characters
 _SETTLED_NANOSECONDS = 2_000_000_000
 
 
@@ -152,7 +153,14 @@ class Enrolment:
 
 
 class CertificateError(FedprivError):
-    """A certificate does not identify a node now."""
+    """A certificate does not identify a node now.
+
+    `node` is the one at which it is or was enrolled, and `subject` says what else is known of it.
+    """
+
+    def __init__(self, sentence: str, node: str | None = None, subject: str = "") -> None:
+        super().__init__(sentence)
+        self.node, self.subject = node, subject
 
 
 class EnrolledCertificates:
@@ -167,6 +175,7 @@ class EnrolledCertificates:
         self.path = path
         self._stamp: tuple[int, ...] | None = None
         self._nodes: dict[str, str] = {}
+        self._ever: dict[str, str] = {}  # also those struck off since the server started
 
     def nodes(self) -> Mapping[str, str]:
         """Fingerprint → node, as the file is now; InvalidValueError if it cannot be used."""
@@ -175,6 +184,7 @@ class EnrolledCertificates:
             self._stamp = None  # until all of it has been read
             self._nodes = _read(self.path).certificates
             self._stamp = stamp
+            self._ever |= self._nodes
         return self._nodes
 
     def node_of(self, certificate_pem: bytes, now: datetime) -> str:
@@ -186,12 +196,15 @@ class EnrolledCertificates:
             certificate = x509.load_pem_x509_certificate(certificate_pem)
         except MALFORMED as error:
             raise CertificateError(f"it cannot be parsed: {error}") from error
-        node = self.nodes().get(fingerprint_of(certificate))
+        fingerprint = fingerprint_of(certificate)
+        node = self.nodes().get(fingerprint)
         if node is None:
-            raise CertificateError("it is not enrolled, or was struck off the enrolment")
+            sentence = "it is not enrolled, or was struck off the enrolment"
+            subject = f"{certificate.subject.rfc4514_string()[:_LONGEST_SUBJECT]} {fingerprint}"
+            raise CertificateError(sentence, self._ever.get(fingerprint), subject)
         begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         if not begin <= now <= end:
-            raise CertificateError(f"it is valid from {begin} to {end}; it is {now}")
+            raise CertificateError(f"it is valid from {begin} to {end}; it is {now}", node)
         return node
 
 

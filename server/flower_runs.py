@@ -25,8 +25,9 @@ from fedpriv.build import Experiment, simulated
 from fedpriv.config import Count, FederationSection, Section, checked
 from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
-from fedpriv.logs import LogFormat, configure, one_line
+from fedpriv.logs import LogFormat, configure, one_line, trouble
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
+from fedpriv.report.records import Trouble
 from fedpriv.run.run import Follow, Run, RunSetup, carry_out, released_text
 from fedpriv.server.collection import RoundTerms, prices, task_of, welcomes
 from fedpriv.server.enrolment import Enrolment, Hosting
@@ -115,12 +116,16 @@ class GridTransport(Transport):
             if reason := terms.misfit(node, answer):
                 raise WireError(reason)
             if isinstance(answer.content, wire.Decline):
-                _log.info("%s declines: %s", name, one_line(answer.content.reason))
+                trouble(_log, name, Trouble.DECLINED, one_line(answer.content.reason))
                 return None
             (total,) = flower.tensors_in(reply.content, answer.content.tensors).values()
-            return answer.content.partial_sum(node, total)
+            partial = answer.content.partial_sum(node, total)
+            terms.check_sum(partial)
+            if flaw := terms.flaw(partial):
+                trouble(_log, name, *flaw)
+            return partial
         except WireError as error:
-            _log.warning("an answer of %s is refused: %s", name, one_line(str(error)))
+            trouble(_log, name, Trouble.REFUSED, one_line(str(error)))
             return None
 
 

@@ -18,16 +18,24 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import Head
-from fedpriv.logs import one_line
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
+from fedpriv.report.records import Trouble
 from fedpriv.server.authentication import (
     NODE,
     Authentication,
     Context,
     RefusedCallError,
     UnknownPeerError,
+    certificate_end,
 )
-from fedpriv.server.collection import Ballot, Collection, Connection, Connections, End
+from fedpriv.server.collection import (
+    Ballot,
+    Collection,
+    Connection,
+    Connections,
+    End,
+    RoundTerms,
+)
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.rounds import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
@@ -173,6 +181,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.enrolment, self._monitor = self.authentication.enrolment, self.authentication.monitor
+        self.sites = self.authentication.sites
         self.connections, self.arrivals = Connections(self._changed), asyncio.Event()
         seconds = self.limits.seconds
         self._uploads = Transfers(self.limits.uploads, seconds)
@@ -216,6 +225,13 @@ class Service:
             if (connection := self.connections.of(node)) and (offer := collection.offer_to(node)):
                 connection.tell(offer)
 
+    def missed(self, collection: Collection) -> None:
+        """Say whose answers a round that has come to its end lacks."""
+        for node in collection.waiting:
+            there = self.connections.of(node) is not None
+            why = "no answer by the end of the round" if there else "not connected in the round"
+            self.sites.trouble(node, Trouble.LATE, why)
+
     def close_round(self, collection: Collection) -> None:
         """Drop a round and all transfers that belong to it."""
         collection.abandon()
@@ -231,6 +247,7 @@ class Service:
             async with asyncio.timeout(self.limits.seconds):
                 self._check_hello(node, (await anext(messages, pb.FromNode())).hello)
             connection = self.connections.connect(node)
+            self.sites.came(node, certificate_end(context))
             _log.info("connected: %s", node)
             votes = asyncio.create_task(self._take_votes(node, connection, messages))
             try:
@@ -239,6 +256,8 @@ class Service:
                 votes.cancel()
                 await asyncio.gather(votes, return_exceptions=True)
                 self.connections.disconnect(node, connection)
+                if self.connections.of(node) is None:
+                    self.sites.left(node)
                 _log.info("disconnected: %s", node)
 
     async def _tell(
@@ -285,8 +304,7 @@ class Service:
         """Log an objection once, however often it is said; all nodes vote, so it may name any."""
         gist = _NUMBER.sub("", vote.objection)
         if gist and gist != self._objections.get(node):
-            why = one_line(vote.objection)
-            _log.warning("%s does not agree to round %d: %s", node, vote.id.round, why)
+            self.sites.trouble(node, Trouble.UNWILLING, vote.objection)
         self._objections[node] = gist
 
     def _check_hello(self, node: str, request: pb.Hello) -> None:
@@ -296,7 +314,8 @@ class Service:
             raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, sentence)
         if hello.users_sha256 != wire.digest_of(self.enrolment.users[node]):
             self._monitor.add("refused_calls", 1, "enrolment")
-            _log.warning("refused: %s holds other users than are enrolled at it", node)
+            why = "the node holds other users than are enrolled at it"
+            self.sites.trouble(node, Trouble.ENROLMENT, why)
             sentence = "the users that the node holds are not those that are enrolled at it"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
 
@@ -336,10 +355,8 @@ class Service:
             except UnknownPeerError:
                 await collection.settle(node, None)
                 raise
-        if refusal:
-            self._monitor.set("answer_refused", 1.0)
-            name = self.enrolment.hosting.log_name(node)
-            _log.warning("an answer of %s is refused: %s", name, refusal)
+        if refusal and not collection.over:  # or it is late, which `missed` says
+            self.sites.trouble(node, Trouble.REFUSED, refusal)
         return wire.encode_receipt(wire.Receipt(accepted=not refusal, reason=refusal))
 
     async def _refusal(
@@ -356,27 +373,40 @@ class Service:
             if reason := collection.refusal(node, answer):
                 return reason
             if isinstance(answer.content, wire.Decline):
-                name = self.enrolment.hosting.log_name(node)
-                _log.info("%s declines: %s", name, one_line(answer.content.reason))
-                return "" if await collection.settle(node, None) else _OVER
+                if not await collection.settle(node, None):
+                    return _OVER
+                self.sites.trouble(node, Trouble.DECLINED, answer.content.reason)
+                return ""
             async with self._uploads.places:
                 async with asyncio.timeout(self.limits.seconds):
-                    partial_sum = await self._received(node, answer.content, parts)
+                    received = self._received(node, answer.content, parts, collection.terms)
+                    partial_sum, flaw = await received
                 self._uploads.excuse(node)  # what is left to do takes no time of the node
                 self.authentication.known(context)
-                return "" if await collection.settle(node, partial_sum) else _OVER
+                if not await collection.settle(node, partial_sum):
+                    return _OVER
+                self.sites.answered(node)
+                if flaw is not None:
+                    self.sites.trouble(node, *flaw)
+                return ""
 
     async def _received(
-        self, node: str, content: wire.SummedUpdates, parts: AsyncIterator[pb.UploadPart]
-    ) -> PartialSum:
+        self,
+        node: str,
+        content: wire.SummedUpdates,
+        parts: AsyncIterator[pb.UploadPart],
+        terms: RoundTerms,
+    ) -> tuple[PartialSum, tuple[Trouble, str] | None]:
         receiver = Receiver(content.tensors)
         async for part in parts:
             receiver.add(part.chunk)  # waking a thread would cost as much
         self._monitor.add("received_bytes", content.tensors.size)
 
-        def finished() -> PartialSum:
+        def finished() -> tuple[PartialSum, tuple[Trouble, str] | None]:
             (total,) = receiver.finish().values()
-            return content.partial_sum(node, total)
+            partial = content.partial_sum(node, total)
+            terms.check_sum(partial)
+            return partial, terms.flaw(partial)
 
         work = asyncio.ensure_future(asyncio.to_thread(finished))
         try:
@@ -392,7 +422,8 @@ class Service:
         async with self._ledgers.turn(NODE.get()):
             found = await asyncio.to_thread(self.ledger, known)
             if found is None:
-                _log.warning("%s knows a head that the ledger never had", NODE.get())
+                why = "the node knows a head that the ledger never had"
+                self.sites.trouble(NODE.get(), Trouble.LEDGER, why)
                 await context.write(pb.LedgerPart(unknown=True))
                 return
             size, texts = found

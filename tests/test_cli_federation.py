@@ -17,6 +17,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
 from fedpriv.clients import status as status_module
+from fedpriv.report.records import Happening, SiteRecord, SiteTable, Trouble
+from fedpriv.run.folder import RunFolder
 from fedpriv.wire import RunState, Status, encode_status
 from fedpriv.wire import federation_pb2 as pb
 from tests.commandline import fedpriv, printed, refused
@@ -189,6 +191,71 @@ def test_what_a_server_says_cannot_write_to_the_terminal() -> None:
         line = refused("status", *plain(server))
     assert "refuses, PERMISSION_DENIED: go\\n\\x1b[2Kaway" in line
     assert len(line) < 600
+
+
+def sites_of(folder: Path, many: int) -> Path:
+    """The folder of a run with this many sites, the second of which is in trouble."""
+    now = datetime(2030, 1, 1, tzinfo=UTC)
+    made = {f"clinic-{n}": SiteRecord(True, now, now + timedelta(days=99), 40) for n in range(many)}
+    declined = Happening(now - timedelta(minutes=3), "too dear")
+    broken = Happening(now - timedelta(hours=5), "all NaN")
+    made["clinic-1"] = SiteRecord(
+        False,
+        now - timedelta(days=2),
+        now + timedelta(days=9),
+        7,
+        {Trouble.DECLINED: 12, Trouble.NOT_FINITE: 3, Trouble.REFUSED: 1, Trouble.CALL: 4},
+        {Trouble.DECLINED: declined, Trouble.NOT_FINITE: broken},
+    )
+    made["never-seen"] = SiteRecord()
+    RunFolder(folder).write_sites(SiteTable(now, now + timedelta(days=50), made))
+    return folder
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("many", [3, 60])
+def test_status_of_a_folder_is_a_table_of_sites(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int, many: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = printed("status", sites_of(tmp_path, many)).splitlines()
+    assert max(map(len, lines)) <= columns
+    rows = [line.split() for line in lines]
+    heading = ["site", "seen", "answers", "declined", "refused", "late", "NaN", "part"]
+    assert [*heading, "cert.", "ends"] in rows
+    assert ["clinic-0", "now", "40", "2030-04-10"] in rows
+    assert ["clinic-1", "2", "d", "7", "12", "5", "3", "2030-01-10"] in rows
+    assert ["never-seen", "never", "unknown"] in rows
+    assert len([row for row in rows if "now" in row]) == many - 1
+    assert "clinic-1, 3 min ago: declined: too dear" in lines
+    assert "clinic-1, 5 h ago: not finite: all NaN" in lines
+    assert any(line.startswith("clinic-1: certificate: it ends at 2030-01-10") for line in lines)
+    assert lines[-1].startswith("the server's certificate ends 2030-02-20")
+    assert "secret: these counts say who took part" in " ".join(" ".join(lines).split())
+
+
+def test_status_of_a_folder_is_json_too(tmp_path: Path) -> None:
+    said = json.loads(printed("status", sites_of(tmp_path, 3), "--json"))
+    site = said["sites"]["clinic-1"]
+    assert site["troubles"] == {"declined": 12, "not finite": 3, "answer refused": 1} | {
+        "call refused": 4
+    }
+    assert site["last"]["declined"] == {"time": "2029-12-31T23:57:00Z", "why": "too dear"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "exactly one of FOLDER and --server"),
+        (["run", "--server", "localhost:1"], "exactly one of FOLDER and --server"),
+        (["run", "--insecure", "--node", "n"], "a folder is read without"),
+        (["run"], "sites.json cannot be read"),
+    ],
+)
+def test_status_needs_a_server_or_the_folder_of_a_run(
+    arguments: list[str], sentence: str, tmp_path: Path
+) -> None:
+    assert sentence in refused("status", *arguments, cwd=tmp_path)
 
 
 def test_a_status_that_is_none_is_refused() -> None:

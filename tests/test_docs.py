@@ -1,5 +1,6 @@
 """What README and docs say can be done, can be done."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ from typer.main import get_command
 
 from fedpriv.cli import app
 from fedpriv.config import Config
+from fedpriv.report.records import Trouble
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -90,9 +92,31 @@ def test_every_key_is_documented_and_every_documented_key_exists() -> None:
     documented = set()
     for cell in re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE):
         documented |= set(re.findall(r"`([a-z_.]+)`", cell))
-    files = (".html", ".jsonl", ".png", ".safetensors", ".sha256", ".sqlite", ".toml")
+    files = (".html", ".json", ".jsonl", ".png", ".safetensors", ".sha256", ".sqlite", ".toml")
     documented = {name for name in documented if not name.endswith(files)}
     assert documented == keys_of(Config)
+
+
+def logged(path: Path) -> set[str]:
+    """The longest part without a field of each line that a module logs as a warning or error."""
+    parts = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(ast.Name("_log"), "warning" | "error"),
+                args=[ast.Constant(str(text)), *_],
+            ):
+                parts.add(max(re.split(r"%[.\d]*[a-z]", text), key=len).strip(" :;()"))
+    return parts - {""}
+
+
+def test_every_warning_of_server_and_nodes_is_explained() -> None:
+    text = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    modules = [path for end in ("server", "clients") for path in sorted((ROOT / end).glob("*.py"))]
+    found = {part for path in modules for part in logged(path)}
+    assert len(found) > 15
+    assert [part for part in sorted(found) if part[:30] not in text] == []
+    assert [what for what in Trouble if f": {what}: " not in text] == []
 
 
 def test_the_example_of_the_data_guide_runs(tmp_path: Path) -> None:

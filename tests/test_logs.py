@@ -6,15 +6,16 @@ import os
 import re
 import subprocess
 import sys
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedpriv.logs import JsonFormatter, LogFormat, TextFormatter, one_line
+from fedpriv.logs import JsonFormatter, LogFormat, TextFormatter, expiry, one_line, trouble
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ (INFO   |WARNING|ERROR  ) (.*)")
+START = datetime(2030, 1, 1, tzinfo=UTC)
 HOSTILE = "a\n2030-01-01T00:00:00Z ERROR   forged\r\x1b[2K\u2028\u202e\x00\ud800"
 
 
@@ -147,3 +148,34 @@ def test_grpc_says_nothing_of_its_own_unless_it_is_asked_to(
         [sys.executable, "-c", check], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == after
+
+
+@pytest.mark.parametrize("why", ["too dear", HOSTILE])
+def test_trouble_at_a_node_is_a_sentence_and_three_fields(
+    why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trouble(logging.getLogger("fedpriv.some"), "hospital-a", "declined", why)
+    (made,) = caplog.records
+    said = json.loads(JsonFormatter().format(made))
+    assert said["level"] == "WARNING"
+    assert (said["node"], said["what"], said["why"]) == ("hospital-a", "declined", why)
+    assert said["message"] == f"hospital-a: declined: {why}"
+    line = TextFormatter().format(made)
+    assert line.endswith(f"WARNING hospital-a: declined: {one_line(why)}")
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        (timedelta(days=30, seconds=1), None),
+        (timedelta(days=30), "ends at 2030-01-31 00:00 UTC, in 30 days; issue another"),
+        (timedelta(hours=1), "in 0 days"),
+        (timedelta(0), "expired at"),
+        (-timedelta(days=400), "expired at"),
+    ],
+)
+def test_a_certificate_is_worth_a_word_from_30_days_before_its_end(
+    left: timedelta, words: str | None
+) -> None:
+    said = expiry(START + left, START)
+    assert (said is None) if words is None else (said is not None and words in said)

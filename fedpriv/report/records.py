@@ -4,6 +4,8 @@ import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -58,6 +60,51 @@ class RunRecord:
     verification: Verification
     rounds: tuple[RoundResult, ...]  # what was released, in order
     simulation_only: tuple[SimulationOnlyRound, ...] = ()  # where the run recorded them
+
+
+class Trouble(StrEnum):
+    """What goes wrong at a node of a deployment."""
+
+    UNWILLING = "does not agree"  # to a round, before its cohort is drawn; in the node's own words
+    DECLINED = "declined"  # what it was asked in a round, likewise
+    REFUSED = "answer refused"
+    LATE = "late"  # not answered by the end of a round
+    NOT_FINITE = "not finite"  # all its users' updates were zero, which those are that are not
+    UNFINISHED = "unfinished"  # training of some users failed, or took too long
+    CALL = "call refused"
+    ENROLMENT = "enrolment"  # the node holds other users, or the file cannot be read
+    LEDGER = "ledger"  # it was set back, or the node knows another
+    AWAY = "away"
+    CERTIFICATE = "certificate"
+
+
+@dataclass(frozen=True)
+class Happening:
+    """The last time that something went wrong."""
+
+    time: datetime
+    why: str
+
+
+@dataclass(frozen=True)
+class SiteRecord:
+    """How a node does. Its numbers say who took part: they are secret, and for the operator."""
+
+    connected: bool = False
+    last_seen: datetime | None = None  # when it came or left; None: never
+    certificate_end: datetime | None = None
+    answered: int = 0  # rounds
+    troubles: Mapping[Trouble, int] = field(default_factory=dict)  # how often
+    last: Mapping[Trouble, Happening] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SiteTable:
+    """How all nodes of a server did since its run began, as of a time; secret."""
+
+    written: datetime
+    server_certificate_end: datetime | None
+    sites: Mapping[str, SiteRecord]  # by name of the node
 
 
 def versions() -> dict[str, str]:

@@ -19,12 +19,12 @@ from fedpriv.errors import DataError, InvalidValueError, LedgerError, writing
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.report.page import Page, render, write_page
-from fedpriv.report.records import RunRecord, SimulationOnlyRound, Verification
+from fedpriv.report.records import RunRecord, SimulationOnlyRound, SiteTable, Verification
 from fedpriv.report.run_page import page_of_run
 from fedpriv.report.study_page import page_of_study
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
-from fedpriv.training.rounds import RoundResult, naming
+from fedpriv.training.rounds import RoundResult, naming, write_atomically
 
 _Row = TypeVar("_Row")
 
@@ -52,6 +52,7 @@ class RunFolder:
     simulation_only = _File("simulation_only.jsonl")  # per round, what no guarantee covers
     checkpoints = _File("checkpoints")  # of the server's states
     model = _File("model.safetensors")  # after the last round
+    sites = _File("sites.json")  # how each node does; says who took part, readable by its owner
     tensorboard = _File("tensorboard")  # event files, if they were asked for
 
     def create(self) -> None:
@@ -83,6 +84,26 @@ class RunFolder:
     def collected(self) -> list[SimulationOnlyRound]:
         """Figures of all rounds that were collected, released or not."""
         return _rows(SimulationOnlyRound, self.simulation_only, "figures of rounds")
+
+    def write_sites(self, table: SiteTable) -> None:
+        """Replace the table of sites; at no time can others than its owner read it."""
+        # What `write_atomically` fills and renames, with its final mode from the start.
+        partial = self.sites.with_name(f".{self.sites.name}.partial")
+        partial.unlink(missing_ok=True)
+        partial.touch(0o600, exist_ok=False)
+        write_atomically(self.sites, to_json(table, indent=2))
+
+    def read_sites(self) -> SiteTable:
+        """The table of sites; DataError if it cannot be read."""
+        try:
+            return TypeAdapter(SiteTable).validate_json(self.sites.read_bytes())
+        except OSError as error:
+            reason = str(error.strerror)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+        raise DataError(
+            f"{self.sites} cannot be read as the sites of a run of `fedpriv serve`: {reason}"
+        )
 
 
 @contextmanager

@@ -47,18 +47,20 @@ class FromServer(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("population_name", "population", "users", "task", "purpose")
+    __slots__ = ("population_name", "population", "users", "task", "purpose", "certificate_end")
     POPULATION_NAME_FIELD_NUMBER: _ClassVar[int]
     POPULATION_FIELD_NUMBER: _ClassVar[int]
     USERS_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_END_FIELD_NUMBER: _ClassVar[int]
     population_name: str
     population: int
     users: _containers.RepeatedScalarFieldContainer[int]
     task: Task
     purpose: str
-    def __init__(self, population_name: _Optional[str] = ..., population: _Optional[int] = ..., users: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., purpose: _Optional[str] = ...) -> None: ...
+    certificate_end: int
+    def __init__(self, population_name: _Optional[str] = ..., population: _Optional[int] = ..., users: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., purpose: _Optional[str] = ..., certificate_end: _Optional[int] = ...) -> None: ...
 
 class Task(_message.Message):
     __slots__ = ("model", "options", "seed", "loss", "metrics")

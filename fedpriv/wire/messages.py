@@ -95,6 +95,8 @@ class Welcome(Checked):
     users: Positions = field(repr=False)
     task: TaskDescription
     purpose: Text = ""  # what the model is for
+    # When the server's certificate ends: seconds since 1970, UTC; 0 in plain text.
+    certificate_end: Annotated[int, below(37)] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

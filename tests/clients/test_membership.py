@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
@@ -21,9 +22,11 @@ from fedpriv.errors import AuditError, ModelError, WireError
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
+from fedpriv.server.certificates import issue
 from fedpriv.wire import Receipt, RoundId, TaskDescription, Welcome, encode_round_id
 from fedpriv.wire import federation_pb2 as pb
 from tests.clients.tiny_server import (
+    NODE,
     PARAMETERS,
     PATIENCE,
     PRICE,
@@ -31,6 +34,7 @@ from tests.clients.tiny_server import (
     Said,
     TinyServer,
     ledger_parts,
+    make_certificates,
     make_offer,
     said,
     serving,
@@ -152,6 +156,67 @@ def play(
         asyncio.run(main())
 
     return run
+
+
+@pytest.mark.parametrize("answer", [SUM, replace(SUM, total=np.zeros(15, np.int64))])
+def test_a_node_says_when_all_updates_of_its_users_count_as_zero(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture, answer: PartialSum
+) -> None:
+    async def act(scene: Scene) -> None:
+        scene.player.answer = answer
+        async with serving(scene.tiny) as port, scene.joined(port) as node:
+            await scene.tiny.offer()
+            await happens(lambda: "answered after" in caplog.text)
+            await scene.tiny.script.put(None)
+            await node
+        said = [r for r in caplog.records if "NaN, infinite or zero" in r.getMessage()]
+        assert len(said) == (not answer.total.any())
+
+    play(act)
+
+
+@pytest.mark.parametrize(
+    ("own", "servers", "warned"),
+    [
+        (10, 400, {NODE}),
+        (400, 10, {"the server"}),
+        (400, 400, set()),
+        (29, 29, {NODE, "the server"}),
+    ],
+)
+def test_a_certificate_that_soon_ends_is_warned_of_at_once_and_daily(
+    play: Callable[[Act], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    own: int,
+    servers: int,
+    warned: set[str],
+) -> None:
+    monkeypatch.setattr(membership, "_DAY_SECONDS", 0.05)
+
+    def warnings() -> list[str]:
+        found = [r for r in caplog.records if getattr(r, "what", "") == "certificate"]
+        assert all(record.levelno == logging.WARNING for record in found)
+        return [record.node for record in found]
+
+    async def act(scene: Scene) -> None:
+        credentials, _ = make_certificates(scene.folder / "certs")
+        bundle = issue(scene.folder / "certs", NODE, lifetime=timedelta(days=own)).folder
+        end = int((datetime.now(UTC) + timedelta(days=servers)).timestamp())
+        positions = np.array([3], np.int64)
+        scene.tiny.welcome = said(
+            Welcome("people", PRICE.population, positions, TASK, certificate_end=end)
+        )
+        async with (
+            serving(scene.tiny, credentials) as port,
+            scene.joined(port, server=f"localhost:{port}", node=None, certificates=bundle),
+        ):
+            await happens(lambda: scene.tiny.connected == 1)
+            await happens(lambda: all(warnings().count(who) >= 2 for who in warned))
+            await happens(lambda: bool(scene.player.prepared))
+            assert set(warnings()) == warned
+
+    play(act)
 
 
 def test_a_round_is_answered_and_the_end_of_the_run_is_the_end(
@@ -721,7 +786,12 @@ def test_one_attempt_under_many_nonces_and_for_many_users_counts_each_time(
     play(act)
 
 
-def test_an_offer_has_one_sum_even_if_the_node_is_restarted(play: Callable[[Act], None]) -> None:
+def test_an_offer_has_one_sum_even_if_the_node_is_restarted(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    def settled() -> int:
+        return sum("answered after" in line or "declined:" in line for line in caplog.messages)
+
     async def act(scene: Scene) -> None:
         tiny, consent, kinds = scene.tiny, scene.consent("most_rounds_per_day = 2"), []
         async with serving(tiny) as port:
@@ -730,6 +800,8 @@ def test_an_offer_has_one_sum_even_if_the_node_is_restarted(play: Callable[[Act]
                     for _ in range(2):
                         await tiny.offer(0)
                         kinds.append((await tiny.answers.get())[0])
+                        # Until then, the same offer is the same work, and not begun again.
+                        await happens(lambda: settled() == len(kinds))
             async with scene.joined(port, consent=consent):
                 await tiny.offer(1)
                 kinds.append((await tiny.answers.get())[0])

@@ -18,7 +18,7 @@ def test_nothing_is_charged_until_nodes_agree(tmp_path: Path) -> None:
         with site.server("--exit", "--set=federation.patience_seconds=8.0") as server:
             said = ended(server, 75)
         for name in ("node-1", "node-2"):
-            why = f"{name} does not agree to round 0: the purpose is ''; this node consents to"
+            why = f"{name}: does not agree: the purpose is ''; this node consents to"
             assert said.count(why) == 1
         assert said.splitlines()[-1] == (
             "the log says why nodes do not agree; --resume goes on with the run"

@@ -89,6 +89,11 @@ def test_status_tells_where_the_run_stands_and_nothing_else(tmp_path: Path) -> N
         status = json.loads(done.stdout)
         server.process.terminate()
         assert server.process.wait() == 0, server.text
+    run = RunFolder(tmp_path / "run")
+    assert run.sites.stat().st_mode & 0o777 == 0o600
+    sites = run.read_sites()
+    assert list(sites.sites) == ["node-1", "node-2", "node-3"]
+    assert sites.server_certificate_end > sites.written
     assert status["nodes_enrolled"] == 3
     assert status["nodes_connected"] == 0
     assert status["users_enrolled"] == 287

@@ -80,7 +80,7 @@ def test_a_slow_uploader_holds_nobody_up_beyond_the_deadline(tmp_path: Path) -> 
     ):
         await_answers(node, 1)
         through.up_rate = 2.0**15
-        refusal = "an answer of node-2 is refused: it took too long"
+        refusal = "node-2: answer refused: it took too long"
         until(lambda: refusal in server.text, server, node)
         await_answers(other)
         site.await_releases(2, server)

@@ -226,7 +226,9 @@ def test_a_part_that_is_garbage_counts_as_zero_at_once_and_fills_no_log(
                 receipt = made["five"].stub.Upload(honest_parts(it, "five", 0))
                 assert wire.decode_receipt(receipt).accepted
                 np.testing.assert_array_equal(total.result(30.0), of_users([0]))
-    assert len([r for r in caplog.records if "is refused" in r.getMessage()]) == len(garbage)
+    said = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert len(said) == 1  # one a minute
+    assert said[0].startswith("a node of one user: answer refused: ")
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
@@ -363,14 +365,15 @@ def test_what_nodes_say_names_no_user_and_forges_no_line(
 
     with (
         nodes(patient, {"four": declines, "silo": too_many}) as made,
-        caplog.at_level(logging.INFO, "fedpriv.server.service"),
+        caplog.at_level(logging.INFO, "fedpriv.server"),
         collecting(patient, [1, 22, 23], deadline=2.0) as (total, _),
     ):
         assert not np.any(total.result(30.0))
         assert made["four"].receipts == [wire.Receipt(accepted=True)]
     said = sorted(record.getMessage() for record in caplog.records)
     assert said == [
-        r"a node of one user declines: too dear\nFORGED: a line\r\x1b[2J\u2028\x85\x00",
-        "an answer of silo is refused: the sum holds more users than were drawn at the node",
+        r"a node of one user: declined: too dear\nFORGED: a line\r\x1b[2J\u2028\x85\x00",
         "no drawn user contributed to round 0; it is charged",
+        "silo: answer refused: the sum holds more users than were drawn at the node",
+        "silo: late: no answer by the end of the round",
     ]

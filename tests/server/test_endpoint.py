@@ -103,11 +103,14 @@ def test_the_certificate_of_a_server_is_no_authority(certs: Path) -> None:
         endpoint_of(section(certs), insecure=False)
 
 
-@pytest.mark.parametrize("file", ["server.pem", "server.key"])
-def test_a_certificate_or_key_that_is_damaged_is_refused_when_listening(
-    certs: Path, file: str
-) -> None:
-    (certs / "server" / file).write_text("nonsense")
+def test_a_certificate_that_is_damaged_is_refused(certs: Path) -> None:
+    (certs / "server" / "server.pem").write_text("nonsense")
+    with pytest.raises(InvalidValueError, match=r"server\.pem is not a certificate"):
+        endpoint_of(section(certs), insecure=False)
+
+
+def test_a_key_that_is_damaged_is_refused_when_listening(certs: Path) -> None:
+    (certs / "server" / "server.key").write_text("nonsense")
     endpoint = endpoint_of(section(certs), insecure=False)
     with (
         pytest.raises(InvalidValueError, match="the server cannot listen on"),

@@ -287,7 +287,7 @@ def test_a_sum_of_one_user_counts_if_one_user_can_have_it(
     with nodes(federation, {"four": lambda offer, _: summed(offer, partial)}) as made:
         cohort = add_up(federation.transport().collect(request), request.clipping, 2)
         until(lambda: made["four"].receipts)
-        assert made["four"].receipts[0].accepted
+        assert made["four"].receipts[0].accepted == counts
     restore(federation)
     np.testing.assert_array_equal(cohort.total, of_users([5]) + counts * partial.total)
     assert cohort.weight == 1 + counts * partial.weight

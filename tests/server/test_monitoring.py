@@ -33,8 +33,8 @@ def page(port: int, host: str = "127.0.0.1") -> str:
         return answer.read().decode()
 
 
-def shown(port: int) -> dict[str | tuple[str, str], float]:
-    """Every number on the page, by its name, or its name and its one label."""
+def shown(port: int) -> dict[str | tuple[str, ...], float]:
+    """Every number on the page, by its name, or its name and its labels."""
     found = {}
     for family in text_string_to_metric_families(page(port)):
         for sample in family.samples:
@@ -51,6 +51,9 @@ def test_what_was_told_is_shown(monitor: Monitor, port: int) -> None:
     monitor.add("sent_bytes", 2**40)
     for reason in ("identity", "rate", "rate"):
         monitor.add("refused_calls", 1, reason)
+    monitor.add("troubles", 1, "hospital", "late")
+    monitor.add("troubles", 1, "hospital", "late")
+    monitor.set("node_connected", 1.0, "hospital")
     monitor.handled("Upload", 2.0)
     numbers = shown(port)
     assert numbers["fedpriv_nodes_connected"] == 3
@@ -60,6 +63,8 @@ def test_what_was_told_is_shown(monitor: Monitor, port: int) -> None:
     assert [state for state, is_it in states.items() if is_it] == [RunState.COLLECTING]
     assert numbers["fedpriv_received_bytes_total"] == 120
     assert numbers["fedpriv_sent_bytes_total"] == 2**40
+    assert numbers["fedpriv_troubles_total", "hospital", "late"] == 2
+    assert numbers["fedpriv_node_connected", "hospital"] == 1
     refusals = [("identity", 1), ("enrolment", 0), ("rate", 2)]
     assert [(r, numbers["fedpriv_refused_calls_total", r]) for r, _ in refusals] == refusals
     assert numbers["fedpriv_call_seconds", "Upload"] == 2.0
@@ -74,15 +79,14 @@ def test_what_was_not_told_is_not_shown(port: int) -> None:
     assert not names & unknown
 
 
-def test_no_number_counts_calls_offers_or_answers(port: int) -> None:
-    """Whether 2 or 50 nodes answer alike, and well or badly, the page is the same but for bytes."""
+def test_no_number_counts_calls_offers_or_answers_that_count() -> None:
+    """Whether 2 or 50 nodes answer alike, the page is the same but for bytes."""
 
-    def after(answers: int) -> dict[str | tuple[str, str], float]:
+    def after(answers: int) -> dict[str | tuple[str, ...], float]:
         one = Monitor()
         for _ in range(answers):
             one.handled("Download", 0.5)
             one.handled("Upload", 0.5)
-            one.set("answer_refused", 1.0)
             one.add("sent_bytes", 8)
             one.add("received_bytes", 8)
         with one.served("127.0.0.1", 0) as its_port:
@@ -91,15 +95,13 @@ def test_no_number_counts_calls_offers_or_answers(port: int) -> None:
     few, many = after(2), after(50)
     differing = {name for name in many if few.get(name) != many[name]}
     assert differing == {"fedpriv_sent_bytes_total", "fedpriv_received_bytes_total"}
-    assert many["fedpriv_answer_refused"] == 1
-    assert shown(port)["fedpriv_answer_refused"] == 0
 
 
-def test_the_help_of_bytes_says_whom_they_are_for(port: int) -> None:
-    lines = page(port).splitlines()
-    helps = [line for line in lines if line.startswith("# HELP") and "_bytes" in line]
-    assert len(helps) == 2
-    assert all("for the operator only" in line for line in helps)
+def test_the_help_of_what_depends_on_cohorts_says_whom_it_is_for(port: int) -> None:
+    helps = [line for line in page(port).splitlines() if line.startswith("# HELP")]
+    helps = [line for line in helps if "_bytes" in line or "_troubles" in line]
+    assert len(helps) == 3
+    assert all("for the operator only" in line.lower() for line in helps)
 
 
 def test_two_monitors_do_not_share_numbers(monitor: Monitor, port: int) -> None:
