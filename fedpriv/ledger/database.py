@@ -46,8 +46,7 @@ class Database:
     ) -> None:
         """Open a file; if first rows are given, by table, create it where there is none."""
         if rows is not None and not path.exists():
-            with suppress(FileExistsError):  # another process was first
-                _create(path, file_format, lambda draft: _fill(draft, file_format, rows))
+            _create(path, file_format, lambda draft: _fill(draft, file_format, rows))
         self.path = path.absolute()
         self._format = file_format
         self._name = f"{file_format.kind} {path}"
@@ -100,11 +99,9 @@ class Database:
 
     def copy(self, to: Path) -> None:
         """Write the file as it is now, consistent while it is in use, to where there is nothing."""
-        try:
-            with self._lock:
-                _create(to, self._format, self._connection.backup)
-        except FileExistsError as error:
-            raise LedgerError(f"{to} exists already; it is not overwritten") from error
+        with self._lock:
+            if to.exists() or not _create(to, self._format, self._connection.backup):
+                raise LedgerError(f"{to} exists already; it is not overwritten")
 
     def replace(self, by: "Database") -> None:
         """Put a copy of another file in the place of this one; for use within a transaction.
@@ -164,28 +161,26 @@ class Database:
             raise LedgerError(f"{self._name} cannot be {done}: {error}") from error
 
 
-def _create(
-    path: Path, file_format: FileFormat, fill: Callable[[sqlite3.Connection], object]
-) -> None:
-    """Make a file as a whole; FileExistsError where there is one."""
+def _create(path: Path, form: FileFormat, fill: Callable[[sqlite3.Connection], object]) -> bool:
+    """Make a file as a whole; whether there was none, which another process may have made."""
     if Path(f"{path}-journal").exists():
         # SQLite would roll the new file back with it; it belongs to one that was lost.
-        raise LedgerError(
-            f"{path}-journal is left of another {file_format.kind}; restore that file beside it, "
-            "or move it away"
-        )
+        ways = "restore that file beside it, or move it away"
+        raise LedgerError(f"{path}-journal is left of another {form.kind}; {ways}")
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, file_format.mode))
+        os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, form.mode))
         with closing(sqlite3.connect(draft, isolation_level=None)) as connection:
             fill(connection)
         _fsync(draft)
-        os.link(draft, path)  # never replaces a file, unlike a rename
+        made = False
+        with suppress(FileExistsError):
+            os.link(draft, path)  # never replaces a file, unlike a rename
+            made = True
         _fsync(path.parent)
-    except FileExistsError:
-        raise
+        return made
     except (OSError, sqlite3.Error, UnicodeError) as error:
-        raise LedgerError(f"{file_format.kind} {path} cannot be created: {error}") from error
+        raise LedgerError(f"{form.kind} {path} cannot be created: {error}") from error
     finally:
         draft.unlink(missing_ok=True)
 

@@ -571,10 +571,8 @@ def _check(
             raise LedgerError(f"{row}: {error}") from error
     for each in kept:
         if each not in met:
-            raise LedgerError(
-                f"the ledger never had the head of {each.count} charges with hash {each.hash}: "
-                "it is another ledger, or was set back or rewritten"
-            )
+            never = f"the ledger never had the head of {each.count} charges with hash {each.hash}"
+            raise LedgerError(f"{never}: it is another ledger, or was set back or rewritten")
 
 
 def _check_name(what: str, name: str) -> None:
