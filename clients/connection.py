@@ -39,7 +39,7 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", wire.NODE_RECEIVES_BYTES),
     ("grpc.max_send_message_length", wire.SERVER_RECEIVES_BYTES),
     ("grpc.max_reconnect_backoff_ms", 60_000),
-    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a small message stays small
+    *wire.UNCOMPRESSED,
 )
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,14 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from fedpriv.errors import FedprivError, InvalidValueError, RunError, lacks_room, writing
+from fedpriv.errors import (
+    FedprivError,
+    InvalidValueError,
+    RunError,
+    lacks_room,
+    sentence_of,
+    writing,
+)
 from fedpriv.logs import one_line
 
 
@@ -260,13 +267,10 @@ def main() -> None:
     sys.path.append(str(Path.cwd()))
     try:
         code = app(standalone_mode=False)
-    except FedprivError as error:
-        _refuse(str(error), 1 if isinstance(error, RunError) or lacks_room(error) else 2)
     except _UsageError as error:
         _refuse(error.format_message())
-    except OSError as error:
-        sentence = f"{error.filename or 'a file'} cannot be used: {error.strerror or error}"
-        _refuse(sentence, 1 if lacks_room(error) else 2)
+    except (FedprivError, OSError) as error:
+        _refuse(sentence_of(error), 1 if isinstance(error, RunError) or lacks_room(error) else 2)
     if code == _INTERRUPTED:
         typer.echo("interrupted; --resume goes on, and so does compare by itself", err=True)
     sys.exit(code)

@@ -90,6 +90,13 @@ def writing(path: Path) -> Iterator[None]:
         raise InvalidValueError(f"{path} cannot be written: {error.strerror}") from error
 
 
+def sentence_of(error: FedprivError | OSError) -> str:
+    """What an error says to the one who gave the command."""
+    if isinstance(error, OSError):
+        return f"{error.filename or 'a file'} cannot be used: {error.strerror or error}"
+    return str(error)
+
+
 def lacks_room(error: BaseException | None) -> bool:
     """Whether an error comes of a full disk, or of too many open files; both may pass."""
     while error is not None:
@@ -113,6 +120,7 @@ def with_room(write: Callable[[], _Result]) -> _Result:
         except (OSError, FedprivError) as error:
             if not lacks_room(error):
                 raise
-            _log.warning("%s; the run waits for room, and tries again in %g s", error, seconds)
+            sentence = sentence_of(error)
+            _log.warning("%s; the run waits for room, and tries again in %g s", sentence, seconds)
         time.sleep(seconds)
         seconds = min(2.0 * seconds, _LONGEST_WAIT_SECONDS)

@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_limits
 
 from fedpriv.build import Experiment
 from fedpriv.config import FederationSection
-from fedpriv.errors import FedprivError, InvalidValueError, RunError, StoppedError
+from fedpriv.errors import FedprivError, InvalidValueError, RunError, StoppedError, sentence_of
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.run import Run, RunSetup, carry_out, released_text
 from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
@@ -236,7 +236,8 @@ def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, ro
             state, end = RunState.FINISHED, End.RUN_OVER
         return outcome
     except (FedprivError, OSError) as error:
-        raise RunError(f"the run cannot go on; --resume resumes it: {error}") from error
+        sentence = sentence_of(error)
+        raise RunError(f"{sentence}; the run ended, and --resume goes on with it") from error
     finally:
         publish(state=state)
         listener.call(lambda: service.connections.end_all(end))

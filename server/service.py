@@ -49,8 +49,7 @@ _WATCH_SECONDS = 2.0
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", SERVER_RECEIVES_BYTES),
     ("grpc.max_send_message_length", NODE_RECEIVES_BYTES),
-    # None: a small message could become a very large one.
-    ("grpc.compression_enabled_algorithms_bitset", 1),
+    *wire.UNCOMPRESSED,
     ("grpc.max_metadata_size", 8192),
     ("grpc.max_concurrent_streams", 8),  # of one connection
     # What a node may send before it is read; without a bound, memory grows with nodes.

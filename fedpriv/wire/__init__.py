@@ -8,7 +8,9 @@ other side reads what an encoder returns as an equal value.
 
 # isort: off
 # fmt: off
-from fedpriv.wire.codec import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, parse
+from fedpriv.wire.codec import (
+    NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, UNCOMPRESSED, parse,
+)
 from fedpriv.wire.messages import (
     VERSION, Answer, Decline, Hello, Price, Receipt, RoundId, RoundOffer, RunState, Status,
     SummedUpdates, TaskDescription, Welcome, decode_answer, decode_hello, decode_offer,
@@ -21,8 +23,9 @@ from fedpriv.wire.tensors import (
 )
 
 __all__ = [
-    "CHUNK_BYTES", "NODE_RECEIVES_BYTES", "SERVER_RECEIVES_BYTES", "VERSION", "Answer", "Assembler",
-    "Decline", "Hello", "Manifest", "Price", "Receipt", "Receiver", "RoundId", "RoundOffer",
+    "CHUNK_BYTES", "NODE_RECEIVES_BYTES", "SERVER_RECEIVES_BYTES", "UNCOMPRESSED", "VERSION",
+    "Answer", "Assembler", "Decline", "Hello", "Manifest", "Price", "Receipt", "Receiver",
+    "RoundId", "RoundOffer",
     "RunState", "Status", "SummedUpdates", "TaskDescription", "Welcome", "chunks", "decode_answer",
     "decode_hello", "decode_offer", "decode_receipt", "decode_round_id", "decode_status",
     "decode_welcome", "digest_of", "encode_answer", "encode_hello", "encode_offer",
