@@ -55,7 +55,7 @@ def test_a_message_that_does_not_end_ends_its_connection(server: ChargedServer) 
     for method in METHODS:
         with encrypted(server.site.port, server.site.certs, "five") as connection:
             flood = Flood(connection, method)
-            flood.go_on(32 * MEBIBYTE)
+            flood.go_on(48 * MEBIBYTE)
         assert flood.open == set(), method
     assert "MiB that make no message" in server.log
     with server.site.channel("five") as channel:
@@ -174,7 +174,7 @@ class TestTraffic:
     ) -> None:
         traffic, (peer, ours) = Traffic(), ends
         port = ours.getsockname()[1]
-        for _ in range(3):
+        for _ in range(5):
             self.passed(ends, 4 * MEBIBYTE)
             traffic.shut_excessive(port)
         assert peer.recv(1) == b""
@@ -186,7 +186,7 @@ class TestTraffic:
         port, name = ours.getsockname()[1], "ipv4:{}:{}".format(*peer.getsockname())
         traffic.read(peer_of(name), 64 * MEBIBYTE)
         traffic.shut_excessive(port)
-        self.passed(ends, 12 * MEBIBYTE)
+        self.passed(ends, 20 * MEBIBYTE)
         traffic.shut_excessive(port)
         assert peer.recv(1) == b""
 
