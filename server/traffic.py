@@ -2,7 +2,8 @@
 
 gRPC takes in all bytes that a message is said to have before it looks whether a message may have so
 many. So the kernel is asked how many bytes came over a connection, and one that sends far more than
-handlers were given is shut. Where the system is not Linux, nothing is bounded here.
+handlers were given is shut, as is one that only makes calls that are refused. Where the system is
+not Linux, nothing is bounded here.
 """
 
 import ipaddress
@@ -25,6 +26,7 @@ _BYTES = struct.Struct("<QQ")  # acknowledged by the peer, and received
 _BYTES_AT = 120  # of struct tcp_info in linux/tcp.h
 _UNREAD_BYTES = 16 * 2**20  # of one connection: of eight calls, a chunk each and what is read ahead
 _ALL_UNREAD_BYTES = 512 * 2**20
+_STRANGER_SECONDS = 30.0  # that a connection may last without a call that was let in
 _LEAST_SECONDS = 0.1  # between two looks, or more, so that they take no more than
 _SHARE = 0.05  # of the time
 # What a connection may send beside messages: frames and records, headers, windows, and pings.
@@ -49,6 +51,7 @@ def _plain(host: str) -> str:
 class _Count:
     """What was known of a connection when it was last looked at."""
 
+    since: float
     seen: float
     received: int  # bytes, as the kernel counts them
     acknowledged: int
@@ -75,7 +78,7 @@ class Traffic:
         self._granted[peer] = self._granted.get(peer, 0.0) + size
 
     def bound(self, port: int, stop: Event) -> None:
-        """Shut connections to a port of ours with too much unread, until `stop` is set."""
+        """`shut_excessive` again and again until `stop` is set."""
         seconds = 0.0
         while not stop.wait(max(_LEAST_SECONDS, seconds / _SHARE)):
             began = monotonic()
@@ -84,7 +87,7 @@ class Traffic:
             seconds = monotonic() - began
 
     def shut_excessive(self, port: int) -> None:
-        """Shut connections to a port of ours with too much unread.
+        """Shut connections to a port of ours with too much unread, or without a call let in.
 
         What a connection may send beside messages is granted as time goes, and never saved up.
         """
@@ -92,25 +95,29 @@ class Traffic:
         for peer in self._counts.keys() - counts.keys():
             self._granted.pop(peer, None)
         self._counts = counts
+        long_ago = monotonic() - _STRANGER_SECONDS
+        strangers = {peer for peer, count in counts.items() if count.since < long_ago}
+        excessive = strangers - self._granted.keys()
         left = sum(count.unread for count in counts.values())
         for peer, count in sorted(counts.items(), key=lambda item: -item[1].unread):
             if count.unread <= _UNREAD_BYTES and left <= _ALL_UNREAD_BYTES:
                 break
             left -= count.unread
-            _log.warning(
-                "shutting a connection of %s: it sent %d MiB that make no message",
-                peer[0],
-                count.unread // 2**20,
-            )
-            _shut(port, peer)
+            excessive.add(peer)
+            sent = count.unread // 2**20
+            _log.warning("shut a connection of %s: %d MiB of it make no message", peer[0], sent)
+        if excessive:
+            for connection, peer in _connections(port):
+                if peer in excessive:
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def _counted(self, connection: socket.socket, peer: Peer) -> _Count:
         acknowledged, received = _counters(connection)
         now, granted = monotonic(), self._granted.get(peer, 0.0)
-        last = self._counts.get(peer) or _Count(now, 0, 0, 0.0)
+        last = self._counts.get(peer) or _Count(now, now, 0, 0, 0.0)
         unread = last.unread + (received - last.received) - (granted - last.granted)
         unread -= _PER_SENT * (acknowledged - last.acknowledged) + _PER_SECOND * (now - last.seen)
-        return _Count(now, received, acknowledged, granted, max(0.0, unread))
+        return _Count(last.since, now, received, acknowledged, granted, max(0.0, unread))
 
 
 def _connections(port: int) -> Iterator[tuple[socket.socket, Peer]]:
@@ -135,9 +142,3 @@ def _counters(connection: socket.socket) -> tuple[int, int]:
     known = information.ljust(_BYTES_AT + _BYTES.size, b"\0")
     acknowledged, received = _BYTES.unpack_from(known, _BYTES_AT)
     return acknowledged, received
-
-
-def _shut(port: int, peer: Peer) -> None:
-    for connection, other in _connections(port):
-        if other == peer:
-            connection.shutdown(socket.SHUT_RDWR)

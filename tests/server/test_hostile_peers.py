@@ -57,7 +57,7 @@ def test_a_message_that_does_not_end_ends_its_connection(server: ChargedServer) 
             flood = Flood(connection, method)
             flood.go_on(48 * MEBIBYTE)
         assert flood.open == set(), method
-    assert "MiB that make no message" in server.log
+    assert "make no message" in server.log
     with server.site.channel("five") as channel:
         assert isinstance(one(channel, SERVICE + "GetStatus"), bytes)
 
@@ -189,6 +189,25 @@ class TestTraffic:
         self.passed(ends, 20 * MEBIBYTE)
         traffic.shut_excessive(port)
         assert peer.recv(1) == b""
+
+
+@pytest.mark.parametrize("let_in", [True, False])
+def test_a_connection_lasts_if_a_call_was_let_in(
+    let_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traffic = Traffic()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname(), timeout=PATIENCE) as peer,
+        listener.accept()[0] as ours,
+    ):
+        if let_in:
+            traffic.called(peer_of("ipv4:{}:{}".format(*peer.getsockname())))
+        monkeypatch.setattr("fedpriv.server.traffic._STRANGER_SECONDS", -1.0)
+        traffic.shut_excessive(ours.getsockname()[1])
+        with suppress(BrokenPipeError):
+            ours.sendall(b"x")
+        assert peer.recv(1) == (b"x" if let_in else b"")
 
 
 def suppressed(peer: socket.socket, size: int) -> None:
