@@ -25,7 +25,7 @@ from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.server.certificates import load_ca
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import Monitor
-from fedpriv.server.traffic import Traffic, peer_of
+from fedpriv.server.traffic import Peer, Traffic, peer_of
 from fedpriv.wire.naming import NODE_KEY, Address, check_node_name, read_key
 
 _log = logging.getLogger(__name__)
@@ -245,11 +245,13 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                     node = self._admitted(context)
                     self._open[node] += 1
                     NODE.set(node)
+                    peer = peer_of(context.peer())
+                    self.traffic.called(peer)
                     if handler.response_streaming:
                         # Sent with the first message instead, a node that does not read it could
                         # not be sent a status.
                         await context.send_initial_metadata(())
-                    request = self._messages(messages, context, handler.request_deserializer)
+                    request = self._messages(messages, peer, handler.request_deserializer)
                     if handler.request_streaming:
                         return await method(request, context)
                     return await method(await _only(request), context)
@@ -283,11 +285,9 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     async def _messages(
         self,
         messages: AsyncIterable[bytes],
-        context: Context,
+        peer: Peer,
         parse: Callable[[bytes], object] | None,
     ) -> AsyncGenerator[object, None]:
-        peer = peer_of(context.peer())
-        self.traffic.called(peer)
         # Neither read to its end nor closed, a stream would be kept until Python's collector runs.
         async with aclosing(aiter(messages)) as received:  # type: ignore[type-var]
             async for message in received:
