@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import pytest
@@ -107,7 +108,7 @@ def test_many_refused_calls_are_one_line_of_the_log(
 def test_what_fails_in_the_server_is_not_told_to_nodes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails() -> bytes:
+    def fails(_known: object) -> NoReturn:
         raise LedgerError("/secret/folder/ledger.sqlite cannot be read")
 
     with site(tmp_path, USERS) as made, made.channel("four") as channel:
