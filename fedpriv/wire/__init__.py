@@ -29,7 +29,7 @@ __all__ = [
     "Receiver", "RoundId", "RoundOffer", "RunState", "Status", "SummedUpdates", "TaskDescription",
     "Welcome", "chunks", "decode_answer", "decode_hello", "decode_ledger_request", "decode_offer",
     "decode_receipt", "decode_round_id", "decode_status", "decode_welcome", "digest_of",
-    "encode_answer", "encode_hello", "encode_ledger_request", "encode_offer", "encode_receipt", "encode_round_id",
-    "encode_status", "encode_welcome", "layout_of_sums", "manifest_of", "model_of", "parse",
-    "pieces", "tensors_of",
+    "encode_answer", "encode_hello", "encode_ledger_request", "encode_offer", "encode_receipt",
+    "encode_round_id", "encode_status", "encode_welcome", "layout_of_sums", "manifest_of",
+    "model_of", "parse", "pieces", "tensors_of",
 ]
