@@ -27,7 +27,7 @@ from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.naming import NODE_KEY, NODE_URI, SERVICE, Address, check_node_name
+from fedpriv.wire.naming import NODE_KEY, NODE_URI, SERVICE, Address, check_node_name, read_key
 
 # Codes of calls that may succeed when they are tried again: RESOURCE_EXHAUSTED is a server that is
 # too busy or was called too often, INTERNAL for instance a stream that was reset.
@@ -42,6 +42,7 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", wire.NODE_RECEIVES_BYTES),
     ("grpc.max_send_message_length", wire.SERVER_RECEIVES_BYTES),
     ("grpc.max_reconnect_backoff_ms", 60_000),
+    *wire.UNCOMPRESSED,
 )
 
 _log = logging.getLogger(__name__)
@@ -102,8 +103,8 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
     if certificates is None:
         return Identity(check_node_name(str(node)))
     try:
-        names = ("ca.pem", "node.pem", "node.key")
-        ca, certificate, key = ((certificates / name).read_bytes() for name in names)
+        ca, certificate = ((certificates / name).read_bytes() for name in ("ca.pem", "node.pem"))
+        key = read_key(certificates / "node.key")
     except OSError as error:
         raise InvalidValueError(f"{error.filename} cannot be read: {error.strerror}") from error
     name, end = _name_and_end(certificates / "node.pem", certificate)

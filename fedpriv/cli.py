@@ -11,7 +11,14 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from fedpriv.errors import FedprivError, InvalidValueError, writing
+from fedpriv.errors import (
+    FedprivError,
+    InvalidValueError,
+    RunError,
+    lacks_room,
+    sentence_of,
+    writing,
+)
 from fedpriv.logs import one_line
 
 
@@ -283,23 +290,24 @@ for _entry in sorted(entry_points(group="fedpriv.commands")):
 
 
 def main() -> None:
-    """Run the command line; bad input is one sentence and exit code 2."""
+    """Run the command line; bad input is one sentence and exit code 2.
+
+    What may pass by itself is one sentence and exit code 1, such as a full disk.
+    """
     # Models and populations named package.module:function may lie in the working folder.
     sys.path.append(str(Path.cwd()))
     try:
         code = app(standalone_mode=False)
-    except FedprivError as error:
-        _refuse(str(error))
     except _UsageError as error:
         _refuse(error.format_message())
-    except OSError as error:  # of the system, as when a disk is full
-        _refuse(f"{error.filename or 'a file'} cannot be used: {error.strerror or error}")
+    except (FedprivError, OSError) as error:
+        _refuse(sentence_of(error), 1 if isinstance(error, RunError) or lacks_room(error) else 2)
     if code == _INTERRUPTED:
         typer.echo("interrupted; --resume goes on, and so does compare by itself", err=True)
     sys.exit(code)
 
 
-def _refuse(sentence: str) -> NoReturn:
+def _refuse(sentence: str, code: int = 2) -> NoReturn:
     if sentence:  # there is none where a command is missing and help was printed
         typer.echo(f"error: {one_line(' '.join(sentence.split()))}", err=True)
-    sys.exit(2)
+    sys.exit(code)

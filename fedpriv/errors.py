@@ -1,9 +1,20 @@
 """Every error that fedpriv raises on purpose: one sentence says what is wrong and what is legal."""
 
 import difflib
-from collections.abc import Iterable, Iterator
+import errno
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+_LONGEST_WAIT_SECONDS = 60.0
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT}
+_NO_ROOM_IN_SQLITE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN}
 
 
 class FedprivError(Exception):
@@ -54,6 +65,10 @@ class DeclinedError(FedprivError):
     """Too few nodes agreed to a round; its cohort was not drawn and nothing charged."""
 
 
+class RunError(FedprivError):
+    """A server's run ended for a reason that was not there when it began; it can be resumed."""
+
+
 class WorkerError(FedprivError):
     """A worker of a simulation does not do its part; nothing was charged for the round."""
 
@@ -77,3 +92,39 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InvalidValueError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def sentence_of(error: FedprivError | OSError) -> str:
+    """What an error says to the one who gave the command."""
+    if isinstance(error, OSError):
+        return f"{error.filename or 'a file'} cannot be used: {error.strerror or error}"
+    return str(error)
+
+
+def lacks_room(error: BaseException | None) -> bool:
+    """Whether an error comes of a full disk, or of too many open files; both may pass."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            return True
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _NO_ROOM_IN_SQLITE:
+            return True
+        error = error.__cause__
+    return False
+
+
+def with_room(write: Callable[[], _Result]) -> _Result:
+    """Write, and again and again while `lacks_room` holds, since what was spent must not be lost.
+
+    What fails must leave nothing, or what the next try replaces.
+    """
+    seconds = 1.0
+    while True:
+        try:
+            return write()
+        except (OSError, FedprivError) as error:
+            if not lacks_room(error):
+                raise
+            sentence = sentence_of(error)
+            _log.warning("%s; the run waits for room, and tries again in %g s", sentence, seconds)
+        time.sleep(seconds)
+        seconds = min(2.0 * seconds, _LONGEST_WAIT_SECONDS)

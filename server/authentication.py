@@ -1,13 +1,14 @@
 """Who is calling: where the server listens, how callers are known there, and what each may do.
 
-An interceptor lets no call reach a handler before its node is known; it also bounds how often a
-node may call, and how many calls it may have open.
+An interceptor reads nothing of a call, and lets it reach no handler, before its node is known; it
+also bounds how often a node may call, and how many calls it may have open.
 """
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,22 +21,26 @@ import grpc
 from cryptography import x509
 
 from fedpriv.config import FederationSection
-from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.report.records import Trouble
 from fedpriv.server.certificates import end_of, load_ca
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import SERVER, STRANGER, Monitor, Sites
-from fedpriv.wire.naming import NODE_KEY, Address, check_node_name
+from fedpriv.server.traffic import Peer, Traffic, peer_of
+from fedpriv.wire.naming import NODE_KEY, Address, check_node_name, read_key
 
 _log = logging.getLogger(__name__)
 NODE: ContextVar[str] = ContextVar("NODE")  # the node that the handler of a call speaks with
 _TOO_LONG = "it took too long, the node began another, or the round is over"
 _UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
+_FAILED = "the server failed; its log says why"
+_STRANGERS = ""  # who shares a rate limit without being a node
 _OPEN_CALLS = 16  # of one node; it needs two or three, and some that are lost without a word
+_REQUEST_SECONDS = 20.0  # for a request that is one small message
 
 Context: TypeAlias = grpc.aio.ServicerContext
-# A handler's implementation: takes the request, or an iterator of them, and the call's context.
-Method = Callable[[object, Context], Awaitable[object]]
+# What gRPC calls: takes the messages of a request as bytes, and the call's context.
+Method = Callable[[AsyncIterable[bytes], Context], Awaitable[object]]
 # Names the node behind a call, or raises UnknownPeerError.
 Identify = Callable[[Context], str]
 
@@ -140,9 +145,9 @@ def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
 def tls_credentials(folder: Path) -> grpc.ServerCredentials:
     """Credentials that show the server's certificate and demand one of every peer."""
     load_ca(folder / "ca.pem")
-    names = ("ca.pem", "server.pem", "server.key")
     try:
-        ca, certificate, key = ((folder / name).read_bytes() for name in names)
+        ca, certificate = ((folder / name).read_bytes() for name in ("ca.pem", "server.pem"))
+        key = read_key(folder / "server.key")
     except OSError as error:
         raise InvalidValueError(f"{error.filename} cannot be read: {error.strerror}") from error
     return grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
@@ -151,7 +156,8 @@ def tls_credentials(folder: Path) -> grpc.ServerCredentials:
 class RateLimit:
     """A token bucket per node: `per_minute` calls at once, and as many again in every minute.
 
-    Nodes are those of an enrolment, so the number of buckets is bounded.
+    Nodes are those of an enrolment, and all other callers together are one more, so the number of
+    buckets is bounded.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = monotonic) -> None:
@@ -172,17 +178,23 @@ class RateLimit:
 class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Checks the caller of every method of every service, then sets `NODE` and hands over.
 
+    gRPC reads a request that is one message before any of our code runs, and holds what came of it
+    however long it is said to be. So to gRPC all requests are streams, which only we read.
+
     Guarantees:
-        * No handler is entered by a caller whose certificate is expired, not enrolled or struck
-          off, whose node is not enrolled, who calls too often, or has too many calls open.
+        * No handler is entered, and nothing of a request is read, for a caller whose certificate
+          is expired, not enrolled or struck off, whose node is not enrolled, who calls too often,
+          or has too many calls open.
         * However many calls a node leaves open, their number and their memory are bounded.
-        * What a handler refuses, cannot parse or waits too long for ends its call with a status.
+        * What a handler refuses, cannot parse, waits too long for or fails at ends its call with a
+          status; of a failure, the caller is told nothing more.
     """
 
     identify: Identify
     enrolment: Enrolment
     rates: RateLimit
     monitor: Monitor
+    traffic: Traffic = field(default_factory=Traffic)
     _open: Counter[str] = field(default_factory=Counter)
     _ended: float = field(default_factory=monotonic)
 
@@ -207,34 +219,50 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:
-        """The handler of a method, behind the check."""
+        """The handler of a method, behind the check; to gRPC it takes a stream of bytes."""
         handler = await continuation(handler_call_details)
-        name = str(handler_call_details.method).rpartition("/")[2]
-        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
-            if method := getattr(handler, kind, None):
-                checked = self._checked(method, name, streaming=kind.endswith("_stream"))
-                return handler._replace(**{kind: checked})
-        return None
+        if handler is None:
+            return None
+        checked = self._checked(handler, str(handler_call_details.method).rpartition("/")[2])
+        streams = handler.response_streaming
+        kind = "stream_stream" if streams else "stream_unary"
+        made = getattr(grpc, f"{kind}_rpc_method_handler")
+        return made(checked, None, handler.response_serializer)
 
-    def _checked(self, method: Method, name: str, *, streaming: bool) -> Method:
-        async def checked(request: object, context: Context) -> object:
+    def _checked(self, handler: grpc.RpcMethodHandler, name: str) -> Method:
+        method = (handler.unary_unary or handler.unary_stream) or (
+            handler.stream_unary or handler.stream_stream
+        )
+
+        async def checked(messages: AsyncIterable[bytes], context: Context) -> object:
             began, node = monotonic(), None
             try:
                 try:
                     node = self._admitted(context)
                     self._open[node] += 1
                     NODE.set(node)
-                    if streaming:
+                    peer = peer_of(context.peer())
+                    self.traffic.called(peer)
+                    if handler.response_streaming:
                         # Sent with the first message instead, a node that does not read it could
                         # not be sent a status.
                         await context.send_initial_metadata(())
-                    return await method(request, context)
+                    request = self._messages(messages, peer, handler.request_deserializer)
+                    if handler.request_streaming:
+                        return await method(request, context)
+                    return await method(await _only(request), context)
                 except RefusedCallError as error:
                     refused = error.code, str(error)
                 except WireError as error:
                     refused = grpc.StatusCode.INVALID_ARGUMENT, str(error)
                 except TimeoutError:
                     refused = grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG
+                except (grpc.aio.InternalError, grpc.aio.AbortError):
+                    raise
+                except Exception as error:  # gRPC would tell the caller all of it, paths too
+                    told = f": {error}" if isinstance(error, FedprivError) else ""
+                    _log.exception("a call of %s failed%s", name, told)
+                    refused = grpc.StatusCode.INTERNAL, _FAILED
                 await _abort(context, *refused)
                 return None
             except grpc.aio.InternalError as error:
@@ -250,8 +278,27 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
 
         return checked
 
+    async def _messages(
+        self,
+        messages: AsyncIterable[bytes],
+        peer: Peer,
+        parse: Callable[[bytes], object] | None,
+    ) -> AsyncGenerator[object, None]:
+        # Neither read to its end nor closed, a stream would be kept until Python's collector runs.
+        async with aclosing(aiter(messages)) as received:  # type: ignore[type-var]
+            async for message in received:
+                self.traffic.read(peer, len(message))
+                yield message if parse is None else parse(message)
+
     def _admitted(self, context: Context) -> str:
-        node, code = self.known(context), grpc.StatusCode
+        code = grpc.StatusCode
+        try:
+            node = self.known(context)
+        except UnknownPeerError as error:
+            if not self.rates.admits(_STRANGERS):
+                sentence = "callers that are not known call too often"
+                raise RefusedCallError(code.RESOURCE_EXHAUSTED, sentence) from error
+            raise
         if node not in self.enrolment.users:
             self.monitor.add("refused_calls", 1, "enrolment")
             self.sites.trouble(STRANGER, Trouble.CALL, f"node {node!r} is not enrolled")
@@ -264,6 +311,14 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             self.sites.trouble(node, Trouble.CALL, busy)
             raise RefusedCallError(code.RESOURCE_EXHAUSTED, busy)
         return node
+
+
+async def _only(request: AsyncGenerator[object, None]) -> object:
+    """The one message of a request."""
+    async with aclosing(request), asyncio.timeout(_REQUEST_SECONDS):
+        async for message in request:
+            return message
+    raise WireError("the call has no message; it must have one")
 
 
 async def _abort(context: Context, code: grpc.StatusCode, sentence: str) -> None:

@@ -25,7 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 from fedpriv.errors import InvalidValueError, writing
 from fedpriv.server.enrolment import MALFORMED, fingerprint_of
 from fedpriv.training.rounds import write_atomically
-from fedpriv.wire.naming import NODE_URI, check_node_name
+from fedpriv.wire.naming import NODE_URI, check_node_name, read_key
 
 YEAR = timedelta(days=365)
 _AUTHORITY_LIFETIME = 10 * YEAR
@@ -119,7 +119,7 @@ def issue(
 def _opened(folder: Path) -> _Signed:
     path = folder / "authority"
     try:
-        content = (path / "ca.key").read_bytes()
+        content = read_key(path / "ca.key")
     except OSError as error:
         raise InvalidValueError(f"{folder} holds no authority: {error}") from error
     ca = load_ca(path / "ca.pem")

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,14 @@ from threadpoolctl import threadpool_limits
 
 from fedpriv.build import Experiment
 from fedpriv.config import FederationSection
-from fedpriv.errors import DeclinedError, InvalidValueError, StoppedError
+from fedpriv.errors import (
+    DeclinedError,
+    FedprivError,
+    InvalidValueError,
+    RunError,
+    StoppedError,
+    sentence_of,
+)
 from fedpriv.ledger import Ledger
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.run import Run, RunSetup, carry_out, released_text
@@ -29,6 +38,7 @@ from fedpriv.server.service import (
     Listener,
     Service,
     TransferLimits,
+    check_connections,
     listening,
     status_at_start,
 )
@@ -159,14 +169,21 @@ def serve(
     SIGTERM and SIGINT end it cleanly: a round that is collected is abandoned without a charge, one
     that is charged is released, and a checkpoint is written. A second one ends it at once. Unless
     told to leave, it goes on serving ledger and status after the run, except where too few nodes
-    agreed to a round. FedprivError: something is wrong with the input, or the run cannot go on.
+    agreed to a round. RunError: the run cannot go on, but may be resumed; any other FedprivError:
+    something is wrong with the input.
     """
+    _allow_many_files()
     setup = RunSetup.of(file, assignments, out, resume=resume)
     section = setup.config.federation
     if section is None:
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")
     endpoint = endpoint_of(section, insecure=insecure)
     enrolment = Enrolment.load(Path(section.enrolment))
+    check_connections(len(enrolment.nodes))
+    _check_free(endpoint.address, "federation.address")
+    if section.metrics_address is not None:
+        key = "federation.metrics_address"
+        _check_free(Address.parse(section.metrics_address, key), key)
     experiment = setup.on_nodes(section, enrolment.population_id, enrolment.population)
     console, asked, started = Console(), threading.Event(), []
     with ExitStack() as stack:
@@ -209,6 +226,24 @@ def serve(
     return stop
 
 
+def _allow_many_files() -> None:
+    """Let this process have as many open files, and so connections, as the system allows it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # where "no limit" is not a number that can be set
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _check_free(address: Address, key: str) -> None:
+    """Refuse an address that cannot be listened on, before anything is made."""
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        family, *_, where = found[0]
+        socket.create_server(where, family=family).close()
+    except OSError as error:
+        sentence = f"{key} is {address}, where the server cannot listen: {error.strerror}"
+        raise InvalidValueError(sentence) from error
+
+
 def _service(
     experiment: Experiment,
     section: FederationSection,
@@ -248,6 +283,9 @@ def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, ro
         if outcome.stop not in (Stop.ASKED, Stop.DECLINED):
             state, end = RunState.FINISHED, End.RUN_OVER
         return outcome
+    except (FedprivError, OSError) as error:
+        sentence = sentence_of(error)
+        raise RunError(f"{sentence}; the run ended, and --resume goes on with it") from error
     finally:
         publish(state=state)
         listener.call(lambda: service.connections.end_all(end))

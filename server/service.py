@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+import resource
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -56,6 +57,7 @@ _WATCH_SECONDS = 2.0
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", SERVER_RECEIVES_BYTES),
     ("grpc.max_send_message_length", NODE_RECEIVES_BYTES),
+    *wire.UNCOMPRESSED,
     ("grpc.max_metadata_size", 8192),
     ("grpc.max_concurrent_streams", 8),  # of one connection
     # What a node may send before it is read; without a bound, memory grows with nodes.
@@ -69,10 +71,12 @@ OPTIONS: Sequence[tuple[str, int]] = (
     # Nodes may ping as well, but not flood.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 3),
-    ("grpc.server_handshake_timeout_ms", 20_000),
-    ("grpc.max_connection_idle_ms", 300_000),  # of one without calls
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 60_000),  # of one without calls
     ("grpc.so_reuseport", 0),  # two servers on one port would each see half of the nodes
 )
+_MOST_CONNECTIONS = 8192  # of any peers; one that says nothing takes about 50 KiB for 10 seconds
+_OTHER_FILES = 256  # that stay free for the run's own files, and for all else
 Kind = TypeVar("Kind", bound=Message)
 Result = TypeVar("Result")
 Sent_co = TypeVar("Sent_co", bound=Message, covariant=True)
@@ -91,6 +95,23 @@ def status_at_start(
     budget, nodes, users = records.budget, len(enrolment.nodes), enrolment.population
     price = records.ledger.epsilon(budget), budget.epsilon, budget.delta
     return wire.Status(plan.run, 0, plan.rounds, *price, nodes, 0, users, wire.RunState.WAITING)
+
+
+def most_connections() -> int:
+    """How many connections a port may have, so that this process can still open files."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A name may have two addresses, and gRPC counts the connections of each.
+    return max(1, min(_MOST_CONNECTIONS, (files - _OTHER_FILES) // 2))
+
+
+def check_connections(nodes: int) -> None:
+    """Raise InvalidValueError if so many nodes could not be connected at once."""
+    if nodes > (most := most_connections()):
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise InvalidValueError(
+            f"{nodes} nodes are enrolled; the server takes {most} connections where a process may "
+            f"have {files} open files (ulimit -n, or LimitNOFILE= of systemd)"
+        )
 
 
 class Transfers:
@@ -471,6 +492,7 @@ def listening(
             return
         started.set_result(Listener(at, service, loop))
         stopping = loop.run_in_executor(None, stop.wait)
+        bounding = loop.run_in_executor(None, service.authentication.traffic.bound, at.port, stop)
         while not (await asyncio.wait({stopping}, timeout=_WATCH_SECONDS))[0]:
             if not await _accepts(at):
                 _log.error("gRPC stopped listening on %s; the server listens again", at)
@@ -482,6 +504,7 @@ def listening(
         await healthy.enter_graceful_shutdown()
         service.connections.end_all(End.SHUTTING_DOWN)
         await server.stop(_GRACE_SECONDS)
+        await bounding
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), name="fedpriv service")
     thread.start()
@@ -495,7 +518,8 @@ def listening(
 async def _bind(
     service: Service, credentials: grpc.ServerCredentials | None, address: Address
 ) -> tuple[grpc.aio.Server, health.aio.HealthServicer, Address]:
-    server = grpc.aio.server(interceptors=[service.authentication], options=OPTIONS)
+    options = (*OPTIONS, ("grpc.max_allowed_incoming_connections", most_connections()))
+    server = grpc.aio.server(interceptors=[service.authentication], options=options)
     server.add_generic_rpc_handlers((_generic_handler(service),))
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)

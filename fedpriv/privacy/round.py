@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError
+from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError, with_room
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent
 from fedpriv.ledger.ledger import Charge, Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
@@ -269,18 +269,20 @@ def private_round(
       and nothing released;
     * an empty cohort is charged and released like any other;
     * a round that was interrupted or is repeated is a new attempt: fresh cohort, noise and charge;
-    * where the records cannot be believed or written, LedgerError, and nothing is released.
+    * where the records cannot be believed or written, LedgerError, and nothing is released; where
+      there is no room to write, the round waits for it.
     """
     event = mechanism.event
     at = RoundAttempt(run, number, records.next_attempt(run, number))
     records.refuse_if_beyond(event, f"run {run}, round {number}")
     prepare(at)
     users = draw_cohort(mechanism, at, entropy)
-    commitment = records.participation.record(run, number, at.attempt, users)
+    record = records.participation.record
+    commitment = with_room(lambda: record(run, number, at.attempt, users))
     cohort = add_up(collect(at, users), mechanism.clipping, users.size)
     proposed = ProposedCharge(run, number, at.attempt, entropy.randomness, event, commitment)
-    charge = records.ledger.charge(proposed, records.budget)
-    records.participation.keep_head(records.ledger.head)
+    charge = with_room(lambda: records.ledger.charge(proposed, records.budget))
+    with_room(lambda: records.participation.keep_head(records.ledger.head))
     return Release(at.attempt, release(mechanism, at, cohort, charge, entropy), charge.hash)
 
 

@@ -122,12 +122,18 @@ def held(path: Path, what: str) -> Iterator[None]:
 
 
 def _append(path: Path, row: object, not_finite: Literal["constants", "null"]) -> None:
-    with naming(path), path.open("a+b") as file:
+    # Without a buffer, of which a part might be written when the file is closed.
+    with naming(path), path.open("a+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - 1, 0))
-        if file.read(1) not in (b"", b"\n"):
-            file.write(b"\n")
-        file.write(to_json(row, inf_nan_mode=not_finite) + b"\n")
+        end = b"" if file.read(1) in (b"", b"\n") else b"\n"
+        left = end + to_json(row, inf_nan_mode=not_finite) + b"\n"
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def _read(path: Path) -> Iterator[dict[str, object]]:

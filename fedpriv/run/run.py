@@ -35,7 +35,7 @@ from fedpriv.config import Config, FederationSection, load_config
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import load_population
 from fedpriv.engine.task import Task
-from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.errors import DataError, InvalidValueError, with_room
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import beside
@@ -283,8 +283,9 @@ def conduct(
 
     After each release its metrics are written, then the checkpoint, then `on_round` is called. So
     if every round has a checkpoint, a crash leaves at most one charged round in none. A resumed run
-    repeats the rounds since its last checkpoint as new attempts, with new charges. `clock` gives
-    the seconds that time the rounds of a simulation; it is None in a deployment.
+    repeats the rounds since its last checkpoint as new attempts, with new charges. Where there is
+    no room to write, the run waits for it. `clock` gives the seconds that time the rounds of a
+    simulation; it is None in a deployment.
     """
     plan, output = experiment.plan, experiment.config.output
 
@@ -292,7 +293,8 @@ def conduct(
         return evaluate(experiment.task, experiment.held_out, experiment.device, state.model)
 
     def keep() -> None:
-        save_checkpoint(folder.checkpoints, Checkpoint(state, plan.digest, records.ledger.head))
+        checkpoint = Checkpoint(state, plan.digest, records.ledger.head)
+        with_room(lambda: save_checkpoint(folder.checkpoints, checkpoint))
 
     rounds = train(plan, state, transport, records, experiment.entropy)
     while True:
@@ -307,13 +309,13 @@ def conduct(
         if state.round % output.evaluate_every == 0 or state.round == plan.rounds:
             loss, accuracy = measured()
             result = replace(result, loss=loss, accuracy=accuracy)
-        folder.append_metrics(asdict(result))
+        with_room(partial(folder.append_metrics, asdict(result)))
         if state.round % output.checkpoint_every == 0:
             keep()
         on_round(result)
     keep()
     tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
-    write_atomically(folder.model, save(tensors))
+    with_room(lambda: write_atomically(folder.model, save(tensors)))
     loss, accuracy = measured()
     return Run(folder.path, experiment.task, stop, state, accuracy, loss)
 

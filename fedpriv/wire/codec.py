@@ -16,6 +16,12 @@ from fedpriv.errors import InvalidValueError, WireError
 
 SERVER_RECEIVES_BYTES = 2**20 + 2**16  # of one message: a chunk, or the header of an answer
 NODE_RECEIVES_BYTES = 16 * 2**20  # of one message: an offer to 2^20 users
+# Options of gRPC for both sides: a small message must not become a very large one. By the first,
+# what is compressed is refused, at a node sometimes too late; by the second, it is never inflated.
+UNCOMPRESSED = (
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    ("grpc.per_message_decompression", 0),
+)
 _ENVELOPE_BYTES = 16  # for the tag and length of a message inside another
 MAX_USERS = 2**20
 MAX_NAME = 1024  # characters of any text that has no limit of its own

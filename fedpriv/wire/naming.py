@@ -4,6 +4,7 @@ import ipaddress
 import re
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from fedpriv.errors import InvalidValueError
@@ -23,6 +24,17 @@ def check_node_name(name: str) -> str:
             "'/', a leading '.', or a leading or trailing space"
         )
     return name
+
+
+def read_key(path: Path) -> bytes:
+    """A private key; InvalidValueError if others than its owner may read or write it."""
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise InvalidValueError(
+            f"{path} can be used by others than its owner (mode {mode:04o}); it must have mode "
+            f"0600, and if others may have read it, a new key is needed"
+        )
+    return path.read_bytes()
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,35 @@ def write_certificate(folder: Path, names: list[str], uris: list[str]) -> Path:
     pem = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     for name, content in (("ca.pem", b"ca"), ("node.pem", pem), ("node.key", private)):
+        (folder / name).touch(0o600)
         (folder / name).write_bytes(content)
     return folder
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
+def test_a_key_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> None:
+    (write_certificate(tmp_path, ["n"], []) / "node.key").chmod(mode)
+    sentence = rf"node\.key can be used by others than its owner \(mode {mode:04o}\)"
+    with pytest.raises(InvalidValueError, match=sentence):
+        identity_of(tmp_path, None)
+
+
+def test_what_a_server_compresses_is_not_inflated(certificates: tuple[object, Path]) -> None:
+    """A few kilobytes could be many megabytes, and gRPC inflates before it looks how many."""
+
+    async def compressed(tiny: TinyServer) -> None:
+        credentials, folder = certificates
+        async with (
+            serving(tiny, credentials, compression=grpc.Compression.Gzip) as port,
+            FederationStub.open(f"localhost:{port}", identity_of(folder, None)) as stub,
+        ):
+            await stub.status()
+
+    tiny = TinyServer()
+    for size in (2**20, 2**26):
+        tiny.status = bytes(size)
+        with pytest.raises((WireError, grpc.aio.AioRpcError), match=r"disabled|^\d{4} bytes are"):
+            asyncio.run(compressed(tiny))
 
 
 def test_a_certificate_says_who_a_node_is(certificates: tuple[object, Path]) -> None:

@@ -177,9 +177,10 @@ async def serving(
     credentials: grpc.ServerCredentials | None = None,
     port: int = 0,
     host: str = "127.0.0.1",
+    compression: grpc.Compression | None = None,
 ) -> AsyncIterator[int]:
     """Serve on loopback until the block is left; gives the port."""
-    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), compression=compression)
     methods = {
         "Connect": grpc.stream_stream_rpc_method_handler(
             tiny.connect, pb.FromNode.FromString, _written

@@ -100,19 +100,22 @@ class Site:
     def traps(self, name: str) -> Traps:
         return Traps(self.folder / "traps" / name)
 
-    def server(self, *arguments: str) -> AbstractContextManager[Program]:
+    def server(
+        self, *arguments: str, command: tuple[str, ...] = ()
+    ) -> AbstractContextManager[Program]:
         """`fedpriv serve` on the site's port; it waits for all nodes, and resumes its run."""
         nodes = len(list((self.folder / "users").iterdir()))
         given = (f"--set=federation.least_nodes={nodes}", "--resume", *arguments)
-        file, command = self.folder / "faults.toml", self._command("server")
-        return loopback.server(self.folder, file, *given, port=self.port, command=command)
+        file, runs = self.folder / "faults.toml", command or self.command("server")
+        return loopback.server(self.folder, file, *given, port=self.port, command=runs)
 
     def node(self, name: str, *arguments: str, port: int = 0) -> AbstractContextManager[Program]:
         """`fedpriv join`, at another port if one is given."""
-        command = self._command(name)
+        command = self.command(name)
         return loopback.node(self.folder, name, port or self.port, *arguments, command=command)
 
-    def _command(self, name: str) -> tuple[str, ...]:
+    def command(self, name: str) -> tuple[str, ...]:
+        """What runs as `fedpriv`, with the traps of a program."""
         return (sys.executable, str(_PROGRAM), str(self.traps(name).folder))
 
 
@@ -150,9 +153,9 @@ def ended(program: Program, code: int = 0) -> str:
     return program.text
 
 
-def refused(program: Program) -> str:
+def refused(program: Program, code: int = 2) -> str:
     """The one sentence of a program that cannot go on."""
-    *_, last = ended(program, 2).strip().splitlines()
+    *_, last = ended(program, code).strip().splitlines()
     assert last.startswith("error: "), program.text
     return last
 

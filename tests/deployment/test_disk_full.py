@@ -1,8 +1,10 @@
-"""A disk that is full when the server writes: it stops with one sentence, and goes on with room."""
+"""No room where the server writes: it waits for room, and what was charged is released."""
 
 import resource
+import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from io import RawIOBase
 from pathlib import Path
 from typing import NoReturn
@@ -11,7 +13,7 @@ import pytest
 
 from simulations.loopback import Program
 from tests.deployment.checking import check
-from tests.deployment.sites import Site, ended, refused
+from tests.deployment.sites import Site, ended, refused, until
 
 _LARGEST_FILE = 2048  # bytes: more than the server prints, less than it writes elsewhere
 # Where there is no room any more: what the sentence says, and what was charged and written down.
@@ -41,7 +43,7 @@ def test_a_file_that_cannot_grow(tmp_path: Path) -> None:
                 traps.await_caught(place, server)
                 limit_files(server)
                 traps.free(place)
-                assert sentence in refused(server)
+                assert sentence in refused(server, 1)
             charged, released = charged + charges, released + rows
             found = check(site)
             assert (found.charged, found.released, found.next_round) == (charged, released, 0)
@@ -84,22 +86,72 @@ def fill(disk: Path) -> Path:
     return filler
 
 
+PLACES = ("drawn", "summed", "charged", "released", "measured")
+
+
 @pytest.mark.slow
 def test_a_disk_that_is_full(tmp_path: Path, small_disk: Path) -> None:
     site = Site.lay_out(tmp_path, 287)
     traps = site.traps("server")
-    with site.node("node-1", "--once") as node:
-        for place, charged in (("drawn", 0), ("summed", 0), ("charged", 1), ("released", 2)):
+    with site.server("--exit") as server, site.node("node-1", "--once") as node:
+        for number, place in enumerate(PLACES):
             traps.arm(place)
-            with site.server() as server:
-                traps.await_caught(place, server)
-                filler = fill(small_disk)
-                traps.free(place)
-                assert "No space left" in refused(server) or "disk is full" in refused(server)
-            found = check(site)
-            assert (found.charged, found.next_round) == (charged, 0)
+            traps.await_caught(place, server)
+            filler = fill(small_disk)
+            traps.free(place)
+            until(lambda most=number: server.text.count("waits for room") > most, server)
+            assert "No space left" in server.text or "disk is full" in server.text
             filler.unlink()
-        with site.server("--exit") as server:
-            ended(server)
-            ended(node)
-    assert check(site).next_round == 6
+        ended(server)
+        ended(node)
+    found = check(site)
+    assert found.next_round == found.charged == found.released == 6
+
+
+def allow_files(program: Program, soft: int) -> int:
+    """How many descriptors a program may have from now on; returns how many it might have."""
+    pid = program.process.pid
+    before, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, most))
+    return before
+
+
+@pytest.mark.slow
+def test_no_descriptors_where_the_run_is_written(tmp_path: Path) -> None:
+    site = Site.lay_out(tmp_path, 287)
+    traps = site.traps("server")
+    with site.server("--exit") as server, site.node("node-1", "--once") as node:
+        for number, place in enumerate(("released", "measured")):
+            traps.arm(place)
+            traps.await_caught(place, server)
+            before = allow_files(server, 4)
+            traps.free(place)
+            until(lambda most=number: server.text.count("Too many open files") > most, server)
+            allow_files(server, before)
+        ended(server)
+        ended(node)
+    found = check(site)
+    assert found.next_round == found.charged == found.released == 6
+
+
+@pytest.mark.slow
+def test_strangers_who_connect_and_say_nothing(tmp_path: Path) -> None:
+    """They take all connections that a port may have, and the run goes on."""
+    site = Site.lay_out(tmp_path, 287)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    few = ("sh", "-c", 'ulimit -n 1024; exec "$@"', "sh", *site.command("server"))
+    with (
+        site.server("--exit", "--set=rounds=30", command=few) as server,
+        site.node("node-1", "--once") as node,
+        ExitStack() as stack,
+    ):
+        site.await_releases(1, server, node)
+        for _ in range(1500):
+            address = ("127.0.0.1", site.port)
+            stack.enter_context(socket.create_connection(address, timeout=20.0))
+        ended(server)
+        ended(node)
+        assert "Too many open files" not in server.text
+    found = check(site)
+    assert found.next_round == found.charged == found.released == 30

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.server.authentication import tls_credentials
 from fedpriv.server.certificates import YEAR, init, issue, issue_server, load_ca
 from fedpriv.server.enrolment import fingerprint_of
 
@@ -136,6 +137,18 @@ def test_an_authority_is_never_overwritten(folder: Path) -> None:
     with pytest.raises(InvalidValueError, match="cannot be made: File exists"):
         init(folder, HOSTS)
     assert ca_of(folder) == before
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
+def test_keys_that_others_can_use_are_refused(tmp_path: Path, mode: int) -> None:
+    init(tmp_path, ["localhost"])
+    sentence = rf"\.key can be used by others than its owner \(mode {mode:04o}\)"
+    (tmp_path / "authority" / "ca.key").chmod(mode)
+    with pytest.raises(InvalidValueError, match="ca" + sentence):
+        issue(tmp_path, "n")
+    (tmp_path / "server" / "server.key").chmod(mode)
+    with pytest.raises(InvalidValueError, match="server" + sentence):
+        tls_credentials(tmp_path / "server")
 
 
 @pytest.mark.parametrize("file", ["ca.key", "ca.pem"])

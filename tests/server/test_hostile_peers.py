@@ -1,0 +1,230 @@
+"""Peers that want the server's memory, its descriptors or its time: they get little of it."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NoReturn
+
+import grpc
+import pytest
+
+from fedpriv.errors import LedgerError
+from fedpriv.report.records import Trouble
+from fedpriv.server import service
+from fedpriv.server.traffic import Traffic, peer_of
+from tests.server.charged_server import ChargedServer, charged_server
+from tests.server.hostile_nodes import (
+    CALLS,
+    HEALTH,
+    PATIENCE,
+    SERVICE,
+    Flood,
+    encrypted,
+    first,
+    one,
+    plain,
+)
+from tests.server.loopback import site, strike, until
+
+USERS = {"four": ["4"], "five": ["5"]}
+MEBIBYTE = 2**20
+METHODS = [f"{HEALTH if name in ('Check', 'Watch') else SERVICE}{name}" for name in CALLS]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChargedServer]:
+    with charged_server(tmp_path_factory.mktemp("site"), USERS) as made:
+        strike(made.site.certs, "four")
+        with made.site.channel("five") as channel:  # what is loaded at the first call is no growth
+            assert isinstance(one(channel, SERVICE + "GetStatus"), bytes)
+        yield made
+
+
+def test_of_a_node_that_was_struck_off_nothing_is_read(server: ChargedServer) -> None:
+    before = server.resident_bytes
+    for method in METHODS:
+        with encrypted(server.site.port, server.site.certs, "four") as connection:
+            flood = Flood(connection, method)
+            flood.go_on(256 * MEBIBYTE)
+        assert flood.open == set()
+        assert flood.sent <= 4 * MEBIBYTE, method
+    assert server.resident_bytes - before < 32 * MEBIBYTE
+
+
+def test_a_message_that_does_not_end_ends_its_connection(server: ChargedServer) -> None:
+    for method in METHODS:
+        with encrypted(server.site.port, server.site.certs, "five") as connection:
+            flood = Flood(connection, method)
+            flood.go_on(48 * MEBIBYTE)
+        assert flood.open == set(), method
+    assert "make no message" in server.log
+    with server.site.channel("five") as channel:
+        assert isinstance(one(channel, SERVICE + "GetStatus"), bytes)
+
+
+@pytest.mark.parametrize("kind", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_a_message_that_is_compressed_is_not_inflated(
+    server: ChargedServer, kind: grpc.Compression
+) -> None:
+    before, bomb = server.resident_bytes, iter([bytes(512 * MEBIBYTE)])
+    bundle, options = server.site.certs / "nodes" / "five", [("grpc.max_send_message_length", -1)]
+    key, pem = ((bundle / f"node.{end}").read_bytes() for end in ("key", "pem"))
+    ca = (bundle / "ca.pem").read_bytes()
+    credentials = grpc.ssl_channel_credentials(ca, key, pem)
+    target = f"localhost:{server.site.port}"
+    with grpc.secure_channel(target, credentials, options, compression=kind) as channel:
+        upload = channel.stream_unary(SERVICE + "Upload")
+        with pytest.raises(grpc.RpcError) as caught:
+            upload(bomb, timeout=60.0)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert server.resident_bytes - before < 32 * MEBIBYTE
+
+
+def test_callers_that_are_not_known_may_not_call_often_either(tmp_path: Path) -> None:
+    with site(tmp_path, USERS, calls_per_minute=3) as made:
+        strike(made.certs, "four")
+        with made.channel("four") as channel:
+            found = [one(channel, SERVICE + "GetStatus") for _ in range(6)]
+        refused, often = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert found == [refused] * 3 + [often] * 3
+        with made.channel("five") as channel:
+            assert isinstance(one(channel, SERVICE + "GetStatus"), bytes)
+
+
+def test_many_refused_calls_are_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with site(tmp_path, USERS) as made:
+        strike(made.certs, "four")
+        with made.channel("four") as channel:
+            for _ in range(20):
+                one(channel, SERVICE + "GetStatus")
+    lines = [r for r in caplog.records if getattr(r, "what", "") == Trouble.CALL]
+    assert len(lines) == 1
+    assert "struck off" in lines[0].getMessage()
+
+
+def test_what_fails_in_the_server_is_not_told_to_nodes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_known: object) -> NoReturn:
+        raise LedgerError("/secret/folder/ledger.sqlite cannot be read")
+
+    with site(tmp_path, USERS) as made, made.channel("four") as channel:
+        made.server.service.ledger = fails
+        with pytest.raises(grpc.RpcError) as caught:
+            list(channel.unary_stream(SERVICE + "FetchLedger")(b"", timeout=PATIENCE))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in caught.value.details()
+    assert "/secret/folder/ledger.sqlite cannot be read" in caplog.text
+
+
+def test_connections_are_bounded_and_silent_ones_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_MOST_CONNECTIONS", 10)
+    with site(tmp_path, USERS) as made, ExitStack() as stack:
+        port = made.server.address.port
+        silent = [stack.enter_context(plain(port)) for _ in range(10)]
+        with made.channel("four") as channel:
+            assert one(channel, SERVICE + "GetStatus") is grpc.StatusCode.UNAVAILABLE
+        for connection in silent:
+            connection.close()
+        with made.channel("four") as channel:
+            until(lambda: isinstance(first(channel, SERVICE + "FetchLedger"), bytes))
+
+
+class TestTraffic:
+    """Traffic, on connections of the test's own."""
+
+    @pytest.fixture
+    def ends(self) -> Iterator[tuple[socket.socket, socket.socket]]:
+        """Both ends of a connection: the peer's, and the one that came to our port."""
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            socket.create_connection(listener.getsockname()) as peer,
+            listener.accept()[0] as ours,
+        ):
+            peer.settimeout(PATIENCE)
+            yield peer, ours
+
+    def passed(self, ends: tuple[socket.socket, socket.socket], size: int) -> None:
+        peer, ours = ends
+        sending = threading.Thread(target=lambda: suppressed(peer, size))
+        sending.start()
+        left = size
+        while left and (data := ours.recv(min(left, MEBIBYTE))):
+            left -= len(data)
+        sending.join()
+
+    def test_what_handlers_were_given_does_not_count(
+        self, ends: tuple[socket.socket, socket.socket]
+    ) -> None:
+        traffic, (peer, ours) = Traffic(), ends
+        port, name = ours.getsockname()[1], "ipv4:{}:{}".format(*peer.getsockname())
+        for _ in range(16):
+            self.passed(ends, 4 * MEBIBYTE)
+            traffic.read(peer_of(name), 4 * MEBIBYTE)
+            traffic.shut_excessive(port)
+        ours.sendall(b"x")
+        assert peer.recv(1) == b"x"
+
+    def test_what_they_were_not_given_ends_the_connection_and_no_other(
+        self, ends: tuple[socket.socket, socket.socket]
+    ) -> None:
+        traffic, (peer, ours) = Traffic(), ends
+        port = ours.getsockname()[1]
+        for _ in range(5):
+            self.passed(ends, 4 * MEBIBYTE)
+            traffic.shut_excessive(port)
+        assert peer.recv(1) == b""
+
+    def test_what_was_given_is_not_saved_up(
+        self, ends: tuple[socket.socket, socket.socket]
+    ) -> None:
+        traffic, (peer, ours) = Traffic(), ends
+        port, name = ours.getsockname()[1], "ipv4:{}:{}".format(*peer.getsockname())
+        traffic.read(peer_of(name), 64 * MEBIBYTE)
+        traffic.shut_excessive(port)
+        self.passed(ends, 20 * MEBIBYTE)
+        traffic.shut_excessive(port)
+        assert peer.recv(1) == b""
+
+
+@pytest.mark.parametrize("let_in", [True, False])
+def test_a_connection_lasts_if_a_call_was_let_in(
+    let_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traffic = Traffic()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname(), timeout=PATIENCE) as peer,
+        listener.accept()[0] as ours,
+    ):
+        if let_in:
+            traffic.called(peer_of("ipv4:{}:{}".format(*peer.getsockname())))
+        monkeypatch.setattr("fedpriv.server.traffic._STRANGER_SECONDS", -1.0)
+        traffic.shut_excessive(ours.getsockname()[1])
+        with suppress(BrokenPipeError):
+            ours.sendall(b"x")
+        assert peer.recv(1) == (b"x" if let_in else b"")
+
+
+def suppressed(peer: socket.socket, size: int) -> None:
+    with suppress(OSError):
+        peer.sendall(bytes(size))
+
+
+@pytest.mark.parametrize(
+    ("name", "peer"),
+    [
+        ("ipv4:192.0.2.7:4711", ("192.0.2.7", 4711)),
+        ("ipv6:%5B2001:db8::7%5D:4711", ("2001:db8::7", 4711)),
+        ("ipv6:[::ffff:192.0.2.7]:4711", ("192.0.2.7", 4711)),
+        ("ipv6:%5Bfe80::1%25lo%5D:4711", ("fe80::1", 4711)),
+    ],
+)
+def test_peers_by_the_names_that_grpc_gives_them(name: str, peer: tuple[str, int]) -> None:
+    assert peer_of(name) == peer

@@ -1,0 +1,148 @@
+"""What a server refuses before it makes anything, and with which exit code it ends."""
+
+import errno
+import resource
+import socket
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedpriv import cli, errors
+from fedpriv.errors import InvalidValueError, LedgerError, RunError, lacks_room, with_room
+from fedpriv.server import service
+from fedpriv.server.deployment import serve
+
+EXPERIMENT = """
+name = "refused"
+rounds = 1
+data = {{ name = "digits", options = {{ users = 4 }} }}
+model = {{ name = "softmax" }}
+local = {{ learning_rate = 0.5, epochs = 1, max_examples = 20 }}
+clipping = {{ norm = 0.5 }}
+privacy = {{ sampling_probability = 0.5, epsilon = 100.0, delta = 1e-3, noise_multiplier = 4.0 }}
+federation = {{ enrolment = "{folder}/enrolment.toml" }}
+"""
+ENROLMENT = """
+population = "8a6f0d3c51e94b7f9c2e1d5a7b40f863"
+nodes.a.users = ["0", "1"]
+nodes.b.users = ["2", "3"]
+"""
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    (tmp_path / "enrolment.toml").write_text(ENROLMENT)
+    (tmp_path / "experiment.toml").write_text(EXPERIMENT.format(folder=tmp_path))
+    return tmp_path / "experiment.toml"
+
+
+def refused(experiment: Path, *assignments: str) -> str:
+    """Why a server does not start; it makes nothing."""
+    before = set(experiment.parent.iterdir())
+    given, out = list(assignments), experiment.parent / "run"
+    with pytest.raises(InvalidValueError) as caught:
+        serve(experiment, given, out, resume=True, insecure=True, leave=True)
+    assert set(experiment.parent.iterdir()) == before
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["address", "metrics_address"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_port_that_is_taken(experiment: Path, key: str, host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"{host}:{other.getsockname()[1]}"
+        free = () if key == "address" else ("federation.address=127.0.0.1:0",)
+        sentence = refused(experiment, *free, f"federation.{key}={address}")
+    reason = "where the server cannot listen: Address already in use"
+    assert sentence.startswith(f"federation.{key} is {address}, {reason}")
+
+
+def test_more_nodes_than_there_can_be_connections(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_MOST_CONNECTIONS", 1)
+    sentence = refused(experiment, "federation.address=127.0.0.1:0")
+    assert sentence.startswith("2 nodes are enrolled; the server takes 1 connections")
+
+
+def test_the_server_takes_as_many_descriptors_as_it_may(experiment: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
+        refused(experiment, "federation.address=192.0.2.7:1")
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def no_file() -> None:
+    raise OSError(errno.EMFILE, "Too many open files", "metrics.jsonl")
+
+
+def no_disk() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "round-000001.safetensors")
+
+
+def no_page() -> None:
+    """As SQLite says it, in a file that may not grow."""
+    with sqlite3.connect(":memory:") as connection:
+        connection.execute("PRAGMA max_page_count = 2")
+        try:
+            for name in "abc":
+                connection.execute(f"CREATE TABLE {name} (x)")
+        except sqlite3.Error as error:
+            raise LedgerError(f"the ledger cannot be extended: {error}") from error
+
+
+def no_permission() -> None:
+    raise PermissionError(errno.EACCES, "Permission denied", "metrics.jsonl")
+
+
+def damaged() -> None:
+    raise LedgerError("the ledger is broken")
+
+
+PASSING, STAYING = [no_file, no_disk, no_page], [no_permission, damaged]
+
+
+@pytest.mark.parametrize("failing", PASSING)
+def test_what_lacks_room_is_written_again_until_there_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: Callable[[], None]
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(errors.time, "sleep", waits.append)
+
+    def write() -> str:
+        if len(waits) < 9:
+            failing()
+        return "written"
+
+    assert with_room(write) == "written"
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 9
+
+
+@pytest.mark.parametrize("failing", STAYING)
+def test_what_fails_for_another_reason_is_not(failing: Callable[[], None]) -> None:
+    with pytest.raises((OSError, LedgerError)) as caught:
+        with_room(failing)
+    assert not lacks_room(caught.value)
+
+
+def of_a_run() -> None:
+    raise RunError("the ledger was moved")
+
+
+@pytest.mark.parametrize(
+    ("failing", "code"),
+    [(failing, 1) for failing in [*PASSING, of_a_run]] + [(failing, 2) for failing in STAYING],
+)
+def test_what_may_pass_ends_with_code_1_and_what_a_person_must_mend_with_2(
+    monkeypatch: pytest.MonkeyPatch, failing: Callable[[], None], code: int
+) -> None:
+    monkeypatch.setattr(cli, "app", lambda **_: failing())
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == code
