@@ -17,6 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
 from fedpriv.clients import status as status_module
+from fedpriv.server.certificates import issue
 from fedpriv.wire import RunState, Status, encode_status
 from fedpriv.wire import federation_pb2 as pb
 from tests.commandline import fedpriv, printed, refused
@@ -84,11 +85,20 @@ def test_certificates_are_made_and_it_is_said_where_they_go(tmp_path: Path) -> N
     said = printed("certs", "init", "localhost", "127.0.0.1", cwd=tmp_path)
     assert "certs/server: belongs on the server" in said
     assert "certs/authority: keep it" in said
-    said = printed("certs", "issue", "hospital-a", "--days", "30", cwd=tmp_path)
-    pem = (tmp_path / "certs" / "nodes" / "hospital-a" / "node.pem").read_bytes()
+    site = tmp_path / "site"
+    site.mkdir()
+    bundle = "certs/nodes/hospital-a"
+    assert printed("certs", "request", "hospital-a", cwd=site) == (
+        f"{bundle}/node.key: stays here; no other machine needs it\n"
+        f"{bundle}/node.csr: send it to the authority, for fedpriv certs sign\n"
+    )
+    request = site / bundle / "node.csr"
+    said = printed("certs", "sign", request, "--days", "30", cwd=tmp_path)
+    pem = (tmp_path / bundle / "node.pem").read_bytes()
     certificate = x509.load_pem_x509_certificate(pem)
     assert said == (
-        "certs/nodes/hospital-a: move it to the node, for --certificates; it is valid for 30 days\n"
+        f"{bundle}: send ca.pem and node.pem to 'hospital-a', beside its node.key; valid for 30 "
+        "days\n"
         "the server's enrolment, at node 'hospital-a': "
         f'certificate = "{certificate.fingerprint(hashes.SHA256()).hex()}"\n'
     )
@@ -99,7 +109,7 @@ def test_certificates_are_made_and_it_is_said_where_they_go(tmp_path: Path) -> N
 def test_the_servers_certificate_is_renewed_in_any_folder(tmp_path: Path) -> None:
     folder = ["--folder", tmp_path / "mine"]
     printed("certs", "init", "localhost", *folder)
-    printed("certs", "issue", "n", *folder)
+    issue(tmp_path / "mine", "n")
     before = (tmp_path / "mine" / "server" / "server.pem").read_bytes()
     said = printed("certs", "server", "fl.example.org", *folder)
     after = (tmp_path / "mine" / "server" / "server.pem").read_bytes()
@@ -117,10 +127,10 @@ def test_the_servers_certificate_is_renewed_in_any_folder(tmp_path: Path) -> Non
     [
         (["init"], "Missing argument"),
         (["init", "a:80"], "host 'a:80' is neither"),
-        (["issue", "n"], "certs holds no authority"),
-        (["issue", "n", "--days", "0"], "--days"),
-        (["issue", "n", "--days", "4000"], "--days"),
-        (["issue", "../n"], "the name of a node is '../n'"),
+        (["request", "../n"], "the name of a node is '../n'"),
+        (["sign", "n.csr"], "n.csr cannot be read"),
+        (["sign", "n.csr", "--days", "0"], "--days"),
+        (["sign", "n.csr", "--days", "4000"], "--days"),
         (["server", "localhost"], "certs holds no authority"),
     ],
     ids=" ".join,
@@ -134,12 +144,12 @@ def test_what_cannot_be_made_is_refused(
 
 def test_a_name_that_goes_to_a_terminal_is_printable(tmp_path: Path) -> None:
     printed("certs", "init", "localhost", cwd=tmp_path)
-    assert "\x1b" not in refused("certs", "issue", "\x1b[2Kn", cwd=tmp_path)
+    assert "\x1b" not in refused("certs", "request", "\x1b[2Kn", cwd=tmp_path)
 
 
 def test_status_over_tls_is_a_table(tmp_path: Path) -> None:
     printed("certs", "init", "127.0.0.1", cwd=tmp_path)
-    printed("certs", "issue", "n", cwd=tmp_path)
+    issue(tmp_path / "certs", "n")
     bundle = tmp_path / "certs" / "nodes" / "n"
     with serving(Standing(encode_status(STATUS)), tmp_path / "certs") as server:
         text = printed("status", "--server", server, "--certificates", bundle)
@@ -376,4 +386,4 @@ def test_every_command_says_what_it_is_for() -> None:
     text = fedpriv("--help").stdout
     assert all(f" {command} " in text for command in ("serve", "join", "status", "certs"))
     text = fedpriv("certs", "--help").stdout
-    assert all(f" {command} " in text for command in ("init", "issue", "server"))
+    assert all(f" {command} " in text for command in ("init", "request", "sign", "server"))
