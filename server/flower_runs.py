@@ -7,7 +7,6 @@ users' data. Otherwise they are workers among which the configured population is
 import logging
 import queue
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -23,7 +22,15 @@ from rich.console import Console
 
 from fedpriv import wire
 from fedpriv.build import Experiment, simulated
-from fedpriv.config import Count, FederationSection, Section, checked
+from fedpriv.config import (
+    Count,
+    FederationSection,
+    Section,
+    checked,
+    config_of,
+    parse_toml,
+    spelled_out,
+)
 from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
 from fedpriv.logs import LogFormat, configure, one_line
@@ -383,14 +390,15 @@ class RunConfig(Section):
             raise InvalidValueError("run config: resume is true; out must then be given")
         assignments = [part.strip() for part in self.set.split(";") if part.strip()]
         out = Path(self.out) if self.out else None
-        with tempfile.TemporaryDirectory() as folder:
-            if "\n" in self.experiment:
-                file = Path(folder) / "experiment.toml"
-                file.write_text(self.experiment, encoding="utf-8")
-            else:  # Flower puts the folder of the app in front of the import path
-                found = (Path(place) / self.experiment for place in sys.path)
-                file = next((path for path in found if path.is_file()), Path(self.experiment))
-            return RunSetup.of(file, assignments, out, resume=self.resume)
+        if "\n" in self.experiment:
+            source = "run config: experiment"
+            table = spelled_out(parse_toml(self.experiment, source))
+            config = config_of(table, source, assignments)
+            return RunSetup.at(config, out, resume=self.resume)
+        # Flower puts the folder of the app in front of the import path.
+        found = (Path(place) / self.experiment for place in sys.path)
+        file = next((path for path in found if path.is_file()), Path(self.experiment))
+        return RunSetup.of(file, assignments, out, resume=self.resume)
 
 
 app = ServerApp()

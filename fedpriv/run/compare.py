@@ -209,7 +209,7 @@ def _complete(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with held(folder, f"{folder} holds a study"):
-        write_atomically(folder / STUDY, study_toml(study).encode())
+        write_atomically(folder / STUDY, study_toml(study, folder).encode())
         try:
             with _progress(study, folder, finished, console) as show, closing(runs):
                 for ended in runs:

@@ -30,7 +30,7 @@ from torch.func import functional_call
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
 from fedpriv.build import Experiment, HeldOut, build
-from fedpriv.config import Config, FederationSection, load_config
+from fedpriv.config import Config, FederationSection, for_folder, load_config
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import load_population
 from fedpriv.engine.task import Task
@@ -140,7 +140,8 @@ class RunSetup:
         self.folder.create()
         # The plan last: a folder that has it holds a run, and then has the digest too.
         write_atomically(self.folder.plan_digest, f"{experiment.plan.digest}\n".encode())
-        write_atomically(self.folder.plan, _resolved_plan(experiment).encode())
+        plan = _resolved_plan(experiment, self.folder.path)
+        write_atomically(self.folder.plan, plan.encode())
 
     def refuse_other_plan(self, plan: TrainingPlan) -> None:
         """Refuse to resume with another plan than the run began with, however far it has come."""
@@ -153,8 +154,8 @@ class RunSetup:
             )
 
 
-def _resolved_plan(experiment: Experiment) -> str:
-    """Configuration as it was run, under a head of facts; it can be run again."""
+def _resolved_plan(experiment: Experiment, folder: Path) -> str:
+    """Configuration as it was run, for a file in the folder, under a head of facts."""
     plan = experiment.plan
     facts = {
         "population": plan.population,
@@ -167,7 +168,8 @@ def _resolved_plan(experiment: Experiment) -> str:
         stated = f"clipping norm {query.clipping_norm:g}, noise stddev {query.noise_stddev:g}"
         facts[f"group {query.group}"] = stated
     head = "".join(f"# {name}: {value}\n" for name, value in facts.items())
-    return head + tomli_w.dumps(experiment.config.model_dump(exclude_none=True))
+    table = experiment.config.model_dump(exclude_none=True)
+    return head + tomli_w.dumps(for_folder(folder, table))
 
 
 def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
