@@ -405,7 +405,7 @@ class Config(Section):
     rounds: Count
     run: Name | None = None  # in the ledger; made up from the name if absent
     seed: Seed | None = None  # no guarantee holds against those who know it
-    data: DataSection
+    data: DataSection | None = None  # needed where users are simulated
     model: ModelSection
     local: LocalSection
     privacy: PrivacySection
@@ -424,6 +424,13 @@ class Config(Section):
         """The configuration with another noise multiplier."""
         privacy = self.privacy.model_copy(update={"noise_multiplier": noise_multiplier})
         return self.model_copy(update={"privacy": privacy})
+
+    @property
+    def simulated_data(self) -> DataSection:
+        """The section `data`; InvalidValueError if it is absent."""
+        if self.data is None:
+            raise InvalidValueError("key data is absent; it names the users to simulate")
+        return self.data
 
     def mechanism(self) -> Mechanism:
         """The mechanism, not calibrated yet."""

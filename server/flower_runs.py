@@ -357,7 +357,7 @@ class GridSimulation:
         not do its part.
         """
         plan, config, workers = self.experiment.plan, self.experiment.config, self.workers
-        data, engine = config.data, config.engine
+        data, engine = config.simulated_data, config.engine
         trained = engine.device, engine.chunk_mebibytes, engine.activations
         loaded = {flower.SIMULATED: flower.Simulated(data.name, data.options, *trained).encode()}
         present = simulated_workers(grid, plan.population, self.users, workers, loaded, stopping)

@@ -17,7 +17,7 @@ from functools import lru_cache
 from multiprocessing.connection import wait
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from rich.console import Console
@@ -268,7 +268,7 @@ def calibrated(study: Study) -> dict[tuple[Arm, Target], float]:
     for arm, target in itertools.product(study.arms, study.targets):
         config = study.config_of(Cell(arm, target, study.seeds[0]))
         with _naming_arm(arm.name):
-            population = _loaded(config.data.model_dump_json())
+            population = _loaded(config.simulated_data.model_dump_json())
             experiment, _ = on_population(config, str(config.run), population)
         noise[arm, target] = experiment.plan.noise_multiplier
     _loaded.cache_clear()
@@ -329,7 +329,7 @@ def _result(
         noise_multiplier=plan.noise_multiplier,
         epsilon=rounds[-1].epsilon,
         accuracy=outcome.accuracy,
-        loss=outcome.loss,
+        loss=cast(float, outcome.loss),  # populations have held-out rows
         evaluations=tuple((row.number, row.accuracy) for row in rounds if row.accuracy is not None),
         clipping_norms=rounds[-1].clipping_norms,
         noise_stddevs={query.group: query.noise_stddev for query in queries},

@@ -178,9 +178,10 @@ def _resolved_plan(experiment: Experiment, folder: Path) -> str:
 
 
 def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
-    """Rows of no enrolled user: those of `federation.held_out`, or of the configured data."""
+    """Rows of no enrolled user: those of `federation.held_out`, else of `data`, if there is any."""
     if section.held_out is None:
-        return load_population(config.data.name, config.data.options).test
+        data = config.data
+        return {} if data is None else load_population(data.name, data.options).test
     rows = read_npz(Path(section.held_out))
     counts = {len(array) for array in rows.values()}
     if len(counts) != 1 or 0 in counts:
@@ -195,7 +196,7 @@ def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
 class Run:
     """A run that has ended; everything in it is also in its folder.
 
-    Accuracy and mean loss are those of the last model on the held-out rows.
+    Accuracy and mean loss are those of the last model on the held-out rows, if there are any.
     """
 
     folder: Path  # of plan, ledger, metrics, checkpoints and model
@@ -203,7 +204,7 @@ class Run:
     stop: Stop  # why it ended
     state: ServerState  # at the end, all of it released
     accuracy: float | None  # None if targets are not classes
-    loss: float
+    loss: float | None
 
     @cached_property
     def rounds(self) -> tuple[RoundResult, ...]:
@@ -289,7 +290,9 @@ def conduct(
     """
     plan, output = experiment.plan, experiment.config.output
 
-    def measured() -> tuple[float, float | None]:
+    def measured() -> tuple[float | None, float | None]:
+        if not experiment.held_out:
+            return None, None
         return evaluate(experiment.task, experiment.held_out, experiment.device, state.model)
 
     def keep() -> None:
@@ -455,7 +458,8 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
     of_run = [charge.event for charge in charges if charge.run == plan.run]
     loss = epsilon_of(spent, privacy.delta, privacy.accountant)
     rows = [] if run.accuracy is None else [("accuracy on held-out rows", f"{run.accuracy:.2%}")]
-    rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
+    if run.loss is not None:
+        rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
     private = run.rounds[-1].metrics_text if run.rounds else ()
     rows += [("private metric before the last round", text) for text in private]
     rows.append(("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})"))

@@ -25,6 +25,14 @@ def check_node_name(name: str) -> str:
     return name
 
 
+def check_user_id(text: str) -> str:
+    """Return an id that a user can have in an enrolment."""
+    if not text or not text.isprintable() or text != text.strip():
+        legal = "an id must be one printable line without spaces at its ends"
+        raise InvalidValueError(f"{text!r}; {legal}")
+    return text
+
+
 @dataclass(frozen=True)
 class Address:
     """A DNS name or IP address, without brackets, and a port; a server at port 0 takes any."""
