@@ -15,6 +15,7 @@ from urllib.parse import quote, unquote
 import grpc
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.x509.oid import NameOID
 from google.protobuf.message import Message
 
@@ -104,6 +105,17 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
         raise InvalidValueError(f"{error.filename} cannot be read: {error.strerror}") from error
     name = _name_in(certificates / "node.pem", certificate)
     return Identity(name, grpc.ssl_channel_credentials(ca, key, certificate))
+
+
+def enrolled_as(certificates: Path) -> tuple[str, str]:
+    """Name of the node whose folder of certificates it is, and the fingerprint to enrol."""
+    path = certificates / "node.pem"
+    try:
+        pem = path.read_bytes()
+    except OSError as error:
+        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
+    name, certificate = _name_in(path, pem), x509.load_pem_x509_certificate(pem)
+    return name, certificate.fingerprint(SHA256()).hex()
 
 
 def _name_in(path: Path, pem: bytes) -> str:

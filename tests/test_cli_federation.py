@@ -12,12 +12,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
 from fedpriv.clients import status as status_module
-from fedpriv.server.certificates import issue
+from fedpriv.errors import InvalidValueError
+from fedpriv.server.certificates import init, issue
+from fedpriv.server.enrolment import Enrolment
 from fedpriv.wire import RunState, Status, encode_status
 from fedpriv.wire import federation_pb2 as pb
 from tests.commandline import fedpriv, printed, refused
@@ -336,7 +339,7 @@ def test_join_passes_its_options_on() -> None:
     host = {"users": "u", "device": "auto", "chunk_mebibytes": 128, "activations": "float32"}
     assert settings == dict.fromkeys(["certificates", "consent", "state"]) | {
         "server": "localhost:1",
-        "host": host | dict.fromkeys(["memory_mebibytes", "seconds", "processes"]),
+        "host": host | dict.fromkeys(["memory_mebibytes", "seconds", "processes", "id_key"]),
         "node": "n",
         "verify_ledger": False,
         "trusted": [],
@@ -346,7 +349,7 @@ def test_join_passes_its_options_on() -> None:
     options = (
         "--server [::1]:7443 --users a.b:c --certificates c --consent t.toml --verify-ledger "
         "--state s --trust a:f --trust b:g --device cpu --memory 512 --seconds 1.5 --once "
-        "--activations bfloat16 --processes 3 "
+        "--activations bfloat16 --processes 3 --id-key k "
         "--log-format json"
     )
     (settings,), _, formatter = passed_on(module, "join", *options.split())
@@ -360,6 +363,7 @@ def test_join_passes_its_options_on() -> None:
             "seconds": 1.5,
             "activations": "bfloat16",
             "processes": 3,
+            "id_key": "k",
         },
         "certificates": "c",
         "node": None,
@@ -387,3 +391,51 @@ def test_every_command_says_what_it_is_for() -> None:
     assert all(f" {command} " in text for command in ("serve", "join", "status", "certs"))
     text = fedpriv("certs", "--help").stdout
     assert all(f" {command} " in text for command in ("init", "request", "sign", "server"))
+
+
+def write_users(path: Path, *ids: str) -> Path:
+    x = np.zeros((len(ids), 2), np.float32)
+    np.savez(path, x=x, y=np.zeros(len(ids), np.int64), user_id=np.array(ids))
+    return path
+
+
+def test_a_person_at_two_sites_is_found_by_keyed_ids(tmp_path: Path) -> None:
+    key = tmp_path / "id.key"
+    assert "never to the server" in printed("id-key", key)
+    init(tmp_path / "certs", ["localhost"])
+    pieces = []
+    for node, ids in (("a", ["ann", "bob"]), ("b", ["Eve", "ANN"])):
+        bundle = issue(tmp_path / "certs", node)
+        users = write_users(tmp_path / f"{node}.npz", *ids)
+        given = ("--certificates", bundle.folder, "--id-key", key)
+        pieces.append(printed("enrol", users, *given))
+        assert bundle.fingerprint in pieces[-1]
+        assert not any(one in pieces[-1].lower() for one in ("ann", "bob", "eve"))
+    file = tmp_path / "enrolment.toml"
+    for served in ([pieces[0]], pieces):
+        file.write_text(f'population = "{"5f" * 16}"\n' + "".join(served), encoding="utf-8")
+        if len(served) == 1:
+            assert Enrolment.load(file).population == 2
+    with pytest.raises(InvalidValueError, match="who is enrolled at node 'a' already"):
+        Enrolment.load(file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "Missing argument"),
+        (["u.npz"], "there are 1 DATA, 0 --certificates and 0 --node"),
+        (["u.npz", "--node", "a", "--node", "b"], "there are 1 DATA, 0 --certificates and 2"),
+        (["u.npz", "--node", "a/b"], "the name of a node is 'a/b'"),
+        (["none.npz", "--node", "a"], "users 'none.npz' do not exist"),
+        (["u.npz", "--certificates", "none"], "none/node.pem cannot be read"),
+        (["u.npz", "u.npz", "--node", "a", "--node", "b"], "as one of 2 users of both"),
+        (["u.npz", "--node", "a", "--id-key", "none"], "none cannot be read"),
+    ],
+    ids=" ".join,
+)
+def test_an_enrolment_that_cannot_be_is_one_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path
+) -> None:
+    write_users(tmp_path / "u.npz", "ann", "bob")
+    assert sentence in refused("enrol", *arguments, cwd=tmp_path)

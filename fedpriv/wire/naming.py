@@ -25,11 +25,11 @@ def check_node_name(name: str) -> str:
     return name
 
 
-def check_user_id(text: str) -> str:
-    """Return an id that a user can have in an enrolment."""
+def check_user_id(text: str, where: str) -> str:
+    """Return an id that a user can have in an enrolment; `where` begins the error."""
     if not text or not text.isprintable() or text != text.strip():
         legal = "an id must be one printable line without spaces at its ends"
-        raise InvalidValueError(f"{text!r}; {legal}")
+        raise InvalidValueError(f"{where} is {text!r}; {legal}")
     return text
 
 
