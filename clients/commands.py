@@ -1,4 +1,4 @@
-"""The commands of a node: `fedpriv join`, `status`, `enrol` and `id-key`."""
+"""The commands of a node: `fedpriv join`, `status`, `model`, `enrol` and `id-key`."""
 
 import math
 from pathlib import Path
@@ -28,7 +28,7 @@ _USERS = "users' data: a folder, a file or package.module:function"
 
 def register(app: typer.Typer) -> None:
     """Add the commands to a command line."""
-    for command in (join, status, enrol, id_key):
+    for command in (join, status, model, enrol, id_key):
         app.command()(command)
 
 
@@ -99,6 +99,21 @@ def status(
     from fedpriv.clients.status import show_status
 
     show_status(server, identity_of(certificates, node), as_json=as_json)
+
+
+def model(
+    server: Server,
+    out: Annotated[Path, _option("file to write or replace, safetensors")],
+    certificates: Certificates = None,
+    insecure: Insecure = False,
+    node: NodeName = None,
+) -> None:
+    """Fetch the newest model that a server released, with its round and ε."""
+    _check_identity(certificates, node, insecure=insecure)
+    from fedpriv.clients.connection import identity_of
+    from fedpriv.clients.status import save_model
+
+    save_model(server, identity_of(certificates, node), out)
 
 
 def enrol(

@@ -26,11 +26,13 @@ from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Welcome
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import NODE_KEY, NODE_URI, SERVICE, Address, check_node_name
+from fedpriv.wire.tensors import MAX_COMPONENTS
 
 # Codes of calls that may succeed when they are tried again: RESOURCE_EXHAUSTED is a server that is
 # too busy or was called too often, INTERNAL for instance a stream that was reset.
 LOST = ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "ABORTED", "CANCELLED", "INTERNAL", "UNKNOWN"]
 LARGEST_LEDGER = 2**28  # bytes of an exported ledger: about half a million rounds
+LARGEST_MODEL = 4 * MAX_COMPONENTS + 2**27  # bytes: its components, and names and shapes
 _LARGEST_EXPONENT = 1000  # 2.0 to a power above 1023 is out of range
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
@@ -228,6 +230,19 @@ class FederationStub:
                 assembler.add(part.chunk)  # an absent one has no bytes, and is refused
         text = io.BytesIO(assembler.finish().data)
         return io.TextIOWrapper(text, encoding="ascii", errors="surrogateescape", newline="\n")
+
+    async def fetch_model(self) -> bytes:
+        """The unchecked file of the newest released model."""
+        async with aclosing(
+            self._responses("FetchModel", pb.ModelRequest(), pb.ModelPart)
+        ) as parts:
+            first = await anext(parts, pb.ModelPart())
+            if first.WhichOneof("part") != "size":
+                raise WireError("the server does not say how long its model is")
+            assembler = wire.Assembler(first.size, LARGEST_MODEL)
+            async for part in parts:
+                assembler.add(part.chunk)
+        return assembler.finish().tobytes()
 
     async def status(self) -> Status:
         """Where the federation stands."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from types import FrameType
 
@@ -18,6 +19,7 @@ from fedpriv.build import Experiment
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, StoppedError
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
+from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup, carry_out, released_text
 from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
 from fedpriv.server.collection import Collection, End, prices, welcomes
@@ -31,7 +33,14 @@ from fedpriv.server.service import (
     listening,
     status_at_start,
 )
-from fedpriv.training.rounds import OnRound, RoundResult, Stop
+from fedpriv.training.rounds import (
+    OnRound,
+    RoundResult,
+    Stop,
+    checkpoints,
+    load_checkpoint,
+    released_model,
+)
 from fedpriv.wire import Price, RunState, encode_welcome
 from fedpriv.wire.naming import Address
 
@@ -142,6 +151,7 @@ def serve(
 
         def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
             service = _service(experiment, section, enrolment, endpoint, records, setup.ledger)
+            service.model = partial(_newest_model, setup.folder)
             if section.metrics_address is not None:
                 address = Address.parse(section.metrics_address, "federation.metrics_address")
                 monitor = service.authentication.monitor
@@ -187,6 +197,18 @@ def _service(
     authentication = Authentication(endpoint.identify, enrolment, rates, Monitor())
     status = status_at_start(plan, records, enrolment)
     return Service(authentication, welcome_of, LedgerLines(ledger), status, limits)
+
+
+def _newest_model(folder: RunFolder) -> bytes | None:
+    found = checkpoints(folder.checkpoints)
+    return _model_at(folder, found[-1]) if found else None
+
+
+@lru_cache(maxsize=1)
+def _model_at(folder: RunFolder, path: Path) -> bytes | None:
+    """What a checkpoint holds of the model; None if no round was released before it."""
+    state = load_checkpoint(path).state
+    return released_model(state, folder.results()) if state.round else None
 
 
 def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, rounds: int) -> Run:

@@ -42,6 +42,7 @@ _SMALL = 8192  # bytes of a message without tensors
 _BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added
 _DOWNLOADS = 16  # at once; each holds a chunk or two
 _LEDGERS = 2
+_MODELS = 2
 _RECHECK_SECONDS = 5.0  # after which an idle connection of a node struck off has ended
 _GRACE_SECONDS = 5.0
 _WATCH_SECONDS = 2.0
@@ -166,7 +167,7 @@ class TransferLimits:
 
 @dataclass(eq=False)
 class Service:
-    """Handlers of the five methods; `NODE` says which node calls.
+    """Handlers of the six methods; `NODE` says which node calls.
 
     A WireError or TimeoutError of a handler ends its call, see `Authentication`.
 
@@ -185,6 +186,8 @@ class Service:
     status: wire.Status
     limits: TransferLimits
     collection: Collection | None = None
+    # The file of the newest model, None before the first release; called in a thread.
+    model: Callable[[], bytes | None] = lambda: None
 
     def __post_init__(self) -> None:
         self.enrolment, self._monitor = self.authentication.enrolment, self.authentication.monitor
@@ -193,6 +196,7 @@ class Service:
         self._uploads = Transfers(self.limits.uploads, seconds)
         self._downloads = Transfers(_DOWNLOADS, seconds)
         self._ledgers = Transfers(_LEDGERS, seconds)
+        self._models = Transfers(_MODELS, seconds)
 
     def _changed(self) -> None:
         self._monitor.set("nodes_connected", len(self.connections))
@@ -351,6 +355,16 @@ class Service:
             for chunk in wire.chunks([lines]):
                 await context.write(pb.LedgerPart(chunk=chunk))
 
+    async def fetch_model(self, _request: pb.ModelRequest, context: Context) -> None:
+        """Send the newest model that was released and checkpointed; who took part is secret."""
+        async with self._models.turn(NODE.get()):
+            if (model := await asyncio.to_thread(self.model)) is None:
+                sentence = "no round was released yet"
+                raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
+            await context.write(pb.ModelPart(size=len(model)))
+            for chunk in wire.chunks([model]):
+                await context.write(pb.ModelPart(chunk=chunk))
+
     async def get_status(self, _request: pb.StatusRequest, _context: Context) -> pb.Status:
         """Return the status of the run."""
         return wire.encode_status(replace(self.status, nodes_connected=len(self.connections)))
@@ -471,6 +485,7 @@ def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
         "Download": stream(reading(pb.RoundId, service.download)),  # writes what is serialised
         "Upload": grpc.stream_unary_rpc_method_handler(service.upload, part, serialised),
         "FetchLedger": stream(reading(pb.LedgerRequest, service.fetch_ledger), None, serialised),
+        "FetchModel": stream(reading(pb.ModelRequest, service.fetch_model), None, serialised),
         "GetStatus": grpc.unary_unary_rpc_method_handler(
             reading(pb.StatusRequest, service.get_status), None, serialised
         ),

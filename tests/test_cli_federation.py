@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
+from safetensors.numpy import load_file, save
 
 from fedpriv.clients import status as status_module
 from fedpriv.errors import InvalidValueError
 from fedpriv.server.certificates import init, issue
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.wire import RunState, Status, encode_status
+from fedpriv.wire import RunState, Status, chunks, encode_status
 from fedpriv.wire import federation_pb2 as pb
 from tests.commandline import fedpriv, printed, refused
 
@@ -35,6 +36,14 @@ class Standing:
 
     answer: pb.Status
     refusal: str | None = None
+    model: bytes = b""
+
+    def fetch_model(self, request: bytes, context: grpc.ServicerContext) -> Iterator[pb.ModelPart]:
+        del request
+        if not self.model:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no round was released yet")
+        yield pb.ModelPart(size=len(self.model))
+        yield from (pb.ModelPart(chunk=chunk) for chunk in chunks([self.model]))
 
     def get_status(self, request: bytes, context: grpc.ServicerContext) -> pb.Status:
         del request
@@ -54,8 +63,11 @@ def serving(servicer: Standing, certs: Path | None = None) -> Iterator[str]:
         status = grpc.unary_unary_rpc_method_handler(
             servicer.get_status, None, pb.Status.SerializeToString
         )
+        model = grpc.unary_stream_rpc_method_handler(
+            servicer.fetch_model, None, pb.ModelPart.SerializeToString
+        )
         service = grpc.method_handlers_generic_handler(
-            "fedpriv.v1.Federation", {"GetStatus": status}
+            "fedpriv.v1.Federation", {"GetStatus": status, "FetchModel": model}
         )
         server.add_generic_rpc_handlers((service,))
         if certs is None:
@@ -439,3 +451,45 @@ def test_an_enrolment_that_cannot_be_is_one_sentence(
 ) -> None:
     write_users(tmp_path / "u.npz", "ann", "bob")
     assert sentence in refused("enrol", *arguments, cwd=tmp_path)
+
+
+SPENT = {"run": "digits", "round": "3", "rounds": "10", "epsilon": "1.2341", "delta": "1e-05"}
+WEIGHTS = {"w": np.arange(3, dtype=np.float32)}
+
+
+def test_the_released_model_is_fetched_with_its_round_and_epsilon(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_text("an older one")
+    with serving(Standing(encode_status(STATUS), model=save(WEIGHTS, SPENT))) as server:
+        said = printed("model", *plain(server), "--out", file)
+    assert said == f"{file}: run digits, round 3 of 10, ε = 1.235 at δ = 1e-05\n"
+    assert load_file(file)["w"].tolist() == [0.0, 1.0, 2.0]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (b"", "refuses, FAILED_PRECONDITION: no round was released yet"),
+        (b"nonsense", "is not a model with its round and ε"),
+        (save(WEIGHTS), "is not a model with its round and ε"),
+        (save(WEIGHTS, SPENT | {"round": "third"}), "is not a model with its round and ε"),
+        (save(WEIGHTS, SPENT)[:-1], "is not a model with its round and ε"),
+    ],
+)
+def test_what_is_no_released_model_replaces_no_file(
+    model: bytes, sentence: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_text("an older one")
+    with serving(Standing(encode_status(STATUS), model=model)) as server:
+        assert sentence in refused("model", *plain(server), "--out", file)
+    assert file.read_text() == "an older one"
+
+
+def test_a_model_that_cannot_be_written_or_fetched_is_one_sentence(tmp_path: Path) -> None:
+    with serving(Standing(encode_status(STATUS), model=save(WEIGHTS, SPENT))) as server:
+        file = tmp_path / "none" / "model.safetensors"
+        assert f"{file} cannot be written" in refused("model", *plain(server), "--out", file)
+        assert "--out" in refused("model", *plain(server))
+    assert "cannot be reached" in refused("model", *plain(server), "--out", tmp_path / "m")

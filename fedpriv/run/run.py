@@ -17,13 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
 import tomli_w
 import torch
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.numpy import save
 from torch import nn
 from torch.func import functional_call
 
@@ -53,6 +51,7 @@ from fedpriv.training.rounds import (
     Stop,
     TrainingPlan,
     checkpoints,
+    released_model,
     resume,
     save_checkpoint,
     train,
@@ -316,8 +315,7 @@ def conduct(
             keep()
         on_round(result)
     keep()
-    tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
-    write_atomically(folder.model, save(tensors))
+    write_atomically(folder.model, released_model(state, folder.results()))
     loss, accuracy = measured()
     return Run(folder.path, experiment.task, stop, state, accuracy, loss)
 

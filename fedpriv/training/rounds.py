@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -443,6 +443,21 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     for old in checkpoints(folder)[:-_KEPT]:
         old.unlink(missing_ok=True)
     return path
+
+
+def released_model(state: ServerState, results: Iterable[RoundResult]) -> bytes:
+    """The model of a state as a file of safetensors; its metadata say what it cost.
+
+    They are the run, the last round released, T, and ε and δ of that round's result.
+    """
+    metadata = {
+        key: str(getattr(result, key))
+        for result in results
+        if result.number == state.round
+        for key in ("run", "rounds", "epsilon", "delta")
+    }
+    tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
+    return save(tensors, metadata | {"round": str(state.round)})
 
 
 def checkpoints(folder: Path) -> list[Path]:

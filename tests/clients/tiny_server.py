@@ -54,6 +54,7 @@ class TinyServer:
         script: what is said next on a connection, one after the other.
         model: what Download sends.
         ledger: what FetchLedger sends.
+        released: what FetchModel sends.
         status: what GetStatus says.
         receipts: what Upload says; when there are none left, that it takes the answer.
         hellos: what nodes said when they connected.
@@ -72,6 +73,7 @@ class TinyServer:
         self.script: asyncio.Queue[Said] = asyncio.Queue()
         self.model: list[Said] = []
         self.ledger: list[Said] = []
+        self.released: list[Said] = []
         self.status: Said = None
         self.receipts: list[Said] = []
         self.hellos: asyncio.Queue[pb.Hello] = asyncio.Queue()
@@ -111,6 +113,11 @@ class TinyServer:
     async def fetch_ledger(self, _: pb.LedgerRequest, context: Context) -> AsyncIterator[Said]:
         self._count("FetchLedger", context)
         for one in self.ledger:
+            yield one
+
+    async def fetch_model(self, _: pb.ModelRequest, context: Context) -> AsyncIterator[Said]:
+        self._count("FetchModel", context)
+        for one in self.released:
             yield one
 
     async def get_status(self, _: pb.StatusRequest, context: Context) -> Said:
@@ -159,6 +166,9 @@ async def serving(
         ),
         "FetchLedger": grpc.unary_stream_rpc_method_handler(
             tiny.fetch_ledger, pb.LedgerRequest.FromString, _written
+        ),
+        "FetchModel": grpc.unary_stream_rpc_method_handler(
+            tiny.fetch_model, pb.ModelRequest.FromString, _written
         ),
         "GetStatus": grpc.unary_unary_rpc_method_handler(
             tiny.get_status, pb.StatusRequest.FromString, _written
