@@ -168,7 +168,8 @@ def serve(
             console.print(
                 f"{experiment.plan.run}: listening on {listener.address}, "
                 f"{len(enrolment.nodes)} nodes and {enrolment.population} users are enrolled, "
-                f"round {first} of {experiment.plan.rounds} is next, folder {setup.folder.path}",
+                f"{first} of {experiment.plan.rounds} rounds are released, "
+                f"folder {setup.folder.path}",
                 soft_wrap=True,
                 highlight=False,
             )
@@ -220,7 +221,7 @@ def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, ro
 
     def show(result: RoundResult) -> None:
         _log.info(released_text(result, rounds))
-        publish(epsilon=result.epsilon, state=RunState.WAITING, round=result.number)
+        publish(epsilon=result.epsilon, state=RunState.WAITING, round=result.round)
 
     publish(round=first)
     state, end = RunState.STOPPED, End.SHUTTING_DOWN

@@ -425,5 +425,5 @@ def main(grid: Grid, context: Context) -> None:
 
 def _log_rounds(experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
     rounds = experiment.plan.rounds
-    _log.info("round %d of %d is next", first, rounds)
+    _log.info("%d of %d rounds are released", first, rounds)
     return run(lambda result: _log.info(released_text(result, rounds)))

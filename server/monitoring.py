@@ -16,7 +16,7 @@ _OPERATOR_ONLY = "They grow with the size of cohorts, which is secret: for the o
 _REFUSED = "1 when an answer was refused since the start; the log says why."
 _SHOWN = {  # name: kind, help, and the name of the label if there is one
     "nodes_connected": ("gauge", "Nodes that are connected.", ""),
-    "round": ("gauge", "Number of the next round, from 0.", ""),
+    "round": ("gauge", "Number of the newest round, from 1; 0 before the first.", ""),
     "epsilon": ("gauge", "User-level ε spent so far.", ""),
     "answer_refused": ("gauge", _REFUSED, ""),
     "state": ("gauge", "1 for what the server does.", "state"),
@@ -59,9 +59,9 @@ class Monitor:
         with self._lock:
             self._numbers[name][label] += count
 
-    def progress(self, state: RunState, next_round: int, epsilon: float) -> None:
-        """Set what the server does, the number of the next round, from 0, and the ε spent."""
-        self.set("round", next_round)
+    def progress(self, state: RunState, newest_round: int, epsilon: float) -> None:
+        """Set what the server does, the number of the newest round, and the ε spent."""
+        self.set("round", newest_round)
         self.set("epsilon", epsilon)
         with self._lock:
             self._numbers["state"] = {known: float(known is state) for known in RunState}

@@ -77,7 +77,7 @@ def test_a_folder_is_not_overwritten_but_resumed(run_folder: Path) -> None:
     before = (run_folder / "metrics.jsonl").read_bytes()
     done = fedpriv("simulate", DIGITS, *SHORT, "--out", run_folder, "--resume")
     assert done.returncode == 0, done.stderr
-    assert "at round 6" in done.stdout
+    assert "after 6 of 6 rounds" in done.stdout
     assert (run_folder / "metrics.jsonl").read_bytes() == before
     again = fedpriv("simulate", run_folder / "plan.toml", "--out", run_folder, "--resume")
     assert again.returncode == 0, again.stderr

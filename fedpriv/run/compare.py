@@ -330,7 +330,7 @@ def _result(
         epsilon=rounds[-1].epsilon,
         accuracy=outcome.accuracy,
         loss=cast(float, outcome.loss),  # populations have held-out rows
-        evaluations=tuple((row.number, row.accuracy) for row in rounds if row.accuracy is not None),
+        evaluations=tuple((row.round, row.accuracy) for row in rounds if row.accuracy is not None),
         clipping_norms=rounds[-1].clipping_norms,
         noise_stddevs={query.group: query.noise_stddev for query in queries},
         simulation_only_users_per_second=plan.sampling.expected_cohort_size / seconds,

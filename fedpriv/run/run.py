@@ -227,7 +227,7 @@ class Run:
         """One row a round, one column for every released number; pandas must be installed."""
         import pandas as pd  # noqa: PLC0415 - not a dependency
 
-        return pd.DataFrame([{"round": each.number, **each.scalars} for each in self.rounds])
+        return pd.DataFrame([{"round": each.round, **each.scalars} for each in self.rounds])
 
     def report(self, out: Path | str | None = None) -> Path:
         """Verify the ledger, and write one HTML page, by default report.html in the folder."""
@@ -237,7 +237,7 @@ class Run:
 Hosted = Callable[[Experiment, PrivacyRecords], Transport]
 """Makes the transport to the users of an experiment, once its records are open."""
 Follow = Callable[[Experiment, int, Callable[[OnRound], Run]], Run]
-"""Shows a run: gets the first round to come, and the function that runs it with an observer."""
+"""Shows a run: gets the number of released rounds, and what runs it with an observer."""
 
 
 @torch.no_grad()
@@ -374,7 +374,7 @@ def _tell(callbacks: Mapping[str, OnRound], result: RoundResult) -> None:
 
 def _write_scalars(writer: "SummaryWriter", result: RoundResult) -> None:
     for name, value in result.scalars.items():
-        writer.add_scalar(name, value, result.number)
+        writer.add_scalar(name, value, result.round)
 
 
 def carry_out(
@@ -389,7 +389,9 @@ def carry_out(
 
     def shown(experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
         if setup.resuming:
-            console.print(f"resuming {setup.folder.path} at round {first}")
+            console.print(
+                f"resuming {setup.folder.path} after {first} of {experiment.plan.rounds} rounds"
+            )
         if follow:
             return follow(experiment, first, run)
         with _progress(experiment.plan, first, console) as show:
@@ -419,7 +421,7 @@ def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRo
             # From the expected cohort, since the realised one is private.
             speed = f"{plan.sampling.expected_cohort_size / seconds:,.0f} users/s"
             shown = (last, *result.metrics_text, f"ε {format_epsilon(result.epsilon)}", speed)
-            progress.update(line, completed=result.number, figures="  ".join(filter(None, shown)))
+            progress.update(line, completed=result.round, figures="  ".join(filter(None, shown)))
 
         yield show
 
@@ -428,7 +430,7 @@ def released_text(result: RoundResult, rounds: int) -> str:
     """One line on a release, for a log."""
     accuracy = () if result.accuracy is None else (f"accuracy {result.accuracy:.1%}",)
     spent = f"ε {format_epsilon(result.epsilon)} at δ {result.delta:g}"
-    released = f"round {result.number} of {rounds} released"
+    released = f"round {result.round} of {rounds} released"
     return ", ".join((released, *accuracy, *result.metrics_text, spent))
 
 

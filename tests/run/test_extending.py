@@ -147,7 +147,7 @@ def test_one_of_each_is_added_from_outside_and_run(tmp_path: Path) -> None:
         out=tmp_path / "run",
         quiet=True,
     )
-    assert [each.number for each in run.rounds] == [1, 2, 3]
+    assert [each.round for each in run.rounds] == [1, 2, 3]
     assert list(run.rounds[0].clipping_norms) == ["weights", "biases"]
     assert set(run.rounds[0].metrics) == {"top-2"}
     assert run.epsilon <= 8.0
