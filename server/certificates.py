@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 from urllib.parse import quote
 
 from cryptography import x509
@@ -31,6 +31,7 @@ YEAR = timedelta(days=365)
 _AUTHORITY_LIFETIME = 10 * YEAR
 _CLOCK_SKEW = timedelta(minutes=5)
 _LEAST_RSA_BITS = 2048
+_CURVES = ("secp256r1", "secp384r1")
 _OTHER_USAGES = (
     *("crl_sign", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
     *("encipher_only", "decipher_only"),
@@ -158,10 +159,7 @@ def _requested(path: Path) -> tuple[str, _PublicKey]:
         raise InvalidValueError(f"{path} is not a certificate signing request: {error}") from error
     if not valid:
         raise InvalidValueError(f"{path} is not signed with the key that it is about")
-    curve = isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name
-    if curve not in ("secp256r1", "secp384r1") and not (
-        isinstance(key, rsa.RSAPublicKey) and key.key_size >= _LEAST_RSA_BITS
-    ):
+    if not _is_sound(key):
         legal = f"P-256, P-384 and RSA of at least {_LEAST_RSA_BITS} bits"
         raise InvalidValueError(f"the key of {path} is of another kind than are legal: {legal}")
     if len(names) != 1:
@@ -170,6 +168,12 @@ def _requested(path: Path) -> tuple[str, _PublicKey]:
         return check_node_name(names[0]), key
     except InvalidValueError as error:
         raise InvalidValueError(f"{path}: {error}") from error
+
+
+def _is_sound(key: object) -> TypeGuard[_PublicKey]:
+    if isinstance(key, rsa.RSAPublicKey):
+        return key.key_size >= _LEAST_RSA_BITS
+    return isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name in _CURVES
 
 
 def _opened(folder: Path) -> _Authority:

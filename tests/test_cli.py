@@ -55,7 +55,7 @@ def test_simulate_writes_the_run_folder(run_folder: Path) -> None:
 
 def test_metrics_hold_the_epsilon_of_the_ledger(run_folder: Path) -> None:
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["round"] for row in rows] == list(range(6))
+    assert [row["round"] for row in rows] == list(range(1, 7))
     with Ledger.open(run_folder / "ledger.sqlite") as ledger:
         events = [row.event for row in ledger.charges()]
     for count, row in enumerate(rows, start=1):

@@ -269,7 +269,7 @@ def test_each_round_says_the_price_of_the_ledger(
     with Ledger.open(tmp_path / "l.sqlite") as ledger:
         spent = ledger.spent()
         charges = list(ledger.charges())
-    assert [row.round for row in charges] == [0, 1, 2]
+    assert [row.round for row in charges] == [1, 2, 3]
     assert {row.event.sampling.population for row in charges} == {NODES}
     price = epsilon(spent, DELTA).epsilon
     assert result.train_metrics_clientapp[3]["privacy/epsilon"] == pytest.approx(price, rel=1e-12)
@@ -373,9 +373,9 @@ def test_the_model_is_evaluated_before_and_after_each_round_and_configs_arrive(
         result = run(tmp_path, grid, noiseless(), rounds=2, **more)
         assert {message.content["config"]["lr"] for message in grid.sent} == {0.1}
     assert dict(config) == {"lr": 0.1}
-    assert [number for number, _ in seen] == [0, 1, 2]
+    assert [number for number, _ in seen] == [1, 2, 3]
     assert seen[0][1] == 0.25 != seen[1][1] != seen[2][1]
-    assert list(result.evaluate_metrics_serverapp) == [0, 1, 2]
+    assert list(result.evaluate_metrics_serverapp) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

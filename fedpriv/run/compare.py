@@ -403,7 +403,7 @@ def _begin() -> None:
 def _run_in_worker(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> Ended:
     """Run a cell with one thread, so that results do not depend on the number of workers."""
     try:
-        population = _loaded(study.config_of(cell).data.model_dump_json())
+        population = _loaded(study.config_of(cell).simulated_data.model_dump_json())
         with computing_with(1):
             return cell, run_cell(study, cell, folder, noise_multiplier, population)
     except Exception as error:

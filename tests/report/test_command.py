@@ -59,7 +59,7 @@ def test_a_release_without_a_charge_is_refused(copy: Path) -> None:
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     rows[3]["charge"] = rows[2]["charge"]
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "does not have the charge of round 3" in refused("report", copy)
+    assert "does not have the charge of round 4" in refused("report", copy)
 
 
 def test_only_attempts_that_were_released_have_true_figures(copy: Path) -> None:

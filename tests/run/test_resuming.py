@@ -98,8 +98,8 @@ def test_the_same_plan_goes_on_with_a_new_attempt(run: RunFolder, others: tuple[
     assert "after 0 of 3 rounds" in done.stdout
     with Ledger.open(run.ledger) as ledger:
         charges = [(row.round, row.attempt) for row in ledger.charges()]
-    assert charges == [(0, 0), (0, 1), (1, 0)]
-    assert [row["round"] for row in run.read_metrics()] == [0, 1]
+    assert charges == [(1, 0), (1, 1), (2, 0)]
+    assert [row["round"] for row in run.read_metrics()] == [1, 2]
     assert (run.plan.read_bytes(), run.plan_digest.read_bytes()) == before
 
 
