@@ -54,7 +54,8 @@ def save_model(server: str, identity: Identity, out: Path) -> None:
     try:
         load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        run, *rounds = header["run"], int(header["round"]), int(header["rounds"])
+        header = json.loads(header["release"])
+        run, *rounds = str(header["run"]), int(header["round"]), int(header["rounds"])
         epsilon, delta = float(header["epsilon"]), float(header["delta"])
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise WireError(f"what {server} sends is not a model with its round and ε") from error

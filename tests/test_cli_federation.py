@@ -453,14 +453,18 @@ def test_an_enrolment_that_cannot_be_is_one_sentence(
     assert sentence in refused("enrol", *arguments, cwd=tmp_path)
 
 
-SPENT = {"run": "digits", "round": "3", "rounds": "10", "epsilon": "1.2341", "delta": "1e-05"}
+SPENT = {"run": "digits", "round": 3, "rounds": 10, "epsilon": 1.2341, "delta": 1e-5}
 WEIGHTS = {"w": np.arange(3, dtype=np.float32)}
+
+
+def released(**changes: object) -> bytes:
+    return save(WEIGHTS, {"release": json.dumps(SPENT | changes)})
 
 
 def test_the_released_model_is_fetched_with_its_round_and_epsilon(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_text("an older one")
-    with serving(Standing(encode_status(STATUS), model=save(WEIGHTS, SPENT))) as server:
+    with serving(Standing(encode_status(STATUS), model=released())) as server:
         said = printed("model", *plain(server), "--out", file)
     assert said == f"{file}: run digits, round 3 of 10, ε = 1.235 at δ = 1e-05\n"
     assert load_file(file)["w"].tolist() == [0.0, 1.0, 2.0]
@@ -473,8 +477,8 @@ def test_the_released_model_is_fetched_with_its_round_and_epsilon(tmp_path: Path
         (b"", "refuses, FAILED_PRECONDITION: no round was released yet"),
         (b"nonsense", "is not a model with its round and ε"),
         (save(WEIGHTS), "is not a model with its round and ε"),
-        (save(WEIGHTS, SPENT | {"round": "third"}), "is not a model with its round and ε"),
-        (save(WEIGHTS, SPENT)[:-1], "is not a model with its round and ε"),
+        (released(round="third"), "is not a model with its round and ε"),
+        (released()[:-1], "is not a model with its round and ε"),
     ],
 )
 def test_what_is_no_released_model_replaces_no_file(
@@ -488,7 +492,7 @@ def test_what_is_no_released_model_replaces_no_file(
 
 
 def test_a_model_that_cannot_be_written_or_fetched_is_one_sentence(tmp_path: Path) -> None:
-    with serving(Standing(encode_status(STATUS), model=save(WEIGHTS, SPENT))) as server:
+    with serving(Standing(encode_status(STATUS), model=released())) as server:
         file = tmp_path / "none" / "model.safetensors"
         assert f"{file} cannot be written" in refused("model", *plain(server), "--out", file)
         assert "--out" in refused("model", *plain(server))

@@ -373,9 +373,9 @@ def test_the_model_is_evaluated_before_and_after_each_round_and_configs_arrive(
         result = run(tmp_path, grid, noiseless(), rounds=2, **more)
         assert {message.content["config"]["lr"] for message in grid.sent} == {0.1}
     assert dict(config) == {"lr": 0.1}
-    assert [number for number, _ in seen] == [1, 2, 3]
+    assert [number for number, _ in seen] == [0, 1, 2]
     assert seen[0][1] == 0.25 != seen[1][1] != seen[2][1]
-    assert list(result.evaluate_metrics_serverapp) == [1, 2, 3]
+    assert list(result.evaluate_metrics_serverapp) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

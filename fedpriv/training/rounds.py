@@ -454,16 +454,17 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 def released_model(state: ServerState, results: Iterable[RoundResult]) -> bytes:
     """The model of a state as a file of safetensors; its metadata say what it cost.
 
-    They are the run, the last round released, T, and ε and δ of that round's result.
+    Under the key "release" they are a JSON object: `round`, and of its result `run`, `rounds`,
+    `epsilon` and `delta`.
     """
-    metadata = {
-        key: str(getattr(result, key))
-        for result in results
-        if result.round == state.round
-        for key in ("run", "rounds", "epsilon", "delta")
-    }
+    released: dict[str, object] = {"round": state.round}
+    for result in results:
+        if result.round == state.round:
+            keys = ("run", "rounds", "epsilon", "delta")
+            released |= {key: getattr(result, key) for key in keys}
     tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
-    return save(tensors, metadata | {"round": str(state.round)})
+    # One key: safetensors writes several in any order, and equal runs have equal files.
+    return save(tensors, {"release": json.dumps(released)})
 
 
 def checkpoints(folder: Path) -> list[Path]:
