@@ -13,8 +13,10 @@ from fedpriv.wire import (
     NODE_RECEIVES_BYTES,
     Answer,
     Hello,
+    Proposal,
     RoundOffer,
     SummedUpdates,
+    Vote,
     Welcome,
     chunks,
     decode_receipt,
@@ -83,10 +85,13 @@ async def _stay(
     """One node, from its connection on."""
     hello = Hello(name_of(number), digest_of([user_of(number)]))
     async with _stub(site, number, port) as stub:
-        async for message in stub.connect(hello):
+        votes = asyncio.Queue[Vote]()
+        async for message in stub.connect(hello, votes):
             match message:
                 case Welcome():
                     welcomed.set()
+                case Proposal():
+                    votes.put_nowait(Vote(message.id))
                 case RoundOffer():
                     asked = encode_round_id(message.id).SerializeToString()
                     call = stub.channel.unary_stream("/fedpriv.v1.Federation/Download")
