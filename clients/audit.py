@@ -86,7 +86,7 @@ def confirm(examined: Examined, known: Remembered, offer: Terms | None = None) -
         reached[run] = max(number, reached.get(run, 0))
     for run in dict.fromkeys(run for run, _ in offered):
         # Ends at the first gap, so there are no more steps than charges.
-        for number in range(reached[run]):
+        for number in range(1, reached[run]):
             if (run, number) not in charges:
                 raise AuditError(f"round {number} of run {run!r} went on without a charge")
     for part in taken:

@@ -1,4 +1,4 @@
-"""The commands of a node: `fedpriv join` and `fedpriv status`."""
+"""The commands of a node: `fedpriv join`, `status`, `model`, `enrol` and `id-key`."""
 
 import math
 from pathlib import Path
@@ -20,12 +20,15 @@ Insecure = Annotated[
     bool, _option("plain text without certificates; on loopback only", "--insecure", default=True)
 ]
 NodeName = Annotated[str | None, _option("name of the node, with --insecure")]
+IdKey = Annotated[
+    Path | None, _option("file of a key; users' ids are keyed hashes of the ids in the data")
+]
 _USERS = "users' data: a folder, a file or package.module:function"
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to a command line."""
-    for command in (join, status):
+    for command in (join, status, model, enrol, id_key):
         app.command()(command)
 
 
@@ -35,6 +38,7 @@ def join(
     certificates: Certificates = None,
     insecure: Insecure = False,
     node: NodeName = None,
+    id_key: IdKey = None,
     consent: Annotated[
         Path | None, _option("what the node agrees to, TOML", default="everything")
     ] = None,
@@ -74,7 +78,7 @@ def join(
     from fedpriv.clients import membership
     from fedpriv.clients.worker import HostSettings
 
-    host = HostSettings(users, device, memory, seconds, activations, processes)
+    host = HostSettings(users, device, memory, seconds, activations, processes, id_key=id_key)
     trusted = tuple(trust or ())
     settings = membership.NodeSettings(
         server, host, certificates, node, consent, verify_ledger, state, trusted, once
@@ -111,6 +115,59 @@ def status(
     from fedpriv.clients.status import show_status
 
     show_status(str(server), identity_of(certificates, node), as_json=as_json)
+
+
+def model(
+    server: Server,
+    out: Annotated[Path, _option("file to write or replace, safetensors")],
+    certificates: Certificates = None,
+    insecure: Insecure = False,
+    node: NodeName = None,
+) -> None:
+    """Fetch the newest model that a server released, with its round and ε."""
+    _check_identity(certificates, node, insecure=insecure)
+    from fedpriv.clients.connection import identity_of
+    from fedpriv.clients.status import save_model
+
+    save_model(server, identity_of(certificates, node), out)
+
+
+def enrol(
+    data: Annotated[
+        list[str], typer.Argument(help=f"{_USERS}; several are several nodes'", metavar="DATA")
+    ],
+    certificates: Annotated[
+        list[Path] | None, _option("folder of a node's certificates; one for each DATA")
+    ] = None,
+    node: Annotated[
+        list[str] | None, _option("name of a node, without certificates; one for each DATA")
+    ] = None,
+    id_key: IdKey = None,
+) -> None:
+    """Check the ids of users, and print the tables to put into the server's enrolment."""
+    given = len(certificates or ()), len(node or ())
+    if given not in ((len(data), 0), (0, len(data))):
+        raise InvalidValueError(
+            f"there are {len(data)} DATA, {given[0]} --certificates and {given[1]} --node; there "
+            "must be as many of one of the two as DATA, and none of the other"
+        )
+    from fedpriv.clients.users import enrolment_toml
+    from fedpriv.wire.naming import check_node_name
+
+    named: list[tuple[str, str | None]] = [(check_node_name(name), None) for name in node or ()]
+    if certificates:
+        from fedpriv.clients.connection import enrolled_as
+
+        named = [enrolled_as(folder) for folder in certificates]
+    typer.echo(enrolment_toml(data, named, id_key), nl=False)
+
+
+def id_key(file: Annotated[Path, typer.Argument(help="the file to write")]) -> None:
+    """Make a key for the ids of users, which sites share and the server must not have."""
+    from fedpriv.clients.users import make_id_key
+
+    make_id_key(file)
+    typer.echo(f"{file}: give it to the other sites by a safe way, and never to the server")
 
 
 def _check_identity(certificates: Path | None, node: str | None, *, insecure: bool) -> None:

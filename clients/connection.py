@@ -16,6 +16,7 @@ from urllib.parse import quote, unquote
 import grpc
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import NameOID
 from google.protobuf.message import Message
@@ -28,11 +29,13 @@ from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import NODE_KEY, NODE_URI, SERVICE, Address, check_node_name, read_key
+from fedpriv.wire.tensors import MAX_COMPONENTS
 
 # Codes of calls that may succeed when they are tried again: RESOURCE_EXHAUSTED is a server that is
 # too busy or was called too often, INTERNAL for instance a stream that was reset.
 LOST = ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "ABORTED", "CANCELLED", "INTERNAL", "UNKNOWN"]
 LARGEST_LEDGER = 2**28  # bytes of an exported ledger: about half a million rounds
+LARGEST_MODEL = 4 * MAX_COMPONENTS + 2**27  # bytes: its components, and names and shapes
 _LARGEST_EXPONENT = 1000  # 2.0 to a power above 1023 is out of range
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
@@ -111,6 +114,17 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
     # gRPC would find out at each handshake, and not tell it from a lost connection.
     _check_key(certificates / "node.key", key, certificate)
     return Identity(name, grpc.ssl_channel_credentials(ca, key, certificate), end)
+
+
+def enrolled_as(certificates: Path) -> tuple[str, str]:
+    """Name of the node whose folder of certificates it is, and the fingerprint to enrol."""
+    path = certificates / "node.pem"
+    try:
+        pem = path.read_bytes()
+    except OSError as error:
+        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
+    (name, _), certificate = _name_and_end(path, pem), x509.load_pem_x509_certificate(pem)
+    return name, certificate.fingerprint(SHA256()).hex()
 
 
 def _name_and_end(path: Path, pem: bytes) -> tuple[str, datetime]:
@@ -257,6 +271,19 @@ class FederationStub:
                 assembler.add(part.chunk)  # an absent one has no bytes, and is refused
         text = io.BytesIO(assembler.finish().data)
         return io.TextIOWrapper(text, encoding="ascii", errors="surrogateescape", newline="\n")
+
+    async def fetch_model(self) -> bytes:
+        """The unchecked file of the newest released model."""
+        async with aclosing(
+            self._responses("FetchModel", pb.ModelRequest(), pb.ModelPart)
+        ) as parts:
+            first = await anext(parts, pb.ModelPart())
+            if first.WhichOneof("part") != "size":
+                raise WireError("the server does not say how long its model is")
+            assembler = wire.Assembler(first.size, LARGEST_MODEL)
+            async for part in parts:
+                assembler.add(part.chunk)
+        return assembler.finish().tobytes()
 
     async def status(self) -> Status:
         """Where the federation stands."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -86,7 +87,8 @@ def _host_of(settings: Settings) -> Host:
     counts = {name: check_count(name, settings[name]) for name in names if name in settings}
     processes = counts.get("processes")
     at_once = counts.get("chunk-mebibytes", HostSettings.chunk_mebibytes)
-    known = HostSettings(users, device, None, None, activations, processes, at_once)
+    id_key = Path(str(settings["id-key"])) if "id-key" in settings else None
+    known = HostSettings(users, device, None, None, activations, processes, at_once, id_key)
     machine_of(known)
     try:
         return Host.of(known)

@@ -1,25 +1,30 @@
-"""`fedpriv status`: where a federation stands, as its server says, and how each site does."""
+"""`fedpriv status` and `fedpriv model`: where a federation stands, and the model it released."""
 
 import asyncio
 import json
 import math
+from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 from rich.console import Console
 from rich.table import Table
+from safetensors import SafetensorError
+from safetensors.numpy import load
 
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.clients.connection import FederationStub, Identity
-from fedpriv.errors import WireError
+from fedpriv.errors import WireError, writing
 from fedpriv.logs import expiry, one_line
 from fedpriv.report.records import SiteRecord, Trouble
 from fedpriv.report.tables import Column, number, print_table
 from fedpriv.report.tables import Table as Rows
-from fedpriv.wire import Status
+from fedpriv.training.rounds import write_atomically
 
 _PATIENCE_SECONDS = 10.0
+_MODEL_SECONDS = 600.0
 _COUNTED = {  # heading: what is counted there
     "declined": (Trouble.UNWILLING, Trouble.DECLINED),
     "refused": (Trouble.REFUSED, Trouble.CALL, Trouble.ENROLMENT),
@@ -27,11 +32,12 @@ _COUNTED = {  # heading: what is counted there
     "NaN": (Trouble.NOT_FINITE,),
     "part": (Trouble.UNFINISHED,),
 }
+Answer = TypeVar("Answer")
 
 
 def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
     """Ask a server and print what it says, of which only the form is checked."""
-    found = asyncio.run(_ask(server, identity))
+    found = asyncio.run(_ask(server, identity, FederationStub.status, _PATIENCE_SECONDS))
     if as_json:
         spent, limit = number(found.epsilon), number(found.epsilon_limit)
         fields = vars(found) | {"epsilon": spent, "epsilon_limit": limit}
@@ -52,15 +58,34 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
     Console(markup=False, emoji=False, highlight=False).print(table)
 
 
-async def _ask(server: str, identity: Identity) -> Status:
+def save_model(server: str, identity: Identity, out: Path) -> None:
+    """Fetch the newest released model, replace a file by it, and print what it cost."""
+    data = asyncio.run(_ask(server, identity, FederationStub.fetch_model, _MODEL_SECONDS))
     try:
-        async with (
-            FederationStub.open(server, identity) as stub,
-            asyncio.timeout(_PATIENCE_SECONDS),
-        ):
-            return await stub.status()
+        load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        header = json.loads(header["release"])
+        run, *rounds = str(header["run"]), int(header["round"]), int(header["rounds"])
+        epsilon, delta = float(header["epsilon"]), float(header["delta"])
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise WireError(f"what {server} sends is not a model with its round and ε") from error
+    with writing(out):
+        write_atomically(out, data)
+    name, spent = one_line(run), f"ε = {format_epsilon(epsilon)} at δ = {delta:g}"
+    print(f"{out}: run {name}, round {rounds[0]} of {rounds[1]}, {spent}")  # noqa: T201
+
+
+async def _ask(
+    server: str,
+    identity: Identity,
+    call: Callable[[FederationStub], Awaitable[Answer]],
+    seconds: float,
+) -> Answer:
+    try:
+        async with FederationStub.open(server, identity) as stub, asyncio.timeout(seconds):
+            return await call(stub)
     except TimeoutError as error:
-        sentence = f"{server} does not answer within {_PATIENCE_SECONDS:g} seconds"
+        sentence = f"{server} does not answer within {seconds:g} seconds"
         raise WireError(sentence) from error
     except grpc.aio.AioRpcError as error:
         # Its words are another machine's.

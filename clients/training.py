@@ -15,96 +15,22 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.func import grad, vmap
 
 from fedpriv import errors
 from fedpriv.build import build_task
+from fedpriv.clients.users import enrolled_positions, hosted_users
 from fedpriv.clients.worker import HostSettings, Loaded, OneByOne, Ready, receive, send
-from fedpriv.data.arrays import from_arrays, from_grouped
-from fedpriv.data.files import read_npz
-from fedpriv.data.population import Population, UserStore
+from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Activations, activations_named, check_task
 from fedpriv.engine.transport import InProcessTransport, device_named
-from fedpriv.errors import DataError, FedprivError, InvalidValueError
-from fedpriv.importing import call_imported, import_function, raised_at
+from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged
 from fedpriv.wire import Welcome, digest_of
 
-_IDS = "user_id"
 _MEBIBYTE = 2**20
-
-
-def load_users(source: str) -> UserStore:
-    """Read the users that a node hosts.
-
-    Nothing is unpickled. No error holds a user's data, but one may name a user, and a fedpriv error
-    of a function passes as it is: they are for the node's operator alone.
-
-    The source is what exists of the first three, or else a function:
-        * a folder saved by `UserStore.save`; its fields are mapped, not read;
-        * a folder with one file ID.npz per user, holding the fields; a user may have zero rows;
-        * one .npz file, holding the fields and `user_id`, the id of each row's user, in any order;
-        * "package.module:function" of a function without arguments that returns a `UserStore`, or a
-          `Population`, whose users are taken. Naming a function runs it.
-    """
-    path = Path(source)
-    try:
-        if path.exists():
-            return UserStore.load(path) if (path / "store.json").exists() else _from_files(path)
-    except OSError as error:
-        raise DataError(f"users {source!r} cannot be read: {error.strerror}") from error
-    if ":" in source:
-        return _from_function(source)
-    legal = "a folder, an .npz file and package.module:function"
-    raise DataError(f"users {source!r} do not exist; legal are {legal}")
-
-
-def _from_files(path: Path) -> UserStore:
-    one = None if path.is_dir() else read_npz(path)
-    try:
-        if one is not None:
-            if _IDS not in one:
-                raise DataError(f"there is no field {_IDS!r}, the id of each row's user")
-            ids = one.pop(_IDS)
-            return from_arrays(one, ids)
-        files = sorted(path.iterdir())
-        for file in files:
-            if file.suffix != ".npz" or not file.is_file():
-                raise DataError(f"{file.name} is not an .npz file")
-        return from_grouped((file.stem, read_npz(file)) for file in files)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
-
-
-def _from_function(path: str) -> UserStore:
-    what = f"users {path!r}"
-    function = import_function(what, path, DataError)
-    try:
-        loaded = call_imported(what, function, {}, DataError)
-    except (OSError, MemoryError) as error:  # its text may hold users' data
-        raise DataError(f"{what} cannot be made: {raised_at(error)}") from error
-    users = loaded.users if isinstance(loaded, Population) else loaded
-    if not isinstance(users, UserStore):
-        found = f"{path} returned a {type(users).__name__}"
-        raise DataError(f"{found}; it must return a UserStore or a Population")
-    return users
-
-
-def enrolled_positions(store: UserStore, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where in the enrolled population each user of a store is: int64 [N].
-
-    The store's k-th user, ids sorted by code points, is at the k-th of the positions.
-    """
-    if len(positions) != store.population:
-        found = f"there are {len(positions)} positions for {store.population} users"
-        raise InvalidValueError(f"{found}; the users enrolled at a node must be those it holds")
-    ids = [store.id_of(user) for user in range(store.population)]
-    enrolled = np.empty(store.population, np.int64)
-    enrolled[sorted(range(len(ids)), key=ids.__getitem__)] = positions
-    return enrolled
 
 
 @dataclass(frozen=True)
@@ -118,7 +44,7 @@ class Host:
     def of(cls, settings: HostSettings) -> "Host":
         """Load the users; InvalidValueError if this machine lacks the device or activations."""
         machine_of(settings)
-        return cls(load_users(settings.users), settings)
+        return cls(hosted_users(settings.users, settings.id_key), settings)
 
     @property
     def loaded(self) -> Loaded:

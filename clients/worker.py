@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import BufferedRWPair
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -48,7 +49,7 @@ _log = logging.getLogger(__name__)
 class HostSettings:
     """Which users a node hosts, and how it trains them."""
 
-    users: str  # as `fedpriv.clients.training.load_users` reads it
+    users: str  # as `fedpriv.clients.users.load_users` reads it
     device: str = "auto"  # as `fedpriv.engine.transport.device_named` reads it
     # Address space for training, besides what each process has taken once data and model are
     # loaded (Linux); None: no limit.
@@ -57,6 +58,7 @@ class HostSettings:
     activations: str = "float32"  # of the model while users train
     processes: int | None = None  # that train side by side; None: one for each thread
     chunk_mebibytes: int = 128  # roughly what users who train together may take
+    id_key: Path | None = None  # file of the key of the users' ids; None: the ids of the data
 
     def __post_init__(self) -> None:
         for name in ("chunk_mebibytes", "memory_mebibytes", "seconds", "processes"):

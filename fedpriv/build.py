@@ -69,7 +69,8 @@ def simulated(
     config: Config, run: str, spent: Sequence[RoundEvent] = ()
 ) -> tuple[Experiment, InProcessTransport]:
     """The experiment on the configured population, and a transport that trains it here."""
-    return on_population(config, run, load_population(config.data.name, config.data.options), spent)
+    data = config.simulated_data
+    return on_population(config, run, load_population(data.name, data.options), spent)
 
 
 def on_population(
@@ -105,8 +106,9 @@ def build(
 
     With a `method`, the configuration decides rounds, seed, engine, output and callbacks only.
     `population` and, if the configuration has none, `run` are the names in the ledger, and `users`
-    are N. A mechanism without noise is calibrated so that all rounds stay within its budget beside
-    what was `spent`.
+    are N. Without held-out rows nodes alone check the task, and there may be no metrics. A
+    mechanism without noise is calibrated so that all rounds stay within its budget beside what was
+    `spent`.
     """
     if method:
         origin = _origin(method.task)
@@ -117,7 +119,13 @@ def build(
     kinds = [path_of(type(part)) for part in (method.local, method.mechanism.sampling)]
     task, device = method.task, device_named(config.engine.device)
     few = {name: column[:4] for name, column in held_out.items()}
-    check_task(task, few)
+    if held_out:
+        check_task(task, few)
+    elif method.mechanism.metrics:
+        raise InvalidValueError(
+            "metrics.report asks for metrics; they are checked on held-out rows, so that "
+            "federation.held_out or data must be given"
+        )
     budget = method.mechanism.budget
     mechanism = _calibrated(method.mechanism, budget, config.rounds, spent)
     layout = Layout.of(task.parameters())
@@ -142,7 +150,8 @@ def build(
         averaging=mechanism.averaging,
         statistics=statistics,
     )
-    check_metrics(task, metrics, plan.mechanism.clipping, few)
+    if metrics:
+        check_metrics(task, metrics, plan.mechanism.clipping, few)
     if mechanism.rounds == plan.rounds:
         plan = plan.within(budget, spent)
     config = config.with_noise(plan.noise_multiplier).model_copy(update={"run": plan.run})

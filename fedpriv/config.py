@@ -1,7 +1,8 @@
 """The configuration of an experiment: TOML, checked key by key; see docs/configuration.md."""
 
+import os
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -27,16 +28,69 @@ from fedpriv.privacy.round import LocalTraining
 from fedpriv.training.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_PATHS = {"privacy": {"ledger"}, "federation": {"enrolment", "certificates", "held_out"}}
+_DATA_PATHS = {"folder", "train", "test"}  # options of populations that are built in
 
 
 def read_toml(path: Path) -> dict[str, object]:
     """Read a TOML file; InvalidValueError if it cannot be read or is not valid TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # of TOML, or of UTF-8
+    except UnicodeDecodeError as error:
         raise InvalidValueError(f"{path} is not valid TOML: {error}") from error
+
+
+def parse_toml(text: str, source: str) -> dict[str, object]:
+    """The table of a text, which `source` names in the error if it is not valid TOML."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidValueError(f"{source} is not valid TOML: {error}") from error
+
+
+def read_experiment(path: Path) -> dict[str, object]:
+    """Read the table of an experiment, `spelled_out`; paths in it are relative to its file."""
+    return from_folder(path.parent, spelled_out(read_toml(path)))
+
+
+def from_folder(folder: Path, table: Mapping[str, Any]) -> dict[str, Any]:
+    """An experiment's table, whose paths are relative to the folder, with absolute paths."""
+    home = folder.resolve()
+    return with_paths(table, lambda path: os.path.normpath(home / path))
+
+
+def for_folder(folder: Path, table: Mapping[str, Any]) -> dict[str, Any]:
+    """An experiment's table with the paths that it must have in a file of the folder."""
+    home = folder.resolve()
+    return with_paths(table, lambda path: os.path.relpath(path, home))
+
+
+def with_paths(table: Mapping[str, Any], move: Callable[[str], str]) -> dict[str, Any]:
+    """An experiment's table with each path in it moved; options of one's own data stay."""
+    moved = {
+        section: {k: move(v) if k in keys and isinstance(v, str) else v for k, v in inner.items()}
+        for section, keys in _PATHS.items()
+        if isinstance(inner := table.get(section), Mapping)
+    }
+    if isinstance(table.get("data"), Mapping):
+        moved["data"] = _with_data_paths(table["data"], "name", move)
+    return {**table, **moved}
+
+
+def _with_data_paths(
+    data: Mapping[str, Any], name: str, move: Callable[[str], str]
+) -> dict[str, Any]:
+    """As `with_paths`, for a table with the name of a population and its options."""
+    options = data.get("options")
+    if not isinstance(options, Mapping) or ":" in str(data.get(name)):
+        return dict(data)
+    moved = {k: move(v) for k, v in options.items() if k in _DATA_PATHS and isinstance(v, str)}
+    options = {**options, **moved}
+    if "population" in options:  # of which users are dealt anew
+        options = _with_data_paths(options, "population", move)
+    return {**data, "options": options}
 
 
 def checked(model: type[_Model], table: Mapping[str, object], source: str) -> _Model:
@@ -355,7 +409,7 @@ class Config(Section):
     rounds: Count
     run: Name | None = None  # in the ledger; made up from the name if absent
     seed: Seed | None = None  # no guarantee holds against those who know it
-    data: DataSection
+    data: DataSection | None = None  # needed where users are simulated
     model: ModelSection
     local: LocalSection
     privacy: PrivacySection
@@ -374,6 +428,13 @@ class Config(Section):
         """The configuration with another noise multiplier."""
         privacy = self.privacy.model_copy(update={"noise_multiplier": noise_multiplier})
         return self.model_copy(update={"privacy": privacy})
+
+    @property
+    def simulated_data(self) -> DataSection:
+        """The section `data`; InvalidValueError if it is absent."""
+        if self.data is None:
+            raise InvalidValueError("key data is absent; it names the users to simulate")
+        return self.data
 
     def mechanism(self) -> Mechanism:
         """The mechanism, not calibrated yet."""
@@ -447,11 +508,18 @@ def _scalars(value: object, except_for: Collection[str] = ()) -> dict[str, Any]:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read an experiment from a TOML file, of which overrides "a.b=value" replace keys."""
-    table = spelled_out(read_toml(path))
+    """Read an experiment from a TOML file, of which overrides "a.b=value" replace keys.
+
+    Paths in the file are relative to its folder, those in overrides to the working directory.
+    """
+    return config_of(read_experiment(path), str(path), overrides)
+
+
+def config_of(table: dict[str, object], source: str, overrides: Sequence[str] = ()) -> Config:
+    """Check an experiment's table, `spelled_out`, after overrides "a.b=value" of its keys."""
     for override in overrides:
         assign(table, override)
-    return parse_config(table, str(path))
+    return parse_config(table, source)
 
 
 def parse_config(table: Mapping[str, object], source: str) -> Config:

@@ -135,7 +135,7 @@ class PrivateStrategy(Strategy):
         state, result = initial_state(plan, model.trained), Result(initial_arrays)
         ledger = Path(self.ledger)
         with PrivacyRecords.open(ledger, beside(ledger), self.population, budget) as records:
-            records.refuse_if_beyond(plan.mechanism.event, f"run {plan.run}, round 0")
+            records.refuse_if_beyond(plan.mechanism.event, f"run {plan.run}, round 1")
             self.summary()
             _evaluate(evaluate_fn, 0, result)
             rounds = train(plan, state, transport, records, OperatingSystemEntropy())
@@ -182,7 +182,7 @@ class PrivateStrategy(Strategy):
 
 def _figures(released: RoundResult) -> MetricRecord:
     spent = f"ε {format_epsilon(released.epsilon)} at δ {released.delta:g}"
-    _log.info("round %d of %d released, %s", released.number, released.rounds, spent)
+    _log.info("round %d of %d released, %s", released.round, released.rounds, spent)
     return MetricRecord({**released.scalars, "privacy/delta": released.delta})
 
 
@@ -237,7 +237,7 @@ class NodesTransport(Transport):
         """Yield what each drawn node gives, as it comes."""
         clipping, drawn = request.clipping, self._drawn(request.users)
         arrays, sent = self.model.record(request.parameters), self.model.sent(request.parameters)
-        config = ConfigRecord({**self.config, "server-round": request.round + 1})
+        config = ConfigRecord({**self.config, "server-round": request.round})
 
         def messages() -> Iterator[tuple[str, Message]]:
             for node, users in drawn.items():

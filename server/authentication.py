@@ -136,7 +136,7 @@ def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
     if not certificates.nodes():
         raise InvalidValueError(
             f"{section.enrolment} enrols no certificate; each node's table must have the key "
-            "certificate, with the fingerprint that `fedpriv certs issue` prints"
+            "certificate, with the fingerprint that `fedpriv certs sign` prints"
         )
     end = end_of(Path(section.certificates) / "server.pem")
     return Endpoint(address, credentials, by_certificate(certificates), end)

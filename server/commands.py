@@ -1,4 +1,4 @@
-"""What the command line offers of the server: `serve`, and `certs init`, `issue`, `server`."""
+"""What the command line offers of the server: `serve`, and `certs` for keys and certificates."""
 
 import os
 from datetime import timedelta
@@ -76,16 +76,30 @@ def init(hosts: Hosts, folder: AuthorityFolder = Path("certs")) -> None:
 
 
 @_certs.command()
-def issue(
+def request(
     node: Annotated[str, typer.Argument(help="name of the node")],
+    folder: Annotated[Path, _option("folder of the node's keys")] = Path("certs"),
+) -> None:
+    """At the node: make its key, which stays there, and a request for the authority to sign."""
+    from fedpriv.server import certificates
+
+    path = certificates.request(folder, node)
+    typer.echo(f"{path.parent / 'node.key'}: stays here; no other machine needs it")
+    typer.echo(f"{path}: send it to the authority, for fedpriv certs sign")
+
+
+@_certs.command()
+def sign(
+    request: Annotated[Path, typer.Argument(help="the node's request, node.csr")],
     folder: AuthorityFolder = Path("certs"),
     days: Annotated[int, _option("how long it is valid", min=1, max=3650)] = 365,
 ) -> None:
-    """Give a node a key and a certificate, and print what to enrol."""
+    """At the authority: sign a node's request, and print what to enrol."""
     from fedpriv.server import certificates
 
-    folder, fingerprint = certificates.issue(folder, node, lifetime=timedelta(days=days))
-    typer.echo(f"{folder}: move it to the node, for --certificates; it is valid for {days} days")
+    node, folder, fingerprint = certificates.sign(folder, request, lifetime=timedelta(days=days))
+    files = f"{folder}: send ca.pem and node.pem to {node!r}, beside its node.key"
+    typer.echo(f"{files}; valid for {days} days")
     typer.echo(f'the server\'s enrolment, at node {node!r}: certificate = "{fingerprint}"')
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import FrameType
 
@@ -29,6 +29,7 @@ from fedpriv.errors import (
 )
 from fedpriv.ledger import Ledger
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
+from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup, carry_out, released_text
 from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
 from fedpriv.server.collection import Collection, End, prices, welcomes
@@ -42,7 +43,14 @@ from fedpriv.server.service import (
     listening,
     status_at_start,
 )
-from fedpriv.training.rounds import OnRound, RoundResult, Stop
+from fedpriv.training.rounds import (
+    OnRound,
+    RoundResult,
+    Stop,
+    checkpoints,
+    load_checkpoint,
+    released_model,
+)
 from fedpriv.wire import Price, Proposal, RunState, encode_welcome
 from fedpriv.wire.naming import Address
 
@@ -193,6 +201,7 @@ def serve(
         def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
             ledger = stack.enter_context(Ledger.open(setup.ledger))  # also after the run
             service = _service(experiment, section, enrolment, endpoint, records, ledger)
+            service.model = partial(_newest_model, setup.folder)
             if section.metrics_address is not None:
                 address = Address.parse(section.metrics_address, "federation.metrics_address")
                 monitor = service.authentication.monitor
@@ -211,7 +220,8 @@ def serve(
             console.print(
                 f"{experiment.plan.run}: listening on {listener.address}, "
                 f"{len(enrolment.nodes)} nodes and {enrolment.population} users are enrolled, "
-                f"round {first} of {experiment.plan.rounds} is next, folder {setup.folder.path}",
+                f"{first} of {experiment.plan.rounds} rounds are released, "
+                f"folder {setup.folder.path}",
                 soft_wrap=True,
                 highlight=False,
             )
@@ -264,6 +274,18 @@ def _service(
     return Service(authentication, welcome_of, ledger.since, status, limits)
 
 
+def _newest_model(folder: RunFolder) -> bytes | None:
+    found = checkpoints(folder.checkpoints)
+    return _model_at(folder, found[-1]) if found else None
+
+
+@lru_cache(maxsize=1)
+def _model_at(folder: RunFolder, path: Path) -> bytes | None:
+    """What a checkpoint holds of the model; None if no round was released before it."""
+    state = load_checkpoint(path).state
+    return released_model(state, folder.results()) if state.round else None
+
+
 def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, rounds: int) -> Run:
     """Run the rounds and publish each; then tell nodes that the run is over, or the server."""
     service = listener.service
@@ -273,7 +295,7 @@ def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, ro
 
     def show(result: RoundResult) -> None:
         _log.info(released_text(result, rounds))
-        publish(epsilon=result.epsilon, state=RunState.WAITING, round=result.number)
+        publish(epsilon=result.epsilon, state=RunState.WAITING, round=result.round)
 
     publish(round=first)
     state, end = RunState.STOPPED, End.SHUTTING_DOWN

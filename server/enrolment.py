@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from fedpriv.config import Section, checked, read_toml
 from fedpriv.errors import FedprivError, InvalidValueError
-from fedpriv.wire.naming import check_node_name
+from fedpriv.wire.naming import check_node_name, check_user_id
 
 Positions = NDArray[np.int64]  # users, as ascending positions in the population
 # What cryptography raises for a certificate or key that cannot be parsed.
@@ -90,15 +90,13 @@ class Enrolment:
             if not ids:
                 raise InvalidValueError(f"nodes.{node}.users is empty; it must have at least one")
             for number, user in enumerate(ids):
-                where = f"nodes.{node}.users.{number} is {user!r}"
-                if not user or not user.isprintable() or user != user.strip():
-                    legal = "an id must be one printable line without spaces at its ends"
-                    raise InvalidValueError(f"{where}; {legal}")
+                where = f"nodes.{node}.users.{number}"
+                check_user_id(user, where)
                 if user in node_of:
                     raise InvalidValueError(
-                        f"{where}, who is enrolled at node {node_of[user]!r} already; a user must "
-                        "be enrolled once, because updates of one user from several nodes are not "
-                        "summed before clipping"
+                        f"{where} is {user!r}, who is enrolled at node {node_of[user]!r} already; "
+                        "a user must be enrolled once, because updates of one user from several "
+                        "nodes are not summed before clipping"
                     )
                 node_of[user] = node
         object.__setattr__(self, "users", users)

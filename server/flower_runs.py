@@ -6,7 +6,6 @@ users' data. Otherwise they are workers among which the configured population is
 
 import logging
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -22,7 +21,15 @@ from rich.console import Console
 
 from fedpriv import wire
 from fedpriv.build import Experiment, simulated
-from fedpriv.config import Count, FederationSection, Section, checked
+from fedpriv.config import (
+    Count,
+    FederationSection,
+    Section,
+    checked,
+    config_of,
+    parse_toml,
+    spelled_out,
+)
 from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
 from fedpriv.logs import LogFormat, configure, one_line, trouble
@@ -306,7 +313,7 @@ class GridSimulation:
         not do its part.
         """
         plan, config, workers = self.experiment.plan, self.experiment.config, self.workers
-        data, engine = config.data, config.engine
+        data, engine = config.simulated_data, config.engine
         trained = engine.device, engine.chunk_mebibytes, engine.activations
         loaded = {flower.SIMULATED: flower.Simulated(data.name, data.options, *trained).encode()}
         present = simulated_workers(grid, plan.population, self.users, workers, loaded, stopping)
@@ -339,14 +346,15 @@ class RunConfig(Section):
             raise InvalidValueError("run config: resume is true; out must then be given")
         assignments = [part.strip() for part in self.set.split(";") if part.strip()]
         out = Path(self.out) if self.out else None
-        with tempfile.TemporaryDirectory() as folder:
-            if "\n" in self.experiment:
-                file = Path(folder) / "experiment.toml"
-                file.write_text(self.experiment, encoding="utf-8")
-            else:  # Flower puts the folder of the app in front of the import path
-                found = (Path(place) / self.experiment for place in sys.path)
-                file = next((path for path in found if path.is_file()), Path(self.experiment))
-            return RunSetup.of(file, assignments, out, resume=self.resume)
+        if "\n" in self.experiment:
+            source = "run config: experiment"
+            table = spelled_out(parse_toml(self.experiment, source))
+            config = config_of(table, source, assignments)
+            return RunSetup.at(config, out, resume=self.resume)
+        # Flower puts the folder of the app in front of the import path.
+        found = (Path(place) / self.experiment for place in sys.path)
+        file = next((path for path in found if path.is_file()), Path(self.experiment))
+        return RunSetup.of(file, assignments, out, resume=self.resume)
 
 
 app = ServerApp()
@@ -373,5 +381,5 @@ def main(grid: Grid, context: Context) -> None:
 
 def _log_rounds(experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
     rounds = experiment.plan.rounds
-    _log.info("round %d of %d is next", first, rounds)
+    _log.info("%d of %d rounds are released", first, rounds)
     return run(lambda result: _log.info(released_text(result, rounds)))

@@ -34,7 +34,7 @@ _SHOWN = {  # name: kind, help, and names of labels
     "node_connected": ("gauge", "1 if the node is connected.", "node"),
     "certificate_end": ("gauge", "When a certificate ends, in seconds since 1970.", "node"),
     "troubles": ("counter", _TROUBLES, "node what"),
-    "round": ("gauge", "Number of the next round, from 0.", ""),
+    "round": ("gauge", "Number of the newest round, from 1; 0 before the first.", ""),
     "epsilon": ("gauge", "User-level ε spent so far.", ""),
     "state": ("gauge", "1 for what the server does.", "state"),
     "call_seconds": ("gauge", "Mean duration, newer calls count more.", "method"),
@@ -82,9 +82,9 @@ class Monitor:
             numbers = self._numbers[name]
             numbers[labels] = numbers.get(labels, 0.0) + count
 
-    def progress(self, state: RunState, next_round: int, epsilon: float) -> None:
-        """Set what the server does, the number of the next round, from 0, and the ε spent."""
-        self.set("round", next_round)
+    def progress(self, state: RunState, newest_round: int, epsilon: float) -> None:
+        """Set what the server does, the number of the newest round, and the ε spent."""
+        self.set("round", newest_round)
         self.set("epsilon", epsilon)
         with self._lock:
             self._numbers["state"] = {(known,): float(known is state) for known in RunState}

@@ -51,6 +51,7 @@ _SMALL = 8192  # bytes of a message without tensors
 _BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added
 _DOWNLOADS = 16  # at once; each holds a chunk or two
 _LEDGERS = 2
+_MODELS = 2
 _RECHECK_SECONDS = 5.0  # after which an idle connection of a node struck off has ended
 _GRACE_SECONDS = 5.0
 _WATCH_SECONDS = 2.0
@@ -178,7 +179,7 @@ class TransferLimits:
 
 @dataclass(eq=False)
 class Service:
-    """Handlers of the five methods; `NODE` says which node calls.
+    """Handlers of the six methods; `NODE` says which node calls.
 
     A WireError or TimeoutError of a handler ends its call, see `Authentication`.
 
@@ -198,6 +199,8 @@ class Service:
     status: wire.Status
     limits: TransferLimits
     collection: Collection | None = None
+    # The file of the newest model, None before the first release; called in a thread.
+    model: Callable[[], bytes | None] = lambda: None
     ballot: Ballot | None = None
 
     def __post_init__(self) -> None:
@@ -208,6 +211,7 @@ class Service:
         self._uploads = Transfers(self.limits.uploads, seconds)
         self._downloads = Transfers(_DOWNLOADS, seconds)
         self._ledgers = Transfers(_LEDGERS, seconds)
+        self._models = Transfers(_MODELS, seconds)
         self._objections: dict[str, str] = {}  # of nodes whose newest vote was one
 
     def _changed(self) -> None:
@@ -453,6 +457,16 @@ class Service:
             while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
                 await context.write(pb.LedgerPart(chunk=chunk))
 
+    async def fetch_model(self, _request: pb.ModelRequest, context: Context) -> None:
+        """Send the newest model that was released and checkpointed; who took part is secret."""
+        async with self._models.turn(NODE.get()):
+            if (model := await asyncio.to_thread(self.model)) is None:
+                sentence = "no round was released yet"
+                raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
+            await context.write(pb.ModelPart(size=len(model)))
+            for chunk in wire.chunks([model]):
+                await context.write(pb.ModelPart(chunk=chunk))
+
     async def get_status(self, _request: pb.StatusRequest, _context: Context) -> pb.Status:
         """Return the status of the run."""
         return wire.encode_status(replace(self.status, nodes_connected=len(self.connections)))
@@ -578,6 +592,7 @@ def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
         "Download": stream(reading(pb.RoundId, service.download)),  # writes what is serialised
         "Upload": grpc.stream_unary_rpc_method_handler(service.upload, part, serialised),
         "FetchLedger": stream(reading(pb.LedgerRequest, service.fetch_ledger), None, serialised),
+        "FetchModel": stream(reading(pb.ModelRequest, service.fetch_model), None, serialised),
         "GetStatus": grpc.unary_unary_rpc_method_handler(
             reading(pb.StatusRequest, service.get_status), None, serialised
         ),

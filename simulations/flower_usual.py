@@ -46,7 +46,7 @@ def work_of(users: int) -> Work:
     config = load_config(WORK, [f"data.options.users={users}"])
     model = config.model
     task = build_task(model.name, model.options, model.seed, model.loss)
-    population = load_population(config.data.name, config.data.options)
+    population = load_population(config.simulated_data.name, config.simulated_data.options)
     return Work(config, task, population.users)
 
 

@@ -55,7 +55,7 @@ def test_simulate_writes_the_run_folder(run_folder: Path) -> None:
 
 def test_metrics_hold_the_epsilon_of_the_ledger(run_folder: Path) -> None:
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["round"] for row in rows] == list(range(6))
+    assert [row["round"] for row in rows] == list(range(1, 7))
     with Ledger.open(run_folder / "ledger.sqlite") as ledger:
         events = [row.event for row in ledger.charges()]
     for count, row in enumerate(rows, start=1):
@@ -77,7 +77,7 @@ def test_a_folder_is_not_overwritten_but_resumed(run_folder: Path) -> None:
     before = (run_folder / "metrics.jsonl").read_bytes()
     done = fedpriv("simulate", DIGITS, *SHORT, "--out", run_folder, "--resume")
     assert done.returncode == 0, done.stderr
-    assert "at round 6" in done.stdout
+    assert "after 6 of 6 rounds" in done.stdout
     assert (run_folder / "metrics.jsonl").read_bytes() == before
     again = fedpriv("simulate", run_folder / "plan.toml", "--out", run_folder, "--resume")
     assert again.returncode == 0, again.stderr

@@ -12,14 +12,19 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
+from safetensors.numpy import load_file, save
 
 from fedpriv.clients import status as status_module
+from fedpriv.errors import InvalidValueError
 from fedpriv.report.records import Happening, SiteRecord, SiteTable, Trouble
 from fedpriv.run.folder import RunFolder
-from fedpriv.wire import RunState, Status, encode_status
+from fedpriv.server.certificates import init, issue
+from fedpriv.server.enrolment import Enrolment
+from fedpriv.wire import RunState, Status, chunks, encode_status
 from fedpriv.wire import federation_pb2 as pb
 from tests.commandline import fedpriv, printed, refused
 
@@ -33,6 +38,14 @@ class Standing:
 
     answer: pb.Status
     refusal: str | None = None
+    model: bytes = b""
+
+    def fetch_model(self, request: bytes, context: grpc.ServicerContext) -> Iterator[pb.ModelPart]:
+        del request
+        if not self.model:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no round was released yet")
+        yield pb.ModelPart(size=len(self.model))
+        yield from (pb.ModelPart(chunk=chunk) for chunk in chunks([self.model]))
 
     def get_status(self, request: bytes, context: grpc.ServicerContext) -> pb.Status:
         del request
@@ -52,8 +65,11 @@ def serving(servicer: Standing, certs: Path | None = None) -> Iterator[str]:
         status = grpc.unary_unary_rpc_method_handler(
             servicer.get_status, None, pb.Status.SerializeToString
         )
+        model = grpc.unary_stream_rpc_method_handler(
+            servicer.fetch_model, None, pb.ModelPart.SerializeToString
+        )
         service = grpc.method_handlers_generic_handler(
-            "fedpriv.v1.Federation", {"GetStatus": status}
+            "fedpriv.v1.Federation", {"GetStatus": status, "FetchModel": model}
         )
         server.add_generic_rpc_handlers((service,))
         if certs is None:
@@ -86,11 +102,20 @@ def test_certificates_are_made_and_it_is_said_where_they_go(tmp_path: Path) -> N
     said = printed("certs", "init", "localhost", "127.0.0.1", cwd=tmp_path)
     assert "certs/server: belongs on the server" in said
     assert "certs/authority: keep it" in said
-    said = printed("certs", "issue", "hospital-a", "--days", "30", cwd=tmp_path)
-    pem = (tmp_path / "certs" / "nodes" / "hospital-a" / "node.pem").read_bytes()
+    site = tmp_path / "site"
+    site.mkdir()
+    bundle = "certs/nodes/hospital-a"
+    assert printed("certs", "request", "hospital-a", cwd=site) == (
+        f"{bundle}/node.key: stays here; no other machine needs it\n"
+        f"{bundle}/node.csr: send it to the authority, for fedpriv certs sign\n"
+    )
+    request = site / bundle / "node.csr"
+    said = printed("certs", "sign", request, "--days", "30", cwd=tmp_path)
+    pem = (tmp_path / bundle / "node.pem").read_bytes()
     certificate = x509.load_pem_x509_certificate(pem)
     assert said == (
-        "certs/nodes/hospital-a: move it to the node, for --certificates; it is valid for 30 days\n"
+        f"{bundle}: send ca.pem and node.pem to 'hospital-a', beside its node.key; valid for 30 "
+        "days\n"
         "the server's enrolment, at node 'hospital-a': "
         f'certificate = "{certificate.fingerprint(hashes.SHA256()).hex()}"\n'
     )
@@ -101,7 +126,7 @@ def test_certificates_are_made_and_it_is_said_where_they_go(tmp_path: Path) -> N
 def test_the_servers_certificate_is_renewed_in_any_folder(tmp_path: Path) -> None:
     folder = ["--folder", tmp_path / "mine"]
     printed("certs", "init", "localhost", *folder)
-    printed("certs", "issue", "n", *folder)
+    issue(tmp_path / "mine", "n")
     before = (tmp_path / "mine" / "server" / "server.pem").read_bytes()
     said = printed("certs", "server", "fl.example.org", *folder)
     after = (tmp_path / "mine" / "server" / "server.pem").read_bytes()
@@ -119,10 +144,10 @@ def test_the_servers_certificate_is_renewed_in_any_folder(tmp_path: Path) -> Non
     [
         (["init"], "Missing argument"),
         (["init", "a:80"], "host 'a:80' is neither"),
-        (["issue", "n"], "certs holds no authority"),
-        (["issue", "n", "--days", "0"], "--days"),
-        (["issue", "n", "--days", "4000"], "--days"),
-        (["issue", "../n"], "the name of a node is '../n'"),
+        (["request", "../n"], "the name of a node is '../n'"),
+        (["sign", "n.csr"], "n.csr cannot be read"),
+        (["sign", "n.csr", "--days", "0"], "--days"),
+        (["sign", "n.csr", "--days", "4000"], "--days"),
         (["server", "localhost"], "certs holds no authority"),
     ],
     ids=" ".join,
@@ -136,12 +161,12 @@ def test_what_cannot_be_made_is_refused(
 
 def test_a_name_that_goes_to_a_terminal_is_printable(tmp_path: Path) -> None:
     printed("certs", "init", "localhost", cwd=tmp_path)
-    assert "\x1b" not in refused("certs", "issue", "\x1b[2Kn", cwd=tmp_path)
+    assert "\x1b" not in refused("certs", "request", "\x1b[2Kn", cwd=tmp_path)
 
 
 def test_status_over_tls_is_a_table(tmp_path: Path) -> None:
     printed("certs", "init", "127.0.0.1", cwd=tmp_path)
-    printed("certs", "issue", "n", cwd=tmp_path)
+    issue(tmp_path / "certs", "n")
     bundle = tmp_path / "certs" / "nodes" / "n"
     with serving(Standing(encode_status(STATUS)), tmp_path / "certs") as server:
         text = printed("status", "--server", server, "--certificates", bundle)
@@ -393,7 +418,7 @@ def test_join_passes_its_options_on() -> None:
     host = {"users": "u", "device": "auto", "chunk_mebibytes": 128, "activations": "float32"}
     assert settings == dict.fromkeys(["certificates", "consent", "state"]) | {
         "server": "localhost:1",
-        "host": host | dict.fromkeys(["memory_mebibytes", "seconds", "processes"]),
+        "host": host | dict.fromkeys(["memory_mebibytes", "seconds", "processes", "id_key"]),
         "node": "n",
         "verify_ledger": False,
         "trusted": [],
@@ -403,7 +428,7 @@ def test_join_passes_its_options_on() -> None:
     options = (
         "--server [::1]:7443 --users a.b:c --certificates c --consent t.toml --verify-ledger "
         "--state s --trust a:f --trust b:g --device cpu --memory 512 --seconds 1.5 --once "
-        "--activations bfloat16 --processes 3 "
+        "--activations bfloat16 --processes 3 --id-key k "
         "--log-format json"
     )
     (settings,), _, formatter = passed_on(module, "join", *options.split())
@@ -417,6 +442,7 @@ def test_join_passes_its_options_on() -> None:
             "seconds": 1.5,
             "activations": "bfloat16",
             "processes": 3,
+            "id_key": "k",
         },
         "certificates": "c",
         "node": None,
@@ -443,4 +469,98 @@ def test_every_command_says_what_it_is_for() -> None:
     text = fedpriv("--help").stdout
     assert all(f" {command} " in text for command in ("serve", "join", "status", "certs"))
     text = fedpriv("certs", "--help").stdout
-    assert all(f" {command} " in text for command in ("init", "issue", "server"))
+    assert all(f" {command} " in text for command in ("init", "request", "sign", "server"))
+
+
+def write_users(path: Path, *ids: str) -> Path:
+    x = np.zeros((len(ids), 2), np.float32)
+    np.savez(path, x=x, y=np.zeros(len(ids), np.int64), user_id=np.array(ids))
+    return path
+
+
+def test_a_person_at_two_sites_is_found_by_keyed_ids(tmp_path: Path) -> None:
+    key = tmp_path / "id.key"
+    assert "never to the server" in printed("id-key", key)
+    init(tmp_path / "certs", ["localhost"])
+    pieces = []
+    for node, ids in (("a", ["ann", "bob"]), ("b", ["Eve", "ANN"])):
+        bundle = issue(tmp_path / "certs", node)
+        users = write_users(tmp_path / f"{node}.npz", *ids)
+        given = ("--certificates", bundle.folder, "--id-key", key)
+        pieces.append(printed("enrol", users, *given))
+        assert bundle.fingerprint in pieces[-1]
+        assert not any(one in pieces[-1].lower() for one in ("ann", "bob", "eve"))
+    file = tmp_path / "enrolment.toml"
+    for served in ([pieces[0]], pieces):
+        file.write_text(f'population = "{"5f" * 16}"\n' + "".join(served), encoding="utf-8")
+        if len(served) == 1:
+            assert Enrolment.load(file).population == 2
+    with pytest.raises(InvalidValueError, match="who is enrolled at node 'a' already"):
+        Enrolment.load(file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "Missing argument"),
+        (["u.npz"], "there are 1 DATA, 0 --certificates and 0 --node"),
+        (["u.npz", "--node", "a", "--node", "b"], "there are 1 DATA, 0 --certificates and 2"),
+        (["u.npz", "--node", "a/b"], "the name of a node is 'a/b'"),
+        (["none.npz", "--node", "a"], "users 'none.npz' do not exist"),
+        (["u.npz", "--certificates", "none"], "none/node.pem cannot be read"),
+        (["u.npz", "u.npz", "--node", "a", "--node", "b"], "as one of 2 users of both"),
+        (["u.npz", "--node", "a", "--id-key", "none"], "none cannot be read"),
+    ],
+    ids=" ".join,
+)
+def test_an_enrolment_that_cannot_be_is_one_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path
+) -> None:
+    write_users(tmp_path / "u.npz", "ann", "bob")
+    assert sentence in refused("enrol", *arguments, cwd=tmp_path)
+
+
+SPENT = {"run": "digits", "round": 3, "rounds": 10, "epsilon": 1.2341, "delta": 1e-5}
+WEIGHTS = {"w": np.arange(3, dtype=np.float32)}
+
+
+def released(**changes: object) -> bytes:
+    return save(WEIGHTS, {"release": json.dumps(SPENT | changes)})
+
+
+def test_the_released_model_is_fetched_with_its_round_and_epsilon(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_text("an older one")
+    with serving(Standing(encode_status(STATUS), model=released())) as server:
+        said = printed("model", *plain(server), "--out", file)
+    assert said == f"{file}: run digits, round 3 of 10, ε = 1.235 at δ = 1e-05\n"
+    assert load_file(file)["w"].tolist() == [0.0, 1.0, 2.0]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (b"", "refuses, FAILED_PRECONDITION: no round was released yet"),
+        (b"nonsense", "is not a model with its round and ε"),
+        (save(WEIGHTS), "is not a model with its round and ε"),
+        (released(round="third"), "is not a model with its round and ε"),
+        (released()[:-1], "is not a model with its round and ε"),
+    ],
+)
+def test_what_is_no_released_model_replaces_no_file(
+    model: bytes, sentence: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_text("an older one")
+    with serving(Standing(encode_status(STATUS), model=model)) as server:
+        assert sentence in refused("model", *plain(server), "--out", file)
+    assert file.read_text() == "an older one"
+
+
+def test_a_model_that_cannot_be_written_or_fetched_is_one_sentence(tmp_path: Path) -> None:
+    with serving(Standing(encode_status(STATUS), model=released())) as server:
+        file = tmp_path / "none" / "model.safetensors"
+        assert f"{file} cannot be written" in refused("model", *plain(server), "--out", file)
+        assert "--out" in refused("model", *plain(server))
+    assert "cannot be reached" in refused("model", *plain(server), "--out", tmp_path / "m")

@@ -269,7 +269,7 @@ def test_each_round_says_the_price_of_the_ledger(
     with Ledger.open(tmp_path / "l.sqlite") as ledger:
         spent = ledger.spent()
         charges = list(ledger.charges())
-    assert [row.round for row in charges] == [0, 1, 2]
+    assert [row.round for row in charges] == [1, 2, 3]
     assert {row.event.sampling.population for row in charges} == {NODES}
     price = epsilon(spent, DELTA).epsilon
     assert result.train_metrics_clientapp[3]["privacy/epsilon"] == pytest.approx(price, rel=1e-12)

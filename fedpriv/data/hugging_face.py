@@ -99,7 +99,7 @@ def load_hugging_face(
         legal = "exactly one must be given, as text, and arguments with a partitioner only"
         raise InvalidValueError(f"{found}; {legal}")
     users = UserStore(_as_inputs(store.fields), store.offsets, store.user_ids)
-    name = f"hugging-face: {users.population} users by {how} of {train}"
+    name = f"hugging-face: {users.population} users by {how} of {Path(train).name}"
     return Population(name, users, _as_inputs(_read_columns(held_out, columns)))
 
 

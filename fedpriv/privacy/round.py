@@ -69,7 +69,7 @@ class RoundRequest:
     """All that a node needs to know to take part in an attempt at a round of training."""
 
     run: str
-    round: int  # from 0
+    round: int  # from 1
     attempt: int  # at this round, from 0
     parameters: Mapping[str, npt.NDArray[np.float32]]  # in the order of the update's layout
     clipping: Clipping  # of all that a user sends: its update, metrics and the indicator
@@ -223,11 +223,11 @@ class PrivacyRecords:
 
 @dataclass(frozen=True)
 class RoundAttempt:
-    """One attempt at one round of one run, numbered from 0: what keys are named after."""
+    """One attempt at one round of one run: what keys are named after."""
 
     run: str
-    round: int
-    attempt: int
+    round: int  # from 1
+    attempt: int  # from 0
 
     def purpose(self, stream: str) -> str:
         """Name the draw of a stream: "sampling", "noise" or "local"."""

@@ -21,7 +21,7 @@ Figures = Mapping[str, float | None]  # by name; None where no user contributed
 class SimulationOnlyRound:
     """True figures of one round of a simulation. Publishing one breaks the users' guarantee."""
 
-    round: int  # number, from 0
+    round: int  # from 1
     # By vector group, mean norm of updates before clipping, in the units of the clipping norm.
     simulation_only_group_norms: Figures = field(default_factory=dict)
     simulation_only_update_norms: Figures = field(default_factory=dict)  # by layer, mean L2
@@ -29,11 +29,6 @@ class SimulationOnlyRound:
     # By layer, norm of the clipped sum over the root mean square norm of its noise.
     simulation_only_signal_to_noise: Figures = field(default_factory=dict)
     attempt: int = 0
-
-    @property
-    def number(self) -> int:
-        """Rounds released so far, this one included."""
-        return self.round + 1
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def write_run_figures(
     if rounds and all(math.isfinite(each.epsilon) for each in rounds):
         series = [Series("spent", _numbers(rounds), [each.epsilon for each in rounds])]
         if math.isfinite(budget):
-            ends, both = [rounds[0].number, rounds[-1].number], [budget, budget]
+            ends, both = [rounds[0].round, rounds[-1].round], [budget, budget]
             series.append(Series("budget", ends, both, dashed=True, marked=False, colour=7))
         charts.append(declared("spent", series, {"delta": delta}, "epsilon"))
     for chart in charts:
@@ -145,7 +145,7 @@ def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
     end = f"-{of}" if of else ""
     seeds = f"Means over {len(records)} seeds, bands from the least seed to the largest."
     words = {"of": f"{of}: " if of else "", "seeds": seeds if len(records) > 1 else ""}
-    norms = _lines([[(each.number, each.clipping_norms) for each in run.rounds] for run in records])
+    norms = _lines([[(each.round, each.clipping_norms) for each in run.rounds] for run in records])
     colours = {line.name: number for number, line in enumerate(norms)}
     released = [_group(line, "clipping norm", colours) for line in norms]
     if not all(record.simulation_only for record in records):
@@ -173,7 +173,7 @@ def _clipped_charts(record: RunRecord) -> list[Chart]:
 def _recorded(records: Sequence[RunRecord], name: str) -> list[Series]:
     """Dashed lines of true figures of rounds, of an attribute of `SimulationOnlyRound`."""
     name = f"simulation_only_{name}"
-    lines = _lines([[(r.number, getattr(r, name)) for r in run.simulation_only] for run in records])
+    lines = _lines([[(r.round, getattr(r, name)) for r in run.simulation_only] for run in records])
     return [replace(line, dashed=True) for line in lines]
 
 
@@ -195,4 +195,4 @@ def _lines(runs: Sequence[Iterable[tuple[int, Figures]]]) -> list[Series]:
 
 
 def _numbers(rounds: Iterable[RoundResult]) -> list[float]:
-    return [each.number for each in rounds]
+    return [each.round for each in rounds]

@@ -113,7 +113,7 @@ def _spent_chart(arms: Sequence[_Arm], target: Target) -> Chart:
     series = []
     for arm in arms:
         rounds, found = _over_seeds(arm, measure)
-        spent = {each.number: each.epsilon for each in arm.records[0].rounds}
+        spent = {each.round: each.epsilon for each in arm.records[0].rounds}
         series.append(studies.line_of(arm.summary.arm, [spent[each] for each in rounds], found))
     return studies.measure_chart("study-spent", measure, series, "front", delta=target.delta)
 
@@ -123,7 +123,7 @@ def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]
     values: dict[int, list[float]] = {}
     for record in arm.records:
         for each, value in zip(*studies.measured(measure, record.rounds), strict=True):
-            values.setdefault(each.number, []).append(value)
+            values.setdefault(each.round, []).append(value)
     rounds = [number for number in sorted(values) if len(values[number]) == len(arm.records)]
     return rounds, [Interval.of(values[number]) for number in rounds]
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 from multiprocessing.connection import wait
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from rich.console import Console
@@ -209,7 +209,7 @@ def _complete(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with held(folder, f"{folder} holds a study"):
-        write_atomically(folder / STUDY, study_toml(study).encode())
+        write_atomically(folder / STUDY, study_toml(study, folder).encode())
         try:
             with _progress(study, folder, finished, console) as show, closing(runs):
                 for ended in runs:
@@ -268,7 +268,7 @@ def calibrated(study: Study) -> dict[tuple[Arm, Target], float]:
     for arm, target in itertools.product(study.arms, study.targets):
         config = study.config_of(Cell(arm, target, study.seeds[0]))
         with _naming_arm(arm.name):
-            population = _loaded(config.data.model_dump_json())
+            population = _loaded(config.simulated_data.model_dump_json())
             experiment, _ = on_population(config, str(config.run), population)
         noise[arm, target] = experiment.plan.noise_multiplier
     _loaded.cache_clear()
@@ -329,8 +329,8 @@ def _result(
         noise_multiplier=plan.noise_multiplier,
         epsilon=rounds[-1].epsilon,
         accuracy=outcome.accuracy,
-        loss=outcome.loss,
-        evaluations=tuple((row.number, row.accuracy) for row in rounds if row.accuracy is not None),
+        loss=cast(float, outcome.loss),  # populations have held-out rows
+        evaluations=tuple((row.round, row.accuracy) for row in rounds if row.accuracy is not None),
         clipping_norms=rounds[-1].clipping_norms,
         noise_stddevs={query.group: query.noise_stddev for query in queries},
         simulation_only_users_per_second=plan.sampling.expected_cohort_size / seconds,
@@ -403,7 +403,7 @@ def _begin() -> None:
 def _run_in_worker(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> Ended:
     """Run a cell with one thread, so that results do not depend on the number of workers."""
     try:
-        population = _loaded(study.config_of(cell).data.model_dump_json())
+        population = _loaded(study.config_of(cell).simulated_data.model_dump_json())
         with computing_with(1):
             return cell, run_cell(study, cell, folder, noise_multiplier, population)
     except Exception as error:

@@ -17,13 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
 import tomli_w
 import torch
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.numpy import save
 from torch import nn
 from torch.func import functional_call
 
@@ -31,7 +29,7 @@ from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
 from fedpriv.build import Experiment, HeldOut, build
-from fedpriv.config import Config, FederationSection, load_config
+from fedpriv.config import Config, FederationSection, for_folder, load_config
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import load_population
 from fedpriv.engine.task import Task
@@ -54,6 +52,7 @@ from fedpriv.training.rounds import (
     Stop,
     TrainingPlan,
     checkpoints,
+    released_model,
     resume,
     save_checkpoint,
     train,
@@ -146,7 +145,8 @@ class RunSetup:
         self.folder.create()
         # The plan last: a folder that has it holds a run, and then has the digest too.
         write_atomically(self.folder.plan_digest, f"{experiment.plan.digest}\n".encode())
-        write_atomically(self.folder.plan, _resolved_plan(experiment).encode())
+        plan = _resolved_plan(experiment, self.folder.path)
+        write_atomically(self.folder.plan, plan.encode())
 
     def refuse_other_plan(self, plan: TrainingPlan) -> None:
         """Refuse to resume with another plan than the run began with, however far it has come."""
@@ -159,8 +159,8 @@ class RunSetup:
             )
 
 
-def _resolved_plan(experiment: Experiment) -> str:
-    """Configuration as it was run, under a head of facts; it can be run again."""
+def _resolved_plan(experiment: Experiment, folder: Path) -> str:
+    """Configuration as it was run, for a file in the folder, under a head of facts."""
     plan = experiment.plan
     facts = {
         "population": plan.population,
@@ -173,13 +173,15 @@ def _resolved_plan(experiment: Experiment) -> str:
         stated = f"clipping norm {query.clipping_norm:g}, noise stddev {query.noise_stddev:g}"
         facts[f"group {query.group}"] = stated
     head = "".join(f"# {name}: {value}\n" for name, value in facts.items())
-    return head + tomli_w.dumps(experiment.config.model_dump(exclude_none=True))
+    table = experiment.config.model_dump(exclude_none=True)
+    return head + tomli_w.dumps(for_folder(folder, table))
 
 
 def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
-    """Rows of no enrolled user: those of `federation.held_out`, or of the configured data."""
+    """Rows of no enrolled user: those of `federation.held_out`, else of `data`, if there is any."""
     if section.held_out is None:
-        return load_population(config.data.name, config.data.options).test
+        data = config.data
+        return {} if data is None else load_population(data.name, data.options).test
     rows = read_npz(Path(section.held_out))
     counts = {len(array) for array in rows.values()}
     if len(counts) != 1 or 0 in counts:
@@ -194,7 +196,7 @@ def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
 class Run:
     """A run that has ended; everything in it is also in its folder.
 
-    Accuracy and mean loss are those of the last model on the held-out rows.
+    Accuracy and mean loss are those of the last model on the held-out rows, if there are any.
     """
 
     folder: Path  # of plan, ledger, metrics, checkpoints and model
@@ -202,7 +204,7 @@ class Run:
     stop: Stop  # why it ended
     state: ServerState  # at the end, all of it released
     accuracy: float | None  # None if targets are not classes
-    loss: float
+    loss: float | None
 
     @cached_property
     def rounds(self) -> tuple[RoundResult, ...]:
@@ -226,7 +228,7 @@ class Run:
         """One row a round, one column for every released number; pandas must be installed."""
         import pandas as pd  # noqa: PLC0415 - not a dependency
 
-        return pd.DataFrame([{"round": each.number, **each.scalars} for each in self.rounds])
+        return pd.DataFrame([{"round": each.round, **each.scalars} for each in self.rounds])
 
     def report(self, out: Path | str | None = None) -> Path:
         """Verify the ledger, and write one HTML page, by default report.html in the folder."""
@@ -236,7 +238,7 @@ class Run:
 Hosted = Callable[[Experiment, PrivacyRecords], Transport]
 """Makes the transport to the users of an experiment, once its records are open."""
 Follow = Callable[[Experiment, int, Callable[[OnRound], Run]], Run]
-"""Shows a run: gets the first round to come, and the function that runs it with an observer."""
+"""Shows a run: gets the number of released rounds, and what runs it with an observer."""
 
 
 @torch.no_grad()
@@ -289,7 +291,9 @@ def conduct(
     """
     plan, output = experiment.plan, experiment.config.output
 
-    def measured() -> tuple[float, float | None]:
+    def measured() -> tuple[float | None, float | None]:
+        if not experiment.held_out:
+            return None, None
         return evaluate(experiment.task, experiment.held_out, experiment.device, state.model)
 
     def keep() -> None:
@@ -314,8 +318,8 @@ def conduct(
             keep()
         on_round(result)
     keep()
-    tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
-    with_room(lambda: write_atomically(folder.model, save(tensors)))
+    model = released_model(state, folder.results())
+    with_room(lambda: write_atomically(folder.model, model))
     loss, accuracy = measured()
     return Run(folder.path, experiment.task, stop, state, accuracy, loss)
 
@@ -377,7 +381,7 @@ def _tell(callbacks: Mapping[str, OnRound], result: RoundResult) -> None:
 
 def _write_scalars(writer: "SummaryWriter", result: RoundResult) -> None:
     for name, value in result.scalars.items():
-        writer.add_scalar(name, value, result.number)
+        writer.add_scalar(name, value, result.round)
 
 
 def carry_out(
@@ -392,7 +396,9 @@ def carry_out(
 
     def shown(experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
         if setup.resuming:
-            console.print(f"resuming {setup.folder.path} at round {first}")
+            console.print(
+                f"resuming {setup.folder.path} after {first} of {experiment.plan.rounds} rounds"
+            )
         if follow:
             return follow(experiment, first, run)
         with _progress(experiment.plan, first, console) as show:
@@ -422,7 +428,7 @@ def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRo
             # From the expected cohort, since the realised one is private.
             speed = f"{plan.sampling.expected_cohort_size / seconds:,.0f} users/s"
             shown = (last, *result.metrics_text, f"ε {format_epsilon(result.epsilon)}", speed)
-            progress.update(line, completed=result.number, figures="  ".join(filter(None, shown)))
+            progress.update(line, completed=result.round, figures="  ".join(filter(None, shown)))
 
         yield show
 
@@ -431,7 +437,7 @@ def released_text(result: RoundResult, rounds: int) -> str:
     """One line on a release, for a log."""
     accuracy = () if result.accuracy is None else (f"accuracy {result.accuracy:.1%}",)
     spent = f"ε {format_epsilon(result.epsilon)} at δ {result.delta:g}"
-    released = f"round {result.number} of {rounds} released"
+    released = f"round {result.round} of {rounds} released"
     return ", ".join((released, *accuracy, *result.metrics_text, spent))
 
 
@@ -459,7 +465,8 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
     of_run = [charge.event for charge in charges if charge.run == plan.run]
     loss = epsilon_of(spent, privacy.delta, privacy.accountant)
     rows = [] if run.accuracy is None else [("accuracy on held-out rows", f"{run.accuracy:.2%}")]
-    rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
+    if run.loss is not None:
+        rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
     private = run.rounds[-1].metrics_text if run.rounds else ()
     rows += [("private metric before the last round", text) for text in private]
     rows.append(("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})"))

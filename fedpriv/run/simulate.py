@@ -240,7 +240,7 @@ def suggest_norms(
         state, entropy = experiment.initial_state, experiment.entropy
         for result, found in find_quantiles(plan, state, quantile, transport, records, entropy):
             known = found
-            console.print(f"round {result.number} of {rounds}: charge {result.charge[:12]}")
+            console.print(f"round {result.round} of {rounds}: charge {result.charge[:12]}")
         loss = epsilon_of(records.ledger.spent(), config.privacy.delta, config.privacy.accountant)
     names = ("group", "suggested S", "likely between", "± share of users", "S in the file")
     rows = (

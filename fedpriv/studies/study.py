@@ -4,6 +4,7 @@ import copy
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,13 @@ from fedpriv.config import (
     Section,
     assign,
     checked,
+    for_folder,
+    from_folder,
     parse_config,
+    read_experiment,
     read_toml,
     spelled_out,
+    with_paths,
 )
 from fedpriv.errors import InvalidValueError, known_names
 
@@ -145,7 +150,9 @@ class Study(Section):
 
     def digest_of(self, cell: Cell) -> str:
         """SHA-256 of the settings of a run; a finished run of the same digest stands."""
-        text = json.dumps(self.table_of(cell), sort_keys=True, default=str)
+        # Where data lie is no setting: a study may be moved with them.
+        table = with_paths(self.table_of(cell), os.path.basename)
+        text = json.dumps(table, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def flat_settings(self, arm: Arm) -> dict[str, object]:
@@ -201,9 +208,9 @@ def load_study(path: Path) -> Study:
     table = read_toml(path)
     base, axes = table.get("base"), table.pop("axes", {})
     if isinstance(base, str):
-        base = read_toml(path.parent / base)
-    if isinstance(base, dict):
-        table["base"] = spelled_out(base)
+        table["base"] = read_experiment(path.parent / base)
+    elif isinstance(base, dict):
+        table["base"] = from_folder(path.parent, spelled_out(base))
     if not isinstance(axes, dict) or bool(axes) == bool(table.get("arms")):
         raise InvalidValueError(f"{path}: exactly one of arms and axes must be given")
     if axes:
@@ -238,9 +245,9 @@ def _inline(value: object) -> str:
     return json.dumps(value)
 
 
-def study_toml(study: Study) -> str:
-    """The study as TOML, with base and arms written out; `load_study` reads an equal one."""
-    return tomli_w.dumps(study.model_dump())
+def study_toml(study: Study, folder: Path) -> str:
+    """The study for a file in the folder, written out; `load_study` reads an equal one there."""
+    return tomli_w.dumps(study.model_dump() | {"base": for_folder(folder, study.base)})
 
 
 def _refuse_repeated(what: str, values: Sequence[object]) -> None:
@@ -255,7 +262,8 @@ def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
     """Refuse an arm that would cost something else, or charge something else, than the others."""
     what = f"arm {arm.name!r}"
     try:
-        before, table = _flat(base), _flat(_varied(base, arm))
+        before, varied = _flat(base), _varied(base, arm)
+        table = _flat(varied)
     except InvalidValueError as error:
         raise ValueError(f"{what}: {error}") from error
     for reason, keys in _FIXED.items():
@@ -266,6 +274,13 @@ def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
         raise ValueError(f"{what} has a privacy.ledger; every run of a study has its own")
     if table.get("privacy.unsafe_no_privacy"):
         raise ValueError(f"{what} has unsafe_no_privacy; a study compares at equal privacy")
+
+    def absolute(path: str) -> str:
+        if not Path(path).is_absolute():
+            raise ValueError(f"{what} has the path {path!r}; in an arm it must be absolute")
+        return path
+
+    with_paths(varied, absolute)
 
 
 @dataclass(frozen=True)

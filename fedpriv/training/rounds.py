@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -233,7 +233,7 @@ class TrainingPlan:
 class ServerState:
     """What the server carries from round to round; all of it was released."""
 
-    round: int  # number of the next round, from 0
+    round: int  # the last that was released, from 1; 0 before the first
     parameters: Parameters  # in the order of the plan's layout
     optimizer: OptimizerState
     clipping_norms: tuple[float, ...]  # S_g of each group of the update in the next round
@@ -264,7 +264,7 @@ class RoundResult:
 
     run: str
     rounds: int  # T, how many are planned
-    round: int  # from 0
+    round: int  # from 1
     attempt: int  # which attempt at the round succeeded, from 0
     charge: str  # hash of the round's charge
     epsilon: float  # of all charges of the ledger so far, at `delta`
@@ -280,11 +280,6 @@ class RoundResult:
     simulation_only_seconds: float | None = None
 
     @property
-    def number(self) -> int:
-        """Rounds released so far, this one included."""
-        return self.round + 1
-
-    @property
     def scalar_metrics(self) -> dict[str, float]:
         """The metrics that are one number."""
         return {n: float(v) for n, v in self.metrics.items() if isinstance(v, int | float)}
@@ -293,7 +288,7 @@ class RoundResult:
     def scalars(self) -> dict[str, float]:
         """Every released number by name, as experiment trackers take it; no vectors.
 
-        >>> result = RoundResult("run", 9, 0, 0, "5f", 0.25, 1e-5, {"update": 0.5}, accuracy=0.9)
+        >>> result = RoundResult("run", 9, 1, 0, "5f", 0.25, 1e-5, {"update": 0.5}, accuracy=0.9)
         >>> result.scalars
         {'test/accuracy': 0.9, 'privacy/epsilon': 0.25, 'clipping_norm/update': 0.5}
         """
@@ -370,7 +365,8 @@ def run_round(
         return transport.collect(round_request(plan, state, at, users, entropy))
 
     mechanism = plan.mechanism_at(state.clipping_norms)
-    release = private_round(mechanism, plan.run, state.round, collect, records, entropy, prepare)
+    number = state.round + 1
+    release = private_round(mechanism, plan.run, number, collect, records, entropy, prepare)
     epsilon = records.ledger.epsilon(records.budget)
     return close_round(plan, state, release, epsilon, records.budget.delta)
 
@@ -425,7 +421,7 @@ def close_round(
     result = RoundResult(
         run=plan.run,
         rounds=plan.rounds,
-        round=state.round,
+        round=state.round + 1,
         attempt=release.attempt,
         charge=release.charge_hash,
         epsilon=epsilon,
@@ -448,7 +444,7 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write `round-NNNNNN.safetensors`, named by the next round, atomically; keep the last 3."""
+    """Write `round-NNNNNN.safetensors`, named by its last round, atomically; keep the last 3."""
     state, head = checkpoint.state, checkpoint.ledger_head
     moments = (state.optimizer.first, state.optimizer.second)
     tensors = {
@@ -471,6 +467,22 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     for old in checkpoints(folder)[:-_KEPT]:
         old.unlink(missing_ok=True)
     return path
+
+
+def released_model(state: ServerState, results: Iterable[RoundResult]) -> bytes:
+    """The model of a state as a file of safetensors; its metadata say what it cost.
+
+    Under the key "release" they are a JSON object: `round`, and of its result `run`, `rounds`,
+    `epsilon` and `delta`.
+    """
+    released: dict[str, object] = {"round": state.round}
+    for result in results:
+        if result.round == state.round:
+            keys = ("run", "rounds", "epsilon", "delta")
+            released |= {key: getattr(result, key) for key in keys}
+    tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
+    # One key: safetensors writes several in any order, and equal runs have equal files.
+    return save(tensors, {"release": json.dumps(released)})
 
 
 def checkpoints(folder: Path) -> list[Path]:

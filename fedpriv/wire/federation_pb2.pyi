@@ -308,6 +308,18 @@ class LedgerRequest(_message.Message):
     hash: str
     def __init__(self, count: _Optional[int] = ..., hash: _Optional[str] = ...) -> None: ...
 
+class ModelRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ModelPart(_message.Message):
+    __slots__ = ("size", "chunk")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    chunk: Chunk
+    def __init__(self, size: _Optional[int] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

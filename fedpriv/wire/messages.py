@@ -310,7 +310,7 @@ class Status(Checked):
     """Progress of a federation; says nothing about who was drawn."""
 
     run: Name
-    round: UInt32  # the next one, from 0
+    round: UInt32  # the newest, collected or released, from 1; 0 before the first
     rounds: UInt32  # of the plan
     epsilon: Epsilon  # spent, at delta
     epsilon_limit: Epsilon

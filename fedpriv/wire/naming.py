@@ -37,6 +37,14 @@ def read_key(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def check_user_id(text: str, where: str) -> str:
+    """Return an id that a user can have in an enrolment; `where` begins the error."""
+    if not text or not text.isprintable() or text != text.strip():
+        legal = "an id must be one printable line without spaces at its ends"
+        raise InvalidValueError(f"{where} is {text!r}; {legal}")
+    return text
+
+
 @dataclass(frozen=True)
 class Address:
     """A DNS name or IP address, without brackets, and a port; a server at port 0 takes any."""

@@ -31,7 +31,7 @@ def test_all_questions_are_one_charge_and_one_sampling_event(tmp_path: Path) -> 
         (row,) = records.ledger.charges()
         records.ledger.verify(records.participation)
         cohort = records.participation.users_of(row.cohort_commitment)
-    assert (row.run, row.round, row.attempt) == ("run", 0, answers.attempt) == ("run", 0, 0)
+    assert (row.run, row.round, row.attempt) == ("run", 1, answers.attempt) == ("run", 1, 0)
     assert row.hash == answers.charge_hash
     assert row.event == asked.event
     assert [query.group for query in row.event.queries] == [q.name for q in QUESTIONS]
@@ -168,11 +168,11 @@ def test_seeded_surveys_repeat_and_others_do_not(tmp_path: Path) -> None:
 
 def test_rounds_of_a_run_are_charged_as_such(tmp_path: Path) -> None:
     with open_records(tmp_path) as records:
-        for month in range(3):
+        for month in (1, 2, 3):
             assert (
                 ask(survey(40, z=1.0, round=month), USERS, records, SeededEntropy(0)).attempt == 0
             )
-        assert [row.round for row in records.ledger.charges()] == [0, 1, 2]
+        assert [row.round for row in records.ledger.charges()] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_users_that_are_not_the_enrolled_ones_are_refused(tmp_path: Path) -> Non
     [
         ({"questions": ()}, r"the questions are \[\]"),
         ({"questions": QUESTIONS[:1] * 2}, r"the questions are \['mean', 'mean'\]"),
-        ({"round": -1}, "round is -1"),
+        ({"round": 0}, "round is 0"),
         ({"z": -1.0}, "noise_multiplier is -1.0"),
         ({"shares": {"mean": 1.0}}, "weights and groups differ"),
     ],

@@ -195,15 +195,15 @@ class TestConfirming:
             both.confirmed(offer("r", 3))
 
     def test_the_run_is_seen_to_have_gone_on_by_ledger_and_journal_alike(self, both):
-        both.take_part("r", 0)
-        both.confirmed()  # its last round may have been refused by the budget
         both.take_part("r", 1)
-        with pytest.raises(AuditError, match="round 0 of run 'r' went on"):
-            both.confirmed()
-        charge(both.ledger, number=0)
-        both.confirmed()
-        charge(both.ledger, number=2)
+        both.confirmed()  # its last round may have been refused by the budget
+        both.take_part("r", 2)
         with pytest.raises(AuditError, match="round 1 of run 'r' went on"):
+            both.confirmed()
+        charge(both.ledger, number=1)
+        both.confirmed()
+        charge(both.ledger, number=3)
+        with pytest.raises(AuditError, match="round 2 of run 'r' went on"):
             both.confirmed()
 
     def test_runs_that_the_node_was_not_offered_are_nobodys_business(self, both):
@@ -369,14 +369,14 @@ class TestHistories:
     @given(histories(), st.data())
     def test_honest_servers_are_believed_and_others_caught(self, tmp_path_factory, rounds, data):
         folder = tmp_path_factory.mktemp("history")
-        missing = data.draw(st.integers(0, len(rounds) - 1))
+        missing = data.draw(st.integers(1, len(rounds)))
         with (
             Ledger.open_or_create(folder / "honest", "people") as honest,
             Ledger.open_or_create(folder / "lying", "people") as lying,
             Journal(folder / "journal") as journal,
             Journal(folder / "journal of another") as other,
         ):
-            for number, attempts in enumerate(rounds):
+            for number, attempts in enumerate(rounds, start=1):
                 for attempt, charged, drawn in attempts:
                     examined = examine(read(honest), WELCOME, journal, DELTA)
                     offered = offer("r", number, attempt, said=price_with(examined, offer()))
@@ -391,11 +391,11 @@ class TestHistories:
                         charge(lying, "r", number, attempt)
             confirm(examine(read(honest), WELCOME, journal, DELTA), journal)
             confirm(
-                examine(read(honest), WELCOME, journal, DELTA), journal, offer("r", len(rounds))
+                examine(read(honest), WELCOME, journal, DELTA), journal, offer("r", len(rounds) + 1)
             )
             found = examine(read(lying), WELCOME, other, DELTA)
             with pytest.raises(AuditError, match=f"round {missing} of run 'r' went on without a"):
-                confirm(found, other, offer("r", len(rounds)))
+                confirm(found, other, offer("r", len(rounds) + 1))
 
 
 @pytest.mark.parametrize("q", [5e-324, 1e-9, 1.0])

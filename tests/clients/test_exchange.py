@@ -322,6 +322,34 @@ def test_what_is_not_the_declared_ledger_is_refused(parts: list[Said], reason: s
         ask(sending(ledger=parts), FederationStub.fetch_ledger)
 
 
+# FetchModel
+
+
+def model_parts(data: bytes) -> list[Said]:
+    return [pb.ModelPart(size=len(data)), *(pb.ModelPart(chunk=c) for c in chunks([data]))]
+
+
+def test_a_released_model_arrives_as_it_is() -> None:
+    data = bytes(range(256)) * 5000
+    assert ask(sending(released=model_parts(data)), FederationStub.fetch_model) == data
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ([], "how long its model is"),
+        (model_parts(b"x")[1:], "how long its model is"),
+        ([pb.ModelPart(size=connection.LARGEST_MODEL + 1)], "may be at most"),
+        ([pb.ModelPart(size=9)], "ended after 0 of 9"),
+        ([*model_parts(b"xy"), model_parts(b"z")[1]], "follows after all"),
+        ([b"\xff"], "not a message ModelPart"),
+    ],
+)
+def test_what_is_not_the_declared_released_model_is_refused(parts: list[Said], reason: str) -> None:
+    with pytest.raises(WireError, match=reason):
+        ask(sending(released=parts), FederationStub.fetch_model)
+
+
 # GetStatus
 
 

@@ -18,7 +18,7 @@ from fedpriv.build import build_task
 from fedpriv.clients import membership
 from fedpriv.clients.connection import Backoff
 from fedpriv.clients.membership import NodeSettings, take_part
-from fedpriv.clients.training import load_users
+from fedpriv.clients.users import load_users
 from fedpriv.clients.worker import HostSettings
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError

@@ -1,6 +1,10 @@
 """A node's users from every kind of source, and what is refused."""
 
+import hashlib
+import hmac
+import stat
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -9,7 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.clients.training import enrolled_positions, load_users
+from fedpriv.clients.users import (
+    enrolled_positions,
+    enrolment_toml,
+    hosted_users,
+    keyed_id,
+    load_users,
+    make_id_key,
+)
 from fedpriv.data.population import Population, UserStore
 from fedpriv.errors import DataError, InvalidValueError
 
@@ -213,3 +224,92 @@ def test_ids_that_are_positions_are_compared_as_strings() -> None:
 def test_there_is_one_position_for_each_user(positions: list[int]) -> None:
     with pytest.raises(InvalidValueError, match=f"there are {len(positions)} positions for 3"):
         enrolled_positions(whole_store(), np.array(positions, np.int64))
+
+
+def write_ids(path: Path, *ids: str) -> str:
+    np.savez(path, **fields_of([1.0] * len(ids)), user_id=np.array(ids))
+    return str(path)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    make_id_key(tmp_path / "id.key")
+    return tmp_path / "id.key"
+
+
+def test_a_key_of_ids_is_its_owners_and_never_replaced(key: Path) -> None:
+    text = key.read_text()
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert len(bytes.fromhex(text)) == 32
+    with pytest.raises(InvalidValueError, match="cannot be written"):
+        make_id_key(key)
+    assert key.read_text() == text
+
+
+def test_a_keyed_id_is_the_hmac_of_one_form_of_the_identifier() -> None:
+    key = bytes(range(32))
+    expected = hmac.new(key, "straße é".casefold().encode(), hashlib.sha256).hexdigest()
+    for same in ("straße é", " STRASSE \u00c9\n", "Straße e\u0301"):
+        assert keyed_id(same, key) == expected
+    assert keyed_id("strasse e", key) != expected
+    assert keyed_id("straße é", bytes(32)) != expected
+    for illegal in ("", "  ", "a\x00b"):
+        with pytest.raises(InvalidValueError, match="an id must be one printable line"):
+            keyed_id(illegal, key)
+
+
+def test_two_sites_with_one_key_give_a_person_one_id(key: Path, tmp_path: Path) -> None:
+    one = hosted_users(write_ids(tmp_path / "a.npz", "A-12", "B-7"), key)
+    two = hosted_users(write_ids(tmp_path / "b.npz", "c-3", " a-12 "), key)
+    ids = [{store.id_of(user) for user in range(2)} for store in (one, two)]
+    assert len(ids[0] & ids[1]) == 1
+    assert all(len(bytes.fromhex(each)) == 32 for each in ids[0] | ids[1])
+    assert one.fields["x"].tolist() == [[1.0], [1.0]]
+
+
+def test_of_one_site_no_two_users_have_one_keyed_id(key: Path, tmp_path: Path) -> None:
+    source = write_ids(tmp_path / "a.npz", "ann", "bob", "Ann")
+    with pytest.raises(DataError, match=r"'ann' and 'Ann' of .* have one identifier but for case"):
+        hosted_users(source, key)
+    UserStore(fields_of([1.0]), np.array([0, 1])).save(tmp_path / "store")
+    with pytest.raises(DataError, match="have no ids; keyed ids are made of them"):
+        hosted_users(str(tmp_path / "store"), key)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [("ab" * 32, 0o644, "has mode 0644; it must be 0600"), ("ab" * 31, 0o600, "holds no key")],
+)
+def test_a_key_that_others_can_read_or_that_is_none_is_refused(
+    text: str, mode: int, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "k"
+    path.write_text(text)
+    path.chmod(mode)
+    with pytest.raises(InvalidValueError, match=words) as caught:
+        hosted_users("unread", path)
+    assert "abab" not in str(caught.value)
+    with pytest.raises(InvalidValueError, match="cannot be read"):
+        hosted_users("unread", tmp_path / "absent")
+
+
+def test_an_enrolment_is_printed_for_each_node(tmp_path: Path) -> None:
+    sources = [write_ids(tmp_path / "a.npz", "b", "a"), write_ids(tmp_path / "b.npz", "c")]
+    text = enrolment_toml(sources, [("one", "ab" * 32), ("two", None)], None)
+    assert text.startswith(
+        "# one: users 2, of whom without examples 0; examples 2\n# two: users 1,"
+    )
+    assert tomllib.loads(text) == {
+        "nodes": {"one": {"users": ["a", "b"], "certificate": "ab" * 32}, "two": {"users": ["c"]}}
+    }
+
+
+def test_users_who_cannot_be_enrolled_are_found_before(tmp_path: Path) -> None:
+    a, b = write_ids(tmp_path / "a.npz", "x", "y"), write_ids(tmp_path / "b.npz", "z", "y")
+    with pytest.raises(DataError, match=r"'y' is in .*b\.npz' and in .*a\.npz', as one of 1"):
+        enrolment_toml([a, b], [("one", None), ("two", None)], None)
+    with pytest.raises(InvalidValueError, match="node 'one' is given twice"):
+        enrolment_toml([a, b], [("one", None), ("one", None)], None)
+    spaced = write_ids(tmp_path / "c.npz", "x ")
+    with pytest.raises(InvalidValueError, match="is 'x '; an id must be one printable line"):
+        enrolment_toml([spaced], [("one", None)], None)

@@ -60,6 +60,7 @@ class TinyServer:
         model: what Download sends.
         ledger: what FetchLedger sends, or the ledger that it sends honestly.
         ledger_requests: what FetchLedger was asked for.
+        released: what FetchModel sends.
         status: what GetStatus says.
         receipts: what Upload says; when there are none left, that it takes the answer.
         hellos: what nodes said when they connected.
@@ -80,6 +81,7 @@ class TinyServer:
         self.model: list[Said] = []
         self.ledger: list[Said] | Ledger = []
         self.ledger_requests: list[pb.LedgerRequest] = []
+        self.released: list[Said] = []
         self.status: Said = None
         self.receipts: list[Said] = []
         self.hellos: asyncio.Queue[pb.Hello] = asyncio.Queue()
@@ -146,6 +148,11 @@ class TinyServer:
         for one in parts:
             yield one
 
+    async def fetch_model(self, _: pb.ModelRequest, context: Context) -> AsyncIterator[Said]:
+        self._count("FetchModel", context)
+        for one in self.released:
+            yield one
+
     async def get_status(self, _: pb.StatusRequest, context: Context) -> Said:
         self._count("GetStatus", context)
         return self.status
@@ -193,6 +200,9 @@ async def serving(
         ),
         "FetchLedger": grpc.unary_stream_rpc_method_handler(
             tiny.fetch_ledger, pb.LedgerRequest.FromString, _written
+        ),
+        "FetchModel": grpc.unary_stream_rpc_method_handler(
+            tiny.fetch_model, pb.ModelRequest.FromString, _written
         ),
         "GetStatus": grpc.unary_unary_rpc_method_handler(
             tiny.get_status, pb.StatusRequest.FromString, _written

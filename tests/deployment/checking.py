@@ -67,7 +67,7 @@ def check(site: Site) -> Standing:
     attempts: dict[int, int] = {}
     for charged in charges.values():
         attempts[charged.round] = attempts.get(charged.round, 0) + 1
-    assert sorted(attempts) == list(range(len(attempts)))
+    assert sorted(attempts) == list(range(1, len(attempts) + 1))
     assert next_round <= len(attempts)
     return Standing(attempts, len(rows), next_round)
 

@@ -74,6 +74,33 @@ def test_without_noise_the_model_is_that_of_the_simulator(
         np.testing.assert_array_equal(deployed[name], tensor)
 
 
+def test_a_node_fetches_the_model_that_was_released(tmp_path: Path) -> None:
+    loopback.lay_out_digits(tmp_path)
+    with loopback.server(tmp_path, federation.FILE, "--set=rounds=2") as server:
+        port = loopback.port_of(server)
+        command = [
+            *(*loopback.COMMAND, "model", f"--server=localhost:{port}"),
+            f"--certificates={tmp_path / 'certs' / 'nodes' / 'node-1'}",
+            f"--out={tmp_path / 'model.safetensors'}",
+        ]
+        early = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert early.returncode == 2
+        assert "no round was released yet" in early.stderr
+        with loopback.nodes(tmp_path, federation.NODES, port, "--once") as nodes:
+            for program in nodes.values():
+                assert program.process.wait() == 0, program.text
+        server.await_text("serving ledger and status until stopped")
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        server.process.terminate()
+        assert server.process.wait() == 0, server.text
+    assert "round 2 of 2, ε = " in done.stdout
+    files = RunFolder(tmp_path / "run").model, tmp_path / "model.safetensors"
+    kept, fetched = map(load_file, files)
+    assert kept.keys() == fetched.keys()
+    for name, tensor in kept.items():
+        np.testing.assert_array_equal(fetched[name], tensor)
+
+
 def test_status_tells_where_the_run_stands_and_nothing_else(tmp_path: Path) -> None:
     loopback.lay_out_digits(tmp_path)
     with loopback.server(tmp_path, federation.FILE) as server:

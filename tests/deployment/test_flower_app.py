@@ -45,7 +45,7 @@ def test_the_example_trains_and_says_what_its_ledger_holds(tmp_path: Path) -> No
     ):
         opened.verify(record)
         charges, spent = list(opened.charges()), opened.spent()
-    assert [charge.round for charge in charges] == list(range(ROUNDS))
+    assert [charge.round for charge in charges] == list(range(1, ROUNDS + 1))
     assert {charge.event.sampling.population for charge in charges} == {NODES}
     price = epsilon(spent, DELTA).epsilon
     assert float(found[2]) == pytest.approx(price, rel=1e-12)

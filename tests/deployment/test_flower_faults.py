@@ -36,33 +36,33 @@ def test_a_serverapp_that_is_killed_is_submitted_again_and_pays_again(
         site.link.folder, "rounds=2", "output.checkpoint_every=100", ALL_NODES, *private
     )
     folder = RunFolder(tmp_path)
-    waiting = site.arm("node-1", "waits", 1)
+    waiting = site.arm("node-1", "waits", 2)
     site.run(text, tmp_path, resume=True)
     waiting.await_done()
     site.kill(SERVERAPP)
     waiting.end()
-    assert attempts_in(folder) == [(0, 0)]
+    assert attempts_in(folder) == [(1, 0)]
     assert checkpoints(folder.checkpoints) == []
 
     again = site.run(text, tmp_path, resume=True)
     site.link.await_completed(again)
-    # The killed attempt at round 1 charged nothing; the next has a number and a cohort of its own.
-    assert attempts_in(folder) == [(0, 0), (0, 1), (1, 1)]
-    assert [row["round"] for row in folder.read_metrics()] == [0, 0, 1]
+    # The killed attempt at round 2 charged nothing; the next has a number and a cohort of its own.
+    assert attempts_in(folder) == [(1, 0), (1, 1), (2, 1)]
+    assert [row["round"] for row in folder.read_metrics()] == [1, 1, 2]
 
 
 @pytest.mark.slow
 def test_a_superlink_that_is_killed_costs_a_run_nothing(site: FaultySite, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "there")
     in_process(tmp_path / "here", "rounds=2")
-    waiting = site.arm("node-1", "waits", 0)
+    waiting = site.arm("node-1", "waits", 1)
     run = site.run(on_nodes(site.link.folder, "rounds=2", ALL_NODES), folder.path)
     waiting.await_done()
     site.kill(SUPERLINK)
     waiting.end()
     site.start_superlink()
     site.link.await_completed(run)
-    assert attempts_in(folder) == [(0, 0), (1, 0)]
+    assert attempts_in(folder) == [(1, 0), (2, 0)]
     assert_same_model(tmp_path / "here", folder.path)
 
 
@@ -80,15 +80,15 @@ def test_clientapps_that_fail_count_as_zero_and_say_nothing(
     armed = {
         (node, number): site.arm(node, harm, number)
         for node, some in harms.items()
-        for number, harm in enumerate(some)
+        for number, harm in enumerate(some, start=1)
     }
     run = site.run(on_nodes(site.link.folder, ALL_NODES, DEADLINE), folder.path)
     site.link.await_completed(run)
     for harm in armed.values():
         harm.await_done()
-    armed["node-3", 2].end()
+    armed["node-3", 3].end()
 
-    assert attempts_in(folder) == [(0, 0), (1, 0), (2, 0)]
+    assert attempts_in(folder) == [(1, 0), (2, 0), (3, 0)]
     assert_same_model(tmp_path / "here", folder.path)
     said = site.link.flwr("log", run, "test", "--show")
     assert "node-2 counts as zero: error 2 of Flower" in said

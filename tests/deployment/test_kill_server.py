@@ -61,10 +61,10 @@ def test_a_server_that_is_killed_when_it_writes_the_model(tmp_path: Path) -> Non
     with site.node("node-1"):
         killed_at(site, "half modelled")
         found = check(site)
-        assert found == Standing(dict.fromkeys(range(6), 1), 6, 6)
+        assert found == Standing(dict.fromkeys(range(1, 7), 1), 6, 6)
         assert not site.run.model.exists()
         with site.server("--exit") as server:
-            assert "round 6 of 6 is next" in ended(server)
+            assert "6 of 6 rounds are released" in ended(server)
     assert check(site) == found
     assert site.run.model.exists()
 

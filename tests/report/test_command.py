@@ -59,12 +59,12 @@ def test_a_release_without_a_charge_is_refused(copy: Path) -> None:
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     rows[3]["charge"] = rows[2]["charge"]
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "does not have the charge of round 3" in refused("report", copy)
+    assert "does not have the charge of round 4" in refused("report", copy)
 
 
 def test_only_attempts_that_were_released_have_true_figures(copy: Path) -> None:
     before = read_run(copy).simulation_only
-    assert [each.number for each in before] == [1, 2, 3, 4, 5, 6]
+    assert [each.round for each in before] == [1, 2, 3, 4, 5, 6]
     with (copy / "simulation_only.jsonl").open("a") as file:
         row = {"round": 2, "attempt": 7, "simulation_only_update_norms": {"layer": 99.0}}
         file.write(json.dumps(row) + "\n")

@@ -196,7 +196,7 @@ def test_true_figures_of_a_simulation_are_those_that_were_recorded(
 ) -> None:
     lines = (run_folder / "simulation_only.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    assert [row["round"] for row in rows] == list(range(6))
+    assert [row["round"] for row in rows] == list(range(1, 7))
     charts = figures(parsed(page))
     clipping_norm, true = charts["norms"].series.values()
     assert clipping_norm["y"] == [0.5] * 6

@@ -71,7 +71,7 @@ def test_the_example_of_the_guide_is_told_what_metrics_say(
 def test_event_files_hold_what_metrics_say_and_a_resumed_run_adds_to_them(tmp_path: Path) -> None:
     path = experiment(tmp_path, output={"tensorboard": True})
     (tmp_path / "mine.py").write_text(
-        "def stop(released):\n    if released.round == 1:\n        raise KeyboardInterrupt\n"
+        "def stop(released):\n    if released.round == 2:\n        raise KeyboardInterrupt\n"
     )
     stopping = ("--set", 'callbacks.on_round=["mine:stop"]')
     assert fedpriv("simulate", path, "--out", "run", *stopping, cwd=tmp_path).returncode == 130
@@ -79,7 +79,7 @@ def test_event_files_hold_what_metrics_say_and_a_resumed_run_adds_to_them(tmp_pa
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     written = rows(tmp_path / "run")
-    assert [row["round"] for row in written] == [0, 1, 2]
+    assert [row["round"] for row in written] == [1, 2, 3]
     for tag, column in (("test/accuracy", "accuracy"), ("privacy/epsilon", "epsilon")):
         scalars = events.Scalars(tag)
         assert [scalar.step for scalar in scalars] == [1, 2, 3]
@@ -100,7 +100,7 @@ def test_a_callback_that_raises_is_named_and_the_run_goes_on(
     assert (tmp_path / "seen").read_text() == "xxx"
     assert caplog.messages == [
         f"callback mine:down raised OSError in round {number}: nobody answers"
-        for number in range(3)
+        for number in (1, 2, 3)
     ]
 
 

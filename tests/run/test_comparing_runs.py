@@ -46,7 +46,7 @@ def test_a_result_is_what_ledger_model_and_metrics_say(tmp_path: Path) -> None:
     for event in spent:
         assert event.noise_multiplier == pytest.approx(result.noise_multiplier, rel=1e-12)
     rows = list(folder.read_metrics())
-    assert result.evaluations == tuple((r["round"] + 1, r["accuracy"]) for r in rows)
+    assert result.evaluations == tuple((r["round"], r["accuracy"]) for r in rows)
     assert (result.rounds, result.accuracy, result.loss) == (
         2,
         rows[-1]["accuracy"],
@@ -86,7 +86,7 @@ def test_a_run_that_was_cut_short_is_done_again_and_releases_the_same(
     charge = Ledger.charge
 
     def killed(ledger: Ledger, proposed: ProposedCharge, *others: object) -> object:
-        if proposed.round == 1:
+        if proposed.round == 2:
             raise KeyboardInterrupt
         return charge(ledger, proposed, *others)
 

@@ -147,7 +147,7 @@ def test_one_of_each_is_added_from_outside_and_run(tmp_path: Path) -> None:
         out=tmp_path / "run",
         quiet=True,
     )
-    assert [each.number for each in run.rounds] == [1, 2, 3]
+    assert [each.round for each in run.rounds] == [1, 2, 3]
     assert list(run.rounds[0].clipping_norms) == ["weights", "biases"]
     assert set(run.rounds[0].metrics) == {"top-2"}
     assert run.epsilon <= 8.0
@@ -227,7 +227,7 @@ def test_what_is_named_and_does_not_fit_is_one_sentence(
 
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     def interrupt(result: fedpriv.RoundResult) -> None:
-        if result.round == 1:
+        if result.round == 2:
             raise KeyboardInterrupt
 
     given = (population(), task(), mechanism())
@@ -235,7 +235,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         fedpriv.simulate(*given, **more, on_round=[interrupt])
     run = fedpriv.simulate(*given, **more, resume=True)
-    assert [(each.round, each.attempt) for each in run.rounds] == [(0, 0), (1, 0), (2, 0)]
+    assert [(each.round, each.attempt) for each in run.rounds] == [(1, 0), (2, 0), (3, 0)]
     with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
         assert ledger.head.count == 3
     other = {**more, "server": fedpriv.FedAvg()}

@@ -96,11 +96,11 @@ def test_the_same_plan_goes_on_with_a_new_attempt(run: RunFolder, others: tuple[
     before = run.plan.read_bytes(), run.plan_digest.read_bytes()
     done = fedpriv(*resumed(run, *others))
     assert done.returncode == 0, done.stderr
-    assert "at round 0" in done.stdout
+    assert "after 0 of 3 rounds" in done.stdout
     with Ledger.open(run.ledger) as ledger:
         charges = [(row.round, row.attempt) for row in ledger.charges()]
-    assert charges == [(0, 0), (0, 1), (1, 0)]
-    assert [row["round"] for row in run.read_metrics()] == [0, 1]
+    assert charges == [(1, 0), (1, 1), (2, 0)]
+    assert [row["round"] for row in run.read_metrics()] == [1, 2]
     assert (run.plan.read_bytes(), run.plan_digest.read_bytes()) == before
 
 
@@ -212,7 +212,7 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     with PrivacyRecords.open(run.ledger, record, plan.population, experiment.budget) as records:
         event = plan.mechanism.event
         records.ledger.charge(
-            ProposedCharge(plan.run, 0, 0, experiment.entropy.randomness, event, "0" * 64)
+            ProposedCharge(plan.run, 1, 0, experiment.entropy.randomness, event, "0" * 64)
         )
     before = content(run), head_of(run)
     certificates.init(tmp_path / "certs", ["localhost"])

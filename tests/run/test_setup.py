@@ -1,13 +1,22 @@
 """What a run on nodes is called, and what it cannot record."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from rich.console import Console
 
+from fedpriv.build import simulated
 from fedpriv.errors import InvalidValueError
-from fedpriv.run.run import RunSetup
+from fedpriv.run.folder import write_report
+from fedpriv.run.run import RunSetup, carry_out
+from tests.commandline import printed, refused
 
-FEDERATION = Path(__file__).parents[2] / "simulations" / "federation.toml"
+SIMULATIONS = Path(__file__).parents[2] / "simulations"
+FEDERATION = SIMULATIONS / "federation.toml"
+DATA = '[data]\nname = "digits"\noptions = { users = 287 }\n'
 
 
 def test_the_population_of_nodes_is_called_by_its_id(tmp_path: Path) -> None:
@@ -45,3 +54,68 @@ def test_nodes_are_not_asked_for_work_without_bound(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match=r"local\.max_examples is absent; on nodes it"):
         setup.on_nodes(setup.config.federation, "people", 2)
     assert list(tmp_path.iterdir()) == [experiment]
+
+
+def without_data(folder: Path, *more: str) -> RunSetup:
+    text = FEDERATION.read_text()
+    assert DATA in text
+    (folder / "a.toml").write_text(text.replace(DATA, ""))
+    return RunSetup.of(folder / "a.toml", list(more), folder / "run", resume=False)
+
+
+def test_a_server_with_rows_of_its_own_needs_no_section_data(tmp_path: Path) -> None:
+    rows = {"x": np.zeros((5, 64), np.float32), "y": np.arange(5)}
+    np.savez(tmp_path / "rows.npz", **rows)
+    setup = without_data(tmp_path, f"federation.held_out={tmp_path / 'rows.npz'}")
+    assert setup.config.federation is not None
+    experiment = setup.on_nodes(setup.config.federation, "people", 200)
+    assert experiment.config.data is None
+    assert len(experiment.held_out["x"]) == 5
+
+
+def test_a_server_without_any_rows_measures_nothing_and_releases_no_metric(tmp_path: Path) -> None:
+    setup = without_data(tmp_path)
+    assert setup.config.federation is not None
+    assert setup.on_nodes(setup.config.federation, "people", 200).held_out == {}
+    measured = without_data(tmp_path, "metrics.report.examples={cap=5}")
+    with pytest.raises(InvalidValueError, match=r"federation\.held_out or data must be given"):
+        measured.on_nodes(setup.config.federation, "people", 200)
+
+
+def test_a_run_without_held_out_rows_has_neither_loss_nor_accuracy(tmp_path: Path) -> None:
+    settings = ["rounds=2", "data.options.users=40", "output.evaluate_every=1"]
+    setup = RunSetup.of(SIMULATIONS / "digits.toml", settings, tmp_path / "run", resume=False)
+    experiment, transport = simulated(setup.config, setup.run)
+    unmeasured = replace(experiment, held_out={})
+    run = carry_out(setup, unmeasured, lambda *_: transport, Console(quiet=True))
+    assert (run.loss, run.accuracy) == (None, None)
+    assert [(each.loss, each.accuracy) for each in run.rounds] == [(None, None)] * 2
+    assert "ε" in write_report(run.folder).read_text(encoding="utf-8")
+
+
+def test_a_simulation_needs_data(tmp_path: Path) -> None:
+    without_data(tmp_path)
+    assert "key data is absent" in refused("simulate", tmp_path / "a.toml")
+
+
+def test_a_run_finds_its_files_from_any_working_directory(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    text = (SIMULATIONS / "digits.toml").read_text()
+    (here / "a.toml").write_text(text.replace("[privacy]", '[privacy]\nledger = "shared.sqlite"'))
+    short = ("--set", "rounds=1", "--set", "data.options.users=40", "--set", "seed=1")
+    printed("simulate", "../here/a.toml", *short, "--out", "run", cwd=there)
+    assert (here / "shared.sqlite").exists()
+    assert {path.name for path in there.iterdir()} == {"run"}
+    plan = there / "run" / "plan.toml"
+    assert str(tmp_path) not in plan.read_text(encoding="utf-8")
+    # Moved together they still fit together, and a resumed run finds its ledger as well.
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    shutil.move(here, moved)
+    shutil.move(there, moved)
+    folder = moved / "there" / "run"
+    printed("simulate", folder / "plan.toml", "--out", folder, "--resume", cwd=tmp_path)
+    printed("report", folder, cwd=tmp_path)
+    assert not (tmp_path / "shared.sqlite").exists()

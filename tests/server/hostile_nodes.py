@@ -52,6 +52,7 @@ CALLS: dict[str, Callable[[grpc.Channel], Outcome]] = {
     "Download": lambda channel: first(channel, SERVICE + "Download"),
     "Upload": lambda channel: uploaded(channel, [b""]),
     "FetchLedger": lambda channel: first(channel, SERVICE + "FetchLedger"),
+    "FetchModel": lambda channel: first(channel, SERVICE + "FetchModel"),
     "GetStatus": lambda channel: one(channel, SERVICE + "GetStatus"),
     "Check": lambda channel: one(channel, HEALTH + "Check"),
     "Watch": lambda channel: first(channel, HEALTH + "Watch"),

@@ -44,6 +44,7 @@ TRANSFERS = TransferLimits(uploads=4, seconds=30.0)
 NO_LIMIT = RateLimit(10**9)
 TASK = TaskDescription("softmax", {}, 0, "cross-entropy")
 POPULATION_ID = "5f" * 16
+MODEL = bytes(range(256)) * 10_000  # some chunks
 LEDGER = b'{"a line": 1}\n' * 200_000  # some chunks
 
 
@@ -165,6 +166,7 @@ def serving(
 
     authentication = Authentication(identify, enrolment, rates, Monitor())
     service = Service(authentication, welcome_of, ledger, status, transfers)
+    service.model = lambda: MODEL
     with listening(service, Address("127.0.0.1", 0), credentials) as server:
         yield Site(certs, enrolment, server)
 

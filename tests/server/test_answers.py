@@ -232,7 +232,9 @@ def test_a_part_that_is_garbage_counts_as_zero_at_once_and_fills_no_log(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-@pytest.mark.parametrize("method", ["Connect", "Download", "FetchLedger", "GetStatus"])
+@pytest.mark.parametrize(
+    "method", ["Connect", "Download", "FetchLedger", "FetchModel", "GetStatus"]
+)
 @pytest.mark.parametrize("request_bytes", [b"\xff\xff", b"\x0a" * 9000, b"\x0a\x02a"])
 def test_a_request_that_is_garbage_is_refused_in_one_sentence_and_fills_no_log(
     patient: Site, caplog: pytest.LogCaptureFixture, method: str, request_bytes: bytes

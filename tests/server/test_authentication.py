@@ -37,6 +37,7 @@ HANDLERS = {
         "download": "Download",
         "upload": "Upload",
         "fetch_ledger": "FetchLedger",
+        "fetch_model": "FetchModel",
         "get_status": "GetStatus",
     },
     health.aio.HealthServicer: {"Check": "Check", "Watch": "Watch"},

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
-from cryptography.x509.oid import ExtendedKeyUsageOID
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.server.authentication import tls_credentials
-from fedpriv.server.certificates import YEAR, init, issue, issue_server, load_ca
+from fedpriv.server.certificates import YEAR, init, issue, issue_server, load_ca, request, sign
 from fedpriv.server.enrolment import fingerprint_of
 
 NOW = datetime.now(UTC)
@@ -107,7 +108,8 @@ def test_a_bundle_is_whole(folder: Path) -> None:
     issued = issue(folder, "n")
     bundle = issued.folder
     assert bundle == folder / "nodes" / "n"
-    assert sorted(path.name for path in bundle.iterdir()) == ["ca.pem", "node.key", "node.pem"]
+    files = ["ca.pem", "node.csr", "node.key", "node.pem"]
+    assert sorted(path.name for path in bundle.iterdir()) == files
     key = load_pem_private_key((bundle / "node.key").read_bytes(), None)
     certificate = certificate_of(bundle / "node.pem")
     assert certificate.public_key() == key.public_key()
@@ -158,7 +160,7 @@ def test_without_a_whole_authority_nothing_is_issued(folder: Path, file: str) ->
         issue(folder, "n")
     with pytest.raises(InvalidValueError, match="holds no authority"):
         issue(folder / "elsewhere", "n")
-    assert not (folder / "nodes").exists()
+    assert not list(folder.rglob("node.pem"))
 
 
 def test_the_key_of_another_authority_is_refused(folder: Path, other: Path) -> None:
@@ -211,3 +213,107 @@ def test_whoever_left_a_file_open_reads_no_key(folder: Path) -> None:
         assert opened.read() == b""
     assert stat.S_IMODE((bundle / "node.key").stat().st_mode) == 0o600
     assert not partial.exists()
+
+
+def request_of(
+    path: Path,
+    key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey,
+    name: str = "n",
+    *extensions: x509.ExtensionType,
+) -> Path:
+    """A request as other tools may make it."""
+    subject = x509.Name(
+        [
+            x509.NameAttribute(NameOID.ORGANIZATION_NAME, "elsewhere"),
+            x509.NameAttribute(NameOID.COMMON_NAME, name),
+        ]
+    )
+    builder = x509.CertificateSigningRequestBuilder(subject)
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=True)
+    path.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+    return path
+
+
+def test_a_key_that_is_made_at_the_node_never_leaves_it(folder: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    path = request(site, "n")
+    bundle = site / "nodes" / "n"
+    assert path == bundle / "node.csr"
+    assert stat.S_IMODE((bundle / "node.key").stat().st_mode) == 0o600
+    assert stat.S_IMODE(bundle.stat().st_mode) == 0o700
+    assert b"PRIVATE" not in path.read_bytes()
+    issued = sign(folder, path, lifetime=DAY)
+    assert issued.node == "n"
+    assert sorted(each.name for each in issued.folder.iterdir()) == ["ca.pem", "node.pem"]
+    key = load_pem_private_key((bundle / "node.key").read_bytes(), None)
+    certificate = certificate_of(issued.folder / "node.pem")
+    assert certificate.public_key() == key.public_key()
+    assert fingerprint_of(certificate) == issued.fingerprint
+    certificate.verify_directly_issued_by(ca_of(folder))
+
+
+def test_a_key_that_may_be_in_use_is_not_replaced_by_a_request(tmp_path: Path) -> None:
+    before = (request(tmp_path, "n").parent / "node.key").read_bytes()
+    with pytest.raises(InvalidValueError, match="holds a key already"):
+        request(tmp_path, "n")
+    assert (tmp_path / "nodes" / "n" / "node.key").read_bytes() == before
+
+
+def test_of_a_request_only_key_and_name_are_taken_over(folder: Path, tmp_path: Path) -> None:
+    key = ec.generate_private_key(ec.SECP384R1())
+    asked = (
+        x509.BasicConstraints(ca=True, path_length=None),
+        x509.SubjectAlternativeName([x509.UniformResourceIdentifier("fedpriv:node:other")]),
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
+        x509.TLSFeature([x509.TLSFeatureType.status_request]),
+    )
+    issued = sign(folder, request_of(tmp_path / "r", key, "n", *asked))
+    plain = sign(folder, request_of(tmp_path / "plain", key))
+    found, expected = (certificate_of(each.folder / "node.pem") for each in (issued, plain))
+    assert found.subject == expected.subject
+    assert [str(part.value) for part in found.subject] == ["n"]
+    assert list(found.extensions) == list(expected.extensions)
+    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["fedpriv:node:n"]
+    constraints = found.extensions.get_extension_for_class(x509.BasicConstraints).value
+    assert not constraints.ca
+
+
+def damaged(path: Path) -> Path:
+    """The request with one bit of its signature changed."""
+    der = bytearray(x509.load_pem_x509_csr(path.read_bytes()).public_bytes(Encoding.DER))
+    der[-1] ^= 1
+    path.write_bytes(x509.load_der_x509_csr(bytes(der)).public_bytes(Encoding.PEM))
+    return path
+
+
+def test_a_request_that_is_not_sound_is_refused_and_nothing_written(
+    folder: Path, tmp_path: Path
+) -> None:
+    p256, path = ec.generate_private_key(ec.SECP256R1()), tmp_path / "r"
+
+    def refusal(asked: Path) -> str:
+        with pytest.raises(InvalidValueError) as caught:
+            sign(folder, asked)
+        assert not list(folder.rglob("node.pem"))
+        return str(caught.value)
+
+    assert "cannot be read" in refusal(tmp_path / "absent")
+    path.write_text("no request")
+    assert "is not a certificate signing request" in refusal(path)
+    assert "the name of a node is '../n'" in refusal(request_of(path, p256, "../n"))
+    assert "not signed with the key" in refusal(damaged(request_of(path, p256)))
+    weak = rsa.generate_private_key(65537, 1024)
+    assert "RSA of at least 2048 bits" in refusal(request_of(path, weak))
+    odd = ec.generate_private_key(ec.SECP192R1())
+    assert "legal: P-256, P-384" in refusal(request_of(path, odd))
+    nameless = x509.CertificateSigningRequestBuilder(x509.Name([])).sign(p256, hashes.SHA256())
+    path.write_bytes(nameless.public_bytes(Encoding.PEM))
+    assert "has 0 common names" in refusal(path)
+
+
+def test_an_rsa_key_of_a_sound_length_is_signed(folder: Path, tmp_path: Path) -> None:
+    key = rsa.generate_private_key(65537, 2048)
+    issued = sign(folder, request_of(tmp_path / "r", key))
+    assert certificate_of(issued.folder / "node.pem").public_key() == key.public_key()

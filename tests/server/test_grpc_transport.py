@@ -21,6 +21,7 @@ from fedpriv.wire import Decline, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import (
     LEDGER,
+    MODEL,
     PATIENCE,
     Site,
     TestNode,
@@ -410,6 +411,26 @@ def test_when_it_is_over_connections_end(alone: Site, end: End, code: grpc.Statu
     with nodes(alone, {"four": of_one}) as made:
         until(lambda: made["four"].ended)
         assert made["four"].ended == [code]
+
+
+def test_the_model_is_for_every_node_once_there_is_one(federation: Site) -> None:
+    service = federation.server.service
+    with nodes(federation, {"five": of_one}) as made:
+        fetch = made["five"].stub.FetchModel
+        parts = list(fetch(pb.ModelRequest()))
+        assembler = wire.Assembler(parts[0].size, len(MODEL))
+        for part in parts[1:]:
+            assembler.add(part.chunk)
+        assert assembler.finish().tobytes() == MODEL
+        service.model = lambda: None
+        try:
+            with pytest.raises(grpc.RpcError) as caught:
+                list(fetch(pb.ModelRequest()))
+        finally:
+            service.model = lambda: MODEL
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert caught.value.details() == "no round was released yet"
+    restore(federation)
 
 
 def test_the_ledger_and_the_status_are_for_every_node(federation: Site) -> None:

@@ -54,7 +54,7 @@ def check(folder: RunFolder) -> int:
             return 0
         saved = load_checkpoint(found[-1])
         assert ledger.contains_head(saved.ledger_head)
-        assert set(range(saved.state.round)) <= {number for number, _ in charged.values()}
+        assert set(range(1, saved.state.round + 1)) <= {number for number, _ in charged.values()}
         return saved.state.round
 
 

@@ -27,6 +27,7 @@ REFUSED = {
         grpc.StatusCode.FAILED_PRECONDITION,
     ),
     "FetchLedger": (SERVICE + "FetchLedger", b"\xff", grpc.StatusCode.INVALID_ARGUMENT),
+    "FetchModel": (SERVICE + "FetchModel", b"\xff", grpc.StatusCode.INVALID_ARGUMENT),
 }
 """A method, a message that it refuses, and how."""
 

@@ -169,6 +169,7 @@ class Attackers:
             "Connect": ([pb.FromNode(hello=one) for one in (hello, forged)], 300),
             "Download": ([wire.encode_round_id(offer.id)], 200),
             "FetchLedger": ([pb.LedgerRequest()], 30),
+            "FetchModel": ([pb.ModelRequest()], 30),
             "GetStatus": ([pb.StatusRequest()], 50),
         }
         channels = list(self.channels.values())

@@ -89,7 +89,7 @@ class Trained:
                     break
                 self.results.append(result)
             self.charges = records.ledger.head.count
-            self.next_attempt = records.next_attempt(plan.run, self.state.round)
+            self.next_attempt = records.next_attempt(plan.run, self.state.round + 1)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -109,7 +109,7 @@ def test_where_all_nodes_decline_nobody_is_drawn_and_nothing_charged(
         assert warnings(caplog).count(
             f"{name}: does not agree: {name} does not want to"
         ) == 1  # fmt: skip
-    assert any("0 connected nodes agree to round 0, 1 must" in line for line in warnings(caplog))
+    assert any("0 connected nodes agree to round 1, 1 must" in line for line in warnings(caplog))
 
 
 def test_a_node_that_comes_to_agree_lets_the_run_go_on(there: Site, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_one_that_does_not_agree_holds_nobody_up_and_is_asked_if_it_is_drawn(
         made["b"].objections = repeat("never")
         done = Trained(tmp_path, waiting(there, 1, 1.0), rounds=2)
     assert (done.stop, done.charges) == (Stop.ROUNDS, 2)
-    assert [offered.get() for _ in range(2)] == [0, 1]
+    assert [offered.get() for _ in range(2)] == [1, 2]
 
 
 def test_who_agrees_and_then_declines_is_charged_and_the_operator_told(
@@ -144,7 +144,7 @@ def test_who_agrees_and_then_declines_is_charged_and_the_operator_told(
         done = Trained(tmp_path, waiting(there, 3, 60.0), rounds=2)
     assert (done.stop, done.charges) == (Stop.ROUNDS, 2)
     assert [line for line in warnings(caplog) if "declined" not in line] == [
-        f"no drawn user contributed to round {number}; it is charged" for number in range(2)
+        f"no drawn user contributed to round {number}; it is charged" for number in (1, 2)
     ]
 
 

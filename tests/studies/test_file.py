@@ -44,8 +44,37 @@ def test_the_base_is_a_file_beside_the_study(tmp_path: Path) -> None:
 
 def test_what_is_written_out_is_read_as_the_same_study(tmp_path: Path) -> None:
     study = load_study(study_file(tmp_path, target={"epsilon": [1, 8.0], "delta": 1e-2}))
-    (tmp_path / "again.toml").write_text(study_toml(study))
+    (tmp_path / "again.toml").write_text(study_toml(study, tmp_path))
     assert load_study(tmp_path / "again.toml") == study
+
+
+def test_data_are_found_from_a_studys_file_and_a_study_may_be_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"name": "mnist-writers", "options": {"folder": "data/mnist"}}
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    (here / "base.toml").write_text(tomli_w.dumps(BASE | {"data": data}))
+    study = load_study(study_file(here, base="base.toml"))
+    folder = here / "out" / "deep"
+    folder.mkdir(parents=True)
+    (folder / "study.toml").write_text(study_toml(study, folder))
+    assert str(tmp_path) not in (folder / "study.toml").read_text()
+    monkeypatch.chdir(folder)
+    assert load_study(folder / "study.toml") == study
+    config = study.config_of(study.cells[0])
+    assert config.data.options == {"folder": str(here / "data" / "mnist")}
+    here.rename(there)
+    moved = load_study(there / "out" / "deep" / "study.toml")
+    assert moved.config_of(moved.cells[0]).data.options == {"folder": str(there / "data" / "mnist")}
+    assert [*map(moved.digest_of, moved.cells)] == [*map(study.digest_of, study.cells)]
+
+
+def test_a_path_in_an_arm_is_absolute(tmp_path: Path) -> None:
+    data = {"name": "mnist-writers", "options": {"folder": "data"}}
+    arms = [{"name": "a"}, {"name": "b", "set": ["data.options.folder=other"]}]
+    with pytest.raises(InvalidValueError, match="arm 'b' has the path 'other'"):
+        load_study(study_file(tmp_path, base=BASE | {"data": data}, arms=arms, axes=None))
 
 
 def test_arms_differ_in_what_they_set_and_in_nothing_else(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_all_rounds_are_run_and_charged_once(tmp_path) -> None:
         rows = list(books.ledger.charges())
         books.ledger.verify(books.participation)
     assert stop is Stop.ROUNDS
-    assert [r.round for _, r in reports] == [row.round for row in rows] == [0, 1, 2, 3, 4]
+    assert [r.round for _, r in reports] == [row.round for row in rows] == [1, 2, 3, 4, 5]
     assert [r.charge for _, r in reports] == [row.hash for row in rows]
     assert {row.event for row in rows} == {plan.mechanism.event}
 
@@ -58,7 +58,7 @@ def test_users_are_not_asked_for_a_round_that_the_budget_forbids(tmp_path) -> No
     with open_records(tmp_path, limit=2.0) as books:
         state = initial_state(plan, PARAMETERS)
         run_to_the_end(train(plan, state, FakeTransport(update_of), books, SeededEntropy(0)))
-    assert {round_number for round_number, _ in asked} == {0, 1}
+    assert {round_number for round_number, _ in asked} == {1, 2}
 
 
 def test_empty_cohorts_release_and_are_charged(tmp_path) -> None:

@@ -1,0 +1,182 @@
+"""The users that a node hosts: their data, and the ids by which they are enrolled.
+
+With a key that the sites share and the server lacks, the id of a user is HMAC-SHA256 (RFC 2104) of
+an identifier that several sites know, such as an insurance number: `keyed_id`. A person at two
+sites then has one id, which an enrolment refuses at the second, and the sites need not show each
+other or the server who their users are.
+"""
+
+import hmac
+import os
+import re
+import secrets
+import stat
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import tomli_w
+from numpy.typing import NDArray
+
+from fedpriv.data.arrays import from_arrays, from_grouped
+from fedpriv.data.files import read_npz
+from fedpriv.data.population import Population, UserStore
+from fedpriv.errors import DataError, InvalidValueError, writing
+from fedpriv.importing import call_imported, import_function, raised_at
+from fedpriv.wire.naming import check_user_id
+
+_IDS = "user_id"
+_KEY = re.compile(r"[0-9a-f]{64}\n?")
+
+
+def load_users(source: str) -> UserStore:
+    """Read the users that a node hosts.
+
+    Nothing is unpickled. No error holds a user's data, but one may name a user, and a fedpriv error
+    of a function passes as it is: they are for the node's operator alone.
+
+    The source is what exists of the first three, or else a function:
+        * a folder saved by `UserStore.save`; its fields are mapped, not read;
+        * a folder with one file ID.npz per user, holding the fields; a user may have zero rows;
+        * one .npz file, holding the fields and `user_id`, the id of each row's user, in any order;
+        * "package.module:function" of a function without arguments that returns a `UserStore`, or a
+          `Population`, whose users are taken. Naming a function runs it.
+    """
+    path = Path(source)
+    try:
+        if path.exists():
+            return UserStore.load(path) if (path / "store.json").exists() else _from_files(path)
+    except OSError as error:
+        raise DataError(f"users {source!r} cannot be read: {error.strerror}") from error
+    if ":" in source:
+        return _from_function(source)
+    legal = "a folder, an .npz file and package.module:function"
+    raise DataError(f"users {source!r} do not exist; legal are {legal}")
+
+
+def _from_files(path: Path) -> UserStore:
+    one = None if path.is_dir() else read_npz(path)
+    try:
+        if one is not None:
+            if _IDS not in one:
+                raise DataError(f"there is no field {_IDS!r}, the id of each row's user")
+            ids = one.pop(_IDS)
+            return from_arrays(one, ids)
+        files = sorted(path.iterdir())
+        for file in files:
+            if file.suffix != ".npz" or not file.is_file():
+                raise DataError(f"{file.name} is not an .npz file")
+        return from_grouped((file.stem, read_npz(file)) for file in files)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def _from_function(path: str) -> UserStore:
+    what = f"users {path!r}"
+    function = import_function(what, path, DataError)
+    try:
+        loaded = call_imported(what, function, {}, DataError)
+    except (OSError, MemoryError) as error:  # its text may hold users' data
+        raise DataError(f"{what} cannot be made: {raised_at(error)}") from error
+    users = loaded.users if isinstance(loaded, Population) else loaded
+    if not isinstance(users, UserStore):
+        found = f"{path} returned a {type(users).__name__}"
+        raise DataError(f"{found}; it must return a UserStore or a Population")
+    return users
+
+
+def enrolled_positions(store: UserStore, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where in the enrolled population each user of a store is: int64 [N].
+
+    The store's k-th user, ids sorted by code points, is at the k-th of the positions.
+    """
+    if len(positions) != store.population:
+        found = f"there are {len(positions)} positions for {store.population} users"
+        raise InvalidValueError(f"{found}; the users enrolled at a node must be those it holds")
+    ids = [store.id_of(user) for user in range(store.population)]
+    enrolled = np.empty(store.population, np.int64)
+    enrolled[sorted(range(len(ids)), key=ids.__getitem__)] = positions
+    return enrolled
+
+
+def make_id_key(path: Path) -> None:
+    """Write a random key of 32 bytes to a new file, mode 0600; an old one is never replaced."""
+    with writing(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(f"{secrets.token_hex(32)}\n")
+
+
+def _id_key(path: Path) -> bytes:
+    """The key in a file, which no other user of the machine may be able to read."""
+    try:
+        mode, text = path.stat().st_mode, path.read_text(encoding="ascii", errors="replace")
+    except OSError as error:
+        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise InvalidValueError(f"{path} has mode {stat.S_IMODE(mode):04o}; it must be 0600")
+    if not _KEY.fullmatch(text):
+        raise InvalidValueError(f"{path} holds no key of `fedpriv id-key`, 64 hexadecimal digits")
+    return bytes.fromhex(text)
+
+
+def keyed_id(identifier: str, key: bytes) -> str:
+    """HMAC-SHA256 of an identifier's UTF-8, 64 hexadecimal digits.
+
+    First it is brought into Unicode's form NFC, trimmed of spaces at its ends, and its case folded.
+    """
+    trimmed = unicodedata.normalize("NFC", identifier).strip()
+    folded = check_user_id(unicodedata.normalize("NFC", trimmed.casefold()), "an identifier")
+    return hmac.digest(key, folded.encode(), "sha256").hex()
+
+
+def hosted_users(source: str, id_key: Path | None) -> UserStore:
+    """The users of `load_users`, under their keyed ids if the file of a key is given."""
+    if id_key is None:
+        return load_users(source)
+    key, users = _id_key(id_key), load_users(source)
+    if users.user_ids is None:
+        raise DataError(f"users {source!r} have no ids; keyed ids are made of them")
+    identifier_of: dict[str, str] = {}
+    for identifier in map(str, users.user_ids):
+        other = identifier_of.setdefault(keyed_id(identifier, key), identifier)
+        if other != identifier:
+            alike = f"users {other!r} and {identifier!r} of {source!r} have one identifier"
+            raise DataError(f"{alike} but for case, spaces or Unicode form; each must occur once")
+    return replace(users, user_ids=[*identifier_of])
+
+
+def enrolment_toml(
+    sources: Sequence[str], nodes: Sequence[tuple[str, str | None]], id_key: Path | None
+) -> str:
+    """What to put into the server's enrolment for the nodes that host the users of these sources.
+
+    Of each node the name is given, and the fingerprint of its certificate if it has one. A
+    FedprivError says which id is illegal, or which user is in two of the sources.
+    """
+    tables: dict[str, dict[str, object]] = {}
+    counts = ""
+    found: dict[str, str] = {}
+    for source, (node, fingerprint) in zip(sources, nodes, strict=True):
+        if node in tables:
+            raise InvalidValueError(f"node {node!r} is given twice; each of the data is of its own")
+        users = hosted_users(source, id_key)
+        ids = [users.id_of(user) for user in range(users.population)]
+        for user in ids:
+            check_user_id(user, f"a user of {source!r}")
+        if shared := [user for user in ids if user in found]:
+            first = f"{shared[0]!r} is in {source!r} and in {found[shared[0]]!r}"
+            raise DataError(
+                f"{first}, as one of {len(shared)} users of both; each must be enrolled once"
+            )
+        found |= dict.fromkeys(ids, source)
+        tables[node] = {"users": sorted(ids)}
+        idle = np.count_nonzero(users.sizes == 0)
+        counts += (
+            f"# {node}: users {len(ids)}, of whom without examples {idle}; examples {users.rows}\n"
+        )
+        if fingerprint is not None:
+            tables[node]["certificate"] = fingerprint
+    return counts + tomli_w.dumps({"nodes": tables})
