@@ -88,6 +88,19 @@ class Program:
         raise FedprivError(f"{self.output} does not say {pattern!r}:\n{self.text}")
 
 
+def troubles(log: str) -> list[str]:
+    """Warnings, errors and last sentences in what a program printed, each once, as they came.
+
+    Lines that differ in numbers alone are the same.
+    """
+    found = re.findall(r"^(?:\S+Z (WARNING|ERROR) +|(error): )(.+)$", log, re.MULTILINE)
+    lines = {
+        re.sub(r"\d+", "#", said): f"{(level or end).upper()} {said}"
+        for level, end, said in reversed(found)
+    }
+    return list(reversed(lines.values()))
+
+
 @contextmanager
 def program(output: Path, *arguments: str, command: Sequence[str] = COMMAND) -> Iterator[Program]:
     """A `fedpriv` process, ended with the block if it is not before."""
