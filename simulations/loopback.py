@@ -20,6 +20,7 @@ from fedpriv.server import certificates
 COMMAND = (sys.executable, "-c", "from fedpriv.cli import main; main()")
 _LONGEST_START_SECONDS = 120.0
 _LONGEST_END_SECONDS = 20.0
+LISTENING = re.compile(r"listening on \S+:(\d+)")
 
 
 def lay_out(folder: Path, users: UserStore, sizes: Sequence[int]) -> None:
@@ -146,7 +147,7 @@ def server(
 
 def port_of(serving: Program) -> int:
     """Where a server listens, once it does."""
-    return int(serving.await_text(r"listening on \S+:(\d+)")[1])
+    return int(serving.await_text(LISTENING.pattern)[1])
 
 
 @contextmanager
