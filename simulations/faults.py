@@ -12,6 +12,7 @@ processes since the fault, and what became of the run.
 import argparse
 import asyncio
 import os
+import re
 import resource
 import shutil
 import signal
@@ -19,6 +20,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -45,7 +47,7 @@ model = { name = "softmax" }
 local = { learning_rate = 0.5, epochs = 1, max_examples = 20 }
 clipping = { norm = 0.5 }
 output = { evaluate_every = 1000 }
-federation = { enrolment = "enrolment.toml", absent_seconds = 1.0, deadline_seconds = 5.0 }
+federation = { enrolment = "enrolment.toml", absent_seconds = 1.0, deadline_seconds = 10.0 }
 [privacy]
 sampling_probability = 0.3
 epsilon = 1000.0
@@ -55,7 +57,8 @@ accountant = "rdp"
 """
 _FEW_FILES = ("sh", "-c", 'ulimit -Sn 1024 && exec "$@"', "sh", *COMMAND)
 _SILENT = 1500  # connections
-_PATIENCE = 30.0  # seconds, after which a run is stopped that does not go on
+_PATIENCE = 40.0  # seconds, after which a run is stopped that does not go on
+_START_SECONDS = 120.0  # the longest start
 _LINES = 2  # of one program in the table
 _PAGE = """# What an operator sees of each fault
 
@@ -119,33 +122,41 @@ class Scene:
         before = self.folder / "server.log"
         known = len(loopback.LISTENING.findall(before.read_text())) if before.exists() else 0
         program = self.stack.enter_context(serving)
-        self._until(lambda: len(loopback.LISTENING.findall(program.text)) > known, program)
+        listens = loopback.LISTENING.findall
+        self._until(lambda: len(listens(program.text)) > known, program, _START_SECONDS)
         return program
 
     def join(self, name: str, *given: str, port: int | None = None) -> None:
-        """Start a node; options that are given again replace those before."""
+        """Start a node, and wait for its first words; options that are given later count."""
+        before = self._words(name)
         joining = loopback.node(self.folder, name, port or self.port, *given)
-        self.programs[name] = self.stack.enter_context(joining)
+        node = self.programs[name] = self.stack.enter_context(joining)
+        self._until(lambda: self._words(name) > before, node, _START_SECONDS)
+
+    def _words(self, name: str) -> int:
+        return len(self.programs[name].text) if name in self.programs else 0
 
     def begin(self, *given: str, command: tuple[str, ...] = COMMAND) -> None:
         """Start the server and both nodes; what is seen counts from the second release on."""
         self.serve(*given, command=command)
-        self.join("node-1")
-        self.join("node-2")
-        self.go_on()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self.join, ("node-1", "node-2")))
+        self.go_on(seconds=_START_SECONDS)
         self.mark()
 
     def mark(self) -> None:
         """Count what is seen from now on."""
         self._seen = {name: len(program.text) for name, program in self.programs.items()}
 
-    def go_on(self, more: int = 2) -> None:
+    def go_on(self, more: int = 2, seconds: float = _PATIENCE) -> None:
         """Wait for so many releases, for the server's end, or until patience is at its end."""
         least = self.released + more
-        self._until(lambda: self.released >= least, self.server)
+        self._until(lambda: self.released >= least, self.server, seconds)
 
-    def _until(self, condition: Callable[[], bool], program: Program) -> None:
-        end = time.monotonic() + _PATIENCE
+    def _until(
+        self, condition: Callable[[], bool], program: Program, seconds: float = _PATIENCE
+    ) -> None:
+        end = time.monotonic() + seconds
         while time.monotonic() < end and program.process.poll() is None and not condition():
             time.sleep(0.02)
 
@@ -203,7 +214,8 @@ class Scene:
 
     def _troubles(self, name: str) -> list[str]:
         text = self.programs[name].text[self._seen.get(name, 0) :]
-        return loopback.troubles(text.replace(str(self.folder), "…"))
+        plain = re.sub(r"(127\.0\.0\.1|%5B::1%5D|localhost):\d{4,}", r"\1:PORT", text)
+        return loopback.troubles(plain.replace(str(self.folder), "…"))
 
     def row(self) -> tuple[str, str]:
         """What the operator saw, and what became of the run; ends it."""
@@ -262,7 +274,8 @@ def _valid(begin: timedelta, days: int) -> Callable[[Scene], None]:
         issued = certificates.issue(certs, "node-2", begin=since, lifetime=timedelta(days=days))
         scene.enrol(lambda table: table["nodes"]["node-2"].update(certificate=issued.fingerprint))
         scene.join("node-2")
-        scene.go_on(4)
+        scene.await_trouble("node-2")
+        scene.go_on()
 
     return provoke
 
@@ -279,7 +292,7 @@ def _rejoins(
         prepare(scene.folder)
         scene.join("node-2", *(option.replace("…", str(scene.folder)) for option in given))
         scene.await_trouble("node-2")
-        scene.go_on(4)
+        scene.go_on()
 
     return provoke
 
@@ -487,14 +500,17 @@ def main() -> None:
     """Provoke faults, and print or write the table."""
     parser = argparse.ArgumentParser(description="what an operator sees of each fault")
     parser.add_argument("faults", nargs="*", choices=[*FAULTS, []], metavar="FAULT")
+    parser.add_argument("--at-once", type=int, default=1, help="federations side by side")
     parser.add_argument("--out", type=Path, help="page to write")
     given = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     rows = ["| fault | what the operator saw | the run |", "| --- | --- | --- |"]
-    for name in given.faults or FAULTS:
-        rows.append("| " + " | ".join((name, *provoked(name))) + " |")
-        print(rows[-1], flush=True)
+    names = given.faults or list(FAULTS)
+    with ThreadPoolExecutor(given.at_once) as pool:
+        for name, found in zip(names, pool.map(provoked, names), strict=True):
+            rows.append("| " + " | ".join((name, *found)) + " |")
+            print(rows[-1], flush=True)
     if given.out:
         command = "python -m simulations.faults --out docs/faults.md"
         given.out.write_text(_PAGE.format(command=command) + "\n".join(rows) + "\n", "utf-8")
