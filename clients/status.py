@@ -8,10 +8,11 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
+from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.clients.connection import FederationStub, Identity
 from fedpriv.errors import WireError
 from fedpriv.logs import one_line
-from fedpriv.report.tables import format_epsilon, number
+from fedpriv.report.tables import number
 from fedpriv.wire import Status
 
 _PATIENCE_SECONDS = 10.0

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from fedpriv.engine.task import Task
     from fedpriv.local import SGD
     from fedpriv.mechanism import Flat, Grouped, Joint, Mechanism, Part, PerLayer, Poisson
-    from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
-    from fedpriv.privacy.query import Averaging
+    from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
     from fedpriv.run.compare import Comparison, compare
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
@@ -43,8 +42,7 @@ _NAMES_IN = {
     "engine.task": "Task",
     "local": "SGD",
     "mechanism": "Flat Grouped Joint Mechanism Part PerLayer Poisson",
-    "privacy.gaussian_mechanism": "AdaptiveClipping",
-    "privacy.query": "Averaging",
+    "privacy.gaussian_mechanism": "AdaptiveClipping Averaging",
     "run.compare": "Comparison compare",
     "run.run": "Run",
     "run.simulate": "simulate",

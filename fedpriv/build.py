@@ -25,8 +25,14 @@ from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.training.optimizers import ServerOptimizer
-from fedpriv.training.plan import BATCH_NORM_METRIC, RunningStatistics, TrainingPlan
-from fedpriv.training.rounds import OnRound, ServerState, initial_state
+from fedpriv.training.rounds import (
+    BATCH_NORM_METRIC,
+    OnRound,
+    RunningStatistics,
+    ServerState,
+    TrainingPlan,
+    initial_state,
+)
 
 HeldOut = Mapping[str, npt.NDArray[np.generic]]
 

@@ -22,8 +22,7 @@ from fedpriv.mechanism import (
     SamplingPolicy,
     check_private,
 )
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
-from fedpriv.privacy.query import Averaging
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.training.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
 

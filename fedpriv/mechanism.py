@@ -15,9 +15,14 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy import layout as vector_groups
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
+from fedpriv.privacy.gaussian_mechanism import (
+    AdaptiveClipping,
+    Averaging,
+    dimension_shares,
+    given_shares,
+    proportional_shares,
+)
 from fedpriv.privacy.layout import Layout, VectorGroup
-from fedpriv.privacy.query import Averaging, dimension_shares, given_shares, proportional_shares
 from fedpriv.privacy.sampling import PoissonSampling
 
 Allocation = Literal["proportional", "dimension"] | Mapping[str, float]

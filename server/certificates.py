@@ -24,7 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
 from fedpriv.errors import InvalidValueError, writing
 from fedpriv.server.enrolment import MALFORMED, fingerprint_of
-from fedpriv.training.checkpoint import write_atomically
+from fedpriv.training.rounds import write_atomically
 from fedpriv.wire.naming import NODE_URI, check_node_name
 
 YEAR = timedelta(days=365)

@@ -17,7 +17,7 @@ from fedpriv.engine.metrics import own_metrics
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest
 from fedpriv.server.enrolment import Enrolment, Hosting, Positions
-from fedpriv.training.plan import TrainingPlan
+from fedpriv.training.rounds import TrainingPlan
 
 _NOT_AWAITED = "the server is not waiting for an answer of this node"
 

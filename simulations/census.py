@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.table import Table
 
 from fedpriv.accounting import ACCOUNTANTS, calibrate_noise_multiplier
+from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.analytics import Answers, Histogram, Mean, Quantiles, Survey, ask
 from fedpriv.data import UserStore
 from fedpriv.errors import DataError, FedprivError
 from fedpriv.ledger import PrivacyBudget
 from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling
 from fedpriv.privacy.round import PrivacyRecords
-from fedpriv.report.tables import format_epsilon
 
 FILE = "FultonPUMS5full.csv"
 COLUMNS = ("age", "educ", "income")

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.layout import Layout, Tensors, VectorGroup, flat, joint, per_layer
-from fedpriv.privacy.query import (
+from fedpriv.privacy.gaussian_mechanism import (
     GaussianQuery,
     noise_stddevs,
     proportional_shares,
     sensitivities,
 )
+from fedpriv.privacy.layout import Layout, Tensors, VectorGroup, flat, joint, per_layer
 
 LAYOUT = Layout(("v1", "v2"), ((100,), (100,)))
 BOUNDS = {"v1": 10.0, "v2": 0.1}

@@ -19,8 +19,8 @@ import torch
 from fedpriv.build import Method, on_population, settings_of
 from fedpriv.config import EngineSection
 from fedpriv.data.population import Population, UserStore
+from fedpriv.engine.layers import OuterProducts
 from fedpriv.engine.local_training import schedule, train_layers_chunk
-from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.ledger.ledger import Ledger
@@ -30,9 +30,8 @@ from fedpriv.privacy.clipping_torch import integer_sum
 from fedpriv.privacy.round import PrivacyRecords, draw_cohort, release
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import conduct
-from fedpriv.training.checkpoint import save_checkpoint
 from fedpriv.training.optimizers import FedAvg
-from fedpriv.training.rounds import close_round
+from fedpriv.training.rounds import close_round, save_checkpoint
 from simulations.throughput import LOCAL, WORKS, example_losses, request_of
 
 BESIDE = (

@@ -38,8 +38,7 @@ from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import LocalTraining, PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
-from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import initial_state, train
+from fedpriv.training.rounds import TrainingPlan, initial_state, train
 from simulations.benchmarks.machine import machine, versions
 
 _PART = 4_000_000  # numbers of x that are made at once

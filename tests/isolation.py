@@ -18,7 +18,7 @@ from fedpriv.data.population import Population, UserStore
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import Task, cross_entropy, running_norms
 from fedpriv.models import build_model
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Metric
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging, Metric
 from fedpriv.privacy.layout import (
     Layout,
     VectorGroup,
@@ -30,11 +30,9 @@ from fedpriv.privacy.layout import (
     scales_by_dimension,
 )
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining, RoundRequest, Transport, add_up
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.training.plan import RunningStatistics, TrainingPlan
-from fedpriv.training.rounds import initial_state
+from fedpriv.training.rounds import RunningStatistics, TrainingPlan, initial_state
 from tests.opening import open_round
 
 CLASSES, SIDE, WORDS, LENGTH = 4, 6, 9, 5

@@ -2,8 +2,7 @@
 
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import RoundAttempt, RoundRequest, draw_cohort
-from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import ServerState, round_request
+from fedpriv.training.rounds import ServerState, TrainingPlan, round_request
 
 
 def open_round(

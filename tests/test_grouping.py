@@ -7,8 +7,8 @@ import pytest
 from fedpriv.config import parse_config
 from fedpriv.errors import InvalidValueError
 from fedpriv.mechanism import Grouping
+from fedpriv.privacy.gaussian_mechanism import noise_stddevs
 from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.query import noise_stddevs
 
 LAYOUT = Layout(
     ("conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias", "fc.weight", "fc.bias"),

@@ -1,22 +1,50 @@
-"""What an accountant is, every accountant by its name, and two functions that ask one.
+"""Which analysis serves which events, what an accountant is, and every accountant by its name.
 
 An accountant states which sampling policies and neighbouring relations it has an analysis of, and
 refuses the rest: a policy and an accountant that do not match must not yield an ε. To add one,
 subclass `Accountant`, put it into `ACCOUNTANTS`, and inherit its tests from the conformance suite.
+
+`ANALYSES` has, for each sampling policy and neighbouring relation, the pairs that events cost at
+most, and those that they cost at least. The tightest interval of pairs is
+
+* one Gaussian in closed form, where every user takes part in every round;
+* an integral along a contour for other Poisson-sampled rounds, which gives some eight digits;
+* the composition of privacy losses by FFT (`pld`), which gives three, for other kinds of events and
+  where the contour refuses.
+
+The last two share nothing but the definition of the privacy loss; tests hold them against each
+other. Many different rounds are priced in groups, first in few; finer ones follow while the
+interval is wide.
 """
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
-from fedpriv.accounting import analyses, classical, pld, rdp
-from fedpriv.accounting.analyses import ADD_OR_REMOVE, ANALYSES, REPLACE, bounds_of
-from fedpriv.accounting.gaussian import Ends, check_epsilon
-from fedpriv.accounting.pld.lattice import Pairs
-from fedpriv.accounting.round_counts import Rounds, Vector, compose
+from fedpriv.accounting import classical, contour, gaussian, pld, rdp
+from fedpriv.accounting.pld.dominating_pairs import (
+    FixedSizePair,
+    LargestBatchPair,
+    PoissonPair,
+    ReplacePair,
+)
+from fedpriv.accounting.pld.lattice import GaussianPair, LossPair, Pairs
+from fedpriv.accounting.pld.random_allocation import allocation_pairs
+from fedpriv.accounting.round_counts import (
+    Ends,
+    Rounds,
+    Vector,
+    check_epsilon,
+    compose,
+    decreasing,
+    folded,
+    grouped,
+    unsampled_noise_multiplier,
+)
 from fedpriv.errors import InvalidValueError, UnsupportedEventError, known_names
 from fedpriv.ledger.events import (
     LEAST_DELTA,
@@ -27,6 +55,157 @@ from fedpriv.ledger.events import (
     check_delta,
     kinds_text,
 )
+
+ADD_OR_REMOVE, REPLACE = NeighbouringRelation
+
+_GROUPS = (64, 512, 2048)  # how many groups of rounds are tried, one after another
+_NARROW = 2e-4  # an interval of this relative width is not made narrower by finer groups
+
+
+@dataclass(frozen=True)
+class PairBounds:
+    """Pairs whose compositions cost no less than events, and pairs whose cost no more."""
+
+    above: Pairs  # together they dominate the events, adaptively chosen ones included
+    below: Pairs  # an observer of the events can tell as much; equal to `above`: exact
+    complete: bool = True  # whether `below` has a share in every event: the two are an interval
+
+
+def bounds_of(events: Iterable[RoundEvent]) -> PairBounds:
+    """Bounds of all events together, each of a kind in `ANALYSES`."""
+    kinds: dict[EventKind, list[RoundEvent]] = {}
+    for event in events:
+        kinds.setdefault((event.sampling.policy, event.sampling.relation), []).append(event)
+    bounds = [ANALYSES[kind](alike) for kind, alike in kinds.items()]
+    if len(bounds) == 1:  # as it nearly always is; there may be 100,000 pairs
+        return bounds[0]
+    above, below = Counter[LossPair](), Counter[LossPair]()
+    for each in bounds:
+        above.update(each.above)
+        below.update(each.below)
+    return PairBounds(above, below, all(each.complete for each in bounds))
+
+
+def _pairs(kind: type[GaussianPair], events: Iterable[RoundEvent]) -> Pairs:
+    """One pair for each (q, noise per sensitivity); with q = 1 all kinds are one Gaussian."""
+    rounds = compose(events).items()
+    return {(PoissonPair if q == 1.0 else kind)(q, z): count for (q, z), count in rounds}
+
+
+def _poisson(events: Sequence[RoundEvent]) -> PairBounds:
+    """Exact; all users are a Poisson sample with q = 1."""
+    pairs = _pairs(PoissonPair, events)
+    return PairBounds(pairs, pairs)
+
+
+def _replaced(events: Sequence[RoundEvent]) -> PairBounds:
+    pairs = _pairs(ReplacePair, events)
+    return PairBounds(pairs, pairs)
+
+
+def _fixed_size(events: Sequence[RoundEvent]) -> PairBounds:
+    return PairBounds(_pairs(FixedSizePair, events), _pairs(PoissonPair, events))
+
+
+def _shuffled(events: Sequence[RoundEvent]) -> PairBounds:
+    """At most one Gaussian for each pass, as in every order one batch alone has the user."""
+    below = Counter[LossPair]()
+    complete = True
+    for event in events:
+        schedule, relation = event.sampling.schedule, event.sampling.relation
+        if schedule is None:  # how many batches there were is unknown
+            complete = False
+        else:
+            z = event.noise_multiplier / relation.sensitivity
+            base = 1.0 if relation is ADD_OR_REMOVE else 0.0
+            below[LargestBatchPair(schedule.rounds, z, base)] += event.count
+    return PairBounds(_pairs(PoissonPair, events), below, complete)
+
+
+def _separated(events: Sequence[RoundEvent]) -> PairBounds:
+    """One Gaussian for each series; from below where its `strategy_sensitivity` is exact."""
+    exact = [event for event in events if decreasing(event.strategy)]
+    above, below = _pairs(PoissonPair, events), _pairs(PoissonPair, exact)
+    return PairBounds(above, below, len(exact) == len(events))
+
+
+def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
+    """Exact for one participation or n; else what the sum of all rounds shows is below."""
+    above, below = Counter[LossPair](), Counter[LossPair]()
+    for event in events:
+        if event.sampling.schedule is None:
+            raise AssertionError("a random allocation always has a schedule")
+        n, k = event.sampling.schedule.rounds, event.sampling.schedule.participations
+        z, count = event.noise_multiplier, event.count
+        pairs = {pair: m * count for pair, m in allocation_pairs(n, k, z).items()}
+        above.update(pairs)
+        below.update(pairs if k in (1, n) else {PoissonPair(1.0, z * n**0.5 / k): count})
+    return PairBounds(above, below)
+
+
+ANALYSES: Mapping[EventKind, Callable[[Sequence[RoundEvent]], PairBounds]] = MappingProxyType(
+    {
+        (SamplingPolicy.POISSON, ADD_OR_REMOVE): _poisson,
+        (SamplingPolicy.POISSON, REPLACE): _replaced,
+        (SamplingPolicy.EVERY_USER, ADD_OR_REMOVE): _poisson,
+        (SamplingPolicy.EVERY_USER, REPLACE): _poisson,
+        (SamplingPolicy.FIXED_SIZE, REPLACE): _fixed_size,
+        (SamplingPolicy.SHUFFLED, ADD_OR_REMOVE): _shuffled,
+        (SamplingPolicy.SHUFFLED, REPLACE): _shuffled,
+        (SamplingPolicy.RANDOM_ALLOCATION, ADD_OR_REMOVE): _allocated,
+        (SamplingPolicy.SEPARATED, ADD_OR_REMOVE): _separated,
+        (SamplingPolicy.SEPARATED, REPLACE): _separated,
+    }
+)
+"""From events of one kind, at least one, to their bounds."""
+
+
+def poisson_pairs(rounds: Rounds) -> Pairs:
+    """The pairs of Poisson-sampled rounds."""
+    return {PoissonPair(q, z): count for (q, z), count in rounds.items()}
+
+
+def tightest_epsilon(pairs: Pairs, delta: float) -> Ends:
+    """Ends that hold the least ε for which the pairs together are (ε, δ)-DP."""
+    along = gaussian.epsilon_interval, contour.epsilon_interval, pld.epsilon_interval
+    return _tightest(pairs, delta, *along)
+
+
+def tightest_delta(pairs: Pairs, epsilon: float) -> Ends:
+    """Ends that hold the least δ for which the pairs together are (ε, δ)-DP; ε is finite."""
+    along = gaussian.delta_interval, contour.delta_interval, pld.delta_interval
+    return _tightest(pairs, epsilon, *along)
+
+
+def _tightest(
+    pairs: Pairs,
+    at: float,
+    closed_form: Callable[[float, float], Ends],
+    along_contour: Callable[[Rounds, float], Ends],
+    composed: Callable[[Pairs, float], Ends],
+) -> Ends:
+    """What holds for all groupings together; lower ends leave room for the rounding of `folded`."""
+    given = {(pair.q, pair.z): n for pair, n in pairs.items() if isinstance(pair, PoissonPair)}
+    if len(given) < len(pairs):
+        return composed(pairs, at)
+    z = unsampled_noise_multiplier(given)
+    if z == 0.0 or all(q == 1.0 for q, _ in given):
+        return closed_form(at, z)
+    rounds, low, up = folded(given), 0.0, math.inf
+    for most in _GROUPS:
+        above, below = grouped(rounds, most)
+        try:
+            ends = along_contour(above, at)
+            low = max(low, ends[0] if below == above else along_contour(below, at)[0])
+            up = min(up, ends[1])
+        except contour.ContourUnsuitableError:
+            break
+        if len(rounds) <= most or up - low <= _NARROW * up:
+            break
+    if math.isinf(up):
+        low, up = composed(poisson_pairs(rounds), at)
+    return low if rounds == given else low * (1 - 2.0**-40), up
+
 
 # Keeps lower ends below, though `compose` counts noise that is smaller by up to a part in 2³⁶.
 _BELOW = 1.0 - 2.0**-30
@@ -74,6 +253,25 @@ class PrivacyLoss:
     def up(self) -> float:
         """Short for `epsilon`."""
         return self.epsilon
+
+
+def format_epsilon(epsilon: float) -> str:
+    """ε to three decimals, rounded up: what is printed is never below what is true.
+
+    >>> format_epsilon(1.9991), format_epsilon(0.0), format_epsilon(float("inf"))
+    ('2.000', '0.000', '∞')
+    """
+    return "∞" if math.isinf(epsilon) else f"{math.ceil(epsilon * 1000) / 1000:.3f}"
+
+
+def format_epsilon_low(epsilon: float) -> str:
+    """A lower end of ε to three decimals, rounded down; empty if that is zero.
+
+    >>> format_epsilon_low(1.9999), format_epsilon_low(0.0009)
+    ('1.999', '')
+    """
+    down = math.floor(epsilon * 1000) / 1000
+    return f"{down:.3f}" if down > 0.0 else ""
 
 
 class Accountant(ABC):
@@ -262,7 +460,7 @@ def _loss(
 
 
 _ALL = (
-    IntervalAccountant("tight", analyses.epsilon_interval, analyses.delta_interval),
+    IntervalAccountant("tight", tightest_epsilon, tightest_delta),
     IntervalAccountant(),
     RDPAccountant(),
     ClassicalAccountant("gdp", classical.clt_epsilon, Bound.ESTIMATE),

@@ -15,6 +15,7 @@ from fedpriv.accounting.round_counts import (
     Rounds,
     Vector,
     arrays,
+    check_delta,
     check_rounds,
     unsampled_noise_multiplier,
 )
@@ -132,7 +133,7 @@ def zcdp_rho(rounds: Rounds) -> float:
 def zcdp_epsilon_bun_steinke(rho: float, delta: float) -> float:
     """ε = ρ + 2√(ρ·log(1/δ)) of ρ-zCDP (Bun & Steinke 2016, Proposition 1.3). An upper bound."""
     _check_not_negative("rho", rho)
-    gaussian.check_delta(delta)
+    check_delta(delta)
     # √ρ apart: the product may overflow.
     return (rho + 2 * math.sqrt(rho) * math.sqrt(-math.log(delta))) * (1 + _ZCDP_ROUNDING)
 
@@ -167,7 +168,7 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
 
 def basic_epsilon(rounds: Rounds, delta: float) -> float:
     """ε = Σ count·εᵢ, each round with an equal share of δ (Dwork & Roth 2014, Theorem 3.16)."""
-    gaussian.check_delta(delta)
+    check_delta(delta)
     check_rounds(rounds)
     if not rounds:
         return 0.0

@@ -15,11 +15,8 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr, ndtri_exp
 
-from fedpriv.accounting.round_counts import Vector
+from fedpriv.accounting.round_counts import Ends, Vector, check_delta, check_epsilon
 from fedpriv.ledger.events import require
-
-Ends = tuple[float, float]
-"""Lower and upper end of an interval that holds the truth."""
 
 _ULP = 2.0**-52
 _MARGIN = 1e-12  # added to log δ: ten times the rounding errors tests find, not a proved bound
@@ -131,17 +128,6 @@ def noise_multiplier(epsilon: float, delta: float) -> float:
         high += 1.0
     log_mu = float(brentq(excess, low, high, xtol=1e-13, rtol=4 * _ULP))
     return math.exp(-log_mu) * (1 + 1e-12)
-
-
-def check_delta(delta: float) -> None:
-    """Raise InvalidValueError unless δ is in (0, 1)."""
-    require(0.0 < delta < 1.0, f"delta is {delta}; it must be in (0, 1)")
-
-
-def check_epsilon(epsilon: float) -> None:
-    """Raise InvalidValueError unless ε is finite and not negative."""
-    finite = "it must be finite and not negative"
-    require(0.0 <= epsilon < math.inf, f"epsilon is {epsilon}; {finite}")
 
 
 def _check_noise(z: float) -> None:

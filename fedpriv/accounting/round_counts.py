@@ -32,11 +32,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import RoundEvent, SamplingPolicy
+from fedpriv.ledger.events import RoundEvent, SamplingPolicy, require
 
 Vector = NDArray[np.float64]
 Rounds = Mapping[tuple[float, float], int]
 """Number of rounds by (sampling probability q, noise multiplier z)."""
+
+Ends = tuple[float, float]
+"""Lower and upper end of an interval that holds the truth."""
 
 _SAME = 2.0**-36  # relative difference of noise multipliers that is rounding
 _FINE = 5e-4  # groups need not tell apart rounds whose variances differ by less, relatively
@@ -142,6 +145,17 @@ def _any_rounds(c: Vector, _rounds: int, participations: int, separation: int) -
     apart = np.arange(1, 1 + min(participations - 1, (len(c) - 1) // separation))
     pairs = float((participations - apart) @ largest[apart * separation])
     return participations * float(meeting[0]) + 2.0 * pairs
+
+
+def check_delta(delta: float) -> None:
+    """Raise InvalidValueError unless δ is in (0, 1)."""
+    require(0.0 < delta < 1.0, f"delta is {delta}; it must be in (0, 1)")
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Raise InvalidValueError unless ε is finite and not negative."""
+    finite = "it must be finite and not negative"
+    require(0.0 <= epsilon < math.inf, f"epsilon is {epsilon}; {finite}")
 
 
 def check_rounds(rounds: Rounds) -> None:

@@ -14,10 +14,9 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.gaussian_mechanism import PoissonGaussianMechanism
+from fedpriv.privacy.gaussian_mechanism import PoissonGaussianMechanism, given_shares
 from fedpriv.privacy.layout import FloatVector, Layout
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.query import given_shares
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundAttempt, private_round
 from fedpriv.privacy.sampling import PoissonSampling
 

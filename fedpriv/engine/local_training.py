@@ -29,8 +29,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.layers import BatchedModel, LowRankLinear
-from fedpriv.engine.matmul import OuterProducts
+from fedpriv.engine.layers import BatchedModel, LowRankLinear, OuterProducts
 from fedpriv.engine.task import Activations, RoundParameters, Task, outputs_of
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates
 from fedpriv.privacy.round import LocalTraining

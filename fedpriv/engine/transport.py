@@ -25,8 +25,8 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine.layers import blas_threads
 from fedpriv.engine.local_training import Integers, by_rung
-from fedpriv.engine.matmul import blas_threads
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics, check_metrics, diagnose_round
 from fedpriv.engine.task import (
     Activations,

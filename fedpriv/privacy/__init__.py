@@ -6,18 +6,17 @@ This is the first of the two folders to audit; the other is the ledger. Read in 
 2. `clipping`: what one user adds, in whole numbers, within an exact bound; `clipping_torch` does
    the same in batches and is the only module here that imports torch;
 3. `sampling` and `noise`: the cohort and the noise, drawn exactly, from keys;
-4. `query`: what is released of a cohort's sum, how far one user moves it, and how it is noised;
-5. `gaussian_mechanism`: sampling and query as one object, with the event that they are charged as;
-6. `round`: draw, collect, charge, noise, release. All of training and analytics passes through it.
+4. `gaussian_mechanism`: what is released of a cohort's sum, how far one user moves it, how it is
+   noised, and, with the sampling policy, the event that it is charged as;
+5. `round`: draw, collect, charge, noise, release. All of training and analytics passes through it.
 
 What is not here and must be trusted or read as well: that a user's contribution does not depend on
 other users (`fedpriv.engine`, tested there), that a charge is durable (the ledger), and that events
 cost what the accountant says (`fedpriv.accounting`). `docs/guarantee.md` walks through all of it.
 """
 
-from fedpriv.privacy.gaussian_mechanism import PoissonGaussianMechanism
+from fedpriv.privacy.gaussian_mechanism import GaussianQuery, PoissonGaussianMechanism
 from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
-from fedpriv.privacy.query import GaussianQuery
 from fedpriv.privacy.round import PrivacyRecords, private_round
 from fedpriv.privacy.sampling import PoissonSampling
 

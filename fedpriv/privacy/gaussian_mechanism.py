@@ -1,18 +1,272 @@
-"""One object per round: it knows how the cohort is drawn, what is released, and the event of both.
+"""The Gaussian mechanism: what a round releases, how far one user moves it, its noise, its event.
+
+A query averages sums over public constants, f̃_f of McMahan et al. 2018, or, with a floor, over the
+weight of the cohort itself, f̃_c. Several vector groups make one query: equation (1). A mechanism is
+a query and how its cohort is drawn.
 
 Beside the update, a round may release metrics, and how many users were clipped, by which clipping
 norms adapt. They are vector groups of the same query, with shares of the round's privacy.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import RoundEvent
-from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.layout import VectorGroup
-from fedpriv.privacy.query import Averaging, GaussianQuery, noise_stddevs, sensitivities
+from fedpriv.ledger.events import RoundEvent, SumQueryEvent
+from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, IntegerVector
+from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_names
+from fedpriv.privacy.noise import LARGEST_STDDEV, Entropy, rounded_gaussian
 from fedpriv.privacy.sampling import PoissonSampling
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """How contributions become an average."""
+
+    # None: every user counts the same, w = 1. Otherwise c: a user with n examples has the weight
+    # w = min(n, c)/c. Weights without a cap would let one user move an average without bound.
+    cap: int | None = None
+    # W > 0, a public estimate of the sum of all users' weights, which must not be computed from
+    # their data; None where every user counts the same and W is their number.
+    total_weight: float | None = None
+    # None: the denominator is the constant qW. Otherwise φ in (0, 1]: it is the cohort's own
+    # weight, but at least φ·qW, at twice the sensitivity.
+    floor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.cap is not None and not 1 <= self.cap <= MOST_WEIGHT:
+            raise InvalidValueError(
+                f"cap of the weights is {self.cap}; it must be from 1 to {MOST_WEIGHT}"
+            )
+        if (self.cap is None) != (self.total_weight is None):
+            raise InvalidValueError(
+                f"total_weight is {self.total_weight} and the cap of weights is {self.cap}; both "
+                "must be given, or neither"
+            )
+        if self.total_weight is not None and not 0.0 < self.total_weight < math.inf:
+            raise InvalidValueError(f"total_weight is {self.total_weight}; it must be positive")
+        check_floor(self.floor)
+
+
+def check_floor(floor: float | None) -> None:
+    """Raise InvalidValueError unless there is no floor or it is a share of the denominator."""
+    if floor is not None and not 0.0 < floor <= 1.0:
+        raise InvalidValueError(f"floor is {floor}; it must be in (0, 1]")
+
+
+# How vector groups share the privacy of a round, and the noise that follows.
+
+
+def proportional_shares(groups: tuple[VectorGroup, ...]) -> tuple[float, ...]:
+    """ω_g = 1/G: each group pays the same, so σ_g = z·√G·S_g."""
+    return (1.0 / len(groups),) * len(groups)
+
+
+def dimension_shares(layout: Layout, groups: tuple[VectorGroup, ...]) -> tuple[float, ...]:
+    """ω_g = d_g/D, so σ_g = z·S_g·√(D/d_g): noise in proportion to the largest RMS component."""
+    return tuple(group.dimension(layout) / layout.dimension for group in groups)
+
+
+def given_shares(
+    groups: tuple[VectorGroup, ...], weights: Mapping[str, float]
+) -> tuple[float, ...]:
+    """ω_g in proportion to positive weights, one per group name."""
+    names = [group.name for group in groups]
+    check_names("weights and groups", weights, names)
+    for name, weight in weights.items():
+        if not 0.0 < weight < math.inf:
+            raise InvalidValueError(f"weight of group {name!r} is {weight}; it must be positive")
+    total = math.fsum(weights.values())
+    return tuple(weights[name] / total for name in names)
+
+
+def sensitivities(clipping: Clipping, least_weight: float | None = None) -> tuple[float, ...]:
+    """Δ_g: how far one user more or less moves each group of what is noised, in L2 norm: [G].
+
+    That is S_g for a sum. For a weighted group that is divided by the cohort's own weight, it is
+    twice S_g, see `GaussianQuery._numerator`, and what rounding to whole steps adds: at most
+    e = ½ + m·√B_g·2^-50 in each component of either of two neighbours, hence 2·e·√d in their
+    difference, which is about √d·2^-25 clipping norms. Sums of nodes are admitted up to a part in
+    2^30 beyond their norm. Here m is `least_weight`, the least that weighted groups are divided by;
+    None: a constant.
+    """
+    moved = []
+    for group in clipping.groups:
+        factor = 1.0
+        if least_weight is not None and group.name in clipping.weighted:
+            rounding = 1.0 + least_weight * math.sqrt(group.squared_bound) * 2.0**-49
+            steps = rounding * math.sqrt(group.dimension(clipping.layout))
+            factor = (2.0 + steps * group.granularity / group.clipping_norm) * (1.0 + 2.0**-29)
+        moved.append(group.clipping_norm * factor)
+    return tuple(moved)
+
+
+def noise_stddevs(
+    sensitivities: tuple[float, ...], noise_multiplier: float, shares: tuple[float, ...]
+) -> tuple[float, ...]:
+    """σ_g = z·Δ_g/√ω_g, for shares ω_g > 0 that sum to 1: the round's noise multiplier is z.
+
+    By equation (1) of McMahan et al. 2018, z_eff = (Σ (Δ_g/σ_g)²)^(−1/2) = z·(Σ ω_g)^(−1/2) = z.
+    The result is rounded up, so that the effective multiplier is never below z.
+    """
+    if not 0.0 <= noise_multiplier < math.inf:
+        raise InvalidValueError(
+            f"noise_multiplier is {noise_multiplier}; it must be finite and not negative"
+        )
+    sums_to_one = math.isclose(math.fsum(shares), 1.0, rel_tol=1e-9)
+    if len(shares) != len(sensitivities) or min(shares) <= 0.0 or not sums_to_one:
+        raise InvalidValueError(
+            f"noise shares are {shares}; there must be {len(sensitivities)} positive ones that sum "
+            "to 1"
+        )
+    # One part in 2^40 covers the roundings here and in the effective multiplier.
+    upward = noise_multiplier * (1.0 + 2.0**-40)
+    return tuple(
+        upward * moved * math.sqrt(math.fsum(shares) / share)
+        for moved, share in zip(sensitivities, shares, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class GaussianQuery:
+    """Releases (Σ_{i in cohort} c(v_i) + N(0, σ²))/denominator, group by group.
+
+    Contributions are whole numbers of steps, and the noise is rounded to such: see `noise`.
+    """
+
+    clipping: Clipping  # how a user's tensors become its contribution c(v)
+    noise_stddevs: tuple[float, ...]  # σ_g ≥ 0 for each group, on the sum, in units of c(v)
+    # qN > 0, fixed before the round; 1 releases the sum. Never the size of the realised cohort,
+    # which is private: dividing by it changes every other user's share.
+    denominator: float = 1.0
+    # qW > 0, that of the weighted groups, W the public sum of the weights of all enrolled users.
+    weighted_denominator: float | None = None
+    # None: weighted groups, too, are divided by their constant. Otherwise φ in (0, 1]: they are
+    # divided by the cohort's own weight B, but at least by m = φ·qW. What is noised for them is
+    # m·A/max(m, B), A being their sum.
+    floor: float | None = None
+
+    def __post_init__(self) -> None:
+        groups, weighted = self.clipping.groups, self.clipping.weighted
+        if len(self.noise_stddevs) != len(groups):
+            raise InvalidValueError(
+                f"{len(self.noise_stddevs)} noise_stddevs are given for {len(groups)} groups"
+            )
+        for denominator in (self.denominator, self.weighted_denominator):
+            if denominator is not None and not 0.0 < denominator < math.inf:
+                raise InvalidValueError(
+                    f"denominator is {denominator}; it must be positive and finite"
+                )
+        if weighted and self.weighted_denominator is None:
+            raise InvalidValueError(
+                f"groups {weighted} are weighted; their average needs a denominator of its own, q "
+                "times the sum of all weights"
+            )
+        check_floor(self.floor)
+        if self.floor is not None and not weighted:
+            raise InvalidValueError(f"floor is {self.floor} and no group is weighted; one must be")
+        _ = self.events  # a σ_g that no ledger would accept is refused here
+        for group, stddev in zip(groups, self.noise_stddevs, strict=True):
+            if stddev > LARGEST_STDDEV * group.granularity:
+                raise InvalidValueError(
+                    f"noise_stddev of group {group.name!r} is {stddev / group.clipping_norm:.6g} "
+                    f"times its clipping norm; it must be at most 2^15 times"
+                )
+
+    @cached_property
+    def events(self) -> tuple[SumQueryEvent, ...]:
+        """What one release is charged as, one event per group."""
+        moved = sensitivities(self.clipping, self._least_weight)
+        return tuple(
+            SumQueryEvent(group.name, sensitivity, stddev, group.granularity)
+            for group, sensitivity, stddev in zip(
+                self.clipping.groups, moved, self.noise_stddevs, strict=True
+            )
+        )
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        """What the noised part of each group is divided by: qN, or qW or m where it is weighted."""
+        weighted = self._least_weight or self.weighted_denominator or self.denominator
+        return tuple(
+            weighted if group.name in self.clipping.weighted else self.denominator
+            for group in self.clipping.groups
+        )
+
+    @property
+    def tensor_stddevs(self) -> dict[str, float]:
+        """Standard deviation of the noise in each component of a tensor of a release, by tensor."""
+        return {
+            tensor: stddev * scale / divisor
+            for group, stddev, divisor in zip(
+                self.clipping.groups, self.noise_stddevs, self.divisors, strict=True
+            )
+            for tensor, scale in zip(group.tensors, group.scales, strict=True)
+        }
+
+    def noised_average(
+        self, total: IntegerVector, entropy: Entropy, purpose: str, weight: int = 0
+    ) -> tuple[FloatVector, tuple[SumQueryEvent, ...]]:
+        """Noised average [D] in units of the users' tensors, and the events it must be charged as.
+
+        Only `fedpriv.privacy.round.release` may call this: it holds the charge. `total` is the sum
+        of the cohort's contributions in steps, int64 [D], and `weight` that of its users' m_i, so
+        that B = weight/c. The purpose names this release, and must never be used for another.
+        """
+        clipping, dimension = self.clipping, self.clipping.layout.dimension
+        if total.shape != (dimension,) or total.dtype != np.int64:
+            raise InvalidValueError(
+                f"total is {total.dtype}{list(total.shape)}; it must be int64[{dimension}]"
+            )
+        if weight < 0:
+            raise InvalidValueError(f"weight is {weight}; it must not be negative")
+        numerator, noised = self._numerator(total, weight), np.empty(dimension, np.int64)
+        # Sensitivity: one user more or less changes the part of group g of a sum by its
+        # contribution, whole numbers a with Σa² ≤ B_g, so by at most γ_g·√B_g ≤ S_g = Δ_g, exactly;
+        # with a floor, by at most Δ_g of `sensitivities`, see `_numerator`. Divided by σ_g, group
+        # by group, all parts together change by at most √(Σ_g (Δ_g/σ_g)²) = 1/z, and in these units
+        # the noise is N(0, I): equation (1). Rounding it to whole steps is post-processing, since
+        # what it is added to is whole.
+        for group, stddev in zip(clipping.groups, self.noise_stddevs, strict=True):
+            key = entropy.key(f"{purpose}/{group.name}")
+            count = group.dimension(clipping.layout)
+            noise = rounded_gaussian(key, count, stddev / group.granularity)
+            for span in clipping.spans[group.name]:
+                size = span.stop - span.start
+                np.add(numerator[span], noise[:size], out=noised[span])
+                noise = noise[size:]
+        # Post-processing: steps and denominators are public.
+        return noised * clipping.steps / clipping.spread(self.divisors), self.events
+
+    def _numerator(self, total: IntegerVector, weight: int) -> IntegerVector:
+        """What is noised, in whole steps: A, or m·A/max(m, B) where there is a floor: [D].
+
+        The latter moves by at most 2·S_g and what rounding adds. Let ‖A‖ ≤ S·B, and let one user
+        (w·c, w) with ‖c‖ ≤ S, w ≤ 1 be added. Where B + w ≤ m, it moves by w·c. Where B ≥ m, by
+        m·(w·c·B − w·A)/(B·(B + w)), at most 2·S·w·m/(B + w) ≤ 2·S. Where m lies between, by
+        A·(m/(B + w) − 1) + w·c·m/(B + w), of norm at most S·B·(B + w − m)/(B + w) + S·w ≤
+        S·B·w/(B + w) + S·w ≤ 2·S.
+        """
+        clipping, least = self.clipping, self._least_weight
+        share = 1.0 if least is None else least / max(least, weight / clipping.weight_cap)
+        if share == 1.0:
+            return total
+        numerator = total.copy()
+        for name in clipping.weighted:
+            for span in clipping.spans[name]:  # at most m·√B_g steps each
+                numerator[span] = np.rint(total[span] * share)
+        return numerator
+
+    @property
+    def _least_weight(self) -> float | None:
+        """m, the least weight that the weighted groups are divided by; None without a floor."""
+        weight = self.weighted_denominator
+        return None if self.floor is None or weight is None else self.floor * weight
+
 
 METRIC_PREFIX = "metrics/"  # begins the names of tensors and vector groups of metrics
 # A user adds less than 2^25 steps to a component, and the noise less than 2^45: below 2^63.

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpriv.accounting.accountants import Bound, PrivacyLoss, accountant_named
+from fedpriv.accounting.accountants import (
+    Bound,
+    PrivacyLoss,
+    accountant_named,
+    format_epsilon,
+    format_epsilon_low,
+)
 from fedpriv.accounting.pricing import (
     Cost,
     Curves,
@@ -23,7 +29,7 @@ from fedpriv.ledger.events import Randomness, SamplingPolicy, merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
 from fedpriv.report.page import Section
 from fedpriv.report.records import RunRecord
-from fedpriv.report.tables import Column, Table, format_epsilon, format_epsilon_low, lower_end
+from fedpriv.report.tables import Column, Table, lower_end
 
 _FALSE_ALARMS = 0.05
 

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from fedpriv.errors import writing
 from fedpriv.report.charts import Chart, embedded, library
 from fedpriv.report.tables import Table
-from fedpriv.training.checkpoint import write_atomically
+from fedpriv.training.rounds import write_atomically
 
 _TEMPLATES = files("fedpriv.report") / "templates"
 

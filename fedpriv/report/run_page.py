@@ -8,14 +8,13 @@ from pathlib import Path
 from urllib.parse import quote
 
 from fedpriv import __version__
-from fedpriv.accounting.accountants import PrivacyLoss, accountant_named
+from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, format_epsilon
 from fedpriv.ledger.events import merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
 from fedpriv.report.guarantee import assumptions, loss_of, privacy_sections, users_of, warnings
 from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import Figures, RunRecord, versions
 from fedpriv.report.studies import measured
-from fedpriv.report.tables import format_epsilon
 from fedpriv.studies.results import ACCURACY, LOSS
 from fedpriv.training.rounds import RoundResult
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.errors import DataError, writing
 from fedpriv.report.charts import Axis, Chart, Series, declared, save, spans_decades, texts
-from fedpriv.report.tables import Column, Table, format_epsilon, json_text, print_table
+from fedpriv.report.tables import Column, Table, json_text, print_table
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target
 from fedpriv.studies.results import ACCURACY, LOSS, Measure, verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes

@@ -47,8 +47,8 @@ from fedpriv.studies.results import (
     verdict,
 )
 from fedpriv.studies.study import load_study, study_of_settings, study_toml
-from fedpriv.training.checkpoint import write_atomically
 from fedpriv.training.optimizers import ServerOptimizer
+from fedpriv.training.rounds import write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd

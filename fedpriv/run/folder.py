@@ -24,8 +24,7 @@ from fedpriv.report.run_page import page_of_run
 from fedpriv.report.study_page import page_of_study
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
-from fedpriv.training.checkpoint import naming
-from fedpriv.training.rounds import RoundResult
+from fedpriv.training.rounds import RoundResult, naming
 
 _Row = TypeVar("_Row")
 

@@ -28,6 +28,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
 from fedpriv.build import Experiment, HeldOut, build
 from fedpriv.config import Config, FederationSection, load_config
@@ -41,18 +42,22 @@ from fedpriv.local import ALGORITHMS
 from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.report.records import versions
 from fedpriv.report.run_page import write_run_figures
-from fedpriv.report.tables import Column, Table, format_epsilon, print_table
+from fedpriv.report.tables import Column, Table, print_table
 from fedpriv.run.folder import RunFolder, held, write_report
-from fedpriv.training.checkpoint import (
+from fedpriv.training.optimizers import Parameters
+from fedpriv.training.rounds import (
     Checkpoint,
+    OnRound,
+    RoundResult,
+    ServerState,
+    Stop,
+    TrainingPlan,
     checkpoints,
     resume,
     save_checkpoint,
+    train,
     write_atomically,
 )
-from fedpriv.training.optimizers import Parameters
-from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import OnRound, RoundResult, ServerState, Stop, train
 
 if TYPE_CHECKING:
     import pandas as pd

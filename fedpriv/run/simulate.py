@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.build import Experiment, Method, on_population, settings_of, simulated
 from fedpriv.config import load_config
 from fedpriv.data.population import Population
@@ -23,13 +24,12 @@ from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
-from fedpriv.report.tables import Column, Table, format_epsilon, print_table
+from fedpriv.report.tables import Column, Table, print_table
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup, carry_out
 from fedpriv.training.norm_search import NormQuantile, find_quantiles
 from fedpriv.training.optimizers import FedAvg, ServerOptimizer
-from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import OnRound
+from fedpriv.training.rounds import OnRound, TrainingPlan
 
 FEDAVG = FedAvg()
 

@@ -16,8 +16,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PrivacyRecords, Transport
-from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import RoundResult, ServerState, run_round
+from fedpriv.training.rounds import RoundResult, ServerState, TrainingPlan, run_round
 
 UPDATE_NORMS_METRIC = "update-norms"  # whether a group's norm is within each threshold
 _THRESHOLDS = 20

@@ -1,16 +1,39 @@
-"""Training as a sequence of private rounds: ask, release, step the server, report."""
+"""Training: the plan of a run, its private rounds, and the checkpoints between them.
 
+A round asks, releases, steps the server and reports. A checkpoint is the server's state in one
+file, bound to its plan and its ledger: released quantities only, and never a random state, so that
+a resumed run draws fresh cohorts and fresh noise.
+"""
+
+import hashlib
+import json
+import math
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
-from fedpriv.errors import BudgetExceededError, StoppedError
-from fedpriv.privacy.clipping import UNCLIPPED
+from fedpriv.errors import BudgetExceededError, CheckpointError, InvalidValueError, StoppedError
+from fedpriv.ledger.ledger import Head, Ledger
+from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
+from fedpriv.privacy.gaussian_mechanism import (
+    AdaptiveClipping,
+    Averaging,
+    Metric,
+    PoissonGaussianMechanism,
+)
+from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_partition
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import (
+    LocalTraining,
     PartialSum,
     PrivacyRecords,
     Release,
@@ -19,8 +42,174 @@ from fedpriv.privacy.round import (
     Transport,
     private_round,
 )
-from fedpriv.training.optimizers import OptimizerState, Parameters
-from fedpriv.training.plan import BATCH_NORM_METRIC, TrainingPlan
+from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.optimizers import FedAvg, OptimizerState, Parameters, ServerOptimizer
+
+BATCH_NORM_METRIC = "batch-norm"  # the metric that moves running statistics
+_MOST_CHANGE = 4.0  # of a variance in a round, as a factor, whatever the noise
+_LARGEST_MEAN, _LARGEST_VARIANCE = 1e15, 1e30
+_FORMAT = "fedpriv checkpoint 3"
+_PARTS = ("parameters", "first", "second", "statistics")  # of a checkpoint
+_KEPT = 3  # checkpoints
+
+
+@dataclass(frozen=True)
+class RunningStatistics:
+    """How the server moves the running statistics of batch normalisations.
+
+    With x̂ = (x − μ)/s, s² = v + eps, the metric is the average over users of a = mean x̂ and
+    b = mean x̂² − 1, per channel. Moments about the running mean then move by a share β, the
+    momentum: they are m₁ = β·a and m₂ = 1 + β·b, and so μ moves by s·m₁ and s² by m₂ − m₁². Where
+    all users' moments are those of the running statistics, a = b = 0 and nothing moves. All of this
+    is post-processing of what was released.
+    """
+
+    layers: tuple[str, ...]  # names, in the order of the model
+    channels: tuple[int, ...]  # of each
+    eps: tuple[float, ...]  # ≥ 0, of each
+    momentum: float = 0.1  # β in (0, 1]
+
+    def __post_init__(self) -> None:
+        if not len(self.layers) == len(self.channels) == len(self.eps) > 0:
+            found = f"{len(self.channels)} numbers of channels and {len(self.eps)} eps"
+            what = f"{len(self.layers)} normalisations have {found}"
+            raise InvalidValueError(f"{what}; each of at least one needs both")
+        if min(self.channels) < 1 or not all(0.0 <= eps < math.inf for eps in self.eps):
+            found = f"channels of normalisations are {self.channels} and their eps {self.eps}"
+            raise InvalidValueError(f"{found}; they must be positive and not negative")
+        if not 0.0 < self.momentum <= 1.0:
+            found = f"momentum of running statistics is {self.momentum}"
+            raise InvalidValueError(f"{found}; it must be in (0, 1]")
+
+    @property
+    def shape(self) -> tuple[int]:
+        """Shape of the metric: for each layer a and then b of its channels."""
+        return (2 * sum(self.channels),)
+
+    def moved(self, statistics: Parameters, released: FloatVector) -> dict[str, np.ndarray]:
+        """Statistics after a round, by name, given the released metric [2ΣC].
+
+        Guarantees: variances are finite and not negative, means finite, for any released vector;
+        s² changes by a factor of at least 1/4 and at most 4.
+        """
+        after, start = dict[str, np.ndarray](), 0
+        for layer, channels, eps in zip(self.layers, self.channels, self.eps, strict=True):
+            first, second = released[start : start + 2 * channels].reshape(2, channels)
+            start += 2 * channels
+            mean_name, var_name = _names(layer)
+            square = statistics[var_name].astype(np.float64) + eps
+            m1, m2 = self.momentum * first, 1.0 + self.momentum * second
+            mean = statistics[mean_name] + np.sqrt(square) * m1
+            var = square * np.clip(m2 - m1**2, 1.0 / _MOST_CHANGE, _MOST_CHANGE) - eps
+            after[mean_name] = np.clip(mean, -_LARGEST_MEAN, _LARGEST_MEAN).astype(np.float32)
+            after[var_name] = np.clip(var, 0.0, _LARGEST_VARIANCE).astype(np.float32)
+        return after
+
+    def check(self, statistics: Mapping[str, np.ndarray]) -> None:
+        """Raise InvalidValueError unless there are statistics of exactly these layers."""
+        sizes = zip(self.layers, self.channels, strict=True)
+        wanted = {name: (size,) for layer, size in sizes for name in _names(layer)}
+        found = {name: tensor.shape for name, tensor in statistics.items()}
+        if found != wanted:
+            raise InvalidValueError(f"running statistics are {found}; they must be {wanted}")
+
+
+def _names(layer: str) -> tuple[str, str]:
+    prefix = f"{layer}." if layer else ""
+    return f"{prefix}running_mean", f"{prefix}running_var"
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What is trained, on whom, for how long and under which mechanism."""
+
+    run: str  # name in the ledger
+    population: str  # name of the enrolled population, as in the ledger
+    rounds: int  # T ≥ 1
+    layout: Layout  # of the tensors that are trained
+    groups: tuple[VectorGroup, ...]  # how an update is clipped at first: a partition of the layout
+    noise_shares: tuple[float, ...]  # ω_g: how groups split what metrics and counting leave them
+    noise_multiplier: float  # z ≥ 0 of the whole round
+    sampling: PoissonSampling
+    local: LocalTraining
+    optimizer: ServerOptimizer = FedAvg()  # noqa: RUF009 - frozen, so sharing it is safe
+    # Whatever else decides the result (model, data, loss, initial parameters), in words or as a
+    # digest; it binds checkpoints to the plan.
+    description: str = ""
+    metrics: tuple[Metric, ...] = ()  # what is released beside the update
+    metrics_share: float = 0.0  # of the round's privacy, for all metrics in equal parts
+    adaptive: AdaptiveClipping | None = None  # how clipping norms move; None: they stay
+    averaging: Averaging = Averaging()  # noqa: RUF009
+    statistics: RunningStatistics | None = None  # how running statistics move, if they do
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise InvalidValueError(f"rounds is {self.rounds}; it must be at least 1")
+        if not self.run or "/" in self.run:
+            raise InvalidValueError(f"run is {self.run!r}; it must be a name without '/'")
+        check_partition(self.layout, self.groups)
+        if not (0.0 < self.metrics_share < 1.0 if self.metrics else self.metrics_share == 0.0):
+            found = f"metrics_share is {self.metrics_share} with {len(self.metrics)} metrics"
+            raise InvalidValueError(f"{found}; it must be in (0, 1), or 0 if there are none")
+        if not self._update_share > 0.0:
+            taken = f"{1.0 - self._update_share:g} of the round's privacy"
+            found = f"metrics and the counting of the clipped take {taken}"
+            raise InvalidValueError(f"{found}; they must leave some to the update")
+        shapes = {metric.name: metric.shape for metric in self.metrics}
+        found_shape = shapes.get(BATCH_NORM_METRIC)
+        if self.statistics is not None and found_shape != self.statistics.shape:
+            needed = f"a metric {BATCH_NORM_METRIC!r} of shape {self.statistics.shape}"
+            found = f"the plan has {found_shape or 'none'}"
+            raise InvalidValueError(f"running statistics move by {needed}; {found}")
+        _ = self.mechanism  # groups, shares and sampling that do not fit are refused here
+
+    @property
+    def clipping_norms(self) -> tuple[float, ...]:
+        """S_g of each group of the update before the first round."""
+        return tuple(group.clipping_norm for group in self.groups)
+
+    @cached_property
+    def mechanism(self) -> PoissonGaussianMechanism:
+        """The mechanism of the first round."""
+        return self.mechanism_at(self.clipping_norms)
+
+    def mechanism_at(self, clipping_norms: tuple[float, ...]) -> PoissonGaussianMechanism:
+        """The mechanism of a round with these clipping norms, at the plan's noise multiplier."""
+        pairs = zip(self.groups, clipping_norms, strict=True)
+        groups = [replace(group, clipping_norm=norm) for group, norm in pairs]
+        groups += [metric.group for metric in self.metrics]
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        shapes |= {metric.tensor: metric.shape for metric in self.metrics}
+        indicator = Indicator.of(self.groups) if self.adaptive else None
+        if indicator is not None:
+            groups.append(indicator.group)
+            shapes[indicator.tensor] = (len(indicator.groups),)
+        averaging = self.averaging
+        plain = averaging.cap is None and averaging.floor is None
+        weighted = () if plain else tuple(group.name for group in self.groups)
+        layout = Layout(tuple(shapes), tuple(shapes.values()))
+        clipping = Clipping(layout, tuple(groups), indicator, weighted, averaging.cap or 1)
+        return PoissonGaussianMechanism.calibrated(
+            self.sampling, clipping, self.noise_multiplier, self.shares, averaging
+        )
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """ω of every vector group of a round: those of the update, metrics, the indicator."""
+        metrics = (self.metrics_share / max(1, len(self.metrics)),) * len(self.metrics)
+        counting = (self.adaptive.share,) if self.adaptive else ()
+        return (*(self._update_share * share for share in self.noise_shares), *metrics, *counting)
+
+    @property
+    def _update_share(self) -> float:
+        return 1.0 - self.metrics_share - (self.adaptive.share if self.adaptive else 0.0)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the whole plan; equal plans have equal digests."""
+        fields = {**asdict(self), "optimizer_class": type(self.optimizer).__name__}
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -219,3 +408,118 @@ def close_round(
         metrics_noise_stddev={m.name: query.tensor_stddevs[m.tensor] for m in plan.metrics},
     )
     return ServerState(state.round + 1, parameters, optimizer, norms, statistics), result
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A server state, with the plan and the point of the ledger that it belongs to."""
+
+    state: ServerState
+    plan_digest: str
+    ledger_head: Head
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write `round-NNNNNN.safetensors`, named by the next round, atomically; keep the last 3."""
+    state, head = checkpoint.state, checkpoint.ledger_head
+    moments = (state.optimizer.first, state.optimizer.second)
+    tensors = {
+        f"{part}/{name}": np.asarray(tensor, order="C")
+        for part, named in zip(_PARTS, (state.parameters, *moments, state.statistics), strict=True)
+        for name, tensor in named.items()
+    }
+    metadata = {
+        "format": _FORMAT,
+        "round": str(state.round),
+        "plan_digest": checkpoint.plan_digest,
+        "ledger_count": str(head.count),
+        "ledger_hash": head.hash,
+        "clipping_norms": " ".join(map(repr, state.clipping_norms)),
+    }
+    metadata["digest"] = _digest(metadata, tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"round-{state.round:06d}.safetensors"
+    write_atomically(path, save(tensors, metadata))
+    for old in checkpoints(folder)[:-_KEPT]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints of a folder, oldest first."""
+    return sorted(folder.glob("round-*.safetensors"))
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint; CheckpointError if it is absent, damaged or of another format."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            if (found := metadata.get("format")) != _FORMAT:
+                raise CheckpointError(f"{path} has format {found!r}; it must be {_FORMAT!r}")
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
+    if metadata.pop("digest", None) != _digest(metadata, tensors):
+        how = "delete it to resume from the checkpoint before it"
+        raise CheckpointError(f"{path} is damaged; {how}")
+    parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
+    for key, tensor in tensors.items():
+        part, _, name = key.partition("/")
+        parts[part][name] = tensor
+    parameters, first, second, statistics = parts.values()
+    norms = tuple(map(float, metadata["clipping_norms"].split()))
+    moments = OptimizerState(first, second)
+    state = ServerState(int(metadata["round"]), parameters, moments, norms, statistics)
+    head = Head(int(metadata["ledger_count"]), metadata["ledger_hash"])
+    return Checkpoint(state, metadata["plan_digest"], head)
+
+
+def _digest(metadata: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(json.dumps([name, tensor.dtype.str, tensor.shape]).encode())
+        digest.update(tensor.data)
+    return digest.hexdigest()
+
+
+def resume(path: Path, plan: TrainingPlan, ledger: Ledger) -> ServerState:
+    """State to resume from; CheckpointError if it is another plan's or the ledger lacks charges."""
+    checkpoint = load_checkpoint(path)
+    if checkpoint.plan_digest != plan.digest:
+        found = f"{path} belongs to plan {checkpoint.plan_digest[:12]}, not to {plan.digest[:12]}"
+        raise CheckpointError(f"{found}; a run can only be resumed with the plan it began with")
+    if not ledger.contains_head(checkpoint.ledger_head):
+        found = f"{checkpoint.ledger_head.count} charges that the ledger does not hold"
+        legal = "a run can only be resumed with its own, complete ledger"
+        raise CheckpointError(f"{path} has seen {found}; {legal}")
+    state = checkpoint.state
+    return replace(state, parameters={name: state.parameters[name] for name in plan.layout.names})
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in errors of the operating system, which a failed write does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` by `content`, durably; a crash or a full disk leaves the old file alone."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with naming(path), partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -8,7 +8,7 @@ Section 2 of the paper: q = 0.01, σ = 4, δ = 1e-5 and T = 10,000 rounds.
 import math
 from dataclasses import dataclass
 
-from fedpriv.accounting.analyses import epsilon_interval, poisson_pairs
+from fedpriv.accounting.accountants import poisson_pairs, tightest_epsilon
 from fedpriv.accounting.classical import advanced_epsilon
 from fedpriv.accounting.gaussian import epsilon
 from fedpriv.accounting.rdp import composed_rdp, epsilon_from_rdp, epsilon_from_rdp_2016
@@ -43,7 +43,7 @@ class Setting:
     @property
     def exact(self) -> tuple[float, float]:
         """Certified interval of ε."""
-        return epsilon_interval(poisson_pairs(self.composed), self.delta)
+        return tightest_epsilon(poisson_pairs(self.composed), self.delta)
 
     @property
     def round_delta(self) -> float:

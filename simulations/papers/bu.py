@@ -8,7 +8,7 @@ for Poisson sampling with probability p = q and whole rounds in the printed numb
 
 from dataclasses import dataclass
 
-from fedpriv.accounting.analyses import delta_interval, epsilon_interval, poisson_pairs
+from fedpriv.accounting.accountants import poisson_pairs, tightest_delta, tightest_epsilon
 from fedpriv.accounting.classical import clt_epsilon, clt_mu, gdp_delta
 from fedpriv.accounting.rdp import DEFAULT_ORDERS, composed_rdp, epsilon_from_rdp_2016
 from simulations.papers.claims import Argument, Claim, print_claims
@@ -63,7 +63,7 @@ SETTINGS = (
 def claims_of(setting: Setting) -> tuple[Claim, ...]:
     """The ε of one row by CLT and by MA, where they are printed."""
     rounds = setting.rounds
-    exact = epsilon_interval(poisson_pairs(rounds), setting.delta)
+    exact = tightest_epsilon(poisson_pairs(rounds), setting.delta)
     found = []
     if setting.clt:
         again = clt_epsilon(rounds, setting.delta)
@@ -84,7 +84,7 @@ def advantage_claim() -> Claim:
     """
     rounds = SETTINGS[1].rounds
     again = gdp_delta(0.0, clt_mu(rounds))
-    exact = delta_interval(poisson_pairs(rounds), 0.0)
+    exact = tightest_delta(poisson_pairs(rounds), 0.0)
     what = "Section 4.1, σ = 1.1: advantage by CLT"
     return Claim(what, "0.224", again, exact, Argument.ESTIMATE)
 

@@ -11,7 +11,7 @@ import math
 
 from scipy.optimize import brentq, minimize_scalar
 
-from fedpriv.accounting.analyses import epsilon_interval, poisson_pairs
+from fedpriv.accounting.accountants import poisson_pairs, tightest_epsilon
 from fedpriv.accounting.classical import advanced_epsilon, zcdp_epsilon_bun_steinke, zcdp_rho
 from simulations.papers.claims import Argument, Claim, print_claims
 
@@ -56,7 +56,7 @@ def needed_noise_multiplier() -> tuple[float, float]:
     """Certified interval of the least z that gives ε = 0.5."""
 
     def excess(z: float, end: int) -> float:
-        return epsilon_interval(poisson_pairs({(NU, z): ROUNDS}), DELTA)[end] - float(EPSILON)
+        return tightest_epsilon(poisson_pairs({(NU, z): ROUNDS}), DELTA)[end] - float(EPSILON)
 
     low, up = (float(brentq(excess, 2.0, 50.0, args=(end,), xtol=1e-4)) for end in (0, 1))
     return low - 1e-4, up + 1e-4
@@ -66,9 +66,9 @@ def claims() -> tuple[Claim, ...]:
     """ε = 0.5 at each printed σ, under both readings, and the noise that it takes."""
     composed, concentrated = ({(NU, s): ROUNDS} for s in (SIGMA_AC, SIGMA_ZCDP))
     exact_ac, exact_zcdp = (
-        epsilon_interval(poisson_pairs(r), DELTA) for r in (composed, concentrated)
+        tightest_epsilon(poisson_pairs(r), DELTA) for r in (composed, concentrated)
     )
-    kind = epsilon_interval(poisson_pairs({(NU, 2 * SIGMA_ZCDP): ROUNDS}), DELTA)
+    kind = tightest_epsilon(poisson_pairs({(NU, 2 * SIGMA_ZCDP): ROUNDS}), DELTA)
     by_chain = amplified_zcdp_epsilon(SIGMA_ZCDP)
     unamplified = zcdp_epsilon_bun_steinke(zcdp_rho(concentrated), DELTA)
     valid_ac = advanced_epsilon(composed, DELTA)

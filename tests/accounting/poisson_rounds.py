@@ -1,7 +1,7 @@
 """Intervals of Poisson-sampled rounds by (q, z): by composing their losses, and the tightest."""
 
-from fedpriv.accounting import analyses, pld
-from fedpriv.accounting.analyses import poisson_pairs
+from fedpriv.accounting import accountants, pld
+from fedpriv.accounting.accountants import poisson_pairs
 from fedpriv.accounting.round_counts import Rounds
 
 
@@ -14,8 +14,8 @@ def delta_interval(rounds: Rounds, epsilon: float) -> tuple[float, float]:
 
 
 def tight_epsilon(rounds: Rounds, delta: float) -> tuple[float, float]:
-    return analyses.epsilon_interval(poisson_pairs(rounds), delta)
+    return accountants.tightest_epsilon(poisson_pairs(rounds), delta)
 
 
 def tight_delta(rounds: Rounds, epsilon: float) -> tuple[float, float]:
-    return analyses.delta_interval(poisson_pairs(rounds), epsilon)
+    return accountants.tightest_delta(poisson_pairs(rounds), epsilon)

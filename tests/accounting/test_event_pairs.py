@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fedpriv.accounting.analyses import ANALYSES, bounds_of
+from fedpriv.accounting.accountants import ANALYSES, bounds_of
 from fedpriv.accounting.pld.dominating_pairs import (
     FixedSizePair,
     LargestBatchPair,

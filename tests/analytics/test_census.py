@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fedpriv.accounting import epsilon
+from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.ledger import Ledger
-from fedpriv.report.tables import format_epsilon
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("FEDPRIV_DATA", ROOT.parent / "shared" / "data"))

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from fedpriv.ledger.ledger import ChargedRow, Ledger
 from fedpriv.ledger.participation import ParticipationRecord
-from fedpriv.training.checkpoint import checkpoints, load_checkpoint
+from fedpriv.training.rounds import checkpoints, load_checkpoint
 from simulations.loopback import Program
 from tests.deployment.digests import digest_of
 from tests.deployment.sites import Site, ask_to_stop, ended

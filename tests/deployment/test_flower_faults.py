@@ -10,7 +10,7 @@ import pytest
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.run.folder import RunFolder
-from fedpriv.training.checkpoint import checkpoints
+from fedpriv.training.rounds import checkpoints
 from tests.deployment.digits import assert_same_model, in_process, on_nodes
 from tests.deployment.faulty import NODES, FaultySite, faulty_site
 from tests.deployment.superlink import SERVERAPP, SUPERLINK

@@ -11,7 +11,7 @@ import pytest
 
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.run.folder import RunFolder
-from fedpriv.training.checkpoint import checkpoints, load_checkpoint
+from fedpriv.training.rounds import checkpoints, load_checkpoint
 from tests.deployment.digits import NOISELESS, assert_same_model, in_process
 from tests.deployment.processes import clear
 from tests.deployment.superlink import ROOT, SCRIPTS, free_port

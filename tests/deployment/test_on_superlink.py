@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.run.folder import RunFolder
-from fedpriv.training.checkpoint import checkpoints
+from fedpriv.training.rounds import checkpoints
 from simulations import loopback
 from tests.deployment.digits import assert_same_model, in_process, on_nodes
 from tests.deployment.superlink import SuperLink, await_that, superlink, supernodes

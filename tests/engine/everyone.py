@@ -12,14 +12,12 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Metric
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging, Metric
 from fedpriv.privacy.layout import Layout, flat, joint, layers, per_layer, scales_by_dimension
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining, RoundRequest, Transport, add_up
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import initial_state
+from fedpriv.training.rounds import TrainingPlan, initial_state
 from tests.opening import open_round
 
 

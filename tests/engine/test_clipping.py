@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedpriv.engine.matmul import OuterProducts
+from fedpriv.engine.layers import OuterProducts
 from fedpriv.engine.metrics import group_norms
 from fedpriv.privacy import clipping_torch as module
 from fedpriv.privacy.clipping import Clipping, Indicator

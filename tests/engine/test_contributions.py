@@ -10,7 +10,7 @@ from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import RoundParameters
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.privacy.clipping import UNCLIPPED
-from fedpriv.privacy.query import Averaging
+from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.privacy.round import LocalTraining, RoundRequest, add_up
 from tests.engine.everyone import alone, make_task, request_to_all, total_of, users_of
 

@@ -21,8 +21,7 @@ from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import initial_state, train
+from fedpriv.training.rounds import TrainingPlan, initial_state, train
 
 CLASSES, OTHERS, NORM = 30, 100, 1e-3
 RUNS = 60  # with the user, and as many without

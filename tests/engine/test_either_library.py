@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.engine import matmul
+from fedpriv.engine import layers
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.models import cnn, mlp
@@ -22,7 +22,7 @@ def total_of(task: Task, *, broken: bool, numpy: bool) -> np.ndarray:
         users.fields["x"][SIZES[0] : SIZES[0] + SIZES[1]] = 1e38
     transport = InProcessTransport(task, users, torch.device("cpu"), 2**27)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matmul, "numpy_is_faster", lambda: numpy)
+        patch.setattr(layers, "numpy_is_faster", lambda: numpy)
         sums = transport.collect(request_under(task, LOCAL, len(SIZES), 0.5))
         return sum((each.total for each in sums), np.zeros(1))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine import matmul
+from fedpriv.engine import layers
 from fedpriv.engine import trainer as trainer_module
 from fedpriv.engine.local_training import Rung, by_rung
 from fedpriv.engine.task import RoundParameters, Task, cross_entropy
@@ -125,7 +125,7 @@ def test_processes_give_the_same_sums(model: str) -> None:
 def test_torchs_own_products_keep_users_apart_side_by_side(
     model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(matmul, "numpy_is_faster", lambda: False)
+    monkeypatch.setattr(layers, "numpy_is_faster", lambda: False)
     users = [User("normal", n, i) for i, n in enumerate([5, 1, 8, 8, 17, 5] * 3)]
     plan = Plan(model, "flat", "equal", LOCALS[0], adaptive=False, measured=True, norm=0.3)
     request, transport = request_of(plan, len(users)), transport_of(plan, users)

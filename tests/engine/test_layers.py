@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.engine import layers as module
-from fedpriv.engine.layers import batched_model
+from fedpriv.engine.layers import OuterProducts, batched_model
 from fedpriv.engine.local_training import (
     Batches,
     by_rung,
@@ -19,7 +19,6 @@ from fedpriv.engine.local_training import (
     train_chunk,
     train_layers_chunk,
 )
-from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.task import RoundParameters, Task, cross_entropy
 from fedpriv.models import cnn, mlp, softmax_regression
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates

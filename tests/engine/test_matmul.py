@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
-from fedpriv.engine import matmul
-from fedpriv.engine.matmul import blas_threads, product, shared_product, summed_outer
+from fedpriv.engine import layers
+from fedpriv.engine.layers import blas_threads, product, shared_product, summed_outer
 
 SIZES = st.integers(1, 6)
 AS_THEY_LIE = ("rows", "columns", "every other", "repeated")
@@ -20,7 +20,7 @@ AS_THEY_LIE = ("rows", "columns", "every other", "repeated")
 @pytest.fixture(params=["numpy", "torch"], autouse=True, scope="module")
 def library(request: pytest.FixtureRequest) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matmul, "numpy_is_faster", lambda: request.param == "numpy")
+        patch.setattr(layers, "numpy_is_faster", lambda: request.param == "numpy")
         yield request.param
 
 
@@ -82,7 +82,7 @@ def test_a_product_has_the_same_bits_in_every_place(
 
 def assume_used(library: str) -> None:
     kernels = {each.get("architecture") for each in threadpool_info()}
-    if library == "numpy" and not kernels & set(matmul._WIDE):
+    if library == "numpy" and not kernels & set(layers._WIDE):
         pytest.skip("OpenBLAS has no AVX-512 here, so the engine leaves products to torch")
 
 
@@ -122,7 +122,7 @@ def test_sums_of_outer_products_are_those_of_pieces(
 ) -> None:
     left, right = drawn(0, (lanes, rows, i), "rows"), drawn(1, (lanes, rows, o), "rows")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matmul, "_AS_THEY_LIE", at_once)
+        patch.setattr(layers, "_AS_THEY_LIE", at_once)
         found = summed_outer(left, right)
     torch.testing.assert_close(
         found.double(), by_sums(left.mT, right), rtol=1e-5, atol=1e-5, check_stride=False
@@ -134,7 +134,7 @@ def test_sums_of_outer_products_are_those_of_pieces(
     [(1960, 16 * 64, 4), (250, 32 * 256, 1), (100, 1024, 1), (1997, 1024, 1), (1998, 1024, 6)],
 )
 def test_long_rows_of_small_results_are_cut_evenly(rows: int, size: int, pieces: int) -> None:
-    assert matmul._pieces(rows, size) == pieces
+    assert layers._pieces(rows, size) == pieces
     assert rows % pieces == 0
 
 

@@ -13,9 +13,8 @@ from torch import nn
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine import layers as engine_layers
-from fedpriv.engine.layers import batched_model
+from fedpriv.engine.layers import OuterProducts, batched_model
 from fedpriv.engine.local_training import Batches, train_chunk, train_layers_chunk
-from fedpriv.engine.matmul import OuterProducts
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import Activations, RoundParameters, Task, activations_named, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
@@ -23,8 +22,8 @@ from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.models import build_model
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import Updates
+from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import LocalTraining, RoundRequest
 from tests.engine.everyone import alone, make_task, request_to_all, total_of, whole
 

@@ -17,8 +17,7 @@ from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.training.plan import RunningStatistics, TrainingPlan
-from fedpriv.training.rounds import initial_state, train
+from fedpriv.training.rounds import RunningStatistics, TrainingPlan, initial_state, train
 from tests.opening import open_round
 
 USERS = 40

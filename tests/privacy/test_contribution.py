@@ -13,7 +13,13 @@ from scipy import stats
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
-from fedpriv.privacy.gaussian_mechanism import Metric
+from fedpriv.privacy.gaussian_mechanism import (
+    GaussianQuery,
+    Metric,
+    noise_stddevs,
+    proportional_shares,
+    sensitivities,
+)
 from fedpriv.privacy.layout import (
     Layout,
     Tensors,
@@ -25,12 +31,6 @@ from fedpriv.privacy.layout import (
     per_layer,
 )
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.query import (
-    GaussianQuery,
-    noise_stddevs,
-    proportional_shares,
-    sensitivities,
-)
 from tests.privacy.exact import (
     LARGEST_SQUARE,
     agree,

@@ -13,13 +13,13 @@ from scipy import stats
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.gaussian_mechanism import PoissonGaussianMechanism
-from fedpriv.privacy.layout import Layout, VectorGroup, flat
-from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
-from fedpriv.privacy.query import (
+from fedpriv.privacy.gaussian_mechanism import (
     GaussianQuery,
+    PoissonGaussianMechanism,
     sensitivities,
 )
+from fedpriv.privacy.layout import Layout, VectorGroup, flat
+from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.sampling import PoissonSampling
 from tests.privacy.exact import squares, steps_of
 

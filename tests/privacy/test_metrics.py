@@ -7,10 +7,9 @@ import pytest
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.gaussian_mechanism import Metric
+from fedpriv.privacy.gaussian_mechanism import GaussianQuery, Metric
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.query import GaussianQuery
 
 ACCURACY = Metric("accuracy", centre=0.5, radius=0.5)
 COUNTS = Metric("counts", (3,), radius=2.0)

@@ -14,7 +14,15 @@ from scipy import stats
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy import noise
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.gaussian_mechanism import MOST_USERS, PoissonGaussianMechanism
+from fedpriv.privacy.gaussian_mechanism import (
+    MOST_USERS,
+    GaussianQuery,
+    PoissonGaussianMechanism,
+    dimension_shares,
+    given_shares,
+    noise_stddevs,
+    proportional_shares,
+)
 from fedpriv.privacy.layout import (
     Layout,
     VectorGroup,
@@ -29,13 +37,6 @@ from fedpriv.privacy.noise import (
     OperatingSystemEntropy,
     SeededEntropy,
     rounded_gaussian,
-)
-from fedpriv.privacy.query import (
-    GaussianQuery,
-    dimension_shares,
-    given_shares,
-    noise_stddevs,
-    proportional_shares,
 )
 from fedpriv.privacy.sampling import PoissonSampling
 from tests.privacy.exact import squares, steps_of

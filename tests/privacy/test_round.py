@@ -17,13 +17,12 @@ from federation import open_records
 
 from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError
 from fedpriv.ledger import Charge, Ledger, ProposedCharge, Randomness
-from fedpriv.privacy import query as query_module
+from fedpriv.privacy import gaussian_mechanism
 from fedpriv.privacy import round as private
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.gaussian_mechanism import PoissonGaussianMechanism
+from fedpriv.privacy.gaussian_mechanism import Averaging, PoissonGaussianMechanism
 from fedpriv.privacy.layout import Layout, equal_split, layers, per_layer
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
-from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import (
     PartialSum,
     PrivacyRecords,
@@ -71,13 +70,13 @@ def nobody(_: RoundAttempt, users: np.ndarray) -> Iterable[PartialSum]:
 @pytest.fixture
 def noised(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The keys with which noise was drawn."""
-    drawn, keys = query_module.rounded_gaussian, []
+    drawn, keys = gaussian_mechanism.rounded_gaussian, []
 
     def spy(key: bytes, count: int, stddev: float) -> np.ndarray:
         keys.append(key)
         return drawn(key, count, stddev)
 
-    monkeypatch.setattr(query_module, "rounded_gaussian", spy)
+    monkeypatch.setattr(gaussian_mechanism, "rounded_gaussian", spy)
     return keys
 
 
@@ -133,7 +132,7 @@ def test_a_charge_of_another_event_releases_nothing(
 def test_an_event_that_is_not_the_one_charged_does_not_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    query = query_module.GaussianQuery
+    query = gaussian_mechanism.GaussianQuery
     honest = query.noised_average
 
     def realised(self: object, *given: object) -> tuple[object, object]:
@@ -194,7 +193,7 @@ def _names(node: ast.AST) -> set[str]:
             return set()
 
 
-ROUND, QUERY = "fedpriv/privacy/round.py", "fedpriv/privacy/query.py"
+ROUND, QUERY = "fedpriv/privacy/round.py", "fedpriv/privacy/gaussian_mechanism.py"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +251,7 @@ def test_steps_are_taken_in_order_and_the_charge_is_on_disk_before_noise_is_draw
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    drawn = query_module.rounded_gaussian
+    drawn = gaussian_mechanism.rounded_gaussian
 
     def collect(at: RoundAttempt, users: np.ndarray) -> Iterator[PartialSum]:
         with open_records(tmp_path) as another_process:
@@ -266,7 +265,7 @@ def test_steps_are_taken_in_order_and_the_charge_is_on_disk_before_noise_is_draw
             seen.append(("noised", None, another_process.ledger.head.count))
         return drawn(*given)
 
-    monkeypatch.setattr(query_module, "rounded_gaussian", spy)
+    monkeypatch.setattr(gaussian_mechanism, "rounded_gaussian", spy)
     with open_records(tmp_path) as records:
         made = private_round(MECHANISM, "run", 0, collect, records, SEEDED)
         (row,) = records.ledger.charges()

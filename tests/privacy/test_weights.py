@@ -6,7 +6,7 @@ import pytest
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import MOST_WEIGHT
-from fedpriv.privacy.query import Averaging
+from fedpriv.privacy.gaussian_mechanism import Averaging
 
 
 @pytest.mark.parametrize("cap", [0, -3, MOST_WEIGHT + 1])

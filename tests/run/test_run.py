@@ -14,8 +14,7 @@ from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run import run
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, conduct
-from fedpriv.training.checkpoint import checkpoints, load_checkpoint
-from fedpriv.training.rounds import Stop
+from fedpriv.training.rounds import Stop, checkpoints, load_checkpoint
 from tests.studies.studying import BASE
 
 

@@ -17,8 +17,7 @@ from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.server.collection import prices, welcomes
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.service import LedgerLines, status_at_start
-from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import initial_state
+from fedpriv.training.rounds import TrainingPlan, initial_state
 from fedpriv.wire import RunState, decode_welcome, encode_welcome
 from tests.opening import open_round
 

@@ -12,7 +12,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.simulate import run_simulation
-from fedpriv.training.checkpoint import checkpoints, load_checkpoint
+from fedpriv.training.rounds import checkpoints, load_checkpoint
 
 CONFIG = """
 name = "killed"

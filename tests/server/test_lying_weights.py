@@ -17,9 +17,9 @@ from hypothesis.extra import numpy as hnp
 
 from fedpriv import wire
 from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.gaussian_mechanism import GaussianQuery
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.query import GaussianQuery
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, add_up
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import nodes, site, summed

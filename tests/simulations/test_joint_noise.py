@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.layout import Layout, VectorGroup, joint, per_layer
-from fedpriv.privacy.query import (
+from fedpriv.privacy.gaussian_mechanism import (
     GaussianQuery,
     noise_stddevs,
     proportional_shares,
     sensitivities,
 )
+from fedpriv.privacy.layout import Layout, VectorGroup, joint, per_layer
 from simulations.joint_noise import BOUNDS, CLIPPINGS, LAYOUT, NOISE_MULTIPLIER, noises
 
 THREE = Layout(("a", "b", "c"), ((2,), (3,), (1,)))

@@ -13,7 +13,7 @@ from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.layout import Layout, Tensors, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.training.plan import TrainingPlan
+from fedpriv.training.rounds import TrainingPlan
 
 LAYOUT = Layout(("w", "b"), ((2, 2), (3,)))
 PARAMETERS = {"w": np.ones((2, 2), np.float32), "b": np.zeros(3, np.float32)}

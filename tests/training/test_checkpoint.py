@@ -10,16 +10,18 @@ from federation import CONSTANT, PARAMETERS, make_plan, open_records
 from fedpriv.errors import CheckpointError
 from fedpriv.ledger.ledger import Head
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.training.checkpoint import (
+from fedpriv.training.optimizers import FedAvg, FedAvgM, FedYogi
+from fedpriv.training.rounds import (
     Checkpoint,
+    ServerState,
     checkpoints,
+    initial_state,
     load_checkpoint,
     resume,
     save_checkpoint,
+    train,
     write_atomically,
 )
-from fedpriv.training.optimizers import FedAvg, FedAvgM, FedYogi
-from fedpriv.training.rounds import ServerState, initial_state, train
 
 OPTIMIZERS = [FedAvg(), FedAvgM(), FedYogi()]
 

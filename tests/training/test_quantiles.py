@@ -18,8 +18,7 @@ from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import RoundRequest
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.norm_search import NormQuantile, find_quantiles
-from fedpriv.training.plan import BATCH_NORM_METRIC, RunningStatistics
-from fedpriv.training.rounds import initial_state
+from fedpriv.training.rounds import BATCH_NORM_METRIC, RunningStatistics, initial_state
 
 USERS = 2000
 NORMS = {

@@ -9,16 +9,23 @@ from federation import LAYOUT, PARAMETERS, FakeTransport, make_plan, open_record
 
 from fedpriv.accounting.round_counts import compose
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Metric
+from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging, Metric
 from fedpriv.privacy.layout import equal_split, flat, layers, per_layer
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.round import Release, RoundRequest
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.training.checkpoint import Checkpoint, load_checkpoint, resume, save_checkpoint
 from fedpriv.training.optimizers import FedAvg
-from fedpriv.training.plan import TrainingPlan
-from fedpriv.training.rounds import ServerState, close_round, initial_state, train
+from fedpriv.training.rounds import (
+    Checkpoint,
+    ServerState,
+    TrainingPlan,
+    close_round,
+    initial_state,
+    load_checkpoint,
+    resume,
+    save_checkpoint,
+    train,
+)
 
 METRIC = Metric("position", centre=0.5, radius=0.5)
 USERS = 400

@@ -9,9 +9,9 @@ import pytest
 from federation import CONSTANT, LAYOUT, PARAMETERS, make_plan, open_records
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.privacy.layout import flat
 from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
-from fedpriv.privacy.query import Averaging
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
 from fedpriv.training.rounds import initial_state, run_round, train

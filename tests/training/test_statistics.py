@@ -13,9 +13,14 @@ from hypothesis.extra import numpy as hnp
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Head
 from fedpriv.privacy.gaussian_mechanism import Metric
-from fedpriv.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from fedpriv.training.plan import BATCH_NORM_METRIC, RunningStatistics
-from fedpriv.training.rounds import initial_state
+from fedpriv.training.rounds import (
+    BATCH_NORM_METRIC,
+    Checkpoint,
+    RunningStatistics,
+    initial_state,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 RULE = RunningStatistics(("a", "b.c"), (3, 1), (1e-5, 0.1), 0.3)
 METRICS = (Metric(BATCH_NORM_METRIC, (8,), radius=2.0),)

@@ -40,8 +40,17 @@ from fedpriv.accounting.contour.cumulant import (
     support,
     tilt,
 )
-from fedpriv.accounting.gaussian import Ends, check_delta, check_epsilon
-from fedpriv.accounting.round_counts import Direction, Rounds, Vector, arrays, check_rounds, grouped
+from fedpriv.accounting.round_counts import (
+    Direction,
+    Ends,
+    Rounds,
+    Vector,
+    arrays,
+    check_delta,
+    check_epsilon,
+    check_rounds,
+    grouped,
+)
 from fedpriv.errors import UnsupportedEventError
 
 _LEAST_LOG_DELTA = math.log(1e-100)  # a smaller δ is not told from this one

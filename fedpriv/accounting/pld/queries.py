@@ -17,7 +17,6 @@ from scipy.special import logsumexp
 
 from fedpriv.accounting import gaussian, round_counts
 from fedpriv.accounting.contour.inversion import conversion
-from fedpriv.accounting.gaussian import Ends
 from fedpriv.accounting.pld.fft import Composition, Window, compose_atoms
 from fedpriv.accounting.pld.lattice import (
     GaussianPair,
@@ -27,7 +26,7 @@ from fedpriv.accounting.pld.lattice import (
     dominated,
     dominating,
 )
-from fedpriv.accounting.round_counts import Direction, Vector
+from fedpriv.accounting.round_counts import Direction, Ends, Vector
 
 # How wide an interval of ε should be, relative to its upper end and in addition, and one of δ.
 _WIDTH, _LEAST_WIDTH, _DELTA_WIDTH = 1e-3, 1e-6, 0.05
