@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpriv.accounting.accountants import Bound, accountant_named
 from fedpriv.config import Config, parse_config, plain, tables_of
 from fedpriv.data.population import Population, load_population
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
@@ -119,7 +118,7 @@ def build(
     task, device = method.task, device_named(config.engine.device)
     few = {name: column[:4] for name, column in held_out.items()}
     check_task(task, few)
-    budget = _budget(method.mechanism)
+    budget = method.mechanism.budget
     mechanism = _calibrated(method.mechanism, budget, config.rounds, spent)
     layout = Layout.of(task.parameters())
     grouping = mechanism.clipping.grouping(layout, mechanism.allocation)
@@ -145,7 +144,7 @@ def build(
     )
     check_metrics(task, metrics, plan.mechanism.clipping, few)
     if mechanism.rounds == plan.rounds:
-        plan = _within(plan, budget, spent)
+        plan = plan.within(budget, spent)
     config = config.with_noise(plan.noise_multiplier).model_copy(update={"run": plan.run})
     entropy = OperatingSystemEntropy() if config.seed is None else SeededEntropy(config.seed)
     callbacks = {
@@ -153,20 +152,6 @@ def build(
         for path in config.callbacks.on_round
     }
     return Experiment(config, held_out, task, plan, budget, entropy, device, callbacks)
-
-
-def _budget(mechanism: Mechanism) -> PrivacyBudget:
-    """Budget of a mechanism; without limit where there is no privacy to keep."""
-    delta, accountant = mechanism.delta, accountant_named(mechanism.accountant)
-    if delta is None:
-        raise InvalidValueError("delta is absent; it must be in (0, 1), best far below 1/N")
-    if accountant.epsilon([], delta).bound is Bound.ESTIMATE:
-        raise InvalidValueError(
-            f"privacy.accountant is {mechanism.accountant!r}, whose estimate can be below the "
-            "truth; a budget needs an upper bound, such as that of tight"
-        )
-    limit = None if mechanism.unsafe_no_privacy else mechanism.epsilon
-    return PrivacyBudget(float("inf") if limit is None else limit, delta, accountant.upper_epsilon)
 
 
 def _calibrated(
@@ -182,13 +167,6 @@ def _calibrated(
             f"privacy.epsilon is {epsilon} and must be larger"
         )
     return mechanism.calibrate(epsilon=epsilon, delta=delta, rounds=rounds, spent=spent)
-
-
-def _within(plan: TrainingPlan, budget: PrivacyBudget, spent: Sequence[RoundEvent]) -> TrainingPlan:
-    """Plan with the noise raised until all rounds fit; rounding may make them miss the budget."""
-    while not budget.admits([*spent, replace(plan.mechanism.event, count=plan.rounds)]):
-        plan = replace(plan, noise_multiplier=plan.noise_multiplier * (1.0 + 1e-4))
-    return plan
 
 
 def _metric(

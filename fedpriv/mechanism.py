@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal, Self
 
+from fedpriv.accounting.accountants import Bound, accountant_named
 from fedpriv.accounting.calibration import smallest_noise
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent
 from fedpriv.privacy import layout as vector_groups
 from fedpriv.privacy.gaussian_mechanism import (
     AdaptiveClipping,
@@ -291,6 +292,21 @@ class Mechanism:
         return replace(
             self, noise_multiplier=noise_multiplier, epsilon=epsilon, delta=delta, rounds=None
         )
+
+    @property
+    def budget(self) -> PrivacyBudget:
+        """What all rounds may cost; without limit where there is no privacy to keep."""
+        delta, accountant = self.delta, accountant_named(self.accountant)
+        if delta is None:
+            raise InvalidValueError("delta is absent; it must be in (0, 1), best far below 1/N")
+        if accountant.epsilon([], delta).bound is Bound.ESTIMATE:
+            raise InvalidValueError(
+                f"privacy.accountant is {self.accountant!r}, whose estimate can be below the "
+                "truth; a budget needs an upper bound, such as that of tight"
+            )
+        limit = None if self.unsafe_no_privacy else self.epsilon
+        limit = float("inf") if limit is None else limit
+        return PrivacyBudget(limit, delta, accountant.upper_epsilon)
 
 
 def check_private(noise_multiplier: float | None, epsilon: float | None, unsafe: bool) -> None:  # noqa: FBT001

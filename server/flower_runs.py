@@ -5,11 +5,10 @@ users' data. Otherwise they are workers among which the configured population is
 """
 
 import logging
-import queue
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,9 +35,6 @@ from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire import flower
 
 _log = logging.getLogger(__name__)
-_FIRST_POLL_SECONDS = 0.005
-_POLL_GROWTH = 1.2  # so that a reply is noticed within a fifth of the time that it took
-_LONGEST_POLL_SECONDS = 0.5
 _STOP_CHECK_SECONDS = 0.2
 _NODES_CHECK_SECONDS = 2.0
 _HELLO_BYTES = 8192
@@ -46,53 +42,6 @@ _INTRODUCTION_SECONDS = 60.0
 _START_SECONDS = 600.0  # a worker imports torch and loads all users' data
 
 Headers = Mapping[str, bytes]
-Reply = tuple[str, Message | str]  # key of a message; its reply, or why there is none
-
-
-def exchange(
-    grid: Grid, messages: Iterable[tuple[str, Message]], deadline: float, stopping: threading.Event
-) -> Generator[Reply, None, None]:
-    """Send messages by key, and yield the reply to each as it comes.
-
-    A message that the grid does not take, as for a node that has gone, has no reply; the others
-    have one at most, whatever their nodes send again, and none after the deadline (on the clock of
-    `time.monotonic`) or the stop. Each reply has a thread of its own: a pull for several messages
-    waits for the slowest, and a node that dies in mid-upload holds it for minutes, whatever its
-    timeout. A thread that Flower holds up does not keep the process alive.
-    """
-    over, replies = threading.Event(), queue.SimpleQueue[Reply]()
-
-    def await_reply(key: str, message_id: str) -> None:
-        pause = _FIRST_POLL_SECONDS
-        while not over.is_set():
-            try:
-                for reply in grid.pull_messages([message_id]):
-                    if reply.metadata.reply_to_message_id == message_id:
-                        trouble = f"error {reply.error.code} of Flower" if reply.has_error() else ""
-                        replies.put((key, trouble or reply))
-                        return
-            except Exception as error:  # of the connection, or of bytes that are not a message
-                replies.put((key, f"its reply cannot be received: {type(error).__name__}"))
-                return
-            over.wait(pause)
-            pause = min(_POLL_GROWTH * pause, _LONGEST_POLL_SECONDS)
-
-    outstanding = 0
-    try:
-        for key, message in messages:
-            # A grid may leave out the ids of messages that it does not take: so one at a time.
-            for message_id in filter(None, grid.push_messages([message])):
-                threading.Thread(target=await_reply, args=(key, message_id), daemon=True).start()
-                outstanding += 1
-        while outstanding and not stopping.is_set() and (left := deadline - monotonic()) > 0.0:
-            try:
-                reply = replies.get(timeout=min(left, _STOP_CHECK_SECONDS))
-            except queue.Empty:
-                continue
-            outstanding -= 1
-            yield reply
-    finally:
-        over.set()
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +81,9 @@ class GridTransport(Transport):
                     content = flower.content_of(headers, tensors)
                     yield node, Message(content, to, MessageType.TRAIN, ttl=offer.seconds)
 
-        with closing(exchange(self.grid, messages(), terms.deadline, self.stopping)) as replies:
+        with closing(
+            flower.exchange(self.grid, messages(), terms.deadline, self.stopping)
+        ) as replies:
             for node, reply in replies:
                 if partial := self._counted(terms, node, present[node], reply):
                     answered += 1
@@ -181,7 +132,7 @@ def _introduced(
         (str(i), Message(flower.content_of(headers), i, MessageType.QUERY, ttl=seconds))
         for i in ids
     )
-    for key, reply in exchange(grid, messages, monotonic() + seconds, stopping):
+    for key, reply in flower.exchange(grid, messages, monotonic() + seconds, stopping):
         yield int(key), _said(reply)
 
 

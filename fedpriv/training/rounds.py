@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from fedpriv.errors import BudgetExceededError, CheckpointError, InvalidValueError, StoppedError
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent
 from fedpriv.ledger.ledger import Head, Ledger
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import (
@@ -192,6 +193,16 @@ class TrainingPlan:
         return PoissonGaussianMechanism.calibrated(
             self.sampling, clipping, self.noise_multiplier, self.shares, averaging
         )
+
+    def within(self, budget: PrivacyBudget, spent: Sequence[RoundEvent] = ()) -> "TrainingPlan":
+        """The plan with the noise raised until all rounds fit beside what was spent.
+
+        Rounding may make a plan that was calibrated to the budget miss it.
+        """
+        plan = self
+        while not budget.admits([*spent, replace(plan.mechanism.event, count=plan.rounds)]):
+            plan = replace(plan, noise_multiplier=plan.noise_multiplier * (1.0 + 1e-4))
+        return plan
 
     @cached_property
     def shares(self) -> tuple[float, ...]:

@@ -1,0 +1,351 @@
+"""User-level privacy for an app of Flower's: a strategy for its ServerApp, a mod for its ClientApp.
+
+    strategy = PrivateStrategy(mechanism, connected(grid, 50), "clinics", "/data/ledger.sqlite")
+    result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=20)
+
+The ClientApp stays as it is, where each node is one user: a patient's phone, or a clinic that is
+protected as a whole. With `clipping_mod`, a node brings many users, each protected by itself, and
+the server gets only the sum of what they give.
+"""
+
+import copy
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NoReturn, Self
+
+import numpy as np
+import numpy.typing as npt
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from fedpriv.accounting.accountants import format_epsilon
+from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.importing import raised_at
+from fedpriv.local import SGD
+from fedpriv.logs import one_line
+from fedpriv.mechanism import Mechanism
+from fedpriv.privacy.clipping import Clipping, IntegerVector
+from fedpriv.privacy.gaussian_mechanism import Averaging
+from fedpriv.privacy.layout import Layout, Tensors
+from fedpriv.privacy.noise import OperatingSystemEntropy
+from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
+from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer
+from fedpriv.training.rounds import RoundResult, Stop, TrainingPlan, initial_state, train
+from fedpriv.wire import flower
+
+_log = logging.getLogger("flwr")  # its handler shows our lines among Flower's own
+_ARRAYS, _CONFIG = "arrays", "config"  # records, as Flower's own strategies name them
+_NODES_CHECK_SECONDS = 2.0
+_OWN_TRAINING = SGD(learning_rate=1.0, steps=1)  # never read: ClientApps train in their own way
+
+Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+def connected(grid: Grid, nodes: int, users: int = 1) -> dict[int, int]:
+    """Wait until so many nodes are connected: id → how many users each brings.
+
+    For simulations, and to see the ids of a deployment. Where nodes come and go, name those that
+    are registered. InvalidValueError if more are connected.
+    """
+    while len(ids := sorted(grid.get_node_ids())) < nodes:
+        _log.info("waiting for %d nodes; %d are connected", nodes, len(ids))
+        time.sleep(_NODES_CHECK_SECONDS)
+    if len(ids) > nodes:
+        raise InvalidValueError(f"nodes is {nodes}, but {len(ids)} are connected; name them by id")
+    return dict.fromkeys(ids, users)
+
+
+@dataclass(frozen=True, eq=False)
+class PrivateStrategy(Strategy):
+    """Federated averaging over users who are drawn by coins, clipped, summed and noised once.
+
+    Guarantees, beside those of `fedpriv.privacy.round.private_round`:
+
+    * each user of each named node joins a round independently with the mechanism's probability,
+      whether the node is connected or not, and other nodes are never asked;
+    * whatever a node returns, it moves the sum by at most the clipping norms times its users who
+      were drawn; what is late, absent, in error, malformed or not finite counts as zero;
+    * the average is over the expected number of users, which is fixed.
+
+    A node's id must stay the same for as long as the run lasts: with SuperNode authentication it
+    does, in a simulation too; without, a node that connects again is unknown and counts as zero.
+    """
+
+    mechanism: Mechanism  # with noise, from `Mechanism.calibrate` or `Mechanism.with_noise`
+    nodes: Mapping[int, int]  # id → how many users the node brings; more than one need the mod
+    population: str  # name in the ledger, the same in every run on these users
+    ledger: Path | str  # charged by every run on these users, and made if there is none
+    server: ServerOptimizer = FedAvg()  # noqa: RUF009 - frozen, so sharing it is safe
+    # Patterns of floating-point arrays that are sent, but keep their values; others always do.
+    # Frozen layers belong here, and the running statistics of batch normalisations.
+    frozen: Sequence[str] = ()
+    name: str = "flower"  # begins the name of each run in the ledger
+
+    def __post_init__(self) -> None:
+        if self.mechanism.noise_multiplier is None:
+            raise InvalidValueError("the mechanism has no noise_multiplier; calibrate it first")
+        if self.mechanism.metrics or self.mechanism.averaging != Averaging():
+            legal = "metrics must be empty, and averaging plain"
+            raise InvalidValueError(f"the mechanism has metrics or weights; with Flower {legal}")
+        if not self.nodes or min(self.nodes.values()) < 1:
+            found = f"{len(self.nodes)} nodes bring {sorted(set(self.nodes.values()))} users"
+            raise InvalidValueError(f"{found}; each of at least one node must bring at least one")
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Evaluate | None = None,
+    ) -> Result:
+        """Run private rounds to their number or to the end of the budget; what was released.
+
+        Each round waits for replies for `timeout` seconds at most. The train metrics of a round are
+        its released numbers, with `privacy/epsilon`, of all charges of the ledger so far.
+        BudgetExceededError: not one round fits the budget. LedgerError: the ledger is of another
+        population, or cannot be believed or written.
+        """
+        if evaluate_config is not None:
+            unsafe = "users' figures would be released without noise"
+            raise InvalidValueError(f"evaluate_config is given; {unsafe}, so give evaluate_fn")
+        model = TrainedModel.of(initial_arrays, self.frozen)
+        plan, budget = self._plan(model, num_rounds), self.mechanism.budget
+        transport = NodesTransport(grid, self.nodes, model, train_config or ConfigRecord(), timeout)
+        state, result = initial_state(plan, model.trained), Result(initial_arrays)
+        from fedpriv.run.folder import RunFolder  # noqa: PLC0415 - it loads charts; nodes need none
+
+        ledger = Path(self.ledger)
+        record = RunFolder(ledger.parent).participation_of(ledger)
+        with PrivacyRecords.open(ledger, record, self.population, budget) as records:
+            records.refuse_if_beyond(plan.mechanism.event, f"run {plan.run}, round 0")
+            self.summary()
+            _evaluate(evaluate_fn, 0, result)
+            rounds = train(plan, state, transport, records, OperatingSystemEntropy())
+            for state, released in rounds:
+                result.arrays = model.record(state.parameters)
+                result.train_metrics_clientapp[state.round] = _figures(released)
+                _evaluate(evaluate_fn, state.round, result)
+        if state.round < num_rounds:
+            _log.warning("stopped after %d of %d rounds: %s", state.round, num_rounds, Stop.BUDGET)
+        return result
+
+    def summary(self) -> None:
+        """Log what is released and what it may cost."""
+        made, of = self.mechanism, f"{sum(self.nodes.values())} users at {len(self.nodes)} nodes"
+        noise, budget = made.noise_multiplier, f"ε = {made.epsilon} at δ = {made.delta}"
+        _log.info(
+            "%s, %s, %s, z = %.4g, budget %s", of, made.sampling, made.clipping, noise, budget
+        )
+
+    def _plan(self, model: "TrainedModel", rounds: int) -> TrainingPlan:
+        mechanism, layout = self.mechanism, Layout.of(model.trained)
+        grouping = mechanism.clipping.grouping(layout, mechanism.allocation)
+        plan = TrainingPlan(
+            run=f"{self.name}-{os.urandom(4).hex()}",
+            population=self.population,
+            rounds=rounds,
+            layout=layout,
+            groups=grouping.groups,
+            noise_shares=grouping.shares,
+            noise_multiplier=mechanism.noise_multiplier or 0.0,
+            sampling=mechanism.sampling.of(sum(self.nodes.values())),
+            local=_OWN_TRAINING,
+            optimizer=self.server,
+            adaptive=mechanism.adaptive,
+        )
+        return plan.within(mechanism.budget) if mechanism.rounds == rounds else plan
+
+    def _in_pieces(self, *_given: object, **_named: object) -> NoReturn:
+        whole = "a private round is drawn, charged and noised as one"
+        raise InvalidValueError(f"{whole}; call start, and wrap this strategy in no other")
+
+    configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _in_pieces
+
+
+def _figures(released: RoundResult) -> MetricRecord:
+    spent = f"ε {format_epsilon(released.epsilon)} at δ {released.delta:g}"
+    _log.info("round %d of %d released, %s", released.number, released.rounds, spent)
+    return MetricRecord({**released.scalars, "privacy/delta": released.delta})
+
+
+def _evaluate(evaluate_fn: Evaluate | None, number: int, result: Result) -> None:
+    if evaluate_fn and (found := evaluate_fn(number, result.arrays)) is not None:
+        _log.info("after round %d: %s", number, found)
+        result.evaluate_metrics_serverapp[number] = found
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The arrays of a model, and which of them are trained."""
+
+    arrays: Mapping[str, Array]  # all, as they began
+    trained: Parameters  # as they began
+
+    @classmethod
+    def of(cls, arrays: ArrayRecord, frozen: Sequence[str]) -> Self:
+        """InvalidValueError: a pattern fits no array, or nothing is trained."""
+        kept = {name for name in arrays for pattern in frozen if fnmatchcase(name, pattern)}
+        for pattern in frozen:
+            if not any(fnmatchcase(name, pattern) for name in kept):
+                raise InvalidValueError(f"frozen has {pattern!r}; no array is named so")
+        found = {name: array.numpy() for name, array in arrays.items() if name not in kept}
+        floating = {n: a.astype(np.float32) for n, a in found.items() if a.dtype.kind == "f"}
+        if not floating:
+            raise InvalidValueError(f"no array of {list(arrays)} is of floating point, not frozen")
+        return cls(dict(arrays), floating)
+
+    def sent(self, parameters: Parameters) -> Tensors:
+        """What nodes receive of the trained arrays, in the types that they began with."""
+        with np.errstate(over="ignore"):
+            return {name: p.astype(self.arrays[name].dtype) for name, p in parameters.items()}
+
+    def record(self, parameters: Parameters) -> ArrayRecord:
+        """All arrays in their order."""
+        new = {name: Array(np.asarray(value)) for name, value in self.sent(parameters).items()}
+        return ArrayRecord({name: new.get(name, array) for name, array in self.arrays.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class NodesTransport(Transport):
+    """Asks the nodes of the drawn users for updates or, where they have the mod, for sums."""
+
+    grid: Grid
+    nodes: Mapping[int, int]  # id → how many users; their positions follow each other
+    model: TrainedModel
+    config: ConfigRecord  # to tell ClientApps
+    seconds: float  # from the first message to the deadline
+
+    def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
+        """Yield what each drawn node gives, as it comes."""
+        clipping, drawn = request.clipping, self._drawn(request.users)
+        arrays, sent = self.model.record(request.parameters), self.model.sent(request.parameters)
+        config = ConfigRecord({**self.config, "server-round": request.round + 1})
+
+        def messages() -> Iterator[tuple[str, Message]]:
+            for node, users in drawn.items():
+                content = flower.asking(clipping, users)
+                content[_ARRAYS], content[_CONFIG] = arrays, config
+                yield str(node), Message(content, node, MessageType.TRAIN, ttl=self.seconds)
+
+        deadline, never = time.monotonic() + self.seconds, threading.Event()
+        with closing(flower.exchange(self.grid, messages(), deadline, never)) as replies:
+            for node, reply in replies:
+                try:
+                    total = self._total(clipping, sent, int(node), reply)
+                except WireError as error:  # that a node was drawn is secret: it is not named
+                    _log.warning("a reply counts as zero: %s", one_line(str(error)))
+                    continue
+                users = drawn[int(node)].size
+                yield PartialSum(node, users, total, users * clipping.weight_cap)
+
+    def _drawn(self, users: npt.NDArray[np.int64]) -> dict[int, npt.NDArray[np.int64]]:
+        """The nodes of drawn users, and which of its own, from 0, each is asked for."""
+        ids, counts = list(self.nodes), np.array(list(self.nodes.values()))
+        ends = np.cumsum(counts)
+        hosts = np.searchsorted(ends, users, side="right")
+        own = users - (ends - counts)[hosts]
+        return {ids[host]: own[hosts == host] for host in np.unique(hosts).tolist()}
+
+    def _total(
+        self, clipping: Clipping, sent: Tensors, node: int, reply: Message | str
+    ) -> IntegerVector:
+        """What a node adds to the sum; WireError if it adds nothing.
+
+        With k users of it drawn, the norm of group g is at most k·S_g, whatever the node returns: a
+        user's own update is clipped here, and `add_up` holds a sum to the bound of k users. Where a
+        node is one user, adding or removing that user changes the sum by its contribution alone,
+        that is by at most S_g, since nothing else in the sum depends on it. Where it brings many,
+        its mod clips each, and removing one takes away what that one gave: at most S_g, too.
+        A plain update of a node of many is refused: with one of them removed, clipping would give
+        another vector, up to 2·S_g away.
+        """
+        if isinstance(reply, str):
+            raise WireError(reply)
+        if not reply.has_content():
+            raise WireError("it holds nothing")
+        if reply.metadata.src_node_id != node:
+            raise WireError("it comes from another node than the one that was asked")
+        if flower.RECORD in reply.content:
+            return flower.sum_in(reply.content, clipping.layout.dimension)
+        if self.nodes[node] > 1:
+            raise WireError("its node brings several users, but has no clipping_mod")
+        return contribution(clipping, sent, self.model.arrays.keys(), reply.content)
+
+
+def contribution(
+    clipping: Clipping, sent: Tensors, names: Iterable[str], content: RecordDict
+) -> IntegerVector:
+    """What one user adds to the sum, who received parameters and returned others; total.
+
+    It is the clipped difference: [D] integers with the guarantees of `Clipping.contribution`. The
+    content must hold one record of arrays, with exactly these names; any other counts as zero.
+    """
+    layout = Layout.of(sent)
+    try:
+        (returned,) = content.array_records.values()
+        if set(returned) != set(names):
+            raise InvalidValueError("its arrays are not named as those that were sent")
+        tensors = {name: returned[name].numpy() for name in sent}
+        with np.errstate(all="ignore"):  # what is not finite is zeroed below
+            update = layout.unflatten(layout.flatten(tensors) - layout.flatten(sent))
+    except Exception as error:  # of anything that bytes can be instead of arrays
+        told = str(error) if isinstance(error, InvalidValueError) else type(error).__name__
+        _log.warning("a malformed update counts as zero: %s", one_line(told))
+        return np.zeros(clipping.layout.dimension, np.int64)
+    return clipping.contribution(update)
+
+
+def clipping_mod(
+    message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+) -> Message:
+    """Train each drawn user of the node by itself, and send only the sum of clipped updates.
+
+    For `ClientApp(mods=[clipping_mod])`, first of the mods, so that nothing is sent past it. The
+    app is called once for each user, with the user's number at the node, from 0, as `user` in its
+    config, and with an empty state. It must train on that user's data alone, and carry nothing over
+    to the next: no cache, no generator of random numbers that the data advance.
+
+    Guarantees: of training nothing else leaves the node; a user whose training raises or returns
+    anything malformed counts as zero and changes nothing for others. WireError: the message is not
+    of a `PrivateStrategy`; the app is then not called. Other messages than for training pass as
+    they are.
+    """
+    if message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
+        return call_next(message, context)
+    clipping, users = flower.asked(message.content)
+    arrays, config = message.content.array_records[_ARRAYS], message.content.config_records[_CONFIG]
+    names = [tensor for group in clipping.sent for tensor in group.tensors]
+    sent = {name: arrays[name].numpy() for name in names}
+    total = np.zeros(clipping.layout.dimension, np.int64)
+    for user in users.tolist():
+        own, blank = copy.copy(message), copy.copy(context)
+        told = ConfigRecord({**config, "user": user})
+        own.content = RecordDict({_ARRAYS: ArrayRecord(dict(arrays)), _CONFIG: told})
+        blank.state = RecordDict()
+        try:
+            content = call_next(own, blank).content
+        except Exception as error:  # its text may hold the user's data
+            _log.warning("a user counts as zero: %s", raised_at(error))
+            continue
+        total += contribution(clipping, sent, arrays.keys(), content)
+    return Message(flower.summed(total), reply_to=message)
