@@ -47,7 +47,7 @@ model = { name = "softmax" }
 local = { learning_rate = 0.5, epochs = 1, max_examples = 20 }
 clipping = { norm = 0.5 }
 output = { evaluate_every = 1000 }
-federation = { enrolment = "enrolment.toml", absent_seconds = 1.0, deadline_seconds = 10.0 }
+federation = { enrolment = "enrolment.toml", deadline_seconds = 4.0, fixed_length = true }
 [privacy]
 sampling_probability = 0.3
 epsilon = 1000.0
@@ -57,7 +57,7 @@ accountant = "rdp"
 """
 _FEW_FILES = ("sh", "-c", 'ulimit -Sn 1024 && exec "$@"', "sh", *COMMAND)
 _SILENT = 1500  # connections
-_PATIENCE = 40.0  # seconds, after which a run is stopped that does not go on
+_PATIENCE = 30.0  # seconds, after which a run is stopped that does not go on
 _START_SECONDS = 120.0  # the longest start
 _LINES = 2  # of one program in the table
 _PAGE = """# What an operator sees of each fault
@@ -109,8 +109,9 @@ class Scene:
         """The server that was started last, without those that a fault starts beside it."""
         return self.programs["server"]
 
-    def serve(self, *given: str, command: tuple[str, ...] = COMMAND, port: int = 0) -> None:
-        """Start the server, or resume its run."""
+    def serve(self, *given: str, command: tuple[str, ...] = COMMAND) -> None:
+        """Start the server, or resume its run where nodes look for it."""
+        port = self.port if "server" in self.programs else 0
         self.programs["server"] = self.one_more_server(*given, command=command, port=port)
 
     def one_more_server(
@@ -129,7 +130,7 @@ class Scene:
     def join(self, name: str, *given: str, port: int | None = None) -> None:
         """Start a node, and wait for its first words; options that are given later count."""
         before = self._words(name)
-        joining = loopback.node(self.folder, name, port or self.port, *given)
+        joining = loopback.node(self.folder, name, port or self.port, "--processes=1", *given)
         node = self.programs[name] = self.stack.enter_context(joining)
         self._until(lambda: self._words(name) > before, node, _START_SECONDS)
 
@@ -314,7 +315,10 @@ def _not_finite(folder: Path) -> None:
 
 
 def _consent(text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "consent.toml").write_text(text, encoding="utf-8") and None
+    def write(folder: Path) -> None:
+        (folder / "consent.toml").write_text(text, encoding="utf-8")
+
+    return write
 
 
 def _copied_certificate(scene: Scene) -> None:
@@ -439,9 +443,8 @@ def _shared_ledger(scene: Scene) -> None:
 
 def _killed(scene: Scene) -> None:
     scene.begin()
-    port = scene.port
     scene.kill("server")
-    scene.serve(port=port)
+    scene.serve()
     scene.go_on(3)
 
 

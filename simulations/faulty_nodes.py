@@ -4,7 +4,7 @@ import asyncio
 import socket
 import threading
 import tomllib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Self
@@ -43,7 +43,7 @@ async def take_part(folder: Path, name: str, port: int, behaviour: Behaviour) ->
         await behaviour(stub, offers)
 
 
-async def _offers(stub: FederationStub, hello: Hello) -> AsyncIterator[RoundOffer]:
+async def _offers(stub: FederationStub, hello: Hello) -> AsyncGenerator[RoundOffer, None]:
     async with aclosing(stub.connect(hello)) as messages:
         async for message in messages:
             if isinstance(message, RoundOffer):

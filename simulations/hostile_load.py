@@ -129,7 +129,7 @@ def _run(load: Load, site: Site, strangers: list[Path]) -> Found:
         with hostile if strangers else nullcontext([0] * len(KINDS)) as begun:
             moments, seen, peak = asyncio.run(_rounds(load, site, port, server, run))
             ended = server.process.poll()
-            counts = dict(zip(KINDS, begun, strict=True))
+            counts = dict(zip(KINDS, begun[:], strict=True))
     with Ledger.open(run.ledger) as ledger:
         charged = len(list(ledger.charges()))
     return Found(
@@ -179,7 +179,7 @@ def _hostile(targets: list[Target], peers: int) -> Iterator["SynchronizedArray[i
     process = context.Process(target=harass, args=(targets, peers, begun), daemon=True)
     process.start()
     try:
-        while sum(begun) < peers:
+        while sum(begun[:]) < peers:
             if process.exitcode is not None:
                 raise WorkerError("the process of hostile peers ended")
             time.sleep(_POLL_SECONDS)
