@@ -16,9 +16,9 @@ from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.clients.connection import Backoff, FederationStub, persist
 from fedpriv.clients.consent import Consent, misfit
-from fedpriv.clients.journal import Journal, TakenPart
+from fedpriv.clients.journal import Journal, Remembered, TakenPart
 from fedpriv.errors import AuditError, LedgerError, UnsupportedEventError, WireError
-from fedpriv.ledger import events
+from fedpriv.ledger import Head, events
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger
 from fedpriv.wire import RoundOffer, Welcome
@@ -39,25 +39,26 @@ class Examined:
     epsilon: float  # at delta, of all its charges, by the accountant `tight`; may be inf
 
 
-def examine(ledger: ExportedLedger, welcome: Welcome, journal: Journal, delta: float) -> Examined:
-    """Check that a ledger is the one that the node knows and only grew; price and remember it."""
+def examine(ledger: ExportedLedger, welcome: Welcome, known: Remembered, delta: float) -> Examined:
+    """Check that a ledger is the one that the node knew before it asked and only grew; price it."""
     name = welcome.population_name
     if ledger.population != name:
         raise AuditError(f"the ledger is not of population {name!r}")
-    known = journal.ledger_of(name)
-    if known not in (None, ledger.ledger_id):
+    if known.ledger_id not in (None, ledger.ledger_id):
         now = f"and now has {ledger.ledger_id}: what was spent before is not in it"
-        raise AuditError(f"population {name!r} had the ledger {known}, {now}")
-    head = journal.last_head(ledger.ledger_id)
+        raise AuditError(f"population {name!r} had the ledger {known.ledger_id}, {now}")
+    head = known.head
     if head is not None and not ledger.contains(head):
-        former = f"its former head of {head.count} charges with hash {head.hash}"
-        raise AuditError(f"the ledger does not contain {former}: it was set back or rewritten")
-    spent = _loss(ledger.rows, delta).epsilon
-    journal.remember_head(ledger.ledger_id, name, ledger.head)
-    return Examined(ledger, delta, spent)
+        raise _set_back(head)
+    return Examined(ledger, delta, _loss(ledger.rows, delta).epsilon)
 
 
-def confirm(examined: Examined, journal: Journal, offer: RoundOffer | None = None) -> None:
+def _set_back(head: Head) -> AuditError:
+    former = f"its former head of {head.count} charges with hash {head.hash}"
+    return AuditError(f"the ledger does not contain {former}: it was set back or rewritten")
+
+
+def confirm(examined: Examined, known: Remembered, offer: RoundOffer | None = None) -> None:
     """Check that the server charged each round it went on from, and does not understate its offer.
 
     A run has gone on from a round when a later one of it was charged, or offered to this node.
@@ -66,17 +67,17 @@ def confirm(examined: Examined, journal: Journal, offer: RoundOffer | None = Non
       it, in each run that the node was offered a round of.
     * Of an attempt that the node took part in, the round was charged by this attempt, or a later
       one where it was abandoned, with the N that was offered, at most its q and at least its z.
-    * The ε that is offered is not below the least that all charges before this attempt and the
-      offered round can cost at its δ.
+    * The ε that is offered is not below the least that the charges which the offer counts and the
+      offered round can cost at its δ; among them are all that this run made before this attempt.
 
     The last round of a run can only be checked when another follows: one that the budget did not
-    admit has no charge, and rightly so. Where several runs charge a ledger at the same time, a
-    charge after the offer was made may look as if ε was understated.
+    admit has no charge, and rightly so. What other runs charged after the offer was made is not in
+    the ε that it says, but in `price_with`, by which the node decides.
     """
     charges: dict[tuple[str, int], list[ChargedRow]] = {}
     for row in examined.ledger.rows:
         charges.setdefault((row.run, row.round), []).append(row)
-    taken = journal.taken_part(examined.ledger.population)
+    taken = known.taken_part
     offered = [(part.run, part.round) for part in taken]
     if offer is not None:
         offered.append((offer.id.run, offer.id.round))
@@ -131,10 +132,15 @@ def _fits(row: ChargedRow, part: TakenPart) -> bool:
 
 def _check_offered_epsilon(examined: Examined, offer: RoundOffer) -> None:
     said, delta, least = offer.price.epsilon_after, offer.price.delta, float("inf")
+    counted, rows = offer.price.charges, examined.ledger.rows
+    if counted > len(rows):
+        raise AuditError(f"the offer counts {counted} charges; the ledger has {len(rows)}")
+    for row in _before(rows, offer)[counted:]:
+        if row.run == offer.id.run:
+            raise AuditError(f"the offer counts {counted} charges and leaves out {row}")
     # No finite ε holds at δ = 0, where there is a Gaussian; ε only grows where δ is smaller.
     if delta > 0.0:
-        charged = _before(examined.ledger.rows, offer)
-        least = _loss_with(charged, offer, max(delta, events.LEAST_DELTA)).epsilon_low
+        least = _loss_with(rows[:counted], offer, max(delta, events.LEAST_DELTA)).epsilon_low
     if not said >= least * (1.0 - _UNDERSTATED):
         cost = f"charges and offer cost at least {least}"
         raise AuditError(f"the server says ε = {said} at δ = {delta}, but {cost}")
@@ -160,24 +166,61 @@ def _loss(rows: Iterable[ChargedRow], delta: float, *more: RoundEvent) -> Privac
         raise AuditError(f"what the ledger charges has no ε: {error}") from error
 
 
+@dataclass
+class LedgerAudit:
+    """Fetches what is new in the server's ledger, and checks all of it.
+
+    What was verified before is kept in memory, so a node asks for the whole ledger once.
+    """
+
+    server: FederationStub
+    journal: Journal
+    backoff: Backoff
+    _verified: ExportedLedger | None = None
+
+    async def examined(
+        self, welcome: Welcome, delta: float, offer: RoundOffer | None = None
+    ) -> Examined:
+        """The ledger as it is now; raises one of DISBELIEF."""
+        name, old = welcome.population_name, self._verified
+        old = old if old is not None and old.population == name else None
+        # Before asking: by what another process of the node remembers later, this may look old.
+        known = self.journal.remembered(name)
+        lines = await persist(
+            lambda: self.server.fetch_ledger(None if old is None else old.head), self.backoff
+        )
+        if lines is None:
+            raise _set_back(old.head) if old else AuditError("the server sends no ledger")
+
+        def checked() -> Examined:
+            found = examine(ExportedLedger.read(lines, old), welcome, known, delta)
+            self.journal.remember_head(found.ledger.ledger_id, name, found.ledger.head)
+            confirm(found, known, offer)
+            return found
+
+        # It takes seconds for a long ledger, in which the connection must stay alive.
+        found = await asyncio.to_thread(checked)
+        self._verified = found.ledger
+        return found
+
+
 @dataclass(frozen=True)
 class OfferPolicy:
     """What a node asks of an offer; without the ledger, the server's word on ε counts."""
 
-    server: FederationStub
     journal: Journal
     consent: Consent
-    backoff: Backoff
-    verify_ledger: bool
+    audit: LedgerAudit | None
 
     async def objection(self, welcome: Welcome, offer: RoundOffer) -> str | None:
         """Why the node does not take part, in one sentence that says nothing of users, or None."""
         if unfit := misfit(welcome, offer):
             return unfit
         epsilon: float | None = None
-        if self.verify_ledger:
+        if self.audit is not None:
             try:
-                examined = await self._examined(welcome, offer)
+                delta = self.consent.delta_for(welcome.population)
+                examined = await self.audit.examined(welcome, delta, offer)
                 if late := charged_already(examined, offer):
                     return late
                 epsilon = await asyncio.to_thread(price_with, examined, offer)
@@ -189,19 +232,9 @@ class OfferPolicy:
         return self.consent.objection(offer, today, epsilon)
 
     async def report(self, welcome: Welcome) -> None:
-        """Check the ledger and log what it has come to."""
-        found = await self._examined(welcome)
+        """Check the ledger, if the node does, and log what it has come to."""
+        if self.audit is None:
+            return
+        found = await self.audit.examined(welcome, self.consent.delta_for(welcome.population))
         held = len(found.ledger.rows), found.epsilon, found.delta
         _log.info("the ledger holds %d charges: ε = %.6g at δ = %g", *held)
-
-    async def _examined(self, welcome: Welcome, offer: RoundOffer | None = None) -> Examined:
-        lines = await persist(self.server.fetch_ledger, self.backoff)
-        delta = self.consent.delta_for(welcome.population)
-
-        def examined() -> Examined:
-            found = examine(ExportedLedger.read(lines), welcome, self.journal, delta)
-            confirm(found, self.journal, offer)
-            return found
-
-        # It takes seconds for a long ledger, in which the connection must stay alive.
-        return await asyncio.to_thread(examined)

@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Welcome
@@ -204,11 +205,16 @@ class FederationStub:
         data = await self.channel.stream_unary(f"/{SERVICE}/Upload")(parts, metadata=self.metadata)
         return wire.decode_receipt(wire.parse(pb.Receipt, data, wire.NODE_RECEIVES_BYTES))
 
-    async def fetch_ledger(self) -> Iterator[str]:
-        """The unchecked lines of the public ledger; bytes that are not ASCII become surrogates."""
-        request = pb.LedgerRequest()
+    async def fetch_ledger(self, known: Head | None = None) -> Iterator[str] | None:
+        """The unchecked lines of the public ledger after a head; without one, all of them.
+
+        Bytes that are not ASCII become surrogates. None: it never had the head, the server says.
+        """
+        request = wire.encode_ledger_request(wire.LedgerRequest(**vars(known) if known else {}))
         async with aclosing(self._responses("FetchLedger", request, pb.LedgerPart)) as parts:
             first = await anext(parts, pb.LedgerPart())
+            if known is not None and first.unknown:
+                return None
             if first.WhichOneof("part") != "size":
                 raise WireError("the server does not say how long its ledger is")
             assembler = wire.Assembler(first.size, LARGEST_LEDGER)

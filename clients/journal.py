@@ -9,8 +9,8 @@ from sqlite3 import Row
 from typing import Self
 
 from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.ledger import Head
 from fedpriv.ledger.database import Database, FileFormat
-from fedpriv.ledger.ledger import Head
 from fedpriv.wire import RoundOffer
 
 _SCHEMA = """
@@ -65,6 +65,15 @@ class TakenPart:
     noise_multiplier: float  # z; the smallest, likewise
 
 
+@dataclass(frozen=True)
+class Remembered:
+    """What a node remembers of a population at some moment."""
+
+    ledger_id: str | None  # of its ledger, if a head of one was remembered
+    head: Head | None  # the newest that was verified
+    taken_part: tuple[TakenPart, ...]
+
+
 class Journal:
     """A SQLite file of a node, made if there is none, with mode 0600.
 
@@ -99,6 +108,12 @@ class Journal:
             "FROM taken_part WHERE population_name = ? ORDER BY run, round, attempt"
         )
         return tuple(TakenPart(*row) for row in self._read(sql, population_name))
+
+    def remembered(self, population_name: str) -> Remembered:
+        """All that is remembered of a population now."""
+        known = self.ledger_of(population_name)
+        head = None if known is None else self.last_head(known)
+        return Remembered(known, head, self.taken_part(population_name))
 
     def remember_head(self, ledger_id: str, population_name: str, head: Head) -> None:
         """Keep the newest verified head of a ledger; that of fewer charges changes nothing."""

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import grpc
 
-from fedpriv.clients.audit import DISBELIEF, OfferPolicy
+from fedpriv.clients.audit import DISBELIEF, LedgerAudit, OfferPolicy
 from fedpriv.clients.connection import Backoff, FederationStub, identity_of, persist
 from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
@@ -84,7 +84,8 @@ async def take_part(settings: NodeSettings) -> None:
     folder = _state_folder(settings.state, identity.node)
     async with FederationStub.open(settings.server, identity) as server:
         with Journal(folder / "journal.sqlite") as journal:
-            policy = OfferPolicy(server, journal, consent, backoff, settings.verify_ledger)
+            audit = LedgerAudit(server, journal, backoff) if settings.verify_ledger else None
+            policy = OfferPolicy(journal, consent, audit)
             worker = await Worker.start(settings.host)
             try:
                 handler = OfferHandler(server, worker, policy, journal, backoff)

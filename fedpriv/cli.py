@@ -36,7 +36,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-ledger_app = typer.Typer(help="Look into, check and copy a privacy ledger.", no_args_is_help=True)
+ledger_app = typer.Typer(
+    help="Look into, check, copy and restore a privacy ledger.", no_args_is_help=True
+)
 
 # Typer publishes the class of all errors of its parser only as a base of this one.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
@@ -80,6 +82,35 @@ def export(
             return
         with writing(out), out.open("w", encoding="utf-8") as stream:
             opened.export(stream)
+
+
+@ledger_app.command()
+def backup(
+    ledger: Annotated[Path, typer.Argument(help="the ledger file; it may be in use")],
+    to: Annotated[Path, typer.Argument(help="the file to write; it must not exist")],
+) -> None:
+    """Copy a ledger, and the record of who took part beside it, which stays secret."""
+    from fedpriv.run.backup import back_up
+
+    head = back_up(ledger, to)
+    typer.echo(f"{to} holds {head.count} charges; head {head.count}:{head.hash}")
+
+
+@ledger_app.command()
+def restore(
+    backup: Annotated[Path, typer.Argument(help="the ledger file of the backup")],
+    ledger: Annotated[Path, typer.Argument(help="the ledger file to put in its place")],
+    older: Annotated[
+        bool, _option("even if charges are lost, which are then printed", "--older")
+    ] = False,
+) -> None:
+    """Put a backup in the place of a ledger and of the record beside it; stop runs first."""
+    from fedpriv.run.backup import restore as put_back
+
+    head, missing = put_back(backup, ledger, older=older)
+    typer.echo(f"{ledger} holds {head.count} charges; head {head.count}:{head.hash}")
+    for charge in missing:
+        typer.echo(f"it lacks {charge}")
 
 
 @app.command()

@@ -38,6 +38,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.importing import raised_at
+from fedpriv.ledger.participation import beside
 from fedpriv.local import SGD
 from fedpriv.logs import one_line
 from fedpriv.mechanism import Mechanism
@@ -132,11 +133,8 @@ class PrivateStrategy(Strategy):
         plan, budget = self._plan(model, num_rounds), self.mechanism.budget
         transport = NodesTransport(grid, self.nodes, model, train_config or ConfigRecord(), timeout)
         state, result = initial_state(plan, model.trained), Result(initial_arrays)
-        from fedpriv.run.folder import RunFolder  # noqa: PLC0415 - it loads charts; nodes need none
-
         ledger = Path(self.ledger)
-        record = RunFolder(ledger.parent).participation_of(ledger)
-        with PrivacyRecords.open(ledger, record, self.population, budget) as records:
+        with PrivacyRecords.open(ledger, beside(ledger), self.population, budget) as records:
             records.refuse_if_beyond(plan.mechanism.event, f"run {plan.run}, round 0")
             self.summary()
             _evaluate(evaluate_fn, 0, result)

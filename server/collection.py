@@ -41,7 +41,9 @@ def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundReques
         norms = tuple(g.clipping_norm for g in request.clipping.groups[: len(plan.groups)])
         event, q = plan.mechanism_at(norms).event, plan.sampling.sampling_probability
         budget, population, z = records.budget, plan.sampling.population, event.noise_multiplier
-        return wire.Price(q, population, z, records.ledger.epsilon(budget, event), budget.delta)
+        charges = records.ledger.head.count  # before ε: another run may charge in between
+        epsilon = records.ledger.epsilon(budget, event)
+        return wire.Price(q, population, z, epsilon, budget.delta, charges)
 
     return price_of
 

@@ -17,6 +17,7 @@ from threadpoolctl import threadpool_limits
 from fedpriv.build import Experiment
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError, StoppedError
+from fedpriv.ledger import Ledger
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.run import Run, RunSetup, carry_out, released_text
 from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
@@ -24,7 +25,6 @@ from fedpriv.server.collection import Collection, End, prices, welcomes
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.monitoring import Monitor
 from fedpriv.server.service import (
-    LedgerLines,
     Listener,
     Service,
     TransferLimits,
@@ -141,7 +141,8 @@ def serve(
         stack.enter_context(threadpool_limits(1, "blas"))
 
         def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
-            service = _service(experiment, section, enrolment, endpoint, records, setup.ledger)
+            ledger = stack.enter_context(Ledger.open(setup.ledger))  # also after the run
+            service = _service(experiment, section, enrolment, endpoint, records, ledger)
             if section.metrics_address is not None:
                 address = Address.parse(section.metrics_address, "federation.metrics_address")
                 monitor = service.authentication.monitor
@@ -176,7 +177,7 @@ def _service(
     enrolment: Enrolment,
     endpoint: Endpoint,
     records: PrivacyRecords,
-    ledger: Path,
+    ledger: Ledger,
 ) -> Service:
     plan, welcome_of = experiment.plan, welcomes(experiment.config, enrolment)
     for node in enrolment.nodes:
@@ -186,7 +187,7 @@ def _service(
     rates = RateLimit(section.calls_per_minute)
     authentication = Authentication(endpoint.identify, enrolment, rates, Monitor())
     status = status_at_start(plan, records, enrolment)
-    return Service(authentication, welcome_of, LedgerLines(ledger), status, limits)
+    return Service(authentication, welcome_of, ledger.since, status, limits)
 
 
 def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, rounds: int) -> Run:

@@ -1,7 +1,6 @@
 """The service that nodes call, and the gRPC server that carries it, on an event loop of its own."""
 
 import asyncio
-import io
 import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -9,7 +8,6 @@ from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
 import grpc
@@ -18,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
-from fedpriv.ledger.ledger import Head, Ledger
+from fedpriv.ledger import Head
 from fedpriv.logs import one_line
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.server.authentication import (
@@ -82,24 +80,6 @@ def status_at_start(
     budget, nodes, users = records.budget, len(enrolment.nodes), enrolment.population
     price = records.ledger.epsilon(budget), budget.epsilon, budget.delta
     return wire.Status(plan.run, 0, plan.rounds, *price, nodes, 0, users, wire.RunState.WAITING)
-
-
-class LedgerLines:
-    """The public ledger as `fedpriv ledger export` writes it, read again when it has grown."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, threading.Lock()
-        self._known: tuple[Head, bytes] | None = None
-
-    def __call__(self) -> bytes:
-        """All lines, in any thread; LedgerError if the ledger cannot be opened or verified."""
-        with self._lock, Ledger.open(self._path) as ledger:
-            head = ledger.head
-            if self._known is None or self._known[0] != head:
-                lines = io.StringIO()
-                ledger.export(lines)
-                self._known = (head, lines.getvalue().encode())
-            return self._known[1]
 
 
 class Transfers:
@@ -181,7 +161,8 @@ class Service:
 
     authentication: Authentication
     welcome_of: Callable[[str], wire.Welcome]
-    ledger: Callable[[], bytes]  # lines of the public ledger as they are now; called in a thread
+    # `Ledger.since` of the public ledger; it and what it returns are called in threads.
+    ledger: Callable[[Head | None], tuple[int, Iterator[str]] | None]
     status: wire.Status
     limits: TransferLimits
     collection: Collection | None = None
@@ -343,12 +324,20 @@ class Service:
             await asyncio.gather(work, return_exceptions=True)  # it holds memory until it ends
             raise
 
-    async def fetch_ledger(self, _request: pb.LedgerRequest, context: Context) -> None:
-        """Send the public ledger."""
+    async def fetch_ledger(self, request: pb.LedgerRequest, context: Context) -> None:
+        """Send what the public ledger has after a head, about a chunk at a time."""
+        asked = wire.decode_ledger_request(request)
+        known = Head(asked.count, asked.hash) if asked.hash else None
         async with self._ledgers.turn(NODE.get()):
-            lines = await asyncio.to_thread(self.ledger)
-            await context.write(pb.LedgerPart(size=len(lines)))
-            for chunk in wire.chunks([lines]):
+            found = await asyncio.to_thread(self.ledger, known)
+            if found is None:
+                _log.warning("%s knows a head that the ledger never had", NODE.get())
+                await context.write(pb.LedgerPart(unknown=True))
+                return
+            size, texts = found
+            await context.write(pb.LedgerPart(size=size))
+            chunks = wire.chunks(map(str.encode, texts))
+            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
                 await context.write(pb.LedgerPart(chunk=chunk))
 
     async def get_status(self, _request: pb.StatusRequest, _context: Context) -> pb.Status:

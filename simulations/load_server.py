@@ -79,13 +79,13 @@ def serve(pipe: Connection, site: Site, limits: TransferLimits) -> None:
     enrolment = Enrolment.load(site.enrolment)
     identify = by_certificate(EnrolledCertificates(site.enrolment))
     status = Status("load", 0, 1, 0.0, 1.0, 1e-6, site.nodes, 0, site.nodes, RunState.WAITING)
-    price = Price(0.5, site.nodes, 1.0, 1.0, 1e-6)
+    price = Price(0.5, site.nodes, 1.0, 1.0, 1e-6, 0)
 
     def welcome_of(node: str) -> Welcome:
         return Welcome("load", site.nodes, enrolment.users_of(node).copy(), _TASK)
 
     authentication = Authentication(identify, enrolment, RateLimit(_CALLS_PER_MINUTE), Monitor())
-    service = Service(authentication, welcome_of, bytes, status, limits)
+    service = Service(authentication, welcome_of, lambda _: None, status, limits)
     with listening(service, Address("127.0.0.1", 0), site.credentials) as server:
         transport = GrpcTransport(server, lambda _: price, _PATIENCE)
         pipe.send(server.address.port)

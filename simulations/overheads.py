@@ -88,7 +88,12 @@ def parts_of(profile: cProfile.Profile) -> dict[str, float]:
         "clipping": seconds(integer_sum) - making,
         "noise and server step": seconds(release, close_round),
         "budget": seconds(PrivacyRecords.refuse_if_beyond),
-        "ledger": seconds(PrivacyRecords.next_attempt, ParticipationRecord.record, Ledger.charge),
+        "ledger": seconds(
+            PrivacyRecords.next_attempt,
+            ParticipationRecord.record,
+            Ledger.charge,
+            ParticipationRecord.keep_head,
+        ),
         "checkpoint": seconds(save_checkpoint),
         "figures": seconds(RunFolder.append_metrics),
         "all": seconds(conduct),

@@ -30,7 +30,7 @@ BELOW = {  # what each package may import of the library, besides errors and its
         "accounting build config data engine importing ledger local mechanism privacy report "
         "studies training"
     ),
-    "flower": "accounting importing local logs mechanism privacy run training wire",
+    "flower": "accounting importing ledger local logs mechanism privacy training wire",
 }
 ALLOWED = {
     f"fedpriv.{package}": {f"fedpriv.{each}" for each in allowed.split()}

@@ -14,8 +14,8 @@ from fedpriv.ledger.events import (
     Schedule,
     SumQueryEvent,
 )
-from fedpriv.ledger.ledger import Charge, ChargedRow, ExportedLedger, Head, Ledger, ProposedCharge
-from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.ledger.ledger import Charge, ChargedRow, ExportedLedger, Ledger, ProposedCharge
+from fedpriv.ledger.participation import Head, ParticipationRecord
 
 __all__ = [
     "Charge",

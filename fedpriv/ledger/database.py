@@ -1,14 +1,15 @@
 """Durable SQLite files: created whole, extended in transactions, shared by threads and processes.
 
-When a call returns, what it created or wrote is on the disk (fsync), directory entries included.
-Every failure is a LedgerError of one sentence.
+When a call returns, what it created or wrote is on the disk (fsync), directory entries included,
+and in the file itself, so that a copy of the file is whole; one that was made in the middle of a
+transaction may be torn, and is then refused. Every failure is a LedgerError of one sentence.
 """
 
 import os
 import secrets
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,8 @@ class Database:
     ) -> None:
         """Open a file; if first rows are given, by table, create it where there is none."""
         if rows is not None and not path.exists():
-            _create(path, file_format, rows)
+            with suppress(FileExistsError):  # another process was first
+                _create(path, file_format, lambda draft: _fill(draft, file_format, rows))
         self.path = path.absolute()
         self._format = file_format
         self._name = f"{file_format.kind} {path}"
@@ -77,13 +79,13 @@ class Database:
     def transaction(self) -> Iterator[None]:
         """Everything inside is written together, or not at all if anything raises."""
         with self._lock:
-            in_place = False
-            with suppress(OSError):
-                in_place = os.path.samestat(self.path.stat(), self._file)
-            if not in_place:  # SQLite would go on writing to a file that no path leads to
-                raise LedgerError(f"{self._name} was moved or replaced while it was open")
             self.write("BEGIN IMMEDIATE")
             try:
+                in_place = False
+                with suppress(OSError):
+                    in_place = os.path.samestat(self.path.stat(), self._file)
+                if not in_place:  # SQLite would go on writing to a file that no path leads to
+                    raise LedgerError(f"{self._name} was moved or replaced while it was open")
                 yield
                 self.write("COMMIT")
             except BaseException:
@@ -95,6 +97,26 @@ class Database:
         """Execute one statement; for use within a transaction."""
         with self._failing("extended, so nothing was written"):
             self._connection.execute(sql, parameters)
+
+    def copy(self, to: Path) -> None:
+        """Write the file as it is now, consistent while it is in use, to where there is nothing."""
+        try:
+            with self._lock:
+                _create(to, self._format, self._connection.backup)
+        except FileExistsError as error:
+            raise LedgerError(f"{to} exists already; it is not overwritten") from error
+
+    def replace(self, by: "Database") -> None:
+        """Put a copy of another file in the place of this one; for use within a transaction.
+
+        Processes that have this one open cannot extend it any more. It must be closed next.
+        """
+        path = self.path.resolve()
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        by.copy(draft)
+        with self._failing("replaced"):
+            draft.replace(path)
+            _fsync(path.parent)
 
     def altered_schema(self) -> list[str]:
         """Names of tables, indices and triggers that differ from those of the file's format."""
@@ -123,9 +145,16 @@ class Database:
             raise LedgerError(
                 f"{self._name} has schema version {version}; this fedpriv reads version {_VERSION}"
             )
-        if pragma("journal_mode = WAL") != "wal":
-            raise LedgerError(f"{self._name} is on a file system without write-ahead logging")
-        self._connection.executescript("PRAGMA synchronous = FULL; PRAGMA fullfsync = ON")
+        # With a write-ahead log, charges would be missing from a copy of the file alone.
+        if pragma("journal_mode = DELETE") != "delete":
+            raise LedgerError(f"{self._name} has a write-ahead log that cannot be ended")
+        # EXTRA: without the folder's entry synced, a crash could bring back a journal that was
+        # deleted, and with it the state before the transaction.
+        self._connection.executescript("PRAGMA synchronous = EXTRA; PRAGMA fullfsync = ON")
+        *_, found = str(pragma("integrity_check(1)")).splitlines()
+        if found != "ok":
+            torn = "is damaged, or a copy that was made while it was written"
+            raise LedgerError(f"{self._name} {torn}: {found}")
 
     @contextmanager
     def _failing(self, done: str) -> Iterator[None]:
@@ -135,32 +164,39 @@ class Database:
             raise LedgerError(f"{self._name} cannot be {done}: {error}") from error
 
 
-def _create(path: Path, file_format: FileFormat, rows: Mapping[str, Row]) -> None:
-    if Path(f"{path}-wal").exists():
-        # SQLite would replay it into the new file; it may also hold charges of a lost one.
+def _create(
+    path: Path, file_format: FileFormat, fill: Callable[[sqlite3.Connection], object]
+) -> None:
+    """Make a file as a whole; FileExistsError where there is one."""
+    if Path(f"{path}-journal").exists():
+        # SQLite would roll the new file back with it; it belongs to one that was lost.
         raise LedgerError(
-            f"{path}-wal is left of another {file_format.kind}; restore that file beside it, "
+            f"{path}-journal is left of another {file_format.kind}; restore that file beside it, "
             "or move it away"
         )
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, file_format.mode))
         with closing(sqlite3.connect(draft, isolation_level=None)) as connection:
-            connection.executescript(
-                f"PRAGMA application_id = {file_format.application_id};"
-                f"PRAGMA user_version = {_VERSION};"
-                f"PRAGMA journal_mode = WAL; {file_format.schema}"
-            )
-            for table, row in rows.items():
-                connection.execute(insertion(table, row), row)
+            fill(connection)
         _fsync(draft)
-        with suppress(FileExistsError):  # another process was first
-            os.link(draft, path)  # never replaces a file, unlike a rename
+        os.link(draft, path)  # never replaces a file, unlike a rename
         _fsync(path.parent)
+    except FileExistsError:
+        raise
     except (OSError, sqlite3.Error, UnicodeError) as error:
         raise LedgerError(f"{file_format.kind} {path} cannot be created: {error}") from error
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _fill(draft: sqlite3.Connection, file_format: FileFormat, rows: Mapping[str, Row]) -> None:
+    draft.executescript(
+        f"PRAGMA application_id = {file_format.application_id};"
+        f"PRAGMA user_version = {_VERSION}; {file_format.schema}"
+    )
+    for table, row in rows.items():
+        draft.execute(insertion(table, row), row)
 
 
 def insertion(table: str, row: Row) -> str:

@@ -15,8 +15,8 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from fedpriv.ledger.events import (
     repeated,
     require,
 )
-from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.ledger.participation import Head, ParticipationRecord
 
 _FORMAT = "fedpriv ledger 1"  # in the first text of a chain
 _ROWS_AT_ONCE = 1000
@@ -71,19 +71,6 @@ WHEN NEW.count IS NOT OLD.count + 1
 BEGIN SELECT RAISE(ABORT, 'the head must move to the next charge'); END;
 """
 LEDGER = FileFormat("ledger", 0x66707276, _SCHEMA, 0o666)
-
-
-@dataclass(frozen=True)
-class Head:
-    """A point in the chain of a ledger: the number of charges, and the digest of the last text."""
-
-    count: int
-    hash: str
-
-    @property
-    def line(self) -> str:
-        """The last line of an export."""
-        return json.dumps({"head": asdict(self)})
 
 
 @dataclass(frozen=True)
@@ -236,7 +223,7 @@ class Ledger:
     """
 
     def __init__(self, database: Database) -> None:
-        self._database = database
+        self.database = database
         self._lock = threading.RLock()
         try:
             first = self._only_row("SELECT text, hash FROM chain WHERE position = 0")
@@ -283,10 +270,10 @@ class Ledger:
         the budget, and LedgerError where the attempt was charged before or the ledger is broken.
         """
         name = f"run {charge.run}, round {charge.round}, attempt {charge.attempt}"
-        with self._lock, self._database.transaction():
+        with self._lock, self.database.transaction():
             self._catch_up()
             sql = "SELECT 1 FROM chain WHERE run = ? AND round = ? AND attempt = ?"
-            if self._database.read(sql, (charge.run, charge.round, charge.attempt)):
+            if self.database.read(sql, (charge.run, charge.round, charge.attempt)):
                 next_attempt = self.next_attempt(charge.run, charge.round)
                 raise LedgerError(f"{name} was charged before; the next attempt is {next_attempt}")
             epsilon = 0.0 if budget is None else self.epsilon(budget, charge.event)
@@ -300,8 +287,8 @@ class Ledger:
                 last.count + 1, **vars(charge), charged_at=now, previous_hash=last.hash
             )
             columns = _columns(row)
-            self._database.write(insertion("chain", columns), columns)
-            self._database.write("UPDATE head SET count = :count, hash = :hash", asdict(row.head))
+            self.database.write(insertion("chain", columns), columns)
+            self.database.write("UPDATE head SET count = :count, hash = :hash", asdict(row.head))
             self._price = (row.head, None, budget), epsilon
         return Charge(row.run, row.round, row.attempt, row.event, row.hash)
 
@@ -318,7 +305,7 @@ class Ledger:
 
     def charges(self) -> Iterator[ChargedRow]:
         """All charges, in the order in which they were made."""
-        return self._walk(self._genesis.head, self.head)
+        yield from self._walk(self._genesis.head, self.head)
 
     def spent(self) -> list[RoundEvent]:
         """All events so far with equal ones merged, in order of first use."""
@@ -329,11 +316,11 @@ class Ledger:
     def next_attempt(self, run: str, round_number: int) -> int:
         """One more than the highest attempt at a round that was charged; 0 if there is none."""
         sql = "SELECT max(attempt) + 1 AS next FROM chain WHERE run = ? AND round = ?"
-        return self._database.read(sql, (run, round_number))[0]["next"] or 0
+        return self.database.read(sql, (run, round_number))[0]["next"] or 0
 
     def contains_head(self, head: Head) -> bool:
         """Whether this ledger once had this head: it grew from there, and was not set back."""
-        rows = self._database.read("SELECT hash FROM chain WHERE position = ?", (head.count,))
+        rows = self.database.read("SELECT hash FROM chain WHERE position = ?", (head.count,))
         return [row["hash"] for row in rows] == [head.hash]
 
     def verify(self, record: ParticipationRecord | None = None, head: Head | None = None) -> None:
@@ -344,10 +331,30 @@ class Ledger:
         """
         _check(self._genesis.head, self.charges(), record, head)
         strays = "position < 0 OR position > (SELECT count FROM head)"
-        for stray in self._database.read(f"SELECT position FROM chain WHERE {strays} LIMIT 1"):
+        for stray in self.database.read(f"SELECT position FROM chain WHERE {strays} LIMIT 1"):
             raise LedgerError(f"charge {stray['position']} was added outside the chain")
-        if altered := self._database.altered_schema():
+        if altered := self.database.altered_schema():
             raise LedgerError(f"tables or triggers were altered: {', '.join(altered)}")
+
+    def since(self, head: Head | None) -> tuple[int, Iterator[str]] | None:
+        """How many characters an export has after a head, and they; without a head, all of it.
+
+        They are read, unchecked, as they are taken. None if the ledger never had the head.
+        """
+        if head is not None and not self.contains_head(head):
+            return None
+        last, begin = self.head, -1 if head is None else head.count
+        within = "FROM chain WHERE position > ? AND position <= ?"
+        size = self.database.read(f"SELECT total(length(text) + 1) {within}", (begin, last.count))
+
+        def read() -> Iterator[str]:
+            for start in range(begin, last.count, _ROWS_AT_ONCE):
+                place = start, min(start + _ROWS_AT_ONCE, last.count)
+                sql = f"SELECT text {within} ORDER BY position"
+                yield "".join(f"{row['text']}\n" for row in self.database.read(sql, place))
+            yield f"{last.line}\n"
+
+        return int(size[0][0]) + len(last.line) + 1, read()
 
     def export(self, stream: TextIO) -> None:
         """Write the texts of the chain as lines, and a last line with the head.
@@ -361,7 +368,7 @@ class Ledger:
 
     def close(self) -> None:
         """Close the file."""
-        self._database.close()
+        self.database.close()
 
     def __enter__(self) -> Self:
         return self
@@ -370,7 +377,7 @@ class Ledger:
         self.close()
 
     def _only_row(self, sql: str) -> sqlite3.Row:
-        rows = self._database.read(sql)
+        rows = self.database.read(sql)
         if len(rows) != 1:
             raise LedgerError(f"the ledger has {len(rows)} rows for {sql!r}; it must have one")
         return rows[0]
@@ -379,7 +386,7 @@ class Ledger:
         """The charges after `last` up to `end`, in order, each checked before it is yielded."""
         sql = "SELECT * FROM chain WHERE position > ? AND position <= ? ORDER BY position LIMIT ?"
         # Rows that were read once never change, so pages agree.
-        while page := self._database.read(sql, (last.count, end.count, _ROWS_AT_ONCE)):
+        while page := self.database.read(sql, (last.count, end.count, _ROWS_AT_ONCE)):
             for stored in page:
                 if stored["position"] != last.count + 1:
                     raise LedgerError(f"charge {last.count + 1} is missing")
@@ -414,20 +421,25 @@ class ExportedLedger:
     rows: tuple[ChargedRow, ...]  # all charges, in order
 
     @classmethod
-    def read(cls, lines: Iterable[str]) -> Self:
+    def read(cls, lines: Iterable[str], known: Self | None = None) -> Self:
         """Read an export, whatever it contains; a LedgerError names the first wrong line.
+
+        Of a ledger that is known up to some head, the lines are those after that head.
 
         Guarantees:
             * every line is, character by character, what `Ledger.export` writes for what is
               returned, with or without a line feed at its end, and nothing is missing or follows;
             * every charge is one that a ledger accepts, and no attempt is charged twice.
         """
-        rows, attempts, ended = list[ChargedRow](), set[tuple[str, int, int]](), False
-        numbered = enumerate(lines, 1)
-        number, line = next(numbered, (1, ""))
+        numbered, number, ended = enumerate(lines, 1), 0, False
         try:
-            genesis = Genesis.parse(_checked(line))
-            last = genesis.head
+            if known is None:
+                number, line = next(numbered, (1, ""))
+                genesis = Genesis.parse(_checked(line))
+                known = cls(genesis.ledger_id, genesis.population, genesis.head, ())
+            rows, last = list(known.rows), known.head
+            attempts = {(row.run, row.round, row.attempt) for row in rows}
+            events = {row.event: row.event for row in rows}
             for number, line in numbered:  # noqa: B007 - errors name it
                 text = _checked(line)
                 if ended:
@@ -441,15 +453,16 @@ class ExportedLedger:
                     attempts.add((row.run, row.round, row.attempt))
                     if len(attempts) == len(rows):
                         raise LedgerError(f"{row} was charged before")
-                    rows.append(row)
                     last = row.head
+                    # In memory, without its text, and with the same event as others like it.
+                    rows.append(replace(row, event=events.setdefault(row.event, row.event)))
             if not ended:
                 number += 1
                 raise LedgerError(f"charge {last.count + 1} is missing, or the head")
         except LedgerError as error:
             reason = str(error)[:_LONGEST_REASON]
             raise LedgerError(f"line {number} of the export: {reason}") from error
-        return cls(genesis.ledger_id, genesis.population, genesis.head, tuple(rows))
+        return replace(known, rows=tuple(rows))
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -470,7 +483,9 @@ class ExportedLedger:
 
     def contains(self, head: Head) -> bool:
         """Whether this ledger has, or once had, this head: it grew from there."""
-        return head == self.first or any(head == row.head for row in self.rows)
+        if not 0 < head.count <= len(self.rows):
+            return head == self.first
+        return head == self.rows[head.count - 1].head
 
     def verify(self, record: ParticipationRecord | None = None, head: Head | None = None) -> None:
         """Check what `read` could not: every cohort, and a head that was kept elsewhere."""
@@ -479,8 +494,12 @@ class ExportedLedger:
 
 def is_export(path: Path) -> bool:
     """Whether to read a file as an export; others are SQLite files, or empty or absent."""
-    with suppress(OSError), path.open("rb") as stream:
-        return stream.read(15) not in (b"SQLite format 3", b"")
+    # Closing a SQLite file that was opened in another way would end this process's locks on it.
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as file:
+            file.execute("PRAGMA schema_version")
+    except sqlite3.Error as error:
+        return error.sqlite_errorcode == sqlite3.SQLITE_NOTADB
     return False
 
 
@@ -538,21 +557,24 @@ def _check(
     record: ParticipationRecord | None,
     head: Head | None,
 ) -> None:
-    """Read all charges; a record must hold the cohort of each, and a head lie on their chain."""
-    heads = {first}
+    """Read all charges; a record must hold the cohort of each, and heads lie on their chain."""
+    known = None if record is None else record.ledger_head
+    kept = [each for each in (head, known) if each is not None]
+    met = {first} & set(kept)
     for row in charges:
-        heads.add(row.head)
+        met |= {each for each in kept if each.count == row.position and each == row.head}
         attempt, population = (row.run, row.round, row.attempt), row.event.sampling.population
         try:
             if record is not None:
                 record.confirm(row.cohort_commitment, attempt, population)
         except LedgerError as error:
             raise LedgerError(f"{row}: {error}") from error
-    if head is not None and head not in heads:
-        raise LedgerError(
-            f"the ledger never had the head of {head.count} charges with hash {head.hash}: "
-            "it is another ledger, or was set back or rewritten"
-        )
+    for each in kept:
+        if each not in met:
+            raise LedgerError(
+                f"the ledger never had the head of {each.count} charges with hash {each.hash}: "
+                "it is another ledger, or was set back or rewritten"
+            )
 
 
 def _check_name(what: str, name: str) -> None:

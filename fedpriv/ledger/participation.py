@@ -9,6 +9,7 @@ import json
 import secrets
 import zlib
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import index
 from pathlib import Path
 from typing import Self
@@ -34,8 +35,34 @@ CREATE TABLE participation (
     users BLOB NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX participation_by_attempt ON participation (run, round, attempt);
+CREATE TABLE ledger (
+    singleton INTEGER PRIMARY KEY CHECK (singleton = 1), count INTEGER NOT NULL, hash TEXT NOT NULL
+);
+"""
+_KEEP_HEAD = """
+INSERT INTO ledger VALUES (1, :count, :hash)
+ON CONFLICT DO UPDATE SET count = excluded.count, hash = excluded.hash
+WHERE excluded.count > ledger.count
 """
 _FORMAT = FileFormat("participation record", 0x66707077, _SCHEMA, 0o600)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A point in the chain of a ledger: the number of charges, and the digest of the last text."""
+
+    count: int
+    hash: str
+
+    @property
+    def line(self) -> str:
+        """The last line of an export."""
+        return json.dumps({"head": vars(self)})
+
+
+def beside(ledger: Path) -> Path:
+    """Where the participation record of a ledger lies."""
+    return ledger.with_suffix(".participation.sqlite")
 
 
 class ParticipationRecord:
@@ -48,7 +75,7 @@ class ParticipationRecord:
     """
 
     def __init__(self, database: Database) -> None:
-        self._database = database
+        self.database = database
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -73,14 +100,29 @@ class ParticipationRecord:
         salt = secrets.token_bytes(_SALT_BYTES)
         commitment = _commitment(salt, attempted, cohort)
         row = (commitment, *attempted, salt, zlib.compress(cohort.tobytes(), level=1))
-        with self._database.transaction():
-            self._database.write("INSERT INTO participation VALUES (?, ?, ?, ?, ?, ?)", row)
+        with self.database.transaction():
+            self.database.write("INSERT INTO participation VALUES (?, ?, ?, ?, ?, ?)", row)
         return commitment
+
+    def keep_head(self, head: Head) -> None:
+        """Keep the head of the ledger, durably; that of fewer charges changes nothing.
+
+        Call it after a charge and before its release: then a ledger that lacks a charge on which
+        anything was released lacks the head that is kept here.
+        """
+        with self.database.transaction():
+            self.database.write(_KEEP_HEAD, vars(head))
+
+    @property
+    def ledger_head(self) -> Head | None:
+        """The head that is kept, if there is one."""
+        rows = self.database.read("SELECT count, hash FROM ledger")
+        return Head(*rows[0]) if rows else None
 
     def next_attempt(self, run: str, round_number: int) -> int:
         """One more than the highest attempt at a round with a cohort; 0 if there is none."""
         sql = "SELECT max(attempt) + 1 AS next FROM participation WHERE run = ? AND round = ?"
-        return int(self._database.read(sql, (run, round_number))[0]["next"] or 0)
+        return int(self.database.read(sql, (run, round_number))[0]["next"] or 0)
 
     def users_of(self, commitment: str) -> Users:
         """Positions of the users of a cohort; LedgerError if there is none or it was changed."""
@@ -96,7 +138,7 @@ class ParticipationRecord:
 
     def _cohort_of(self, commitment: str) -> tuple[Attempt, Users]:
         sql = "SELECT * FROM participation WHERE commitment = ?"
-        rows = self._database.read(sql, (commitment,))
+        rows = self.database.read(sql, (commitment,))
         if not rows:
             raise LedgerError(f"no cohort with commitment {commitment} is recorded")
         _, *attempt, salt, compressed = rows[0]
@@ -109,7 +151,7 @@ class ParticipationRecord:
 
     def close(self) -> None:
         """Close the file."""
-        self._database.close()
+        self.database.close()
 
     def __enter__(self) -> Self:
         return self

@@ -164,14 +164,36 @@ class PrivacyRecords:
     @classmethod
     @contextmanager
     def open(
-        cls, ledger: Path, participation: Path, population: str, budget: PrivacyBudget
+        cls,
+        ledger: Path,
+        participation: Path,
+        population: str,
+        budget: PrivacyBudget,
+        *,
+        resuming: bool = False,
     ) -> Iterator[Self]:
-        """Open or create ledger and participation record, and close them in the end."""
-        with (
-            Ledger.open_or_create(ledger, population) as opened,
-            ParticipationRecord.open_or_create(participation) as record,
-        ):
-            yield cls(opened, record, budget)
+        """Open ledger and participation record, or create both, and close them in the end.
+
+        LedgerError if one of them is missing, or both when a run is resumed, and if the ledger
+        lacks a charge on which something was released, as far as the record knows.
+        """
+        # The record is asked first, since the ledger is created first.
+        if (participation.exists() or resuming) and not ledger.exists():
+            raise LedgerError(f"ledger {ledger} is missing; restore it from a backup")
+        with Ledger.open_or_create(ledger, population) as opened:
+            if (opened.head.count or resuming) and not participation.exists():
+                raise LedgerError(
+                    f"participation record {participation} is missing; restore it from a backup"
+                )
+            with ParticipationRecord.open_or_create(participation) as record:
+                kept = record.ledger_head
+                if kept is not None and not opened.contains_head(kept):
+                    raise LedgerError(
+                        f"ledger {ledger} lacks charges that {participation} has seen, up to head "
+                        f"{kept.count}:{kept.hash}: it was set back or replaced"
+                    )
+                record.keep_head(opened.head)
+                yield cls(opened, record, budget)
 
     def refuse_if_beyond(self, event: RoundEvent, what: str) -> None:
         """Raise BudgetExceededError before users are asked; the charge asks again, atomically."""
@@ -246,6 +268,7 @@ def private_round(
     cohort = add_up(collect(at, users), mechanism.clipping, users.size)
     proposed = ProposedCharge(run, number, at.attempt, entropy.randomness, event, commitment)
     charge = records.ledger.charge(proposed, records.budget)
+    records.participation.keep_head(records.ledger.head)
     return Release(at.attempt, release(mechanism, at, cohort, charge, entropy), charge.hash)
 
 

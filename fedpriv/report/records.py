@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedpriv import __version__
 from fedpriv.accounting.pricing import LedgerContent
-from fedpriv.ledger.ledger import Head
+from fedpriv.ledger import Head
 from fedpriv.training.rounds import RoundResult
 
 Figures = Mapping[str, float | None]  # by name; None where no user contributed

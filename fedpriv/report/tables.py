@@ -19,8 +19,9 @@ from fedpriv.accounting.accountants import Bound, PrivacyLoss, format_epsilon, f
 from fedpriv.accounting.calibration import Plan
 from fedpriv.accounting.pricing import Arithmetic, Spending, read_ledger
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger import Head
 from fedpriv.ledger.events import SumQueryEvent
-from fedpriv.ledger.ledger import ExportedLedger, Head, Ledger, is_export
+from fedpriv.ledger.ledger import ExportedLedger, Ledger, is_export
 from fedpriv.ledger.participation import ParticipationRecord
 
 

@@ -17,7 +17,7 @@ from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.config import load_config
 from fedpriv.errors import DataError, InvalidValueError, LedgerError, writing
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.report.page import Page, render, write_page
 from fedpriv.report.records import RunRecord, SimulationOnlyRound, Verification
 from fedpriv.report.run_page import page_of_run
@@ -53,10 +53,6 @@ class RunFolder:
     checkpoints = _File("checkpoints")  # of the server's states
     model = _File("model.safetensors")  # after the last round
     tensorboard = _File("tensorboard")  # event files, if they were asked for
-
-    def participation_of(self, ledger: Path) -> Path:
-        """Who took part, beside the ledger that commits to it; readable by its owner only."""
-        return ledger.with_suffix(".participation.sqlite")
 
     def create(self) -> None:
         """Make the folder, unless it holds a run already."""
@@ -147,7 +143,7 @@ def read_run(folder: Path) -> RunRecord:
     config = load_config(run.plan)
     path = Path(config.privacy.ledger) if config.privacy.ledger else run.ledger
     with Ledger.open(path) as ledger:
-        cohorts = _verified(ledger, run.participation_of(path))
+        cohorts = _verified(ledger, beside(path))
         charges = tuple(ledger.charges())
         content = LedgerContent(path, ledger.ledger_id, ledger.population_name, charges)
         head = ledger.head
@@ -178,9 +174,7 @@ def read_run(folder: Path) -> RunRecord:
 
 def _verified(ledger: Ledger, participation: Path) -> bool:
     """Verify a ledger; whether the record of cohorts could be read and was verified too."""
-    try:
-        participation.open("rb").close()
-    except OSError:
+    if not os.access(participation, os.R_OK):
         ledger.verify()
         return False
     with ParticipationRecord.open(participation) as record:

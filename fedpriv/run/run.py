@@ -38,6 +38,7 @@ from fedpriv.engine.task import Task
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.participation import beside
 from fedpriv.local import ALGORITHMS
 from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.report.records import versions
@@ -331,13 +332,16 @@ def run_rounds(
             "output.tensorboard is true, but tensorboard cannot be imported; "
             "pip install 'fedpriv[tensorboard]' installs it"
         )
-    setup.write_plan(experiment)
-    record = folder.participation_of(setup.ledger)
-    with (
-        held(folder.plan, f"{folder.path} holds a run"),
-        PrivacyRecords.open(setup.ledger, record, plan.population, experiment.budget) as records,
-        ExitStack() as stack,
-    ):
+    if setup.resuming:
+        setup.refuse_other_plan(plan)
+    else:
+        folder.create()
+    files, budget = (setup.ledger, beside(setup.ledger)), experiment.budget
+    opened = PrivacyRecords.open(*files, plan.population, budget, resuming=setup.resuming)
+    with opened as records, ExitStack() as stack:
+        # After ledger and record were created: a run that is resumed without them has lost them.
+        setup.write_plan(experiment)
+        stack.enter_context(held(folder.plan, f"{folder.path} holds a run"))
         state = state_to_start_from(folder, plan, records, experiment.initial_state)
         callbacks = dict(experiment.on_round)
         if output.tensorboard:

@@ -20,12 +20,12 @@ from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.importing import path_of
+from fedpriv.ledger.participation import beside
 from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.report.tables import Column, Table, print_table
-from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup, carry_out
 from fedpriv.training.norm_search import NormQuantile, find_quantiles
 from fedpriv.training.optimizers import FedAvg, ServerOptimizer
@@ -234,7 +234,7 @@ def suggest_norms(
     experiment, transport = simulated(config, f"{config.name}-suggest-{os.urandom(4).hex()}")
     plan = replace(experiment.plan, rounds=rounds)
     console = Console(markup=False, emoji=False)
-    record = RunFolder(charged.parent).participation_of(charged)
+    record = beside(charged)
     known: tuple[NormQuantile, ...] = ()
     with PrivacyRecords.open(charged, record, plan.population, experiment.budget) as records:
         state, entropy = experiment.initial_state, experiment.entropy

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from fedpriv.errors import BudgetExceededError, CheckpointError, InvalidValueError, StoppedError
+from fedpriv.ledger import Head, Ledger
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent
-from fedpriv.ledger.ledger import Head, Ledger
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import (
     AdaptiveClipping,

@@ -97,18 +97,20 @@ class Offer(_message.Message):
     def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., seconds: _Optional[float] = ..., users: _Optional[_Iterable[int]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., local: _Optional[_Union[LocalTraining, _Mapping]] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., local_key: _Optional[bytes] = ..., price: _Optional[_Union[Price, _Mapping]] = ..., model: _Optional[_Union[Tensors, _Mapping]] = ...) -> None: ...
 
 class Price(_message.Message):
-    __slots__ = ("sampling_probability", "population", "noise_multiplier", "epsilon_after", "delta")
+    __slots__ = ("sampling_probability", "population", "noise_multiplier", "epsilon_after", "delta", "charges")
     SAMPLING_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     POPULATION_FIELD_NUMBER: _ClassVar[int]
     NOISE_MULTIPLIER_FIELD_NUMBER: _ClassVar[int]
     EPSILON_AFTER_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
+    CHARGES_FIELD_NUMBER: _ClassVar[int]
     sampling_probability: float
     population: int
     noise_multiplier: float
     epsilon_after: float
     delta: float
-    def __init__(self, sampling_probability: _Optional[float] = ..., population: _Optional[int] = ..., noise_multiplier: _Optional[float] = ..., epsilon_after: _Optional[float] = ..., delta: _Optional[float] = ...) -> None: ...
+    charges: int
+    def __init__(self, sampling_probability: _Optional[float] = ..., population: _Optional[int] = ..., noise_multiplier: _Optional[float] = ..., epsilon_after: _Optional[float] = ..., delta: _Optional[float] = ..., charges: _Optional[int] = ...) -> None: ...
 
 class Clipping(_message.Message):
     __slots__ = ("layout", "groups", "indicator", "weighted", "weight_cap")
@@ -211,12 +213,14 @@ class Chunk(_message.Message):
     def __init__(self, number: _Optional[int] = ..., data: _Optional[bytes] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class LedgerPart(_message.Message):
-    __slots__ = ("size", "chunk")
+    __slots__ = ("size", "chunk", "unknown")
     SIZE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
     size: int
     chunk: Chunk
-    def __init__(self, size: _Optional[int] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    unknown: bool
+    def __init__(self, size: _Optional[int] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., unknown: bool = ...) -> None: ...
 
 class UploadPart(_message.Message):
     __slots__ = ("answer", "chunk")
@@ -261,8 +265,12 @@ class Receipt(_message.Message):
     def __init__(self, accepted: bool = ..., reason: _Optional[str] = ...) -> None: ...
 
 class LedgerRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("count", "hash")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    hash: str
+    def __init__(self, count: _Optional[int] = ..., hash: _Optional[str] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -101,6 +101,14 @@ class Welcome(Checked):
 
 
 @dataclass(frozen=True)
+class LedgerRequest(Checked):
+    """The head of the ledger that a node has verified; it asks for what follows."""
+
+    count: Annotated[int, below(63)] = 0
+    hash: Annotated[str, codec.length(0, 64)] = ""  # none: it asks for all
+
+
+@dataclass(frozen=True)
 class RoundId(Checked):
     """One attempt at a round of a run."""
 
@@ -119,6 +127,7 @@ class Price(Checked):
     noise_multiplier: Noise  # of the whole round
     epsilon_after: Epsilon  # of all charges of the ledger and this round, at delta
     delta: Delta
+    charges: Annotated[int, below(63)]  # of the ledger when epsilon_after was found
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,6 +322,8 @@ _TASK = Codec(TaskDescription, pb.Task, "a task", {"options": _JSON}, {"options"
 _WELCOMED: Parts = {"users": _POSITIONS, "task": _TASK}
 _WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOMED, {"users": MAX_USERS})
 encode_welcome, decode_welcome = _WELCOME.encode, _WELCOME.decode
+_LEDGER_REQUEST = Codec(LedgerRequest, pb.LedgerRequest, "a request for the ledger")
+encode_ledger_request, decode_ledger_request = _LEDGER_REQUEST.encode, _LEDGER_REQUEST.decode
 _ROUND_ID = Codec(RoundId, pb.RoundId, "the name of a round")
 encode_round_id, decode_round_id = _ROUND_ID.encode, _ROUND_ID.decode
 PRICE = Codec(Price, pb.Price, "a price")

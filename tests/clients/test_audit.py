@@ -22,7 +22,8 @@ from fedpriv.accounting.policies import (
     poisson_gaussian,
     poisson_replace_gaussian,
 )
-from fedpriv.clients.audit import Examined, charged_already, confirm, examine, price_with
+from fedpriv.clients import audit
+from fedpriv.clients.audit import Examined, charged_already, price_with
 from fedpriv.clients.journal import Journal
 from fedpriv.errors import AuditError, InvalidValueError
 from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, SumQueryEvent
@@ -50,8 +51,23 @@ def read(ledger) -> ExportedLedger:
 
 def offer(run="r", number=0, attempt=0, event=EVENT, said=math.inf, delta=DELTA):
     q = event.sampling.sampling_probability
-    price = Price(q, event.sampling.population, event.noise_multiplier, said, delta)
+    price = Price(q, event.sampling.population, event.noise_multiplier, said, delta, 0)
     return replace(OFFER, id=RoundId(run, number, attempt), price=price)
+
+
+def examine(ledger, welcome, journal, delta) -> Examined:
+    """As a node does that knew what it knows now when it asked."""
+    found = audit.examine(ledger, welcome, journal.remembered(welcome.population_name), delta)
+    journal.remember_head(ledger.ledger_id, welcome.population_name, ledger.head)
+    return found
+
+
+def confirm(examined, journal, offered=None, counted=None) -> None:
+    """An offer that counts so many charges; None: all, as no other was made since."""
+    if offered is not None:
+        counted = len(examined.ledger.rows) if counted is None else counted
+        offered = replace(offered, price=replace(offered.price, charges=counted))
+    audit.confirm(examined, journal.remembered(examined.ledger.population), offered)
 
 
 @dataclass(frozen=True)
@@ -67,8 +83,8 @@ class Pair:
     def take_part(self, *args, **fields) -> None:
         self.journal.record("people", offer(*args, **fields), NOW)
 
-    def confirmed(self, offered=None) -> None:
-        confirm(self.examined(), self.journal, offered)
+    def confirmed(self, offered=None, counted=None) -> None:
+        confirm(self.examined(), self.journal, offered, counted)
 
 
 @pytest.fixture
@@ -276,7 +292,46 @@ class TestWhatTheServerSays:
         said = epsilon([EVENT] * 2, DELTA).epsilon
         charge(both.ledger, number=1)
         charge(both.ledger, number=2)
-        both.confirmed(offer(number=1, said=said))
+        both.confirmed(offer(number=1, said=said), counted=1)
+
+    def test_charges_of_another_run_since_the_offer_do_not_make_it_a_lie(self, both):
+        charge(both.ledger, "r", 0)
+        charge(both.ledger, "other", 0)
+        said = epsilon([EVENT] * 3, DELTA).epsilon
+        charge(both.ledger, "other", 1)
+        both.confirmed(offer("r", 1, said=said), counted=2)
+        # The node decides by what all of them cost.
+        assert price_with(both.examined(), offer("r", 1)) == epsilon([EVENT] * 4, DELTA).epsilon
+
+    def test_but_those_of_its_own_run_before_it_must_be_counted(self, both):
+        charge(both.ledger, "r", 0)
+        charge(both.ledger, "other", 0)
+        charge(both.ledger, "r", 1)
+        charge(both.ledger, "other", 1)
+        for counted, left_out in ((0, 1), (1, 3), (2, 3)):
+            with pytest.raises(AuditError, match=f"leaves out charge {left_out} "):
+                both.confirmed(offer("r", 2), counted)
+        said = epsilon([EVENT] * 4, DELTA).epsilon
+        both.confirmed(offer("r", 2, said=said), 3)
+        for low in (said * 0.99, epsilon([EVENT] * 3, DELTA).epsilon):
+            with pytest.raises(AuditError, match="but charges and offer cost"):
+                both.confirmed(offer("r", 2, said=low), 3)
+        # A ledger that was fetched after an offer has all charges that the offer counts.
+        with pytest.raises(AuditError, match="the offer counts 5 charges; the ledger has 4"):
+            both.confirmed(offer("r", 2), 5)
+
+    def test_what_another_process_of_the_node_learned_meanwhile_is_no_reproach(self, both):
+        """Two runs of one ledger, and one journal: what is checked was asked for before."""
+        charge(both.ledger, "r", 0)
+        known, fetched = both.journal.remembered("people"), read(both.ledger)
+        charge(both.ledger, "other", 0)
+        charge(both.ledger, "other", 1)
+        both.examined()
+        both.take_part("other", 2)
+        found = audit.examine(fetched, WELCOME, known, DELTA)
+        audit.confirm(found, known, None)
+        with pytest.raises(AuditError, match="set back"):
+            examine(fetched, WELCOME, both.journal, DELTA)
 
     def test_an_offer_after_its_charge_is_told(self, both):
         charge(both.ledger, number=0)

@@ -37,7 +37,7 @@ def journal(tmp_path):
 
 class TestTakingPart:
     def test_what_was_offered_is_kept(self, journal):
-        journal.record("people", offer("r", 3, 1, Price(0.25, 777, 1.5, 2.0, 1e-6)), NOON)
+        journal.record("people", offer("r", 3, 1, Price(0.25, 777, 1.5, 2.0, 1e-6, 3)), NOON)
         journal.record("people", offer("a", 2, 0), NOON)
         journal.record("others", offer("r", 0, 0), NOON)
         assert journal.taken_part("people") == (
@@ -49,7 +49,7 @@ class TestTakingPart:
     def test_an_attempt_counts_once_and_by_what_the_node_agreed_to(self, journal):
         for q, z, hours in ((0.25, 2.0, 0), (0.5, 3.0, 2), (0.125, 1.0, 1)):
             journal.record(
-                "people", offer(price=Price(q, 900, z, 1.0, 0.1)), NOON + timedelta(hours=hours)
+                "people", offer(price=Price(q, 900, z, 1.0, 0.1, 3)), NOON + timedelta(hours=hours)
             )
         assert journal.taken_part("people") == (TakenPart("r", 0, 0, 900, 0.5, 1.0),)
         assert journal.rounds_since(NOON + timedelta(hours=2)) == 1

@@ -13,6 +13,7 @@ import numpy as np
 from cryptography import x509
 from google.protobuf.message import Message
 
+from fedpriv.ledger import Head, Ledger
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
@@ -39,7 +40,7 @@ NODE = "hospital ä-1"
 PATIENCE = 60.0  # seconds that a test waits for something that must happen
 TASK = TaskDescription("softmax", {"inputs": 4, "classes": 3}, seed=0, loss="cross-entropy")
 PARAMETERS = {"1.weight": np.ones((3, 4), np.float32), "1.bias": np.zeros(3, np.float32)}
-PRICE = Price(0.5, 100, 1.0, 2.0, 1e-5)
+PRICE = Price(0.5, 100, 1.0, 2.0, 1e-5, 0)
 
 Context = grpc.aio.ServicerContext
 Said = Message | bytes | tuple[grpc.StatusCode, str] | None
@@ -53,7 +54,8 @@ class TinyServer:
         welcome: what is said first on each connection; None: nothing.
         script: what is said next on a connection, one after the other.
         model: what Download sends.
-        ledger: what FetchLedger sends.
+        ledger: what FetchLedger sends, or the ledger that it sends honestly.
+        ledger_requests: what FetchLedger was asked for.
         status: what GetStatus says.
         receipts: what Upload says; when there are none left, that it takes the answer.
         hellos: what nodes said when they connected.
@@ -71,7 +73,8 @@ class TinyServer:
         self.welcome: Said = said(Welcome("people", PRICE.population, positions, task))
         self.script: asyncio.Queue[Said] = asyncio.Queue()
         self.model: list[Said] = []
-        self.ledger: list[Said] = []
+        self.ledger: list[Said] | Ledger = []
+        self.ledger_requests: list[pb.LedgerRequest] = []
         self.status: Said = None
         self.receipts: list[Said] = []
         self.hellos: asyncio.Queue[pb.Hello] = asyncio.Queue()
@@ -108,9 +111,17 @@ class TinyServer:
                 await context.abort(*one)
             yield one
 
-    async def fetch_ledger(self, _: pb.LedgerRequest, context: Context) -> AsyncIterator[Said]:
+    async def fetch_ledger(
+        self, request: pb.LedgerRequest, context: Context
+    ) -> AsyncIterator[Said]:
         self._count("FetchLedger", context)
-        for one in self.ledger:
+        self.ledger_requests.append(request)
+        parts = self.ledger
+        if isinstance(parts, Ledger):
+            found = parts.since(Head(request.count, request.hash) if request.hash else None)
+            unknown: list[Said] = [pb.LedgerPart(unknown=True)]
+            parts = ledger_parts("".join(found[1]).encode()) if found else unknown
+        for one in parts:
             yield one
 
     async def get_status(self, _: pb.StatusRequest, context: Context) -> Said:

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.simulate import run_simulation
 from simulations import federation, loopback
@@ -33,7 +33,7 @@ def test_a_federation_trains_within_its_budget_and_its_nodes_check_it(tmp_path: 
     assert all(row["simulation_only_seconds"] is None for row in rows)
     with (
         Ledger.open(folder.ledger) as ledger,
-        ParticipationRecord.open(folder.participation_of(folder.ledger)) as participation,
+        ParticipationRecord.open(beside(folder.ledger)) as participation,
     ):
         ledger.verify(participation)
         charges = list(ledger.charges())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.run.folder import RunFolder
 from fedpriv.training.rounds import checkpoints
 from tests.deployment.digits import assert_same_model, in_process, on_nodes
@@ -101,7 +101,7 @@ def attempts_in(folder: RunFolder) -> list[tuple[int, int]]:
     """Round and attempt of each charge; every release has one, and every cohort is another."""
     with (
         Ledger.open(folder.ledger) as ledger,
-        ParticipationRecord.open(folder.participation_of(folder.ledger)) as participation,
+        ParticipationRecord.open(beside(folder.ledger)) as participation,
     ):
         ledger.verify(participation)
         charges = list(ledger.charges())

@@ -72,7 +72,7 @@ def test_cohorts_and_charges_are_on_the_disk_when_their_calls_return(tmp_path, o
     assert [calls[n].path.name for n in marks] == ["asked", "returned"] * 2 * CHARGES
     spans = zip(marks[::2], marks[1::2], cycle(["who", "ledger"]), strict=False)
     for asked, returned, name in spans:
-        files = {name, f"{name}-wal"}
+        files = {name, f"{name}-journal"}
         span = [call for call in calls[asked:returned] if call.path.name in files]
         written = {call.path for call in span if not call.syncs}
         assert written
@@ -83,8 +83,8 @@ def test_cohorts_and_charges_are_on_the_disk_when_their_calls_return(tmp_path, o
 
 def test_sqlite_is_told_to_wait_for_the_disk(path):
     with Ledger.open_or_create(path, "users") as ledger:
-        for setting, value in (("synchronous", 2), ("fullfsync", 1)):
-            assert tuple(ledger._database.read(f"PRAGMA {setting}")[0]) == (value,)
+        for setting, value in (("synchronous", 3), ("fullfsync", 1)):
+            assert tuple(ledger.database.read(f"PRAGMA {setting}")[0]) == (value,)
 
 
 class TestCreating:
@@ -158,9 +158,9 @@ def test_kill_9_loses_no_charge_that_returned(path):
 
 @contextmanager
 def full(ledger, path):
-    """No file of this process may grow beyond what the ledger's log has now, plus one page."""
+    """No file of this process may grow beyond what the ledger has now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    size = path.with_name("ledger-wal").stat().st_size + 4096
+    size = path.stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
@@ -171,12 +171,12 @@ def full(ledger, path):
 @contextmanager
 def out_of_pages(ledger, path):
     """The database itself may not grow."""
-    pages = ledger._database.read("PRAGMA page_count")[0][0]
-    ledger._database.read(f"PRAGMA max_page_count = {pages}")
+    pages = ledger.database.read("PRAGMA page_count")[0][0]
+    ledger.database.read(f"PRAGMA max_page_count = {pages}")
     try:
         yield
     finally:
-        ledger._database.read("PRAGMA max_page_count = 1000000")
+        ledger.database.read("PRAGMA max_page_count = 1000000")
 
 
 @pytest.mark.parametrize("shortage", [full, out_of_pages])

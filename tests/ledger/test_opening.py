@@ -137,8 +137,8 @@ class TestOpening:
             f"ledger {path} has schema version {version}; this fedpriv reads version 1"
         )
 
-    def test_a_log_left_of_a_lost_ledger_is_not_replayed_into_a_new_one(self, path):
-        Path(f"{path}-wal").write_bytes(b"charges")
+    def test_a_journal_left_of_a_lost_ledger_does_not_roll_a_new_one_back(self, path):
+        Path(f"{path}-journal").write_bytes(b"charges")
         with pytest.raises(LedgerError, match="left of another ledger"):
             Ledger.open_or_create(path, "users")
         assert not path.exists()

@@ -12,7 +12,7 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.data.population import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
-from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.run.compare import calibrated, run_cell
 from fedpriv.run.folder import RunFolder
 from fedpriv.studies import Cell, RunResult, Study
@@ -28,7 +28,7 @@ def run(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> RunR
 
 
 def cohorts(folder: RunFolder) -> list[tuple[int, ...]]:
-    record = folder.participation_of(folder.ledger)
+    record = beside(folder.ledger)
     with Ledger.open(folder.ledger) as ledger, ParticipationRecord.open(record) as participation:
         commitments = [row.cohort_commitment for row in ledger.charges()]
         return [tuple(participation.users_of(one).tolist()) for one in commitments]

@@ -10,6 +10,7 @@ import pytest
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Head, Ledger, ProposedCharge
+from fedpriv.ledger.participation import beside
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
@@ -170,6 +171,32 @@ def test_workers_are_not_started_for_another_plan(run: RunFolder) -> None:
         GridSimulation.of(changed, 2)
 
 
+@pytest.mark.parametrize("lost", ["ledger", "participation record"])
+def test_a_run_does_not_go_on_without_what_was_spent(run: RunFolder, lost: str) -> None:
+    path = run.ledger if lost == "ledger" else beside(run.ledger)
+    path.unlink()
+    before = content(run)
+    assert f"{lost} {path} is missing; restore it from a backup" in refused(*resumed(run))
+    assert content(run) == before
+
+
+def test_a_run_does_not_begin_or_go_on_with_a_ledger_that_was_set_back(
+    killed: Path, tmp_path: Path
+) -> None:
+    run = RunFolder(Path(shutil.copytree(killed, tmp_path / "run")))
+    kept = shutil.copy(run.ledger, tmp_path / "kept")
+    # No checkpoint has seen the charges of these rounds.
+    ended = fedpriv(*resumed(run, "--set", "output.checkpoint_every=100"))
+    assert ended.returncode == 0, ended.stderr
+    shutil.rmtree(run.checkpoints)
+    shutil.copy(kept, run.ledger)
+    set_back = f"ledger {run.ledger} lacks charges that {beside(run.ledger)} has seen"
+    assert set_back in refused(*resumed(run))
+    shared = ("--set", f"privacy.ledger={run.ledger}", "--out", tmp_path / "new")
+    assert set_back in refused("simulate", DIGITS, *SETTINGS, *shared)
+    assert not RunFolder(tmp_path / "new").plan.exists()
+
+
 def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     enrolment, run = tmp_path / "enrolment.toml", RunFolder(tmp_path / "run")
     node = f'[nodes.a]\nusers = ["ann", "bob"]\ncertificate = "{"ab" * 32}"\n'
@@ -181,7 +208,7 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     enrolled = Enrolment.load(enrolment)
     experiment = beginning.on_nodes(section, enrolled.population_id, enrolled.population)
     beginning.write_plan(experiment)
-    plan, record = experiment.plan, run.participation_of(run.ledger)
+    plan, record = experiment.plan, beside(run.ledger)
     with PrivacyRecords.open(run.ledger, record, plan.population, experiment.budget) as records:
         event = plan.mechanism.event
         records.ledger.charge(

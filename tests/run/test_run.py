@@ -10,6 +10,7 @@ import pytest
 from fedpriv.build import simulated
 from fedpriv.config import parse_config
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.participation import beside
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run import run
 from fedpriv.run.folder import RunFolder
@@ -25,7 +26,7 @@ def opened(folder: Path, every: int = 1) -> Iterator[tuple[PrivacyRecords, Calla
     config = parse_config(BASE | {"rounds": 5, "output": output}, "test")
     experiment, transport = simulated(config, "run")
     files, state = RunFolder(folder), experiment.initial_state
-    record, population = files.participation_of(files.ledger), experiment.plan.population
+    record, population = beside(files.ledger), experiment.plan.population
     with PrivacyRecords.open(files.ledger, record, population, experiment.budget) as records:
         parts = files, experiment, state, transport, records, lambda _result: None
         yield records, partial(conduct, *parts)

@@ -11,7 +11,7 @@ from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.wire import Price, TaskDescription
 
 USERS = 7
-PRICE = Price(0.5, USERS, 1.0, 2.0, 1e-6)
+PRICE = Price(0.5, USERS, 1.0, 2.0, 1e-6, 0)
 TASK = TaskDescription("softmax", {"inputs": 8, "classes": 3}, 0, "cross-entropy")
 
 

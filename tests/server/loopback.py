@@ -15,6 +15,7 @@ from cryptography import x509
 
 from fedpriv import wire
 from fedpriv.config import FederationSection
+from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.server import certificates
@@ -34,7 +35,7 @@ from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import Address
 from tests.wire.stub import FederationStub
 
-PRICE = wire.Price(0.5, 1000, 1.0, 2.0, 1e-6)
+PRICE = wire.Price(0.5, 1000, 1.0, 2.0, 1e-6, 0)
 PATIENCE = FederationSection(
     enrolment="none", deadline_seconds=20.0, absent_seconds=0.2
 ).model_copy(update={"least_nodes": 0})
@@ -43,6 +44,14 @@ NO_LIMIT = RateLimit(10**9)
 TASK = TaskDescription("softmax", {}, 0, "cross-entropy")
 POPULATION_ID = "5f" * 16
 LEDGER = b'{"a line": 1}\n' * 200_000  # some chunks
+
+
+LedgerSince = Callable[[Head | None], tuple[int, Iterator[str]] | None]
+
+
+def ledger_since(_: Head | None) -> tuple[int, Iterator[str]]:
+    """A ledger that is the same for all."""
+    return len(LEDGER), iter([LEDGER.decode()])
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,7 @@ def site(
     users: Mapping[str, Sequence[str]],
     transfers: TransferLimits = TRANSFERS,
     calls_per_minute: int = 100_000,
+    ledger: LedgerSince = ledger_since,
 ) -> Iterator[Site]:
     """A server for these users, whose nodes have certificates."""
     certs = folder / "certs"
@@ -128,7 +138,7 @@ def site(
     identify = by_certificate(EnrolledCertificates(enrol(certs, users)))
     rates = RateLimit(calls_per_minute)
     with serving(
-        certs, users, identify, tls_credentials(certs / "server"), transfers, rates
+        certs, users, identify, tls_credentials(certs / "server"), transfers, rates, ledger
     ) as made:
         yield made
 
@@ -141,6 +151,7 @@ def serving(
     credentials: grpc.ServerCredentials | None,
     transfers: TransferLimits = TRANSFERS,
     rates: RateLimit = NO_LIMIT,
+    ledger: LedgerSince = ledger_since,
 ) -> Iterator[Site]:
     """A server that knows its callers so."""
     enrolment = Enrolment(POPULATION_ID, users)
@@ -152,7 +163,7 @@ def serving(
         return Welcome(POPULATION_ID, enrolment.population, enrolment.users_of(node).copy(), TASK)
 
     authentication = Authentication(identify, enrolment, rates, Monitor())
-    service = Service(authentication, welcome_of, lambda: LEDGER, status, transfers)
+    service = Service(authentication, welcome_of, ledger, status, transfers)
     with listening(service, Address("127.0.0.1", 0), credentials) as server:
         yield Site(certs, enrolment, server)
 

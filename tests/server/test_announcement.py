@@ -9,14 +9,14 @@ import pytest
 from federation import PARAMETERS, make_plan, open_records
 
 from fedpriv.config import Config
-from fedpriv.errors import LedgerError
-from fedpriv.ledger.ledger import Ledger, ProposedCharge
+from fedpriv.ledger.ledger import ExportedLedger, Ledger, ProposedCharge
+from fedpriv.ledger.participation import Head
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.server.collection import prices, welcomes
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.service import LedgerLines, status_at_start
+from fedpriv.server.service import status_at_start
 from fedpriv.training.rounds import TrainingPlan, initial_state
 from fedpriv.wire import RunState, decode_welcome, encode_welcome
 from tests.opening import open_round
@@ -100,31 +100,54 @@ def exported(path: Path) -> bytes:
         return lines.getvalue().encode()
 
 
-def test_the_lines_of_the_ledger_are_its_export_also_while_it_grows(tmp_path: Path) -> None:
+def text_since(ledger: Ledger, head: Head | None) -> str:
+    size, texts = ledger.since(head)
+    text = "".join(texts)
+    assert size == len(text)
+    return text
+
+
+def test_what_nodes_are_sent_is_the_export_from_the_head_that_they_know_on(tmp_path: Path) -> None:
     plan, path = make_plan(), tmp_path / "ledger.sqlite"
-    lines = LedgerLines(path)
-    with open_records(tmp_path) as records:
-        assert lines() == exported(path)
+    with open_records(tmp_path) as records, Ledger.open(path) as ledger:
+        heads = [ledger.head]
         for number in range(3):
-            before = lines()
             charge(plan, records, number)
-            assert lines() == exported(path) != before
-            assert lines() is lines()
+            heads.append(ledger.head)
+            lines = exported(path).decode().splitlines(keepends=True)
+            assert text_since(ledger, None) == "".join(lines)
+            for known, head in enumerate(heads):
+                assert text_since(ledger, head) == "".join(lines[known + 1 :])
 
 
-def test_the_lines_may_be_asked_for_in_many_threads(tmp_path: Path) -> None:
+def test_a_head_that_the_ledger_never_had_is_answered_with_nothing(tmp_path: Path) -> None:
+    with open_records(tmp_path) as records:
+        charge(make_plan(), records, 0)
+        ledger = records.ledger
+        for head in (Head(0, "0" * 64), Head(1, "0" * 64), Head(2, ledger.head.hash), Head(1, "")):
+            assert ledger.since(head) is None
+
+
+def test_long_ledgers_are_read_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedpriv.ledger.ledger._ROWS_AT_ONCE", 2)
+    with open_records(tmp_path) as records:
+        for number in range(5):
+            charge(make_plan(), records, number)
+        found = records.ledger.since(None)
+        charge(make_plan(), records, 5)  # while it is sent
+        texts = list(found[1])
+        assert len(texts) == 4
+        whole = ExportedLedger.read("".join(texts).splitlines())
+        assert (len(whole.rows), found[0]) == (5, len("".join(texts)))
+        more = text_since(records.ledger, whole.head)
+        grown = ExportedLedger.read(more.splitlines(), whole)
+        assert grown == ExportedLedger.read(text_since(records.ledger, None).splitlines())
+
+
+def test_a_ledger_may_be_sent_in_many_threads(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     with open_records(tmp_path) as records:
         charge(make_plan(), records, 0)
-        lines = LedgerLines(path)
         with ThreadPoolExecutor(8) as pool:
-            found = set(pool.map(lambda _: lines(), range(50)))
-    assert found == {exported(path)}
-
-
-@pytest.mark.parametrize("content", [None, b"nonsense" * 1000])
-def test_a_ledger_that_cannot_be_opened_has_no_lines(tmp_path: Path, content: bytes | None) -> None:
-    if content is not None:
-        (tmp_path / "ledger.sqlite").write_bytes(content)
-    with pytest.raises(LedgerError):
-        LedgerLines(tmp_path / "ledger.sqlite")()
+            found = set(pool.map(lambda _: text_since(records.ledger, None), range(50)))
+    assert found == {exported(path).decode()}

@@ -24,7 +24,7 @@ PARAMETERS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
 LAYOUT = Layout.of(PARAMETERS)
 HOSTED = {"silo": ["0", "1", "2", "3"], "four": ["4"], "five": ["5"]}
 ENROLMENT = Enrolment("5f" * 16, HOSTED)
-PRICE = wire.Price(0.5, 6, 1.0, 2.0, 1e-6)
+PRICE = wire.Price(0.5, 6, 1.0, 2.0, 1e-6, 0)
 TOTAL = np.zeros(6, np.int64)
 
 

@@ -39,7 +39,7 @@ PARAMETERS = {
     "b": np.arange(3, dtype=np.float32),
 }
 STATISTICS = {"bn.running_mean": np.ones(2, np.float32)}
-PRICE = Price(0.5, 1000, 1.0, 2.0, 1e-6)
+PRICE = Price(0.5, 1000, 1.0, 2.0, 1e-6, 0)
 
 # Code points that UTF-8 cannot say are no text on the wire.
 characters = st.characters(codec="utf-8")
@@ -60,6 +60,7 @@ prices = st.builds(
     st.floats(0.0, allow_nan=False, allow_infinity=False),
     losses,
     below_one,
+    st.integers(0, 2**63 - 1),
 )
 digests = st.binary(min_size=32, max_size=32)
 hellos = st.builds(

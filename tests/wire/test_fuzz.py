@@ -57,6 +57,10 @@ CASES: dict[str, tuple[Callable[[Message], object], Message]] = {
     "decline": (decode_answer, answer_of(Decline("too dear"))),
     "chunk": (add_chunk, next(wire.chunks([BYTES]))),
     "hello": (wire.decode_hello, wire.encode_hello(wire.Hello("node", bytes(32)))),
+    "ledger": (
+        wire.decode_ledger_request,
+        wire.encode_ledger_request(wire.LedgerRequest(3, "0f" * 32)),
+    ),
     "receipt": (wire.decode_receipt, wire.encode_receipt(wire.Receipt(True))),
     "welcome": (wire.decode_welcome, wire.encode_welcome(small_welcome())),
     "status": (wire.decode_status, wire.encode_status(STATUS)),
