@@ -8,7 +8,7 @@ lies about its noise, nor one that keeps two ledgers and shows each node its own
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from fedpriv.accounting.accountants import PrivacyLoss
@@ -21,7 +21,7 @@ from fedpriv.errors import AuditError, LedgerError, UnsupportedEventError, WireE
 from fedpriv.ledger import Head, events
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger
-from fedpriv.wire import RoundOffer, Welcome
+from fedpriv.wire import Proposal, RoundOffer, Terms, Welcome
 
 DISBELIEF = (AuditError, LedgerError, WireError)  # raised when a ledger cannot be believed
 _ROUNDING = 1e-9  # relative difference by which the same noise may be computed in two ways
@@ -58,7 +58,7 @@ def _set_back(head: Head) -> AuditError:
     return AuditError(f"the ledger does not contain {former}: it was set back or rewritten")
 
 
-def confirm(examined: Examined, known: Remembered, offer: RoundOffer | None = None) -> None:
+def confirm(examined: Examined, known: Remembered, offer: Terms | None = None) -> None:
     """Check that the server charged each round it went on from, and does not understate its offer.
 
     A run has gone on from a round when a later one of it was charged, or offered to this node.
@@ -101,7 +101,7 @@ def confirm(examined: Examined, known: Remembered, offer: RoundOffer | None = No
         _check_offered_epsilon(examined, offer)
 
 
-def charged_already(examined: Examined, offer: RoundOffer) -> str | None:
+def charged_already(examined: Examined, offer: Terms) -> str | None:
     """Why an offer comes after its charge, in one sentence, or None.
 
     If the node is not merely late, the server would release twice on one charge.
@@ -112,7 +112,7 @@ def charged_already(examined: Examined, offer: RoundOffer) -> str | None:
     return f"{what}, or one after it, is charged already"
 
 
-def price_with(examined: Examined, offer: RoundOffer) -> float:
+def price_with(examined: Examined, offer: Terms) -> float:
     """ε at the examined δ of all charges and the offered round, by the accountant `tight`."""
     return _loss_with(examined.ledger.rows, offer, examined.delta).epsilon
 
@@ -130,7 +130,7 @@ def _fits(row: ChargedRow, part: TakenPart) -> bool:
     )
 
 
-def _check_offered_epsilon(examined: Examined, offer: RoundOffer) -> None:
+def _check_offered_epsilon(examined: Examined, offer: Terms) -> None:
     said, delta, least = offer.price.epsilon_after, offer.price.delta, float("inf")
     counted, rows = offer.price.charges, examined.ledger.rows
     if counted > len(rows):
@@ -146,7 +146,7 @@ def _check_offered_epsilon(examined: Examined, offer: RoundOffer) -> None:
         raise AuditError(f"the server says ε = {said} at δ = {delta}, but {cost}")
 
 
-def _before(rows: Sequence[ChargedRow], offer: RoundOffer) -> Sequence[ChargedRow]:
+def _before(rows: Sequence[ChargedRow], offer: Terms) -> Sequence[ChargedRow]:
     at = offer.id
     for number, row in enumerate(rows):
         if (row.run, row.round) == (at.run, at.round) and row.attempt >= at.attempt:
@@ -154,7 +154,7 @@ def _before(rows: Sequence[ChargedRow], offer: RoundOffer) -> Sequence[ChargedRo
     return rows
 
 
-def _loss_with(rows: Iterable[ChargedRow], offer: RoundOffer, delta: float) -> PrivacyLoss:
+def _loss_with(rows: Iterable[ChargedRow], offer: Terms, delta: float) -> PrivacyLoss:
     q, z = offer.price.sampling_probability, offer.price.noise_multiplier
     return _loss(rows, delta, poisson_gaussian(q, z, population=offer.price.population))
 
@@ -179,7 +179,7 @@ class LedgerAudit:
     _verified: ExportedLedger | None = None
 
     async def examined(
-        self, welcome: Welcome, delta: float, offer: RoundOffer | None = None
+        self, welcome: Welcome, delta: float, offer: Terms | None = None
     ) -> Examined:
         """The ledger as it is now; raises one of DISBELIEF."""
         name, old = welcome.population_name, self._verified
@@ -204,17 +204,47 @@ class LedgerAudit:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class OfferPolicy:
-    """What a node asks of an offer; without the ledger, the server's word on ε counts."""
+    """What a node asks of a round; without the ledger, the server's word on ε counts.
+
+    Guarantees:
+        * An offer is held to all that the proposal of its round was held to: it has the same terms
+          in the same connection and is the first since the node agreed, or all is checked again.
+        * What is said to a proposal of an honest server depends on no user, draw or earlier answer.
+    """
 
     journal: Journal
     consent: Consent
     audit: LedgerAudit | None
+    _agreed: tuple[Welcome, Proposal] | None = None
+    _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def objection_to_proposal(self, welcome: Welcome, proposal: Proposal) -> str | None:
+        """Why the node does not agree, in one sentence that says nothing of users, or None."""
+        async with self._checking:
+            self._agreed = None
+            if objection := await self._objection_to_terms(welcome, proposal):
+                return objection
+            self._agreed = (welcome, Proposal.of(proposal, proposal.price))
+        # Were no answer ever left for a day, rounds without this node would be charged in vain.
+        return self.consent.objection_today(0)
 
     async def objection(self, welcome: Welcome, offer: RoundOffer) -> str | None:
         """Why the node does not take part, in one sentence that says nothing of users, or None."""
+        async with self._checking:
+            agreed, self._agreed = self._agreed, None
+            known = agreed == (welcome, Proposal.of(offer, offer.price))
+            if not known and (objection := await self._objection_to_terms(welcome, offer)):
+                return objection
         if unfit := misfit(welcome, offer):
+            return unfit
+        if self.journal.answered(welcome.population_name, offer):
+            return "this offer was answered before"
+        return self.consent.objection_today(self.journal.answers_since(datetime.now(UTC) - _DAY))
+
+    async def _objection_to_terms(self, welcome: Welcome, offer: Terms) -> str | None:
+        if unfit := misfit(welcome, offer) or self.consent.objection_to_names(welcome, offer):
             return unfit
         epsilon: float | None = None
         if self.audit is not None:
@@ -228,8 +258,7 @@ class OfferPolicy:
                 _log.error("the ledger cannot be believed: %.400s", error)
                 return "the ledger cannot be believed"
             _log.info("after this round ε would be %.6g at δ = %g", epsilon, examined.delta)
-        today = self.journal.rounds_since(datetime.now(UTC) - _DAY)
-        return self.consent.objection(offer, today, epsilon)
+        return self.consent.objection(offer, epsilon)
 
     async def report(self, welcome: Welcome) -> None:
         """Check the ledger, if the node does, and log what it has come to."""

@@ -15,6 +15,7 @@ from urllib.parse import quote, unquote
 import grpc
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import NameOID
 from google.protobuf.message import Message
 
@@ -23,7 +24,7 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum
-from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Welcome
+from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import NODE_KEY, NODE_URI, SERVICE, Address, check_node_name
 
@@ -104,6 +105,8 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
     except OSError as error:
         raise InvalidValueError(f"{error.filename} cannot be read: {error.strerror}") from error
     name = _name_in(certificates / "node.pem", certificate)
+    # gRPC would find out at each handshake, and not tell it from a lost connection.
+    _check_key(certificates / "node.key", key, certificate)
     return Identity(name, grpc.ssl_channel_credentials(ca, key, certificate))
 
 
@@ -127,6 +130,15 @@ def _name_in(path: Path, pem: bytes) -> str:
         return check_node_name(names[0])
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension) as error:
         raise InvalidValueError(f"{path} is not the certificate of a node: {error}") from error
+
+
+def _check_key(path: Path, key: bytes, certificate: bytes) -> None:
+    try:
+        public = load_pem_private_key(key, None).public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise InvalidValueError(f"{path} is not a private key without a password") from error
+    if public != x509.load_pem_x509_certificate(certificate).public_key():
+        raise InvalidValueError(f"{path} is not the key of the certificate node.pem beside it")
 
 
 @dataclass(frozen=True)
@@ -172,20 +184,40 @@ class FederationStub:
     async def __aexit__(self, *_: object) -> None:
         await self.channel.close()
 
-    async def connect(self, hello: wire.Hello) -> AsyncGenerator[Welcome | RoundOffer, None]:
-        """Yield one welcome, then offers, until the run is over; skip messages not yet known."""
-        welcomed, request = False, wire.encode_hello(hello)
-        async with aclosing(self._responses("Connect", request, pb.FromServer)) as messages:
-            async for message in messages:
-                what = message.WhichOneof("what")
-                if what is not None and welcomed != (what == "offer"):
-                    raise WireError("the server must say one welcome first, and then make offers")
-                match what:
-                    case "welcome":
-                        welcomed = True
-                        yield wire.decode_welcome(message.welcome)
-                    case "offer":
-                        yield wire.decode_offer(message.offer)
+    async def connect(
+        self, hello: wire.Hello, votes: "asyncio.Queue[Vote]"
+    ) -> AsyncGenerator[Welcome | Terms, None]:
+        """Yield one welcome, then proposals and offers, until the run is over, and send the votes.
+
+        Messages that are not known yet are skipped.
+        """
+        welcomed, first = False, pb.FromNode(hello=wire.encode_hello(hello))
+        call = self.channel.stream_stream(f"/{SERVICE}/Connect")(metadata=self.metadata)
+
+        async def speak() -> None:
+            await call.write(first.SerializeToString())
+            while True:
+                vote = wire.encode_vote(await votes.get())
+                await call.write(pb.FromNode(vote=vote).SerializeToString())
+
+        speaking = asyncio.create_task(speak())
+        try:
+            async with aclosing(_read(call, pb.FromServer)) as messages:
+                async for message in messages:
+                    what = message.WhichOneof("what")
+                    if what is not None and welcomed == (what == "welcome"):
+                        raise WireError("the server must say one welcome first, then what to do")
+                    match what:
+                        case "welcome":
+                            welcomed = True
+                            yield wire.decode_welcome(message.welcome)
+                        case "proposal":
+                            yield wire.decode_proposal(message.proposal)
+                        case "offer":
+                            yield wire.decode_offer(message.offer)
+        finally:
+            speaking.cancel()  # if it failed, so did reading
+            await asyncio.gather(speaking, return_exceptions=True)
         if not welcomed:
             raise WireError("the server ends the connection without a welcome")
 
@@ -229,16 +261,19 @@ class FederationStub:
         data = await call(request.SerializeToString(), metadata=self.metadata)
         return wire.decode_status(wire.parse(pb.Status, data, wire.NODE_RECEIVES_BYTES))
 
-    async def _responses(
+    def _responses(
         self, method: str, request: Message, kind: type[Kind]
     ) -> AsyncGenerator[Kind, None]:
         call = self.channel.unary_stream(f"/{SERVICE}/{method}")
-        responses = call(request.SerializeToString(), metadata=self.metadata)
-        try:
-            async for data in responses:
-                yield wire.parse(kind, data, wire.NODE_RECEIVES_BYTES)
-        finally:
-            responses.cancel()
+        return _read(call(request.SerializeToString(), metadata=self.metadata), kind)
+
+
+async def _read(responses: grpc.aio.Call, kind: type[Kind]) -> AsyncGenerator[Kind, None]:
+    try:
+        async for data in responses:
+            yield wire.parse(kind, data, wire.NODE_RECEIVES_BYTES)
+    finally:
+        responses.cancel()
 
 
 def answer_of(round_id: RoundId, answer: PartialSum | wire.Decline) -> tuple[pb.Answer, Tensors]:

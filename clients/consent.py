@@ -1,6 +1,7 @@
 """What a node consents to: limits of its own, to which it holds every offer."""
 
 import math
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -9,7 +10,7 @@ from pydantic import Field, model_validator
 
 from fedpriv.accounting.pricing import delta_below
 from fedpriv.config import NonNegative, Positive, Section, checked, read_toml
-from fedpriv.wire import Price, RoundOffer, Welcome
+from fedpriv.wire import Price, RoundOffer, Terms, Welcome
 
 _ROUNDING = 1e-9  # relative; splitting a norm or the noise among groups may make such a difference
 
@@ -19,9 +20,14 @@ class Consent(Section):
 
     largest_clipping_norm: Positive | None = None  # how far a user may move it, see `reach_of`
     least_noise_multiplier: NonNegative | None = None  # of a whole round
-    most_rounds_per_day: Annotated[int, Field(ge=0)] | None = None  # in the last 24 hours
+    # Answers with sums in the last 24 hours, and so the most of any user.
+    most_rounds_per_day: Annotated[int, Field(ge=0)] | None = None
     total_epsilon: Positive | None = None  # at `delta`, of all charges and the offered round
     delta: Annotated[float, Field(ge=1e-60, lt=1.0)] | None = None
+    # Names or shell-style patterns (fnmatch), of which one must match.
+    purposes: list[str] | None = None
+    models: list[str] | None = None
+    runs: list[str] | None = None
 
     @model_validator(mode="after")
     def _must_have_a_delta(self) -> Self:
@@ -39,9 +45,30 @@ class Consent(Section):
         """δ at which a node of this population asks for ε: its own, or the default of reports."""
         return delta_below(population) if self.delta is None else self.delta
 
-    def objection(
-        self, offer: RoundOffer, rounds_today: int, epsilon_after: float | None = None
-    ) -> str | None:
+    def objection_to_names(self, welcome: Welcome, offer: Terms) -> str | None:
+        """Why the node has no part in this run, its model or its purpose, in one sentence, or None.
+
+        Upper and lower case differ.
+        """
+        purpose, model, run = welcome.purpose, welcome.task.model, offer.id.run
+        asked = {
+            "purpose": (purpose, self.purposes),
+            "model": (model, self.models),
+            "run": (run, self.runs),
+        }
+        for what, (name, patterns) in asked.items():
+            if patterns is not None and not any(fnmatchcase(name, each) for each in patterns):
+                return f"the {what} is {name!r}; this node consents to {patterns}"
+        return None
+
+    def objection_today(self, answers: int) -> str | None:
+        """Why the node gives no more answers after so many in a day, in one sentence, or None."""
+        most = self.most_rounds_per_day
+        if most is not None and not answers < most:
+            return f"there were {answers} rounds today; this node consents to at most {most}"
+        return None
+
+    def objection(self, offer: Terms, epsilon_after: float | None = None) -> str | None:
         """Why the node does not take part, in one sentence that says nothing of users, or None.
 
         Clipping norm and noise multiplier may miss their limits by the rounding of sums over
@@ -56,9 +83,6 @@ class Consent(Section):
         noise, least = offer.price.noise_multiplier, self.least_noise_multiplier
         if least is not None and not noise >= least * (1.0 - _ROUNDING):
             return f"the noise multiplier is {noise}; this node consents to at least {least}"
-        most = self.most_rounds_per_day
-        if most is not None and not rounds_today < most:
-            return f"there were {rounds_today} rounds today; this node consents to at most {most}"
         return self._objection_to_price(offer.price, epsilon_after)
 
     def _objection_to_price(self, price: Price, epsilon_after: float | None) -> str | None:
@@ -74,7 +98,7 @@ class Consent(Section):
         return f"ε would be {after}; this node consents to at most {total} at δ = {delta}"
 
 
-def reach_of(offer: RoundOffer) -> float:
+def reach_of(offer: Terms) -> float:
     """How far one user can move the update at most, in the units of the model.
 
     With S_g the clipping norm and α_j the scales of group g, √(Σ_g (S_g·max_j α_j)²) over the
@@ -93,12 +117,12 @@ def reach_of(offer: RoundOffer) -> float:
     return math.hypot(*norms)
 
 
-def misfit(welcome: Welcome, offer: RoundOffer) -> str | None:
-    """Why no node can take part in an offer, whatever it consents to, or None."""
+def misfit(welcome: Welcome, offer: Terms) -> str | None:
+    """Why no node can take part in a round, whatever it consents to, or None."""
     if offer.price.population != welcome.population:
         offered = f"the offer is of a population of {offer.price.population}"
         return f"{offered}; the node was welcomed to one of {welcome.population}"
-    if not np.all(np.isin(offer.users, welcome.users)):
+    if isinstance(offer, RoundOffer) and not np.all(np.isin(offer.users, welcome.users)):
         return "the offer is to users that the node was not welcomed with"
     if offer.local.max_examples is None:
         legal = "the offer must say how many examples of a user count"

@@ -1,8 +1,9 @@
-"""What a node remembers: the rounds it took part in, and the ledgers it was shown."""
+"""What a node remembers: the answers it gave, and the ledgers it was shown."""
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from sqlite3 import Row
@@ -11,11 +12,12 @@ from typing import Self
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger import Head
 from fedpriv.ledger.database import Database, FileFormat
-from fedpriv.wire import RoundOffer
+from fedpriv.wire import RoundOffer, encode_offer
 
 _SCHEMA = """
-CREATE TABLE taken_part (
+CREATE TABLE answers (
     population_name TEXT NOT NULL,
+    digest BLOB NOT NULL,
     run TEXT NOT NULL,
     round INTEGER NOT NULL,
     attempt INTEGER NOT NULL,
@@ -23,9 +25,9 @@ CREATE TABLE taken_part (
     sampling_probability REAL NOT NULL,
     noise_multiplier REAL NOT NULL,
     at TEXT NOT NULL,
-    PRIMARY KEY (population_name, run, round, attempt)
+    PRIMARY KEY (population_name, digest)
 ) WITHOUT ROWID;
-CREATE INDEX taken_part_by_time ON taken_part (at);
+CREATE INDEX answers_by_time ON answers (at);
 CREATE TABLE ledgers (
     ledger_id TEXT PRIMARY KEY,
     population_name TEXT NOT NULL UNIQUE,
@@ -34,17 +36,16 @@ CREATE TABLE ledgers (
 ) WITHOUT ROWID;
 """
 _FORMAT = FileFormat("journal", 0x66707064, _SCHEMA, 0o600)
-
-# An interrupted attempt is offered again by the same name: the looser of the two offers counts,
-# since the node has agreed to it, and the later time.
 _RECORD = """
-INSERT INTO taken_part VALUES (
-    :population_name, :run, :round, :attempt,
+INSERT INTO answers VALUES (
+    :population_name, :digest, :run, :round, :attempt,
     :population, :sampling_probability, :noise_multiplier, :at
-) ON CONFLICT DO UPDATE SET
-    sampling_probability = max(sampling_probability, excluded.sampling_probability),
-    noise_multiplier = min(noise_multiplier, excluded.noise_multiplier),
-    at = max(at, excluded.at)
+)
+"""
+# Where an attempt was answered several times, the loosest offer counts: the node agreed to it.
+_TAKEN_PART = """
+SELECT run, round, attempt, max(population), max(sampling_probability), min(noise_multiplier)
+FROM answers WHERE population_name = ? GROUP BY run, round, attempt ORDER BY run, round, attempt
 """
 _REMEMBER = """
 INSERT INTO ledgers VALUES (:ledger_id, :population_name, :count, :hash)
@@ -81,7 +82,8 @@ class Journal:
 
     Guarantees:
         * what is recorded or remembered is durable (fsync) when the call returns;
-        * an attempt counts once, however often it is recorded;
+        * each offer is recorded once; of one attempt, two that differ in users, nonce or anything
+          else but the time that is left are two;
         * a population has one ledger, and the remembered head of a ledger never goes back.
 
     Every method raises InvalidValueError if the file cannot be used, from any thread.
@@ -92,22 +94,23 @@ class Journal:
             self._database = Database(path, _FORMAT, {})
 
     def record(self, population_name: str, offer: RoundOffer, now: datetime) -> None:
-        """Record that the node takes part; if that raises, the node must not train."""
-        row = {"population_name": population_name, "at": _text(now)}
+        """Record that an offer is answered; if that raises, the node must not answer it."""
+        row = {"population_name": population_name, "digest": _digest_of(offer), "at": _text(now)}
         self._write(_RECORD, vars(offer.price) | vars(offer.id) | row)
 
-    def rounds_since(self, moment: datetime) -> int:
-        """How many attempts were recorded at this moment or later, of all populations."""
-        (row,) = self._read("SELECT count(*) FROM taken_part WHERE at >= ?", _text(moment))
+    def answered(self, population_name: str, offer: RoundOffer) -> bool:
+        """Whether this offer was recorded."""
+        sql = "SELECT 1 FROM answers WHERE population_name = ? AND digest = ?"
+        return bool(self._read(sql, population_name, _digest_of(offer)))
+
+    def answers_since(self, moment: datetime) -> int:
+        """How many offers were recorded at this moment or later, of all populations."""
+        (row,) = self._read("SELECT count(*) FROM answers WHERE at >= ?", _text(moment))
         return int(row[0])
 
     def taken_part(self, population_name: str) -> tuple[TakenPart, ...]:
         """What was recorded of a population, by run, round and attempt."""
-        sql = (
-            "SELECT run, round, attempt, population, sampling_probability, noise_multiplier "
-            "FROM taken_part WHERE population_name = ? ORDER BY run, round, attempt"
-        )
-        return tuple(TakenPart(*row) for row in self._read(sql, population_name))
+        return tuple(TakenPart(*row) for row in self._read(_TAKEN_PART, population_name))
 
     def remembered(self, population_name: str) -> Remembered:
         """All that is remembered of a population now."""
@@ -146,9 +149,9 @@ class Journal:
         with _refusing(), self._database.transaction():
             self._database.write(sql, row)
 
-    def _read(self, sql: str, parameter: str) -> Sequence[Row]:
+    def _read(self, sql: str, *parameters: object) -> Sequence[Row]:
         with _refusing():
-            return self._database.read(sql, (parameter,))
+            return self._database.read(sql, parameters)
 
 
 @contextmanager
@@ -158,6 +161,12 @@ def _refusing() -> Iterator[None]:
         yield
     except LedgerError as error:
         raise InvalidValueError(str(error)) from error
+
+
+def _digest_of(offer: RoundOffer) -> bytes:
+    """SHA-256 of all that is offered; the model itself is sent once for each answer."""
+    message = encode_offer(replace(offer, seconds=1.0))
+    return hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
 
 
 def _text(moment: datetime) -> str:

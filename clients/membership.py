@@ -24,10 +24,11 @@ from fedpriv.clients.journal import Journal
 from fedpriv.clients.worker import HostSettings, Worker
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.privacy.round import PartialSum
-from fedpriv.wire import Decline, Hello, Receipt, RoundOffer, Welcome
+from fedpriv.wire import Decline, Hello, Proposal, Receipt, RoundOffer, Terms, Vote, Welcome
 
-# Codes of calls that a server refuses for good.
-_FINAL = "UNAUTHENTICATED PERMISSION_DENIED FAILED_PRECONDITION INVALID_ARGUMENT UNIMPLEMENTED"
+# Codes of calls of which only the node can mend the cause: its name, or its version. Another
+# enrolment mends the rest, and a server that was started with a wrong one must not lose its nodes.
+_FINAL = "INVALID_ARGUMENT UNIMPLEMENTED"
 _NEWER = "newer connection"
 _LAST_LOOK_SECONDS = 60.0
 _LEAST_MARGIN = 0.05  # of the time that an offer leaves, for the upload
@@ -59,9 +60,10 @@ def join(settings: NodeSettings) -> None:
         * this process neither imports torch nor holds users' data;
         * a lost connection never ends it.
 
-    It raises a FedprivError for settings, users or a task that cannot be used, a server that
-    refuses the node for good or sends a malformed message, and, with `once`, for a ledger that
-    cannot be believed at the end.
+    It raises a FedprivError for settings or users that cannot be used, a server that speaks another
+    protocol or refuses the node's name, another process that speaks for the node, and, with `once`,
+    for a ledger that cannot be believed at the end. A server that refuses the node for another
+    reason, or names a task that the node cannot or must not run, is tried again.
     """
 
     async def until_stopped() -> None:
@@ -110,6 +112,10 @@ def _state_folder(given: Path | None, node: str) -> Path:
     return folder
 
 
+class _CannotTakePartError(Exception):
+    """The node cannot do, or must not do, what a server welcomes it to."""
+
+
 class LatestTask:
     """Runs the latest task it was given; the next call raises what a task has raised."""
 
@@ -143,7 +149,8 @@ class OfferHandler:
     """How a node answers offers.
 
     Guarantees:
-        * No training begins before the offer was found acceptable and is recorded in the journal.
+        * No training begins before the offer was found acceptable, and no sum is sent before its
+          offer is in the journal. No offer has two sums, whatever else is lost or restarted.
         * A lost connection is retried until the deadline of the offer, not longer.
         * Nothing that the server sends, and no failure of training, raises here.
         * What is said to the server and logged says nothing of users.
@@ -154,6 +161,22 @@ class OfferHandler:
     policy: OfferPolicy
     journal: Journal
     backoff: Backoff
+
+    async def vote(
+        self, welcome: Welcome, proposal: Proposal, votes: "asyncio.Queue[Vote]"
+    ) -> None:
+        """Say whether the node agrees to a round, whatever its users and earlier answers are."""
+        try:
+            objection = await self.policy.objection_to_proposal(welcome, proposal)
+        except InvalidValueError as error:
+            _log.error("the proposal cannot be checked: %.400s", error)
+            objection = "the node cannot check the proposal"
+        except grpc.aio.AioRpcError as error:
+            objection = f"the ledger cannot be fetched: {error.code().name}"
+        at = proposal.id
+        if objection:
+            _log.info("round %d of run %r: not agreed to: %s", at.round, at.run, objection)
+        votes.put_nowait(Vote(at, (objection or "")[:_LONGEST_REASON]))
 
     async def answer(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
         """Answer an offer by its deadline, on the event loop's clock, and log the outcome."""
@@ -191,11 +214,13 @@ class OfferHandler:
         try:
             if objection := await self.policy.objection(welcome, offer):
                 return Decline(objection[:_LONGEST_REASON])
-            self.journal.record(welcome.population_name, offer, datetime.now(UTC))
+            answer = await self._trained(offer, deadline)
+            if isinstance(answer, PartialSum):
+                self.journal.record(welcome.population_name, offer, datetime.now(UTC))
         except InvalidValueError as error:
             _log.error("the offer cannot be checked or recorded: %.400s", error)
             return Decline("the node cannot check or record the offer")
-        return await self._trained(offer, deadline)
+        return answer
 
     async def _trained(self, offer: RoundOffer, deadline: float) -> PartialSum | Decline:
         began = asyncio.get_running_loop().time()
@@ -236,8 +261,9 @@ class Membership:
 
     def __init__(self, settings: NodeSettings, hello: Hello, handler: OfferHandler) -> None:
         self._settings, self._hello, self._handler = settings, hello, handler
-        self._work = LatestTask()
+        self._work, self._voting = LatestTask(), LatestTask()
         self._prepared: Welcome | None = None
+        self._trouble = ""  # why the node is not connected; empty: it is
 
     async def last(self) -> None:
         """Take part until the run is over, if `once`, or forever; raises what `join` raises."""
@@ -253,25 +279,42 @@ class Membership:
                 await asyncio.sleep(backoff.wait() if over else backoff.wait(failures))
         finally:
             await self._work.stop()
+            await self._voting.stop()
 
     async def _connection(self) -> tuple[bool, bool]:
         """Stay connected; whether the server had welcomed, and whether the run is over."""
-        welcomed = False
+        welcomed, votes = False, asyncio.Queue[Vote]()
         try:
-            async with aclosing(self._handler.server.connect(self._hello)) as messages:
+            async with aclosing(self._handler.server.connect(self._hello, votes)) as messages:
                 async for message in messages:
                     if isinstance(message, Welcome):
                         await self._welcomed(message)
-                        welcomed = True
+                        welcomed, self._trouble = True, ""
                     elif self._prepared is not None:
-                        deadline = asyncio.get_running_loop().time() + message.seconds
-                        answer = partial(self._handler.answer, self._prepared, message, deadline)
-                        await self._work.begin(message.id, answer)
+                        await self._begin(self._prepared, message, votes)
         except grpc.aio.AioRpcError as error:
             self._check_recoverable(error)
-            _log.warning("no connection: %s (%r)", error.code().name, error.details())
+            self._warn(f"no connection: {error.code().name} ({error.details()!r})")
             return welcomed, False
+        except _CannotTakePartError as error:
+            self._warn(str(error))
+            return False, False
+        finally:
+            await self._voting.stop()  # its vote belongs to this connection
         return welcomed, True
+
+    async def _begin(self, welcome: Welcome, said: Terms, votes: "asyncio.Queue[Vote]") -> None:
+        if isinstance(said, Proposal):
+            await self._voting.begin(said.id, partial(self._handler.vote, welcome, said, votes))
+        else:
+            deadline = asyncio.get_running_loop().time() + said.seconds
+            answer = partial(self._handler.answer, welcome, said, deadline)
+            await self._work.begin(said.id, answer)
+
+    def _warn(self, trouble: str) -> None:
+        """Log why the node does not take part, once as long as the reason is the same."""
+        _log.log(logging.DEBUG if trouble == self._trouble else logging.WARNING, trouble)
+        self._trouble = trouble
 
     def _check_recoverable(self, error: grpc.aio.AioRpcError) -> None:
         node, server = self._hello.node, self._settings.server
@@ -285,12 +328,16 @@ class Membership:
         for path in welcome.task.imports:
             if path not in self._settings.trusted:
                 allow = f"--trust {path!r} allows it"
-                raise InvalidValueError(f"the server wants to run {path!r}; {allow}")
+                raise _CannotTakePartError(f"the server wants to run {path!r}; {allow}")
         worker, old = self._handler.worker, self._prepared
         new = (welcome.task, welcome.users.tobytes())
         if old is None or (old.task, old.users.tobytes()) != new:
             await self._work.stop()
-            await worker.prepare(welcome)
+            self._prepared = None
+            try:
+                await worker.prepare(welcome)
+            except FedprivError as error:
+                raise _CannotTakePartError(f"the server's task cannot be run: {error}") from error
         self._prepared = welcome
         where = f"{self._hello.node} to {self._settings.server}"
         hosted = f"{worker.loaded.users} of the {welcome.population} users of the population"

@@ -319,8 +319,10 @@ class CallbacksSection(Section):
 
 
 class FederationSection(Section):
-    """Where real nodes take part, and how long the server waits for them.
+    """Where real nodes take part, for what purpose, and how long the server waits for them.
 
+    A round begins once `least_nodes` of the connected nodes agree to it. They are asked before its
+    cohort is drawn; the run stops after `patience_seconds` in which too few agreed.
     A round ends when all have answered, or after `deadline_seconds`, or once only nodes are missing
     that have not been connected for `absent_seconds`. With `fixed_length` it always takes
     `deadline_seconds`, so that its length says nothing of who was drawn.
@@ -330,10 +332,12 @@ class FederationSection(Section):
     enrolment: str
     certificates: str | None = None
     held_out: str | None = None
+    purpose: Annotated[str, Field(max_length=1024)] = ""
     deadline_seconds: Positive = 600.0
     absent_seconds: NonNegative = 10.0
     fixed_length: bool = False
     least_nodes: Count = 1
+    patience_seconds: Positive = 3600.0
     transfer_mebibytes: Count = 256
     transfer_seconds: Positive = 120.0
     calls_per_minute: Count = 600

@@ -50,6 +50,10 @@ class StoppedError(FedprivError):
     """The operator asked the server to stop; the round was abandoned and nothing charged."""
 
 
+class DeclinedError(FedprivError):
+    """Too few nodes agreed to a round; its cohort was not drawn and nothing charged."""
+
+
 class WorkerError(FedprivError):
     """A worker of a simulation does not do its part; nothing was charged for the round."""
 

@@ -183,9 +183,9 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         """The handler of a method, behind the check."""
         handler = await continuation(handler_call_details)
         name = str(handler_call_details.method).rpartition("/")[2]
-        for kind in ("unary_unary", "unary_stream", "stream_unary"):  # no method streams both ways
+        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             if method := getattr(handler, kind, None):
-                checked = self._checked(method, name, streaming=kind == "unary_stream")
+                checked = self._checked(method, name, streaming=kind.endswith("_stream"))
                 return handler._replace(**{kind: checked})
         return None
 

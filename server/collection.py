@@ -18,6 +18,7 @@ from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest
 from fedpriv.server.enrolment import Enrolment, Hosting, Positions
 from fedpriv.training.rounds import TrainingPlan
+from fedpriv.wire import federation_pb2 as pb
 
 _NOT_AWAITED = "the server is not waiting for an answer of this node"
 
@@ -31,7 +32,10 @@ def task_of(config: Config) -> wire.TaskDescription:
 def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], wire.Welcome]:
     """What to tell each node when it connects."""
     task, name, population = task_of(config), enrolment.population_id, enrolment.population
-    return lambda node: wire.Welcome(name, population, enrolment.users_of(node).copy(), task)
+    purpose = config.federation.purpose if config.federation else ""
+    return lambda node: wire.Welcome(
+        name, population, enrolment.users_of(node).copy(), task, purpose
+    )
 
 
 def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundRequest], wire.Price]:
@@ -92,19 +96,20 @@ class End(StrEnum):
 
 
 class Connection:
-    """One open `Connect` call; of what it is told, only the newest offer waits, or the end."""
+    """One open `Connect` call; of what it is told, only the newest waits, or the end."""
 
     def __init__(self) -> None:
+        self.votes_due = 0  # to proposals that were sent
         self._told = asyncio.Event()
-        self._next: wire.RoundOffer | End | None = None
+        self._next: wire.RoundOffer | Ballot | End | None = None
 
-    def tell(self, what: wire.RoundOffer | End) -> None:
+    def tell(self, what: "wire.RoundOffer | Ballot | End") -> None:
         """Tell the node of a round or the end; after an end, which stays, nothing else."""
         if not isinstance(self._next, End):
             self._next = what
         self._told.set()
 
-    async def next(self, seconds: float) -> wire.RoundOffer | End | None:
+    async def next(self, seconds: float) -> "wire.RoundOffer | Ballot | End | None":
         """What to tell the node next; None if there is nothing within these seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -148,6 +153,11 @@ class Connections:
             self._left[node] = self._clock()
             self._changed()
 
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Nodes that are connected now."""
+        return tuple(self._open)
+
     def of(self, node: str) -> Connection | None:
         """The connection of a node, if it has one."""
         return self._open.get(node)
@@ -161,6 +171,37 @@ class Connections:
         self._over = why
         for connection in self._open.values():
             connection.tell(why)
+
+
+class Ballot:
+    """Votes of nodes on a proposal, which is made before the cohort is drawn. For the event loop.
+
+    Votes follow from nodes' settings and the public ledger, so whether a round begins says nothing
+    of users. An enrolled user of a node that does not agree is drawn like any other: the node is
+    offered the round, and its users count as zero if it declines. Cohort, denominator, noise and
+    charge are as if it had agreed, and zero is within every bound on what a user contributes.
+    """
+
+    def __init__(self, terms: wire.Proposal) -> None:
+        self.terms = terms  # without a nonce
+        self._id = replace(terms.id, nonce=secrets.randbits(64))
+        proposal = wire.encode_proposal(replace(terms, id=self._id))
+        self.message = pb.FromServer(proposal=proposal)  # to all nodes
+        self._objections: dict[str, str] = {}
+
+    def count(self, node: str, vote: wire.Vote) -> None:
+        """Count the newest vote of a node; one on another proposal does not count."""
+        if vote.id == self._id:
+            self._objections[node] = vote.objection
+
+    def forget(self, node: str) -> None:
+        """A node is asked anew, or for the first time."""
+        self._objections.pop(node, None)
+
+    def agrees(self, node: str) -> bool | None:
+        """What a node said; None if it has said nothing yet."""
+        objection = self._objections.get(node)
+        return None if objection is None else not objection
 
 
 class Collection:

@@ -1,5 +1,6 @@
 """What the command line offers of the server: `serve`, and `certs init`, `issue`, `server`."""
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,13 +49,19 @@ def serve(
     ] = False,
     log_format: Annotated[LogFormat, _option("of the log, on stderr")] = LogFormat.TEXT,
 ) -> None:
-    """Train across the users of nodes that connect; print accuracy beside the ledger's (ε, δ)."""
+    """Train across the users of nodes that connect; print accuracy beside the ledger's (ε, δ).
+
+    Exit code 75: too few nodes agreed to a round for too long; --resume goes on.
+    """
     if resume and out is None:
         raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
     configure(log_format)
     from fedpriv.server.deployment import serve as run
+    from fedpriv.training.rounds import Stop
 
-    run(file, assignments or [], out, resume=resume, insecure=insecure, leave=leave)
+    stop = run(file, assignments or [], out, resume=resume, insecure=insecure, leave=leave)
+    if stop is Stop.DECLINED:
+        raise typer.Exit(os.EX_TEMPFAIL)
 
 
 @_certs.command()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -16,7 +17,7 @@ from threadpoolctl import threadpool_limits
 
 from fedpriv.build import Experiment
 from fedpriv.config import FederationSection
-from fedpriv.errors import InvalidValueError, StoppedError
+from fedpriv.errors import DeclinedError, InvalidValueError, StoppedError
 from fedpriv.ledger import Ledger
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.run import Run, RunSetup, carry_out, released_text
@@ -32,12 +33,14 @@ from fedpriv.server.service import (
     status_at_start,
 )
 from fedpriv.training.rounds import OnRound, RoundResult, Stop
-from fedpriv.wire import Price, RunState, encode_welcome
+from fedpriv.wire import Price, Proposal, RunState, encode_welcome
 from fedpriv.wire.naming import Address
 
 _log = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 10.0  # the longest wait for nodes that read the ledger once more
 _IDLE_SECONDS = 1.0  # without a call, after which the wait is over
+_FIRST_PAUSE_SECONDS = 5.0  # for votes; it doubles each time
+_LONGEST_PAUSE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +63,38 @@ class GrpcTransport(Transport):
         if service.collection is not None:
             service.collection.finish()
 
+    def prepare(self, request: RoundRequest) -> None:
+        """Propose the round to all connected nodes until `least_nodes` of them agree.
+
+        They are asked again after pauses that grow. DeclinedError: enough were connected, but they
+        did not agree within `patience_seconds`. StoppedError: `stop` was called.
+        """
+        service, least = self.listener.service, self.section.least_nodes
+        left, pause = self.section.patience_seconds, _FIRST_PAUSE_SECONDS / 2.0
+        while True:
+            if len(service.connections) < least:
+                _log.info("waiting for %d nodes; %d connected", least, len(service.connections))
+            self._await(lambda: len(service.connections))
+            terms = Proposal.of(request, self.price_of(request))
+            self.listener.call(partial(service.propose, terms))
+            pause = min(2.0 * pause, _LONGEST_PAUSE_SECONDS, left)
+            if self._await(lambda: service.willing, pause):
+                return
+            left -= pause
+            agreed = self.listener.call(lambda: service.willing)
+            found = f"{agreed} connected nodes agree to round {request.round}, {least} must"
+            if left <= 0.0:
+                raise DeclinedError(f"{found}; it was not begun, and nothing is charged for it")
+            _log.warning("%s; they are asked again, for %.0f more seconds at most", found, left)
+
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield what each node sends in time; StoppedError once `stop` was called."""
-        self._await_nodes()
-        price, listener = self.price_of(request), self.listener
+        price, listener, contributions = self.price_of(request), self.listener, 0
         collection = listener.call(lambda: self._open(request, price))
         watch = asyncio.run_coroutine_threadsafe(self._watch(collection), listener.loop)
         try:
             while (partial := collection.results.get()) is not None:
+                contributions += partial.users
                 yield partial
                 collection.taken()
         finally:
@@ -75,21 +102,26 @@ class GrpcTransport(Transport):
             listener.call(lambda: listener.service.close_round(collection))
         if self._stopping.is_set():
             raise StoppedError("the server was asked to stop; nothing was charged for this round")
+        if collection.terms.drawn and not contributions:
+            # That nobody answered depends on who was drawn, so to release nothing would release it.
+            _log.warning("no drawn user contributed to round %d; it is charged", request.round)
 
-    def _await_nodes(self) -> None:
-        """Wait until enough nodes are connected; which ones are drawn does not matter."""
+    def _await(self, count: Callable[[], int], seconds: float | None = None) -> bool:
+        """Whether there are enough nodes, or come to be within some seconds."""
         service, least = self.listener.service, self.section.least_nodes
 
-        async def enough() -> None:
-            while len(service.connections) < least and not self._stopping.is_set():
-                service.arrivals.clear()
-                await service.arrivals.wait()
+        async def enough() -> bool:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    while count() < least and not self._stopping.is_set():
+                        service.arrivals.clear()
+                        await service.arrivals.wait()
+            return count() >= least
 
-        if len(service.connections) < least:
-            _log.info("waiting for %d nodes; %d connected", least, len(service.connections))
-            asyncio.run_coroutine_threadsafe(enough(), self.listener.loop).result()
+        found = asyncio.run_coroutine_threadsafe(enough(), self.listener.loop).result()
         if self._stopping.is_set():
-            raise StoppedError("the server was asked to stop; no node was asked")
+            raise StoppedError("the server was asked to stop; no cohort was drawn")
+        return found
 
     def _open(self, request: RoundRequest, price: Price) -> Collection:
         service = self.listener.service
@@ -120,13 +152,13 @@ def serve(
     resume: bool,
     insecure: bool,
     leave: bool,
-) -> None:
-    """Run or resume an experiment on the nodes that connect, and print how it went.
+) -> Stop:
+    """Run or resume an experiment on the nodes that connect, and print how it went; why it ended.
 
     SIGTERM and SIGINT end it cleanly: a round that is collected is abandoned without a charge, one
     that is charged is released, and a checkpoint is written. A second one ends it at once. Unless
-    told to leave, it goes on serving ledger and status after the run. FedprivError: something is
-    wrong with the input, or the run cannot go on.
+    told to leave, it goes on serving ledger and status after the run, except where too few nodes
+    agreed to a round. FedprivError: something is wrong with the input, or the run cannot go on.
     """
     setup = RunSetup.of(file, assignments, out, resume=resume)
     section = setup.config.federation
@@ -165,10 +197,13 @@ def serve(
             )
             return _published(run, listener, first, experiment.plan.rounds)
 
-        carry_out(setup, experiment, hosted, console, follow, clock=None)
-        if not (leave or asked.is_set()):
+        stop = carry_out(setup, experiment, hosted, console, follow, clock=None).stop
+        if stop is Stop.DECLINED:
+            console.print("the log says why nodes do not agree; --resume goes on with the run")
+        elif not (leave or asked.is_set()):
             console.print("serving ledger and status until stopped")
             asked.wait()
+    return stop
 
 
 def _service(
@@ -206,7 +241,7 @@ def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, ro
     try:
         outcome = run(show)
         _log.info("the run ended: %s", outcome.stop)
-        if outcome.stop is not Stop.ASKED:
+        if outcome.stop not in (Stop.ASKED, Stop.DECLINED):
             state, end = RunState.FINISHED, End.RUN_OVER
         return outcome
     finally:

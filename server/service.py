@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -26,7 +27,7 @@ from fedpriv.server.authentication import (
     RefusedCallError,
     UnknownPeerError,
 )
-from fedpriv.server.collection import Collection, Connections, End
+from fedpriv.server.collection import Ballot, Collection, Connection, Connections, End
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.rounds import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
@@ -36,6 +37,7 @@ from fedpriv.wire.naming import SERVICE, Address
 _log = logging.getLogger(__name__)
 _LONGEST_REASON = 400  # characters
 _OVER = "the round is over"
+_NUMBER = re.compile(r"[\d.]+")  # what may differ between equal objections to two rounds
 _SMALL = 8192  # bytes of a message without tensors
 _BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added
 _DOWNLOADS = 16  # at once; each holds a chunk or two
@@ -65,12 +67,13 @@ OPTIONS: Sequence[tuple[str, int]] = (
 )
 Kind = TypeVar("Kind", bound=Message)
 Result = TypeVar("Result")
+Sent_co = TypeVar("Sent_co", bound=Message, covariant=True)
 
 
-class Parts(Protocol):
-    """The messages of an upload, as gRPC hands them over."""
+class Parts(Protocol[Sent_co]):
+    """The messages of a call, as gRPC hands them over."""
 
-    def __aiter__(self) -> AsyncGenerator[pb.UploadPart, None]: ...
+    def __aiter__(self) -> AsyncGenerator[Sent_co, None]: ...
 
 
 def status_at_start(
@@ -166,6 +169,7 @@ class Service:
     status: wire.Status
     limits: TransferLimits
     collection: Collection | None = None
+    ballot: Ballot | None = None
 
     def __post_init__(self) -> None:
         self.enrolment, self._monitor = self.authentication.enrolment, self.authentication.monitor
@@ -174,6 +178,7 @@ class Service:
         self._uploads = Transfers(self.limits.uploads, seconds)
         self._downloads = Transfers(_DOWNLOADS, seconds)
         self._ledgers = Transfers(_LEDGERS, seconds)
+        self._objections: dict[str, str] = {}  # of nodes whose newest vote was one
 
     def _changed(self) -> None:
         self._monitor.set("nodes_connected", len(self.connections))
@@ -186,9 +191,26 @@ class Service:
         self.status = replace(self.status, **changes)  # type: ignore[arg-type]
         self._monitor.progress(self.status.state, self.status.round, self.status.epsilon)
 
+    def propose(self, terms: wire.Proposal) -> None:
+        """Ask all connected nodes to vote; of those that were asked the same, who do not agree."""
+        if self.ballot is None or self.ballot.terms != terms:
+            self.ballot = Ballot(terms)
+            asked = self.connections.nodes
+        else:
+            asked = tuple(n for n in self.connections.nodes if self.ballot.agrees(n) is False)
+        for node in asked:
+            if connection := self.connections.of(node):
+                connection.tell(self.ballot)
+
+    @property
+    def willing(self) -> int:
+        """How many connected nodes agree to what is proposed."""
+        ballot = self.ballot
+        return sum(ballot.agrees(node) is True for node in self.connections.nodes) if ballot else 0
+
     def open_round(self, collection: Collection) -> None:
         """Collect a round, and offer it to the nodes that are connected and asked."""
-        self.collection = collection
+        self.collection, self.ballot = collection, None
         self.publish(round=collection.terms.offer.id.round, state=wire.RunState.COLLECTING)
         for node in collection.waiting:
             if (connection := self.connections.of(node)) and (offer := collection.offer_to(node)):
@@ -202,37 +224,76 @@ class Service:
         self._uploads.end_all()
         self.publish(state=wire.RunState.RELEASING)
 
-    async def connect(self, request: pb.Hello, context: Context) -> None:
-        """Welcome a node, then offer it rounds until its connection is over."""
-        node = NODE.get()
-        self._check_hello(node, request)
-        connection = self.connections.connect(node)
-        _log.info("connected: %s", node)
+    async def connect(self, said: Parts[pb.FromNode], context: Context) -> None:
+        """Welcome a node, then let it vote on rounds, and offer them, until its connection ends."""
+        async with aclosing(aiter(said)) as messages:
+            node = NODE.get()
+            async with asyncio.timeout(self.limits.seconds):
+                self._check_hello(node, (await anext(messages, pb.FromNode())).hello)
+            connection = self.connections.connect(node)
+            _log.info("connected: %s", node)
+            votes = asyncio.create_task(self._take_votes(node, connection, messages))
+            try:
+                await self._tell(node, connection, votes, context)
+            finally:
+                votes.cancel()
+                await asyncio.gather(votes, return_exceptions=True)
+                self.connections.disconnect(node, connection)
+                _log.info("disconnected: %s", node)
 
+    async def _tell(
+        self, node: str, connection: Connection, votes: asyncio.Task[None], context: Context
+    ) -> None:
         async def say(message: pb.FromServer) -> None:
             async with asyncio.timeout(self.limits.seconds):  # for a node that does not read it
                 await context.write(message)
 
-        try:
-            await say(pb.FromServer(welcome=wire.encode_welcome(self.welcome_of(node))))
-            if self.collection is not None and (offer := self.collection.offer_to(node)):
-                connection.tell(offer)
-            while (what := await connection.next(_RECHECK_SECONDS)) is not End.RUN_OVER:
-                if isinstance(what, End):
-                    newer, code = what is End.NEWER, grpc.StatusCode
-                    raise RefusedCallError(code.ABORTED if newer else code.UNAVAILABLE, str(what))
-                self.authentication.known(context)
-                if what is not None:
+        await say(pb.FromServer(welcome=wire.encode_welcome(self.welcome_of(node))))
+        if self.collection is not None and (offer := self.collection.offer_to(node)):
+            connection.tell(offer)
+        elif self.ballot is not None:
+            self.ballot.forget(node)
+            connection.tell(self.ballot)
+        while (what := await connection.next(_RECHECK_SECONDS)) is not End.RUN_OVER:
+            if isinstance(what, End):
+                newer, code = what is End.NEWER, grpc.StatusCode
+                raise RefusedCallError(code.ABORTED if newer else code.UNAVAILABLE, str(what))
+            self.authentication.known(context)
+            if votes.done():
+                votes.result()  # a vote that was refused ends the connection
+            match what:
+                case Ballot():
+                    connection.votes_due += 1
+                    await say(what.message)
+                case wire.RoundOffer():
                     await say(pb.FromServer(offer=wire.encode_offer(what)))
-        finally:
-            self.connections.disconnect(node, connection)
-            _log.info("disconnected: %s", node)
+
+    async def _take_votes(
+        self, node: str, connection: Connection, messages: AsyncIterator[pb.FromNode]
+    ) -> None:
+        async for message in messages:
+            vote = wire.decode_vote(message.vote)
+            if not connection.votes_due:
+                raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, "a vote on no proposal")
+            connection.votes_due -= 1
+            if self.ballot is not None:
+                self.ballot.count(node, vote)
+                self.arrivals.set()
+            self._report(node, vote)
+
+    def _report(self, node: str, vote: wire.Vote) -> None:
+        """Log an objection once, however often it is said; all nodes vote, so it may name any."""
+        gist = _NUMBER.sub("", vote.objection)
+        if gist and gist != self._objections.get(node):
+            why = one_line(vote.objection)
+            _log.warning("%s does not agree to round %d: %s", node, vote.id.round, why)
+        self._objections[node] = gist
 
     def _check_hello(self, node: str, request: pb.Hello) -> None:
         hello = wire.decode_hello(request)
         if hello.node != node:
             sentence = "the node that says hello is not the one of the certificate"
-            raise RefusedCallError(grpc.StatusCode.PERMISSION_DENIED, sentence)
+            raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, sentence)
         if hello.users_sha256 != wire.digest_of(self.enrolment.users[node]):
             self._monitor.add("refused_calls", 1, "enrolment")
             _log.warning("refused: %s holds other users than are enrolled at it", node)
@@ -251,7 +312,7 @@ class Service:
                 await context.write(chunk)
                 self._monitor.add("sent_bytes", len(chunk))
 
-    async def upload(self, parts: Parts, context: Context) -> pb.Receipt:
+    async def upload(self, parts: Parts[pb.UploadPart], context: Context) -> pb.Receipt:
         """Take a node's answer to the round that is collected, or say why it does not count.
 
         A malformed answer settles the node: it counts as zero at once. A transfer that took too
@@ -453,10 +514,12 @@ def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
     def serialised(message: Message) -> bytes:
         return bytes(message.SerializeToString())
 
-    part = partial(parse, pb.UploadPart, most=SERVER_RECEIVES_BYTES)  # WireError where it is read
+    # WireError where they are read
+    part = partial(parse, pb.UploadPart, most=SERVER_RECEIVES_BYTES)
+    said = partial(parse, pb.FromNode, most=_SMALL)
     stream = grpc.unary_stream_rpc_method_handler
     methods = {
-        "Connect": stream(reading(pb.Hello, service.connect), None, serialised),
+        "Connect": grpc.stream_stream_rpc_method_handler(service.connect, said, serialised),
         "Download": stream(reading(pb.RoundId, service.download)),  # writes what is serialised
         "Upload": grpc.stream_unary_rpc_method_handler(service.upload, part, serialised),
         "FetchLedger": stream(reading(pb.LedgerRequest, service.fetch_ledger), None, serialised),

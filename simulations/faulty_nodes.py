@@ -16,8 +16,10 @@ from fedpriv.clients.connection import FederationStub, identity_of
 from fedpriv.wire import (
     Answer,
     Hello,
+    Proposal,
     RoundOffer,
     SummedUpdates,
+    Vote,
     chunks,
     digest_of,
     encode_answer,
@@ -44,9 +46,12 @@ async def take_part(folder: Path, name: str, port: int, behaviour: Behaviour) ->
 
 
 async def _offers(stub: FederationStub, hello: Hello) -> AsyncGenerator[RoundOffer, None]:
-    async with aclosing(stub.connect(hello)) as messages:
+    votes = asyncio.Queue[Vote]()
+    async with aclosing(stub.connect(hello, votes)) as messages:
         async for message in messages:
-            if isinstance(message, RoundOffer):
+            if isinstance(message, Proposal):
+                votes.put_nowait(Vote(message.id))
+            elif isinstance(message, RoundOffer):
                 yield message
 
 

@@ -16,8 +16,10 @@ from fedpriv.wire import (
     NODE_RECEIVES_BYTES,
     Answer,
     Hello,
+    Proposal,
     RoundOffer,
     SummedUpdates,
+    Vote,
     Welcome,
     chunks,
     decode_receipt,
@@ -126,10 +128,13 @@ async def _stay(
     stub: FederationStub, number: int, update: Prepared, welcomed: asyncio.Event, seen: Seen
 ) -> None:
     hello = Hello(name_of(number), digest_of([user_of(number)]))
-    async for message in stub.connect(hello):
+    votes = asyncio.Queue[Vote]()
+    async for message in stub.connect(hello, votes):
         match message:
             case Welcome():
                 welcomed.set()
+            case Proposal():
+                votes.put_nowait(Vote(message.id))
             case RoundOffer():
                 asked = encode_round_id(message.id).SerializeToString()
                 call = stub.channel.unary_stream("/fedpriv.v1.Federation/Download")

@@ -111,6 +111,13 @@ class Transport(ABC):
         StoppedError means that the server was asked to stop; the round is then abandoned.
         """
 
+    def prepare(self, request: RoundRequest) -> None:  # noqa: B027 - most need nothing
+        """Wait until a round can begin; the request has no users, who are not drawn yet.
+
+        What this waits for, and whether it raises, may depend on nothing secret: StoppedError or
+        DeclinedError, and no round takes place.
+        """
+
 
 def merged(node: str, partials: Iterable[PartialSum], dimension: int) -> PartialSum:
     """One partial sum of disjoint ones over `dimension` numbers; there may be none."""
@@ -247,11 +254,15 @@ def private_round(
     collect: Collect,
     records: PrivacyRecords,
     entropy: Entropy,
+    prepare: Callable[[RoundAttempt], object] = lambda _: None,
 ) -> Release:
     """Run a round of a mechanism: draw the cohort, collect its sums, charge, noise and release.
 
     Guarantees:
 
+    * `prepare` is called before the cohort is drawn, and can end the round only then: once a
+      cohort is drawn and asked, the round is charged, whether or not anyone answers, since that
+      depends on who was drawn;
     * the charge is durable in the ledger before any noise is drawn;
     * the cohort is recorded before it is asked, and the charge commits to it;
     * where the budget would be passed, BudgetExceededError: no user is asked, nothing is charged
@@ -263,6 +274,7 @@ def private_round(
     event = mechanism.event
     at = RoundAttempt(run, number, records.next_attempt(run, number))
     records.refuse_if_beyond(event, f"run {run}, round {number}")
+    prepare(at)
     users = draw_cohort(mechanism, at, entropy)
     commitment = records.participation.record(run, number, at.attempt, users)
     cohort = add_up(collect(at, users), mechanism.clipping, users.size)

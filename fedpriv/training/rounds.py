@@ -21,7 +21,13 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from fedpriv.errors import BudgetExceededError, CheckpointError, InvalidValueError, StoppedError
+from fedpriv.errors import (
+    BudgetExceededError,
+    CheckpointError,
+    DeclinedError,
+    InvalidValueError,
+    StoppedError,
+)
 from fedpriv.ledger import Head, Ledger
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
@@ -245,6 +251,7 @@ class Stop(StrEnum):
     ROUNDS = "all rounds were run"
     BUDGET = "the next round would pass the privacy budget"
     ASKED = "it was asked to stop"
+    DECLINED = "too few nodes agreed to the next round"
 
 
 @dataclass(frozen=True)
@@ -331,8 +338,8 @@ def train(
     """Run rounds from `state` to the end of the plan, yielding state and result after each.
 
     Each round has the guarantees of `private_round`. Training stops *before* the budget would be
-    passed, or when the transport was asked to stop, with nothing charged for the round that did
-    not happen. The generator returns why training ended.
+    passed, when the transport was asked to stop, or when too few nodes agreed to the round, with
+    nothing charged for the round that did not happen. The generator returns why training ended.
     """
     while state.round < plan.rounds:
         try:
@@ -341,6 +348,8 @@ def train(
             return Stop.BUDGET
         except StoppedError:
             return Stop.ASKED
+        except DeclinedError:
+            return Stop.DECLINED
         yield state, result
     return Stop.ROUNDS
 
@@ -354,11 +363,14 @@ def run_round(
 ) -> tuple[ServerState, RoundResult]:
     """One round of `train`: the state after it, and its result."""
 
+    def prepare(at: RoundAttempt) -> None:
+        transport.prepare(_request_to_nobody(plan, state, at))
+
     def collect(at: RoundAttempt, users: npt.NDArray[np.int64]) -> Iterator[PartialSum]:
         return transport.collect(round_request(plan, state, at, users, entropy))
 
     mechanism = plan.mechanism_at(state.clipping_norms)
-    release = private_round(mechanism, plan.run, state.round, collect, records, entropy)
+    release = private_round(mechanism, plan.run, state.round, collect, records, entropy, prepare)
     epsilon = records.ledger.epsilon(records.budget)
     return close_round(plan, state, release, epsilon, records.budget.delta)
 
@@ -371,6 +383,11 @@ def round_request(
     entropy: Entropy,
 ) -> RoundRequest:
     """What an attempt at the next round asks of the users of its cohort."""
+    asked = _request_to_nobody(plan, state, at)
+    return replace(asked, users=users, local_key=entropy.key(at.purpose("local")))
+
+
+def _request_to_nobody(plan: TrainingPlan, state: ServerState, at: RoundAttempt) -> RoundRequest:
     return RoundRequest(
         run=at.run,
         round=at.round,
@@ -378,8 +395,8 @@ def round_request(
         parameters=state.parameters,
         clipping=plan.mechanism_at(state.clipping_norms).clipping,
         local=plan.local,
-        users=users,
-        local_key=entropy.key(at.purpose("local")),
+        users=np.empty(0, np.int64),
+        local_key=bytes(32),
         metrics=plan.metrics,
         statistics=state.statistics,
     )

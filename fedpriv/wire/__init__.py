@@ -10,12 +10,13 @@ other side reads what an encoder returns as an equal value.
 # fmt: off
 from fedpriv.wire.codec import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, parse
 from fedpriv.wire.messages import (
-    VERSION, Answer, Decline, Hello, LedgerRequest, Price, Receipt, RoundId, RoundOffer, RunState,
-    Status, SummedUpdates, TaskDescription, Welcome, decode_answer, decode_hello,
-    decode_ledger_request, decode_offer, decode_receipt, decode_round_id, decode_status,
-    decode_welcome, digest_of, encode_answer, encode_hello, encode_ledger_request, encode_offer,
-    encode_receipt, encode_round_id, encode_status, encode_welcome, layout_of_sums, model_of,
-    tensors_of,
+    VERSION, Answer, Decline, Hello, LedgerRequest, Price, Proposal, Receipt, RoundId,
+    RoundOffer, RunState, Status, SummedUpdates, TaskDescription, Terms, Vote, Welcome,
+    decode_answer, decode_hello, decode_ledger_request, decode_offer, decode_proposal,
+    decode_receipt, decode_round_id, decode_status, decode_vote, decode_welcome, digest_of,
+    encode_answer, encode_hello, encode_ledger_request, encode_offer, encode_proposal,
+    encode_receipt, encode_round_id, encode_status, encode_vote, encode_welcome, layout_of_sums,
+    model_of, tensors_of,
 )
 from fedpriv.wire.tensors import (
     CHUNK_BYTES, Assembler, Manifest, Receiver, chunks, manifest_of, pieces,
@@ -23,11 +24,12 @@ from fedpriv.wire.tensors import (
 
 __all__ = [
     "CHUNK_BYTES", "NODE_RECEIVES_BYTES", "SERVER_RECEIVES_BYTES", "VERSION", "Answer", "Assembler",
-    "Decline", "Hello", "LedgerRequest", "Manifest", "Price", "Receipt", "Receiver", "RoundId",
-    "RoundOffer", "RunState", "Status", "SummedUpdates", "TaskDescription", "Welcome", "chunks",
-    "decode_answer", "decode_hello", "decode_ledger_request", "decode_offer", "decode_receipt",
-    "decode_round_id", "decode_status", "decode_welcome", "digest_of", "encode_answer",
-    "encode_hello", "encode_ledger_request", "encode_offer", "encode_receipt", "encode_round_id",
-    "encode_status", "encode_welcome", "layout_of_sums", "manifest_of", "model_of", "parse",
-    "pieces", "tensors_of",
+    "Decline", "Hello", "LedgerRequest", "Manifest", "Price", "Proposal", "Receipt", "Receiver",
+    "RoundId", "RoundOffer", "RunState", "Status", "SummedUpdates", "TaskDescription", "Terms",
+    "Vote", "Welcome", "chunks", "decode_answer", "decode_hello", "decode_ledger_request",
+    "decode_offer", "decode_proposal", "decode_receipt", "decode_round_id", "decode_status",
+    "decode_vote", "decode_welcome", "digest_of", "encode_answer", "encode_hello",
+    "encode_ledger_request", "encode_offer", "encode_proposal", "encode_receipt",
+    "encode_round_id", "encode_status", "encode_vote", "encode_welcome", "layout_of_sums",
+    "manifest_of", "model_of", "parse", "pieces", "tensors_of",
 ]

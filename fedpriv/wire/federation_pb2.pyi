@@ -28,25 +28,37 @@ class Hello(_message.Message):
     users_sha256: bytes
     def __init__(self, node: _Optional[str] = ..., version: _Optional[int] = ..., users_sha256: _Optional[bytes] = ...) -> None: ...
 
+class FromNode(_message.Message):
+    __slots__ = ("hello", "vote")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    VOTE_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    vote: Vote
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ...) -> None: ...
+
 class FromServer(_message.Message):
-    __slots__ = ("welcome", "offer")
+    __slots__ = ("welcome", "proposal", "offer")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
+    proposal: Proposal
     offer: Offer
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("population_name", "population", "users", "task")
+    __slots__ = ("population_name", "population", "users", "task", "purpose")
     POPULATION_NAME_FIELD_NUMBER: _ClassVar[int]
     POPULATION_FIELD_NUMBER: _ClassVar[int]
     USERS_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
     population_name: str
     population: int
     users: _containers.RepeatedScalarFieldContainer[int]
     task: Task
-    def __init__(self, population_name: _Optional[str] = ..., population: _Optional[int] = ..., users: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, _Mapping]] = ...) -> None: ...
+    purpose: str
+    def __init__(self, population_name: _Optional[str] = ..., population: _Optional[int] = ..., users: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., purpose: _Optional[str] = ...) -> None: ...
 
 class Task(_message.Message):
     __slots__ = ("model", "options", "seed", "loss", "metrics")
@@ -73,6 +85,28 @@ class RoundId(_message.Message):
     attempt: int
     nonce: int
     def __init__(self, run: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., nonce: _Optional[int] = ...) -> None: ...
+
+class Proposal(_message.Message):
+    __slots__ = ("id", "clipping", "local", "metrics", "price")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    CLIPPING_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    PRICE_FIELD_NUMBER: _ClassVar[int]
+    id: RoundId
+    clipping: Clipping
+    local: LocalTraining
+    metrics: _containers.RepeatedCompositeFieldContainer[Metric]
+    price: Price
+    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., local: _Optional[_Union[LocalTraining, _Mapping]] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., price: _Optional[_Union[Price, _Mapping]] = ...) -> None: ...
+
+class Vote(_message.Message):
+    __slots__ = ("id", "objection")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    OBJECTION_FIELD_NUMBER: _ClassVar[int]
+    id: RoundId
+    objection: str
+    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., objection: _Optional[str] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("id", "seconds", "users", "clipping", "local", "metrics", "local_key", "price", "model")

@@ -94,6 +94,7 @@ class Welcome(Checked):
     # ids sorted by code points.
     users: Positions = field(repr=False)
     task: TaskDescription
+    purpose: Text = ""  # what the model is for
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,6 +129,32 @@ class Price(Checked):
     epsilon_after: Epsilon  # of all charges of the ledger and this round, at delta
     delta: Delta
     charges: Annotated[int, below(63)]  # of the ledger when epsilon_after was found
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a round will ask, whoever is drawn: all nodes vote on it before the draw."""
+
+    id: RoundId  # with a nonce of its own
+    clipping: Clipping
+    local: LocalTraining
+    metrics: tuple[Metric, ...]
+    price: Price
+
+    @classmethod
+    def of(cls, asked: "RoundRequest | Terms", price: Price) -> "Proposal":
+        """The terms of what a cohort is asked or will be, without a nonce."""
+        at = asked if isinstance(asked, RoundRequest) else asked.id
+        name = RoundId(at.run, at.round, at.attempt)
+        return cls(name, asked.clipping, asked.local, asked.metrics, price)
+
+
+@dataclass(frozen=True)
+class Vote(Checked):
+    """Whether a node agrees to a proposal; it depends on no user and on no draw."""
+
+    id: RoundId  # of the proposal
+    objection: Text = ""  # in one sentence; empty: the node agrees
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +217,9 @@ class RoundOffer(Checked):
         return RoundRequest(
             at.run, at.round, at.attempt, weights, clipping, local, users, key, metrics, statistics
         )
+
+
+Terms = Proposal | RoundOffer  # what both say is what a node consents to
 
 
 def model_of(request: RoundRequest) -> Parameters:
@@ -347,6 +377,11 @@ _OFFERED: Parts = {
 }
 _OFFER = Codec(RoundOffer, pb.Offer, "an offer", _OFFERED, {"users": MAX_USERS})
 encode_offer, decode_offer = _OFFER.encode, _OFFER.decode
+_PROPOSED = {name: _OFFERED[name] for name in ("id", "clipping", "local", "metrics", "price")}
+_PROPOSAL = Codec(Proposal, pb.Proposal, "a proposal", _PROPOSED)
+encode_proposal, decode_proposal = _PROPOSAL.encode, _PROPOSAL.decode
+_VOTE = Codec(Vote, pb.Vote, "a vote", {"id": _ROUND_ID})
+encode_vote, decode_vote = _VOTE.encode, _VOTE.decode
 _SUM = Codec(SummedUpdates, pb.PartialSum, "a sum", {"tensors": MANIFEST})
 _DECLINE = Codec(Decline, pb.Decline, "a decline")
 _RECEIPT = Codec(Receipt, pb.Receipt, "a receipt")

@@ -1,6 +1,7 @@
 """Who a node is, and how far its connection can be trusted."""
 
 import asyncio
+import shutil
 import socket
 import stat
 from datetime import UTC, datetime, timedelta
@@ -11,7 +12,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
 from fedpriv.clients.connection import FederationStub, Identity, identity_of
@@ -50,7 +51,8 @@ def write_certificate(folder: Path, names: list[str], uris: list[str]) -> Path:
         found = x509.SubjectAlternativeName(map(x509.UniformResourceIdentifier, uris))
         builder = builder.add_extension(found, critical=False)
     pem = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
-    for name, content in (("ca.pem", b"ca"), ("node.pem", pem), ("node.key", b"key")):
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    for name, content in (("ca.pem", b"ca"), ("node.pem", pem), ("node.key", private)):
         (folder / name).write_bytes(content)
     return folder
 
@@ -103,6 +105,21 @@ def test_a_damaged_certificate_and_a_missing_file_are_refused(tmp_path: Path) ->
     (tmp_path / "node.pem").write_bytes(b"-----BEGIN CERTIFICATE-----\nAAAA\n")
     with pytest.raises(InvalidValueError, match=r"node\.pem is not the certificate of a node"):
         identity_of(tmp_path, None)
+
+
+def test_a_key_that_is_not_the_certificates_is_refused(
+    tmp_path: Path, certificates: tuple[object, Path], strangers: tuple[object, Path]
+) -> None:
+    """Else every handshake would fail, as if the server were away."""
+    for name in ("ca.pem", "node.pem", "node.key"):
+        shutil.copy(certificates[1] / name, tmp_path / name)
+    for content, reason in (
+        ((strangers[1] / "node.key").read_bytes(), r"node\.key is not the key of the certificate"),
+        (b"no key", r"node\.key is not a private key"),
+    ):
+        (tmp_path / "node.key").write_bytes(content)
+        with pytest.raises(InvalidValueError, match=reason):
+            identity_of(tmp_path, None)
 
 
 @pytest.mark.parametrize("both", [(Path("certs"), "node"), (None, None)])
@@ -202,7 +219,7 @@ async def say_everything(stub: FederationStub, tiny: TinyServer) -> None:
     assert await stub.status() == STATUS
     offer = await tiny.offer()
     await tiny.script.put(None)
-    heard = [message async for message in stub.connect(HELLO)]
+    heard = [message async for message in stub.connect(HELLO, asyncio.Queue())]
     assert isinstance(heard[0], Welcome)
     await stub.download(offer)
     await stub.upload(RoundId("run", 0, 0), Decline("no"))

@@ -11,7 +11,7 @@ from fedpriv.clients.consent import Consent, misfit, reach_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.layout import Layout, VectorGroup, equal_split, per_layer
-from fedpriv.wire import RoundOffer, TaskDescription, Welcome, manifest_of, model_of
+from fedpriv.wire import RoundId, RoundOffer, TaskDescription, Welcome, manifest_of, model_of
 from tests.wire.examples import small_offer, small_request
 
 OFFER = small_offer()
@@ -107,59 +107,53 @@ class TestLoading:
 class TestObjections:
     def test_without_limits_there_is_none(self):
         worst = with_price(noise_multiplier=0.0, epsilon_after=math.inf, delta=0.9)
-        assert Consent().objection(worst, 10**6, math.nan) is None
+        assert Consent().objection(worst, math.nan) is None
 
     @pytest.mark.parametrize(
         ("consent", "legal", "illegal", "message"),
         [
             (
-                Consent(most_rounds_per_day=3),
-                (OFFER, 2, None),
-                (OFFER, 3, None),
-                "there were 3 rounds today; this node consents to at most 3",
-            ),
-            (
                 Consent(largest_clipping_norm=1.0),
-                (OFFER, 0, None),
-                (with_groups(VectorGroup("u", ("w", "b"), 1.1, (1.0, 1.0)), METRIC, COUNTING), 0,
+                (OFFER, None),
+                (with_groups(VectorGroup("u", ("w", "b"), 1.1, (1.0, 1.0)), METRIC, COUNTING),
                  None),
                 "the clipping norm is 1.1; this node consents to at most 1.0",
             ),
             (
                 Consent(least_noise_multiplier=1.0),
-                (OFFER, 0, None),
-                (with_price(noise_multiplier=0.99), 0, None),
+                (OFFER, None),
+                (with_price(noise_multiplier=0.99), None),
                 "the noise multiplier is 0.99; this node consents to at least 1.0",
             ),
             (
                 Consent(total_epsilon=2.0, delta=1e-6),
-                (OFFER, 0, None),
-                (with_price(epsilon_after=2.01), 0, None),
+                (OFFER, None),
+                (with_price(epsilon_after=2.01), None),
                 "ε would be 2.01; this node consents to at most 2.0 at δ = 1e-06",
             ),
             (
                 Consent(total_epsilon=2.0, delta=1e-7),
-                (with_price(delta=1e-8), 0, None),
-                (OFFER, 0, None),
+                (with_price(delta=1e-8), None),
+                (OFFER, None),
                 "ε is given at δ = 1e-06; this node consents to ε at δ = 1e-07 or less, as it has "
                 "not read the ledger",
             ),
             (
                 Consent(total_epsilon=2.0, delta=1e-7),
-                (OFFER, 0, 2.0),  # its own reading: what the server says does not matter
-                (with_price(epsilon_after=0.0), 0, 2.5),
+                (OFFER, 2.0),  # its own reading: what the server says does not matter
+                (with_price(epsilon_after=0.0), 2.5),
                 "ε would be 2.5; this node consents to at most 2.0 at δ = 1e-07",
             ),
             (
                 Consent(total_epsilon=2.0, delta=1e-7),
-                (with_price(epsilon_after=math.inf, delta=0.5), 0, 1.0),
-                (OFFER, 0, math.nan),
+                (with_price(epsilon_after=math.inf, delta=0.5), 1.0),
+                (OFFER, math.nan),
                 "ε would be nan; this node consents to at most 2.0 at δ = 1e-07",
             ),
             (
                 Consent(total_epsilon=2.0, delta=1e-6),
-                (OFFER, 0, 0.0),
-                (OFFER, 0, math.inf),
+                (OFFER, 0.0),
+                (OFFER, math.inf),
                 "ε would be inf; this node consents to at most 2.0 at δ = 1e-06",
             ),
         ],
@@ -170,22 +164,53 @@ class TestObjections:
 
     def test_the_first_objection_is_given(self):
         strict = Consent(
-            largest_clipping_norm=0.1, least_noise_multiplier=9.0, most_rounds_per_day=0,
+            largest_clipping_norm=0.1, least_noise_multiplier=9.0,
             total_epsilon=0.1, delta=1e-6,
         )  # fmt: skip
-        assert strict.objection(OFFER, 0).startswith("the clipping norm")
+        assert strict.objection(OFFER).startswith("the clipping norm")
         without = strict.model_copy(update={"largest_clipping_norm": None})
-        assert without.objection(OFFER, 0).startswith("the noise multiplier")
-        assert not any(str(user) in strict.objection(OFFER, 0) for user in OFFER.users[1:])
+        assert without.objection(OFFER).startswith("the noise multiplier")
+        assert not any(str(user) in strict.objection(OFFER) for user in OFFER.users[1:])
 
     def test_an_offer_that_was_made_around_its_checks_is_objected_to(self):
         broken = with_price()
         object.__setattr__(broken.price, "noise_multiplier", math.nan)
         object.__setattr__(broken.price, "epsilon_after", math.nan)
-        assert "is nan" in Consent(least_noise_multiplier=0.0).objection(broken, 0)
-        assert "nan" in Consent(total_epsilon=9.0, delta=0.5).objection(broken, 0)
+        assert "is nan" in Consent(least_noise_multiplier=0.0).objection(broken)
+        assert "nan" in Consent(total_epsilon=9.0, delta=0.5).objection(broken)
         object.__setattr__(broken.price, "delta", math.nan)
-        assert "δ = nan" in Consent(total_epsilon=9.0, delta=0.5).objection(broken, 0)
+        assert "δ = nan" in Consent(total_epsilon=9.0, delta=0.5).objection(broken)
+
+    def test_answers_of_a_day_are_limited(self):
+        assert Consent().objection_today(10**6) is None
+        assert Consent(most_rounds_per_day=3).objection_today(2) is None
+        assert Consent(most_rounds_per_day=3).objection_today(3) == (
+            "there were 3 rounds today; this node consents to at most 3"
+        )
+
+    @pytest.mark.parametrize(
+        ("key", "patterns", "agrees"),
+        [
+            ("purposes", ["readmission"], True),
+            ("purposes", ["Readmission"], False),
+            ("purposes", [], False),
+            ("models", ["softmax", "mlp"], True),
+            ("models", ["vendor.*:*"], False),
+            ("runs", ["r*-?"], True),
+            ("runs", ["r"], False),
+        ],
+    )
+    def test_purposes_models_and_runs_are_named_or_match(self, key, patterns, agrees):
+        task = TaskDescription("softmax", {}, 0, "cross-entropy")
+        welcome = Welcome("people", 1000, np.array([4]), task, "readmission")
+        offer = replace(OFFER, id=RoundId("run-7", 0, 0))
+        consent = Consent(**{key: patterns})
+        objection = consent.objection_to_names(welcome, offer)
+        assert (objection is None) == agrees
+        if objection:
+            assert objection.startswith(f"the {key[:-1]} is '")
+            assert objection.endswith(f"this node consents to {patterns}")
+        assert Consent().objection_to_names(welcome, offer) is None
 
     def test_a_norm_split_among_groups_is_not_objected_to_for_its_rounding(self):
         layout, norm = Layout(tuple("abc"), ((), (), ())), 0.25
@@ -199,8 +224,8 @@ class TestObjections:
         )
         offer = RoundOffer.of(request, 1.0, OFFER.price, manifest_of(model_of(request)))
         assert norm < reach_of(offer) < norm * (1.0 + 1e-15)
-        assert Consent(largest_clipping_norm=norm).objection(offer, 0) is None
-        assert Consent(largest_clipping_norm=norm * 0.999999).objection(offer, 0)
+        assert Consent(largest_clipping_norm=norm).objection(offer) is None
+        assert Consent(largest_clipping_norm=norm * 0.999999).objection(offer)
 
 
 class TestReach:

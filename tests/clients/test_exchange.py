@@ -71,7 +71,7 @@ def ask(tiny: TinyServer, call: Callable[[FederationStub], Awaitable[Result]]) -
 
 
 async def heard(stub: FederationStub) -> list[Welcome | RoundOffer]:
-    return [message async for message in stub.connect(HELLO)]
+    return [message async for message in stub.connect(HELLO, asyncio.Queue())]
 
 
 def sending(**answers: list[Said] | Said) -> TinyServer:

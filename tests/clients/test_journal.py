@@ -46,36 +46,57 @@ class TestTakingPart:
         )
         assert journal.taken_part("nobody") == ()
 
-    def test_an_attempt_counts_once_and_by_what_the_node_agreed_to(self, journal):
+    def test_an_offer_is_answered_once(self, journal):
+        journal.record("people", OFFER, NOON)
+        again = replace(OFFER, seconds=OFFER.seconds / 2.0)
+        assert journal.answered("people", again)
+        assert not journal.answered("others", again)
+        with pytest.raises(InvalidValueError, match="nothing was written"):
+            journal.record("people", again, NOON)
+        assert journal.answers_since(NOON) == 1
+
+    def test_offers_of_one_attempt_that_differ_count_each(self, journal):
+        others = [
+            replace(OFFER, id=replace(OFFER.id, nonce=OFFER.id.nonce ^ 1)),
+            replace(OFFER, users=OFFER.users[:1]),
+            replace(OFFER, local_key=bytes(32)),
+        ]
+        for number, one in enumerate([OFFER, *others]):
+            assert not journal.answered("people", one)
+            journal.record("people", one, NOON)
+            assert journal.answers_since(NOON) == number + 1
+        assert len(journal.taken_part("people")) == 1
+
+    def test_of_an_attempt_the_loosest_offer_is_what_the_node_agreed_to(self, journal):
         for q, z, hours in ((0.25, 2.0, 0), (0.5, 3.0, 2), (0.125, 1.0, 1)):
             journal.record(
                 "people", offer(price=Price(q, 900, z, 1.0, 0.1, 3)), NOON + timedelta(hours=hours)
             )
         assert journal.taken_part("people") == (TakenPart("r", 0, 0, 900, 0.5, 1.0),)
-        assert journal.rounds_since(NOON + timedelta(hours=2)) == 1
-        assert journal.rounds_since(NOON + timedelta(hours=3)) == 0
+        assert journal.answers_since(NOON + timedelta(hours=1)) == 2
+        assert journal.answers_since(NOON + timedelta(hours=3)) == 0
 
     def test_rounds_are_counted_from_a_moment_on(self, journal):
         for number in range(5):
             moment = NOON + timedelta(hours=number)
             journal.record("people", offer("r", number), moment)
-        assert journal.rounds_since(NOON) == 5
-        assert journal.rounds_since(NOON + timedelta(hours=2)) == 3
-        assert journal.rounds_since(NOON + timedelta(hours=2, microseconds=1)) == 2
+        assert journal.answers_since(NOON) == 5
+        assert journal.answers_since(NOON + timedelta(hours=2)) == 3
+        assert journal.answers_since(NOON + timedelta(hours=2, microseconds=1)) == 2
         elsewhere = timezone(timedelta(hours=-7))
-        assert journal.rounds_since((NOON + timedelta(hours=2)).astimezone(elsewhere)) == 3
+        assert journal.answers_since((NOON + timedelta(hours=2)).astimezone(elsewhere)) == 3
 
     def test_rounds_of_all_populations_count(self, journal):
         journal.record("people", offer(), NOON)
         journal.record("others", offer(), NOON.astimezone(timezone(timedelta(hours=9))))
-        assert journal.rounds_since(NOON) == 2
+        assert journal.answers_since(NOON) == 2
 
     def test_a_moment_without_time_zone_is_refused(self, journal):
         naive = NOON.replace(tzinfo=None)
         with pytest.raises(InvalidValueError, match="has no time zone"):
             journal.record("people", offer(), naive)
         with pytest.raises(InvalidValueError, match="has no time zone"):
-            journal.rounds_since(naive)
+            journal.answers_since(naive)
         assert journal.taken_part("people") == ()
 
     @settings(max_examples=25, deadline=None)
@@ -95,9 +116,10 @@ class TestTakingPart:
         with Journal(tmp_path_factory.mktemp("journal") / "journal") as journal:
             times = {}
             for run, number, attempt, at in written:
-                journal.record("people", offer(run, number, attempt), at)
-                times[run, number, attempt] = max(at, times.get((run, number, attempt), at))
-            assert journal.rounds_since(moment) == sum(at >= moment for at in times.values())
+                if not journal.answered("people", offer(run, number, attempt)):
+                    journal.record("people", offer(run, number, attempt), at)
+                times.setdefault((run, number, attempt), at)
+            assert journal.answers_since(moment) == sum(at >= moment for at in times.values())
             kept = {(part.run, part.round, part.attempt) for part in journal.taken_part("people")}
             assert kept == set(times)
 
@@ -154,7 +176,7 @@ class TestFile:
                 ("r", 4, 2)
             ]
             assert journal.last_head("a") == Head(3, "y")
-            assert journal.rounds_since(begin) == 1
+            assert journal.answers_since(begin) == 1
 
     def test_only_its_owner_can_read_it(self, tmp_path):
         path = tmp_path / "journal.sqlite"
@@ -172,10 +194,10 @@ class TestFile:
             Journal(path)
 
     def test_it_is_opened_again(self, tmp_path):
-        for _ in range(2):
+        for attempt in range(2):
             with Journal(tmp_path / "journal") as journal:
-                journal.record("people", offer(), NOON)
-                assert len(journal.taken_part("people")) == 1
+                journal.record("people", offer(attempt=attempt), NOON)
+                assert len(journal.taken_part("people")) == attempt + 1
 
     def test_what_is_no_journal_is_refused(self, tmp_path):
         Ledger.open_or_create(tmp_path / "ledger", "people").close()
@@ -193,11 +215,11 @@ class TestFile:
 
     def test_a_journal_that_cannot_be_written_says_so(self, journal, tmp_path):
         with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as raw:
-            raw.execute("DROP TABLE taken_part")
+            raw.execute("DROP TABLE answers")
             raw.execute("DROP TABLE ledgers")
         uses = (
             lambda: journal.record("people", offer(), NOON),
-            lambda: journal.rounds_since(NOON),
+            lambda: journal.answers_since(NOON),
             lambda: journal.taken_part("people"),
             lambda: journal.remember_head("a", "people", Head(1, "x")),
             lambda: journal.last_head("a"),

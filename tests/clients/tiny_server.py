@@ -20,13 +20,17 @@ from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.server.certificates import init, issue
 from fedpriv.wire import (
     Price,
+    Proposal,
     Receipt,
     RoundOffer,
     Status,
     TaskDescription,
+    Vote,
     Welcome,
     chunks,
+    decode_vote,
     encode_offer,
+    encode_proposal,
     encode_receipt,
     encode_status,
     encode_welcome,
@@ -59,6 +63,7 @@ class TinyServer:
         status: what GetStatus says.
         receipts: what Upload says; when there are none left, that it takes the answer.
         hellos: what nodes said when they connected.
+        votes: what they said to proposals.
         names: of the nodes that called, as the certificate or else the metadata says.
         answers: header and tensors' bytes of each upload that was read to its end.
         calls: how many of each method.
@@ -78,6 +83,7 @@ class TinyServer:
         self.status: Said = None
         self.receipts: list[Said] = []
         self.hellos: asyncio.Queue[pb.Hello] = asyncio.Queue()
+        self.votes: asyncio.Queue[Vote] = asyncio.Queue()
         self.names: set[str] = set()
         self.answers: asyncio.Queue[tuple[pb.Answer, bytes]] = asyncio.Queue()
         self.calls: Counter[str] = Counter()
@@ -90,11 +96,26 @@ class TinyServer:
         await self.script.put(said(offered))
         return offered
 
-    async def connect(self, hello: pb.Hello, context: Context) -> AsyncIterator[Said]:
+    async def propose(self, number: int = 0, **changes: object) -> None:
+        """Propose a round to the node."""
+        proposal = Proposal.of(make_offer(number)[0], PRICE)
+        await self.script.put(said(replace(proposal, **changes)))
+
+    async def connect(
+        self, heard: AsyncIterator[pb.FromNode], context: Context
+    ) -> AsyncIterator[Said]:
         self._count("Connect", context)
-        await self.hellos.put(hello)
+        await self.hellos.put((await anext(aiter(heard))).hello)
         self.connected += 1
+
+        async def count() -> None:
+            async for message in heard:
+                await self.votes.put(decode_vote(message.vote))
+
+        voting = asyncio.create_task(count())
         try:
+            if isinstance(self.welcome, tuple):
+                await context.abort(*self.welcome)
             if self.welcome is not None:
                 yield self.welcome
             while (one := await self.script.get()) is not None:
@@ -102,6 +123,7 @@ class TinyServer:
                     await context.abort(*one)
                 yield one
         finally:
+            voting.cancel()
             self.connected -= 1
 
     async def download(self, _: pb.RoundId, context: Context) -> AsyncIterator[Said]:
@@ -159,8 +181,8 @@ async def serving(
     """Serve on loopback until the block is left; gives the port."""
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     methods = {
-        "Connect": grpc.unary_stream_rpc_method_handler(
-            tiny.connect, pb.Hello.FromString, _written
+        "Connect": grpc.stream_stream_rpc_method_handler(
+            tiny.connect, pb.FromNode.FromString, _written
         ),
         "Download": grpc.unary_stream_rpc_method_handler(
             tiny.download, pb.RoundId.FromString, _written
@@ -210,11 +232,13 @@ def make_offer(number: int = 0, **changes: object) -> tuple[RoundOffer, list[Sai
     return replace(offer, **changes), list(chunks(pieces(model_of(request))))
 
 
-def said(value: Welcome | RoundOffer | Receipt | Status) -> Message:
+def said(value: Welcome | Proposal | RoundOffer | Receipt | Status) -> Message:
     """The message in which a server says a value."""
     match value:
         case Welcome():
             return pb.FromServer(welcome=encode_welcome(value))
+        case Proposal():
+            return pb.FromServer(proposal=encode_proposal(value))
         case RoundOffer():
             return pb.FromServer(offer=encode_offer(value))
         case Receipt():

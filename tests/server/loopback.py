@@ -1,5 +1,6 @@
 """A real server on loopback, and nodes made for tests: each a thread with its own channel."""
 
+import queue
 import threading
 import time
 import tomllib
@@ -174,13 +175,17 @@ Answering = Callable[[wire.RoundOffer, RoundRequest], Iterable[pb.UploadPart] | 
 
 @dataclass
 class TestNode:
-    """A node of the simplest kind: it answers each offer once, as a function says."""
+    """A node of the simplest kind: it answers each offer once, as a function says.
+
+    It agrees to every proposal, once it has said these objections.
+    """
 
     __test__ = False
 
     site: Site | RemoteSite
     name: str
     answering: Answering
+    objections: Iterator[str] = field(default_factory=lambda: iter(()))
     welcomed: threading.Event = field(default_factory=threading.Event)
     receipts: list[wire.Receipt] = field(default_factory=list)
     ended: list[grpc.StatusCode] = field(default_factory=list)
@@ -196,16 +201,25 @@ class TestNode:
         return wire.encode_hello(wire.Hello(self.name, digest))
 
     def _run(self) -> None:
-        stream = self.stub.Connect(self.hello(), wait_for_ready=True)
+        said: queue.SimpleQueue[pb.FromNode | None] = queue.SimpleQueue()
+        said.put(pb.FromNode(hello=self.hello()))
+        stream = self.stub.Connect(iter(said.get, None), wait_for_ready=True)
         try:
             for message in stream:
-                if message.WhichOneof("what") == "welcome":
-                    self.welcomed.set()
-                else:
-                    self._answer(message.offer)
+                match message.WhichOneof("what"):
+                    case "welcome":
+                        self.welcomed.set()
+                    case "proposal":
+                        at = wire.decode_proposal(message.proposal).id
+                        objection = next(self.objections, "")
+                        said.put(pb.FromNode(vote=wire.encode_vote(wire.Vote(at, objection))))
+                    case _:
+                        self._answer(message.offer)
             self.ended.append(grpc.StatusCode.OK)
         except grpc.RpcError as error:
             self.ended.append(error.code())
+        finally:
+            said.put(None)
 
     def _answer(self, message: pb.Offer) -> None:
         offer = wire.decode_offer(message)

@@ -302,7 +302,8 @@ def test_who_downloads_and_never_reads_holds_up_others_no_longer_than_a_transfer
 def test_who_connects_and_never_reads_is_replaced_by_its_next_connection(
     short: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hello = wire.encode_hello(wire.Hello("four", wire.digest_of(["4"]))).SerializeToString()
+    said = wire.encode_hello(wire.Hello("four", wire.digest_of(["4"])))
+    hello = pb.FromNode(hello=said).SerializeToString()
     with encrypted(short.server.address.port, short.certs, "four") as connection:
         connection.sendall(zero_window("Connect", hello))
         until(lambda: len(short.server.service.connections) == 1)
@@ -371,4 +372,5 @@ def test_what_nodes_say_names_no_user_and_forges_no_line(
     assert said == [
         r"a node of one user declines: too dear\nFORGED: a line\r\x1b[2J\u2028\x85\x00",
         "an answer of silo is refused: the sum holds more users than were drawn at the node",
+        "no drawn user contributed to round 0; it is charged",
     ]

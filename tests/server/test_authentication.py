@@ -392,7 +392,7 @@ def test_nodes_that_call_at_once_are_not_mixed_up(
 @pytest.mark.parametrize(
     ("hello", "code"),
     [
-        (wire.Hello("five", wire.digest_of(["5"])), grpc.StatusCode.PERMISSION_DENIED),
+        (wire.Hello("five", wire.digest_of(["5"])), grpc.StatusCode.INVALID_ARGUMENT),
         (wire.Hello("four", wire.digest_of(["5"])), grpc.StatusCode.FAILED_PRECONDITION),
         (wire.Hello("four", wire.digest_of([])), grpc.StatusCode.FAILED_PRECONDITION),
     ],
@@ -401,7 +401,8 @@ def test_a_hello_that_does_not_fit_the_certificate_connects_nobody(
     served: Site, hello: wire.Hello, code: grpc.StatusCode
 ) -> None:
     before = len(served.server.service.connections)
+    said = iter([pb.FromNode(hello=wire.encode_hello(hello))])
     with served.channel("four") as channel, pytest.raises(grpc.RpcError) as caught:
-        next(FederationStub(channel).Connect(wire.encode_hello(hello)))
+        next(FederationStub(channel).Connect(said))
     assert caught.value.code() is code
     assert len(served.server.service.connections) == before

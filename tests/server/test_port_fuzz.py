@@ -166,7 +166,7 @@ class Attackers:
         hello = wire.encode_hello(wire.Hello("hostile 0", wire.digest_of(["hostile 0"])))
         forged = pb.Hello(node=FORGED, version=1, users_sha256=bytes(32))
         asked: dict[str, tuple[list[Message], int]] = {
-            "Connect": ([hello, forged], 300),
+            "Connect": ([pb.FromNode(hello=one) for one in (hello, forged)], 300),
             "Download": ([wire.encode_round_id(offer.id)], 200),
             "FetchLedger": ([pb.LedgerRequest()], 30),
             "GetStatus": ([pb.StatusRequest()], 50),
