@@ -42,6 +42,7 @@ bench: .venv/installed-test bench-rivals
 	$(BIN)/python -m simulations.randomness
 	$(BIN)/python -m simulations.accounting_speed
 	$(BIN)/python -m simulations.federation_load
+	$(BIN)/python -m simulations.hostile_load
 	$(BIN)/python -m simulations.flower_overhead
 	$(BIN)/python -m simulations.scale
 

@@ -93,7 +93,7 @@ def measure(load: Load) -> Found:
     Raises:
         InvalidValueError: the operating system allows too few connections.
     """
-    _allow_connections(load)
+    allow_open_files(load.nodes + load.sampled)
     with tempfile.TemporaryDirectory() as folder:
         site = Site(Path(folder) / "certs", load.nodes, load.parameters)
         site.issue()
@@ -102,12 +102,17 @@ def measure(load: Load) -> Found:
             return asyncio.run(_rounds(load, site, server, bare))
 
 
-def _allow_connections(load: Load) -> None:
+def allow_open_files(connections: int) -> None:
+    """Let this process, and those that it starts, have so many connections at once.
+
+    Raises:
+        InvalidValueError: the operating system allows fewer.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = load.nodes + load.sampled + _DESCRIPTORS
+    needed = connections + _DESCRIPTORS
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise InvalidValueError(
-            f"{hard} files may be open at once; {load.nodes} connections need {needed} (ulimit -n)"
+            f"{hard} files may be open at once; {connections} connections need {needed} (ulimit -n)"
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

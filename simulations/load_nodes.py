@@ -1,13 +1,16 @@
 """The nodes of the load benchmark, in one process: each has its own channel and certificate."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import grpc
 
 from fedpriv.clients.connection import FederationStub, identity_of
 from fedpriv.errors import WireError
+from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import (
     NODE_RECEIVES_BYTES,
@@ -31,9 +34,12 @@ from fedpriv.wire import federation_pb2 as pb
 from simulations.load_server import BARE, messages
 from simulations.load_site import Site, name_of, user_of
 
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_BACKOFF_SECONDS = 2.0
+
 
 class Prepared:
-    """A contribution to a site, ready to be sent in any round.
+    """A contribution to a site, made at the first offer and ready to be sent in any round.
 
     Args:
         site: whose.
@@ -41,35 +47,52 @@ class Prepared:
     """
 
     def __init__(self, site: Site, kind: int) -> None:
-        partial = PartialSum("", 1, site.contribution(kind), 1)
-        self._content = SummedUpdates.of(partial)
-        self._parts = [
-            pb.UploadPart(chunk=chunk).SerializeToString()
-            for chunk in chunks(pieces(tensors_of(partial)))
-        ]
+        self._site, self._kind = site, kind
+        self._made: tuple[SummedUpdates, list[bytes]] | None = None
 
     def messages(self, offer: RoundOffer) -> Iterator[bytes]:
         """What to upload as the answer to an offer."""
-        header = encode_answer(Answer(offer.id, self._content))
+        content, parts = self._made = self._made or self._make(offer.clipping)
+        header = encode_answer(Answer(offer.id, content))
         yield pb.UploadPart(answer=header).SerializeToString()
-        yield from self._parts
+        yield from parts
+
+    def _make(self, clipping: Clipping) -> tuple[SummedUpdates, list[bytes]]:
+        partial = PartialSum("", 1, self._site.contribution(self._kind, clipping), 1)
+        uploaded = chunks(pieces(tensors_of(partial)))
+        parts = [pb.UploadPart(chunk=chunk).SerializeToString() for chunk in uploaded]
+        return SummedUpdates.of(partial), parts
+
+
+@dataclass
+class Seen:
+    """What nodes have seen so far.
+
+    Attributes:
+        answered: answers that the server accepted.
+        lost: connections that were lost, and answers that could not be sent.
+    """
+
+    answered: int = 0
+    lost: int = 0
 
 
 @asynccontextmanager
-async def connected(site: Site, port: int) -> AsyncIterator[None]:
+async def connected(site: Site, port: int, seen: Seen | None = None) -> AsyncIterator[None]:
     """All nodes of a site are connected to its server while the block runs.
 
     Each answers every offer as bare nodes do: it throws away the model that comes, and sends
-    messages that were made before. What a node's own checks cost is its own machine's business.
+    messages that were made before. What a node's own checks cost is its own machine's business. A
+    node that has lost its connection comes back.
 
     Raises:
-        ExceptionGroup: something went wrong at a node; it ends the block.
+        ExceptionGroup: an answer was refused, or something else went wrong; it ends the block.
     """
-    prepared = [Prepared(site, kind) for kind in range(site.kinds)]
+    prepared, seen = [Prepared(site, kind) for kind in range(site.kinds)], seen or Seen()
     async with asyncio.TaskGroup() as group:
         welcomed = [asyncio.Event() for _ in range(site.nodes)]
         tasks = [
-            group.create_task(_stay(site, number, port, prepared[number % site.kinds], event))
+            group.create_task(_come_back(site, number, port, prepared, event, seen))
             for number, event in enumerate(welcomed)
         ]
         for event in welcomed:
@@ -79,25 +102,46 @@ async def connected(site: Site, port: int) -> AsyncIterator[None]:
             task.cancel()
 
 
-async def _stay(
-    site: Site, number: int, port: int, update: Prepared, welcomed: asyncio.Event
+async def _come_back(
+    site: Site,
+    number: int,
+    port: int,
+    prepared: list[Prepared],
+    welcomed: asyncio.Event,
+    seen: Seen,
 ) -> None:
-    """One node, from its connection on."""
+    """One node, until the run is over."""
+    update = prepared[number % site.kinds]
+    while True:
+        try:
+            async with _stub(site, number, port) as stub:
+                await _stay(stub, number, update, welcomed, seen)
+            return
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in _LOST:
+                raise
+            seen.lost += 1
+        await asyncio.sleep(_BACKOFF_SECONDS * random.random())
+
+
+async def _stay(
+    stub: FederationStub, number: int, update: Prepared, welcomed: asyncio.Event, seen: Seen
+) -> None:
     hello = Hello(name_of(number), digest_of([user_of(number)]))
-    async with _stub(site, number, port) as stub:
-        votes = asyncio.Queue[Vote]()
-        async for message in stub.connect(hello, votes):
-            match message:
-                case Welcome():
-                    welcomed.set()
-                case Proposal():
-                    votes.put_nowait(Vote(message.id))
-                case RoundOffer():
-                    asked = encode_round_id(message.id).SerializeToString()
-                    call = stub.channel.unary_stream("/fedpriv.v1.Federation/Download")
-                    async for _ in call(asked):
-                        pass
-                    await _upload(stub.channel, update.messages(message))
+    votes = asyncio.Queue[Vote]()
+    async for message in stub.connect(hello, votes):
+        match message:
+            case Welcome():
+                welcomed.set()
+            case Proposal():
+                votes.put_nowait(Vote(message.id))
+            case RoundOffer():
+                asked = encode_round_id(message.id).SerializeToString()
+                call = stub.channel.unary_stream("/fedpriv.v1.Federation/Download")
+                async for _ in call(asked):
+                    pass
+                await _upload(stub.channel, update.messages(message))
+                seen.answered += 1
 
 
 def _stub(site: Site, number: int, port: int) -> FederationStub:

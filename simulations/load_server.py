@@ -150,12 +150,13 @@ def messages(size: int) -> list[bytes]:
     return [bytes(CHUNK_BYTES)] * whole + [bytes(left)] * bool(left)
 
 
-def peak_bytes() -> int:
-    """The most memory that this process had since it began.
+def peak_bytes(process: int | str = "self") -> int:
+    """The most memory that a process had since it began.
 
     Not `getrusage`: there Linux counts what the parent had before, too.
     """
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    status = Path(f"/proc/{process}/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="ascii"))
     if found is None:
-        raise RuntimeError("/proc/self/status does not say how much memory there was at most")
+        raise RuntimeError(f"{status} does not say how much memory there was at most")
     return int(found[1]) * 1024

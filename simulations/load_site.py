@@ -75,13 +75,18 @@ class Site:
         """How many different contributions there are; node i sends number i modulo this."""
         return min(_KINDS, self.nodes)
 
-    def contribution(self, kind: int) -> IntegerVector:
-        """One of the contributions: int64[P]."""
-        return self._clipping.contribution(self._random(1 + kind))
+    def contribution(self, kind: int, clipping: Clipping) -> IntegerVector:
+        """One of the contributions: int64[P].
+
+        Args:
+            kind: which.
+            clipping: of the round.
+        """
+        return clipping.contribution(_random(clipping.layout, 1 + kind))
 
     def request(self, number: int, cohort: list[int]) -> RoundRequest:
         """A round of a given cohort, with a model of its own."""
-        model, users = self._random(1000 + number), np.array(cohort, np.int64)
+        model, users = _random(self._layout, 1000 + number), np.array(cohort, np.int64)
         return RoundRequest("load", number, 0, model, self._clipping, _LOCAL, users, bytes(32))
 
     def sum_of(self, cohort: list[int]) -> IntegerVector:
@@ -92,7 +97,9 @@ class Site:
         """
         total = np.zeros(self.parameters, np.int64)
         for kind in range(self.kinds):
-            total += sum(node % self.kinds == kind for node in cohort) * self.contribution(kind)
+            total += sum(node % self.kinds == kind for node in cohort) * self.contribution(
+                kind, self._clipping
+            )
         return total
 
     @property
@@ -105,9 +112,10 @@ class Site:
         rows, biases = divmod(self.parameters, columns)
         return Layout(("weight", "bias"), ((rows, columns), (biases,)))
 
-    def _random(self, seed: int) -> dict[str, npt.NDArray[np.float32]]:
-        rng = np.random.default_rng(seed)
-        return self._layout.unflatten(rng.standard_normal(self.parameters, np.float32))
+
+def _random(layout: Layout, seed: int) -> dict[str, npt.NDArray[np.float32]]:
+    rng = np.random.default_rng(seed)
+    return layout.unflatten(rng.standard_normal(layout.dimension, np.float32))
 
 
 def name_of(number: int) -> str:

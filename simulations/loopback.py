@@ -20,6 +20,7 @@ from fedpriv.server import certificates
 COMMAND = (sys.executable, "-c", "from fedpriv.cli import main; main()")
 _LONGEST_START_SECONDS = 120.0
 _LONGEST_END_SECONDS = 20.0
+LISTENING = re.compile(r"listening on \S+:(\d+)")
 
 
 def lay_out(folder: Path, users: UserStore, sizes: Sequence[int]) -> None:
@@ -88,6 +89,19 @@ class Program:
         raise FedprivError(f"{self.output} does not say {pattern!r}:\n{self.text}")
 
 
+def troubles(log: str) -> list[str]:
+    """Warnings, errors and last sentences in what a program printed, each once, as they came.
+
+    Lines that differ in numbers alone are the same.
+    """
+    found = re.findall(r"^(?:\S+Z (WARNING|ERROR) +|(error): )(.+)$", log, re.MULTILINE)
+    lines = {
+        re.sub(r"\d+", "#", said): f"{(level or end).upper()} {said}"
+        for level, end, said in reversed(found)
+    }
+    return list(reversed(lines.values()))
+
+
 @contextmanager
 def program(output: Path, *arguments: str, command: Sequence[str] = COMMAND) -> Iterator[Program]:
     """A `fedpriv` process, ended with the block if it is not before."""
@@ -133,7 +147,7 @@ def server(
 
 def port_of(serving: Program) -> int:
     """Where a server listens, once it does."""
-    return int(serving.await_text(r"listening on \S+:(\d+)")[1])
+    return int(serving.await_text(LISTENING.pattern)[1])
 
 
 @contextmanager

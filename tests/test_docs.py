@@ -6,6 +6,8 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -137,3 +139,16 @@ def test_the_version_is_one() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert fedpriv.__version__ == project["version"]
+
+
+def test_places_where_an_update_is_checked_exist() -> None:
+    text = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    places = text.partition("### Where an update is checked")[2].partition("\nHow long")[0]
+    rows = [row.split("|")[1:-1] for row in places.splitlines() if re.match(r"\| \d+ \|", row)]
+    assert [int(number) for number, *_ in rows] == list(range(1, 11))
+    for _, _, file, names in rows:
+        (path,) = re.findall(r"`([^`]+)\.py`", file)
+        assert (ROOT / f"{path}.py").exists()
+        module = import_module(f"fedpriv.{path.removeprefix('fedpriv/').replace('/', '.')}")
+        for name in re.findall(r"`([^`]+)`", names):
+            assert callable(attrgetter(name)(module)), name

@@ -1,0 +1,253 @@
+"""Rounds of a large federation with hostile peers beside it, and the same rounds without them.
+
+`fedpriv serve`, started with 1,024 files that may be open, as systemd starts a service; a process
+with all nodes, each with a connection and a certificate of its own, which answer every offer with
+an update that was made before; and a process of hostile peers of five kinds in equal parts. They
+hold connections that say nothing; begin TLS and send a byte a second; declare messages of 2 GiB and
+send as much of them as the server takes; send what inflates from less than 1 MiB to 700; and flood
+it with calls. Those that speak TLS have certificates of the authority that are struck off, and
+whoever is shut out comes again after a second. Rounds that are not released are lost; a server that
+takes more than 8 GiB is given up.
+
+All processes share the machine, so what hostile peers themselves compute counts as harm, too. A
+round lasts from the release before it to its own; the first is left out.
+
+    python -m simulations.hostile_load --json simulations/results/hostile_load.json
+    python -m simulations.hostile_load --rounds 5
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from multiprocessing.sharedctypes import SynchronizedArray
+from pathlib import Path
+
+import tomli_w
+
+from fedpriv.errors import WorkerError
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.run.folder import RunFolder
+from fedpriv.server import certificates
+from simulations import loopback
+from simulations.federation_load import allow_open_files
+from simulations.hostile_peers import KINDS, Target, harass
+from simulations.load_nodes import Seen, connected
+from simulations.load_server import peak_bytes
+from simulations.load_site import Site
+
+_OPEN_FILES = 1024  # of the server, when it starts
+_COMMAND = ("sh", "-c", f'ulimit -Sn {_OPEN_FILES} && exec "$@"', "sh", *loopback.COMMAND)
+_STRANGERS = 8  # certificates of hostile peers
+_POLL_SECONDS = 0.02
+_MEBIBYTE = 2**20
+_TOO_MUCH = 8 * 2**30  # bytes; a server that takes more is ended, before the machine fails
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is measured.
+
+    Attributes:
+        nodes: that are connected, each with one user.
+        sampled: of them, in a round on average.
+        hidden: width of the model, which has 75 · hidden + 10 parameters.
+        rounds: at least 2.
+        hostile: peers.
+        patience: seconds, after which rounds that are not released are lost.
+    """
+
+    nodes: int
+    sampled: int
+    hidden: int
+    rounds: int
+    hostile: int
+    patience: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured in one run.
+
+    Attributes:
+        seconds: of each round but the first.
+        released: rounds.
+        charged: rounds.
+        answered: answers of nodes that were accepted.
+        lost: connections of nodes that were lost, and answers that could not be sent.
+        peak_mebibytes: of the server's memory.
+        begun: how often hostile peers began, by their kind.
+        ended: exit code of the server, if it ended before the last round was seen.
+        log: of the server, its warnings and errors, each once.
+    """
+
+    seconds: list[float]
+    released: int
+    charged: int
+    answered: int
+    lost: int
+    peak_mebibytes: float
+    begun: dict[str, int]
+    ended: int | None
+    log: list[str]
+
+
+def measure(load: Load) -> tuple[Found, Found]:
+    """Run all rounds without hostile peers, then with them.
+
+    Raises:
+        InvalidValueError: the operating system allows too few connections.
+        FedprivError: the server or the process of hostile peers failed when it started.
+    """
+    allow_open_files(load.nodes + load.hostile)
+    with tempfile.TemporaryDirectory() as folder:
+        site = Site(Path(folder) / "certs", load.nodes, load.hidden)
+        site.issue()
+        strangers = [f"stranger-{number}" for number in range(_STRANGERS)]
+        shown = [certificates.issue(site.folder, name).folder for name in strangers]
+        return _run(load, site, []), _run(load, site, shown)
+
+
+def _run(load: Load, site: Site, strangers: list[Path]) -> Found:
+    folder = site.folder / ("hostile" if strangers else "quiet")
+    folder.mkdir()
+    file, run = folder / "experiment.toml", RunFolder(folder / "run")
+    file.write_text(tomli_w.dumps(_experiment(load, site)), encoding="utf-8")
+    given = ("serve", str(file), "--out", str(run.path), "--exit")
+    with loopback.program(folder / "server.log", *given, command=_COMMAND) as server:
+        port = loopback.port_of(server)
+        hostile = _hostile([Target(port, shown) for shown in strangers], load.hostile)
+        with hostile if strangers else nullcontext([0] * len(KINDS)) as begun:
+            moments, seen, peak = asyncio.run(_rounds(load, site, port, server, run))
+            ended = server.process.poll()
+            counts = dict(zip(KINDS, begun[:], strict=True))
+    with Ledger.open(run.ledger) as ledger:
+        charged = len(list(ledger.charges()))
+    return Found(
+        seconds=[b - a for a, b in pairwise(moments)],
+        released=len(moments),
+        charged=charged,
+        answered=seen.answered,
+        lost=seen.lost,
+        peak_mebibytes=peak / _MEBIBYTE,
+        begun=counts,
+        ended=ended,
+        log=loopback.troubles(server.text),
+    )
+
+
+def _experiment(load: Load, site: Site) -> dict[str, object]:
+    model = {"inputs": 64, "hidden": load.hidden, "classes": 10}
+    return {
+        "name": "load",
+        "rounds": load.rounds,
+        "data": {"name": "digits", "options": {"users": 287}},
+        "model": {"name": "mlp", "options": model},
+        "local": {"learning_rate": 0.1, "epochs": 1, "max_examples": 10},
+        "clipping": {"norm": 1.0},
+        "output": {"evaluate_every": 10_000},
+        "privacy": {
+            "sampling_probability": load.sampled / load.nodes,
+            "epsilon": 1000.0,
+            "delta": 1e-5,
+            "noise_multiplier": 1.0,
+            "accountant": "rdp",
+        },
+        "federation": {
+            "address": "127.0.0.1:0",
+            "enrolment": str(site.enrolment),
+            "certificates": str(site.folder / "server"),
+            "least_nodes": load.nodes,
+        },
+    }
+
+
+@contextmanager
+def _hostile(targets: list[Target], peers: int) -> Iterator["SynchronizedArray[int]"]:
+    """So many peers, all of which have begun, until the block is left."""
+    context = multiprocessing.get_context("spawn")
+    begun = context.Array("L", len(KINDS))
+    process = context.Process(target=harass, args=(targets, peers, begun), daemon=True)
+    process.start()
+    try:
+        while sum(begun[:]) < peers:
+            if process.exitcode is not None:
+                raise WorkerError("the process of hostile peers ended")
+            time.sleep(_POLL_SECONDS)
+        yield begun
+    finally:
+        process.kill()
+        process.join()
+
+
+async def _rounds(
+    load: Load, site: Site, port: int, server: loopback.Program, run: RunFolder
+) -> tuple[list[float], Seen, int]:
+    """When each round was released, what nodes saw until the last, and the server's peak bytes."""
+    moments: list[float] = []
+    seen, peak = Seen(), 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(load.patience), connected(site, port, seen):
+            while len(moments) < load.rounds and peak < _TOO_MUCH:
+                if server.process.poll() is not None:
+                    break
+                peak = peak_bytes(server.process.pid)
+                await asyncio.sleep(_POLL_SECONDS)
+                if run.metrics.exists():
+                    more = run.metrics.read_bytes().count(b"\n") - len(moments)
+                    moments += [time.perf_counter()] * more
+    return moments, seen, peak
+
+
+def summary(load: Load, quiet: Found, hostile: Found) -> dict[str, float]:
+    """What was measured, in a few numbers."""
+    medians = [statistics.median(found.seconds or [float("inf")]) for found in (quiet, hostile)]
+    return {
+        "rounds lost without hostile peers": load.rounds - quiet.released,
+        "rounds lost": load.rounds - hostile.released,
+        "connections of nodes lost": hostile.lost,
+        "server's peak memory in MiB without hostile peers": quiet.peak_mebibytes,
+        "server's peak memory in MiB": hostile.peak_mebibytes,
+        "median seconds of a round without hostile peers": medians[0],
+        "median seconds of a round": medians[1],
+        "ratio": medians[1] / medians[0],
+    }
+
+
+def main() -> None:
+    """Measure, print and, if asked, keep the numbers."""
+    parser = argparse.ArgumentParser(description="rounds with hostile peers, and without")
+    parser.add_argument("--nodes", type=int, default=1000)
+    parser.add_argument("--sampled", type=int, default=200)
+    parser.add_argument("--hidden", type=int, default=16_000, help="1.2 million parameters")
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--hostile", type=int, default=500)
+    parser.add_argument("--patience", type=float, default=1800.0, help="seconds of all rounds")
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    given = vars(parser.parse_args())
+    path = given.pop("json")
+    load = Load(**given)
+    quiet, hostile = measure(load)
+    numbers = summary(load, quiet, hostile)
+    for name, value in numbers.items():
+        print(f"{name}: {value:.4g}")
+    for line in hostile.log:
+        print(line)
+    if path:
+        command = shlex.join(["python", "-m", "simulations.hostile_load", *sys.argv[1:]])
+        kept = {"command": command, "load": asdict(load), "summary": numbers}
+        found = {"without": asdict(quiet), "with": asdict(hostile)}
+        path.write_text(json.dumps(kept | found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Peers that mean harm to a server: each is a coroutine that ends when the server shuts it out.
+
+They speak TCP, TLS and HTTP/2 (RFC 9113) by hand. They keep to the windows of HTTP/2, because a
+server ends a connection that does not, and to nothing else.
+"""
+
+import asyncio
+import resource
+import ssl
+import zlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.sharedctypes import SynchronizedArray
+from pathlib import Path
+
+_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
+_LAST = _ACK = 1
+_WHOLE_HEADER = 4
+_INITIAL_WINDOW = 4  # the setting's number
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_PIECE = bytes(2**14)
+_DECLARED = 2**31 - 1  # bytes of one message
+_INFLATED = 700  # MiB
+_STREAMS = 8  # of one connection
+_CALLS = 5  # of a flood, in a second
+_PAUSE = 1.0  # seconds before a peer that was shut out tries again
+_SHUT_OUT = (OSError, EOFError, ssl.SSLError)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server on loopback, and a certificate to show to it.
+
+    Attributes:
+        port: where it listens.
+        certificate: folder with ca.pem, node.pem and node.key.
+    """
+
+    port: int
+    certificate: Path
+
+    @property
+    def tls(self) -> ssl.SSLContext:
+        """TLS that shows the certificate."""
+        context = ssl.create_default_context(cafile=self.certificate / "ca.pem")
+        context.load_cert_chain(self.certificate / "node.pem", self.certificate / "node.key")
+        context.set_alpn_protocols(["h2"])
+        return context
+
+
+async def silent(at: Target) -> None:
+    """A TCP connection that says nothing."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", at.port)
+    try:
+        await reader.read()
+    finally:
+        writer.close()
+
+
+async def slow_handshake(at: Target) -> None:
+    """A TLS handshake of one byte a second."""
+    hello, _, said = ssl.MemoryBIO(), ssl.MemoryBIO(), ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        at.tls.wrap_bio(hello, said, server_hostname="localhost").do_handshake()
+    _, writer = await asyncio.open_connection("127.0.0.1", at.port)
+    try:
+        for byte in said.read():
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(_PAUSE)
+    finally:
+        writer.close()
+
+
+async def declares_much(at: Target) -> None:
+    """Messages of 2 GiB in eight streams at once, of which as much comes as the server takes."""
+    async with _connected(at) as http, asyncio.TaskGroup() as group:
+        for _ in range(_STREAMS):
+            group.create_task(http.call("GetStatus", b"\0", _DECLARED))
+
+
+async def sends_bomb(at: Target) -> None:
+    """A compressed message of less than 1 MiB that inflates to 700."""
+    async with _connected(at) as http:
+        await http.call("GetStatus", b"\1", body=bomb())
+
+
+async def floods(at: Target) -> None:
+    """Five calls each second."""
+    async with _connected(at) as http:
+        while True:
+            for _ in range(_CALLS):
+                await http.call("GetStatus", b"\0")
+            await asyncio.sleep(_PAUSE)
+
+
+KINDS: dict[str, Callable[[Target], Awaitable[None]]] = {
+    "silent connections": silent,
+    "slow handshakes": slow_handshake,
+    "messages of 2 GiB": declares_much,
+    "compressed bombs": sends_bomb,
+    "floods of calls": floods,
+}
+
+
+def harass(targets: list[Target], peers: int, begun: "SynchronizedArray[int]") -> None:
+    """What so many peers of all kinds do, in a process of its own, until it is killed.
+
+    Args:
+        targets: one server, by several certificates, which peers share.
+        peers: how many.
+        begun: is counted up, for each kind, whenever a peer begins (again).
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    async def peer(number: int) -> None:
+        kind = number % len(KINDS)
+        harm, target = list(KINDS.values())[kind], targets[number // len(KINDS) % len(targets)]
+        while True:
+            begun[kind] += 1
+            await until_shut_out(harm(target))
+            await asyncio.sleep(_PAUSE)
+
+    async def all_of_them() -> None:
+        bomb()
+        await asyncio.gather(*(peer(number) for number in range(peers)))
+
+    asyncio.run(all_of_them())
+
+
+async def until_shut_out(harm: Awaitable[None]) -> None:
+    """Let a peer do what it does until the server ends it."""
+    try:
+        await harm
+    except* _SHUT_OUT:
+        pass
+
+
+@cache
+def bomb() -> bytes:
+    """What inflates to 700 MiB by gzip."""
+    packing, mebibyte = zlib.compressobj(wbits=31), bytes(2**20)
+    return b"".join(packing.compress(mebibyte) for _ in range(_INFLATED)) + packing.flush()
+
+
+@asynccontextmanager
+async def _connected(at: Target) -> AsyncIterator["_Http2"]:
+    name = "localhost"
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", at.port, ssl=at.tls, server_hostname=name
+    )
+    http = _Http2(reader, writer)
+    listening = asyncio.create_task(http.listen())
+    try:
+        await http.ready.wait()
+        yield http
+    finally:
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+        writer.close()
+
+
+class _Http2:
+    """A client's side of a connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._initial = 2**16 - 1
+        self._windows: dict[int, int] = defaultdict(lambda: self._initial, {0: self._initial})
+        self._next, self._over, self._lost = 1, set[int](), False
+        self._moved, self.ready = asyncio.Event(), asyncio.Event()
+        window = _frame(_WINDOW, 0, 0, (2**30).to_bytes(4))  # for answers
+        writer.write(_PREFACE + _frame(_SETTINGS, 0, 0) + window)
+
+    async def listen(self) -> None:
+        """Take what the server says, until it ends the connection."""
+        try:
+            while True:
+                head = await self._reader.readexactly(9)
+                payload = await self._reader.readexactly(int.from_bytes(head[:3]))
+                self._take(head[3], head[4], int.from_bytes(head[5:]), payload)
+                self._moved.set()
+        finally:
+            self._lost = True
+            self._moved.set()
+            self.ready.set()
+
+    def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        answers = not flags & _ACK
+        if kind == _SETTINGS and answers:
+            for at in range(0, len(payload), 6):
+                if int.from_bytes(payload[at : at + 2]) == _INITIAL_WINDOW:
+                    self._initial = int.from_bytes(payload[at + 2 : at + 6])
+            self._writer.write(_frame(_SETTINGS, _ACK, 0))
+            self.ready.set()
+        elif kind == _PING and answers:
+            self._writer.write(_frame(_PING, _ACK, 0, payload))
+        elif kind == _WINDOW:
+            self._windows[stream] += int.from_bytes(payload)
+        elif kind == _GOAWAY:
+            raise ConnectionResetError
+        if kind == _RESET or (kind in (_HEADERS, _DATA) and flags & _LAST):
+            self._over.add(stream)
+
+    async def call(
+        self, method: str, compressed: bytes, declared: int | None = None, body: bytes = b""
+    ) -> None:
+        """Make a call, and wait for its end; what was declared and is not there is zeros."""
+        stream, self._next = self._next, self._next + 2
+        self._writer.write(_frame(_HEADERS, _WHOLE_HEADER, stream, _header(method)))
+        size = len(body) if declared is None else declared
+        body = compressed + size.to_bytes(4, "big") + body
+        left = 5 + size
+        while left and (room := await self._room(stream)):
+            piece = (body or _PIECE)[: min(room, left)]
+            body, left = body[len(piece) :], left - len(piece)
+            self._windows[0] -= len(piece)
+            self._windows[stream] -= len(piece)
+            self._writer.write(_frame(_DATA, 0 if left else _LAST, stream, piece))
+            await self._writer.drain()
+        while stream not in self._over:
+            await self._wait()
+
+    async def _room(self, stream: int) -> int:
+        """How many bytes may be sent now; 0 if the server has ended the stream."""
+        while stream not in self._over:
+            if (room := min(self._windows[0], self._windows[stream], len(_PIECE))) > 0:
+                return room
+            await self._wait()
+        return 0
+
+    async def _wait(self) -> None:
+        if self._lost:
+            raise ConnectionResetError
+        self._moved.clear()
+        await self._moved.wait()
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    length = len(payload).to_bytes(3, "big")
+    return length + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def _header(method: str) -> bytes:
+    """Literal fields without indexing (RFC 7541, section 6.2.2); all are shorter than 127 bytes."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "https",
+        ":path": f"/fedpriv.v1.Federation/{method}",
+        ":authority": "localhost",
+        "te": "trailers",
+        "content-type": "application/grpc",
+        "grpc-encoding": "gzip",
+    }
+    return b"".join(
+        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in fields.items()
+    )
