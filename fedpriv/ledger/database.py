@@ -53,6 +53,8 @@ class Database:
         self._lock = threading.RLock()
         with self._failing("opened"):
             self._file = path.stat()
+            if path.is_dir():  # SQLite fails as if there were no room for another open file
+                raise LedgerError(f"{self._name} is a folder; it must be a file")
             mode = self._file.st_mode & 0o777
             if mode & 0o066 & ~file_format.mode:
                 raise LedgerError(
