@@ -19,7 +19,7 @@ error: the ledger is full
 
 def test_troubles_are_warnings_errors_and_last_sentences_each_once() -> None:
     assert loopback.troubles(LOG) == [
-        "WARNING an answer of node-1 is refused: it took 5 seconds",
+        "WARNING an answer of node-1 is refused: it took 3 seconds",
         "ERROR gRPC stopped listening",
         "ERROR the ledger is full",
     ]
