@@ -71,7 +71,7 @@ def test_a_network_that_is_silent_is_noticed_and_come_back_through(tmp_path: Pat
 
 def test_a_slow_uploader_holds_nobody_up_beyond_the_deadline(tmp_path: Path) -> None:
     site = Site.lay_out(tmp_path, 144, 143)
-    limits = ("--set=federation.transfer_seconds=3.0", "--set=federation.deadline_seconds=12.0")
+    limits = ("--set=federation.transfer_seconds=3.0", "--set=federation.deadline_seconds=20.0")
     with (
         site.server(*LARGE, *limits) as server,
         proxy(site.port) as through,
