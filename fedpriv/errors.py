@@ -2,17 +2,11 @@
 
 import difflib
 import errno
-import logging
 import sqlite3
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
-_log = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
-_LONGEST_WAIT_SECONDS = 60.0
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT}
 _NO_ROOM_IN_SQLITE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN}
 
@@ -110,21 +104,3 @@ def lacks_room(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def with_room(write: Callable[[], _Result]) -> _Result:
-    """Write, and again and again while `lacks_room` holds, since what was spent must not be lost.
-
-    What fails must leave nothing, or what the next try replaces.
-    """
-    seconds = 1.0
-    while True:
-        try:
-            return write()
-        except (OSError, FedprivError) as error:
-            if not lacks_room(error):
-                raise
-            sentence = sentence_of(error)
-            _log.warning("%s; the run waits for room, and tries again in %g s", sentence, seconds)
-        time.sleep(seconds)
-        seconds = min(2.0 * seconds, _LONGEST_WAIT_SECONDS)

@@ -7,17 +7,25 @@ at the top: a `RoundRequest` goes out over a `Transport`, and `PartialSum`s come
 
 import logging
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError, with_room
+from fedpriv.errors import (
+    BudgetExceededError,
+    FedprivError,
+    InvalidValueError,
+    LedgerError,
+    lacks_room,
+    sentence_of,
+)
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent
 from fedpriv.ledger.ledger import Charge, Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
@@ -27,6 +35,8 @@ from fedpriv.privacy.layout import FloatVector
 from fedpriv.privacy.noise import Entropy
 
 _log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+_LONGEST_WAIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -284,6 +294,24 @@ def private_round(
     charge = with_room(lambda: records.ledger.charge(proposed, records.budget))
     with_room(lambda: records.participation.keep_head(records.ledger.head))
     return Release(at.attempt, release(mechanism, at, cohort, charge, entropy), charge.hash)
+
+
+def with_room(write: Callable[[], _Result]) -> _Result:
+    """Write, and again and again while `lacks_room` holds, since what was spent must not be lost.
+
+    What fails must leave nothing, or what the next try replaces.
+    """
+    seconds = 1.0
+    while True:
+        try:
+            return write()
+        except (OSError, FedprivError) as error:
+            if not lacks_room(error):
+                raise
+            sentence = sentence_of(error)
+            _log.warning("%s; the run waits for room, and tries again in %g s", sentence, seconds)
+        time.sleep(seconds)
+        seconds = min(2.0 * seconds, _LONGEST_WAIT_SECONDS)
 
 
 def draw_cohort(

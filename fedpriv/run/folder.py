@@ -5,7 +5,7 @@ import json
 import os
 import webbrowser
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -132,7 +132,8 @@ def _append(path: Path, row: object, not_finite: Literal["constants", "null"]) -
             while left:
                 left = left[file.write(left) :]
         except OSError:
-            file.truncate(size)
+            with suppress(OSError):  # what is left is a line that no reader can parse
+                file.truncate(size)
             raise
 
 

@@ -33,12 +33,12 @@ from fedpriv.config import Config, FederationSection, for_folder, load_config
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import load_population
 from fedpriv.engine.task import Task
-from fedpriv.errors import DataError, InvalidValueError, with_room
+from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import beside
 from fedpriv.local import ALGORITHMS
-from fedpriv.privacy.round import PrivacyRecords, Transport
+from fedpriv.privacy.round import PrivacyRecords, Transport, with_room
 from fedpriv.report.records import versions
 from fedpriv.report.run_page import write_run_figures
 from fedpriv.report.tables import Column, Table, print_table

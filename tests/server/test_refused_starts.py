@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv import cli, errors
-from fedpriv.errors import InvalidValueError, LedgerError, RunError, lacks_room, with_room
+from fedpriv import cli
+from fedpriv.errors import InvalidValueError, LedgerError, RunError, lacks_room
+from fedpriv.privacy import round as round_module
+from fedpriv.privacy.round import with_room
 from fedpriv.server import service
 from fedpriv.server.deployment import serve
 
@@ -112,7 +114,7 @@ def test_what_lacks_room_is_written_again_until_there_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: Callable[[], None]
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(errors.time, "sleep", waits.append)
+    monkeypatch.setattr(round_module.time, "sleep", waits.append)
 
     def write() -> str:
         if len(waits) < 9:
