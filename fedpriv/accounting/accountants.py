@@ -1,8 +1,7 @@
 """Which analysis serves which events, what an accountant is, and every accountant by its name.
 
-An accountant states which sampling policies and neighbouring relations it has an analysis of, and
-refuses the rest: a policy and an accountant that do not match must not yield an ε. To add one,
-subclass `Accountant`, put it into `ACCOUNTANTS`, and inherit its tests from the conformance suite.
+An accountant refuses sampling policies and neighbouring relations that it cannot analyse. To add
+one, subclass `Accountant`, list it in `ACCOUNTANTS`, and inherit the conformance suite's tests.
 
 `ANALYSES` has, for each sampling policy and neighbouring relation, the pairs that events cost at
 most, and those that they cost at least. The tightest interval of pairs is
@@ -12,9 +11,8 @@ most, and those that they cost at least. The tightest interval of pairs is
 * the composition of privacy losses by FFT (`pld`), which gives three, for other kinds of events and
   where the contour refuses.
 
-The last two share nothing but the definition of the privacy loss; tests hold them against each
-other. Many different rounds are priced in groups, first in few; finer ones follow while the
-interval is wide.
+The last two share nothing but the definition of the privacy loss, and tests compare them. Many
+different rounds are priced in groups, first in few; finer ones follow while the interval is wide.
 """
 
 import math
@@ -219,8 +217,8 @@ _GAUSSIAN = tuple(
 )
 """What costs no more than the Poisson-subsampled Gaussian of `compose`, q = 1 included.
 
-A shuffled pass costs at most one Gaussian, because in every order of the users only one of its
-batches has the user (joint convexity); it can cost less (Chua et al. 2024).
+A shuffled pass costs at most one Gaussian: in every order only one batch has the user (joint
+convexity). It can cost less (Chua et al. 2024).
 """
 
 
@@ -262,16 +260,6 @@ def format_epsilon(epsilon: float) -> str:
     ('2.000', '0.000', '∞')
     """
     return "∞" if math.isinf(epsilon) else f"{math.ceil(epsilon * 1000) / 1000:.3f}"
-
-
-def format_epsilon_low(epsilon: float) -> str:
-    """A lower end of ε to three decimals, rounded down; empty if that is zero.
-
-    >>> format_epsilon_low(1.9999), format_epsilon_low(0.0009)
-    ('1.999', '')
-    """
-    down = math.floor(epsilon * 1000) / 1000
-    return f"{down:.3f}" if down > 0.0 else ""
 
 
 class Accountant(ABC):
@@ -390,9 +378,8 @@ class ClassicalAccountant(Accountant):
     """One formula for ε."""
 
     name: str = "basic"
-    price: Callable[[Rounds, float], float] = (
-        classical.basic_epsilon
-    )  # ε of rounds at δ; falls as δ grows
+    # ε of rounds at δ; falls as δ grows.
+    price: Callable[[Rounds, float], float] = classical.basic_epsilon
     bound: Bound = Bound.UPPER
 
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:

@@ -38,8 +38,7 @@ Vector = NDArray[np.float64]
 Rounds = Mapping[tuple[float, float], int]
 """Number of rounds by (sampling probability q, noise multiplier z)."""
 
-Ends = tuple[float, float]
-"""Lower and upper end of an interval that holds the truth."""
+Ends = tuple[float, float]  # of an interval that holds the truth
 
 _SAME = 2.0**-36  # relative difference of noise multipliers that is rounding
 _FINE = 5e-4  # groups need not tell apart rounds whose variances differ by less, relatively
@@ -154,8 +153,8 @@ def check_delta(delta: float) -> None:
 
 def check_epsilon(epsilon: float) -> None:
     """Raise InvalidValueError unless ε is finite and not negative."""
-    finite = "it must be finite and not negative"
-    require(0.0 <= epsilon < math.inf, f"epsilon is {epsilon}; {finite}")
+    legal = "it must be finite and not negative"
+    require(0.0 <= epsilon < math.inf, f"epsilon is {epsilon}; {legal}")
 
 
 def check_rounds(rounds: Rounds) -> None:

@@ -14,7 +14,6 @@ from fedpriv.accounting.accountants import (
     PrivacyLoss,
     accountant_named,
     format_epsilon,
-    format_epsilon_low,
 )
 from fedpriv.accounting.pricing import (
     Cost,
@@ -29,7 +28,7 @@ from fedpriv.ledger.events import Randomness, SamplingPolicy, merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
 from fedpriv.report.page import Section
 from fedpriv.report.records import RunRecord
-from fedpriv.report.tables import Column, Table, lower_end
+from fedpriv.report.tables import Column, Table, format_epsilon_low, lower_end
 
 _FALSE_ALARMS = 0.05
 

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.text import Text
 
-from fedpriv.accounting.accountants import Bound, PrivacyLoss, format_epsilon, format_epsilon_low
+from fedpriv.accounting.accountants import Bound, PrivacyLoss, format_epsilon
 from fedpriv.accounting.calibration import Plan
 from fedpriv.accounting.pricing import Arithmetic, Spending, read_ledger
 from fedpriv.errors import InvalidValueError
@@ -64,6 +64,16 @@ def print_table(
     for row in table.rows:
         printed.add_row(*map(Text, row))
     (console or Console()).print(printed)
+
+
+def format_epsilon_low(epsilon: float) -> str:
+    """A lower end of ε to three decimals, rounded down; empty if that is zero.
+
+    >>> format_epsilon_low(1.9999), format_epsilon_low(0.0009)
+    ('1.999', '')
+    """
+    down = math.floor(epsilon * 1000) / 1000
+    return f"{down:.3f}" if down > 0.0 else ""
 
 
 def lower_end(loss: PrivacyLoss) -> str:
