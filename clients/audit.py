@@ -19,7 +19,7 @@ from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, Remembered, TakenPart
 from fedpriv.errors import AuditError, LedgerError, UnsupportedEventError, WireError
 from fedpriv.ledger import Head, events
-from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
+from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy, Unit
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger
 from fedpriv.wire import Proposal, RoundOffer, Terms, Welcome
 
@@ -161,9 +161,12 @@ def _loss_with(rows: Iterable[ChargedRow], offer: Terms, delta: float) -> Privac
 
 def _loss(rows: Iterable[ChargedRow], delta: float, *more: RoundEvent) -> PrivacyLoss:
     try:
-        return priced(events.merge_equal([*(row.event for row in rows), *more]), delta)
+        loss = priced(events.merge_equal([*(row.event for row in rows), *more]), delta)
     except UnsupportedEventError as error:
         raise AuditError(f"what the ledger charges has no ε: {error}") from error
+    if loss.unit is not Unit.USER:
+        raise AuditError(f"the ledger charges for each {loss.unit}; its ε says nothing of users")
+    return loss
 
 
 @dataclass

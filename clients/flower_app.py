@@ -26,7 +26,7 @@ from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, WireError
 from fedpriv.importing import raised_at
 from fedpriv.privacy.round import PartialSum, RoundRequest
-from fedpriv.wire import NODE_RECEIVES_BYTES, Decline, RoundOffer, Welcome, flower
+from fedpriv.wire import NODE_RECEIVES_BYTES, Decline, RoundOffer, Welcome, flower_messages
 from fedpriv.wire import federation_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,9 @@ def introduce(content: RecordDict, settings: Settings) -> wire.Hello:
     population = _population(_simulated(content))
     shard = _shard(population.users.population, settings)
     name = f"worker-{settings['partition-id']}"
-    return wire.Hello(name, flower.digest_of_shard(population.name, population.users, shard))
+    return wire.Hello(
+        name, flower_messages.digest_of_shard(population.name, population.users, shard)
+    )
 
 
 def respond(
@@ -63,7 +65,7 @@ def respond(
     hold users' data.
     """
     began = time.monotonic()
-    header = flower.header_in(content, flower.WELCOME, NODE_RECEIVES_BYTES)
+    header = flower_messages.header_in(content, flower_messages.WELCOME, NODE_RECEIVES_BYTES)
     if header is None:
         raise WireError("an offer came without a welcome")
     if "users" not in settings:
@@ -98,7 +100,7 @@ def _host_of(settings: Settings) -> Host:
 
 
 def _simulated(content: RecordDict) -> bytes:
-    if header := flower.header_in(content, flower.SIMULATED, _POPULATION_BYTES):
+    if header := flower_messages.header_in(content, flower_messages.SIMULATED, _POPULATION_BYTES):
         return header
     raise InvalidValueError(
         "the node has no users: give it node and users in its node-config, or run it as a worker "
@@ -112,19 +114,19 @@ def _shard(population: int, settings: Settings) -> range:
         found = f"partition-id is {worker!r} of num-partitions {workers!r}"
         legal = "both must be whole numbers, the first from 0 to below the second"
         raise InvalidValueError(f"{found}; {legal}")
-    return flower.shard_of(population, worker, workers)
+    return flower_messages.shard_of(population, worker, workers)
 
 
 # A worker of a simulation lives as long as the run, and gets messages of all nodes.
 @lru_cache(maxsize=1)
 def _population(simulated: bytes) -> Population:
-    described = flower.Simulated.decode(simulated)
+    described = flower_messages.Simulated.decode(simulated)
     return load_population(described.name, described.options)
 
 
 @lru_cache(maxsize=1)
 def _worker(simulated: bytes, welcome: bytes) -> Trainer:
-    described, task = flower.Simulated.decode(simulated), _welcome(welcome).task
+    described, task = flower_messages.Simulated.decode(simulated), _welcome(welcome).task
     built = build_task(task.model, task.options, task.seed, task.loss, task.metrics)
     users, at_once = _population(simulated).users, described.chunk_mebibytes * _MEBIBYTE
     device, kind = device_named(described.device), activations_named(described.activations)
@@ -144,24 +146,26 @@ def say_hello(message: Message, context: Context) -> Message:
     """Say who the node is and which users it holds, or in one sentence why it cannot."""
     try:
         hello = introduce(message.content, context.node_config)
-        headers = {flower.HELLO: wire.encode_hello(hello).SerializeToString()}
+        headers = {flower_messages.HELLO: wire.encode_hello(hello).SerializeToString()}
     except Exception as error:  # only the text of our own surely holds no users' data
         told = str(error) if isinstance(error, FedprivError) else type(error).__name__
-        headers = {flower.TROUBLE: told[:_LONGEST_TROUBLE].encode(errors="replace")}
-    return Message(flower.content_of(headers), reply_to=message)
+        headers = {flower_messages.TROUBLE: told[:_LONGEST_TROUBLE].encode(errors="replace")}
+    return Message(flower_messages.content_of(headers), reply_to=message)
 
 
 @app.train()
 def take_part(message: Message, context: Context) -> Message:
     """Answer an offer, or decline it where that fails; say nothing where there is none."""
     try:
-        header = flower.header_in(message.content, flower.OFFER, NODE_RECEIVES_BYTES)
+        header = flower_messages.header_in(
+            message.content, flower_messages.OFFER, NODE_RECEIVES_BYTES
+        )
         offer = wire.decode_offer(wire.parse(pb.Offer, header or b"", NODE_RECEIVES_BYTES))
     except FedprivError as error:
         _log.error("a message holds no offer: %s", error)
-        return Message(flower.content_of({}), reply_to=message)
+        return Message(flower_messages.content_of({}), reply_to=message)
     try:
-        tensors = flower.tensors_in(message.content, offer.model)
+        tensors = flower_messages.tensors_in(message.content, offer.model)
         request = offer.request(tensors)
         return _reply(message, offer, respond(message.content, context.node_config, offer, request))
     except Exception as error:  # its text may hold users' data
@@ -171,5 +175,8 @@ def take_part(message: Message, context: Context) -> Message:
 
 def _reply(message: Message, offer: RoundOffer, trained: PartialSum | Decline) -> Message:
     answer, tensors = answer_of(offer.id, trained)
-    headers, sent = {flower.ANSWER: answer.SerializeToString()}, flower.packed(tensors)
-    return Message(flower.content_of(headers, sent if tensors else None), reply_to=message)
+    headers, sent = (
+        {flower_messages.ANSWER: answer.SerializeToString()},
+        flower_messages.packed(tensors),
+    )
+    return Message(flower_messages.content_of(headers, sent if tensors else None), reply_to=message)

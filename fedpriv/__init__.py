@@ -24,15 +24,26 @@ if TYPE_CHECKING:
     from fedpriv.run.compare import Comparison, compare
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
-    from fedpriv.training.optimizers import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
+    from fedpriv.training.optimizers import (
+        ExponentialDecay,
+        FedAdagrad,
+        FedAdam,
+        FedAvg,
+        FedAvgM,
+        FedYogi,
+        PolynomialDecay,
+        PowerDecay,
+        StepDecay,
+    )
     from fedpriv.training.rounds import RoundResult
 
 __version__ = "0.1.0"
 # fmt: off
 __all__ = [
-    "SGD", "AdaptiveClipping", "Averaging", "Comparison", "FedAdagrad", "FedAdam", "FedAvg",
-    "FedAvgM", "FedYogi", "Flat", "Grouped", "Joint", "Mechanism", "Part", "PerLayer", "Poisson",
-    "Population", "RoundResult", "Run", "Task", "__version__", "compare", "epsilon", "simulate",
+    "SGD", "AdaptiveClipping", "Averaging", "Comparison", "ExponentialDecay", "FedAdagrad",
+    "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "Flat", "Grouped", "Joint", "Mechanism", "Part",
+    "PerLayer", "Poisson", "PolynomialDecay", "Population", "PowerDecay", "RoundResult", "Run",
+    "StepDecay", "Task", "__version__", "compare", "epsilon", "simulate",
 ]
 # fmt: on
 
@@ -46,7 +57,10 @@ _NAMES_IN = {
     "run.compare": "Comparison compare",
     "run.run": "Run",
     "run.simulate": "simulate",
-    "training.optimizers": "FedAdagrad FedAdam FedAvg FedAvgM FedYogi",
+    "training.optimizers": (
+        "ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi PolynomialDecay PowerDecay "
+        "StepDecay"
+    ),
     "training.rounds": "RoundResult",
 }
 

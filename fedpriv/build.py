@@ -10,13 +10,13 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.config import Config, parse_config, plain, tables_of
-from fedpriv.data.population import Population, load_population
+from fedpriv.data.population import Population, cut_up, load_population
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
 from fedpriv.engine.task import LOSSES, Task, check_task, running_norms
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import InvalidValueError
 from fedpriv.importing import import_function, path_of
-from fedpriv.ledger.events import PrivacyBudget, RoundEvent
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
 from fedpriv.mechanism import Mechanism
 from fedpriv.models import build_model
 from fedpriv.privacy.gaussian_mechanism import Metric
@@ -80,7 +80,12 @@ def on_population(
     spent: Sequence[RoundEvent] = (),
     method: Method | None = None,
 ) -> tuple[Experiment, InProcessTransport]:
-    """As `simulated`, where the population is loaded already, and perhaps the method made."""
+    """As `simulated`, where the population is loaded already, and perhaps the method made.
+
+    Every example or microbatch is enrolled by itself where that is the unit of privacy.
+    """
+    mechanism = method.mechanism if method else config.mechanism()
+    population = records_of(population, mechanism)
     engine, name, users = config.engine, population.name, population.users.population
     experiment = build(config, run, name, users, population.test, spent, method)
     return experiment, InProcessTransport(
@@ -91,6 +96,14 @@ def on_population(
         activations=engine.activations,
         processes=engine.processes,
     )
+
+
+def records_of(population: Population, mechanism: Mechanism) -> Population:
+    """A population of what the mechanism protects."""
+    if mechanism.unit is Unit.USER:
+        return population
+    size = f" of {mechanism.microbatch}" if mechanism.microbatch else ""
+    return cut_up(population, mechanism.microbatch or 1, f"unit {mechanism.unit}{size}")
 
 
 def build(
@@ -112,10 +125,13 @@ def build(
     """
     if method:
         origin = _origin(method.task)
+    elif config.projection:
+        raise InvalidValueError(
+            "projection is given; it must be absent, as only fedpriv simulate knows it, where "
+            "users train in its own process"
+        )
     else:
-        model, origin = config.model, repr(config.model)
-        task = build_task(model.name, model.options, model.seed, model.loss, config.metrics.report)
-        method = Method(task, config.mechanism(), config.local.build(), config.server.build())
+        method, origin = method_of(config), repr(config.model)
     kinds = [path_of(type(part)) for part in (method.local, method.mechanism.sampling)]
     task, device = method.task, device_named(config.engine.device)
     few = {name: column[:4] for name, column in held_out.items()}
@@ -140,7 +156,7 @@ def build(
         groups=grouping.groups,
         noise_shares=grouping.shares,
         noise_multiplier=mechanism.noise_multiplier or 0.0,
-        sampling=mechanism.sampling.of(users),
+        sampling=replace(mechanism.sampling.of(users), unit=mechanism.unit),
         local=method.local,
         optimizer=method.server,
         description=f"{origin} {kinds} seed={config.seed}",
@@ -161,6 +177,13 @@ def build(
         for path in config.callbacks.on_round
     }
     return Experiment(config, held_out, task, plan, budget, entropy, device, callbacks)
+
+
+def method_of(config: Config) -> Method:
+    """How a configuration says that its model is trained, without a projection."""
+    model = config.model
+    task = build_task(model.name, model.options, model.seed, model.loss, config.metrics.report)
+    return Method(task, config.mechanism(), config.training(), config.server.build())
 
 
 def _calibrated(

@@ -5,6 +5,8 @@ Commands of other packages, such as those of the server and of nodes, are entry 
 """
 
 import sys
+from contextlib import suppress
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -15,6 +17,7 @@ from fedpriv.errors import (
     FedprivError,
     InvalidValueError,
     RunError,
+    UnsupportedEventError,
     lacks_room,
     sentence_of,
     writing,
@@ -227,8 +230,11 @@ def epsilon(
 
 @app.command()
 def calibrate(
-    epsilon: Annotated[float, _option("ε of the privacy budget")],
     delta: Annotated[float, _option("δ of the privacy budget")],
+    epsilon: Annotated[float | None, _option("ε of the privacy budget")] = None,
+    same_as: Annotated[
+        str | None, _option("accountant: its ε of the noise given is the budget")
+    ] = None,
     rounds: Annotated[int | None, _option("T")] = None,
     sampling_probability: Annotated[float | None, _option("q in (0, 1]")] = None,
     noise_multiplier: Annotated[float | None, _option("z, noise over clipping norm")] = None,
@@ -243,14 +249,18 @@ def calibrate(
 ) -> None:
     """Find the noise, the rounds or the sampling within (ε, δ); the other two are given.
 
-    With all three given: how large a share of every round one more sum query may have.
+    With all three given: how large a share of every round one more sum query may have. With
+    --same-as instead of --epsilon: the smaller noise that spends the ε which that accountant says.
     """
+    if epsilon is None and same_as is None:
+        raise InvalidValueError("--epsilon is absent; it or --same-as must be given")
     from fedpriv.accounting.calibration import plan_within
     from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy
     from fedpriv.report import tables
 
     other = "replace-one" if policy == "fixed-size" else "add-or-remove-one"
-    found = plan_within(
+    find = partial(
+        plan_within,
         epsilon,
         delta,
         rounds,
@@ -259,12 +269,16 @@ def calibrate(
         SamplingPolicy(policy),
         NeighbouringRelation(relation or other),
         population,
-        accountant,
+        same_as=same_as,
     )
+    found, by_clt = find(accountant=accountant), None
+    if same_as is not None:
+        with suppress(UnsupportedEventError):
+            by_clt = find(accountant="gdp")
     if as_json:
-        tables.write_plan(found, sys.stdout)
+        tables.write_plan(found, by_clt, sys.stdout)
     else:
-        tables.print_plan(found)
+        tables.print_plan(found, by_clt)
 
 
 @app.command()
@@ -274,13 +288,13 @@ def curves(
     delta: Delta = None,
     suffix: Annotated[Literal["png", "svg"], typer.Option("--format")] = "png",
 ) -> None:
-    """Draw ε by rounds, δ by ε and the errors of a test for one user; with CSV."""
-    from fedpriv.accounting.pricing import curves_of, default_delta, read_ledgers
+    """Draw ε by rounds, δ by ε and the errors of a test for one user; with CSV and JSON."""
+    from fedpriv.accounting.pricing import default_delta, read_ledger
     from fedpriv.report.guarantee import write_curves
 
-    ledgers = read_ledgers([ledger])
-    found = curves_of(ledgers[0], default_delta(ledgers) if delta is None else delta)
-    for file in write_curves(found, out, suffix):
+    content = read_ledger(ledger)
+    delta = default_delta([content]) if delta is None else delta
+    for file in write_curves(content, delta, out, suffix):
         typer.echo(file)
 
 

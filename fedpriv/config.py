@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.importing import Choice
-from fedpriv.local import ALGORITHMS
+from fedpriv.local import ALGORITHMS, GRADIENT
 from fedpriv.mechanism import (
     CLIPPINGS,
     SAMPLING_POLICIES,
@@ -22,10 +22,11 @@ from fedpriv.mechanism import (
     Part,
     SamplingPolicy,
     check_private,
+    check_unit,
 )
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
 from fedpriv.privacy.round import LocalTraining
-from fedpriv.training.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
+from fedpriv.training.optimizers import SCHEDULES, SERVER_OPTIMIZERS, Schedule, ServerOptimizer
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _PATHS = {"privacy": {"ledger"}, "federation": {"enrolment", "certificates", "held_out"}}
@@ -137,6 +138,7 @@ Options = dict[str, object]
 _ALGORITHM = Choice("local.algorithm", ALGORITHMS, LocalTraining)
 _OPTIMIZER = Choice("server.optimizer", SERVER_OPTIMIZERS, ServerOptimizer)
 _POLICY = Choice("sampling.policy", SAMPLING_POLICIES, SamplingPolicy)
+_SCHEDULE = Choice("server.options.learning_rate.schedule", SCHEDULES, Schedule)
 _STRATEGY = Choice("clipping.strategy", CLIPPINGS, ClippingPolicy)
 
 
@@ -181,6 +183,17 @@ class ModelSection(Section):
     loss: str = "cross-entropy"
 
 
+class ProjectionSection(Section):
+    """A frozen first layer: principal components of the inputs, asked for before the first round.
+
+    The query's noise multiplier is its own; what it costs counts towards `privacy.epsilon`.
+    """
+
+    components: Count
+    noise_multiplier: Positive
+    sampling_probability: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+
+
 class LocalSection(Section):
     """How each user trains; `options` are further fields of an algorithm of one's own."""
 
@@ -202,14 +215,31 @@ class LocalSection(Section):
 
 
 class ServerSection(Section):
-    """How the server steps along the released average; `options` are the optimiser's fields."""
+    """How the server steps along the released average; `options` are the optimiser's fields.
+
+    A field that is a table is a schedule: its name, `schedule`, and its own fields.
+    """
 
     optimizer: Annotated[str, _one_of(_OPTIMIZER)] = "fedavg"
-    options: dict[str, float] = {}
+    options: dict[str, float | Options] = {}
+
+    @model_validator(mode="after")
+    def _must_know_schedules(self) -> Self:
+        for key, value in self.options.items():
+            name = value.get("schedule") if isinstance(value, Mapping) else next(iter(SCHEDULES))
+            if name not in SCHEDULES and ":" not in str(name):
+                hint = f"{known_names(str(name), SCHEDULES)}, or package.module:Class"
+                raise ValueError(f"options.{key}.schedule is {name!r}; {hint}")
+        return self
 
     def build(self) -> ServerOptimizer:
         """The optimiser with these settings."""
-        return _OPTIMIZER.build(self.optimizer, self.options, {})
+        options = dict[str, object](self.options)
+        for key, value in self.options.items():
+            if isinstance(value, Mapping):
+                given = {k: v for k, v in value.items() if k != "schedule"}
+                options[key] = _SCHEDULE.build(str(value["schedule"]), given, {})
+        return _OPTIMIZER.build(self.optimizer, options, {})
 
 
 class SamplingSection(Section):
@@ -240,6 +270,8 @@ class PrivacySection(Section):
     """
 
     sampling_probability: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    unit: str = "user"
+    microbatch: Count | None = None
     delta: Annotated[float, Field(gt=0.0, lt=1.0)]
     epsilon: Positive | None = None
     noise_multiplier: NonNegative | None = None
@@ -249,6 +281,7 @@ class PrivacySection(Section):
 
     @model_validator(mode="after")
     def _must_be_private(self) -> Self:
+        check_unit(self.unit, self.microbatch)
         check_private(self.noise_multiplier, self.epsilon, self.unsafe_no_privacy)
         return self
 
@@ -399,7 +432,15 @@ class FederationSection(Section):
 
 
 # Keys of the section privacy that are attributes of a mechanism.
-_MECHANISM_KEYS = {"delta", "epsilon", "noise_multiplier", "accountant", "unsafe_no_privacy"}
+_MECHANISM_KEYS = {
+    "unit",
+    "microbatch",
+    "delta",
+    "epsilon",
+    "noise_multiplier",
+    "accountant",
+    "unsafe_no_privacy",
+}
 
 
 class Config(Section):
@@ -411,7 +452,8 @@ class Config(Section):
     seed: Seed | None = None  # no guarantee holds against those who know it
     data: DataSection | None = None  # needed where users are simulated
     model: ModelSection
-    local: LocalSection
+    projection: ProjectionSection | None = None  # where users train in one process only
+    local: LocalSection | None = None  # needed where users train; other units give a gradient
     privacy: PrivacySection
     sampling: SamplingSection = SamplingSection()
     clipping: ClippingSection
@@ -424,10 +466,23 @@ class Config(Section):
     callbacks: CallbacksSection = CallbacksSection()
     federation: FederationSection | None = None
 
+    @model_validator(mode="after")
+    def _must_fit_the_unit(self) -> Self:
+        unit = self.privacy.unit
+        if self.local is None and unit == "user":
+            raise ValueError("key local is absent; it says how each user trains")
+        if unit != "user":
+            refuse_training_of(unit, self.local, self.averaging.weights)
+        return self
+
     def with_noise(self, noise_multiplier: float) -> Self:
         """The configuration with another noise multiplier."""
         privacy = self.privacy.model_copy(update={"noise_multiplier": noise_multiplier})
         return self.model_copy(update={"privacy": privacy})
+
+    def training(self) -> LocalTraining:
+        """How the data of a record are turned into its update."""
+        return self.local.build() if self.local else GRADIENT
 
     @property
     def simulated_data(self) -> DataSection:
@@ -451,6 +506,26 @@ class Config(Section):
         )
 
 
+def refuse_training_of(unit: str, local: LocalSection | None, weights: str) -> None:
+    """Refuse what a record that is no user may not have: its update is one gradient, unweighted."""
+    given = local.model_dump() if local else {}
+    legal = LocalSection(learning_rate=GRADIENT.learning_rate, steps=1).model_dump()
+    if given.get("epochs") == 1 and given["steps"] is None:
+        legal |= {"epochs": 1, "steps": None}
+    for key, value in given.items():
+        if value != legal[key]:
+            raise ValueError(
+                f"local.{key} is {value!r} and privacy.unit is {unit!r}; only users train, of "
+                "others the gradient is taken once, so leave the section local out (the step size "
+                "is server.options.learning_rate)"
+            )
+    if weights != "equal":
+        raise ValueError(
+            f"averaging.weights is {weights!r} and privacy.unit is {unit!r}; only users have "
+            'weights, so it must be "equal"'
+        )
+
+
 def tables_of(
     mechanism: Mechanism, local: LocalTraining, optimizer: ServerOptimizer
 ) -> dict[str, Any]:
@@ -458,6 +533,10 @@ def tables_of(
     averaging, adaptive, sampling = mechanism.averaging, mechanism.adaptive, mechanism.sampling
     common = {field.name: getattr(local, field.name) for field in fields(LocalTraining)}
     numbers = {k: v for k, v in _scalars(optimizer).items() if not isinstance(v, str)}
+    schedules = {
+        name: {"schedule": _SCHEDULE.name_of(each), **_scalars(each)}
+        for name, each in optimizer.schedules.items()
+    }
     clipping = _clipping_table(mechanism.clipping) | {"adaptive": adaptive and asdict(adaptive)}
     policy, weights = _POLICY.name_of(sampling), "equal" if averaging.cap is None else "examples"
     return {
@@ -467,10 +546,11 @@ def tables_of(
             "batch_size": local.batch_size or "all",
             "options": _scalars(local, common),
         },
-        "server": {"optimizer": _OPTIMIZER.name_of(optimizer), "options": numbers},
+        "server": {"optimizer": _OPTIMIZER.name_of(optimizer), "options": numbers | schedules},
         "sampling": {"policy": policy, "options": _scalars(sampling, ("probability",))},
         "privacy": {
             **{key: getattr(mechanism, key) for key in _MECHANISM_KEYS},
+            "unit": str(mechanism.unit),
             "sampling_probability": getattr(sampling, "probability", None),
             # Noise that was calibrated for the rounds is no setting.
             "noise_multiplier": None if mechanism.rounds else mechanism.noise_multiplier,

@@ -49,7 +49,7 @@ from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer
 from fedpriv.training.rounds import RoundResult, Stop, TrainingPlan, initial_state, train
-from fedpriv.wire import flower
+from fedpriv.wire import flower_messages
 
 _log = logging.getLogger("flwr")  # its handler shows our lines among Flower's own
 _ARRAYS, _CONFIG = "arrays", "config"  # records, as Flower's own strategies name them
@@ -102,6 +102,9 @@ class PrivateStrategy(Strategy):
     def __post_init__(self) -> None:
         if self.mechanism.noise_multiplier is None:
             raise InvalidValueError("the mechanism has no noise_multiplier; calibrate it first")
+        if self.mechanism.unit != "user":
+            found = f"the mechanism's unit is {str(self.mechanism.unit)!r}"
+            raise InvalidValueError(f"{found}; with Flower it must be 'user'")
         if self.mechanism.metrics or self.mechanism.averaging != Averaging():
             legal = "metrics must be empty, and averaging plain"
             raise InvalidValueError(f"the mechanism has metrics or weights; with Flower {legal}")
@@ -241,12 +244,12 @@ class NodesTransport(Transport):
 
         def messages() -> Iterator[tuple[str, Message]]:
             for node, users in drawn.items():
-                content = flower.asking(clipping, users)
+                content = flower_messages.asking(clipping, users)
                 content[_ARRAYS], content[_CONFIG] = arrays, config
                 yield str(node), Message(content, node, MessageType.TRAIN, ttl=self.seconds)
 
         deadline, never = time.monotonic() + self.seconds, threading.Event()
-        with closing(flower.exchange(self.grid, messages(), deadline, never)) as replies:
+        with closing(flower_messages.exchange(self.grid, messages(), deadline, never)) as replies:
             for node, reply in replies:
                 try:
                     total = self._total(clipping, sent, int(node), reply)
@@ -283,8 +286,8 @@ class NodesTransport(Transport):
             raise WireError("it holds nothing")
         if reply.metadata.src_node_id != node:
             raise WireError("it comes from another node than the one that was asked")
-        if flower.RECORD in reply.content:
-            return flower.sum_in(reply.content, clipping.layout.dimension)
+        if flower_messages.RECORD in reply.content:
+            return flower_messages.sum_in(reply.content, clipping.layout.dimension)
         if self.nodes[node] > 1:
             raise WireError("its node brings several users, but has no clipping_mod")
         return contribution(clipping, sent, self.model.arrays.keys(), reply.content)
@@ -330,7 +333,7 @@ def clipping_mod(
     """
     if message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
         return call_next(message, context)
-    clipping, users = flower.asked(message.content)
+    clipping, users = flower_messages.asked(message.content)
     arrays, config = message.content.array_records[_ARRAYS], message.content.config_records[_CONFIG]
     names = [tensor for group in clipping.sent for tensor in group.tensors]
     sent = {name: arrays[name].numpy() for name in names}
@@ -346,4 +349,4 @@ def clipping_mod(
             _log.warning("a user counts as zero: %s", raised_at(error))
             continue
         total += contribution(clipping, sent, arrays.keys(), content)
-    return Message(flower.summed(total), reply_to=message)
+    return Message(flower_messages.summed(total), reply_to=message)

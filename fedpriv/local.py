@@ -18,5 +18,9 @@ class SGD(LocalTraining):
     """
 
 
+GRADIENT = SGD(1.0, steps=1)
+"""The update is minus the gradient of the mean loss: the only training of an example's or of a
+microbatch's, whose step size is the server's (Abadi et al. 2016, Algorithm 1)."""
+
 ALGORITHMS: Mapping[str, type[LocalTraining]] = {"sgd": SGD}
 """The values of local.algorithm in a configuration."""

@@ -13,8 +13,8 @@ from typing import Literal, Self
 from fedpriv.accounting.accountants import Bound, accountant_named
 from fedpriv.accounting.calibration import smallest_noise
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import PrivacyBudget, RoundEvent
+from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
 from fedpriv.privacy import layout as vector_groups
 from fedpriv.privacy.gaussian_mechanism import (
     AdaptiveClipping,
@@ -222,7 +222,7 @@ class Mechanism:
     The noise multiplier z ≥ 0 is the noise over the sensitivity of a whole round; with None it is
     still to be calibrated. `metrics` are private averages to release beside the update: numbers by
     name, as for `fedpriv.engine.metrics.metric`. InvalidValueError: there is no noise, or no
-    budget, and `unsafe_no_privacy` is not set.
+    budget, and `unsafe_no_privacy` is not set; or `unit` and `microbatch` do not fit together.
     """
 
     sampling: SamplingPolicy
@@ -238,8 +238,12 @@ class Mechanism:
     metrics_share: float = 0.05  # of the round's privacy, for all metrics together
     accountant: str = "tight"  # prices the budget; it must give upper bounds
     unsafe_no_privacy: bool = False  # allows a run without noise or without a budget
+    unit: Unit = Unit.USER  # what is sampled, clipped and protected
+    microbatch: int | None = None  # rows of a microbatch; given for that unit alone
 
     def __post_init__(self) -> None:
+        check_unit(self.unit, self.microbatch)
+        object.__setattr__(self, "unit", Unit(self.unit))
         if self.noise_multiplier is not None:
             check_private(self.noise_multiplier, self.epsilon, self.unsafe_no_privacy)
 
@@ -255,11 +259,14 @@ class Mechanism:
         metrics: Mapping[str, Mapping[str, float | Sequence[float]]] | Iterable[str] = (),
         metrics_share: float = 0.05,
         accountant: str = "tight",
+        unit: Literal["user", "example", "microbatch"] = "user",
+        microbatch: int | None = None,
     ) -> Self:
         """The Gaussian mechanism under Poisson sampling, without noise or budget so far.
 
-        Each user joins a round with probability q in (0, 1]. Metrics may be names alone where they
-        need no numbers. The other arguments are attributes of the class.
+        Each user joins a round with probability q in (0, 1]; with another unit, each example or
+        each microbatch. Metrics may be names alone where they need no numbers. The other arguments
+        are attributes of the class.
         """
         return cls(
             Poisson(q),
@@ -270,6 +277,8 @@ class Mechanism:
             metrics=metrics if isinstance(metrics, Mapping) else {name: {} for name in metrics},
             metrics_share=metrics_share,
             accountant=accountant,
+            unit=Unit(check_unit(unit, microbatch)),
+            microbatch=microbatch,
         )
 
     def calibrate(
@@ -282,9 +291,12 @@ class Mechanism:
         if rounds < 1:
             raise InvalidValueError(f"rounds is {rounds}; it must be at least 1")
         before = list(spent)
-        z = smallest_noise(
-            epsilon, delta, lambda z: [*before, self.sampling.events(z, rounds)], self.accountant
-        )
+
+        def events(z: float) -> list[RoundEvent]:
+            event = self.sampling.events(z, rounds)
+            return [*before, replace(event, sampling=replace(event.sampling, unit=self.unit))]
+
+        z = smallest_noise(epsilon, delta, events, self.accountant)
         return replace(self, noise_multiplier=z, epsilon=epsilon, delta=delta, rounds=rounds)
 
     def with_noise(self, noise_multiplier: float, *, epsilon: float, delta: float) -> Self:
@@ -307,6 +319,20 @@ class Mechanism:
         limit = None if self.unsafe_no_privacy else self.epsilon
         limit = float("inf") if limit is None else limit
         return PrivacyBudget(limit, delta, accountant.upper_epsilon)
+
+
+def check_unit(unit: str, microbatch: int | None) -> str:
+    """Return the unit; InvalidValueError unless there is one, of a size if it has several rows."""
+    if unit not in [*Unit]:
+        raise InvalidValueError(f"unit is {unit!r}; {known_names(unit, [*Unit])}")
+    if (microbatch is not None) != (unit == Unit.MICROBATCH):
+        raise InvalidValueError(
+            f"microbatch is {microbatch} and unit is {str(unit)!r}; a size is given for the unit "
+            "'microbatch', and for no other"
+        )
+    if microbatch is not None and microbatch < 1:
+        raise InvalidValueError(f"microbatch is {microbatch}; it must be at least 1")
+    return unit
 
 
 def check_private(noise_multiplier: float | None, epsilon: float | None, unsafe: bool) -> None:  # noqa: FBT001

@@ -34,8 +34,12 @@ NODE: ContextVar[str] = ContextVar("NODE")  # the node that the handler of a cal
 _TOO_LONG = "it took too long, the node began another, or the round is over"
 _UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 _FAILED = "the server failed; its log says why"
+_FLOOD = "callers that are not known call too often"
 _STRANGERS = ""  # who shares a rate limit without being a node
 _OPEN_CALLS = 16  # of one node; it needs two or three, and some that are lost without a word
+# How long a flood waits for its refusals, and how many of them wait: a peer that goes on as soon as
+# it is refused makes far fewer calls.
+_HELD_SECONDS, _MOST_HELD = 10.0, 2048
 _REQUEST_SECONDS = 20.0  # for a request that is one small message
 
 Context: TypeAlias = grpc.aio.ServicerContext
@@ -186,6 +190,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
           is expired, not enrolled or struck off, whose node is not enrolled, who calls too often,
           or has too many calls open.
         * However many calls a node leaves open, their number and their memory are bounded.
+        * Callers that are not known, once they call too often, learn so after a pause.
         * What a handler refuses, cannot parse, waits too long for or fails at ends its call with a
           status; of a failure, the caller is told nothing more.
     """
@@ -196,6 +201,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     monitor: Monitor
     traffic: Traffic = field(default_factory=Traffic)
     _open: Counter[str] = field(default_factory=Counter)
+    _held: int = 0  # refusals
     _ended: float = field(default_factory=monotonic)
 
     def __post_init__(self) -> None:
@@ -252,7 +258,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                         return await method(request, context)
                     return await method(await _only(request), context)
                 except RefusedCallError as error:
-                    refused = error.code, str(error)
+                    refused = await self._held_back(error)
                 except WireError as error:
                     refused = grpc.StatusCode.INVALID_ARGUMENT, str(error)
                 except TimeoutError:
@@ -290,15 +296,20 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                 self.traffic.read(peer, len(message))
                 yield message if parse is None else parse(message)
 
+    async def _held_back(self, error: RefusedCallError) -> tuple[grpc.StatusCode, str]:
+        """How a call is refused, after a pause if it is one of a flood."""
+        if not isinstance(error, UnknownPeerError) or self.rates.admits(_STRANGERS):
+            return error.code, str(error)
+        if self._held < _MOST_HELD:
+            self._held += 1
+            try:
+                await asyncio.sleep(_HELD_SECONDS)
+            finally:
+                self._held -= 1
+        return grpc.StatusCode.RESOURCE_EXHAUSTED, _FLOOD
+
     def _admitted(self, context: Context) -> str:
-        code = grpc.StatusCode
-        try:
-            node = self.known(context)
-        except UnknownPeerError as error:
-            if not self.rates.admits(_STRANGERS):
-                sentence = "callers that are not known call too often"
-                raise RefusedCallError(code.RESOURCE_EXHAUSTED, sentence) from error
-            raise
+        code, node = grpc.StatusCode, self.known(context)
         if node not in self.enrolment.users:
             self.monitor.add("refused_calls", 1, "enrolment")
             self.sites.trouble(STRANGER, Trouble.CALL, f"node {node!r} is not enrolled")

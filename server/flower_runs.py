@@ -40,7 +40,7 @@ from fedpriv.server.collection import RoundTerms, prices, task_of, welcomes
 from fedpriv.server.enrolment import Enrolment, Hosting
 from fedpriv.training.rounds import OnRound
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire import flower
+from fedpriv.wire import flower_messages
 
 _log = logging.getLogger(__name__)
 _STOP_CHECK_SECONDS = 0.2
@@ -79,18 +79,18 @@ class GridTransport(Transport):
         """Yield the contribution or sum of each node that answers in time."""
         present = self.present()
         terms = RoundTerms.of(request, self.hosting, self.price_of(request), self.seconds)
-        tensors, answered = flower.packed(terms.model), 0
+        tensors, answered = flower_messages.packed(terms.model), 0
 
         def messages() -> Iterator[tuple[str, Message]]:
             for node in terms.drawn:
                 if node in present and (offer := terms.offer_to(node)):
                     encoded, to = wire.encode_offer(offer).SerializeToString(), present[node]
-                    headers = {flower.OFFER: encoded, **self.headers(node)}
-                    content = flower.content_of(headers, tensors)
+                    headers = {flower_messages.OFFER: encoded, **self.headers(node)}
+                    content = flower_messages.content_of(headers, tensors)
                     yield node, Message(content, to, MessageType.TRAIN, ttl=offer.seconds)
 
         with closing(
-            flower.exchange(self.grid, messages(), terms.deadline, self.stopping)
+            flower_messages.exchange(self.grid, messages(), terms.deadline, self.stopping)
         ) as replies:
             for node, reply in replies:
                 if partial := self._counted(terms, node, present[node], reply):
@@ -115,7 +115,9 @@ class GridTransport(Transport):
         try:
             if reply.metadata.src_node_id != node_id:
                 raise WireError("it comes from another node than the one that was asked")
-            header = flower.header_in(reply.content, flower.ANSWER, wire.SERVER_RECEIVES_BYTES)
+            header = flower_messages.header_in(
+                reply.content, flower_messages.ANSWER, wire.SERVER_RECEIVES_BYTES
+            )
             if header is None:
                 raise WireError("it holds no answer")
             message = wire.parse(pb.Answer, header, wire.SERVER_RECEIVES_BYTES)
@@ -125,7 +127,7 @@ class GridTransport(Transport):
             if isinstance(answer.content, wire.Decline):
                 trouble(_log, name, Trouble.DECLINED, one_line(answer.content.reason))
                 return None
-            (total,) = flower.tensors_in(reply.content, answer.content.tensors).values()
+            (total,) = flower_messages.tensors_in(reply.content, answer.content.tensors).values()
             partial = answer.content.partial_sum(node, total)
             terms.check_sum(partial)
             if flaw := terms.flaw(partial):
@@ -141,10 +143,10 @@ def _introduced(
 ) -> Iterator[tuple[int, wire.Hello | str]]:
     """Id, and what a node says of itself or in one sentence why it cannot, as answers come."""
     messages = (
-        (str(i), Message(flower.content_of(headers), i, MessageType.QUERY, ttl=seconds))
+        (str(i), Message(flower_messages.content_of(headers), i, MessageType.QUERY, ttl=seconds))
         for i in ids
     )
-    for key, reply in flower.exchange(grid, messages, monotonic() + seconds, stopping):
+    for key, reply in flower_messages.exchange(grid, messages, monotonic() + seconds, stopping):
         yield int(key), _said(reply)
 
 
@@ -152,9 +154,11 @@ def _said(reply: Message | str) -> wire.Hello | str:
     if isinstance(reply, str):
         return f"{reply}; fedpriv must be installed there"
     try:
-        if trouble := flower.header_in(reply.content, flower.TROUBLE, _HELLO_BYTES):
+        if trouble := flower_messages.header_in(
+            reply.content, flower_messages.TROUBLE, _HELLO_BYTES
+        ):
             return one_line(trouble.decode(errors="replace"))
-        header = flower.header_in(reply.content, flower.HELLO, _HELLO_BYTES)
+        header = flower_messages.header_in(reply.content, flower_messages.HELLO, _HELLO_BYTES)
         return wire.decode_hello(wire.parse(pb.Hello, header or b"", _HELLO_BYTES))
     except WireError as error:
         return one_line(str(error))
@@ -236,12 +240,14 @@ def run_on_nodes(
 
 
 def _welcome(welcome: wire.Welcome) -> Headers:
-    return {flower.WELCOME: wire.encode_welcome(welcome).SerializeToString()}
+    return {flower_messages.WELCOME: wire.encode_welcome(welcome).SerializeToString()}
 
 
 def shards(population: int, workers: int) -> Hosting:
     """Which worker of a simulation hosts which users."""
-    sizes = [len(flower.shard_of(population, worker, workers)) for worker in range(workers)]
+    sizes = [
+        len(flower_messages.shard_of(population, worker, workers)) for worker in range(workers)
+    ]
     names = [f"worker-{worker}" for worker in range(workers)]
     return Hosting(names, np.repeat(np.arange(workers), sizes), frozenset())
 
@@ -268,8 +274,8 @@ def simulated_workers(
         raise WorkerError(f"{present}; the run is configured for {workers}")
     expected = {}
     for k in range(workers):
-        shard = flower.shard_of(users.population, k, workers)
-        expected[f"worker-{k}"] = flower.digest_of_shard(population, users, shard)
+        shard = flower_messages.shard_of(users.population, k, workers)
+        expected[f"worker-{k}"] = flower_messages.digest_of_shard(population, users, shard)
     found: dict[str, int] = {}
     for node_id, hello in _introduced(grid, ids, headers, _START_SECONDS, stopping):
         if isinstance(hello, str):
@@ -315,7 +321,11 @@ class GridSimulation:
         plan, config, workers = self.experiment.plan, self.experiment.config, self.workers
         data, engine = config.simulated_data, config.engine
         trained = engine.device, engine.chunk_mebibytes, engine.activations
-        loaded = {flower.SIMULATED: flower.Simulated(data.name, data.options, *trained).encode()}
+        loaded = {
+            flower_messages.SIMULATED: flower_messages.Simulated(
+                data.name, data.options, *trained
+            ).encode()
+        }
         present = simulated_workers(grid, plan.population, self.users, workers, loaded, stopping)
         nobody = np.empty(0, np.int64)  # which users a worker has follows from its number
         welcome = wire.Welcome(plan.population, plan.sampling.population, nobody, task_of(config))

@@ -62,7 +62,7 @@ OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_metadata_size", 8192),
     ("grpc.max_concurrent_streams", 8),  # of one connection
     # What a node may send before it is read; without a bound, memory grows with nodes.
-    ("grpc.http2.lookahead_bytes", 2**18),
+    ("grpc.http2.lookahead_bytes", 2**16),
     ("grpc.http2.bdp_probe", 0),
     # A peer that vanished without a word is noticed after the first of these and the minute that
     # gRPC waits for the answer to a ping; on a slow uplink, that answer waits behind an update.

@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,8 +63,8 @@ def find_file(folder: str | None) -> Path:
     return found
 
 
-def load(file: Path) -> UserStore:
-    """One user per person, with the columns age, educ and income.
+def read_columns(file: Path, columns: Sequence[str]) -> dict[str, np.ndarray]:
+    """Columns of the census by name, one number for each person.
 
     Raises:
         DataError: the file is not a table of numbers with these columns.
@@ -71,12 +72,17 @@ def load(file: Path) -> UserStore:
     try:
         with file.open(encoding="utf-8") as lines:
             header = [name.strip('"') for name in next(lines, "").strip().split(",")]
-            wanted = [header.index(column) for column in COLUMNS]
+            wanted = [header.index(column) for column in columns]
             rows = np.loadtxt(lines, delimiter=",", usecols=wanted, ndmin=2)
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read: {error}") from error
-    fields = dict(zip(COLUMNS, np.ascontiguousarray(rows.T), strict=True))
-    return UserStore(fields, np.arange(len(rows) + 1))
+    return dict(zip(columns, np.ascontiguousarray(rows.T), strict=True))
+
+
+def load(file: Path) -> UserStore:
+    """One user per person, with the columns age, educ and income."""
+    fields = read_columns(file, COLUMNS)
+    return UserStore(fields, np.arange(len(fields["age"]) + 1))
 
 
 def census(people: int, noise_multiplier: float, sampling_probability: float) -> Survey:

@@ -59,7 +59,7 @@ def train(message: Message, context: Context) -> Message:
     model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
     start = [parameter.detach().clone() for parameter in model.parameters()]
     x, y = torch.from_numpy(data["x"]), torch.from_numpy(data["y"])
-    local = work.config.local
+    local = work.config.training()
     optimizer = torch.optim.SGD(model.parameters(), lr=local.learning_rate)
     for _ in range(local.epochs or 1):
         optimizer.zero_grad()

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class Target:
     port: int
     certificate: Path
 
-    @property
+    @cached_property
     def tls(self) -> ssl.SSLContext:
         """TLS that shows the certificate."""
         context = ssl.create_default_context(cafile=self.certificate / "ca.pem")
@@ -211,7 +211,7 @@ class _Http2:
     ) -> None:
         """Make a call, and wait for its end; what was declared and is not there is zeros."""
         stream, self._next = self._next, self._next + 2
-        self._writer.write(_frame(_HEADERS, _WHOLE_HEADER, stream, _header(method)))
+        self._writer.write(_frame(_HEADERS, _WHOLE_HEADER, stream, _header(method, compressed)))
         size = len(body) if declared is None else declared
         body = compressed + size.to_bytes(4, "big") + body
         left = 5 + size
@@ -245,7 +245,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return length + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
-def _header(method: str) -> bytes:
+def _header(method: str, compressed: bytes) -> bytes:
     """Literal fields without indexing (RFC 7541, section 6.2.2); all are shorter than 127 bytes."""
     fields = {
         ":method": "POST",
@@ -254,8 +254,9 @@ def _header(method: str) -> bytes:
         ":authority": "localhost",
         "te": "trailers",
         "content-type": "application/grpc",
-        "grpc-encoding": "gzip",
     }
+    if compressed != b"\0":  # or a server that takes no compressed call would not look further
+        fields["grpc-encoding"] = "gzip"
     return b"".join(
         b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
         for name, value in fields.items()

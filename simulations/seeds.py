@@ -38,6 +38,7 @@ def summary(runs: list[list[Row]]) -> dict[str, object]:
         "standard_deviation": float(np.std(accuracy, ddof=1)) if len(accuracy) > 1 else None,
         "epsilon": [row["epsilon"] for row in last],
         "delta": last[0]["delta"],
+        "unit": last[0]["unit"],
         "rounds": len(runs[0]),
         "seconds_of_rounds": [
             round(sum(float(str(r["simulation_only_seconds"])) for r in rows), 2) for rows in runs
@@ -48,7 +49,7 @@ def summary(runs: list[list[Row]]) -> dict[str, object]:
 def charts(runs: list[list[Row]], title: str) -> tuple[Chart, Chart]:
     """Accuracy by round, each seed and their mean, and ε by round."""
     measured = [[row for row in rows if row["accuracy"] is not None] for rows in runs]
-    rounds = [int(str(row["round"])) + 1 for row in measured[0]]
+    rounds = [int(str(row["round"])) for row in measured[0]]
     accuracy = np.array([[float(str(r["accuracy"])) for r in rows] for rows in measured]) * 100
     mean = Series(
         f"mean of {len(runs)} seeds, between the least and the largest",
@@ -74,7 +75,9 @@ def charts(runs: list[list[Row]], title: str) -> tuple[Chart, Chart]:
             "what it cost, from the ledger",
             "",
             ROUNDS,
-            Axis(f"user-level ε spent, at δ = {delta:g}", "no unit", from_zero=True),
+            Axis(
+                f"{runs[0][0]['unit']}-level ε spent, at δ = {delta:g}", "no unit", from_zero=True
+            ),
             [Series("ε", numbers, epsilon, colour=1)],
         ),
     )

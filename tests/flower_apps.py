@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import Result
 import fedpriv
 from fedpriv.flower import PrivateStrategy, clipping_mod
 from fedpriv.mechanism import ClippingPolicy, Mechanism, Poisson
-from fedpriv.wire import flower as wire_flower
+from fedpriv.wire import flower_messages
 from tests.server.local_grid import App, LocalGrid
 
 SECRET = "a user's secret"
@@ -218,8 +218,8 @@ def summing(total: Callable[[int], np.ndarray], version: str = fedpriv.__version
 
     def answer(message: Message, _context: Context) -> Message:
         size = sum(int(np.prod(shape)) for shape in SHAPES.values())
-        packed = wire_flower.packed({"sum": total(size)})
-        sent = wire_flower.content_of({}, packed)
+        packed = flower_messages.packed({"sum": total(size)})
+        sent = flower_messages.content_of({}, packed)
         sent["fedpriv"]["version"] = version
         return Message(sent, reply_to=message)
 

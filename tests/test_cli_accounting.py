@@ -84,7 +84,7 @@ def test_ledgers_add_up(folder: Path) -> None:
     text = printed("epsilon", a, b)
     # 900 users here and 900 there may be 1,800 in all.
     assert "user-level ε of people, others at δ = 0.0001" in text
-    assert "a user who may be in each of their populations" in text
+    assert "one user that may be in each of their populations" in text
     assert "Randomness: seeded: reproducible, not a guarantee." in text
     assert "Sums and noise: floating-point noise." in text
 
@@ -295,7 +295,7 @@ def drawn(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(out / f"{name}.{suffix}")
         for name in ("epsilon_by_rounds", "delta_by_epsilon", "trade_off")
         for suffix in ("png", "csv")
-    ]
+    ] + [str(out / "trade_off.json")]
     for figure in out.glob("*.png"):
         assert figure.read_bytes().startswith(b"\x89PNG")
     return out
@@ -339,16 +339,32 @@ def test_the_trade_off_is_proven_and_near_the_truth(drawn: Path) -> None:
     truth = norm.cdf(norm.isf(one) - 0.5)
     assert np.all(two <= truth + 1e-12)
     assert np.all(two >= truth - 2e-3)
-    # The equivalent Gaussian mechanism is the same one, up to the accountant's interval.
-    assert np.allclose(gaussian, truth, atol=1e-3)
+    assert np.allclose(gaussian, truth, atol=1e-12)
     # A trade-off function is convex.
     slopes = np.diff(two) / np.diff(one)
     assert np.all(np.diff(slopes) >= -1e-6)
 
 
+def test_the_summary_of_the_trade_off_is_that_of_the_best_test(drawn: Path) -> None:
+    found = json.loads((drawn / "trade_off.json").read_text(encoding="utf-8"))
+    named = {name: found[name] for name in ("accountant", "bound", "relation", "mu_is")}
+    relation = "add-or-remove-one"
+    kinds = {"accountant": "tight", "bound": "interval", "relation": relation, "mu_is": "μ-GDP"}
+    assert named == kinds
+    assert found["mu"] == pytest.approx(0.5, rel=1e-12)
+    assert found["advantage"] == pytest.approx(2 * norm.cdf(0.25) - 1, rel=1e-9)
+    assert set(found["power"]) == {"0.001", "0.01", "0.05", "0.1"}
+    for alpha, power in found["power"].items():
+        truth = norm.sf(norm.isf(float(alpha)) - 0.5)
+        assert truth <= power <= truth + 2e-3
+
+
 def test_the_trade_off_of_sampled_rounds_is_above_a_real_test(folder: Path, tmp_path: Path) -> None:
     printed("curves", folder / "odd.sqlite", "--out", tmp_path, "--format", "svg")
-    assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".csv"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".csv", ".json"}
+    found = json.loads((tmp_path / "trade_off.json").read_text(encoding="utf-8"))
+    assert found["mu_is"] == "estimate"
+    assert found["mu"] == pytest.approx(0.2 * math.sqrt(3 * math.expm1(1 / 9)), rel=1e-9)
     assert "<svg" in (tmp_path / "trade_off.svg").read_text(encoding="utf-8")
     rows = rows_of(tmp_path / "trade_off.csv")
     # A test that looks at the sum of the releases of all three rounds, and its two errors.

@@ -31,7 +31,7 @@ from fedpriv.mechanism import Mechanism, Poisson
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat, squared_bound
 from fedpriv.privacy.round import LocalTraining, RoundRequest, Transport
-from fedpriv.wire import flower as wire_flower
+from fedpriv.wire import flower_messages
 from tests.flower_apps import (
     CLIPPINGS,
     DELTA,
@@ -384,6 +384,8 @@ def test_the_model_is_evaluated_before_and_after_each_round_and_configs_arrive(
         ({"mechanism": Mechanism.poisson(0.5, fedpriv.Flat(1.0))}, "calibrate"),
         ({"mechanism": Mechanism(Poisson(0.5), fedpriv.Flat(1.0), 1.0, 1.0, DELTA,
                                  metrics={"accuracy": {}})}, "metrics"),
+        ({"mechanism": Mechanism(Poisson(0.5), fedpriv.Flat(1.0), 1.0, 1.0, DELTA,
+                                 unit="example")}, "with Flower it must be 'user'"),
         ({"nodes": {}}, "0 nodes"),
         ({"nodes": {1: 0}}, "at least one"),
         ({"frozen": ["*"]}, "no array of"),
@@ -416,7 +418,7 @@ def test_figures_of_users_are_not_released_and_rounds_are_not_taken_apart(tmp_pa
 
 def message_of(kind: str = MessageType.TRAIN, **headers: bytes) -> Message:
     LocalGrid({}).close()  # sets what messages are made with
-    sent = wire_flower.content_of(headers) if headers else RecordDict()
+    sent = flower_messages.content_of(headers) if headers else RecordDict()
     sent["arrays"], sent["config"] = record_of(START), ConfigRecord({"server-round": 1})
     return Message(sent, 1, kind)
 

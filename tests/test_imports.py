@@ -27,8 +27,8 @@ BELOW = {  # what each package may import of the library, besides errors and its
     "wire": "data privacy",
     "build": "accounting config data engine importing ledger mechanism models privacy training",
     "run": (
-        "accounting build config data engine importing ledger local mechanism privacy report "
-        "studies training"
+        "accounting analytics build config data engine importing ledger local mechanism models "
+        "privacy report studies training"
     ),
     "flower": "accounting importing ledger local logs mechanism privacy training wire",
 }

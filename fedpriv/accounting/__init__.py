@@ -9,7 +9,8 @@
 Gaussian in closed form (`gaussian`), along a contour (`contour`) or by FFT (`pld`), from the pairs
 that docs/accounting.md lists by policy; `round_counts` counts rounds by setting. Moments (`rdp`)
 and zCDP, the CLT, basic and advanced composition (`classical`) are for comparison. `policies` makes
-events, `calibration` turns a budget into a setting, `pricing` prices ledgers.
+events, `fdp` says what a test can tell from them, `calibration` turns a budget into a setting,
+`pricing` prices ledgers.
 
 A **setting** is (q, z), z the noise per sensitivity; a **pair** is (P, Q), two distributions that
 dominate an event on two neighbours; a **loss** is log(dP/dQ), and a **tilt** of it a weight e^{cL};
@@ -33,6 +34,7 @@ from fedpriv.accounting.calibration import (
     smallest_noise,
     smallest_query_noise,
 )
+from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.accounting.policies import (
     every_user_gaussian,
     fixed_size_gaussian,
@@ -48,6 +50,7 @@ __all__ = [
     "Accountant",
     "Bound",
     "PrivacyLoss",
+    "TradeOff",
     "calibrate_noise_multiplier",
     "delta",
     "epsilon",
@@ -63,4 +66,5 @@ __all__ = [
     "shuffled_gaussian",
     "smallest_noise",
     "smallest_query_noise",
+    "trade_off",
 ]

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
 
 from fedpriv.accounting import classical, contour, gaussian, pld, rdp
@@ -50,6 +51,7 @@ from fedpriv.ledger.events import (
     NeighbouringRelation,
     RoundEvent,
     SamplingPolicy,
+    Unit,
     check_delta,
     kinds_text,
 )
@@ -90,14 +92,9 @@ def _pairs(kind: type[GaussianPair], events: Iterable[RoundEvent]) -> Pairs:
     return {(PoissonPair if q == 1.0 else kind)(q, z): count for (q, z), count in rounds}
 
 
-def _poisson(events: Sequence[RoundEvent]) -> PairBounds:
-    """Exact; all users are a Poisson sample with q = 1."""
-    pairs = _pairs(PoissonPair, events)
-    return PairBounds(pairs, pairs)
-
-
-def _replaced(events: Sequence[RoundEvent]) -> PairBounds:
-    pairs = _pairs(ReplacePair, events)
+def _exact(kind: type[GaussianPair], events: Sequence[RoundEvent]) -> PairBounds:
+    """All users are a Poisson sample with q = 1."""
+    pairs = _pairs(kind, events)
     return PairBounds(pairs, pairs)
 
 
@@ -143,10 +140,10 @@ def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
 
 ANALYSES: Mapping[EventKind, Callable[[Sequence[RoundEvent]], PairBounds]] = MappingProxyType(
     {
-        (SamplingPolicy.POISSON, ADD_OR_REMOVE): _poisson,
-        (SamplingPolicy.POISSON, REPLACE): _replaced,
-        (SamplingPolicy.EVERY_USER, ADD_OR_REMOVE): _poisson,
-        (SamplingPolicy.EVERY_USER, REPLACE): _poisson,
+        (SamplingPolicy.POISSON, ADD_OR_REMOVE): partial(_exact, PoissonPair),
+        (SamplingPolicy.POISSON, REPLACE): partial(_exact, ReplacePair),
+        (SamplingPolicy.EVERY_USER, ADD_OR_REMOVE): partial(_exact, PoissonPair),
+        (SamplingPolicy.EVERY_USER, REPLACE): partial(_exact, PoissonPair),
         (SamplingPolicy.FIXED_SIZE, REPLACE): _fixed_size,
         (SamplingPolicy.SHUFFLED, ADD_OR_REMOVE): _shuffled,
         (SamplingPolicy.SHUFFLED, REPLACE): _shuffled,
@@ -183,7 +180,7 @@ def _tightest(
     composed: Callable[[Pairs, float], Ends],
 ) -> Ends:
     """What holds for all groupings together; lower ends leave room for the rounding of `folded`."""
-    given = {(pair.q, pair.z): n for pair, n in pairs.items() if isinstance(pair, PoissonPair)}
+    given = {(pair.q, pair.z): n for pair, n in pairs.items() if type(pair) is PoissonPair}
     if len(given) < len(pairs):
         return composed(pairs, at)
     z = unsampled_noise_multiplier(given)
@@ -201,7 +198,7 @@ def _tightest(
         if len(rounds) <= most or up - low <= _NARROW * up:
             break
     if math.isinf(up):
-        low, up = composed(poisson_pairs(rounds), at)
+        low, up = composed(pairs if rounds is given else poisson_pairs(rounds), at)
     return low if rounds == given else low * (1 - 2.0**-40), up
 
 
@@ -239,6 +236,7 @@ class PrivacyLoss:
     delta: float  # in [1e-60, 1)
     accountant: str  # its name in `ACCOUNTANTS`
     relation: NeighbouringRelation  # which two populations are compared
+    unit: Unit  # in what they differ
     bound: Bound  # what kind of statement `epsilon` is
     assumptions: str  # one sentence for readers
 
@@ -270,7 +268,7 @@ class Accountant(ABC):
     * No events cost ε = 0 and δ = 0 exactly; a round without noise costs ε = ∞.
     * ε falls in the noise multiplier and in δ, and grows in the sampling probability and in the
       number of rounds.
-    * Events of two neighbouring relations are refused: an ε compares one kind of neighbours.
+    * Events of two relations or units are refused: an ε compares one kind of neighbours.
     * Neither the order of events, nor how equal events are counted, nor how a round's noise is
       split among its queries changes ε, as long as its noise multiplier is the same.
 
@@ -385,14 +383,15 @@ class ClassicalAccountant(Accountant):
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
         """What the formula says at δ."""
         check_delta(delta)
-        events = _checked(events, self.name, _GAUSSIAN)
-        up = self.price(compose(events), delta) if events else 0.0
+        events = tuple(events)
+        rounds = gaussian_rounds(events, self.name)
+        up = self.price(rounds, delta) if events else 0.0
         return _loss(events, (0.0, up), delta, self.name, self.bound)
 
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
         """The least δ in [1e-300, 1], up to a millionth of log δ, at which ε is not exceeded."""
         check_epsilon(epsilon)
-        rounds = compose(_checked(events, self.name, _GAUSSIAN))
+        rounds = gaussian_rounds(events, self.name)
         if not rounds:
             return 0.0
         low, high = _LOG_LEAST, _LOG_MOST
@@ -408,24 +407,29 @@ class ClassicalAccountant(Accountant):
         return math.exp(high)
 
 
+def gaussian_rounds(events: Iterable[RoundEvent], name: str) -> Rounds:
+    """Rounds of one Gaussian each that cost at least as much, if each event is of such a kind."""
+    return compose(_checked(events, name, _GAUSSIAN))
+
+
 def _checked(
     events: Iterable[RoundEvent], name: str, legal: Sequence[EventKind]
 ) -> tuple[RoundEvent, ...]:
-    """The events, if each is of a legal kind and all have one neighbouring relation."""
+    """The events, if each is of a legal kind and all have one relation and unit."""
     kept = tuple(events)
-    for event in kept:
-        sampling = event.sampling
+    for sampling in (event.sampling for event in kept):
         if (sampling.policy, sampling.relation) not in legal:
             raise UnsupportedEventError(
                 f"the {name} accountant has no analysis of {sampling.policy} sampling with "
                 f"{sampling.relation} neighbours; legal is: {kinds_text(legal)}"
             )
-    relations = dict.fromkeys(event.sampling.relation for event in kept)
-    if len(relations) > 1:
-        raise UnsupportedEventError(
-            f"events with {' and with '.join(relations)} neighbours cannot be added up; "
-            "an ε compares one kind of neighbours"
-        )
+    for kind in ("relation", "unit"):
+        found = dict.fromkeys(getattr(event.sampling, kind) for event in kept)
+        if len(found) > 1:
+            raise UnsupportedEventError(
+                f"events with {' and with '.join(found)} neighbours cannot be added up; "
+                "an ε compares one kind of neighbours"
+            )
     return kept
 
 
@@ -437,13 +441,14 @@ def _loss(
     if not low <= up:
         raise AssertionError(f"the ends contradict each other: {low} > {up}")
     relation = events[0].sampling.relation if events else ADD_OR_REMOVE
+    unit = events[0].sampling.unit if events else Unit.USER
     used = " and ".join(dict.fromkeys(event.sampling.policy for event in events)) or "no"
     article = "an" if bound[0] in "aeiou" else "a"
     sentence = (
-        f"User-level differential privacy for {relation} neighbours, {used} sampling of users and "
+        f"{unit.title()}-level differential privacy for {relation} neighbours, {used} sampling and "
         f"Gaussian noise on clipped sums; the {name} accountant gives ε as {article} {bound}."
     )
-    return PrivacyLoss(low, up, delta, name, relation, bound, sentence)
+    return PrivacyLoss(low, up, delta, name, relation, unit, bound, sentence)
 
 
 _ALL = (

@@ -210,7 +210,7 @@ class Plan:
 
 
 def plan_within(
-    target_epsilon: float,
+    target_epsilon: float | None,
     delta: float,
     rounds: int | None = None,
     sampling_probability: float | None = None,
@@ -219,6 +219,7 @@ def plan_within(
     relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE,
     population: int | None = None,
     accountant: str = "tight",
+    same_as: str | None = None,
 ) -> Plan:
     """The smallest noise, the most rounds, the largest sampling or share within (ε, δ).
 
@@ -226,6 +227,9 @@ def plan_within(
     the third, or all three to find the share that one more sum query of every round may have. q may
     be left out where every user takes part. Fixed-size sampling, of q·N users, needs the population
     N; policies of whole passes have no plan.
+
+    With `same_as` and no target, ε is what that accountant says of all three, and the noise found
+    spends it by `accountant` (Bu et al. 2020, equations (3.3) and (3.4)).
     """
     users = _cohorts_from(policy, population)
     rounds_legal = f"it must be from 1 to {_MOST_ROUNDS}"
@@ -235,9 +239,17 @@ def plan_within(
         sampling = SamplingEvent(policy, q, users or 1, relation)
         return [RoundEvent(sampling, (SumQueryEvent("update", 1.0, z),), n)]
 
-    n, q, z, budget = rounds, sampling_probability, noise_multiplier, (target_epsilon, delta)
+    n, q, z = rounds, sampling_probability, noise_multiplier
     if policy is SamplingPolicy.EVERY_USER:
         q = q or 1.0
+    if target_epsilon is None:
+        if same_as is None or n is None or q is None or z is None:
+            needed = "same_as, and the rounds, sampling probability and noise that it prices"
+            raise InvalidValueError(f"target_epsilon is absent; {needed}, must then be given")
+        target_epsilon, z = epsilon(events(n, q, z), delta, same_as).epsilon, None
+    elif same_as is not None:
+        raise InvalidValueError(f"same_as is {same_as}; with a target_epsilon it cannot be given")
+    budget = target_epsilon, delta
     found = "share"
     if n is not None and q is not None and z is None:
         found, z = "noise_multiplier", smallest_noise(*budget, partial(events, n, q), accountant)

@@ -8,7 +8,6 @@ import math
 
 import numpy as np
 from scipy.optimize import minimize_scalar
-from scipy.special import ndtr, ndtri
 
 from fedpriv.accounting import gaussian
 from fedpriv.accounting.round_counts import (
@@ -19,7 +18,6 @@ from fedpriv.accounting.round_counts import (
     check_rounds,
     unsampled_noise_multiplier,
 )
-from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import require
 
 _LARGEST_EXPONENT = 700.0
@@ -27,9 +25,6 @@ _LARGEST_LOGIT = 20.0
 _ROUNDING = 1e-12  # relative, of compositions: far more than their few operations lose
 _ZCDP_ROUNDING = 1e-14
 _SEARCH, _MOST_NOISE = 6.0, 1e150
-
-# μ-GDP: telling two neighbours apart is at least as hard as telling N(0, 1) from N(μ, 1) (Dong,
-# Roth & Su 2019, Section 2). The Gaussian mechanism with noise multiplier z is exactly 1/z-GDP.
 
 
 def clt_mu(rounds: Rounds) -> float:
@@ -57,65 +52,22 @@ def _log_square(q: float, z: float) -> float:
     return 2 * math.log(q) + growth
 
 
-def clt_epsilon(rounds: Rounds, delta: float) -> float:
-    """ε of the rounds by the CLT. An estimate that can be below the truth, never a guarantee.
+def gaussian_mu(rounds: Rounds) -> float:
+    """μ of the one Gaussian that rounds are for q = 1, exactly, and tend to for others.
 
-    Its μ is at most that of the same rounds without sampling, a bound that is exact for q = 1.
+    `clt_mu`, but at most that of the same rounds without sampling, whose μ-GDP is a bound.
     """
-    return gdp_epsilon(delta, min(clt_mu(rounds), _inverse(unsampled_noise_multiplier(rounds))))
+    return min(clt_mu(rounds), _inverse(unsampled_noise_multiplier(rounds)))
 
 
-def gdp_delta(epsilon: float, mu: float) -> float:
-    """Least δ for which every μ-GDP mechanism is (ε, δ)-DP (Bu et al. 2020, equation (3.2))."""
-    _check_not_negative("mu", mu)
-    return gaussian.delta(epsilon, _inverse(mu))
-
-
-def gdp_epsilon(delta: float, mu: float) -> float:
-    """Least ε ≥ 0 for which every μ-GDP mechanism is (ε, δ)-DP: the inverse of `gdp_delta`."""
-    _check_not_negative("mu", mu)
-    return gaussian.epsilon(delta, _inverse(mu))
+def clt_epsilon(rounds: Rounds, delta: float) -> float:
+    """ε of the rounds by the CLT. An estimate that can be below the truth, never a guarantee."""
+    return gaussian.epsilon(delta, _inverse(gaussian_mu(rounds)))
 
 
 def _inverse(x: float) -> float:
     """1/x with 1/0 = ∞."""
     return 1.0 / x if x > 0.0 else math.inf
-
-
-def equivalent_mu(epsilon: float, delta: float) -> float:
-    """μ of the Gaussian mechanism that attains (ε, δ), which other (ε, δ)-DP ones need not be."""
-    return 1.0 / gaussian.noise_multiplier(epsilon, delta)
-
-
-def trade_off(type_one: Vector, mu: float) -> Vector:
-    """G_μ(α) = Φ(Φ⁻¹(1 − α) − μ): least type II error of any test between N(0, 1) and N(μ, 1)."""
-    _check_not_negative("mu", mu)
-    require(math.isfinite(mu), f"mu is {mu}; it must be finite")
-    _check_errors(type_one)
-    return np.asarray(ndtr(-ndtri(type_one) - mu))
-
-
-def trade_off_of_bound(type_one: Vector, epsilon: float, delta: float) -> Vector:
-    """f(α) = max{0, 1 − δ − e^ε·α, e^−ε·(1 − δ − α)}: least type II error under (ε, δ)-DP.
-
-    Bu et al. 2020, equation (2.1), at type I errors α of any shape.
-    """
-    _check_not_negative("epsilon", epsilon)
-    require(0.0 <= delta <= 1.0, f"delta is {delta}; it must be in [0, 1]")
-    _check_errors(type_one)
-    steep = 1 - delta - math.exp(min(epsilon, _LARGEST_EXPONENT)) * type_one
-    flat = math.exp(-epsilon) * (1 - delta - type_one)
-    return np.maximum(0.0, np.maximum(steep, flat))
-
-
-def _check_not_negative(name: str, value: float) -> None:
-    require(value >= 0.0, f"{name} is {value}; it must not be negative")
-
-
-def _check_errors(type_one: Vector) -> None:
-    outside = type_one[~((type_one >= 0.0) & (type_one <= 1.0))]
-    if outside.size:
-        raise InvalidValueError(f"a type I error is {outside.flat[0]}; it must be in [0, 1]")
 
 
 def zcdp_rho(rounds: Rounds) -> float:
@@ -132,7 +84,7 @@ def zcdp_rho(rounds: Rounds) -> float:
 
 def zcdp_epsilon_bun_steinke(rho: float, delta: float) -> float:
     """ε = ρ + 2√(ρ·log(1/δ)) of ρ-zCDP (Bun & Steinke 2016, Proposition 1.3). An upper bound."""
-    _check_not_negative("rho", rho)
+    require(rho >= 0.0, f"rho is {rho}; it must not be negative")
     check_delta(delta)
     # √ρ apart: the product may overflow.
     return (rho + 2 * math.sqrt(rho) * math.sqrt(-math.log(delta))) * (1 + _ZCDP_ROUNDING)

@@ -12,7 +12,6 @@ in (0, 1); a value out of range raises `InvalidValueError`.
 import math
 
 import numpy as np
-from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr, ndtri_exp
 
 from fedpriv.accounting.round_counts import Ends, Vector, check_delta, check_epsilon
@@ -107,29 +106,6 @@ def delta_interval(epsilon: float, noise_multiplier: float) -> Ends:
     return low, delta(epsilon, noise_multiplier * (1 - 4 * _ULP))
 
 
-def noise_multiplier(epsilon: float, delta: float) -> float:
-    """Least z for which the Gaussian mechanism is (ε, δ)-DP (Balle & Wang 2018, Algorithm 1).
-
-    Never below the truth, and at most 1e-9 of itself above for δ ≤ 0.999; ∞ where above 1e300.
-    """
-    check_epsilon(epsilon)
-    check_delta(delta)
-    goal = math.log(delta) * (1 + 4 * _ULP) - 2 * _MARGIN
-
-    def excess(log_mu: float) -> float:
-        return log_delta(epsilon, math.exp(-log_mu)) - goal
-
-    # δ is at most the total variation 2Φ(μ/2) − 1 ≤ μ/√(2π), so μ is at least this.
-    low = max(math.log(delta) + _LOG_SQRT_TAU - 1.0, -math.log(_MOST_NOISE))
-    if excess(low) >= 0.0:
-        return math.inf
-    high = 1.0
-    while excess(high) < 0.0:
-        high += 1.0
-    log_mu = float(brentq(excess, low, high, xtol=1e-13, rtol=4 * _ULP))
-    return math.exp(-log_mu) * (1 + 1e-12)
-
-
 def _check_noise(z: float) -> None:
     require(z >= 0.0, f"noise_multiplier is {z}; it must not be negative")
 
@@ -143,8 +119,7 @@ def _log_delta(a: Vector, mu: Vector) -> tuple[Vector, Vector]:
     gap = np.where(near, _mills_gap(a, mu), _mills(np.maximum(a, 0)) - _mills(b))
     mass = np.where(left, ndtr(-a) - density * _mills(b), 1.0)
     value = np.where(left, np.log(mass), np.log(gap) - np.square(a) / 2 - _LOG_SQRT_TAU)
-    slope = mu * _mills(b) * np.where(left, density / mass, 1 / gap)
-    return value, slope
+    return value, mu * _mills(b) * np.where(left, density / mass, 1 / gap)
 
 
 def _mills(x: Vector) -> Vector:

@@ -53,9 +53,8 @@ def fixed_size_gaussian(
     """Event of rounds on m of N users, drawn afresh without replacement, under replace-one."""
     legal = f"it must be from 1 to the population of {population}"
     require(1 <= cohort_size <= population, f"cohort_size is {cohort_size}; {legal}")
-    q = cohort_size / population
-    sampling = SamplingEvent(SamplingPolicy.FIXED_SIZE, q, population, _REPLACE)
-    return _one_group(sampling, noise_multiplier, count)
+    policy, q = SamplingPolicy.FIXED_SIZE, cohort_size / population
+    return _one_group(SamplingEvent(policy, q, population, _REPLACE), noise_multiplier, count)
 
 
 def shuffled_gaussian(

@@ -12,9 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
-from scipy.special import ndtr
 
-from fedpriv.accounting import classical
 from fedpriv.accounting.accountants import (
     ACCOUNTANTS,
     Accountant,
@@ -22,13 +20,12 @@ from fedpriv.accounting.accountants import (
     PrivacyLoss,
     accountant_named,
 )
-from fedpriv.accounting.round_counts import Vector
+from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import Randomness, RoundEvent, merge_equal
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export
 
 _POINTS = 30  # of a curve
-_ERRORS, _WIDEST = 121, 4.0  # type I errors of a trade-off, up to so many standard deviations
 
 
 class Arithmetic(StrEnum):
@@ -137,8 +134,7 @@ def price(
         raise InvalidValueError(
             f"delta is {delta} and epsilon is {epsilon}; only one can be given, to find the other"
         )
-    every = accountant == "all"
-    accountants = list(ACCOUNTANTS.values()) if every else [accountant_named(accountant)]
+    accountants = [*ACCOUNTANTS.values()] if accountant == "all" else [accountant_named(accountant)]
     ledgers = read_ledgers(paths)
     if not any(ledger.charges for ledger in ledgers):
         named = ", ".join(str(ledger.path) for ledger in ledgers)
@@ -248,17 +244,6 @@ class DeltaCurve:
 
 
 @dataclass(frozen=True)
-class TradeOff:
-    """How badly any test must do that tells from all releases whether one user took part."""
-
-    accountant: str  # whose δ by ε it is made from
-    mu: float  # of the Gaussian mechanism that costs the same ε at δ
-    type_one: Vector  # [n] type I errors, growing from 0 to 1
-    type_two: Vector  # [n] the type II error is at least this: the supremum of f_{ε, δ(ε)} over ε
-    gaussian: Vector  # [n] G_μ, the least type II error against that Gaussian mechanism
-
-
-@dataclass(frozen=True)
 class Cost:
     """What a ledger costs by rounds, and what that means for a test."""
 
@@ -268,69 +253,39 @@ class Cost:
     trade_off: TradeOff
 
 
-@dataclass(frozen=True)
-class Curves:
-    """All curves of one ledger."""
-
-    population: str  # its name
-    cost: Cost
-    by_epsilon: tuple[DeltaCurve, ...]  # one for each accountant
-
-
 def cost_of(ledger: LedgerContent, delta: float) -> Cost:
     """ε by rounds, at up to 30 points for each accountant that can tell, and the trade-off."""
-    return _cost(ledger, _finite_losses(ledger, delta))
-
-
-def curves_of(ledger: LedgerContent, delta: float) -> Curves:
-    """`cost_of`, and δ by ε, at 30 points for each accountant."""
-    losses = _finite_losses(ledger, delta)
-    basis = _basis(losses)
-    by_epsilon = tuple(_delta_curve(ledger, each, basis.epsilon) for each in losses)
-    return Curves(ledger.population, _cost(ledger, losses), by_epsilon)
-
-
-def _cost(ledger: LedgerContent, losses: Sequence[PrivacyLoss]) -> Cost:
-    basis = _basis(losses)
+    losses, basis = _finite_losses(ledger, delta)
     by_rounds = tuple(_epsilon_curve(ledger, each) for each in losses)
-    curve = _delta_curve(ledger, basis, basis.epsilon)
-    trade_off = _trade_off(curve, classical.equivalent_mu(basis.epsilon, basis.delta))
-    return Cost(basis.epsilon, basis.delta, by_rounds, trade_off)
+    return Cost(basis.epsilon, delta, by_rounds, trade_off(ledger.events, basis.accountant))
 
 
-def _trade_off(curve: DeltaCurve, mu: float) -> TradeOff:
-    """The trade-off function that all points of a curve of δ prove together.
-
-    Each (ε, δ(ε)) is a lower bound f_{ε, δ(ε)} on the type II error (Dong, Roth & Su 2019,
-    Proposition 2.11), so their largest is one too.
-    """
-    # Even steps of the normal quantile show both ends of the curve, which is steep there.
-    inner = ndtr(np.linspace(-_WIDEST, _WIDEST, _ERRORS - 2))
-    type_one = np.concatenate([[0.0], inner, [1.0]])
-    pairs = zip(curve.epsilon, curve.delta, strict=True)
-    bounds = [classical.trade_off_of_bound(type_one, epsilon, delta) for epsilon, delta in pairs]
-    gaussian = classical.trade_off(type_one, mu)
-    return TradeOff(curve.accountant, mu, type_one, np.max(bounds, axis=0), gaussian)
+def delta_curves(ledger: LedgerContent, cost: Cost) -> list[DeltaCurve]:
+    """δ by ε up to 1.5 times that of the whole ledger, at 30 points for each accountant."""
+    events, least = merge_equal(ledger.events), 1.5 * cost.epsilon or 1.0
+    epsilons = tuple(float(x) for x in least * np.linspace(0.0, 1.0, _POINTS) ** 2)
+    curves = []
+    for curve in cost.by_rounds:
+        accountant = accountant_named(curve.accountant)
+        deltas = tuple(accountant.delta(events, epsilon) for epsilon in epsilons)
+        curves.append(DeltaCurve(curve.accountant, curve.bound, epsilons, deltas))
+    return curves
 
 
-def _finite_losses(ledger: LedgerContent, delta: float) -> list[PrivacyLoss]:
-    """What the whole ledger costs, by each accountant that can tell; one is a finite bound."""
+def _finite_losses(ledger: LedgerContent, delta: float) -> tuple[list[PrivacyLoss], PrivacyLoss]:
+    """What the whole ledger costs, by each accountant that can tell; the first bound is finite."""
     if not ledger.charges:
         raise InvalidValueError(f"ledger {ledger.path} has no charge; a curve needs at least one")
     losses, refusals = _losses(ACCOUNTANTS.values(), merge_equal(ledger.events), delta)
-    if all(loss.bound is Bound.ESTIMATE for loss in losses):
+    basis = next((loss for loss in losses if loss.bound is not Bound.ESTIMATE), None)
+    if basis is None:
         raise refusals[0]
-    if math.isinf(_basis(losses).epsilon):
+    if math.isinf(basis.epsilon):
         raise InvalidValueError(
             f"ε of ledger {ledger.path} at delta {delta} is infinite, as a round has too little "
             "noise or delta is too small; a curve needs a finite one"
         )
-    return losses
-
-
-def _basis(losses: Iterable[PrivacyLoss]) -> PrivacyLoss:
-    """The first bound, from which the trade-off is made."""
-    return next(loss for loss in losses if loss.bound is not Bound.ESTIMATE)
+    return losses, basis
 
 
 def _epsilon_curve(ledger: LedgerContent, whole: PrivacyLoss) -> EpsilonCurve:
@@ -339,12 +294,3 @@ def _epsilon_curve(ledger: LedgerContent, whole: PrivacyLoss) -> EpsilonCurve:
     losses = [accountant.epsilon(merge_equal(events[:n]), whole.delta) for n in rounds]
     lows, ups = tuple(loss.epsilon_low for loss in losses), tuple(loss.epsilon for loss in losses)
     return EpsilonCurve(whole.accountant, whole.bound, whole.delta, rounds, lows, ups)
-
-
-def _delta_curve(ledger: LedgerContent, whole: PrivacyLoss, least: float) -> DeltaCurve:
-    """δ by one accountant up to 1.5 times the ε of the whole ledger."""
-    accountant, events = accountant_named(whole.accountant), merge_equal(ledger.events)
-    # Most of the trade-off is made by small ε.
-    epsilon = tuple(float(x) for x in (1.5 * least or 1.0) * np.linspace(0.0, 1.0, _POINTS) ** 2)
-    delta = tuple(accountant.delta(events, x) for x in epsilon)
-    return DeltaCurve(whole.accountant, whole.bound, epsilon, delta)

@@ -4,6 +4,7 @@ What a round of training is to a model, a survey is to questions: one cohort, on
 over a vector group per question, one charge in the ledger before anything is released. No torch.
 """
 
+from fedpriv.analytics.components import PrincipalComponents, SecondMoments
 from fedpriv.analytics.questions import (
     Answer,
     Distribution,
@@ -13,6 +14,7 @@ from fedpriv.analytics.questions import (
     Question,
     Sum,
     Variance,
+    VectorQuestion,
 )
 from fedpriv.analytics.survey import Answers, Survey, ask
 
@@ -22,10 +24,13 @@ __all__ = [
     "Distribution",
     "Histogram",
     "Mean",
+    "PrincipalComponents",
     "Quantiles",
     "Question",
+    "SecondMoments",
     "Sum",
     "Survey",
     "Variance",
+    "VectorQuestion",
     "ask",
 ]

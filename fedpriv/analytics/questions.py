@@ -1,7 +1,8 @@
 """The questions of a survey: what a user contributes to each, and what a release answers.
 
 Each is about one quantity: a column of the users' data, or a function of one user's fields. To add
-a question, derive a frozen dataclass from `Question`.
+a question, derive a frozen dataclass from `VectorQuestion`, or from `Question` if the vectors of
+users are too long to be written down one by one.
 """
 
 import math
@@ -18,6 +19,7 @@ from scipy.optimize import isotonic_regression
 from scipy.sparse import csr_array
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.privacy.clipping import IntegerVector, clip_rows
 from fedpriv.privacy.layout import FloatVector, VectorGroup
 from fedpriv.privacy.sampling import PoissonSampling
 
@@ -35,7 +37,7 @@ Function: TypeAlias = Callable[[Mapping[str, Values]], object]
 class UserValues:
     """What U users hold of one quantity; user u has values[offsets[u] : offsets[u + 1]]."""
 
-    values: Values  # [R] float64, or strings
+    values: Values  # [R] float64, or strings; [R, width] where a question has a width
     offsets: npt.NDArray[np.int64]  # [U + 1]
 
     def sums(self, weights: Values) -> FloatVector:
@@ -73,6 +75,8 @@ class Question(ABC):
     * what a user contributes has an L2 norm of at most `clipping_norm`, whatever it holds;
     * a user without a value that counts contributes the zero vector, and so does NaN;
     * the answer is a function of the released average and of public numbers alone.
+
+    A `VectorQuestion` need not clip: that is done for it. Another must, in its `total`.
     """
 
     name: str  # of the question, and of its vector group in the ledger
@@ -97,6 +101,11 @@ class Question(ABC):
         return np.float64
 
     @property
+    def width(self) -> int | None:
+        """How many numbers a value consists of, where it is not one number or text."""
+        return None
+
+    @property
     @abstractmethod
     def clipping_norm(self) -> float:
         """S, the bound on the L2 norm of a user's vector."""
@@ -107,14 +116,17 @@ class Question(ABC):
         return VectorGroup.single(self.name, self.clipping_norm)
 
     @property
+    @abstractmethod
     def dimension(self) -> int:
         """Length d of a user's vector."""
-        nobody = UserValues(np.empty(0, self.scalar), np.zeros(1, np.int64))
-        return len(self.contributions(nobody).T)
 
     @abstractmethod
-    def contributions(self, held: UserValues) -> FloatMatrix:
-        """Vectors of users, before they are clipped: [users, d]."""
+    def numbers(self, values: IntegerVector) -> IntegerVector:
+        """How many numbers `total` holds at a time for users with so many values: [U] → [U]."""
+
+    @abstractmethod
+    def total(self, held: UserValues) -> IntegerVector:
+        """Sum of users' vectors, each clipped by itself, in steps of the group: [d]."""
 
     @abstractmethod
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
@@ -133,6 +145,31 @@ class Question(ABC):
         return Answer(self.name, value, noise, np.asarray(value - half), np.asarray(value + half))
 
 
+class VectorQuestion(Question):
+    """A question for which the vector of each user is written down and clipped."""
+
+    @property
+    def dimension(self) -> int:
+        """Length d of a user's vector."""
+        nobody = UserValues(np.empty(0, self.scalar), np.zeros(1, np.int64))
+        return len(self.contributions(nobody).T)
+
+    def numbers(self, values: IntegerVector) -> IntegerVector:
+        """A vector for each user, beside its values."""
+        return values + self.dimension
+
+    def total(self, held: UserValues) -> IntegerVector:
+        """Sum of users' vectors, each clipped by itself, in steps of the group: [d]."""
+        vectors = self.contributions(held)
+        clip_rows([vectors], self.clipping_norm)
+        total: IntegerVector = vectors.sum(axis=0).astype(np.int64)
+        return total
+
+    @abstractmethod
+    def contributions(self, held: UserValues) -> FloatMatrix:
+        """Vectors of users, before they are clipped: [users, d], which the caller may change."""
+
+
 def sampling_spread(sampling: PoissonSampling) -> float:
     """Standard deviation of an average over the expected cohort, per unit that each user has.
 
@@ -143,7 +180,7 @@ def sampling_spread(sampling: PoissonSampling) -> float:
 
 
 @dataclass(frozen=True)
-class Histogram(Question):
+class Histogram(VectorQuestion):
     """Values of all enrolled users, counted by category.
 
     A user contributes its counts, scaled down to the clipping norm if they are longer. Where users
@@ -191,7 +228,7 @@ class Histogram(Question):
 
 
 @dataclass(frozen=True)
-class Distribution(Question):
+class Distribution(VectorQuestion):
     """The share of all enrolled users whose value is at or below each threshold.
 
     The m thresholds are finite and rise. A user with several values counts as equal parts of each;
@@ -250,7 +287,7 @@ class Distribution(Question):
 
 
 @dataclass(frozen=True)
-class Quantiles(Question):
+class Quantiles(VectorQuestion):
     """Quantiles over all enrolled users: the least threshold with a share p of them at or below.
 
     All are read off one released `Distribution`, made rising by least squares; so ten quantiles
@@ -316,7 +353,7 @@ def crossings(
 
 
 @dataclass(frozen=True)
-class _Ranged(Question):
+class _Ranged(VectorQuestion):
     """A question about values that are clipped to [low, high]."""
 
     low: float

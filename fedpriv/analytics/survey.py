@@ -1,6 +1,7 @@
 """A survey: what is asked of whom, how much noise answers get, and the round that asks it."""
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,11 +10,11 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.analytics.questions import Answer, FloatMatrix, Function, Question, UserValues, Values
+from fedpriv.analytics.questions import Answer, Function, Question, UserValues, Values
 from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.ledger.events import RoundEvent
-from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.gaussian_mechanism import PoissonGaussianMechanism, given_shares
 from fedpriv.privacy.layout import FloatVector, Layout
 from fedpriv.privacy.noise import Entropy
@@ -23,7 +24,7 @@ from fedpriv.privacy.sampling import PoissonSampling
 _log = logging.getLogger(__name__)
 
 Positions: TypeAlias = npt.NDArray[np.int64]  # of users in the store
-_COMPONENTS = 1 << 21  # of the contributions of a chunk, in float64: 16 MiB
+_NUMBERS = 1 << 21  # of the users of a chunk, in float64: 16 MiB
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,11 @@ class Survey:
             if question.of not in users.fields:
                 raise DataError(f"{asking}; {known_names(question.of, users.fields)}")
             field = users.fields[question.of]
-            if not _readable(field, question.scalar):
+            if not _readable(field, question):
                 found = f"{field.dtype}{list(field.shape)}"
-                kind = "text" if question.scalar is np.str_ else "number"
-                raise DataError(f"{asking}, which is {found}; it must hold one {kind} per row")
+                one = "one text" if question.scalar is np.str_ else "one number"
+                needed = one if question.width is None else f"{question.width} numbers"
+                raise DataError(f"{asking}, which is {found}; it must hold {needed} per row")
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +132,7 @@ def ask(survey: Survey, users: UserStore, records: PrivacyRecords, entropy: Entr
 
 
 def collect(survey: Survey, users: UserStore, cohort: Positions) -> Iterator[PartialSum]:
-    """Yield the sums of clipped contributions of a cohort [positions, ascending], in chunks.
+    """Yield the sum of the clipped contributions of a cohort [positions, ascending].
 
     Guarantees:
 
@@ -138,52 +140,60 @@ def collect(survey: Survey, users: UserStore, cohort: Positions) -> Iterator[Par
     * a user whose values of one question cannot be used adds zero to that one, whatever it holds,
       and nothing that a user holds, nor a function of a question, raises here.
     """
-    clipping = survey.mechanism.clipping
-    step = max(1, _COMPONENTS // clipping.layout.dimension)
-    for number, start in enumerate(range(0, cohort.size, step)):
-        chunk = cohort[start : start + step]
-        vectors = [usable(q.contributions(held(q, users, chunk))) for q in survey.questions]
-        rows = np.concatenate(vectors, axis=1)
-        clipping.clip_rows(rows, np.ones(chunk.size, np.int64))
-        total = rows.sum(axis=0).astype(np.int64)
-        yield PartialSum(f"chunk {number}", chunk.size, total, chunk.size)
+    totals = [total_of(question, users, cohort) for question in survey.questions]
+    yield PartialSum("cohort", cohort.size, np.concatenate(totals), cohort.size)
 
 
-def usable(contributions: FloatMatrix) -> FloatMatrix:
-    """Contributions [users, d] to one question, zero where they are not finite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        finite = np.isfinite(np.sqrt(np.vecdot(contributions, contributions)))
-    return np.where(finite[:, np.newaxis], contributions, 0.0)
+def total_of(question: Question, users: UserStore, cohort: Positions) -> IntegerVector:
+    """Sum of what a cohort contributes to a question, in steps [d], a chunk of users at a time."""
+    total = np.zeros(question.dimension, np.int64)
+    numbers = question.numbers(users.offsets[cohort + 1] - users.offsets[cohort])
+    ends = np.flatnonzero(np.diff(np.cumsum(numbers) // _NUMBERS)) + 1
+    for chunk in np.split(cohort, ends) if cohort.size else ():
+        total += question.total(held(question, users, chunk))
+    return total
 
 
 def held(question: Question, users: UserStore, positions: Positions) -> UserValues:
     """What some users hold of the quantity of a question; nothing where a function fails."""
-    of, scalar = question.of, question.scalar
+    of = question.of
     if isinstance(of, str):
         asked = UserStore({of: users.fields[of]}, users.offsets).subset(positions)
-        return UserValues(_converted(asked.fields[of], scalar), asked.offsets)
-    returned = [_returned(of, users.examples_of(user), scalar) for user in positions.tolist()]
+        return UserValues(_converted(asked.fields[of], question), asked.offsets)
+    returned = [_returned(of, users.examples_of(user), question) for user in positions.tolist()]
     offsets = np.cumsum([0, *map(len, returned)], dtype=np.int64)
-    return UserValues(np.concatenate([np.empty(0, scalar), *returned]), offsets)
+    return UserValues(np.concatenate([_nothing(question), *returned]), offsets)
 
 
-def _returned(function: Function, fields: Mapping[str, Values], scalar: type[np.generic]) -> Values:
+def _returned(function: Function, fields: Mapping[str, Values], question: Question) -> Values:
     """What a function returns for one user; nothing if it raises or that is of no use."""
     try:
         values = np.atleast_1d(np.asarray(function(fields)))
-        if values.shape == (0,) or _readable(values, scalar):
-            return _converted(values, scalar)
+        if _readable(values, question):
+            return _converted(values, question)
+        if values.shape == (0,):
+            return _nothing(question)
         reason = f"{values.dtype}{list(values.shape)}"
     except Exception as error:  # a failing user counts as zero, whatever the failure
         reason = type(error).__name__  # its text may hold the user's data
     _log.warning("a user counts as zero: the function of a question gave %s", reason)
-    return np.empty(0, scalar)
+    return _nothing(question)
 
 
-def _readable(values: Values, scalar: type[np.generic]) -> bool:
-    return values.ndim == 1 and values.dtype.kind in ("U" if scalar is np.str_ else "biuf")
+def _readable(values: Values, question: Question) -> bool:
+    kinds = "U" if question.scalar is np.str_ else "biuf"
+    wide = values.ndim > 1 and math.prod(values.shape[1:]) == question.width
+    return values.dtype.kind in kinds and (values.ndim == 1 if question.width is None else wide)
 
 
-def _converted(values: Values, scalar: type[np.generic]) -> Values:
+def _converted(values: Values, question: Question) -> Values:
+    """Values as the question reads them: [R], or [R, width]."""
+    if question.width is not None:
+        values = values.reshape(len(values), question.width)
     with np.errstate(over="ignore"):  # a number beyond the range of float64 becomes infinite
-        return values.astype(scalar, copy=False)
+        return values.astype(question.scalar, copy=False)
+
+
+def _nothing(question: Question) -> Values:
+    shape = (0,) if question.width is None else (0, question.width)
+    return np.empty(shape, question.scalar)

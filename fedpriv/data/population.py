@@ -228,6 +228,24 @@ class Population:
         return cls(f"{name}: {users.population} users", users, test)
 
 
+def cut_up(population: Population, rows: int, called: str) -> Population:
+    """Each piece of so many consecutive rows of a user as a record of its own.
+
+    The last piece of a user may have fewer rows, and a user without rows has none. Rows stay where
+    they are. Ids are "user/number", from 0; `called` is added to the population's name.
+    """
+    users = population.users
+    pieces = -(-users.sizes // rows)
+    last = np.cumsum(pieces)
+    number = np.arange(last[-1]) - np.repeat(last - pieces, pieces)
+    starts = np.repeat(users.offsets[:-1], pieces) + rows * number
+    ids = np.arange(users.population) if users.user_ids is None else np.asarray(users.user_ids)
+    owners = np.repeat(_narrow(np.char.add(ids.astype(np.str_), "/")), pieces)
+    named = np.char.add(owners, _narrow(number.astype(np.str_)))
+    store = UserStore(users.fields, np.append(starts, users.rows), named)
+    return Population(f"{population.name}; {called}", store, population.test)
+
+
 def load_population(name: str, options: Mapping[str, object]) -> Population:
     """Load a population by a loader's name or "package.module:function"; naming a function runs it.
 
@@ -285,6 +303,12 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     if array.dtype.kind not in "iuU":
         raise DataError("user ids hold an integer beyond 64 bits; write such ids as strings")
     return array
+
+
+def _narrow(texts: NDArray[np.str_]) -> NDArray[np.str_]:
+    """Strings in memory for the longest; numbers as text have room for any."""
+    narrow: NDArray[np.str_] = texts.astype(f"U{np.char.str_len(texts).max(initial=1)}")
+    return narrow
 
 
 def _checked_ids(ids: Sequence[str] | IdArray, users: int) -> IdArray:

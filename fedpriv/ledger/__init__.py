@@ -13,6 +13,7 @@ from fedpriv.ledger.events import (
     SamplingPolicy,
     Schedule,
     SumQueryEvent,
+    Unit,
 )
 from fedpriv.ledger.ledger import Charge, ChargedRow, ExportedLedger, Ledger, ProposedCharge
 from fedpriv.ledger.participation import Head, ParticipationRecord
@@ -33,4 +34,5 @@ __all__ = [
     "SamplingPolicy",
     "Schedule",
     "SumQueryEvent",
+    "Unit",
 ]

@@ -56,6 +56,14 @@ class NeighbouringRelation(StrEnum):
         return 2.0 if self is NeighbouringRelation.REPLACE_ONE else 1.0
 
 
+class Unit(StrEnum):
+    """Unit of privacy: what is added, removed or replaced. Elsewhere "user" stands for any."""
+
+    USER = "user"  # all of a user's data
+    EXAMPLE = "example"  # one row
+    MICROBATCH = "microbatch"  # some rows of one user, always the same
+
+
 EventKind = tuple[SamplingPolicy, NeighbouringRelation]
 _NOT_ANALYSED = {
     (SamplingPolicy.FIXED_SIZE, NeighbouringRelation.ADD_OR_REMOVE_ONE),
@@ -101,6 +109,7 @@ class SamplingEvent:
     relation: NeighbouringRelation  # under which the event may be accounted
     # None where the event is one round, or a shuffled pass with an unknown number of batches.
     schedule: Schedule | None = None
+    unit: Unit = Unit.USER
 
     def __post_init__(self) -> None:
         q, n, policy = self.sampling_probability, self.population, self.policy

@@ -33,6 +33,7 @@ from fedpriv.ledger.events import (
     SamplingPolicy,
     Schedule,
     SumQueryEvent,
+    Unit,
     repeated,
     require,
 )
@@ -157,6 +158,7 @@ class ChargedRow:
                 "sampling_probability": float(sampling.sampling_probability),
                 "population": int(sampling.population),
                 "relation": sampling.relation,
+                **({} if sampling.unit is Unit.USER else {"unit": sampling.unit}),
                 "schedule": schedule and {name: int(n) for name, n in asdict(schedule).items()},
                 "strategy": [float(c) for c in self.event.strategy],
                 "sum_queries": [
@@ -206,8 +208,7 @@ class Charge:
         if not self._used.acquire(blocking=False):
             raise LedgerError(
                 f"the charge of run {self.run}, round {self.round}, attempt {self.attempt} was "
-                "redeemed before: two releases on one charge could be averaged, which removes "
-                "noise that the ledger counts on"
+                "redeemed before: two releases on one charge could be averaged, to remove noise"
             )
         return self.event
 
@@ -282,10 +283,9 @@ class Ledger:
                     f"{name} would make ε = {epsilon} at δ = {budget.delta}, which passes the "
                     f"budget of ε = {budget.epsilon}; nothing was charged"
                 )
-            last, now = self._known, _now()
-            row = ChargedRow(
-                last.count + 1, **vars(charge), charged_at=now, previous_hash=last.hash
-            )
+            last = self._known
+            fields = vars(charge) | {"charged_at": _now(), "previous_hash": last.hash}
+            row = ChargedRow(last.count + 1, **fields)
             columns = _columns(row)
             self.database.write(insertion("chain", columns), columns)
             self.database.write("UPDATE head SET count = :count, hash = :hash", asdict(row.head))
@@ -326,8 +326,7 @@ class Ledger:
     def verify(self, record: ParticipationRecord | None = None, head: Head | None = None) -> None:
         """Check every charge, every cohort if they are given, and that the file still only grows.
 
-        Without a head that was kept elsewhere, a ledger passes that was set back, or rewritten from
-        some charge to its end.
+        Without a head kept elsewhere, a ledger passes that was set back or rewritten at its end.
         """
         _check(self._genesis.head, self.charges(), record, head)
         strays = "position < 0 OR position > (SELECT count FROM head)"
@@ -534,14 +533,11 @@ def next_row(last: Head, text: str) -> ChargedRow:
 
 def _row(fields: dict[str, Any]) -> ChargedRow:
     """The charge that JSON fields describe; raises what its constructors raise."""
-    schedule = fields.pop("schedule")
-    sampling = SamplingEvent(
-        SamplingPolicy(fields.pop("policy")),
-        fields.pop("sampling_probability"),
-        fields.pop("population"),
-        NeighbouringRelation(fields.pop("relation")),
-        None if schedule is None else Schedule(**schedule),
-    )
+    policy, q = SamplingPolicy(fields.pop("policy")), fields.pop("sampling_probability")
+    population, relation = fields.pop("population"), NeighbouringRelation(fields.pop("relation"))
+    found, unit = fields.pop("schedule"), Unit(fields.pop("unit", Unit.USER))
+    schedule = None if found is None else Schedule(**found)
+    sampling = SamplingEvent(policy, q, population, relation, schedule, unit)
     queries = tuple(SumQueryEvent(**query) for query in fields.pop("sum_queries"))
     event = RoundEvent(sampling, queries, strategy=tuple(fields.pop("strategy")))
     randomness = Randomness(fields.pop("randomness"))

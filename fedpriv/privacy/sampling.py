@@ -7,7 +7,7 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.ledger.events import NeighbouringRelation, SamplingEvent, SamplingPolicy
+from fedpriv.ledger.events import NeighbouringRelation, SamplingEvent, SamplingPolicy, Unit
 from fedpriv.privacy.noise import keystream, words
 
 _MOST_PASSED = 128
@@ -40,6 +40,7 @@ class PoissonSampling:
 
     population: int  # N ≥ 1, the number of enrolled users, a public constant
     sampling_probability: float  # q in (0, 1]
+    unit: Unit = Unit.USER  # what is enrolled, and here called a user
 
     def __post_init__(self) -> None:
         self.event()
@@ -56,6 +57,7 @@ class PoissonSampling:
             self.sampling_probability,
             self.population,
             NeighbouringRelation.ADD_OR_REMOVE_ONE,
+            unit=self.unit,
         )
 
     def draw(self, key: bytes) -> NDArray[np.int64]:

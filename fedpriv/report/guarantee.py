@@ -8,6 +8,7 @@ from decimal import ROUND_CEILING, Context
 from pathlib import Path
 
 import numpy as np
+from scipy.special import ndtr
 
 from fedpriv.accounting.accountants import (
     Bound,
@@ -15,27 +16,48 @@ from fedpriv.accounting.accountants import (
     accountant_named,
     format_epsilon,
 )
+from fedpriv.accounting.fdp import TradeOff, gaussian_trade_off
 from fedpriv.accounting.pricing import (
     Cost,
-    Curves,
+    DeltaCurve,
     LedgerContent,
     cost_of,
+    delta_curves,
     weakest_arithmetic,
     weakest_randomness,
 )
 from fedpriv.errors import InvalidValueError, UnsupportedEventError, writing
-from fedpriv.ledger.events import Randomness, SamplingPolicy, merge_equal
+from fedpriv.ledger.events import Randomness, SamplingPolicy, Unit, merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
 from fedpriv.report.page import Section
 from fedpriv.report.records import RunRecord
-from fedpriv.report.tables import Column, Table, format_epsilon_low, lower_end
+from fedpriv.report.tables import (
+    Column,
+    Table,
+    format_epsilon_low,
+    json_text,
+    lower_end,
+    plural,
+)
 
 _FALSE_ALARMS = 0.05
+_READ_AT = (0.001, 0.01, 0.05, 0.1)  # rates of false alarms at which a trade-off is read
+_ERRORS, _WIDEST = 121, 4.0  # type I errors of a trade-off, up to so many standard deviations
 
 
 def users_of(ledger: LedgerContent) -> int:
     """N, the largest number of enrolled users that a charge names; 0 without charges."""
     return max((row.event.sampling.population for row in ledger.charges), default=0)
+
+
+def unit_of(ledger: LedgerContent) -> Unit:
+    """What all charges of a ledger protect; users without charges."""
+    return next((row.event.sampling.unit for row in ledger.charges), Unit.USER)
+
+
+def unit_words(unit: str) -> dict[str, object]:
+    """What texts call one and several of what is protected."""
+    return {"unit": unit, "units": plural(unit)}
 
 
 def warnings(delta: float, ledger: LedgerContent) -> list[str]:
@@ -44,7 +66,7 @@ def warnings(delta: float, ledger: LedgerContent) -> list[str]:
     if weakest_randomness(ledger.charges) is Randomness.SEEDED:
         found.append(told["seeded"])
     if users and delta >= 1.0 / users:
-        found.append(told["delta"].format(delta=delta, share=1.0 / users))
+        found.append(told["delta"].format(delta=delta, share=1.0 / users, unit=unit_of(ledger)))
     return found
 
 
@@ -54,7 +76,8 @@ def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> Section:
     words = {
         "epsilon": _epsilon(loss),
         "relation": loss.relation,
-        "compares": told["relations"][loss.relation],
+        "compares": told["relations"][loss.relation].format(unit=loss.unit),
+        "unit": told["units"][loss.unit],
         "sampling": _sampling(ledger),
         "delta": loss.delta,
         "share": 1.0 / users_of(ledger),
@@ -81,7 +104,7 @@ def privacy_sections(record: RunRecord, of: str = "", number: int = 0) -> list[S
         why = f"No curve is drawn: {error}."
         sections = [Section("privacy", "Privacy", notes, warnings=[why])]
     else:
-        sections = _cost_sections(cost, len(charges), notes)
+        sections = _cost_sections(cost, len(charges), notes, unit_of(record.ledger))
     if not number:
         return sections
     end, numbered = f"-{number}", []
@@ -92,7 +115,7 @@ def privacy_sections(record: RunRecord, of: str = "", number: int = 0) -> list[S
     return numbered
 
 
-def _cost_sections(cost: Cost | None, charges: int, notes: list[str]) -> list[Section]:
+def _cost_sections(cost: Cost | None, charges: int, notes: list[str], unit: Unit) -> list[Section]:
     if cost is None:
         nothing = "Nothing was charged, so nothing was released: ε = 0."
         return [Section("privacy", "Privacy", [*notes, nothing])]
@@ -103,55 +126,106 @@ def _cost_sections(cost: Cost | None, charges: int, notes: list[str]) -> list[Se
         rows.append((curve.accountant, str(curve.bound), low or "–", high))
     caption = f"All {charges} charges of the ledger at δ = {cost.delta:g}"
     table = Table(caption, [*columns, Column("ε, lower end"), Column("ε")], rows)
-    rounds, errors = _epsilon_chart(cost), _trade_off_chart(cost)
+    rounds, errors = _epsilon_chart(cost, unit), _trade_off_chart(cost.trade_off, unit)
+    powers = _powers(cost.trade_off, unit)
     return [
         Section(rounds.name, "ε by round", notes, tables=[table], charts=[rounds]),
-        Section(errors.name, "What an attacker can tell", notes, charts=[errors]),
+        Section(errors.name, "What an attacker can tell", notes, tables=[powers], charts=[errors]),
     ]
 
 
-def _epsilon_chart(cost: Cost) -> Chart:
+def _powers(off: TradeOff, unit: Unit) -> Table:
+    """The most that any test can do at a few rates of false alarms, rounded up."""
+    columns = [
+        Column("false alarms"),
+        Column(f"{plural(unit)} found, at most"),
+        Column("by guessing"),
+    ]
+    rows = []
+    for alpha in _READ_AT:
+        percent = math.ceil(1000 * float(off.power(alpha))) / 10
+        rows.append((f"{alpha:.1%}", f"{percent:.1f}%", f"{alpha:.1%}"))
+    share = math.ceil(1000 * off.advantage) / 10
+    return Table(
+        f"At no rate is a test better than guessing by more than {share:.1f}%", columns, rows
+    )
+
+
+def _epsilon_chart(cost: Cost, unit: Unit) -> Chart:
     series = []
     for curve in cost.by_rounds:
         proven = curve.bound is Bound.INTERVAL and min(curve.epsilon_low) > 0.0
         band = (curve.epsilon_low, curve.epsilon) if proven else ((), ())
         name, estimate = f"{curve.accountant}: {curve.bound}", curve.bound is Bound.ESTIMATE
         series.append(Series(name, curve.rounds, curve.epsilon, *band, dashed=estimate))
-    return declared("epsilon", series, {"delta": cost.delta})
+    return declared("epsilon", series, {"delta": cost.delta, "unit": unit})
 
 
-def _delta_chart(curves: Curves) -> Chart:
-    cost = curves.cost
+def _delta_chart(cost: Cost, curves: Sequence[DeltaCurve], unit: Unit) -> Chart:
     reported = f"reported: ε = {format_epsilon(cost.epsilon)} at δ = {cost.delta:g}"
     series = [
         Series(f"{c.accountant}: {c.bound}", c.epsilon, c.delta, dashed=c.bound is Bound.ESTIMATE)
-        for c in curves.by_epsilon
+        for c in curves
     ]
     reported_point = Series(reported, [cost.epsilon], [cost.delta], joined=False, colour=7)
-    return declared("delta", [*series, reported_point])
+    return declared("delta", [*series, reported_point], {"unit": unit})
 
 
-def _trade_off_chart(cost: Cost) -> Chart:
-    off, same = cost.trade_off, f"one Gaussian of the same ε: μ = {cost.trade_off.mu:.3g}"
-    x, ends = off.type_one.tolist(), [0.0, 1.0]
+def _trade_off_chart(off: TradeOff, unit: Unit) -> Chart:
+    rows = _trade_off_rows(off)
+    x, misses = [row[0] for row in rows], [row[1] for row in rows]
+    series = [Series(f"the ledger, by {off.accountant}", x, misses)]
+    if off.mu is not None and off.mu < math.inf:
+        kind = "the ledger is μ-GDP" if off.is_gdp else "estimate by the central limit theorem"
+        name = f"{kind}: μ = {off.mu:.3g}"
+        series.append(Series(name, x, [row[2] for row in rows], dashed=True))
+    ends, guessing = [0.0, 1.0], "perfect privacy: guessing"
+    series.append(Series(guessing, ends, ends[::-1], dashed=True, marked=False, colour=7))
     # One point in words; the number is rounded down, as a bound is.
-    misses = float(np.interp(_FALSE_ALARMS, off.type_one, off.type_two))
-    series = [
-        Series(f"the ledger, by {off.accountant}", x, off.type_two.tolist()),
-        Series(same, x, off.gaussian.tolist(), dashed=True),
-        Series("perfect privacy: guessing", ends, ends[::-1], dashed=True, marked=False, colour=7),
-    ]
-    percent = math.floor(misses * 1000) / 10
-    return declared("trade-off", series, {"false_alarms": _FALSE_ALARMS, "misses": percent})
+    percent = math.floor(1000 * float(off.type_two(_FALSE_ALARMS))) / 10
+    words = {"false_alarms": _FALSE_ALARMS, "misses": percent, "unit": unit}
+    return declared("trade-off", series, words)
 
 
-def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
+def _trade_off_rows(off: TradeOff) -> list[tuple[float, float, float | None, float]]:
+    """Type I errors, and the type II errors of the ledger, of G_μ and of guessing."""
+    # Even steps of the normal quantile show both ends of the curve, which is steep there.
+    inner = ndtr(np.linspace(-_WIDEST, _WIDEST, _ERRORS - 2))
+    type_one = np.concatenate([[0.0], inner, [1.0]])
+    gaussian: list[float | None] = [None] * _ERRORS
+    if off.mu is not None and off.mu < math.inf:
+        gaussian = gaussian_trade_off(type_one, off.mu).tolist()
+    columns = type_one.tolist(), off.type_two(type_one).tolist(), gaussian
+    return [(*row, 1 - row[0]) for row in zip(*columns, strict=True)]
+
+
+def trade_off_summary(off: TradeOff) -> dict[str, object]:
+    """What a trade-off function says at a few points, for other programs.
+
+    `power` is by the rate of false alarms; it and `advantage` are upper bounds unless `bound` is
+    "estimate". A μ that `mu_is` "μ-GDP" is a guarantee, an "estimate" is none, and null is unknown.
+    """
+    kind = ("μ-GDP" if off.is_gdp else str(Bound.ESTIMATE)) if off.mu is not None else None
+    return {
+        "accountant": off.accountant,
+        "bound": off.bound,
+        "relation": off.relation,
+        "mu": off.mu,
+        "mu_is": kind,
+        "advantage": off.advantage,
+        "power": {f"{alpha:g}": float(off.power(alpha)) for alpha in _READ_AT},
+    }
+
+
+def write_curves(ledger: LedgerContent, delta: float, folder: Path, suffix: str) -> list[Path]:
     """Write each curve of a ledger as a figure, "png" or "svg", and as CSV, and return the files.
 
     `bound` is what kind of number ε is, `epsilon_low` its lower end, 0 if there is none; `epsilon`
-    is inf if none is proven, `delta` the upper end of an interval, `type_two` a lower bound.
+    is inf if none is proven, `delta` the upper end of an interval, `type_two` a lower bound and
+    `type_two_gaussian` that of G_μ, empty without μ. `trade_off.json` is its `trade_off_summary`.
     """
-    cost, off = curves.cost, curves.cost.trade_off
+    cost, unit = cost_of(ledger, delta), unit_of(ledger)
+    curves = delta_curves(ledger, cost)
     by_rounds = [
         (curve.accountant, curve.bound, curve.delta, *point)
         for curve in cost.by_rounds
@@ -159,28 +233,30 @@ def write_curves(curves: Curves, folder: Path, suffix: str) -> list[Path]:
     ]
     by_epsilon = [
         (curve.accountant, curve.bound, *point)
-        for curve in curves.by_epsilon
+        for curve in curves
         for point in zip(curve.epsilon, curve.delta, strict=True)
     ]
-    errors = np.stack([off.type_one, off.type_two, off.gaussian, 1 - off.type_one], axis=1).tolist()
     delta_names = ("accountant", "bound", "epsilon", "delta")
     rounds_names = ("accountant", "bound", "delta", "rounds", "epsilon_low", "epsilon")
     errors_names = ("type_one", "type_two", "type_two_gaussian", "type_two_perfect")
+    errors = _trade_off_rows(cost.trade_off)
     written: dict[str, tuple[Chart, list[Sequence[object]]]] = {
-        "epsilon_by_rounds": (_epsilon_chart(cost), [rounds_names, *by_rounds]),
-        "delta_by_epsilon": (_delta_chart(curves), [delta_names, *by_epsilon]),
-        "trade_off": (_trade_off_chart(cost), [errors_names, *errors]),
+        "epsilon_by_rounds": (_epsilon_chart(cost, unit), [rounds_names, *by_rounds]),
+        "delta_by_epsilon": (_delta_chart(cost, curves, unit), [delta_names, *by_epsilon]),
+        "trade_off": (_trade_off_chart(cost.trade_off, unit), [errors_names, *errors]),
     }
     files = []
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, (chart, rows) in written.items():
-            titled = replace(chart, name=name, title=f"{curves.population}: {chart.title}")
+            titled = replace(chart, name=name, title=f"{ledger.population}: {chart.title}")
             table = folder / f"{name}.csv"
             files += [*save(titled, folder, [suffix]), table]
             with table.open("w", newline="", encoding="utf-8") as stream:
                 csv.writer(stream).writerows(rows)
-    return files
+        summary = folder / "trade_off.json"
+        summary.write_text(json_text(trade_off_summary(cost.trade_off)), encoding="utf-8")
+    return [*files, summary]
 
 
 def _epsilon(loss: PrivacyLoss) -> str:
@@ -202,9 +278,9 @@ def _sampling(ledger: LedgerContent) -> str:
         q = _range({event.sampling_probability for event in of_one})
         chance = "" if policy is SamplingPolicy.EVERY_USER else f", with probability q = {q}"
         enrolled = _range({event.population for event in of_one})
-        parts.append(
-            f"{policy}: {texts()['policies'][policy]}{chance}; N = {enrolled} users are enrolled"
-        )
+        drawn = texts()["policies"][policy].format(unit=of_one[0].unit)
+        are = f"N = {enrolled} {plural(of_one[0].unit)} are enrolled"
+        parts.append(f"{policy}: {drawn}{chance}; {are}")
     return f"{'. '.join(parts)}."
 
 

@@ -11,10 +11,19 @@ from fedpriv import __version__
 from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, format_epsilon
 from fedpriv.ledger.events import merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
-from fedpriv.report.guarantee import assumptions, loss_of, privacy_sections, users_of, warnings
+from fedpriv.report.guarantee import (
+    assumptions,
+    loss_of,
+    privacy_sections,
+    unit_of,
+    unit_words,
+    users_of,
+    warnings,
+)
 from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import Figures, RunRecord, versions
 from fedpriv.report.studies import measured
+from fedpriv.report.tables import plural
 from fedpriv.studies.results import ACCURACY, LOSS
 from fedpriv.training.rounds import RoundResult
 
@@ -50,7 +59,8 @@ def write_run_figures(
         if math.isfinite(budget):
             ends, both = [rounds[0].round, rounds[-1].round], [budget, budget]
             series.append(Series("budget", ends, both, dashed=True, marked=False, colour=7))
-        charts.append(declared("spent", series, {"delta": delta}, "epsilon"))
+        words = {"delta": delta, "unit": rounds[0].unit}
+        charts.append(declared("spent", series, words, "epsilon"))
     for chart in charts:
         save(replace(chart, title=f"{name}: {chart.title}"), folder)
 
@@ -68,9 +78,12 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
         if last.accuracy is not None:
             name, value = "accuracy", f"{last.accuracy:.2%}"
         cards.append(Card(name, value, "on held-out rows, last model"))
+    unit, n = unit_of(record.ledger), users_of(record.ledger)
     cards += [
-        Card("user-level ε", format_epsilon(loss.epsilon if loss else 0.0), _epsilon_note(record)),
-        Card("δ", f"{record.delta:g}", f"N = {users_of(record.ledger):,} users enrolled"),
+        Card(
+            f"{unit}-level ε", format_epsilon(loss.epsilon if loss else 0.0), _epsilon_note(record)
+        ),
+        Card("δ", f"{record.delta:g}", f"N = {n:,} {plural(unit)} enrolled"),
         Card("rounds", f"{len(record.rounds):,}", f"of {record.rounds_planned:,} planned"),
     ]
     warned = warnings(record.delta, record.ledger)
@@ -95,7 +108,8 @@ def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
     accountant = f"by the {loss.accountant} accountant, {loss.bound}"
     return (
         f"Everything that was released is ({format_epsilon(loss.epsilon)}, {record.delta:g})-"
-        f"differentially private for each whole user ({loss.relation} neighbours; {accountant})."
+        f"differentially private for each whole {loss.unit} ({loss.relation} neighbours; "
+        f"{accountant})."
     )
 
 
@@ -127,7 +141,8 @@ def round_charts(rounds: Sequence[RoundResult]) -> list[Chart]:
 def _front_charts(record: RunRecord) -> list[Chart]:
     points, values = measured(ACCURACY, record.rounds)
     line = Series("models of this run", [each.epsilon for each in points], values)
-    return [declared("front", [line], {"delta": record.delta})] if points else []
+    words = {"delta": record.delta, "unit": unit_of(record.ledger)}
+    return [declared("front", [line], words)] if points else []
 
 
 def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
@@ -137,14 +152,16 @@ def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
     low = [value - half for value, half in zip(values, noise, strict=True)]
     high = [value + half for value, half in zip(values, noise, strict=True)]
     line = Series("released, ± 2 std. dev. of its noise", _numbers(found), values, low, high)
-    return declared("metric", [line], {"metric": name}, f"metric-{quote(name, safe='')}")
+    words = {"metric": name, **unit_words(rounds[0].unit)}
+    return declared("metric", [line], words, f"metric-{quote(name, safe='')}")
 
 
 def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
     """Clipping norms by round, and update norms if recorded, of a run or of an arm's seeds."""
     end = f"-{of}" if of else ""
     seeds = f"Means over {len(records)} seeds, bands from the least seed to the largest."
-    words = {"of": f"{of}: " if of else "", "seeds": seeds if len(records) > 1 else ""}
+    words = unit_words(unit_of(records[0].ledger))
+    words |= {"of": f"{of}: " if of else "", "seeds": seeds if len(records) > 1 else ""}
     norms = _lines([[(each.round, each.clipping_norms) for each in run.rounds] for run in records])
     colours = {line.name: number for number, line in enumerate(norms)}
     released = [_group(line, "clipping norm", colours) for line in norms]
@@ -166,7 +183,8 @@ def _clipped_charts(record: RunRecord) -> list[Chart]:
     shares = _recorded([record], "clipped")
     percent = [replace(line, y=[y and 100.0 * y for y in line.y]) for line in shares]
     signal = _recorded([record], "signal_to_noise")
-    charts = [declared("clipped", percent), declared("signal", signal)]
+    words = unit_words(unit_of(record.ledger))
+    charts = [declared("clipped", percent, words), declared("signal", signal, words)]
     return [chart for chart in charts if chart.series]
 
 

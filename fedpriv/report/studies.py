@@ -63,7 +63,7 @@ def front_chart(arms: Sequence[ArmSummary]) -> Chart:
         x = [arm.epsilon for arm in own]
         series.append(line_of(name, x, [*map(measure.end, own)], bars=True))
     spent = [arm.epsilon for arm in arms]
-    axis = _axis(f"user-level ε at δ = {arms[0].target.delta:g}", "no unit", spent)
+    axis = _axis(f"ε at δ = {arms[0].target.delta:g}", "no unit", spent)
     return measure_chart("study-front", measure, series, "front", axis)
 
 
@@ -255,7 +255,7 @@ def _beside(names: Sequence[str], arms: Sequence[ArmSummary], of: _Of) -> list[S
 
 def _targets_axis(targets: Sequence[Target]) -> Axis:
     return Axis(
-        f"user-level ε of each run at δ = {targets[0].delta:g}",
+        f"ε of each run at δ = {targets[0].delta:g}",
         "no unit",
         ends=(-0.5, len(targets) - 0.5),
         ticks=tuple((float(n), f"{target.epsilon:g}") for n, target in enumerate(targets)),

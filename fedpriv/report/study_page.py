@@ -11,7 +11,7 @@ from fedpriv.report.charts import Chart, texts
 from fedpriv.report.guarantee import assumptions, loss_of, privacy_sections, users_of
 from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import RunRecord
-from fedpriv.report.tables import Column, Table
+from fedpriv.report.tables import Column, Table, plural
 from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Target
 from fedpriv.studies.results import STUDY, Measure, verdict
 
@@ -94,9 +94,9 @@ def _summary(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -
         warnings=[f"{read.missing} runs of the study are not finished."] if read.missing else [],
         cards=[
             Card("arms", str(len(names)), f"against {study.baseline}"),
-            Card("user-level ε of each run", spent, f"at δ = {targets[0].delta:g}"),
+            Card(f"{study.unit}-level ε of each run", spent, f"at δ = {targets[0].delta:g}"),
             Card("seeds", str(len(study.seeds)), "the same in each arm"),
-            Card("users", counts, _who(arms)),
+            Card(plural(study.unit), counts, _who(arms)),
         ],
         tables=[studies.results_table(read, target) for target in targets],
     )

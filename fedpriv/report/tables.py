@@ -15,12 +15,12 @@ from rich import box
 from rich.console import Console
 from rich.text import Text
 
-from fedpriv.accounting.accountants import Bound, PrivacyLoss, format_epsilon
+from fedpriv.accounting.accountants import Bound, PrivacyLoss, epsilon, format_epsilon
 from fedpriv.accounting.calibration import Plan
 from fedpriv.accounting.pricing import Arithmetic, Spending, read_ledger
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Head
-from fedpriv.ledger.events import SumQueryEvent
+from fedpriv.ledger.events import RoundEvent, SumQueryEvent, Unit
 from fedpriv.ledger.ledger import ExportedLedger, Ledger, is_export
 from fedpriv.ledger.participation import ParticipationRecord
 
@@ -98,6 +98,15 @@ def number(value: float) -> float | str:
     return "Infinity" if math.isinf(value) else value
 
 
+def plural(unit: str) -> str:
+    """Several users, examples or microbatches.
+
+    >>> plural("user"), plural("microbatch")
+    ('users', 'microbatches')
+    """
+    return f"{unit}es" if unit.endswith("ch") else f"{unit}s"
+
+
 def print_spending(spending: Spending) -> None:
     """Print what each run, each ledger and all ledgers cost, in the accountants' words."""
     several = len(spending.ledgers) > 1
@@ -118,16 +127,18 @@ def print_spending(spending: Spending) -> None:
         run = part.run or ("all runs" if part.events else "(no charge)")
         ledger = [part.ledger or "all ledgers"] if several else []
         rows.append([*ledger, run, str(part.rounds), loss.accountant, *found])
-    title = f"user-level {symbol} of {populations} at {fixed}"
+    charged = [price for price in spending.prices if price.part.events]
+    unit = charged[0].loss.unit
+    title = f"{unit}-level {symbol} of {populations} at {fixed}"
     console = Console(markup=False, emoji=False)
     print_table(Table(title, headings, rows), console, box.HEAVY_HEAD)
     for content in spending.ledgers:
         if not content.charges:
             console.print(f"{content.path} has no charge: nothing was released, so ε = 0.")
     if several:
-        console.print("All ledgers: for a user who may be in each of their populations.")
+        console.print(f"All ledgers: for one {unit} that may be in each of their populations.")
     # The table says which accountant gives what; what all assume is said once.
-    assumed = (price.loss.assumptions.partition(";")[0] + "." for price in spending.prices)
+    assumed = (price.loss.assumptions.partition(";")[0] + "." for price in charged)
     refused = (f"Not priced: {refusal}." for refusal in spending.refusals)
     for sentence in (*dict.fromkeys(assumed), *refused):
         console.print(sentence)
@@ -140,8 +151,11 @@ def _kind(loss: PrivacyLoss) -> str:
     return f"upper bound; the truth is at least {low}" if low else loss.bound
 
 
-def print_plan(plan: Plan) -> None:
-    """Print settings that stay within a budget, and what they really cost."""
+def print_plan(plan: Plan, by_clt: Plan | None) -> None:
+    """Print settings that stay within a budget, and what they really cost.
+
+    `by_clt` is the same plan by the central limit theorem, if it is to be seen beside it.
+    """
     loss, rows = plan.loss, []
     for name, words, extreme in (
         ("noise_multiplier", "noise multiplier z", "smallest"),
@@ -156,11 +170,20 @@ def print_plan(plan: Plan) -> None:
         rows.append(("one more sum query per round", noise, "least that fits"))
         rows.append(("its share of the round", f"{plan.share:.2%}", "largest that fits"))
     rows.append(("sampling", str(plan.sampling.policy), str(plan.sampling.relation)))
-    rows.append(("user-level ε", format_epsilon(loss.epsilon), _kind(loss)))
+    rows.append((f"{loss.unit}-level ε", format_epsilon(loss.epsilon), _kind(loss)))
     rows.append(("accountant", loss.accountant, ""))
+    if by_clt is not None:
+        really = f"estimate; really ε = {format_epsilon(_cost(by_clt).epsilon)}"
+        rows.append(("z by the central limit theorem", str(by_clt.noise_multiplier), really))
     title = f"within ε = {plan.target_epsilon:g} at δ = {loss.delta:g}"
     print_table(Table(title, [Column("", "text")] * 3, rows), border=box.HEAVY_HEAD)
     Console().print(loss.assumptions)
+
+
+def _cost(plan: Plan) -> PrivacyLoss:
+    """What all rounds of a plan cost by the default accountant."""
+    queries = (SumQueryEvent("update", 1.0, plan.noise_multiplier),)
+    return epsilon([RoundEvent(plan.sampling, queries, plan.rounds)], plan.loss.delta)
 
 
 def print_ledger(path: Path, last: int | None) -> None:
@@ -175,6 +198,7 @@ def print_ledger(path: Path, last: int | None) -> None:
         queries, z = "\n".join(map(_query_text, event.queries)), f"{event.noise_multiplier:.4g}"
         source = row.randomness.partition(":")[0]
         drawn, schedule = f"{sampling.policy}, {sampling.relation}", sampling.schedule
+        drawn += "" if sampling.unit is Unit.USER else f" {sampling.unit}"
         if schedule is not None:
             drawn += f", {schedule.participations} of {schedule.rounds} rounds"
         rows.append((*place, drawn, *sampled, queries, z, source))
@@ -243,12 +267,21 @@ def json_text(content: object) -> str:
     return to_json(content, indent=2, inf_nan_mode="strings").decode() + "\n"
 
 
-def write_plan(plan: Plan, stream: TextIO) -> None:
-    """Write one JSON object: the settings, which of them was found, and what they cost."""
+def write_plan(plan: Plan, by_clt: Plan | None, stream: TextIO) -> None:
+    """Write one JSON object: the settings, which of them was found, and what they cost.
+
+    `by_clt`, if given, is in it as an estimate of the noise multiplier, with what it really costs.
+    """
     names = "found rounds sampling_probability noise_multiplier share share_noise_multiplier"
     content = {name: getattr(plan, name) for name in names.split()}
     content |= {"policy": plan.sampling.policy, "target_epsilon": plan.target_epsilon}
-    stream.write(json_text(content | asdict(plan.loss)))
+    content |= asdict(plan.loss)
+    if by_clt is not None:
+        real = _cost(by_clt)
+        low, up = real.epsilon_low, real.epsilon
+        estimate = {"noise_multiplier": by_clt.noise_multiplier, "epsilon_low": low, "epsilon": up}
+        content["estimate"] = estimate
+    stream.write(json_text(content))
 
 
 def _query_text(query: SumQueryEvent) -> str:

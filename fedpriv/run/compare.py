@@ -34,7 +34,7 @@ from fedpriv.privacy.round import LocalTraining
 from fedpriv.report.studies import print_study, results_json
 from fedpriv.run.folder import RunFolder, held, write_report
 from fedpriv.run.run import Run, RunSetup, run_rounds
-from fedpriv.run.simulate import FEDAVG, ObservedTransport
+from fedpriv.run.simulate import FEDAVG, ObservedTransport, training_of
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
 from fedpriv.studies.results import (
     ALL_RESULTS,
@@ -101,7 +101,7 @@ def compare(
     mechanism: Mechanism,
     arms: Mapping[str, Mapping[str, Any]],
     *,
-    local: LocalTraining,
+    local: LocalTraining | None = None,
     server: ServerOptimizer = FEDAVG,
     seeds: int | Sequence[int] = 5,
     baseline: str | None = None,
@@ -155,6 +155,7 @@ def compare(
         chosen: dict[str, Any] = {**given, **arms[arm]}
         if not isinstance(chosen["task"], Task):
             chosen["task"] = chosen["task"](seed)
+        chosen["local"] = training_of(chosen["mechanism"], chosen["local"])
         return Method(**chosen)
 
     numbers = tuple(range(seeds) if isinstance(seeds, int) else seeds)

@@ -52,6 +52,7 @@ class RunFolder:
     simulation_only = _File("simulation_only.jsonl")  # per round, what no guarantee covers
     checkpoints = _File("checkpoints")  # of the server's states
     model = _File("model.safetensors")  # after the last round
+    projection = _File("projection.npz")  # the frozen first layer, if there is one
     sites = _File("sites.json")  # how each node does; says who took part, readable by its owner
     tensorboard = _File("tensorboard")  # event files, if they were asked for
 

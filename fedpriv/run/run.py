@@ -27,6 +27,7 @@ from torch.func import functional_call
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import format_epsilon
+from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
 from fedpriv.build import Experiment, HeldOut, build
 from fedpriv.config import Config, FederationSection, for_folder, load_config
@@ -41,8 +42,8 @@ from fedpriv.local import ALGORITHMS
 from fedpriv.privacy.round import PrivacyRecords, Transport, with_room
 from fedpriv.report.records import versions
 from fedpriv.report.run_page import write_run_figures
-from fedpriv.report.tables import Column, Table, print_table
-from fedpriv.run.folder import RunFolder, held, write_report
+from fedpriv.report.tables import Column, Table, plural, print_table
+from fedpriv.run.folder import RunFolder, held, read_run, write_report
 from fedpriv.training.optimizers import Parameters
 from fedpriv.training.rounds import (
     Checkpoint,
@@ -116,7 +117,7 @@ class RunSetup:
     def on_nodes(self, section: FederationSection, population: str, users: int) -> Experiment:
         """The experiment on a population of N users who are at nodes."""
         self.refuse_true_figures("on nodes")
-        if self.config.local.max_examples is None:
+        if self.config.training().max_examples is None:
             raise InvalidValueError(
                 "local.max_examples is absent; on nodes it must be given, since a user with very "
                 "many examples would take the time of all others of its node"
@@ -131,9 +132,15 @@ class RunSetup:
                 f"output.simulation_only is true; {where} it must be false, since only a "
                 "simulation in one process has figures that are not private"
             )
-        if self.config.local.algorithm not in ALGORITHMS:
+        if self.config.privacy.unit != "user":
             raise InvalidValueError(
-                f"local.algorithm is {self.config.local.algorithm!r}; {where} it must be one of "
+                f"privacy.unit is {self.config.privacy.unit!r}; {where} it must be 'user', since "
+                "only a simulation in one process has the data of all users"
+            )
+        local = self.config.local
+        if local is not None and local.algorithm not in ALGORITHMS:
+            raise InvalidValueError(
+                f"local.algorithm is {local.algorithm!r}; {where} it must be one of "
                 f"{', '.join(ALGORITHMS)}, since others are not known there"
             )
 
@@ -164,7 +171,7 @@ def _resolved_plan(experiment: Experiment, folder: Path) -> str:
     plan = experiment.plan
     facts = {
         "population": plan.population,
-        "enrolled users": plan.sampling.population,
+        f"enrolled {plural(plan.sampling.unit)}": plan.sampling.population,
         "expected cohort": f"{plan.sampling.expected_cohort_size:g}",
         "parameters": plan.layout.dimension,
         "software": ", ".join(f"{name} {number}" for name, number in versions().items()),
@@ -229,6 +236,11 @@ class Run:
         import pandas as pd  # noqa: PLC0415 - not a dependency
 
         return pd.DataFrame([{"round": each.round, **each.scalars} for each in self.rounds])
+
+    def trade_off(self) -> TradeOff:
+        """How well any test can tell from all charges of the ledger whether one user took part."""
+        record = read_run(self.folder)
+        return trade_off(record.ledger.events, record.accountant)
 
     def report(self, out: Path | str | None = None) -> Path:
         """Verify the ledger, and write one HTML page, by default report.html in the folder."""
@@ -415,6 +427,7 @@ def carry_out(
 @contextmanager
 def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRound]:
     """A progress bar, in a terminal or a notebook, that moves with each result."""
+    units = plural(plan.sampling.unit)
     text, last = TextColumn("{task.fields[figures]}"), ""
     columns = "{task.description}", BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
@@ -426,7 +439,7 @@ def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRo
                 last = f"accuracy {result.accuracy:.1%}"
             seconds = result.simulation_only_seconds or math.inf
             # From the expected cohort, since the realised one is private.
-            speed = f"{plan.sampling.expected_cohort_size / seconds:,.0f} users/s"
+            speed = f"{plan.sampling.expected_cohort_size / seconds:,.0f} {units}/s"
             shown = (last, *result.metrics_text, f"ε {format_epsilon(result.epsilon)}", speed)
             progress.update(line, completed=result.round, figures="  ".join(filter(None, shown)))
 
@@ -443,11 +456,12 @@ def released_text(result: RoundResult, rounds: int) -> str:
 
 def _warn(experiment: Experiment, console: Console) -> None:
     """Say what the experiment's settings do to its guarantee."""
-    delta, population = experiment.budget.delta, experiment.plan.sampling.population
+    delta, sampling = experiment.budget.delta, experiment.plan.sampling
+    population = sampling.population
     if delta >= 1.0 / population:
         console.print(
             f"warning: δ is {delta:g}; it should be below 1/N = {1.0 / population:.3g}, since "
-            "publishing one random user's data whole satisfies δ = 1/N",
+            f"publishing one random {sampling.unit}'s data whole satisfies δ = 1/N",
             style="yellow",
         )
     if experiment.config.privacy.unsafe_no_privacy:
@@ -469,7 +483,8 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
         rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
     private = run.rounds[-1].metrics_text if run.rounds else ()
     rows += [("private metric before the last round", text) for text in private]
-    rows.append(("user-level (ε, δ)", f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})"))
+    level = f"{plan.sampling.unit}-level (ε, δ)"
+    rows.append((level, f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})"))
     if len(of_run) < len(charges):
         alone = epsilon_of(of_run, privacy.delta, privacy.accountant)
         rows.append(("of which this run alone", format_epsilon(alone.epsilon)))
@@ -482,7 +497,8 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
     if clipping.groups:
         clipped = f"{len(plan.groups)} vector groups in {len(clipping.groups)} parts"
     mechanism = (
-        f"q = {plan.sampling.sampling_probability:g} of N = {plan.sampling.population} users, "
+        f"q = {plan.sampling.sampling_probability:g} of N = {plan.sampling.population} "
+        f"{plural(plan.sampling.unit)}, "
         f"z = {plan.noise_multiplier:.4g}, {clipped}{' that adapts' if plan.adaptive else ''}"
     )
     rows += [

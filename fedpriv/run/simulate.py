@@ -14,18 +14,21 @@ from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.build import Experiment, Method, on_population, settings_of, simulated
 from fedpriv.config import load_config
-from fedpriv.data.population import Population
+from fedpriv.data.population import Population, load_population
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.importing import path_of
+from fedpriv.ledger.events import RoundEvent, Unit
 from fedpriv.ledger.participation import beside
+from fedpriv.local import GRADIENT
 from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
-from fedpriv.report.tables import Column, Table, print_table
+from fedpriv.report.tables import Column, Table, plural, print_table
+from fedpriv.run.projection import planned, projected
 from fedpriv.run.run import Run, RunSetup, carry_out
 from fedpriv.training.norm_search import NormQuantile, find_quantiles
 from fedpriv.training.optimizers import FedAvg, ServerOptimizer
@@ -39,7 +42,7 @@ def simulate(
     task: Task,
     mechanism: Mechanism,
     *,
-    local: LocalTraining,
+    local: LocalTraining | None = None,
     server: ServerOptimizer = FEDAVG,
     rounds: int | None = None,
     out: Path | str | None = None,
@@ -54,7 +57,7 @@ def simulate(
     device: str = "auto",
     quiet: bool = False,
 ) -> Run:
-    """Train a model across simulated users, under user-level differential privacy.
+    """Train a model on a population, under differential privacy for each user, or another unit.
 
     Progress is shown in a terminal and in a notebook alike. An interrupt leaves a run that goes on
     with `resume=True` and the same arguments; what was released before stays charged.
@@ -73,9 +76,11 @@ def simulate(
     ...     len(run.rounds), run.epsilon <= 8.0
     (2, True)
 
-    Beside the population, the task, and how users and the server train:
+    Beside the population, the task, and how the server trains:
 
-    * mechanism: with noise, from `Mechanism.calibrate` or `Mechanism.with_noise`.
+    * mechanism: with noise, from `Mechanism.calibrate` or `Mechanism.with_noise`. Its unit is what
+      the guarantee protects: each user, each example or each microbatch of the population.
+    * local: how users train; left out with another unit, whose update is one gradient.
     * rounds: T; by default what the mechanism was calibrated for.
     * out: folder of the run; by default a new one under runs/.
     * resume: go on with the run in `out`, or start it if there is none.
@@ -92,7 +97,7 @@ def simulate(
     """
     if resume and out is None:
         raise InvalidValueError("resume is true; out must then be given")
-    method = Method(task, mechanism, local, server)
+    method = Method(task, mechanism, training_of(mechanism, local), server)
     output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     others: dict[str, object] = {
         "privacy": {"ledger": str(ledger) if ledger else None},
@@ -111,11 +116,23 @@ def simulate(
     return _run(setup, experiment, transport, Console(quiet=quiet))
 
 
+def training_of(mechanism: Mechanism, local: LocalTraining | None) -> LocalTraining:
+    """The local training that was given; without it one gradient, where no users train."""
+    if local is None and mechanism.unit is Unit.USER:
+        raise InvalidValueError("local is absent; it says how each user trains")
+    return local or GRADIENT
+
+
 def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> None:
     """Run or resume the experiment of a file in this process, and print how it went."""
-    setup = RunSetup.of(file, assignments, out, resume=resume)
-    experiment, transport = simulated(setup.config, setup.run, setup.spent)
-    _run(setup, experiment, transport, Console())
+    setup, console = RunSetup.of(file, assignments, out, resume=resume), Console()
+    config, data = setup.config, setup.config.simulated_data
+    population = load_population(data.name, data.options)
+    if config.projection:
+        experiment, transport = projected(setup, population, console)
+    else:
+        experiment, transport = on_population(config, setup.run, population, setup.spent)
+    _run(setup, experiment, transport, console)
 
 
 def _run(
@@ -172,23 +189,32 @@ def _signal_to_noise(
 
 def show_allocation(file: Path, assignments: list[str]) -> None:
     """Print how a round of an experiment is released and what all rounds cost; spend nothing."""
-    experiment, _ = simulated(load_config(file, assignments), "plan")
+    config = load_config(file, assignments)
+    data, before = config.simulated_data, list[RoundEvent]()
+    population = load_population(data.name, data.options)
+    if config.projection:
+        survey, experiment = planned(config, "plan", population)
+        before.append(survey.event)
+    else:
+        experiment, _ = on_population(config, "plan", population)
     plan, privacy = experiment.plan, experiment.config.privacy
     console = Console(markup=False, emoji=False)
     title = f"One round: {len(plan.shares)} vector groups, one sample, one charge"
     names = ("group", "tensors", "d", "S", "σ", "share", "signal/noise")
     _print(console, title, names, _group_rows(plan))
     event = replace(plan.mechanism.event, count=plan.rounds)
-    loss = epsilon_of([event], privacy.delta, privacy.accountant)
+    loss = epsilon_of([*before, event], privacy.delta, privacy.accountant)
     sampling, weight = plan.sampling, plan.averaging.total_weight
+    unit, units = sampling.unit, plural(sampling.unit)
+    charged = f"{plan.rounds} rounds" + (" and the projection" if before else "")
     facts = [
         f"z = {plan.noise_multiplier:.6g} of the whole round, q = "
-        f"{sampling.sampling_probability:g} of N = {sampling.population} users, expected cohort "
+        f"{sampling.sampling_probability:g} of N = {sampling.population} {units}, expected cohort "
         f"{sampling.expected_cohort_size:g}",
-        f"{plan.rounds} rounds cost ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta:g}: "
+        f"{charged} cost ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta:g}: "
         f"{loss.assumptions}",
-        "S is how far one user moves the sum of a group, σ the noise on it. Signal/noise compares "
-        "the most that an expected cohort can add up to with the norm of the noise.",
+        f"S is how far one {unit} moves the sum of a group, σ the noise on it. Signal/noise "
+        "compares the most that an expected cohort can add up to with the norm of the noise.",
     ]
     if weight is not None:
         facts.append(
@@ -242,7 +268,8 @@ def suggest_norms(
             known = found
             console.print(f"round {result.round} of {rounds}: charge {result.charge[:12]}")
         loss = epsilon_of(records.ledger.spent(), config.privacy.delta, config.privacy.accountant)
-    names = ("group", "suggested S", "likely between", "± share of users", "S in the file")
+    units = plural(plan.sampling.unit)
+    names = ("group", "suggested S", "likely between", f"± share of {units}", "S in the file")
     rows = (
         [
             each.group,
@@ -253,7 +280,7 @@ def suggest_norms(
         ]
         for each, norm in zip(known, plan.clipping_norms, strict=True)
     )
-    title = f"Norms that about {quantile:.0%} of users stay within"
+    title = f"Norms that about {quantile:.0%} of {units} stay within"
     _print(console, title, names, rows)
     console.print(
         f"The ledger {charged} now stands at ε = {format_epsilon(loss.epsilon)} at "

@@ -41,6 +41,7 @@ _FIXED = {
     "the study's target is that of every arm": ("privacy.epsilon", "privacy.delta"),
     "every arm is calibrated to the study's target": ("privacy.noise_multiplier",),
     "all arms are calibrated by one accountant": ("privacy.accountant",),
+    "an ε of one unit is no ε of another": ("privacy.unit", "privacy.microbatch"),
 }
 
 _Name = Annotated[str, Field(pattern=_NAME)]
@@ -121,6 +122,11 @@ class Study(Section):
         epsilons = self.target.epsilon
         listed = epsilons if isinstance(epsilons, tuple) else (epsilons,)
         return tuple(Target(epsilon, self.target.delta) for epsilon in listed)
+
+    @property
+    def unit(self) -> str:
+        """What the guarantee of every run protects."""
+        return self.config_of(self.cells[0]).privacy.unit
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:

@@ -2,13 +2,18 @@
 
 The released average Δ of the users' updates takes the place of the negative gradient
 (Reddi et al. 2021, "Adaptive Federated Optimization", algorithm 2). Everything here sees
-released quantities only.
+released quantities only. A learning rate is a number, or a `Schedule` of the public round number.
+
+Where Δ is minus an average of clipped gradients, FedAvg is NoisySGD (Abadi et al. 2016, algorithm
+1) and FedAdam NoisyAdam (Bu et al. 2020, algorithm 2), with m₀ = 0, u₀ = τ² and ξ = τ; their sums
+are divided by the size of the lot that was drawn, ours by the expected one, which is public.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +37,119 @@ class OptimizerState:
 Step = tuple[Parameters, OptimizerState]
 
 
+class Schedule(ABC):
+    """A learning rate that changes from round to round."""
+
+    @abstractmethod
+    def at(self, number: int) -> float:
+        """The rate ≥ 0 in round t, from 1: a function of that number alone, which is public."""
+
+
+@dataclass(frozen=True)
+class PolynomialDecay(Schedule):
+    """From `start` in round 1 to `end` after so many rounds, and from then on; linear at power 1.
+
+    end + (start − end)·(1 − (t − 1)/rounds)^power.
+
+    >>> [PolynomialDecay(1.0, 0.5, rounds=2).at(number) for number in (1, 2, 3, 4)]
+    [1.0, 0.75, 0.5, 0.5]
+    """
+
+    start: float
+    end: float
+    rounds: int
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_schedule(self)
+
+    def at(self, number: int) -> float:
+        """The rate in a round."""
+        left = max(0.0, 1.0 - (number - 1) / self.rounds)
+        return float(self.end + (self.start - self.end) * left**self.power)
+
+
+@dataclass(frozen=True)
+class ExponentialDecay(Schedule):
+    """start·factor^((t − 1)/rounds): it falls by the factor in so many rounds."""
+
+    start: float
+    factor: float
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        _check_schedule(self)
+
+    def at(self, number: int) -> float:
+        """The rate in a round."""
+        return float(self.start * self.factor ** ((number - 1) / self.rounds))
+
+
+@dataclass(frozen=True)
+class StepDecay(Schedule):
+    """start·factor^⌊(t − 1)/rounds⌋: it falls by the factor at once, after every so many rounds."""
+
+    start: float
+    factor: float
+    rounds: int
+
+    def __post_init__(self) -> None:
+        _check_schedule(self)
+
+    def at(self, number: int) -> float:
+        """The rate in a round."""
+        return float(self.start * self.factor ** ((number - 1) // self.rounds))
+
+
+@dataclass(frozen=True)
+class PowerDecay(Schedule):
+    """start/t^power (Robbins & Monro 1951)."""
+
+    start: float
+    power: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_schedule(self)
+
+    def at(self, number: int) -> float:
+        """The rate in a round."""
+        return float(self.start / number**self.power)
+
+
+SCHEDULES: Mapping[str, type[Schedule]] = {  # values of server.options.learning_rate.schedule
+    "polynomial": PolynomialDecay,
+    "exponential": ExponentialDecay,
+    "step": StepDecay,
+    "power": PowerDecay,
+}
+Rate = float | Schedule
+
+
+def _check_schedule(schedule: Schedule) -> None:
+    for name, value in vars(schedule).items():
+        if name == "rounds":
+            legal, proper = "at least 1", value >= 1
+        elif name == "factor":
+            legal, proper = "in (0, 1]", 0.0 < value <= 1.0
+        else:
+            legal, proper = "finite and not negative", 0.0 <= value < math.inf
+        if not proper:
+            raise InvalidValueError(f"{name} of the schedule is {value}; it must be {legal}")
+
+
 class ServerOptimizer(ABC):
     """Turns the released average into the next model."""
+
+    def at(self, number: int) -> Self:
+        """The optimiser of a round, from 1: a number stands in the place of each schedule."""
+        found = {name: value.at(number) for name, value in self.schedules.items()}
+        placed: Self = replace(cast(Any, self), **found) if found else self
+        return placed
+
+    @property
+    def schedules(self) -> Mapping[str, Schedule]:
+        """The schedules among its fields."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Schedule)}
 
     def init(self, parameters: Parameters) -> OptimizerState:  # noqa: ARG002
         """State before the first round; no moments, unless an optimiser keeps some."""
@@ -48,7 +164,7 @@ class ServerOptimizer(ABC):
 class FedAvg(ServerOptimizer):
     """x ← x + η·Δ (McMahan et al. 2017 for η = 1)."""
 
-    learning_rate: float = 1.0
+    learning_rate: Rate = 1.0
 
     def __post_init__(self) -> None:
         _check(self)
@@ -62,7 +178,7 @@ class FedAvg(ServerOptimizer):
 class FedAvgM(ServerOptimizer):
     """m ← β·m + Δ;  x ← x + η·m (Hsu et al. 2019)."""
 
-    learning_rate: float = 1.0
+    learning_rate: Rate = 1.0
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
@@ -82,7 +198,7 @@ class FedAvgM(ServerOptimizer):
 class _Adaptive(ServerOptimizer):
     """m ← β₁·m + (1 − β₁)·Δ;  x ← x + η·m / (√v + τ), with v starting at τ²."""
 
-    learning_rate: float = 0.1  # η ≥ 0
+    learning_rate: Rate = 0.1  # η ≥ 0
     beta1: float = 0.9  # decay of m in [0, 1)
     tau: float = field(default=1e-3, kw_only=True)  # degree of adaptivity τ > 0
 
@@ -144,6 +260,10 @@ SERVER_OPTIMIZERS: Mapping[str, type[ServerOptimizer]] = {  # values of server.o
 
 def _check(optimizer: ServerOptimizer) -> None:
     for name, value in vars(optimizer).items():
+        if isinstance(value, Schedule) and name == "learning_rate":
+            continue  # its numbers are checked when they take its place
+        if isinstance(value, Schedule):
+            raise InvalidValueError(f"{name} is {value}; only a learning_rate may have a schedule")
         below = math.inf if name in {"learning_rate", "tau"} else 1.0
         if not 0.0 <= value < below:
             raise InvalidValueError(f"{name} is {value}; it must be in [0, {below})")
@@ -155,8 +275,11 @@ def _filled(parameters: Parameters, value: float) -> Moments:
     return {name: np.full(p.shape, value) for name, p in parameters.items()}
 
 
-def _moved(parameters: Parameters, direction: Average, learning_rate: float) -> Parameters:
+def _moved(parameters: Parameters, direction: Average, learning_rate: Rate) -> Parameters:
     """Parameters after a step, saturated to what float32 holds so that a model stays finite."""
+    if isinstance(learning_rate, Schedule):
+        found = f"learning_rate is {learning_rate}"
+        raise InvalidValueError(f"{found}; a step needs its number, of the optimiser `at` a round")
     limit = np.finfo(np.float32).max
     return {
         name: np.clip(learning_rate * direction[name] + p, -limit, limit).astype(np.float32)

@@ -29,7 +29,7 @@ from fedpriv.errors import (
     StoppedError,
 )
 from fedpriv.ledger import Head, Ledger
-from fedpriv.ledger.events import PrivacyBudget, RoundEvent
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import (
     AdaptiveClipping,
@@ -168,6 +168,8 @@ class TrainingPlan:
             needed = f"a metric {BATCH_NORM_METRIC!r} of shape {self.statistics.shape}"
             found = f"the plan has {found_shape or 'none'}"
             raise InvalidValueError(f"running statistics move by {needed}; {found}")
+        for number in range(1, self.rounds + 1) if self.optimizer.schedules else ():
+            self.optimizer.at(number)  # learning rates out of range are refused here
         _ = self.mechanism  # groups, shares and sampling that do not fit are refused here
 
     @property
@@ -224,7 +226,9 @@ class TrainingPlan:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the whole plan; equal plans have equal digests."""
-        fields = {**asdict(self), "optimizer_class": type(self.optimizer).__name__}
+        parts = (self.optimizer, *self.optimizer.schedules.values())
+        kinds = " ".join(type(part).__name__ for part in parts)
+        fields = {**asdict(self), "optimizer_class": kinds}
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -278,6 +282,7 @@ class RoundResult:
     loss: float | None = None  # of the new model on held-out rows, where it was evaluated
     accuracy: float | None = None  # likewise
     simulation_only_seconds: float | None = None
+    unit: Unit = Unit.USER  # what (ε, δ) protects
 
     @property
     def scalar_metrics(self) -> dict[str, float]:
@@ -408,7 +413,8 @@ def close_round(
     query = plan.mechanism_at(state.clipping_norms).query
     tensors = query.clipping.layout.unflatten(release.average)
     update = {name: tensors[name] for name in plan.layout.names}
-    parameters, optimizer = plan.optimizer.update(update, state.optimizer, state.parameters)
+    stepping = plan.optimizer.at(state.round + 1)
+    parameters, optimizer = stepping.update(update, state.optimizer, state.parameters)
     norms, unclipped = state.clipping_norms, tuple[float, ...]()
     if plan.adaptive is not None:
         unclipped = tuple(float(half) + 0.5 for half in tensors[UNCLIPPED])
@@ -430,6 +436,7 @@ def close_round(
         unclipped=dict(zip(names, unclipped, strict=False)),
         metrics={name: value.tolist() for name, value in metrics.items()},
         metrics_noise_stddev={m.name: query.tensor_stddevs[m.tensor] for m in plan.metrics},
+        unit=plan.sampling.unit,
     )
     return ServerState(state.round + 1, parameters, optimizer, norms, statistics), result
 
@@ -473,12 +480,12 @@ def released_model(state: ServerState, results: Iterable[RoundResult]) -> bytes:
     """The model of a state as a file of safetensors; its metadata say what it cost.
 
     Under the key "release" they are a JSON object: `round`, and of its result `run`, `rounds`,
-    `epsilon` and `delta`.
+    `epsilon`, `delta` and `unit`.
     """
     released: dict[str, object] = {"round": state.round}
     for result in results:
         if result.round == state.round:
-            keys = ("run", "rounds", "epsilon", "delta")
+            keys = ("run", "rounds", "epsilon", "delta", "unit")
             released |= {key: getattr(result, key) for key in keys}
     tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
     # One key: safetensors writes several in any order, and equal runs have equal files.

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 
 from fedpriv.errors import InvalidValueError, WireError
 
-SERVER_RECEIVES_BYTES = 2**20 + 2**16  # of one message: a chunk, or the header of an answer
+SERVER_RECEIVES_BYTES = 2**20 + 2**16  # of one message: the header of an answer, or a chunk
 NODE_RECEIVES_BYTES = 16 * 2**20  # of one message: an offer to 2^20 users
 # Options of gRPC for both sides: a small message must not become a very large one. By the first,
 # what is compressed is refused, at a node sometimes too late; by the second, it is never inflated.

@@ -18,7 +18,7 @@ from fedpriv.wire.codec import Codec, Part, Parts, at_most, each
 
 MAX_DIMENSIONS = 32  # of one tensor; NumPy 1 has no more
 MAX_COMPONENTS = 2**30  # of all tensors together
-CHUNK_BYTES = 2**20  # in every chunk but the last, which holds the rest
+CHUNK_BYTES = 2**18  # in every chunk but the last, which holds the rest
 
 Bytes = bytes | bytearray | memoryview
 Number = np.dtype[np.float32] | np.dtype[np.int32] | np.dtype[np.int64]

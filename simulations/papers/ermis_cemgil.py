@@ -29,7 +29,7 @@ NOTES = (
 )
 
 
-def composition_epsilon(sigma: float) -> float:
+def composition_epsilon(sigma: float, nu: float = NU, rounds: int = ROUNDS) -> float:
     """ε of DPD-AC by the formulas of Section 4.3, at the split of δ that makes it smallest.
 
     With σ' the ε of one amplified round, √(2T·log(1/δ'))·σ' + T·σ'²: the paper prints 1/σ' in the
@@ -37,19 +37,19 @@ def composition_epsilon(sigma: float) -> float:
     """
 
     def at(share: float) -> float:
-        tail, per_round = share * DELTA, (1 - share) * DELTA / (ROUNDS * NU)
-        one = math.log1p(NU * math.expm1(math.sqrt(2 * math.log(1.25 / per_round)) / sigma))
-        return math.sqrt(2 * ROUNDS * math.log(1 / tail)) * one + ROUNDS * one**2
+        tail, per_round = share * DELTA, (1 - share) * DELTA / (rounds * nu)
+        one = math.log1p(nu * math.expm1(math.sqrt(2 * math.log(1.25 / per_round)) / sigma))
+        return math.sqrt(2 * rounds * math.log(1 / tail)) * one + rounds * one**2
 
     return float(minimize_scalar(at, bounds=(1e-3, 1 - 1e-3), method="bounded").fun)
 
 
-def amplified_zcdp_epsilon(sigma: float) -> float:
+def amplified_zcdp_epsilon(sigma: float, nu: float = NU, rounds: int = ROUNDS) -> float:
     """ε of DPD-zCDP by equations (6) and (7) read from the noise to ε, with δ' = δ."""
-    one = math.sqrt(2 * math.log(1.25 * NU / DELTA)) / sigma
-    amplified = math.log1p(NU * math.expm1(one))
+    one = math.sqrt(2 * math.log(1.25 * nu / DELTA)) / sigma
+    amplified = math.log1p(nu * math.expm1(one))
     variance = 2 * math.log(1.25 / DELTA) / amplified**2
-    return zcdp_epsilon_bun_steinke(ROUNDS / (2 * variance), DELTA)
+    return zcdp_epsilon_bun_steinke(rounds / (2 * variance), DELTA)
 
 
 def needed_noise_multiplier() -> tuple[float, float]:

@@ -20,9 +20,10 @@ from fedpriv.analytics import (
     Sum,
     Survey,
     Variance,
+    VectorQuestion,
 )
 from fedpriv.analytics.questions import UserValues
-from fedpriv.analytics.survey import collect, held, usable
+from fedpriv.analytics.survey import collect, held
 from fedpriv.data import UserStore
 from fedpriv.errors import InvalidValueError
 from tests.analytics.people import (
@@ -120,9 +121,7 @@ def test_the_sum_is_that_of_what_the_audited_function_makes_of_each_user(
     slow = np.zeros(clipping.layout.dimension, np.int64)
     for person in people:
         alone = store([person])
-        sent = {
-            q.name: usable(q.contributions(held(q, alone, np.array([0]))))[0] for q in QUESTIONS
-        }
+        sent = {q.name: q.contributions(held(q, alone, np.array([0])))[0] for q in QUESTIONS}
         slow += clipping.contribution(sent)
     np.testing.assert_array_equal(total(asked, users, range(len(people))), slow)
 
@@ -179,7 +178,7 @@ def test_values_beyond_the_range_count_as_its_ends() -> None:
 
 
 @dataclass(frozen=True)
-class Told(Question):
+class Told(VectorQuestion):
     """What a user contributes is said by a table."""
 
     name: str
@@ -274,23 +273,34 @@ def test_chunks_make_no_difference(people: list[Person], components: int) -> Non
     users, asked = store(people), survey(len(people))
     whole = total(asked, users, range(len(people)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedpriv.analytics.survey._COMPONENTS", components)
+        patch.setattr("fedpriv.analytics.survey._NUMBERS", components)
         np.testing.assert_array_equal(total(asked, users, range(len(people))), whole)
 
 
-def test_chunks_are_partial_sums_of_integers_with_the_weight_of_their_users(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("fedpriv.analytics.survey._COMPONENTS", 200)
+def test_a_cohort_is_one_partial_sum_of_integers_with_the_weight_of_its_users() -> None:
     users, asked = some_people(50), survey(50)
     clipping = asked.mechanism.clipping
-    partials = list(collect(asked, users, np.arange(50)))
-    assert len({partial.node for partial in partials}) == len(partials) > 3
-    assert sum(partial.users for partial in partials) == 50
-    for partial in partials:
+    for cohort in (np.arange(50), np.arange(0)):
+        (partial,) = collect(asked, users, cohort)
+        assert partial.users == partial.weight == cohort.size
         assert partial.total.dtype == np.int64
-        assert partial.weight == partial.users
         assert clipping.admits(partial.total, partial.users, partial.weight)
+        assert np.any(partial.total) == bool(cohort.size)
+
+
+def test_chunks_are_cut_by_what_their_users_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedpriv.analytics.survey._NUMBERS", 10)
+    sizes, chunks = [0, 30, 3, 3, 3, 0, 4], []
+    users = store([{"x": [1.0] * n, "kind": ["a"] * n} for n in sizes])
+
+    def seen(held: UserValues) -> np.ndarray:
+        chunks.append(np.diff(held.offsets).tolist())
+        return np.ones((len(held.offsets) - 1, 2))
+
+    monkeypatch.setattr(Told, "contributions", lambda _, held: seen(held))
+    total(survey(7, questions=(Told("told", "x", ()),)), users, range(7))
+    # Users hold 2, 32, 5, 5, 5, 2 and 6 numbers; chunks end where the running sum passes tens.
+    assert chunks == [[0], [30, 3], [3, 3], [0, 4]]
 
 
 @pytest.mark.parametrize(

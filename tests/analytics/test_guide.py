@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.accounting import calibrate_noise_multiplier
+from fedpriv.ledger import Ledger
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "analytics.md").read_text(encoding="utf-8")
 
@@ -34,3 +35,18 @@ def test_the_price_of_sampling_is_as_stated() -> None:
     for q, number in zip((1.0, 0.5, 0.1), stated.groups(), strict=True):
         z = calibrate_noise_multiplier(1.0, 1e-5, rounds=1, sampling_probability=q)
         assert float(number) == pytest.approx(z / q, abs=0.06)
+
+
+def test_the_example_of_components_trains_on_the_same_ledger(tmp_path: Path) -> None:
+    (tmp_path / "pixels.py").write_text(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)[1])
+    done = subprocess.run(
+        [sys.executable, "pixels.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    epsilon, accuracy = re.search(r"ε = ([\d.]+) of both, accuracy (\d+)%", done.stdout).groups()
+    assert 1.99 <= float(epsilon) <= 2.0
+    assert int(accuracy) > 50
+    with Ledger.open(tmp_path / "digits.sqlite") as ledger:
+        runs = [charge.run for charge in ledger.charges()]
+    assert runs[0] == "pixels"
+    assert len(runs) == 51

@@ -26,7 +26,13 @@ from fedpriv.clients import audit
 from fedpriv.clients.audit import Examined, charged_already, price_with
 from fedpriv.clients.journal import Journal
 from fedpriv.errors import AuditError, InvalidValueError
-from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, SumQueryEvent
+from fedpriv.ledger.events import (
+    NeighbouringRelation,
+    Randomness,
+    RoundEvent,
+    SumQueryEvent,
+    Unit,
+)
 from fedpriv.ledger.ledger import ExportedLedger, Ledger, ProposedCharge
 from fedpriv.wire import Price, RoundId, TaskDescription, Welcome
 from tests.wire.examples import small_offer
@@ -153,6 +159,14 @@ class TestExamining:
         with pytest.raises(AuditError, match="has no ε"):
             both.examined()
         assert both.journal.last_head(both.ledger.ledger_id) is None
+
+    def test_charges_for_examples_are_refused(self, both):
+        sampling = replace(EVENT.sampling, unit=Unit.EXAMPLE)
+        charge(both.ledger, event=replace(EVENT, sampling=sampling))
+        with pytest.raises(AuditError, match="charges for each example; its ε says nothing of us"):
+            both.examined()
+        with pytest.raises(AuditError, match="with example and with user neighbours cannot"):
+            price_with(Examined(read(both.ledger), DELTA, 0.0), offer(number=1))
 
     def test_a_delta_that_is_none_is_refused(self, both):
         charge(both.ledger)

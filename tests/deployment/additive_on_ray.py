@@ -18,7 +18,7 @@ from fedpriv.server.flower_runs import (
     simulated_workers,
 )
 from fedpriv.server.ray_engine import run_on_ray
-from fedpriv.wire import TaskDescription, Welcome, encode_welcome, flower
+from fedpriv.wire import TaskDescription, Welcome, encode_welcome, flower_messages
 from tests.isolation import (
     LOCALS,
     USERS,
@@ -56,13 +56,15 @@ def on_workers(grid: Grid, plan: Plan) -> GridTransport:
     people = [astuple(User(kind, 7 + 3 * n, n)) for n, kind in enumerate(USERS)]
     options = {"users": people, "words": plan.model == "transformer"}
     loaded = {
-        flower.SIMULATED: flower.Simulated("tests.isolation:crowd", options, "cpu", 32).encode()
+        flower_messages.SIMULATED: flower_messages.Simulated(
+            "tests.isolation:crowd", options, "cpu", 32
+        ).encode()
     }
     store, stopping = crowd(**options).users, threading.Event()
     present = simulated_workers(grid, "people", store, 2, loaded, stopping)
     task = TaskDescription("tests.isolation:model", {"kind": plan.model}, 0, "cross-entropy")
     welcome = Welcome("people", len(USERS), np.empty(0, np.int64), task)
-    headers = loaded | {flower.WELCOME: encode_welcome(welcome).SerializeToString()}
+    headers = loaded | {flower_messages.WELCOME: encode_welcome(welcome).SerializeToString()}
     return GridTransport(
         grid,
         shards(len(USERS), 2),

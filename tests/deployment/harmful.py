@@ -25,7 +25,7 @@ from fedpriv.wire import (
     parse,
 )
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.flower import ANSWER, OFFER, content_of, packed
+from fedpriv.wire.flower_messages import ANSWER, OFFER, content_of, packed
 
 app = ClientApp()
 

@@ -218,6 +218,14 @@ def test_the_trade_off_says_no_more_than_is_true(tmp_path: Path) -> None:
     # Dong, Roth & Su 2019, equation (6): G_μ(α) = Φ(Φ⁻¹(1 − α) − μ) with μ = 1/z.
     true = norm.cdf(norm.ppf(0.95) - 1.0 / noise)
     assert true - 0.03 < float(percent) / 100 <= true
+    powers = re.findall(r"([0-9.]+)% ([0-9.]+)% \1%", text)
+    assert [alarms for alarms, _ in powers] == ["0.1", "1.0", "5.0", "10.0"]
+    for alarms, power in powers:
+        true = norm.sf(norm.isf(float(alarms) / 100) - 1.0 / noise)
+        assert true <= float(power) / 100 < true + 3e-3
+    (advantage,) = re.findall(r"better than guessing by more than ([0-9.]+)%", text)
+    true = 2 * norm.cdf(0.5 / noise) - 1  # the total variation of the two Gaussians
+    assert true <= float(advantage) / 100 < true + 1.1e-3
 
 
 @pytest.mark.parametrize(

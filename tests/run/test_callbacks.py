@@ -121,6 +121,7 @@ def test_nothing_that_is_not_released_has_a_place() -> None:
         "loss",
         "accuracy",
         "simulation_only_seconds",  # None for callbacks
+        "unit",
     ]
 
 

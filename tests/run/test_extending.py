@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fedpriv
+from fedpriv.accounting.fdp import trade_off
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.config import load_config
 from fedpriv.engine.local_training import Algorithm, algorithm_of
@@ -21,7 +22,14 @@ from fedpriv.mechanism import Allocation, ClippingPolicy, Grouping, SamplingPoli
 from fedpriv.privacy.layout import Layout, VectorGroup
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.training.optimizers import Average, OptimizerState, Parameters, ServerOptimizer
+from fedpriv.training.optimizers import (
+    Average,
+    OptimizerState,
+    Parameters,
+    Rate,
+    Schedule,
+    ServerOptimizer,
+)
 from tests.commandline import printed, refused
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -81,10 +89,20 @@ class BiasesApart(ClippingPolicy):
 
 
 @dataclass(frozen=True)
+class Alternating(Schedule):
+    """A schedule of the server's learning rate: every other round by half."""
+
+    start: float
+
+    def at(self, number: int) -> float:
+        return self.start if number % 2 else self.start / 2.0
+
+
+@dataclass(frozen=True)
 class Damped(ServerOptimizer):
     """A server optimiser: steps that shrink with every round."""
 
-    learning_rate: float = 1.0
+    learning_rate: Rate = 1.0
 
     def init(self, parameters: Parameters) -> OptimizerState:
         del parameters
@@ -94,6 +112,7 @@ class Damped(ServerOptimizer):
         self, average: Average, state: OptimizerState, parameters: Parameters
     ) -> tuple[Parameters, OptimizerState]:
         rounds = state.first["rounds"] + 1.0
+        assert isinstance(self.learning_rate, float)  # that of the round
         rate = self.learning_rate / float(rounds)
         after = {n: (p + rate * average[n]).astype(np.float32) for n, p in parameters.items()}
         return after, OptimizerState({"rounds": rounds}, {})
@@ -143,7 +162,7 @@ def test_one_of_each_is_added_from_outside_and_run(tmp_path: Path) -> None:
         task(),
         mechanism(),
         local=LOCAL,
-        server=Damped(0.5),
+        server=Damped(Alternating(0.5)),
         out=tmp_path / "run",
         quiet=True,
     )
@@ -152,7 +171,9 @@ def test_one_of_each_is_added_from_outside_and_run(tmp_path: Path) -> None:
     assert set(run.rounds[0].metrics) == {"top-2"}
     assert run.epsilon <= 8.0
     with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
-        sampling: set[SamplingEvent] = {row.event.sampling for row in ledger.charges()}
+        events = [row.event for row in ledger.charges()]
+    sampling: set[SamplingEvent] = {event.sampling for event in events}
+    assert run.trade_off() == trade_off(events)
     assert {each.sampling_probability for each in sampling} == {0.5}
     assert run.report().read_text().startswith("<!DOCTYPE html>")
     assert len(run.to_pandas()) == 3
@@ -183,7 +204,7 @@ norm = 0.5
 
 [server]
 optimizer = "{__name__}:Damped"
-options = {{ learning_rate = 0.5 }}
+options = {{ learning_rate = {{ schedule = "{__name__}:Alternating", start = 0.5 }} }}
 
 [privacy]
 epsilon = 8.0
@@ -199,7 +220,7 @@ def test_one_of_each_is_named_in_a_file_and_run(tmp_path: Path) -> None:
     assert config.local.build() == SignSGD(0.05, steps=2, shrinking=0.5)
     assert config.mechanism().sampling == HalfOfThem()
     assert config.mechanism().clipping == BiasesApart(0.5)
-    assert config.server.build() == Damped(0.5)
+    assert config.server.build() == Damped(Alternating(0.5))
     with Ledger.open(folder / "ledger.sqlite") as ledger:
         assert {row.event.sampling.sampling_probability for row in ledger.charges()} == {0.5}
 

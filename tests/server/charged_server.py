@@ -1,5 +1,7 @@
 """A server in a process of its own that runs a charged round whenever it is told to."""
 
+import ctypes
+import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -116,6 +118,8 @@ def _serve(folder: Path, users: Users, pipe: Connection) -> None:
                 after, _ = run_round(plan, state, transport, books, OperatingSystemEntropy())
                 step = flat_of(after.parameters) - flat_of(state.parameters)
                 state = after
+                gc.collect()
+                ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps for later is no growth
                 pipe.send(step * sampling.expected_cohort_size)
 
 

@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2
 
 from fedpriv import wire
-from fedpriv.server import certificates
+from fedpriv.server import authentication, certificates
 from fedpriv.server.authentication import (
     NODE,
     RateLimit,
@@ -290,6 +290,34 @@ def test_a_node_that_calls_too_often_waits_and_others_do_not(
         time[0] += 3600.0  # a bucket has no more than its minute
         assert asked(four, 4) == [SERVING] * 3 + [refused]
         assert len(entered) - before == 10
+
+
+def test_callers_that_are_not_known_and_call_too_often_wait_for_their_refusals(
+    entered: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(authentication, "_HELD_SECONDS", 3600.0)
+    monkeypatch.setattr(authentication, "_MOST_HELD", 2)
+    with (
+        limited(tmp_path, RateLimit(3, lambda: 1000.0)) as made,
+        made.channel("four") as stranger,
+        made.channel("five") as five,
+    ):
+        strike(made.certs, "four")
+        before = len(entered)
+        check = stranger.unary_unary(HEALTH + "Check")
+        unauthenticated, often = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert [one(stranger, HEALTH + "Check") for _ in range(3)] == [unauthenticated] * 3
+        held = [check.future(b"", timeout=60.0) for _ in range(2)]
+        until(lambda: made.server.service.authentication._held == 2)
+        assert one(stranger, HEALTH + "Check") is often  # as many wait as may
+        assert one(five, HEALTH + "Check") == SERVING
+        assert not any(call.done() for call in held)
+        assert len(entered) - before == 1
+        for call in held:
+            call.cancel()
+        until(lambda: made.server.service.authentication._held == 0)
+        monkeypatch.setattr(authentication, "_HELD_SECONDS", 0.01)
+        assert one(stranger, HEALTH + "Check") is often
 
 
 def test_a_node_has_so_many_calls_open_and_no_more(served: Site) -> None:

@@ -36,7 +36,7 @@ from fedpriv.server.flower_runs import (
     shards,
     simulated_workers,
 )
-from fedpriv.wire import Decline, SummedUpdates, Welcome, flower
+from fedpriv.wire import Decline, SummedUpdates, Welcome, flower_messages
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.crowd import PRICE, TASK, USERS, population, request_to
 from tests.server.local_grid import App, LocalGrid, app
@@ -61,10 +61,10 @@ def simulated(grids: list[LocalGrid], workers: int = 3) -> tuple[LocalGrid, Tran
     settings = [{"partition-id": k, "num-partitions": workers} for k in range(workers)]
     grid = LocalGrid({FIRST_ID + k: (app, config) for k, config in enumerate(settings)})
     grids.append(grid)
-    loaded = {flower.SIMULATED: crowd()}
+    loaded = {flower_messages.SIMULATED: crowd()}
     present = introduced(grid, workers, loaded)
     empty = Welcome("crowd", USERS, np.empty(0, np.int64), TASK)
-    headers = loaded | {flower.WELCOME: header(empty)}
+    headers = loaded | {flower_messages.WELCOME: header(empty)}
     never = threading.Event()
     return grid, GridTransport(
         grid,
@@ -88,7 +88,7 @@ def introduced(grid: LocalGrid, workers: int, loaded: Mapping[str, bytes]) -> di
 
 
 def crowd(**options: object) -> bytes:
-    return flower.Simulated("tests.server.crowd:population", options, "cpu", 32).encode()
+    return flower_messages.Simulated("tests.server.crowd:population", options, "cpu", 32).encode()
 
 
 # Users 0 to 3 are at a silo, 4 and 5 at nodes of their own, 6 at one that always fails.
@@ -132,7 +132,7 @@ def enrolled(
 
     def headers(node: str) -> dict[str, bytes]:
         users = ENROLMENT.users_of(node).copy()
-        return {flower.WELCOME: header(Welcome(POPULATION_ID, USERS, users, TASK))}
+        return {flower_messages.WELCOME: header(Welcome(POPULATION_ID, USERS, users, TASK))}
 
     present = EnrolledNodes(grid, ENROLMENT, 0, stopping)
     try:
@@ -211,7 +211,9 @@ def test_workers_and_nodes_give_what_one_process_gives(
     welcome = header(Welcome("crowd", USERS, np.empty(0, np.int64), TASK))
     request = request_to(list(range(USERS)))
     settings = {"partition-id": 0, "num-partitions": 1}
-    given = flower.content_of({flower.SIMULATED: crowd(), flower.WELCOME: welcome})
+    given = flower_messages.content_of(
+        {flower_messages.SIMULATED: crowd(), flower_messages.WELCOME: welcome}
+    )
     expected = respond(given, settings, None, request).total
     for workers in (1, 2, USERS):
         np.testing.assert_array_equal(total_of(simulated(grids, workers)[1], request), expected)
@@ -285,8 +287,10 @@ def summing(change: Callable[[np.ndarray], np.ndarray], users: int = 1, weight: 
         total = change(np.zeros(offer.clipping.layout.dimension, np.int64))
         header = SummedUpdates(users, weight, wire.manifest_of({"sum": total}))
         said = wire.encode_answer(wire.Answer(offer.id, header)).SerializeToString()
-        packed = flower.packed({"sum": total})
-        return Message(flower.content_of({flower.ANSWER: said}, packed), reply_to=message)
+        packed = flower_messages.packed({"sum": total})
+        return Message(
+            flower_messages.content_of({flower_messages.ANSWER: said}, packed), reply_to=message
+        )
 
     return answer
 
@@ -298,7 +302,9 @@ def updating(message: Message, _context: Context) -> Message:
     update = layout.unflatten(np.ones(layout.dimension, np.float32))
     header = SummedUpdates(1, 1, wire.manifest_of(update))
     said = wire.encode_answer(wire.Answer(offer.id, header)).SerializeToString()
-    content = flower.content_of({flower.ANSWER: said}, flower.packed(update))
+    content = flower_messages.content_of(
+        {flower_messages.ANSWER: said}, flower_messages.packed(update)
+    )
     return Message(content, reply_to=message)
 
 
@@ -544,11 +550,11 @@ def trouble_of(settings: Mapping[str, object], headers: Mapping[str, bytes]) -> 
     """What a node says to whoever asks who it is, where it cannot say so."""
     grid = LocalGrid({FIRST_ID: (app, settings)})
     try:
-        question = Message(flower.content_of(headers), FIRST_ID, MessageType.QUERY)
+        question = Message(flower_messages.content_of(headers), FIRST_ID, MessageType.QUERY)
         (reply,) = grid.send_and_receive([question], timeout=SECONDS)
     finally:
         grid.close()
-    return reply.content["fedpriv"][flower.TROUBLE].decode()
+    return reply.content["fedpriv"][flower_messages.TROUBLE].decode()
 
 
 @pytest.mark.parametrize("loader", ["value_error", "os_error", "data_error"])
@@ -576,8 +582,8 @@ def test_what_a_loader_of_a_simulation_says_stays_at_the_worker(
     kind: str, words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "node_loaders", sys.modules[__name__])
-    loads = flower.Simulated("node_loaders:failing", {"kind": kind}, "cpu", 32).encode()
-    said = trouble_of({"partition-id": 0, "num-partitions": 1}, {flower.SIMULATED: loads})
+    loads = flower_messages.Simulated("node_loaders:failing", {"kind": kind}, "cpu", 32).encode()
+    said = trouble_of({"partition-id": 0, "num-partitions": 1}, {flower_messages.SIMULATED: loads})
     assert words in said
     assert SECRET not in said + caplog.text
 
@@ -604,7 +610,7 @@ WORKERS = {FIRST_ID + k: (app, {"partition-id": k, "num-partitions": 2}) for k i
     [
         ({**WORKERS, FIRST_ID: (raising, {})}, crowd(), "error 2 of Flower"),
         (WORKERS, crowd().replace(b"crowd:", b"missing:"), "cannot be imported"),
-        (WORKERS, flower.Simulated("digits", {}, "cpu", 32).encode(), "other users"),
+        (WORKERS, flower_messages.Simulated("digits", {}, "cpu", 32).encode(), "other users"),
         (WORKERS, crowd(pixel=0.5), "other data"),
         (WORKERS, crowd(moved=1), "other data"),
         ({**WORKERS, 5: (app, {})}, crowd(), "3 workers .* configured for 2"),
@@ -630,7 +636,7 @@ def test_a_simulation_begins_with_all_of_its_workers(
     grid = LocalGrid(nodes)
     try:
         with pytest.raises(WorkerError, match=sentence):
-            introduced(grid, 2, {flower.SIMULATED: loads})
+            introduced(grid, 2, {flower_messages.SIMULATED: loads})
     finally:
         grid.close()
 
@@ -650,7 +656,7 @@ def test_the_sum_of_nobody_is_from_workers_without_drawn_users(grids: list[Local
 
 @pytest.mark.parametrize(("users", "workers"), [(7, 3), (7, 7), (5, 1), (1000, 7)])
 def test_shards_are_even_and_hold_everybody_once(users: int, workers: int) -> None:
-    shares = [flower.shard_of(users, k, workers) for k in range(workers)]
+    shares = [flower_messages.shard_of(users, k, workers) for k in range(workers)]
     assert [user for share in shares for user in share] == list(range(users))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     hosting: Hosting = shards(users, workers)
@@ -674,7 +680,7 @@ def test_what_a_worker_says_of_its_share_changes_with_all_that_it_trains_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     share = range(1, 3)
-    said = flower.digest_of_shard("people", people(), share)
+    said = flower_messages.digest_of_shard("people", people(), share)
     plain, swapped = people(), [*IDS[:1], *IDS[2:0:-1], *IDS[3:]]
     others = [
         ("others", plain),
@@ -686,16 +692,22 @@ def test_what_a_worker_says_of_its_share_changes_with_all_that_it_trains_on(
         ("people", UserStore({**plain.fields, "z": np.ones(12)}, plain.offsets, IDS)),
     ]
     assert len(said) == 32
-    assert len({said, *(flower.digest_of_shard(*other, share) for other in others)}) == 8
+    assert len({said, *(flower_messages.digest_of_shard(*other, share) for other in others)}) == 8
     beyond = people(ids=["other", *IDS[1:]])
-    assert flower.digest_of_shard("people", beyond, share) == said
+    assert flower_messages.digest_of_shard("people", beyond, share) == said
     plain.save(tmp_path / "people")
-    assert flower.digest_of_shard("people", UserStore.load(tmp_path / "people"), share) == said
-    monkeypatch.setattr(flower, "_BYTES_AT_ONCE", 0)
+    assert (
+        flower_messages.digest_of_shard("people", UserStore.load(tmp_path / "people"), share)
+        == said
+    )
+    monkeypatch.setattr(flower_messages, "_BYTES_AT_ONCE", 0)
     in_small_parts = [people(), people(x=1.0)]
-    assert len({flower.digest_of_shard("people", users, share) for users in in_small_parts}) == 2
+    assert (
+        len({flower_messages.digest_of_shard("people", users, share) for users in in_small_parts})
+        == 2
+    )
 
 
 def test_an_option_without_a_place_in_json_is_refused() -> None:
     with pytest.raises(WireError, match="options of a population"):
-        flower.Simulated("digits", {"users": float("nan")}, "cpu", 32).encode()
+        flower_messages.Simulated("digits", {"users": float("nan")}, "cpu", 32).encode()

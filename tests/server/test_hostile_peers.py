@@ -82,17 +82,6 @@ def test_a_message_that_is_compressed_is_not_inflated(
     assert server.resident_bytes - before < 32 * MEBIBYTE
 
 
-def test_callers_that_are_not_known_may_not_call_often_either(tmp_path: Path) -> None:
-    with site(tmp_path, USERS, calls_per_minute=3) as made:
-        strike(made.certs, "four")
-        with made.channel("four") as channel:
-            found = [one(channel, SERVICE + "GetStatus") for _ in range(6)]
-        refused, often = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert found == [refused] * 3 + [often] * 3
-        with made.channel("five") as channel:
-            assert isinstance(one(channel, SERVICE + "GetStatus"), bytes)
-
-
 def test_many_refused_calls_are_one_line_of_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

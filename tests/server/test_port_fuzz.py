@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from statistics import median
 from threading import Event
 
 import numpy as np
@@ -46,7 +47,7 @@ FORGED = "\nFORGED a line of the log\r\n\x1b[2J"
 WAVES = 8  # of which two warm up
 ROUNDS = 6  # of a wave
 NOTHING = np.zeros(LAYOUT.dimension, np.int64)
-GROWTH = 12 * 2**20  # bytes; a leak of 1.6 KB an input would pass it
+GROWTH = 8 * 2**20  # bytes; a leak of 2 KB an input would pass it
 
 
 def update_of(seed: int) -> Tensors:
@@ -287,7 +288,8 @@ def test_whatever_comes_to_the_port_the_server_stays_and_counts_what_is_right(
     assert server.stop() == 0
     assert server.charges() == len(witness.offers) == WAVES * (ROUNDS + 1)
     assert attackers.inputs == {"answers": 4080, "messages": 4880, "connections": 1920}
-    assert memory[-1] - memory[1] < GROWTH, memory
+    # Allocators move single values by several MiB either way.
+    assert median(memory[-3:]) - median(memory[2:5]) < GROWTH, memory
     assert descriptors[-1] - descriptors[1] < 10, descriptors
     check_log(server.log)
 

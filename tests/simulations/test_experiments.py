@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedpriv.config import read_toml
 from fedpriv.data import Population, load_shakespeare_roles
 from fedpriv.data.shakespeare import FILE
 from fedpriv.studies.study import load_study
@@ -27,6 +28,16 @@ def test_digits_reach_ninety_percent_at_epsilon_two() -> None:
 
 
 @pytest.mark.slow
+def test_examples_of_digits_reach_eighty_seven_percent_at_epsilon_one() -> None:
+    file = ROOT / "simulations" / "digits_examples.toml"
+    assert read_toml(file)["privacy"]["unit"] == "example"
+    result = summary([run_seed(file, seed, []) for seed in range(3)])
+    assert min(result["accuracy"]) >= 0.87
+    assert max(result["epsilon"]) <= 1.0
+    assert result["delta"] == 1e-4
+
+
+@pytest.mark.slow
 def test_mnist_by_writer_reaches_ninety_two_percent_at_epsilon_eight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -36,6 +47,19 @@ def test_mnist_by_writer_reaches_ninety_two_percent_at_epsilon_eight(
     result = summary([run_seed(ROOT / "simulations" / "mnist_writers.toml", 0, [])])
     assert result["mean"] >= 0.92
     assert max(result["epsilon"]) <= 8.0
+
+
+@pytest.mark.slow
+def test_mnist_on_private_components_learns_within_its_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "FEDPRIV_DATA" not in os.environ and not SHARED.exists():
+        pytest.skip("MNIST is absent: set FEDPRIV_DATA to the folder that holds its files")
+    monkeypatch.setenv("FEDPRIV_DATA", os.environ.get("FEDPRIV_DATA", str(SHARED)))
+    file = ROOT / "simulations" / "mnist_projection.toml"
+    result = summary([run_seed(file, 0, ["rounds=100"])])
+    assert result["mean"] >= 0.85
+    assert max(result["epsilon"]) <= 2.0
 
 
 def share_of_the_most_frequent(population: Population) -> float:

@@ -71,9 +71,9 @@ def relabelled(chunk: pb.Chunk, data: bytes) -> pb.Chunk:
         (lambda s: s[0], "chunk 0 came in place of chunk 1"),
         (lambda s: damaged(s[1], crc32=s[1].crc32 ^ 1), "CRC-32"),
         (lambda s: damaged(s[1], data=b"x" + s[1].data[1:]), "CRC-32"),
-        (lambda s: relabelled(s[1], s[1].data[:-1]), "it must have 1048576"),
-        (lambda s: relabelled(s[1], s[1].data + b"x"), "it must have 1048576"),
-        (lambda s: relabelled(s[1], b""), "it must have 1048576"),
+        (lambda s: relabelled(s[1], s[1].data[:-1]), "it must have 262144"),
+        (lambda s: relabelled(s[1], s[1].data + b"x"), "it must have 262144"),
+        (lambda s: relabelled(s[1], b""), "it must have 262144"),
     ],
     ids=["gap", "repetition", "checksum", "bit", "short", "long", "empty"],
 )
@@ -101,7 +101,7 @@ def test_nothing_follows_the_end() -> None:
 
 def test_a_stream_that_ends_early_is_refused() -> None:
     stream = list(chunks([DATA]))
-    with pytest.raises(WireError, match="ended after 2097152 of 2621440 bytes"):
+    with pytest.raises(WireError, match="ended after 524288 of 655360 bytes"):
         assembled(stream[:2])
 
 

@@ -13,7 +13,7 @@ Masses of outputs are [3, outputs] arrays: P, Q and P − Q without the cancella
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, Self
 
@@ -130,7 +130,7 @@ class GaussianPair(LossLaw):
 
     def at(self, q: float, z: float) -> Self:
         """The pair of the same kind with other q and z."""
-        return replace(self, q=q, z=z)
+        return type(self)(q, z)
 
     def laws(self, tail: float) -> tuple[LossLaw, LossLaw]:  # noqa: ARG002
         """Both are the pair's own."""

@@ -96,9 +96,10 @@ def _refined(
 ) -> Ends:
     """The interval of all tries together, until it is at most width[0]·up + width[1] wide."""
     worst, best = _few(pairs)
-    low, up, precision = 0.0, math.inf, 1.0
-    # A finer lattice would cost much for many pairs, and not help where they are grouped.
-    for _ in range(_TRIES if len(pairs) <= _REFINED else 1):
+    # For many pairs a fine lattice would cost much, and not help where they are grouped.
+    tries, precision = (_TRIES, 1.0) if len(pairs) <= _REFINED else (1, 4.0)
+    low, up = 0.0, math.inf
+    for _ in range(tries):
         last, below, above = up - low, 0.0, 0.0
         for direction in Direction:
             window, lattice = _resolved(worst, aim_at(worst, at, direction), direction, precision)

@@ -1,0 +1,128 @@
+"""The frozen first layer of a run: principal components of its inputs, asked for once.
+
+The query is one more charge on the ledger of the run, before its first round (Abadi et al. 2016,
+arXiv:1607.00133, section 4). The directions are released, so the folder of the run keeps them.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+
+from fedpriv.analytics import PrincipalComponents, SecondMoments, Survey, ask
+from fedpriv.build import Experiment, Method, method_of, on_population, records_of
+from fedpriv.config import Config, ProjectionSection
+from fedpriv.data.files import read_npz
+from fedpriv.data.population import Population
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.ledger.events import RoundEvent, Unit
+from fedpriv.ledger.participation import beside
+from fedpriv.models import Projected
+from fedpriv.privacy.round import PrivacyRecords
+from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.run.run import RunSetup
+from fedpriv.training.rounds import write_atomically
+
+_INPUTS = "x"  # the field that models read
+_QUESTION = "projection"
+FloatMatrix = npt.NDArray[np.float64]
+
+
+def planned(
+    config: Config, run: str, population: Population, spent: Sequence[RoundEvent] = ()
+) -> tuple[Survey, Experiment]:
+    """The query of a configuration's projection, and the experiment after it; nothing is spent.
+
+    The experiment has any directions, and noise for what the query leaves of the budget.
+    """
+    section, inputs, mechanism = _section(config), _inputs(population), config.mechanism()
+    survey = _survey(section, run, records_of(population, mechanism), mechanism.unit)
+    budget, before = mechanism.budget, [*spent, survey.event]
+    if not budget.admits(before):
+        raise InvalidValueError(
+            f"with the projection the ledger would hold ε = {budget.epsilon_of(before):.4g} at "
+            f"delta {budget.delta}; privacy.epsilon is {budget.epsilon} and must be larger, or "
+            "projection.noise_multiplier must be"
+        )
+    method = _projected(config, np.eye(inputs)[:, : section.components])
+    experiment, _ = on_population(config, run, population, before, method)
+    return survey, experiment
+
+
+def projected(
+    setup: RunSetup, population: Population, console: Console
+) -> tuple[Experiment, InProcessTransport]:
+    """The experiment whose model sees projected inputs; a run that is not resumed asks first.
+
+    What can be refused is refused before users are asked. A run that ends between the query and its
+    first round asks, and pays, again when it is started again.
+    """
+    config, path = setup.config, setup.folder.projection
+    if not setup.resuming:
+        survey, experiment = planned(config, setup.run, population, setup.spent)
+        setup.folder.create()
+        files = setup.ledger, beside(setup.ledger)
+        asked = records_of(population, config.mechanism())
+        with PrivacyRecords.open(*files, asked.name, experiment.budget) as records:
+            answers = ask(survey, asked.users, records, experiment.entropy)
+        found = PrincipalComponents.of(answers[_QUESTION], _section(config).components)
+        content = io.BytesIO()
+        np.savez(content, directions=found.directions, moments=found.moments)
+        write_atomically(path, content.getvalue())
+        inputs, components = found.directions.shape
+        console.print(
+            f"projection: {components} of {inputs} directions, charge {answers.charge_hash[:12]}; "
+            f"the last has a mean square of {found.moments[-1]:.2g}, noise alone up to "
+            f"{found.noise_norm:.2g}",
+            highlight=False,
+        )
+    method = _projected(config, _read(path))
+    return on_population(config, setup.run, population, setup.spent, method)
+
+
+def _section(config: Config) -> ProjectionSection:
+    if config.projection is None:
+        raise InvalidValueError("key projection is absent; it says how inputs are projected")
+    return config.projection
+
+
+def _inputs(population: Population) -> int:
+    """Numbers of an input."""
+    fields = population.users.fields
+    if _INPUTS not in fields:
+        raise DataError(f"projection needs the field {_INPUTS!r}; users have {sorted(fields)}")
+    return math.prod(fields[_INPUTS].shape[1:])
+
+
+def _survey(section: ProjectionSection, run: str, population: Population, unit: Unit) -> Survey:
+    """The query, refused if it does not fit the users."""
+    users, inputs = population.users, _inputs(population)
+    if section.components > inputs:
+        legal = f"at most {inputs}, the numbers of an input"
+        raise InvalidValueError(
+            f"projection.components is {section.components}; it must be {legal}"
+        )
+    sampling = PoissonSampling(users.population, section.sampling_probability, unit)
+    question = SecondMoments(_QUESTION, _INPUTS, inputs)
+    survey = Survey(f"{run}-projection", (question,), sampling, section.noise_multiplier)
+    survey.check(users)
+    return survey
+
+
+def _projected(config: Config, directions: FloatMatrix) -> Method:
+    method = method_of(config)
+    model = Projected(directions, method.task.model)
+    return replace(method, task=replace(method.task, model=model))
+
+
+def _read(path: Path) -> FloatMatrix:
+    directions = read_npz(path).get("directions")
+    if directions is None or directions.ndim != 2:
+        raise DataError(f"{path} holds no matrix named directions; restore it from a backup")
+    return directions.astype(np.float64)

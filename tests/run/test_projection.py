@@ -1,0 +1,173 @@
+"""A projection of the inputs: asked for once, charged with the rounds, kept, and never trained."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedpriv.accounting import epsilon
+from fedpriv.data.files import read_npz
+from fedpriv.engine.layers import batched_model
+from fedpriv.engine.task import Task
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger import Ledger
+from fedpriv.models import Projected, mlp
+from fedpriv.run.folder import RunFolder
+from fedpriv.run.run import RunSetup
+from tests.commandline import fedpriv, printed, refused
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+SIMULATIONS = Path(__file__).parents[2] / "simulations"
+FILE = SIMULATIONS / "digits_projection.toml"
+SHORT = ("--set", "rounds=2", "--set", "data.options.users=40", "--set", "engine.processes=1")
+
+
+def charges(folder: Path) -> list[tuple[str, int]]:
+    with Ledger.open(RunFolder(folder).ledger) as ledger:
+        return [(charge.run, charge.round) for charge in ledger.charges()]
+
+
+def directions(folder: Path) -> np.ndarray:
+    return read_npz(RunFolder(folder).projection)["directions"]
+
+
+def test_projection_and_rounds_share_a_budget_and_learn_digits(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    text = printed("simulate", FILE, "--out", folder, "--set", "seed=1")
+    with Ledger.open(RunFolder(folder).ledger) as ledger:
+        rows = list(ledger.charges())
+        ledger.verify()
+    (first, *rounds) = rows
+    assert first.run == "digits-projection-seed1-projection"
+    assert [query.group for query in first.event.queries] == ["projection"]
+    assert first.event.noise_multiplier == pytest.approx(4.0)
+    assert first.event.sampling.sampling_probability == 1.0
+    assert {row.run for row in rounds} == {"digits-projection-seed1"}
+    assert len(rounds) == 100
+    # One ε for all of it, which the budget bounds and nearly all of which is used.
+    spent = epsilon([row.event for row in rows], 1e-4).epsilon
+    assert 1.99 <= spent <= 2.0
+    assert spent > epsilon([row.event for row in rounds], 1e-4).epsilon + 1e-3
+    results = RunFolder(folder).results()
+    assert results[-1].epsilon == pytest.approx(spent)
+    assert results[0].epsilon > epsilon([first.event], 1e-4).epsilon
+    # Chance is 0.1.
+    assert results[-1].accuracy is not None
+    assert results[-1].accuracy > 0.75
+    assert f"charge {first.hash[:12]}" in text
+    assert "of which this run alone" in text
+    assert directions(folder).shape == (64, 16)
+
+
+def test_the_model_sees_inputs_along_the_directions_and_does_not_train_them() -> None:
+    rng = np.random.default_rng(0)
+    along = np.linalg.qr(rng.standard_normal((12, 3)))[0]
+    inner = nn.Linear(3, 2)
+    task = Task(Projected(along, inner))
+    assert sorted(task.parameters()) == ["model.bias", "model.weight"]
+    x = rng.standard_normal((5, 1, 3, 4)).astype(np.float32)
+    expected = inner(torch.tensor(x.reshape(5, 12) @ along, dtype=torch.float32))
+    torch.testing.assert_close(task.model(torch.tensor(x)), expected)
+
+
+@pytest.mark.parametrize(("inputs", "components"), [(64, 16), (65, 7), (63, 1)])
+def test_users_train_side_by_side_behind_a_projection(inputs: int, components: int) -> None:
+    task = Task(Projected(np.eye(inputs)[:, :components], mlp(components, 8, 3)))
+    assert batched_model(task, torch.zeros(1, inputs), torch.zeros(1, dtype=torch.int64))
+
+
+def test_a_resumed_run_keeps_its_directions_and_does_not_ask_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    printed("simulate", FILE, *SHORT, "--out", folder)
+    before, first = charges(folder), directions(folder)
+    assert len(before) == 3
+    printed("simulate", FILE, *SHORT, "--out", folder, "--resume")
+    assert charges(folder) == before
+    np.testing.assert_array_equal(directions(folder), first)
+    # The resolved experiment resumes it, too; with other directions it is another plan.
+    printed("simulate", folder / "plan.toml", "--out", folder, "--resume")
+    assert charges(folder) == before
+    np.savez(RunFolder(folder).projection, directions=-first)
+    sentence = refused("simulate", FILE, *SHORT, "--out", folder, "--resume")
+    assert "a run can only be resumed with the plan it began with" in sentence
+    RunFolder(folder).projection.unlink()
+    sentence = refused("simulate", FILE, *SHORT, "--out", folder, "--resume")
+    assert "projection.npz cannot be read" in sentence
+
+
+def test_a_run_that_ends_after_its_projection_pays_for_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr("fedpriv.run.simulate._run", lambda *_: None)
+        printed("simulate", FILE, *SHORT, "--out", folder, "--set", "seed=1")
+    assert charges(folder) == [("digits-projection-seed1-projection", 1)]
+    first = directions(folder)
+    printed("simulate", FILE, *SHORT, "--out", folder, "--set", "seed=1", "--resume")
+    assert [run for run, _ in charges(folder)] == [
+        *["digits-projection-seed1-projection"] * 2,
+        *["digits-projection-seed1"] * 2,
+    ]
+    assert not np.array_equal(directions(folder), first)
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("projection.components=65", "projection.components is 65; it must be at most 64"),
+        ("projection.components=0", "projection.components is 0"),
+        ("projection.noise_multiplier=0", "projection.noise_multiplier is 0"),
+        ("projection.noise_multiplier=0.5", "with the projection the ledger would hold ε ="),
+        ("projection.sampling_probability=1.5", "projection.sampling_probability is 1.5"),
+        ("projection.component=3", "did you mean 'components'"),
+        ("model.options.inputs=64", "the model cannot be evaluated on the data"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_spent(
+    tmp_path: Path, setting: str, sentence: str
+) -> None:
+    folder = tmp_path / "run"
+    assert sentence in refused("simulate", FILE, "--out", folder, "--set", setting)
+    assert not folder.exists()
+
+
+def test_what_trains_elsewhere_refuses_a_projection(tmp_path: Path) -> None:
+    given = ["projection.components=3", "projection.noise_multiplier=8"]
+    setup = RunSetup.of(SIMULATIONS / "federation.toml", given, tmp_path / "run", resume=False)
+    assert setup.config.federation is not None
+    with pytest.raises(InvalidValueError, match="projection is given; it must be absent"):
+        setup.on_nodes(setup.config.federation, "people", 2)
+    ledger = str(tmp_path / "ledger.sqlite")
+    sentence = refused("suggest", FILE, "--ledger", ledger)
+    assert "projection is given; it must be absent" in sentence
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_prices_the_projection_and_spends_nothing(tmp_path: Path) -> None:
+    text = printed("plan", FILE, cwd=tmp_path)
+    assert "100 rounds and the projection cost ε = 2.0" in text or "cost ε = 1.99" in text
+    assert "Nothing was spent." in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metrics_have_no_round_for_the_projection(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = fedpriv("simulate", FILE, *SHORT, "--out", folder)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [1, 2]
+
+
+def test_a_projection_is_asked_of_the_unit_of_the_run(tmp_path: Path) -> None:
+    folder, file = tmp_path / "run", SIMULATIONS / "digits_examples.toml"
+    asked = ("projection.components=4", "projection.noise_multiplier=40", "model.options.inputs=4")
+    assignments = [word for each in (*asked, "rounds=2") for word in ("--set", each)]
+    printed("simulate", file, "--out", folder, "--set", "engine.processes=1", *assignments)
+    with Ledger.open(RunFolder(folder).ledger) as ledger:
+        events = [charge.event.sampling for charge in ledger.charges()]
+    assert [event.unit for event in events] == ["example"] * 3
+    assert {event.population for event in events} == {1437}
