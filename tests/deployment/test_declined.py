@@ -20,9 +20,8 @@ def test_nothing_is_charged_until_nodes_agree(tmp_path: Path) -> None:
         for name in ("node-1", "node-2"):
             why = f"{name}: does not agree: the purpose is ''; this node consents to"
             assert said.count(why) == 1
-        assert said.splitlines()[-1] == (
-            "the log says why nodes do not agree; --resume goes on with the run"
-        )
+        why = "the log says why nodes do not agree; --resume goes on with the run"
+        assert why in said.splitlines()
         with Ledger.open(site.run.ledger) as ledger:
             assert ledger.head.count == 0
         with site.server("--exit", "--set=federation.purpose=research on digits") as server:
