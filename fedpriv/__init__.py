@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fedpriv.mechanism import Flat, Grouped, Joint, Mechanism, Part, PerLayer, Poisson
     from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
     from fedpriv.run.compare import Comparison, compare
+    from fedpriv.run.projection import Projection
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
     from fedpriv.training.optimizers import (
@@ -42,8 +43,8 @@ __version__ = "0.1.0"
 __all__ = [
     "SGD", "AdaptiveClipping", "Averaging", "Comparison", "ExponentialDecay", "FedAdagrad",
     "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "Flat", "Grouped", "Joint", "Mechanism", "Part",
-    "PerLayer", "Poisson", "PolynomialDecay", "Population", "PowerDecay", "RoundResult", "Run",
-    "StepDecay", "Task", "__version__", "compare", "epsilon", "simulate",
+    "PerLayer", "Poisson", "PolynomialDecay", "Population", "PowerDecay", "Projection",
+    "RoundResult", "Run", "StepDecay", "Task", "__version__", "compare", "epsilon", "simulate",
 ]
 # fmt: on
 
@@ -55,6 +56,7 @@ _NAMES_IN = {
     "mechanism": "Flat Grouped Joint Mechanism Part PerLayer Poisson",
     "privacy.gaussian_mechanism": "AdaptiveClipping Averaging",
     "run.compare": "Comparison compare",
+    "run.projection": "Projection",
     "run.run": "Run",
     "run.simulate": "simulate",
     "training.optimizers": (

@@ -7,7 +7,7 @@ arXiv:1607.00133, section 4). The directions are released, so the folder of the 
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,14 +34,33 @@ _QUESTION = "projection"
 FloatMatrix = npt.NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class Projection:
+    """Inputs along their k private principal components, as a frozen first layer of the model.
+
+    One query, with a noise multiplier of its own, finds them before the first round. It is asked of
+    each record with the sampling probability, and spends from the budget of the run.
+    """
+
+    components: int
+    noise_multiplier: float
+    sampling_probability: float = 1.0
+
+
 def planned(
-    config: Config, run: str, population: Population, spent: Sequence[RoundEvent] = ()
+    config: Config,
+    run: str,
+    population: Population,
+    spent: Sequence[RoundEvent] = (),
+    method: Method | None = None,
 ) -> tuple[Survey, Experiment]:
     """The query of a configuration's projection, and the experiment after it; nothing is spent.
 
     The experiment has any directions, and noise for what the query leaves of the budget.
     """
-    section, inputs, mechanism = _section(config), _inputs(population), config.mechanism()
+    section, inputs = _section(config), _inputs(population)
+    method = method or method_of(config)
+    mechanism = method.mechanism
     survey = _survey(section, run, records_of(population, mechanism), mechanism.unit)
     budget, before = mechanism.budget, [*spent, survey.event]
     if not budget.admits(before):
@@ -50,13 +69,13 @@ def planned(
             f"delta {budget.delta}; privacy.epsilon is {budget.epsilon} and must be larger, or "
             "projection.noise_multiplier must be"
         )
-    method = _projected(config, np.eye(inputs)[:, : section.components])
+    method = _projected(method, np.eye(inputs)[:, : section.components])
     experiment, _ = on_population(config, run, population, before, method)
     return survey, experiment
 
 
 def projected(
-    setup: RunSetup, population: Population, console: Console
+    setup: RunSetup, population: Population, console: Console, method: Method | None = None
 ) -> tuple[Experiment, InProcessTransport]:
     """The experiment whose model sees projected inputs; a run that is not resumed asks first.
 
@@ -64,11 +83,12 @@ def projected(
     first round asks, and pays, again when it is started again.
     """
     config, path = setup.config, setup.folder.projection
+    method = method or method_of(config)
     if not setup.resuming:
-        survey, experiment = planned(config, setup.run, population, setup.spent)
+        survey, experiment = planned(config, setup.run, population, setup.spent, method)
         setup.folder.create()
         files = setup.ledger, beside(setup.ledger)
-        asked = records_of(population, config.mechanism())
+        asked = records_of(population, method.mechanism)
         with PrivacyRecords.open(*files, asked.name, experiment.budget) as records:
             answers = ask(survey, asked.users, records, experiment.entropy)
         found = PrincipalComponents.of(answers[_QUESTION], _section(config).components)
@@ -82,7 +102,7 @@ def projected(
             f"{found.noise_norm:.2g}",
             highlight=False,
         )
-    method = _projected(config, _read(path))
+    method = _projected(method, _read(path))
     return on_population(config, setup.run, population, setup.spent, method)
 
 
@@ -115,8 +135,7 @@ def _survey(section: ProjectionSection, run: str, population: Population, unit: 
     return survey
 
 
-def _projected(config: Config, directions: FloatMatrix) -> Method:
-    method = method_of(config)
+def _projected(method: Method, directions: FloatMatrix) -> Method:
     model = Projected(directions, method.task.model)
     return replace(method, task=replace(method.task, model=model))
 

@@ -28,7 +28,7 @@ from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.report.tables import Column, Table, plural, print_table
-from fedpriv.run.projection import planned, projected
+from fedpriv.run.projection import Projection, planned, projected
 from fedpriv.run.run import Run, RunSetup, carry_out
 from fedpriv.training.norm_search import NormQuantile, find_quantiles
 from fedpriv.training.optimizers import FedAvg, ServerOptimizer
@@ -44,6 +44,7 @@ def simulate(
     *,
     local: LocalTraining | None = None,
     server: ServerOptimizer = FEDAVG,
+    projection: Projection | None = None,
     rounds: int | None = None,
     out: Path | str | None = None,
     resume: bool = False,
@@ -81,6 +82,8 @@ def simulate(
     * mechanism: with noise, from `Mechanism.calibrate` or `Mechanism.with_noise`. Its unit is what
       the guarantee protects: each user, each example or each microbatch of the population.
     * local: how users train; left out with another unit, whose update is one gradient.
+    * projection: of the inputs, which the model then sees in their place. Its query is charged
+      first; a calibrated mechanism is calibrated again to what is left of the budget.
     * rounds: T; by default what the mechanism was calibrated for.
     * out: folder of the run; by default a new one under runs/.
     * resume: go on with the run in `out`, or start it if there is none.
@@ -104,16 +107,22 @@ def simulate(
         "engine": {"device": device},
         "output": output | {"simulation_only": simulation_only},
     }
+    if projection:
+        others["projection"] = asdict(projection)
     config = settings_of(name, population, method, rounds=rounds, seed=seed, **others)
     setup = RunSetup.at(config, Path(out) if out else None, resume=resume)
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
         begun = setup.config.privacy.noise_multiplier
         mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
-        method = replace(method, mechanism=mechanism)
-    built = on_population(setup.config, setup.run, population, method=method)
+    elif projection and mechanism.rounds:
+        mechanism = replace(mechanism, noise_multiplier=None)
+    method, console = replace(method, mechanism=mechanism), Console(quiet=quiet)
+    if projection:
+        experiment, transport = projected(setup, population, console, method)
+    else:
+        experiment, transport = on_population(setup.config, setup.run, population, method=method)
     callbacks = {f"{number}: {path_of(each)}": each for number, each in enumerate(on_round)}
-    experiment, transport = replace(built[0], on_round=callbacks), built[1]
-    return _run(setup, experiment, transport, Console(quiet=quiet))
+    return _run(setup, replace(experiment, on_round=callbacks), transport, console)
 
 
 def training_of(mechanism: Mechanism, local: LocalTraining | None) -> LocalTraining:

@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from fedpriv import SGD, Flat, Mechanism, Projection, Run, simulate
 from fedpriv.accounting import epsilon
+from fedpriv.data import load_digits
 from fedpriv.data.files import read_npz
 from fedpriv.engine.layers import batched_model
 from fedpriv.engine.task import Task
@@ -171,3 +174,69 @@ def test_a_projection_is_asked_of_the_unit_of_the_run(tmp_path: Path) -> None:
         events = [charge.event.sampling for charge in ledger.charges()]
     assert [event.unit for event in events] == ["example"] * 3
     assert {event.population for event in events} == {1437}
+
+
+def in_python(folder: Path, mechanism: Mechanism, **others: Any) -> Run:
+    task = Task(mlp(3, 8, 10), loss="cross-entropy")
+    return simulate(
+        load_digits(users=40, seed=1),
+        task,
+        mechanism,
+        local=SGD(0.5, epochs=1),
+        projection=Projection(3, noise_multiplier=8.0),
+        out=folder,
+        seed=1,
+        quiet=True,
+        **others,
+    )
+
+
+def test_python_asks_for_the_same_directions_and_keeps_its_budget(tmp_path: Path) -> None:
+    mechanism = Mechanism.poisson(q=0.5, clipping=Flat(1.0))
+    calibrated = mechanism.calibrate(epsilon=2.0, delta=1e-3, rounds=5)
+    run = in_python(tmp_path / "python", calibrated)
+    assert charges(tmp_path / "python") == [
+        ("run-seed1-projection", 1),
+        *(("run-seed1", number) for number in range(1, 6)),
+    ]
+    assert 1.99 <= run.epsilon <= 2.0
+    assert run.model(torch.zeros(2, 64)).shape == (2, 10)
+    # The same plan in a file asks the same users, with the same noise.
+    given = "name='run'", "seed=1", "data.options.seed=1", "model.options.inputs=3", "rounds=5"
+    given += "projection.components=3", "projection.noise_multiplier=8"
+    words = [word for each in given for word in ("--set", each)]
+    printed("simulate", FILE, *SHORT, *words, "--out", tmp_path / "file")
+    found = directions(tmp_path / "python")
+    np.testing.assert_array_equal(found, directions(tmp_path / "file"))
+    # A run goes on with its noise and its directions.
+    again = in_python(tmp_path / "python", calibrated, resume=True)
+    assert len(charges(tmp_path / "python")) == 6
+    assert again.epsilon == run.epsilon
+
+
+def test_given_noise_is_kept_beside_a_projection(tmp_path: Path) -> None:
+    mechanism = Mechanism.poisson(q=0.5, clipping=Flat(1.0))
+    mechanism = mechanism.with_noise(2.0, epsilon=9.0, delta=1e-3)
+    run = in_python(tmp_path / "run", mechanism, rounds=2)
+    with Ledger.open(RunFolder(tmp_path / "run").ledger) as ledger:
+        noise = [charge.event.noise_multiplier for charge in ledger.charges()]
+        events = [charge.event for charge in ledger.charges()]
+    assert noise == pytest.approx([8.0, 2.0, 2.0])
+    assert run.epsilon == pytest.approx(epsilon(events, 1e-3).epsilon)
+
+
+def test_python_refuses_what_a_file_refuses(tmp_path: Path) -> None:
+    mechanism = Mechanism.poisson(q=0.5, clipping=Flat(1.0))
+    mechanism = mechanism.calibrate(epsilon=0.1, delta=1e-3, rounds=5)
+    with pytest.raises(InvalidValueError, match="with the projection the ledger would hold"):
+        in_python(tmp_path / "run", mechanism)
+    with pytest.raises(InvalidValueError, match=r"projection\.components is 0"):
+        simulate(
+            load_digits(users=40),
+            Task(mlp(3, 8, 10)),
+            mechanism,
+            local=SGD(0.5, epochs=1),
+            projection=Projection(0, noise_multiplier=8.0),
+            out=tmp_path / "run",
+        )
+    assert list(tmp_path.iterdir()) == []

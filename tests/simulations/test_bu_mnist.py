@@ -78,7 +78,7 @@ def test_a_row_is_trained_by_example_within_its_budget(tmp_path: Path) -> None:
     people = fedpriv.Population.from_arrays(x[:1500], y[:1500], owners, held_out=held_out)
     lot = 0.1 * IMAGES  # rows give the expected lot of 60,000 images
     row = Row(
-        "digits", int(lot), 10, 1.0, fedpriv.FedAvg(1.0), epsilon=4.0,
+        "digits", int(lot), 10, 1.0, 1.0, epsilon=4.0, decays=True,
         build=lambda: nn.Linear(64, 10),
     )  # fmt: skip
     run = trained(row, people, 0, tmp_path)
@@ -87,6 +87,7 @@ def test_a_row_is_trained_by_example_within_its_budget(tmp_path: Path) -> None:
     assert len(run.rounds) == row.rounds == 100
     assert 3.9 < run.epsilon <= 4.0
     assert run.accuracy > 0.7
+    assert row.server == fedpriv.FedAvg(fedpriv.PolynomialDecay(1.0, 0.0, 100))
     found = measure(row, people, 1)
     assert found.here == (run.accuracy,)
     assert results_table([found]).rows[0][0] == "digits"
@@ -96,7 +97,7 @@ def test_a_row_is_trained_by_example_within_its_budget(tmp_path: Path) -> None:
 @pytest.mark.skipif("FEDPRIV_DATA" not in os.environ, reason="FEDPRIV_DATA names no MNIST")
 def test_public_features_learn_mnist() -> None:
     row = Row(
-        "a few epochs", 4096, 5, 1.0, fedpriv.FedAvgM(20.0, 0.9), epsilon=5.639,
+        "a few epochs", 4096, 5, 1.0, 20.0, 0.9, epsilon=5.639,
         build=softmax_regression, features=True,
     )  # fmt: skip
     (accuracy,) = measure(row, mnist(features=True), 1).here
