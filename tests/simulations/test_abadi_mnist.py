@@ -1,0 +1,59 @@
+"""The network of Abadi et al. 2016 on digits: one budget for all that is charged."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import fedpriv
+from fedpriv.accounting import epsilon
+from fedpriv.data import load_digits
+from fedpriv.ledger import Ledger
+from fedpriv.run.folder import RunFolder
+from simulations.papers.abadi_mnist import SETTINGS, Setting, measure, results_table, trained, write
+
+SMALL = Setting(4.0, 4, 8, 16.0, 0.3, 0.9, q=0.1)
+
+
+@pytest.fixture(scope="module")
+def people() -> fedpriv.Population:
+    return load_digits(users=1437)
+
+
+def test_the_noise_on_components_is_the_papers_and_leaves_most_of_the_budget() -> None:
+    assert [(each.epsilon, each.component_noise) for each in SETTINGS] == [
+        (0.5, 16.0), (2.0, 7.0), (8.0, 4.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_arm_charges_examples_within_its_budget(
+    people: fedpriv.Population, tmp_path: Path, asked: bool
+) -> None:
+    run = trained(SMALL, people, 0, tmp_path / "run", private_components=asked, hidden=16)
+    with Ledger.open(RunFolder(run.folder).ledger) as ledger:
+        events = [charge.event for charge in ledger.charges()]
+    assert len(events) == SMALL.rounds + asked == 40 + asked
+    assert {event.sampling.unit for event in events} == {"example"}
+    assert (events[0].noise_multiplier == pytest.approx(16.0)) == asked
+    assert (events[0].sampling.sampling_probability == 1.0) == asked
+    assert 3.99 < epsilon(events, 1e-5).epsilon <= 4.0
+    assert run.accuracy is not None
+    assert run.accuracy > 0.25  # chance is 0.1
+
+
+def test_results_are_means_of_seeds_beside_the_paper(
+    people: fedpriv.Population, tmp_path: Path
+) -> None:
+    found = measure(replace(SMALL, epochs=1.0), people, 2, hidden=8)
+    projected, whole = found
+    assert (projected.components, whole.components) == (8, None)
+    assert len(projected.here) == len(whole.here) == 2
+    # The query takes its part, so that rounds have more noise.
+    assert projected.noise_multiplier > whole.noise_multiplier
+    write(found, tmp_path)
+    assert [row[0] for row in results_table(found).rows] == ["8 components", "all pixels"]
+    kept = json.loads((tmp_path / "abadi_mnist.json").read_text())
+    assert [tuple(each["here"]) for each in kept] == [projected.here, whole.here]
+    assert "all pixels" in (tmp_path / "abadi_mnist.txt").read_text()
