@@ -46,8 +46,10 @@ def test_an_arm_charges_examples_within_its_budget(
 def test_results_are_means_of_seeds_beside_the_paper(
     people: fedpriv.Population, tmp_path: Path
 ) -> None:
-    found = measure(replace(SMALL, epochs=1.0), people, 2, hidden=8)
-    projected, whole = found
+    short = replace(SMALL, epochs=1.0)
+    projected, whole = found = [
+        measure(short, people, 2, private_components=asked, hidden=8) for asked in (True, False)
+    ]
     assert (projected.components, whole.components) == (8, None)
     assert len(projected.here) == len(whole.here) == 2
     # The query takes its part, so that rounds have more noise.
