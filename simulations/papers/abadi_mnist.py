@@ -12,25 +12,23 @@ files, in a folder named by FEDPRIV_DATA.
 """
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
 
 import numpy as np
 import torch
-from rich.console import Console
 
 import fedpriv
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.config import load_config
 from fedpriv.models import mlp
-from fedpriv.report.tables import Column, Table, print_table
+from fedpriv.report.tables import Column, Table
 from fedpriv.run.folder import RunFolder
 from simulations.papers.bu_mnist import mnist
+from simulations.papers.results import mean_of, write_results
 
 DELTA, HIDDEN = 1e-5, 1000
 
@@ -140,15 +138,13 @@ def results_table(results: Sequence[Found]) -> Table:
     rows = []
     for each in results:
         setting = each.setting
-        spread = f" ± {stdev(each.here):.2%}" if len(each.here) > 1 else ""
         asked = each.components is not None
         query = f"{setting.component_noise:g}" if asked else ""
         inputs = f"{each.components} components" if asked else "all pixels"
         paper = f"{setting.paper:.0%}" if asked else ""
-        here = f"{fmean(each.here):.2%}{spread}"
         noise = f"{each.noise_multiplier:.3f}"
         sizes = f"{setting.epsilon:g}", f"{setting.epochs:g}", query, noise
-        rows.append((inputs, *sizes, paper, here, format_epsilon(each.epsilon)))
+        rows.append((inputs, *sizes, paper, mean_of(each.here), format_epsilon(each.epsilon)))
     names = "ε", "epochs", "σ of the query", "σ", "paper", "here", "exact ε"
     columns = [Column("inputs", "text"), *map(Column, names)]
     return Table(f"MNIST by the network of Abadi et al. 2016, δ = {DELTA:g}", columns, rows)
@@ -167,18 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for (factor, asked), setting in product(arms, SETTINGS):
         scaled = replace(setting, epochs=setting.epochs * factor)
         results.append(measure(scaled, people, given.seeds, private_components=asked))
-        write(results, given.folder)
-
-
-def write(results: Sequence[Found], folder: Path) -> None:
-    """Print the table; write it, and all numbers."""
-    table = results_table(results)
-    folder.mkdir(parents=True, exist_ok=True)
-    print_table(table)
-    with (folder / "abadi_mnist.txt").open("w", encoding="utf-8") as file:
-        print_table(table, Console(file=file, width=120))
-    content = json.dumps([asdict(each) for each in results], indent=1)
-    (folder / "abadi_mnist.json").write_text(content + "\n", encoding="utf-8")
+        content = [asdict(each) for each in results]
+        write_results(results_table(results), content, given.folder, "abadi_mnist")
 
 
 if __name__ == "__main__":

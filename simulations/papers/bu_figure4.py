@@ -11,7 +11,6 @@ Sums are divided by the expected size of a lot, not by the realised one, which n
 """
 
 import argparse
-import json
 import math
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,11 +18,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import nn
 
 import fedpriv
@@ -33,7 +30,8 @@ from fedpriv.accounting.rdp import DEFAULT_ORDERS, composed_rdp, epsilon_from_rd
 from fedpriv.data import load_mnist_writers
 from fedpriv.models import cnn
 from fedpriv.report.charts import Axis, Chart, Series, save
-from fedpriv.report.tables import Column, Table, print_table
+from fedpriv.report.tables import Column, Table
+from simulations.papers.results import mean_of, write_results
 
 EXAMPLES, EPOCHS = 60_000, 20.0
 
@@ -181,18 +179,12 @@ def results_table(setting: Setting, runs: Sequence[Trained]) -> Table:
         accuracy = [last[arm, seed] for seed in seeds]
         gained = [last[arm, seed] - last[setting.arms[0], seed] for seed in seeds]
         noise, cost = f"{arm.noise_multiplier:.4f}", f"{math.ceil(1e4 * arm.epsilon) / 1e4:.4f}"
-        rows.append((arm.name, noise, cost, _spread(accuracy, ""), _spread(gained, "+")))
+        rows.append((arm.name, noise, cost, mean_of(accuracy), mean_of(gained, "+")))
     columns = [Column("arm", "text"), Column("σ"), Column("ε, exactly")]
     columns += [Column("accuracy"), Column("more than the first, same seeds")]
     what = f"{setting.examples:,} examples, lots of {setting.lot}, {setting.epochs:g} epochs"
     caption = f"Bu et al. 2020, Figure 4: {what}, δ = {setting.delta:g}"
     return Table(caption, columns, rows)
-
-
-def _spread(values: Sequence[float], sign: str) -> str:
-    """Mean and, of several values, standard deviation; a sign of "+" shows it always."""
-    end = f" ± {stdev(values):.2%}" if len(values) > 1 else ""
-    return f"{fmean(values):{sign}.2%}{end}"
 
 
 def figure(setting: Setting, runs: Sequence[Trained]) -> Chart:
@@ -224,15 +216,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     setting = Setting(given.examples, given.epochs)
     runs = train(setting, mnist(setting.examples), cnn, given.seeds)
-    folder: Path = given.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    table = results_table(setting, runs)
-    print_table(table)
-    with (folder / "bu_figure4.txt").open("w", encoding="utf-8") as file:
-        print_table(table, Console(file=file, width=120))
     content = {"setting": asdict(setting), "runs": [asdict(run) for run in runs]}
-    (folder / "bu_figure4.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    for path in save(figure(setting, runs), folder, ["png"]):
+    write_results(results_table(setting, runs), content, given.folder, "bu_figure4")
+    for path in save(figure(setting, runs), given.folder, ["png"]):
         print(path)
 
 

@@ -16,15 +16,11 @@ Data: MNIST's files, in a folder named by FEDPRIV_DATA.
 """
 
 import argparse
-import json
 import math
-import shlex
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
 
 import numpy as np
 import torch
@@ -37,8 +33,9 @@ from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.data import load_mnist_writers
 from fedpriv.models import cnn
-from fedpriv.report.tables import Column, Table, print_table
+from fedpriv.report.tables import Column, Table
 from fedpriv.training.optimizers import ServerOptimizer
+from simulations.papers.results import mean_of, write_results
 
 DELTA, IMAGES = 1e-5, 60_000
 _ORIENTATIONS, _SCALES, _SUBSAMPLED, _SIDE = 6, 2, 4, 7
@@ -237,24 +234,22 @@ def results_table(results: Sequence[Found]) -> Table:
     """Paper, here, and what it really costs."""
     rows = []
     for each in results:
-        spread = f" ± {stdev(each.here):.2%}" if len(each.here) > 1 else ""
         paper = "" if each.paper is None else f"{each.paper:.1%}"
         sizes = str(each.lot), f"{each.epochs:g}", f"{each.noise_multiplier:.3f}"
-        here = f"{fmean(each.here):.2%}{spread}"
-        rows.append((each.row, *sizes, paper, here, format_epsilon(each.epsilon)))
+        rows.append((each.row, *sizes, paper, mean_of(each.here), format_epsilon(each.epsilon)))
     names = ("lot", "epochs", "σ", "paper", "here", "exact ε")
     columns = [Column("", "text"), *map(Column, names)]
     return Table(f"MNIST by NoisySGD, example-level, δ = {DELTA:g}", columns, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train rows, print the table, and write it as JSON."""
+    """Train rows; print and write the table and the numbers."""
     parser = argparse.ArgumentParser(description="Table 1 of Bu et al. 2020, and better")
     known = range(1, len(ROWS) + 1)
     parser.add_argument("--rows", type=int, nargs="+", choices=known, default=list(known))
     parser.add_argument("--epochs", type=float, default=1.0, help="factor on the epochs of all")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path("simulations/results"))
     given = parser.parse_args(arguments)
     results = []
     for features in (False, True):
@@ -266,12 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results.append(
                 measure(replace(row, epochs=row.epochs * given.epochs), people, given.seeds)
             )
-            print_table(results_table(results))
-    if given.json:
-        given_words = sys.argv[1:] if arguments is None else arguments
-        command = shlex.join(["python", "-m", "simulations.papers.bu_mnist", *given_words])
-        content = {"command": command, "delta": DELTA, "rows": [asdict(each) for each in results]}
-        given.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            content = [asdict(found) for found in results]
+            write_results(results_table(results), content, given.folder, "bu_mnist")
 
 
 if __name__ == "__main__":

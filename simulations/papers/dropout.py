@@ -24,7 +24,6 @@ found on the held-out images, which no ε counts, and on MNIST it was not tried.
 """
 
 import argparse
-import json
 import math
 import tempfile
 from collections.abc import Callable, Sequence
@@ -32,12 +31,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import median
 from typing import Self
 
 import numpy as np
 import torch
-from rich.console import Console
 from scipy.optimize import brentq
 
 import fedpriv
@@ -47,7 +45,7 @@ from fedpriv.accounting.calibration import plan_within
 from fedpriv.accounting.policies import poisson_replace_gaussian
 from fedpriv.data.population import load_population
 from fedpriv.models import mlp
-from fedpriv.report.tables import Column, Table, print_table
+from fedpriv.report.tables import Column, Table
 from fedpriv.training.optimizers import (
     Average,
     OptimizerState,
@@ -57,6 +55,7 @@ from fedpriv.training.optimizers import (
     Step,
 )
 from simulations.papers.ermis_cemgil import DELTA, amplified_zcdp_epsilon, composition_epsilon
+from simulations.papers.results import mean_of, write_results
 
 BUDGETS = (10.0, 1.0, 0.5)
 LAYERS = 2
@@ -253,12 +252,20 @@ def results_table(runs: Sequence[Trained]) -> Table:
     for arm in dict.fromkeys(run.arm for run in runs):
         of_arm = [run for run in runs if run.arm == arm]
         accuracy = [run.accuracy for run in of_arm]
-        spread = f" ± {stdev(accuracy):.2%}" if len(accuracy) > 1 else ""
         printed = f"{arm.printed:.2%}" if arm.printed else ""
         costs = [_upward(e) for e in (arm.epsilon, arm.replacing)]
         rate = f"{median(run.dropout for run in of_arm):.2g}"
-        found = f"{fmean(accuracy):.2%}{spread}"
-        rows.append((f"{arm.budget:g}", arm.name, f"{arm.sigma:.2f}", *costs, rate, printed, found))
+        rows.append(
+            (
+                f"{arm.budget:g}",
+                arm.name,
+                f"{arm.sigma:.2f}",
+                *costs,
+                rate,
+                printed,
+                mean_of(accuracy),
+            )
+        )
     columns = [Column("ε as said"), Column("arm", "text"), Column("σ"), Column("ε, joins")]
     columns += [Column("ε, replaced"), Column("dropout p"), Column("paper"), Column("here")]
     what = f"{setting.data}, {setting.epochs:g} epochs, δ = {DELTA:g}"
@@ -282,11 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def write(runs: Sequence[Trained], folder: Path) -> None:
     """Print the table; write it, and all numbers."""
-    setting, table = runs[0].arm.setting, results_table(runs)
-    folder.mkdir(parents=True, exist_ok=True)
-    print_table(table)
-    with (folder / f"dropout_{setting.data}.txt").open("w", encoding="utf-8") as file:
-        print_table(table, Console(file=file, width=120))
+    setting = runs[0].arm.setting
     lines = [
         {"arm": run.arm.name, "said": run.arm.budget, "sigma": run.arm.sigma, "seed": run.seed}
         | {"accuracy": run.accuracy, "epsilon": run.epsilon, "dropout": run.dropout}
@@ -294,8 +297,8 @@ def write(runs: Sequence[Trained], folder: Path) -> None:
     ]
     for line in lines:  # JSON has no infinity: null is no bound
         line.update({k: None for k in ("said", "epsilon") if line[k] == math.inf})
-    content = json.dumps({"setting": asdict(setting), "runs": lines}, indent=1)
-    (folder / f"dropout_{setting.data}.json").write_text(content + "\n", encoding="utf-8")
+    content = {"setting": asdict(setting), "runs": lines}
+    write_results(results_table(runs), content, folder, f"dropout_{setting.data}")
 
 
 def _upward(cost: float) -> str:

@@ -1,0 +1,26 @@
+"""How results of several seeds are written: a table and numbers, in files of one name."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+from rich.console import Console
+
+from fedpriv.report.tables import Table, print_table
+
+
+def mean_of(shares: Sequence[float], sign: str = "") -> str:
+    """Mean and, of several, standard deviation in percent; the sign "+" is shown if it is given."""
+    end = f" ± {stdev(shares):.2%}" if len(shares) > 1 else ""
+    return f"{fmean(shares):{sign}.2%}{end}"
+
+
+def write_results(table: Table, content: object, folder: Path, name: str) -> None:
+    """Print a table; write it as `name`.txt, and the content as `name`.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    print_table(table)
+    with (folder / f"{name}.txt").open("w", encoding="utf-8") as file:
+        print_table(table, Console(file=file, width=120))
+    text = json.dumps(content, indent=1) + "\n"
+    (folder / f"{name}.json").write_text(text, encoding="utf-8")
