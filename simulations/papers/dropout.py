@@ -1,6 +1,6 @@
 """Ermiş & Cemgil, *Differentially Private Dropout*, Table 1: accuracies, and what their σ costs.
 
-    python -m simulations.papers.dropout [--data mnist] [--epochs 1] [--seeds 3]
+    python -m simulations.papers.dropout [--data mnist] [--epochs 1] [--hidden 1000] [--seeds 3]
 
 The paper reads Gaussian dropout as SGLD: weights multiplied by N(1, α) are weights with N(0, α·θ²)
 added. It then takes for that noise the one that privacy asks for, N(0, 4C²σ²) on a sum of gradients
@@ -268,7 +268,7 @@ def results_table(runs: Sequence[Trained]) -> Table:
         )
     columns = [Column("ε as said"), Column("arm", "text"), Column("σ"), Column("ε, joins")]
     columns += [Column("ε, replaced"), Column("dropout p"), Column("paper"), Column("here")]
-    what = f"{setting.data}, {setting.epochs:g} epochs, δ = {DELTA:g}"
+    what = f"{setting.data}, {setting.hidden} units, {setting.epochs:g} epochs, δ = {DELTA:g}"
     return Table(f"Ermiş & Cemgil, Table 1: {what}", columns, rows)
 
 
@@ -277,11 +277,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Table 1 of Ermiş & Cemgil")
     parser.add_argument("--data", choices=sorted(SETTINGS), default="digits")
     parser.add_argument("--epochs", type=float, default=1.0, help="times those of the paper")
+    parser.add_argument("--hidden", type=int, help="units; by default those of the paper")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("simulations/results"))
     given = parser.parse_args(arguments)
     setting = SETTINGS[given.data]
-    setting = replace(setting, epochs=setting.epochs * given.epochs)
+    hidden, epochs = given.hidden or setting.hidden, setting.epochs * given.epochs
+    setting = replace(setting, hidden=hidden, epochs=epochs)
     people = load_population("digits" if given.data == "digits" else "mnist-writers", {})
     runs = [train(arm, people, seed) for seed, arm in product(range(given.seeds), setting.arms)]
     write(runs, given.folder)
