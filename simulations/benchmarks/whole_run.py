@@ -1,0 +1,142 @@
+"""A whole run of DP-SGD beside Opacus: lots drawn, noise added, ε known, accuracy measured.
+
+The first row of Bu et al. 2020, Table 1 (lots of 256 images, σ = 1.3), for some epochs. Opacus is
+used as its tutorials do: `make_private` with Poisson sampling. Times are from data in memory to the
+accuracy on the test images, imports left out. Each run has a process of its own, in turn.
+
+    .venv-rivals/bin/python -m simulations.benchmarks.whole_run --json FILE
+
+Data: MNIST's files, in a folder named by FEDPRIV_DATA.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch.nn import functional
+
+import fedpriv
+from fedpriv.report.tables import Column, Table, print_table
+from simulations.benchmarks.machine import machine, versions
+from simulations.papers.bu_mnist import DELTA, IMAGES, ROWS, mnist, trained
+
+_ROW = ROWS[0]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One run."""
+
+    seconds: float
+    accuracy: float
+    epsilon: float  # as the library says
+
+
+def ours(people: fedpriv.Population, epochs: float) -> Trained:
+    """`fedpriv.simulate`, its ledger on disk included."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = perf_counter()
+        run = trained(replace(_ROW, epochs=epochs), people, 0, Path(folder))
+        return Trained(perf_counter() - began, run.accuracy or 0.0, run.epsilon)
+
+
+def opacus(people: fedpriv.Population, epochs: float) -> Trained:
+    """Opacus with its own sampler, optimiser and accountant."""
+    from opacus import PrivacyEngine  # noqa: PLC0415 - of the rivals' environment
+    from torch.utils.data import DataLoader, TensorDataset  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    x, y = (torch.from_numpy(people.users.fields[name]) for name in ("x", "y"))
+    began = perf_counter()
+    model = _ROW.build()
+    engine = PrivacyEngine()
+    model, optimizer, lots = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=_ROW.learning_rate),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=_ROW.lot),
+        noise_multiplier=_ROW.noise_multiplier,
+        max_grad_norm=_ROW.clipping_norm,
+    )
+    left = replace(_ROW, epochs=epochs).rounds
+    while left:
+        for images, labels in lots:
+            optimizer.zero_grad()
+            torch.autograd.backward(functional.cross_entropy(model(images), labels))
+            optimizer.step()
+            left -= 1
+            if not left:
+                break
+    with torch.no_grad():
+        found = model(torch.from_numpy(people.test["x"])).argmax(dim=1).numpy()
+    epsilon = engine.get_epsilon(DELTA)
+    accuracy = float((found == people.test["y"]).mean())
+    return Trained(perf_counter() - began, accuracy, float(epsilon))
+
+
+_LIBRARIES: Mapping[str, Callable[[fedpriv.Population, float], Trained]] = {
+    "fedpriv": ours,
+    "Opacus": opacus,
+}
+
+
+def results_table(runs: Mapping[str, Sequence[Trained]], epochs: float) -> Table:
+    """Medians of the runs of each library."""
+    seconds = {name: median(run.seconds for run in of_one) for name, of_one in runs.items()}
+    rows = [
+        (
+            name,
+            f"{seconds[name]:.1f}",
+            f"{epochs * IMAGES / seconds[name]:,.0f}",
+            f"{median(run.accuracy for run in of_one):.1%}",
+            f"{of_one[0].epsilon:.3f}",
+            f"{seconds['Opacus'] / seconds[name]:.1f} ×",
+        )
+        for name, of_one in runs.items()
+    ]
+    names = "seconds", "images/s", "accuracy", "ε as it says", "Opacus's time over its"
+    columns = [Column("", "text"), *map(Column, names)]
+    return Table(f"DP-SGD, CNN on MNIST, {epochs:g} epochs, a whole run", columns, rows)
+
+
+def main() -> None:
+    """Run both in turn; print, and write the numbers if asked to."""
+    parser = argparse.ArgumentParser(description="a whole run of DP-SGD beside Opacus")
+    parser.add_argument("--epochs", type=float, default=2.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", choices=list(_LIBRARIES), help="one run, as JSON")
+    given = parser.parse_args()
+    if given.only:
+        torch.set_num_threads(given.threads)
+        print(json.dumps(asdict(_LIBRARIES[given.only](mnist(), given.epochs))))
+        return
+    options = "--epochs", str(given.epochs), "--threads", str(given.threads)
+    runs: dict[str, list[Trained]] = {name: [] for name in _LIBRARIES}
+    for _ in range(given.repeats):
+        for name, of_one in runs.items():
+            command = [sys.executable, "-m", "simulations.benchmarks.whole_run", "--only", name]
+            done = subprocess.run([*command, *options], stdout=subprocess.PIPE, check=True)
+            of_one.append(Trained(**json.loads(done.stdout.splitlines()[-1])))
+    print_table(results_table(runs, given.epochs))
+    if given.json:
+        kept = {name: [asdict(run) for run in of_one] for name, of_one in runs.items()}
+        about = {
+            "machine": machine("cpu", given.threads),
+            "versions": versions(["fedpriv", "torch", "opacus"]),
+        }
+        text = json.dumps(about | {"epochs": given.epochs, "runs": kept}, indent=1) + "\n"
+        given.json.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
