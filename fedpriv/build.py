@@ -6,13 +6,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fedpriv.config import Config, parse_config, plain, tables_of
 from fedpriv.data.population import Population, cut_up, load_population
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
-from fedpriv.engine.task import LOSSES, Task, check_task, running_norms
+from fedpriv.engine.task import (
+    LOSSES,
+    HeldOut,
+    Task,
+    check_held_out,
+    check_task,
+    running_norms,
+)
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import InvalidValueError
 from fedpriv.importing import import_function, path_of
@@ -32,8 +38,6 @@ from fedpriv.training.rounds import (
     TrainingPlan,
     initial_state,
 )
-
-HeldOut = Mapping[str, npt.NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ def build(
     few = {name: column[:4] for name, column in held_out.items()}
     if held_out:
         check_task(task, few)
+        check_held_out(task, held_out, device)
     elif method.mechanism.metrics:
         raise InvalidValueError(
             "metrics.report asks for metrics; they are checked on held-out rows, so that "
@@ -177,6 +182,18 @@ def build(
         for path in config.callbacks.on_round
     }
     return Experiment(config, held_out, task, plan, budget, entropy, device, callbacks)
+
+
+def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
+    """Refuse an experiment that could not pay for one round beside what was spent."""
+    plan, budget = experiment.plan, experiment.budget
+    cost = budget.epsilon_of([*spent, plan.mechanism.event])
+    if not cost <= budget.epsilon:
+        raise InvalidValueError(
+            f"the first round would bring ε to {cost:.4g} at delta {budget.delta}, with noise "
+            f"multiplier {plan.noise_multiplier:.4g}; privacy.epsilon is {budget.epsilon} and must "
+            "be larger, or the noise must be"
+        )
 
 
 def method_of(config: Config) -> Method:

@@ -73,7 +73,7 @@ def known_names(name: str, known: Iterable[str]) -> str:
     >>> known_names("digts", ["digits", "synthetic"])
     "did you mean 'digits'? known are: digits, synthetic"
     """
-    names = sorted(known)
+    names = sorted(map(str, known))
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known are: {', '.join(names)}" if names else "there is none"

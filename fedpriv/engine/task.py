@@ -6,6 +6,7 @@ mix; the server moves the statistics by a private metric, "batch-norm".
 
 import copy
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,8 @@ from fedpriv.importing import import_function
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.round import RoundRequest
 
+HeldOut = Mapping[str, npt.NDArray[np.generic]]
+"""Rows of no enrolled user, by field."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]."""
 MetricFunction = Callable[[Tensor, Tensor], Tensor]
@@ -32,6 +35,7 @@ users train. Parameters, losses, updates, their sums and all metrics stay float3
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SMALLEST = torch.finfo(torch.float32).tiny
+_ROWS = 2_000  # held-out rows that are evaluated at once
 _PER_THREAD = 2**15  # torch gives a thread no fewer numbers
 
 
@@ -142,7 +146,46 @@ class RoundParameters:
         return cls(parameters, constants | statistics)
 
 
-def check_task(task: Task, examples: Mapping[str, npt.NDArray[np.generic]]) -> None:
+@torch.no_grad()
+def evaluate(
+    task: Task,
+    rows: HeldOut,
+    device: torch.device,
+    parameters: Mapping[str, npt.NDArray[np.float32]],
+) -> tuple[float, float | None]:
+    """Mean loss of a model without dropout, and accuracy in [0, 1] if it classifies."""
+    was_training = task.model.training
+    task.model.eval()
+    tensors = task.constants(device)
+    tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
+    x, y = rows[task.inputs], rows[task.targets]
+    loss, right, classes = 0.0, 0, 0
+    for start in range(0, len(x), _ROWS):
+        inputs = torch.tensor(x[start : start + _ROWS], device=device)
+        targets = torch.tensor(y[start : start + _ROWS], device=device)
+        outputs = functional_call(task.model, tensors, (inputs,))
+        loss += float(task.losses_of(outputs, targets).double().sum())
+        if not targets.dtype.is_floating_point and outputs.dim() == targets.dim() + 1:
+            right += int((outputs.argmax(1) == targets).sum())
+            classes += targets.numel()
+    task.model.train(was_training)
+    return loss / len(x), right / classes if classes else None
+
+
+def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> None:
+    """Refuse a task that cannot be evaluated on all held-out rows, or has no finite mean loss."""
+    try:
+        loss, _ = evaluate(task, rows, device, task.parameters() | task.statistics())
+    except Exception as error:
+        raise ModelError(f"the model cannot be evaluated on the held-out rows: {error}") from error
+    if not math.isfinite(loss):
+        raise ModelError(
+            f"the mean loss of the {len(rows[task.inputs])} held-out rows is {loss} at the initial "
+            "parameters; it must be finite, so leave out rows with NaN or infinite numbers"
+        )
+
+
+def check_task(task: Task, examples: HeldOut) -> None:
     """Refuse a task that cannot train, before any user's data are touched.
 
     Examples are a few rows of public or held-out data. A `ModelError` says that a field is absent,

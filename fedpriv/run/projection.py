@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rich.console import Console
 
 from fedpriv.analytics import PrincipalComponents, SecondMoments, Survey, ask
-from fedpriv.build import Experiment, Method, method_of, on_population, records_of
+from fedpriv.build import Experiment, Method, check_budget, method_of, on_population, records_of
 from fedpriv.config import Config, ProjectionSection
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import Population
@@ -71,6 +71,7 @@ def planned(
         )
     method = _projected(method, np.eye(inputs)[:, : section.components])
     experiment, _ = on_population(config, run, population, before, method)
+    check_budget(experiment, before)
     return survey, experiment
 
 

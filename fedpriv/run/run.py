@@ -23,17 +23,16 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
-from torch.func import functional_call
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
-from fedpriv.build import Experiment, HeldOut, build
+from fedpriv.build import Experiment, build, check_budget
 from fedpriv.config import Config, FederationSection, for_folder, load_config
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import load_population
-from fedpriv.engine.task import Task
+from fedpriv.engine.task import HeldOut, Task, evaluate
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger
@@ -44,7 +43,6 @@ from fedpriv.report.records import versions
 from fedpriv.report.run_page import write_run_figures
 from fedpriv.report.tables import Column, Table, plural, print_table
 from fedpriv.run.folder import RunFolder, held, read_run, write_report
-from fedpriv.training.optimizers import Parameters
 from fedpriv.training.rounds import (
     Checkpoint,
     OnRound,
@@ -65,7 +63,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _log = logging.getLogger(__name__)
-_ROWS = 2_000  # held-out rows that are evaluated at once
 
 
 @dataclass(frozen=True)
@@ -253,29 +250,6 @@ Follow = Callable[[Experiment, int, Callable[[OnRound], Run]], Run]
 """Shows a run: gets the number of released rounds, and what runs it with an observer."""
 
 
-@torch.no_grad()
-def evaluate(
-    task: Task, rows: HeldOut, device: torch.device, parameters: Parameters
-) -> tuple[float, float | None]:
-    """Mean loss of a model without dropout, and accuracy in [0, 1] if it classifies."""
-    was_training = task.model.training
-    task.model.eval()
-    tensors = task.constants(device)
-    tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
-    x, y = rows[task.inputs], rows[task.targets]
-    loss, right, classes = 0.0, 0, 0
-    for start in range(0, len(x), _ROWS):
-        inputs = torch.tensor(x[start : start + _ROWS], device=device)
-        targets = torch.tensor(y[start : start + _ROWS], device=device)
-        outputs = functional_call(task.model, tensors, (inputs,))
-        loss += float(task.losses_of(outputs, targets).double().sum())
-        if not targets.dtype.is_floating_point and outputs.dim() == targets.dim() + 1:
-            right += int((outputs.argmax(1) == targets).sum())
-            classes += targets.numel()
-    task.model.train(was_training)
-    return loss / len(x), right / classes if classes else None
-
-
 def state_to_start_from(
     folder: RunFolder, plan: TrainingPlan, records: PrivacyRecords, initial: ServerState
 ) -> ServerState:
@@ -353,6 +327,7 @@ def run_rounds(
     if setup.resuming:
         setup.refuse_other_plan(plan)
     else:
+        check_budget(experiment, _spent(setup.ledger, plan.population))
         folder.create()
     files, budget = (setup.ledger, beside(setup.ledger)), experiment.budget
     opened = PrivacyRecords.open(*files, plan.population, budget, resuming=setup.resuming)
@@ -379,6 +354,14 @@ def run_rounds(
             return conduct(folder, experiment, state, transport, records, on_round, clock)
 
         return follow(experiment, state.round, run)
+
+
+def _spent(ledger: Path, population: str) -> list[RoundEvent]:
+    """What the ledger of a population holds already, if there is one."""
+    if not ledger.exists():
+        return []
+    with Ledger.open_or_create(ledger, population) as opened:
+        return opened.spent()
 
 
 def _tell(callbacks: Mapping[str, OnRound], result: RoundResult) -> None:

@@ -1,0 +1,90 @@
+"""A run that cannot end is refused before it charges anything, or leaves a folder."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedpriv import SGD, Flat, Mechanism, Population, Projection, Task, simulate
+from fedpriv.engine.task import evaluate
+from fedpriv.errors import InvalidValueError, ModelError
+from tests.commandline import printed, refused
+
+FILE = Path(__file__).parents[2] / "simulations" / "digits.toml"
+# The first rows, on which a model is tried out, are of class 0.
+Y = np.repeat(np.arange(6), 4)
+X = np.eye(24, 8, dtype=np.float32)
+
+
+def start(folder: Path, x: np.ndarray, y: np.ndarray, noise: float = 2.0, **others: object) -> None:
+    people = Population.from_arrays(X, Y % 5, np.arange(24), held_out=(x, y))
+    mechanism = Mechanism.poisson(q=0.5, clipping=Flat(1.0))
+    simulate(
+        people,
+        Task(nn.Linear(8, 5), loss="cross-entropy"),
+        mechanism.with_noise(noise, epsilon=2.0, delta=1e-3),
+        local=SGD(0.1, steps=1),
+        rounds=1,
+        out=folder,
+        quiet=True,
+        **others,
+    )
+
+
+def test_held_out_labels_that_the_model_cannot_give_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be evaluated on the held-out rows: Target 5"):
+        start(tmp_path / "run", X, Y)
+    assert list(tmp_path.iterdir()) == []
+    start(tmp_path / "run", X[:20], Y[:20])
+
+
+def test_held_out_rows_without_a_finite_loss_are_refused(tmp_path: Path) -> None:
+    x = X[:20].copy()
+    x[-1, 0] = np.nan
+    with pytest.raises(ModelError, match="mean loss of the 20 held-out rows is nan at the initial"):
+        start(tmp_path / "run", x, Y[:20])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checking_leaves_the_model_as_it_was() -> None:
+    task = Task(nn.Sequential(nn.Linear(8, 5), nn.Dropout(0.5)), loss="cross-entropy")
+    before = task.parameters()
+    rows, device = {"x": X[:20], "y": Y[:20]}, torch.device("cpu")
+    loss, accuracy = evaluate(task, rows, device, before)
+    assert task.model.training
+    assert evaluate(task, rows, device, before) == (loss, accuracy)
+    for name, tensor in task.parameters().items():
+        np.testing.assert_array_equal(tensor, before[name])
+
+
+def test_a_budget_too_small_for_one_round_is_refused_at_the_start(tmp_path: Path) -> None:
+    settings = ("--set", "privacy.noise_multiplier=0.5", "--set", "privacy.epsilon=0.1")
+    sentence = refused("simulate", FILE, "--out", tmp_path / "run", *settings)
+    assert "the first round would bring ε to" in sentence
+    assert "privacy.epsilon is 0.1 and must be larger, or the noise must be" in sentence
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(InvalidValueError, match="the first round would bring"):
+        start(tmp_path / "run", X[:20], Y[:20], noise=0.3)
+    # A query before the first round is not asked either.
+    with pytest.raises(InvalidValueError, match="the first round would bring"):
+        start(tmp_path / "run", X[:20], Y[:20], noise=0.3, projection=Projection(8, 30.0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_others_spent_of_a_shared_ledger_counts(tmp_path: Path) -> None:
+    ledger, rows = tmp_path / "ledger.sqlite", (X[:20], Y[:20])
+    start(tmp_path / "a", *rows, noise=1.3, ledger=ledger)
+    with pytest.raises(InvalidValueError, match="the first round would bring"):
+        start(tmp_path / "b", *rows, noise=1.3, ledger=ledger)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_run_that_used_its_budget_may_still_be_resumed(tmp_path: Path) -> None:
+    settings = ("--set", "privacy.noise_multiplier=1.0", "--set", "privacy.epsilon=2.0")
+    settings += ("--set", "rounds=50", "--set", "seed=1", "--set", "engine.processes=1")
+    first = printed("simulate", FILE, "--out", tmp_path / "run", *settings)
+    again = printed("simulate", FILE, "--out", tmp_path / "run", *settings, "--resume")
+    (rounds,) = [line for line in first.splitlines() if " of 50" in line and "rounds" in line]
+    assert rounds in again
