@@ -400,10 +400,8 @@ class ClassicalAccountant(Accountant):
             return 1.0
         while high - low > _PRECISION * abs(high) + _PRECISION**2:
             middle = (low + high) / 2
-            if self.price(rounds, math.exp(middle)) > epsilon:
-                low = middle
-            else:
-                high = middle
+            above = self.price(rounds, math.exp(middle)) > epsilon
+            low, high = (middle, high) if above else (low, middle)
         return math.exp(high)
 
 
@@ -448,6 +446,8 @@ def _loss(
         f"{unit.title()}-level differential privacy for {relation} neighbours, {used} sampling and "
         f"Gaussian noise on clipped sums; the {name} accountant gives ε as {article} {bound}."
     )
+    if any(event.noise_multiplier == 0.0 for event in events):
+        sentence = "No differential privacy: a sum was released without noise."
     return PrivacyLoss(low, up, delta, name, relation, unit, bound, sentence)
 
 

@@ -447,6 +447,13 @@ def _warn(experiment: Experiment, console: Console) -> None:
             f"publishing one random {sampling.unit}'s data whole satisfies δ = 1/N",
             style="yellow",
         )
+    expected = sampling.expected_cohort_size
+    if expected < 1.0 or population == 1:
+        console.print(
+            f"warning: a cohort has {expected:.2g} {plural(sampling.unit)} on average; rounds of "
+            "one release its update and noise, rounds of none noise alone, and each is charged",
+            style="yellow",
+        )
     if experiment.config.privacy.unsafe_no_privacy:
         consequence = "no budget limits this run"
         if experiment.plan.noise_multiplier == 0.0:

@@ -88,3 +88,21 @@ def test_a_run_that_used_its_budget_may_still_be_resumed(tmp_path: Path) -> None
     again = printed("simulate", FILE, "--out", tmp_path / "run", *settings, "--resume")
     (rounds,) = [line for line in first.splitlines() if " of 50" in line and "rounds" in line]
     assert rounds in again
+
+
+@pytest.mark.parametrize(("users", "q", "size"), [(2, 0.1, "0.2"), (1, 1.0, "1")])
+def test_cohorts_of_nobody_or_of_one_user_are_warned_of(
+    tmp_path: Path, users: int, q: float, size: str
+) -> None:
+    settings = [f"data.options.users={users}", f"privacy.sampling_probability={q}", "rounds=1"]
+    words = [word for each in settings for word in ("--set", each)]
+    text = " ".join(printed("simulate", FILE, "--out", tmp_path / "run", *words).split())
+    assert f"warning: a cohort has {size} users on average; rounds of one release its" in text
+
+
+def test_without_noise_nothing_is_called_differential_privacy(tmp_path: Path) -> None:
+    settings = ["privacy.noise_multiplier=0", "privacy.unsafe_no_privacy=true", "rounds=1"]
+    words = [word for each in settings for word in ("--set", each)]
+    text = " ".join(printed("simulate", FILE, "--out", tmp_path / "run", *words).split())
+    assert "No differential privacy: a sum was released without noise." in text
+    assert "User-level differential privacy" not in text
