@@ -32,7 +32,7 @@ from fedpriv.build import Experiment, build, check_budget
 from fedpriv.config import Config, FederationSection, for_folder, load_config
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import load_population
-from fedpriv.engine.task import HeldOut, Task, evaluate
+from fedpriv.engine.task import HeldOut, Task, evaluate, running_norms
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger
@@ -452,6 +452,14 @@ def _warn(experiment: Experiment, console: Console) -> None:
         console.print(
             f"warning: a cohort has {expected:.2g} {plural(sampling.unit)} on average; rounds of "
             "one release its update and noise, rounds of none noise alone, and each is charged",
+            style="yellow",
+        )
+    if experiment.plan.statistics is None and running_norms(experiment.task.model):
+        console.print(
+            "warning: the running statistics of the model's batch normalisation stay as they are, "
+            "which costs accuracy; a private metric moves them: metrics.report.batch-norm = "
+            "{ bound = 4.0 }, in Python Mechanism.poisson(..., metrics={'batch-norm': "
+            "{'bound': 4.0}})",
             style="yellow",
         )
     if experiment.config.privacy.unsafe_no_privacy:

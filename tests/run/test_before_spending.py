@@ -1,5 +1,6 @@
 """A run that cannot end is refused before it charges anything, or leaves a folder."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -106,3 +107,22 @@ def test_without_noise_nothing_is_called_differential_privacy(tmp_path: Path) ->
     text = " ".join(printed("simulate", FILE, "--out", tmp_path / "run", *words).split())
     assert "No differential privacy: a sum was released without noise." in text
     assert "User-level differential privacy" not in text
+
+
+def test_batch_normalisation_that_nothing_moves_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    people = Population.from_arrays(X, Y % 5, np.arange(24), held_out=(X, Y % 5))
+    mechanism = Mechanism.poisson(q=0.5, clipping=Flat(1.0))
+    moved = replace(mechanism, metrics={"batch-norm": {"bound": 4.0}})
+    for each, warned in ((mechanism, True), (moved, False)):
+        simulate(
+            people,
+            Task(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 5)), loss="cross-entropy"),
+            each.with_noise(2.0, epsilon=4.0, delta=1e-3),
+            local=SGD(0.1, steps=1),
+            rounds=1,
+            out=tmp_path / str(warned),
+        )
+        text = " ".join(capsys.readouterr().out.split())
+        assert ("metrics.report.batch-norm = { bound = 4.0 }" in text) == warned
