@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
+from fedpriv import __version__
 from fedpriv.errors import (
     FedprivError,
     InvalidValueError,
@@ -44,7 +45,7 @@ app = typer.Typer(
     help="Federated learning with user-level differential privacy that can be checked.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 ledger_app = typer.Typer(
     help="Look into, check, copy and restore a privacy ledger.", no_args_is_help=True
@@ -53,6 +54,22 @@ ledger_app = typer.Typer(
 # Typer publishes the class of all errors of its parser only as a base of this one.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 _INTERRUPTED = 130
+
+
+def _print_version(asked: bool) -> None:  # noqa: FBT001
+    if asked:
+        typer.echo(f"fedpriv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _everywhere(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="print it", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass
 
 
 @ledger_app.command()
@@ -311,7 +328,7 @@ def main() -> None:
     # Models and populations named package.module:function may lie in the working folder.
     sys.path.append(str(Path.cwd()))
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="fedpriv", standalone_mode=False)
     except _UsageError as error:
         _refuse(error.format_message())
     except (FedprivError, OSError) as error:

@@ -1,11 +1,13 @@
 """The commands as a user types them, with good and bad input."""
 
 import json
+import os
 import re
 import sqlite3
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import datasets
@@ -371,3 +373,16 @@ def test_the_installed_command_answers() -> None:
     for arguments, code in (["--help"], 0), (["simulate", "absent.toml"], 2):
         done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
         assert done.returncode == code, done.stderr
+
+
+def test_the_module_is_the_command_and_says_its_version() -> None:
+    command = [sys.executable, "-m", "fedpriv"]
+    version = f"fedpriv {metadata.version('fedpriv')}"
+    for arguments, expected in (["--version"], version), (["epsilon", "-h"], "Usage: fedpriv eps"):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True)
+        assert expected in done.stdout
+    asked = {"_FEDPRIV_COMPLETE": "complete_bash", "COMP_WORDS": "fedpriv si", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        command, env=os.environ | asked, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["simulate"]

@@ -38,7 +38,7 @@ ALLOWED = {
     for package in packages.split()
 }
 ALLOWED["fedpriv.errors"] = set()
-TOP = ("fedpriv.cli", "fedpriv.clients", "fedpriv.server", "simulations")
+TOP = ("fedpriv.__main__", "fedpriv.cli", "fedpriv.clients", "fedpriv.server", "simulations")
 ALLOWED |= {name: {"fedpriv"} for name in TOP}
 # The two ends of a deployment know neither each other, nor does the library know them.
 ENDS = {"fedpriv.clients", "fedpriv.server"}
