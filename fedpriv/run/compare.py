@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedpriv.build import Experiment, Method, on_population, settings_of
 from fedpriv.config import DataSection
@@ -33,6 +32,7 @@ from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.report.studies import print_study, results_json
 from fedpriv.run.folder import RunFolder, held, write_report
+from fedpriv.run.progress import displayed
 from fedpriv.run.run import Run, RunSetup, run_rounds
 from fedpriv.run.simulate import FEDAVG, ObservedTransport, training_of
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
@@ -230,25 +230,24 @@ def _progress(
     study: Study, folder: Path, finished: Mapping[Cell, RunResult], console: Console
 ) -> Iterator[Callable[[], None]]:
     """A line for each arm and target; call what is yielded to bring it up to date."""
-    figures = TextColumn("{task.fields[figures]}")
-    columns = "{task.description}", BarColumn(), figures, TimeRemainingColumn()
-    with Progress(*columns, console=console) as display:
+    with displayed(console) as display:
         lines = {}
         for target, arm in itertools.product(study.targets, study.arms):
             cells = [Cell(arm, target, seed) for seed in study.seeds]
             at = f" at ε = {target.epsilon:g}" if len(study.targets) > 1 else ""
             total = len(cells) * study.config_of(cells[0]).rounds
-            lines[display.add_task(f"{arm.name}{at}", total=total, figures="")] = cells
+            lines[display.add(f"{arm.name}{at}", total)] = cells
 
         def show() -> None:
             for line, cells in lines.items():
                 results = [finished[cell] for cell in cells if cell in finished]
                 accuracies = [each.accuracy for each in results if each.accuracy is not None]
-                mean = f", accuracy {statistics.fmean(accuracies):.1%}" if accuracies else ""
+                mean = f"accuracy {statistics.fmean(accuracies):.1%}" if accuracies else ""
                 metrics = [RunFolder(folder / cell.path).metrics for cell in cells]
                 rounds = sum(path.read_bytes().count(b"\n") for path in metrics if path.exists())
-                seeds = f"{len(results)} of {len(cells)} seeds{mean}"
-                display.update(line, completed=rounds, figures=seeds)
+                seeds = f"{len(results)} of {len(cells)} seeds"
+                display.update(line, rounds, seeds, mean)
+            display.tell()
 
         show()
         yield show

@@ -21,7 +21,6 @@ import tomli_w
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
@@ -43,6 +42,7 @@ from fedpriv.report.records import versions
 from fedpriv.report.run_page import write_run_figures
 from fedpriv.report.tables import Column, Table, plural, print_table
 from fedpriv.run.folder import RunFolder, held, read_run, write_report
+from fedpriv.run.progress import displayed
 from fedpriv.training.rounds import (
     Checkpoint,
     OnRound,
@@ -409,12 +409,10 @@ def carry_out(
 
 @contextmanager
 def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRound]:
-    """A progress bar, in a terminal or a notebook, that moves with each result."""
-    units = plural(plan.sampling.unit)
-    text, last = TextColumn("{task.fields[figures]}"), ""
-    columns = "{task.description}", BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn()
-    with Progress(*columns, console=console) as progress:
-        line = progress.add_task(plan.run, total=plan.rounds, completed=first, figures="")
+    """What to call with each result, so that a line shows how far the run is."""
+    units, last = plural(plan.sampling.unit), ""
+    with displayed(console) as display:
+        line = display.add(plan.run, plan.rounds, first)
 
         def show(result: RoundResult) -> None:
             nonlocal last
@@ -423,8 +421,9 @@ def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRo
             seconds = result.simulation_only_seconds or math.inf
             # From the expected cohort, since the realised one is private.
             speed = f"{plan.sampling.expected_cohort_size / seconds:,.0f} {units}/s"
-            shown = (last, *result.metrics_text, f"ε {format_epsilon(result.epsilon)}", speed)
-            progress.update(line, completed=result.round, figures="  ".join(filter(None, shown)))
+            spent = f"ε {format_epsilon(result.epsilon)}"
+            display.update(line, result.round, last, *result.metrics_text, spent, speed)
+            display.tell()
 
         yield show
 
