@@ -42,6 +42,7 @@ from fedpriv.report.tables import (
 
 _FALSE_ALARMS = 0.05
 _READ_AT = (0.001, 0.01, 0.05, 0.1)  # rates of false alarms at which a trade-off is read
+_LONG = 10**6  # numbers from here on are powers of ten
 _ERRORS, _WIDEST = 121, 4.0  # type I errors of a trade-off, up to so many standard deviations
 
 
@@ -264,9 +265,10 @@ def _epsilon(loss: PrivacyLoss) -> str:
         return "No finite ε is proven: the releases guarantee nothing."
     up = Context(prec=3, rounding=ROUND_CEILING)
     factor = up.create_decimal_from_float(math.exp(min(loss.epsilon, 700.0)))
+    times = f"{factor:,f}" if factor < _LONG else f"{factor:.2e}"
     return (
         f"ε = {format_epsilon(loss.epsilon)}: any outcome of the releases is at most e^ε = "
-        f"{factor:,} times as likely under one population as under the other, up to δ."
+        f"{times} times as likely under one population as under the other, up to δ."
     )
 
 

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from fedpriv.ledger.events import (
     SumQueryEvent,
 )
 from fedpriv.report.charts import Axis, Chart, Series, embedded
+from fedpriv.report.guarantee import assumptions, loss_of
 from fedpriv.report.page import render
 from fedpriv.report.records import SimulationOnlyRound
 from fedpriv.report.run_page import page_of_run
@@ -243,6 +245,19 @@ def test_the_assumptions_are_those_of_the_ledger(
     text = words(section(parsed(render(page_of_run(record))), "assumptions"))
     for part in (f"{relation}.", said, "poisson", "q = 0.25", "N = 4,000", "1/N = 0.00025"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "times"), [(1.0, "2.72"), (8.0, "2,990"), (20.0, "4.86e+8"), (900.0, "1.02e+304")]
+)
+def test_what_epsilon_allows_is_rounded_up_and_readable(
+    tmp_path: Path, epsilon: float, times: str
+) -> None:
+    record = made_up(tmp_path / "a", [FULL])
+    loss = loss_of(record)
+    assert loss is not None
+    said = assumptions(replace(loss, epsilon=epsilon), record.ledger)
+    assert f"e^ε = {times} times as likely" in str(said)
 
 
 def test_a_large_delta_is_warned_of(tmp_path: Path) -> None:
