@@ -154,21 +154,22 @@ def evaluate(
     parameters: Mapping[str, npt.NDArray[np.float32]],
 ) -> tuple[float, float | None]:
     """Mean loss of a model without dropout, and accuracy in [0, 1] if it classifies."""
-    was_training = task.model.training
-    task.model.eval()
     tensors = task.constants(device)
     tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
-    x, y = rows[task.inputs], rows[task.targets]
+    x, y, was_training = rows[task.inputs], rows[task.targets], task.model.training
     loss, right, classes = 0.0, 0, 0
-    for start in range(0, len(x), _ROWS):
-        inputs = torch.tensor(x[start : start + _ROWS], device=device)
-        targets = torch.tensor(y[start : start + _ROWS], device=device)
-        outputs = functional_call(task.model, tensors, (inputs,))
-        loss += float(task.losses_of(outputs, targets).double().sum())
-        if not targets.dtype.is_floating_point and outputs.dim() == targets.dim() + 1:
-            right += int((outputs.argmax(1) == targets).sum())
-            classes += targets.numel()
-    task.model.train(was_training)
+    task.model.eval()
+    try:
+        for start in range(0, len(x), _ROWS):
+            inputs = torch.tensor(x[start : start + _ROWS], device=device)
+            targets = torch.tensor(y[start : start + _ROWS], device=device)
+            outputs = functional_call(task.model, tensors, (inputs,))
+            loss += float(task.losses_of(outputs, targets).double().sum())
+            if not targets.dtype.is_floating_point and outputs.dim() == targets.dim() + 1:
+                right += int((outputs.argmax(1) == targets).sum())
+                classes += targets.numel()
+    finally:
+        task.model.train(was_training)
     return loss / len(x), right / classes if classes else None
 
 

@@ -54,6 +54,8 @@ def test_checking_leaves_the_model_as_it_was() -> None:
     before = task.parameters()
     rows, device = {"x": X[:20], "y": Y[:20]}, torch.device("cpu")
     loss, accuracy = evaluate(task, rows, device, before)
+    with pytest.raises(IndexError):
+        evaluate(task, {"x": X, "y": Y}, device, before)
     assert task.model.training
     assert evaluate(task, rows, device, before) == (loss, accuracy)
     for name, tensor in task.parameters().items():
