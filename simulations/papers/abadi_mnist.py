@@ -6,9 +6,9 @@ Their network, lots of 600, δ, ε and noise on the components (section 5.2, arX
 noise on gradients, σ = 8, 4 and 2, was chosen with an older analysis and trains for hundreds of
 epochs until ε is spent. Here the epochs are given, and the noise is the least that keeps components
 and rounds together within ε, exactly; steps have momentum and fall to zero. The second arm has no
-query, so that its rounds may spend all of ε; it has eleven times as many parameters and takes about
-as much longer, so that both may be compared at fewer epochs. The record is an image. Data: MNIST's
-files, in a folder named by FEDPRIV_DATA.
+query, so that its rounds may spend all of ε; it has eleven times as many parameters, so that both
+may be compared at fewer epochs. The record is an image. Data: MNIST's files, in a folder named by
+FEDPRIV_DATA.
 """
 
 import argparse
