@@ -32,8 +32,7 @@ from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.report.studies import print_study, results_json
 from fedpriv.run.folder import RunFolder, held, write_report
-from fedpriv.run.progress import displayed
-from fedpriv.run.run import Run, RunSetup, run_rounds
+from fedpriv.run.run import Run, RunSetup, displayed, run_rounds
 from fedpriv.run.simulate import FEDAVG, ObservedTransport, training_of
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
 from fedpriv.studies.results import (

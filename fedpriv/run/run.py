@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,14 @@ import tomli_w
 import torch
 from rich import box
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from torch import nn
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
@@ -42,7 +51,6 @@ from fedpriv.report.records import versions
 from fedpriv.report.run_page import write_run_figures
 from fedpriv.report.tables import Column, Table, plural, print_table
 from fedpriv.run.folder import RunFolder, held, read_run, write_report
-from fedpriv.run.progress import displayed
 from fedpriv.training.rounds import (
     Checkpoint,
     OnRound,
@@ -62,6 +70,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from torch.utils.tensorboard import SummaryWriter
 
+_BETWEEN_LINES = 60.0  # seconds, where bars cannot move
 _log = logging.getLogger(__name__)
 
 
@@ -405,6 +414,50 @@ def carry_out(
     budget = experiment.budget
     write_run_figures(run.rounds, experiment.plan.run, budget.delta, budget.epsilon, run.folder)
     return run
+
+
+class Display:
+    """How far long work is: bars in a terminal or a notebook, elsewhere a line a minute."""
+
+    def __init__(self, progress: Progress, console: Console) -> None:
+        self._progress, self._console = progress, console
+        self._told = time.monotonic()
+
+    def add(self, name: str, rounds: int, done: int = 0) -> TaskID:
+        """A new line."""
+        return self._progress.add_task(name, total=rounds, completed=done, figures="")
+
+    def update(self, line: TaskID, done: int, *figures: str) -> None:
+        """Say how far a line is; figures that are empty are left out."""
+        shown = "  ".join(filter(None, figures))
+        self._progress.update(line, completed=done, figures=shown)
+
+    def tell(self) -> None:
+        """Print all lines if nothing moves by itself, and the last time was a minute ago."""
+        now, interactive = time.monotonic(), self._console.is_terminal or self._console.is_jupyter
+        if interactive or now - self._told < _BETWEEN_LINES:
+            return
+        self._told = now
+        for task in self._progress.tasks:
+            seconds = task.time_remaining
+            left = "" if seconds is None else f", {timedelta(seconds=round(seconds))} left"
+            figures = f", {task.fields['figures']}" if task.fields["figures"] else ""
+            rounds = f"{task.completed:.0f} of {task.total:.0f} rounds"
+            self._console.print(
+                f"{task.description}: {rounds}{figures}{left}",
+                highlight=False, markup=False, soft_wrap=True,
+            )  # fmt: skip
+
+
+@contextmanager
+def displayed(console: Console) -> Iterator[Display]:
+    """A display that is empty at first."""
+    figures = TextColumn("{task.fields[figures]}")
+    rounds, left = MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(
+        "{task.description}", BarColumn(), rounds, figures, left, console=console
+    ) as progress:
+        yield Display(progress, console)
 
 
 @contextmanager
