@@ -349,13 +349,14 @@ def _in_processes(
     failures = []
     try:
         with _pool(max(1, min(workers or torch.get_num_threads(), len(missing)))) as pool:
-            running = {
+            started = [
                 pool.submit(_run_in_worker, study, cell, folder, noise[cell.arm, cell.target])
                 for cell in missing
-            }
+            ]
+            running = set(started)
             while running:
                 ended, running = wait_for(running, _REFRESH, FIRST_COMPLETED)
-                for future in ended:
+                for future in sorted(ended, key=started.index):
                     error = future.exception()
                     if not isinstance(error, WorkerError):
                         yield future.result()
