@@ -127,7 +127,7 @@ def _population(simulated: bytes) -> Population:
 @lru_cache(maxsize=1)
 def _worker(simulated: bytes, welcome: bytes) -> Trainer:
     described, task = flower_messages.Simulated.decode(simulated), _welcome(welcome).task
-    built = build_task(task.model, task.options, task.seed, task.loss, task.metrics)
+    built = build_task(**vars(task))
     users, at_once = _population(simulated).users, described.chunk_mebibytes * _MEBIBYTE
     device, kind = device_named(described.device), activations_named(described.activations)
     # Ray gives each worker a core.

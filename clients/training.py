@@ -56,7 +56,7 @@ class Host:
         """Build the task and refuse one that cannot train, without touching the users' data."""
         hosted = enrolled_positions(self.users, welcome.users)
         named, settings = welcome.task, self.settings
-        task = build_task(named.model, named.options, named.seed, named.loss, named.metrics)
+        task = build_task(**vars(named))
         blank = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in self.users.fields.items()}
         check_task(task, blank)
         device, activations = machine_of(settings)

@@ -199,7 +199,17 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
 def method_of(config: Config) -> Method:
     """How a configuration says that its model is trained, without a projection."""
     model = config.model
-    task = build_task(model.name, model.options, model.seed, model.loss, config.metrics.report)
+    task = build_task(
+        model.name,
+        model.options,
+        model.seed,
+        model.loss,
+        config.metrics.report,
+        inputs=model.inputs,
+        targets=model.targets,
+        ignore_index=model.ignore_index,
+        figures=config.evaluation.figures,
+    )
     return Method(task, config.mechanism(), config.training(), config.server.build())
 
 
@@ -241,13 +251,19 @@ def _statistics(mechanism: Mechanism, task: Task) -> RunningStatistics | None:
 
 
 def build_task(
-    model: str, options: Mapping[str, object], seed: int, loss: str, metrics: Iterable[str] = ()
+    model: str,
+    options: Mapping[str, object],
+    seed: int,
+    loss: str,
+    metrics: Iterable[str] = (),
+    **others: Any,
 ) -> Task:
     """The task of these names, with equal initial and frozen parameters wherever it is built.
 
-    Metrics that are import paths become its own. The model's function may raise an OSError.
+    Metrics that are import paths become its own; `others` are further fields of `Task`. The model's
+    function may raise an OSError.
     """
-    return Task(build_model(model, options, seed), loss, metrics=own_metrics(metrics))
+    return Task(build_model(model, options, seed), loss, metrics=own_metrics(metrics), **others)
 
 
 def settings_of(name: str, population: Population, method: Method, **others: object) -> Config:
@@ -268,6 +284,9 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
             "name": path_of(type(task.model)),
             "options": {"parameters": _digest({**task.parameters(), **task.statistics()})},
             "loss": next((n for n, f in LOSSES.items() if f is task.loss), path_of(task.loss)),
+            "inputs": task.inputs,
+            "targets": task.targets,
+            "ignore_index": task.ignore_index,
         },
         **tables_of(mechanism, method.local, method.server),
     }
@@ -280,7 +299,8 @@ def _origin(task: Task) -> str:
     """What decides the result of a task beside the plan; checkpoints hold trained parameters."""
     moved, constants = task.statistics(), task.constants(torch.device("cpu")).items()
     frozen = {name: tensor.numpy() for name, tensor in constants if name not in moved}
-    return f"{task.model} {_digest(frozen)} {path_of(task.loss)}"
+    read = f"{task.inputs} {task.targets} {task.ignore_index}"
+    return f"{task.model} {_digest(frozen)} {path_of(task.loss)} {read}"
 
 
 def _digest(tensors: HeldOut) -> str:

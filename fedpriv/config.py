@@ -175,12 +175,18 @@ class DataSection(Section):
 
 
 class ModelSection(Section):
-    """What is trained: a model by name or import path, its options, seed and loss."""
+    """What is trained: a model by name or import path, its options, seed and loss.
+
+    `inputs` and `targets` are names of fields; several inputs are arguments of these names.
+    """
 
     name: str
     options: Options = {}
     seed: Seed = 0
     loss: str = "cross-entropy"
+    inputs: str | Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = "x"
+    targets: str = "y"
+    ignore_index: int = -100  # targets of this class count nowhere
 
 
 class ProjectionSection(Section):
@@ -355,6 +361,15 @@ class MetricsSection(Section):
     report: dict[str, dict[str, int | float | list[float]]] = {}  # options of metrics by name
 
 
+class EvaluationSection(Section):
+    """Figures of models on held-out rows, by names of one's own; users are asked for nothing.
+
+    Each is a name, an import path, or a table with one of these as `figure`, and its options.
+    """
+
+    figures: dict[str, str | Options] = {}
+
+
 class AveragingSection(Section):
     """How much users count, and what sums are divided by; see `Averaging`."""
 
@@ -461,6 +476,7 @@ class Config(Section):
     noise: NoiseSection = NoiseSection()
     metrics: MetricsSection = MetricsSection()
     averaging: AveragingSection = AveragingSection()
+    evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
     output: OutputSection = OutputSection()
     callbacks: CallbacksSection = CallbacksSection()

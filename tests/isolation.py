@@ -104,6 +104,7 @@ USERS = (
     "subnormal",
     "zeros",
     "illegal",
+    "ignored",
     "cancelling",
     "every label",
     "large",
@@ -131,6 +132,8 @@ class User:
             x, y = rng.integers(0, WORDS, (2, size, LENGTH))
             if self.kind in ("illegal", "nan"):
                 (x if self.kind == "nan" else y)[size // 2 :, 0] = WORDS + 5
+            if self.kind == "ignored":
+                y[:, : self.seed % (LENGTH + 1)] = -100
             return x, y
         x = rng.standard_normal((size, 1, SIDE, SIDE)).astype(np.float32)
         y = rng.integers(0, CLASSES, size)
@@ -143,6 +146,8 @@ class User:
                 x[:] = 0.0
             case "illegal":
                 y[size // 2 :] = CLASSES + 3
+            case "ignored":  # some or all of its targets
+                y[self.seed % (size + 1) :] = -100
             case "cancelling":  # one image under two labels in turn
                 x[:] = x[:1]
                 y[:] = np.arange(size) % 2

@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from fedpriv.data.arrays import from_arrays
 from fedpriv.data.partition import partition
-from fedpriv.data.population import Array, Fields, Population, UserStore, load_population
+from fedpriv.data.population import (
+    HELD_OUT_USER,
+    Array,
+    Fields,
+    Population,
+    UserStore,
+    as_id_array,
+    load_population,
+)
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.importing import check_options, import_function
 
@@ -98,9 +106,12 @@ def load_hugging_face(
         found = f"user_column is {user_column!r} and partitioner {partitioner!r}"
         legal = "exactly one must be given, as text, and arguments with a partitioner only"
         raise InvalidValueError(f"{found}; {legal}")
+    tested = _as_inputs(_read_columns(held_out, columns))
+    if user_column is not None and user_column in held_out.column_names:
+        tested[HELD_OUT_USER] = as_id_array(_read_ids(held_out, user_column))
     users = UserStore(_as_inputs(store.fields), store.offsets, store.user_ids)
     name = f"hugging-face: {users.population} users by {how} of {Path(train).name}"
-    return Population(name, users, _as_inputs(_read_columns(held_out, columns)))
+    return Population(name, users, tested)
 
 
 def load_redealt(
@@ -115,7 +126,8 @@ def load_redealt(
     base = load_population(_option("population", population, str), settings)
     users = redeal(base.users, made)
     name = f"{base.name}; dealt to {users.population} users by {how}"
-    return Population(name, users, base.test)
+    test = {field: rows for field, rows in base.test.items() if field != HELD_OUT_USER}
+    return Population(name, users, test)
 
 
 def open_dataset(path: str | Path) -> "Dataset":

@@ -35,6 +35,8 @@ Array: TypeAlias = NDArray[np.generic]
 Fields: TypeAlias = Mapping[str, Array]  # by field name; the first axis of each is the rows
 IdArray: TypeAlias = Array  # user ids, one per user or row, of a string or an integer dtype
 
+HELD_OUT_USER = "held_out_user"
+"""Field of held-out rows that says whose each is, for figures by user; no enrolled user has it."""
 _FORMAT = "fedpriv user store"
 _VERSION = 1
 _LOADERS = {
@@ -182,15 +184,22 @@ class Population:
     name: str  # one printable line, such as "digits: 287 users, iid, seed 0"
     users: UserStore  # the enrolled users' data; inputs are the field "x", targets the field "y"
     # Rows that no enrolled user trains on, at least one; fields, dtypes and row shapes of `users`.
+    # One more field, `HELD_OUT_USER`, may hold the id of each row's user, who is not enrolled.
     test: Fields = field(repr=False)
 
     def __post_init__(self) -> None:
         if not self.name.strip() or not self.name.isprintable():
             raise DataError(f"population name {self.name!r} must be one printable line")
-        if self.test.keys() != self.users.fields.keys():
+        owners = self.test.get(HELD_OUT_USER)
+        fields = {name: array for name, array in self.test.items() if name != HELD_OUT_USER}
+        if HELD_OUT_USER in self.users.fields:
+            raise DataError(f"users have the field {HELD_OUT_USER!r}; only held-out rows may")
+        if fields.keys() != self.users.fields.keys():
             names = sorted(self.users.fields)
-            raise DataError(f"test rows have the fields {sorted(self.test)}; users have {names}")
-        for name, array in self.test.items():
+            raise DataError(f"test rows have the fields {sorted(fields)}; users have {names}")
+        if owners is not None:
+            _check_not_enrolled(as_id_array(owners), self.users.user_ids)
+        for name, array in fields.items():
             check_like(f"test field {name!r}", array, "the users' is", self.users.fields[name])
         counts = {len(array) for array in self.test.values()}
         if len(counts) != 1 or 0 in counts:
@@ -200,18 +209,21 @@ class Population:
     @classmethod
     def from_arrays(
         cls,
-        x: "Column",
+        x: "Column | Mapping[str, Column]",
         y: "Column",
         user_ids: "Column",
         *,
-        held_out: "tuple[Column, Column]",
+        held_out: "tuple[Column | Mapping[str, Column], Column]",
+        held_out_users: "Column | None" = None,
         name: str = "people",
     ) -> "Population":
         """A population from rows in any order, each with the id of its user.
 
         All columns are arrays, tensors or nested lists, [rows, ...]; ids are all strings or all
         integers, else DataError. `held_out` has inputs and targets of rows that belong to no user.
-        The name is public, as it goes into the ledger; the number of users is appended.
+        The name is public, as it goes into the ledger; the number of users is appended. Several
+        inputs are columns by name, for a task with these names as `inputs`. With the ids of the
+        users of held-out rows, none of whom may be enrolled, models are also measured by user.
 
         >>> x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
         >>> ids = ["ann", "bob", "ann", "eve"]
@@ -221,10 +233,16 @@ class Population:
         """
         from fedpriv.data.arrays import from_arrays, to_array  # noqa: PLC0415 - it needs the store
 
-        users = from_arrays({"x": x, "y": y}, user_ids)
+        def columns(inputs: "Column | Mapping[str, Column]", targets: "Column") -> dict[str, Any]:
+            return {**(inputs if isinstance(inputs, Mapping) else {"x": inputs}), "y": targets}
+
+        users = from_arrays(columns(x, y), user_ids)
         if not isinstance(held_out, tuple) or len(held_out) != 2:
             raise DataError("held_out must be a pair: inputs and targets")
-        test = {"x": to_array("held-out x", held_out[0]), "y": to_array("held-out y", held_out[1])}
+        rows = columns(*held_out)
+        test = {field: to_array(f"held-out {field}", column) for field, column in rows.items()}
+        if held_out_users is not None:
+            test[HELD_OUT_USER] = as_id_array(to_array("held_out_users", held_out_users))
         return cls(f"{name}: {users.population} users", users, test)
 
 
@@ -303,6 +321,17 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     if array.dtype.kind not in "iuU":
         raise DataError("user ids hold an integer beyond 64 bits; write such ids as strings")
     return array
+
+
+def _check_not_enrolled(owners: IdArray, enrolled: Sequence[str] | IdArray | None) -> None:
+    """Figures of an enrolled user would be a statement that no guarantee covers."""
+    if enrolled is None:
+        return
+    if both := {str(user) for user in np.unique(owners)} & {str(user) for user in enrolled}:
+        raise DataError(
+            f"{len(both)} users of held-out rows are enrolled, such as {min(both)!r}; held-out "
+            "rows must not belong to an enrolled user"
+        )
 
 
 def _narrow(texts: NDArray[np.str_]) -> NDArray[np.str_]:

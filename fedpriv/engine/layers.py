@@ -42,7 +42,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn import functional
 
-from fedpriv.engine.task import Activations, Task, lowered, outputs_of
+from fedpriv.engine.task import Activations, Inputs, Task, lowered, outputs_of
 from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping_torch import TorchTensors
 
@@ -555,14 +555,16 @@ class BatchedModel:
                 layer.own, layer.low_rank = BatchedLayer.own, None
 
 
-def batched_model(task: Task, x: Tensor, y: Tensor) -> BatchedModel | None:
+def batched_model(task: Task, x: Inputs, y: Tensor) -> BatchedModel | None:
     """The model of a task for many users, if it keeps them apart in all that it trains, or None.
 
     Tried with random users like one input [1, …] and target, what a user gets must be what it would
     get alone, and the same to the last bit whatever the examples beside its own are. So there is
     none if a trained layer is of no known kind or is trained in part, if the model does anything
-    with a trained layer but call it, or if model or loss mix examples.
+    with a trained layer but call it, if it has several inputs, or if model or loss mix examples.
     """
+    if isinstance(x, dict):
+        return None
     trained = {}
     try:
         for name, layer in task.model.named_modules():

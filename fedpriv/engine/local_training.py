@@ -30,7 +30,14 @@ from torch.func import grad, vmap
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine.layers import BatchedModel, LowRankLinear, OuterProducts
-from fedpriv.engine.task import Activations, RoundParameters, Task, outputs_of
+from fedpriv.engine.task import (
+    Activations,
+    Inputs,
+    RoundParameters,
+    Task,
+    each_input,
+    outputs_of,
+)
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates
 from fedpriv.privacy.round import LocalTraining
 
@@ -144,7 +151,7 @@ def schedule(
 class Batches:
     """Batches of L lanes, of which the first are users and the others blank."""
 
-    x: Tensor  # [L, S, W, …] inputs; zeros where a lane is blank
+    x: Inputs  # [L, S, W, …] each; zeros where a lane is blank
     y: Tensor  # [L, S, W, …] targets, likewise
     weights: Tensor  # [L, S, W] 1 for examples, 0 for padding and blanks
     padded: bool  # whether some steps may have no examples, and then do nothing
@@ -173,26 +180,27 @@ class Examples:
         weights[: len(self.users)] = torch.from_numpy(self.plan.weights)
         return Batches(x, y, self._moved(weights), self.rung.padded)
 
-    def blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def blocks(self) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
         """All that is measured, each example once: x and y [L·W, …], and which are real [L, W]."""
         width = self.rung.width
         for first in range(0, width * self.rung.blocks, width):
             rows = self.plan.chosen[:, first : first + width]
-            x, y = (t.flatten(0, 1) for t in self._gathered(rows))
+            x, y = self._gathered(rows)
+            x, y = each_input(lambda t: t.flatten(0, 1), x), y.flatten(0, 1)
             real = self._blank((width,), torch.bool)
             places = np.arange(first, first + width)
             real[: len(self.users)] = torch.from_numpy(places < self.plan.counts[:, None])
             yield x, y, self._moved(real)
 
-    def _gathered(self, rows: Integers) -> tuple[Tensor, Tensor]:
+    def _gathered(self, rows: Integers) -> tuple[Inputs, Tensor]:
         """Inputs and targets [L, …] of rows [C, …], in memory whose alignment does not vary."""
         held = {}
-        for name in (self.task.inputs, self.task.targets):
+        for name in self.task.fields:
             field = self.store.fields[name]
             kind = torch.from_numpy(np.empty(0, field.dtype)).dtype
             held[name] = self._blank((*rows.shape[1:], *field.shape[1:]), kind)
         self.store.take(rows, {name: t.numpy()[: len(rows)] for name, t in held.items()})
-        return self._moved(held[self.task.inputs]), self._moved(held[self.task.targets])
+        return self.task.given({name: self._moved(memory) for name, memory in held.items()})
 
     def _blank(self, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         """Memory [L, …] on the CPU, zero where no user is."""
@@ -344,14 +352,14 @@ def train_chunk(
     Returns updates (trained minus initial parameters), each tensor [L, *shape].
     """
 
-    def mean_loss(parameters: TorchTensors, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    def mean_loss(parameters: TorchTensors, x: Inputs, y: Tensor, weights: Tensor) -> Tensor:
         outputs = outputs_of(task.model, {**parameters, **start.constants}, x, activations)
         losses = task.losses_of(outputs, y)
-        return (losses * weights).sum() / weights.sum().clamp(min=1.0)
+        return (losses * weights).sum() / _one_if_none((weights * task.shares(y)).sum())
 
-    def of_one(current: TorchTensors, x: Tensor, y: Tensor, weights: Tensor) -> TorchTensors:
+    def of_one(current: TorchTensors, x: Inputs, y: Tensor, weights: Tensor) -> TorchTensors:
         own = {name: p[0].detach().requires_grad_() for name, p in current.items()}
-        loss = mean_loss(own, x[0], y[0], weights[0])
+        loss = mean_loss(own, each_input(lambda t: t[0], x), y[0], weights[0])
         found = torch.autograd.grad(loss, [*own.values()], materialize_grads=True)
         return {name: g.unsqueeze(0) for name, g in zip(own, found, strict=True)}
 
@@ -361,9 +369,15 @@ def train_chunk(
     descent = Descent(start.parameters, algorithm_of(local))
     lanes, steps, _ = batches.weights.shape
     for step in range(steps):
-        examples = (t[:, step] for t in (batches.x, batches.y, batches.weights))
-        descent.step(gradient(descent.parameters(lanes), *examples), batches.active(step))
+        x = each_input(lambda t, step=step: t[:, step], batches.x)  # type: ignore[misc]
+        y, weights = batches.y[:, step], batches.weights[:, step]
+        descent.step(gradient(descent.parameters(lanes), x, y, weights), batches.active(step))
     return descent.displacement
+
+
+def _one_if_none(counted: Tensor) -> Tensor:
+    """Numbers of targets to divide sums by, which are zero where there are none."""
+    return torch.where(counted > 0.0, counted, 1.0)
 
 
 def train_layers_chunk(
@@ -379,11 +393,12 @@ def train_layers_chunk(
     A linear algorithm moves a user's weights to W₀ + Σ_t a_t·δ_t x_tᵀ over the examples t seen so
     far, and moves the coefficients a_t likewise: by the same descent, from zero along unit vectors.
     """
-    users, steps, width = batches.weights.shape
+    inputs, (users, steps, width) = batches.x, batches.weights.shape
+    assert isinstance(inputs, Tensor)  # batched models have one input
     algorithm, parameters = algorithm_of(local), start.parameters
     names = model.low_rank(steps, width) if algorithm.linear else ()
     shared = {key for name in names for key in model.keys[name]}
-    low_rank = {n: LowRankLinear(batches.x, *(parameters[k] for k in model.keys[n])) for n in names}
+    low_rank = {n: LowRankLinear(inputs, *(parameters[k] for k in model.keys[n])) for n in names}
     # Parameters lie in memory as their gradients do: those of convolutions by patches.
     own = {
         n: p.contiguous(memory_format=torch.channels_last) if p.dim() == 4 else p
@@ -392,11 +407,12 @@ def train_layers_chunk(
     }
     descent = Descent(own, algorithm)
     coefficients = Descent({"": batches.weights.new_zeros(steps)}, algorithm)
-    # A mean over each user's real examples; users are apart in the sum, so are its gradients.
-    shares = batches.weights / batches.weights.sum(2, keepdim=True).clamp(min=1.0)
+    # A mean over each user's real targets; users are apart in the sum, so are its gradients.
+    counted = (batches.weights * task.shares(batches.y, axes=3)).sum(2, keepdim=True)
+    shares = batches.weights / _one_if_none(counted)
     for step in range(steps):
         own = {n: p.detach().requires_grad_() for n, p in descent.parameters(users).items()}
-        x, y, share = (t[:, step].flatten(0, 1) for t in (batches.x, batches.y, shares))
+        x, y, share = (t[:, step].flatten(0, 1) for t in (inputs, batches.y, shares))
         for layer in low_rank.values():
             layer.expect(x)
         outputs = model.outputs(own, start.constants, x, activations, low_rank)

@@ -1,7 +1,8 @@
 """Metrics that users report beside their updates, and what only a simulation may know.
 
 All metrics are measured at the round's initial parameters, in evaluation mode, on all of a user's
-examples, whatever number of them it trains on. A user without examples contributes nothing, and so
+examples, whatever number of them it trains on; loss, accuracy and own metrics on those of its
+targets that the task does not ignore. A user without examples contributes nothing, and so
 does one for whom a metric raises or is not finite; it then does not contribute an update either.
 
 `SimulationOnlyDiagnostics` are true figures, which are not private: they never enter a partial sum.
@@ -20,11 +21,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedpriv.engine.layers import BatchedModel
 from fedpriv.engine.local_training import Examples, same_for_all
-from fedpriv.engine.task import MetricFunction, RoundParameters, RunningNorm, Task, running_norms
+from fedpriv.engine.task import (
+    Inputs,
+    MetricFunction,
+    RoundParameters,
+    RunningNorm,
+    Task,
+    called,
+    running_norms,
+)
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, known_names
 from fedpriv.importing import check_options, import_function
 from fedpriv.privacy.clipping import Clipping
@@ -128,15 +136,21 @@ def _hits(seen: _Seen, metric: Metric) -> Tensor:
             f"metric {metric.name!r} has outputs with {seen.outputs.dim()} axes for targets with "
             f"{seen.targets.dim()}; it needs one axis more, the scores of the classes"
         )
-    hits = (seen.outputs.argmax(1) == seen.targets).double()
-    return hits.reshape(len(hits), -1).mean(1)
+    hits = (seen.outputs.argmax(1) == seen.targets) & _counts(seen)
+    return hits.double().reshape(len(hits), -1).mean(1)
 
 
 def _classes(seen: _Seen, metric: Metric) -> Tensor:
     _check_classes(seen.targets, metric)
     targets = seen.targets.reshape(len(seen.targets), -1, 1)
     # Compared, not indexed: a target that is not a class must not raise, least of all on a GPU.
-    return (targets == torch.arange(metric.shape[0], device=targets.device)).double().sum(1)
+    found = targets == torch.arange(metric.shape[0], device=targets.device)
+    return (found & _counts(seen).view_as(targets)).double().sum(1)
+
+
+def _counts(seen: _Seen) -> Tensor:
+    counts = seen.task.counts(seen.targets)
+    return torch.ones_like(seen.targets, dtype=torch.bool) if counts is None else counts
 
 
 def _check_classes(targets: Tensor, metric: Metric) -> None:
@@ -159,9 +173,13 @@ def _moments(seen: _Seen, metric: Metric) -> Tensor:
 
 
 def _mean_in_ball(sums: Tensor, sizes: Tensor, metric: Metric) -> Tensor:
-    """Means within centre ± radius; what is not finite is at the upper end."""
+    """Means within centre ± radius; what is not finite is at the upper end.
+
+    Without targets there is no mean but NaN, and such a user contributes nothing.
+    """
     low, high = metric.centre - metric.radius, metric.centre + metric.radius
-    return (sums / sizes).nan_to_num(nan=high, posinf=high, neginf=low).clamp(low, high)
+    means = (sums / sizes).nan_to_num(nan=high, posinf=high, neginf=low).clamp(low, high)
+    return torch.where(sizes > 0.0, means, math.nan)
 
 
 @dataclass(frozen=True)
@@ -171,17 +189,23 @@ class _Kind:
     make: Callable[..., Metric]  # from its name and the numbers that `metric` takes
     # Vectors of examples, [n, *shape]; None: the metric is of updates.
     of_examples: Callable[[_Seen, Metric], Tensor] | None
-    # From sums over a user's examples [C, *shape] and their number [C, 1, …], both float64.
+    # From sums over a user's examples [C, *shape] and of their weights [C, 1, …], both float64.
     of_users: Callable[[Tensor, Tensor, Metric], Tensor] = lambda sums, sizes, _: sums / sizes
+    # From shares of targets that count, [n], to weights; examples without weight are left out.
+    weigh: Callable[[Tensor], Tensor] = torch.ones_like
 
 
 def _losses(seen: _Seen, _metric: Metric) -> Tensor:
     return seen.task.losses_of(seen.outputs, seen.targets)
 
 
+def _any(shares: Tensor) -> Tensor:
+    return (shares > 0.0).to(shares.dtype)
+
+
 _KINDS = {
-    "loss": _Kind(_from_zero, _losses, _mean_in_ball),
-    "accuracy": _Kind(lambda name: _from_zero(name, 1.0), _hits),
+    "loss": _Kind(_from_zero, _losses, _mean_in_ball, weigh=torch.clone),
+    "accuracy": _Kind(lambda name: _from_zero(name, 1.0), _hits, weigh=torch.clone),
     "examples": _Kind(
         lambda name, cap: replace(_from_zero(name, cap), options=(float(cap),)),
         lambda seen, _: torch.ones(len(seen.targets), device=seen.targets.device),
@@ -207,7 +231,8 @@ def _kind_of(name: str, own: Mapping[str, MetricFunction], *more: str) -> _Kind:
     if name in _KINDS:
         return _KINDS[name]
     if name in own:
-        return _Kind(_own_metric, lambda seen, _: own[name](seen.outputs, seen.targets))
+        measure = own[name]
+        return _Kind(_own_metric, lambda seen, _: measure(seen.outputs, seen.targets), weigh=_any)
     known = [*_KINDS, f"{_UPDATE_NORMS}:GROUP", *more, *own]
     raise InvalidValueError(f"unknown metric {name!r}; {known_names(name, known)}")
 
@@ -227,7 +252,7 @@ class Measuring:
     # If it keeps users apart: a lane gets the same whatever the number of lanes is.
     batched: BatchedModel | None = None
 
-    def seen(self, x: Tensor, y: Tensor, lanes: int) -> _Seen:
+    def seen(self, x: Inputs, y: Tensor, lanes: int) -> _Seen:
         """Evaluate examples [n, …], the same number of each lane."""
         start, batched = self.start, self.batched
         moments: dict[str, list[Tensor]] = {}
@@ -235,12 +260,12 @@ class Measuring:
             for name, norm in running_norms(batched.model if batched else self.task.model).items():
                 hook = partial(_record_moments, moments.setdefault(name, []))
                 hooks.enter_context(norm.register_forward_pre_hook(hook))
-            if batched:
+            if batched and isinstance(x, Tensor):
                 own = same_for_all(start.parameters, lanes)
                 outputs = batched.outputs(own, start.constants, x)
             else:
                 tensors = start.parameters | start.constants
-                outputs = functional_call(self.task.model, tensors, (x,))
+                outputs = called(self.task.model, tensors, x)
         return _Seen(self.task, outputs, y, moments)
 
 
@@ -293,18 +318,20 @@ def _measured(
         return {}
     lanes, device = examples.lanes, examples.device
     sums = {m: torch.zeros((lanes, *m.shape), dtype=torch.float64, device=device) for m in kinds}
-    sizes = torch.zeros(lanes, dtype=torch.float64, device=device)
+    sizes = {m: torch.zeros(lanes, dtype=torch.float64, device=device) for m in kinds}
     for x, y, exists in examples.blocks():
         seen = measuring.seen(x, y, lanes)
-        sizes += exists.sum(1)
+        shares = measuring.task.shares(y, kind=torch.float64)
         for one, kind in kinds.items():
             value = _of_examples(seen, one, kind)
             each = value.view(lanes, -1, *value.shape[1:])
-            real = exists.view(*exists.shape, *[1] * (each.dim() - 2))
+            weights = torch.where(exists, kind.weigh(shares).view_as(exists), 0.0)
+            sizes[one].add_(weights.sum(1))
+            real = (weights > 0.0).view(*exists.shape, *[1] * (each.dim() - 2))
             # Not a product with zero, which would keep NaN.
             sums[one].add_(torch.where(real, each, 0.0).sum(1))
     return {
-        m: kind.of_users(sums[m], sizes.view(-1, *[1] * len(m.shape)), m)
+        m: kind.of_users(sums[m], sizes[m].view(-1, *[1] * len(m.shape)), m)
         for m, kind in kinds.items()
     }
 
@@ -329,10 +356,8 @@ def check_metrics(
 ) -> None:
     """Refuse metrics that cannot be computed on a row of public or blank data."""
     # Two rows: a function that averages over them is found out.
-    x, y = (
-        torch.from_numpy(np.repeat(examples[field][:1], 2, axis=0))
-        for field in (task.inputs, task.targets)
-    )
+    rows = {field: np.repeat(examples[field][:1], 2, axis=0) for field in task.fields}
+    x, y = task.given({field: torch.from_numpy(column) for field, column in rows.items()})
     shapes = dict(zip(clipping.layout.names, clipping.layout.shapes, strict=True))
     measuring = Measuring(task, RoundParameters({}, {}))
     for one in metrics:
@@ -406,7 +431,7 @@ def diagnose_chunk(
     bounds = norms.new_tensor([group.clipping_norm * _ROUNDING for group in groups])
     by_layer = torch.stack([*group_norms(tensors, _layers_of(request)).values()], 1)
     loss = Metric("loss")
-    without_bound = _Kind(_own_metric, _losses)
+    without_bound = _Kind(_own_metric, _losses, weigh=torch.clone)
     losses = _measured(measuring, examples, {loss: without_bound})[loss][:, None]
     rows = torch.cat([losses, (norms > bounds).double(), norms, by_layer], 1)
     contributing = torch.isfinite(norms).all(1)
@@ -422,7 +447,8 @@ def diagnose_round(
     by_layer = [layer.name for layer in _layers_of(request)]
     rows = np.concatenate([np.empty((0, 1 + 2 * len(groups) + len(by_layer))), *chunks])
     # Exact sums, whatever chunks users were in.
-    averages = [math.fsum(column) / len(rows) if len(rows) else math.nan for column in rows.T]
+    known = [column[~np.isnan(column)] for column in rows.T]  # no loss where no target counts
+    averages = [math.fsum(some) / len(some) if len(some) else math.nan for some in known]
     (loss,), clipped, norms, lengths = np.split(averages, np.cumsum([1, *[len(groups)] * 2]))
     return SimulationOnlyDiagnostics(
         round=request.round,

@@ -6,6 +6,7 @@ mix; the server moves the statistics by a private metric, "batch-norm".
 
 import copy
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,16 +20,22 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from fedpriv.data.population import HELD_OUT_USER
+from fedpriv.engine.figures import ALWAYS, Collected, Figure, Seen, Sums, figure_of, spread
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.importing import import_function
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.round import RoundRequest
 
+_log = logging.getLogger(__name__)
+
 HeldOut = Mapping[str, npt.NDArray[np.generic]]
-"""Rows of no enrolled user, by field."""
+"""Rows of no enrolled user, by field; figures are also by user if there is a `HELD_OUT_USER`."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]."""
 MetricFunction = Callable[[Tensor, Tensor], Tensor]
+Inputs = Tensor | dict[str, Tensor]
+"""What a model reads of examples: one tensor [B, …], or several by the names of its arguments."""
 Activations = Literal["float32", "bfloat16"]
 """Under "bfloat16" layers multiply numbers of 8 significant bits, as under `torch.autocast`, while
 users train. Parameters, losses, updates, their sums and all metrics stay float32."""
@@ -37,6 +44,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SMALLEST = torch.finfo(torch.float32).tiny
 _ROWS = 2_000  # held-out rows that are evaluated at once
 _PER_THREAD = 2**15  # torch gives a thread no fewer numbers
+_IGNORED = -100  # the target that torch's losses leave out
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -80,22 +88,60 @@ class Task:
         loss: maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]
             that are averaged over all but the first axis; or the name of one: "cross-entropy",
             "squared-error" or "package.module:function".
-        inputs: name of the field that the model reads; `targets`: of that which the loss reads.
+        inputs: name of the field that the model reads; or names of several, which it is given as
+            arguments of these names; `targets`: of that which the loss reads.
         metrics: own metrics by name, e.g. from `own_metrics`: functions of outputs and targets
             [B, …], which they must not change, to a vector of each example, [B, *shape]. A user's
             metric is the mean over its examples. A round can ask for these and for built-in ones.
+        ignore_index: targets of this class count nowhere: not in losses and their means, not in
+            metrics, not in evaluation. A loss gets −100 in their place, which torch's leave out;
+            what another gives for them is not read. A metric of `metrics` is given them as they
+            are, but no example of which no target counts.
+        figures: what models are measured by on held-out rows beside accuracy and loss, by names of
+            your own: a name of `engine.figures.FIGURES`, a table of one as `figure` and its
+            options, "package.module:function", or a function of outputs and targets of all rows
+            to a number. None is asked of users.
     """
 
     model: nn.Module
     loss: Loss | str = "cross-entropy"
-    inputs: str = "x"
+    inputs: str | tuple[str, ...] = "x"
     targets: str = "y"
     metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
+    ignore_index: int = _IGNORED
+    figures: Mapping[str, object] = field(default_factory=dict)  # of `Figure`, once it is made
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", without_batch_norm(self.model))
         if isinstance(self.loss, str):
             object.__setattr__(self, "loss", find_loss(self.loss))
+        if not isinstance(self.inputs, str):
+            names = tuple(self.inputs)
+            if not names or len(set(names)) < len(names):
+                raise ModelError(f"inputs are {names}; there must be at least one, each once")
+            object.__setattr__(self, "inputs", names[0] if len(names) == 1 else names)
+        figures = {
+            n: figure_of(n, what)
+            for n, what in self.figures.items()
+            if what != n or n not in ALWAYS
+        }
+        if taken := sorted(figures.keys() & ALWAYS):
+            raise InvalidValueError(
+                f"figure {taken[0]!r} is measured in any case; use another name"
+            )
+        object.__setattr__(self, "figures", figures)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields that are read: inputs, then targets, which may be one of them."""
+        inputs = (self.inputs,) if isinstance(self.inputs, str) else self.inputs
+        return tuple(dict.fromkeys((*inputs, self.targets)))
+
+    def given(self, columns: Mapping[str, Tensor]) -> tuple[Inputs, Tensor]:
+        """What the model reads of these columns, and what the loss reads."""
+        if isinstance(self.inputs, str):
+            return columns[self.inputs], columns[self.targets]
+        return {name: columns[name] for name in self.inputs}, columns[self.targets]
 
     def evaluated(self) -> "Task":
         """The task with a copy of the model in evaluation mode: without dropout."""
@@ -124,9 +170,42 @@ class Task:
         return {n: t.detach().to(device) for n, t in tensors.items() if n not in trained}
 
     def losses_of(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Loss of each example [B] from the model's outputs [B, …] and targets [B, …]."""
-        losses = cast(Loss, self.loss)(outputs, y)
-        return losses if losses.dim() <= 1 else losses.flatten(1).mean(1)
+        """Loss of each example [B] from the model's outputs [B, …] and targets [B, …].
+
+        It is the sum over targets that count, over the number of all: the mean of those that count
+        times their `shares`. So sums of both over examples give the mean over targets.
+        """
+        counts, given = self.counts(y), y
+        if counts is not None and self.ignore_index != _IGNORED:
+            given = torch.where(counts, y.long(), _IGNORED)
+        losses = cast(Loss, self.loss)(outputs, given)
+        means = losses if losses.dim() <= 1 else losses.flatten(1).mean(1)
+        # Cross-entropy is zero for what does not count; a loss without axes is refused elsewhere.
+        if counts is None or self.loss is cross_entropy or losses.dim() == 0:
+            return means
+        if losses.shape == counts.shape:
+            losses = torch.where(counts, losses, 0.0)
+            return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
+        shares = self.shares(y)  # the loss took a mean over an example's targets itself
+        return torch.where(shares > 0.0, means * shares, 0.0)
+
+    def counts(self, y: Tensor) -> Tensor | None:
+        """Whether each target counts, of the same shape; None if none can be ignored."""
+        kind = y.dtype
+        if kind.is_floating_point or kind.is_complex or kind == torch.bool:
+            return None
+        limits = torch.iinfo(kind)  # a number beyond them would be taken for another class
+        return y != self.ignore_index if limits.min <= self.ignore_index <= limits.max else None
+
+    def shares(self, y: Tensor, axes: int = 1, kind: torch.dtype = torch.float32) -> Tensor:
+        """Share of an example's targets that count, over the first axes of y; 1 where all do."""
+        counts = self.counts(y)
+        if counts is None:
+            return torch.ones(y.shape[:axes], dtype=kind, device=y.device)
+        if counts.dim() == axes:
+            return counts.to(kind)
+        counts = counts.flatten(axes)
+        return counts.sum(axes).to(kind) / counts.shape[axes]
 
 
 @dataclass(frozen=True)
@@ -146,44 +225,119 @@ class RoundParameters:
         return cls(parameters, constants | statistics)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """A model on held-out rows; figures that could not be computed are NaN."""
+
+    loss: float  # mean over targets that count
+    accuracy: float | None  # in [0, 1]; None unless targets are classes
+    figures: Mapping[str, float]  # those of the task, by name
+    # If rows have a `HELD_OUT_USER`: by figure, loss and accuracy included, its `spread`.
+    held_out_users: Mapping[str, Mapping[str, float]]
+    failed: Mapping[str, str]  # by figure, why it could not be computed
+
+
 @torch.no_grad()
 def evaluate(
     task: Task,
     rows: HeldOut,
     device: torch.device,
     parameters: Mapping[str, npt.NDArray[np.float32]],
-) -> tuple[float, float | None]:
-    """Mean loss of a model without dropout, and accuracy in [0, 1] if it classifies."""
+) -> Evaluation:
+    """Loss, accuracy and the task's figures of a model without dropout, over all held-out rows."""
     tensors = task.constants(device)
     tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
-    x, y, was_training = rows[task.inputs], rows[task.targets], task.model.training
-    loss, right, classes = 0.0, 0, 0
+    figures = cast(Mapping[str, Figure], task.figures)
+    summed = {"loss": _LOSS, "accuracy": _ACCURACY}
+    summed |= {name: each for name, each in figures.items() if isinstance(each, Sums)}
+    functions = {name: each for name, each in figures.items() if not isinstance(each, Sums)}
+    users, owners = np.empty(1), np.zeros(len(rows[task.targets]), np.int64)
+    if HELD_OUT_USER in rows:
+        users, owners = np.unique(rows[HELD_OUT_USER], return_inverse=True)
+    sums, parts, failed = dict[str, Tensor](), list[Collected](), dict[str, str]()
+    was_training = task.model.training
     task.model.eval()
     try:
-        for start in range(0, len(x), _ROWS):
-            inputs = torch.tensor(x[start : start + _ROWS], device=device)
-            targets = torch.tensor(y[start : start + _ROWS], device=device)
-            outputs = functional_call(task.model, tensors, (inputs,))
-            loss += float(task.losses_of(outputs, targets).double().sum())
-            if not targets.dtype.is_floating_point and outputs.dim() == targets.dim() + 1:
-                right += int((outputs.argmax(1) == targets).sum())
-                classes += targets.numel()
+        for start in range(0, len(owners), _ROWS):
+            piece = slice(start, start + _ROWS)
+            columns = {n: torch.tensor(rows[n][piece], device=device) for n in task.fields}
+            x, y = task.given(columns)
+            outputs, counts = called(task.model, tensors, x), task.counts(y)
+            counts = torch.ones_like(y, dtype=torch.bool) if counts is None else counts
+            seen = Seen(outputs, y, counts, task.losses_of(outputs, y))
+            own = torch.tensor(owners[piece], device=device)
+            if y.dtype.is_floating_point or outputs.dim() != y.dim() + 1:
+                summed.pop("accuracy", None)
+            for name in [name for name in summed if name not in failed]:
+                try:
+                    found = summed[name].of_rows(seen)
+                except Exception as error:  # a figure must not cost a run what it has spent
+                    failed[name] = str(error)
+                    continue
+                into = sums.setdefault(name, found.new_zeros((len(users), found.shape[1])))
+                _ = into.index_add_(0, own, found) if len(into) > 1 else into.add_(found.sum(0))
+            if functions:
+                parts.append(Collected.of(seen, own))
     finally:
         task.model.train(was_training)
-    return loss / len(x), right / classes if classes else None
+    values, by_user = dict[str, float](), dict[str, npt.NDArray[np.float64]]()
+    for name, total in sums.items():
+        values[name] = float(summed[name].finish(total.sum(0, keepdim=True)))
+        by_user[name] = summed[name].finish(total).cpu().numpy()
+    for name, function in functions.items():
+        collected = Collected.joined(parts)
+        try:
+            values[name] = collected.value(function)
+        except Exception as error:
+            failed[name] = str(error)
+            continue
+        if HELD_OUT_USER in rows:
+            by_user[name] = collected.by_user(function, len(users))
+    for name, reason in failed.items():
+        _log.warning("figure %r cannot be computed: %s", name, reason)
+    known = {name: math.nan if name in failed else values[name] for name in figures}
+    told = {n: each for n, each in by_user.items() if HELD_OUT_USER in rows and n not in failed}
+    spreads = {name: spread(each) for name, each in told.items()}
+    return Evaluation(values["loss"], values.get("accuracy"), known, spreads, failed)
+
+
+def _loss_sums(seen: Seen) -> Tensor:
+    counts = seen.counts.double()
+    shares = counts if counts.dim() == 1 else counts.flatten(1).mean(1)
+    return torch.stack([seen.losses.double(), shares], 1)
+
+
+def _hits(seen: Seen) -> Tensor:
+    hits = (seen.outputs.argmax(1) == seen.targets) & seen.counts
+    both = torch.stack([hits, seen.counts], -1).double()
+    return both.reshape(len(both), -1, 2).sum(1)
+
+
+def _ratio(sums: Tensor) -> Tensor:
+    return sums[:, 0] / sums[:, 1]
+
+
+_LOSS, _ACCURACY = Sums(_loss_sums, _ratio), Sums(_hits, _ratio)
 
 
 def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> None:
-    """Refuse a task that cannot be evaluated on all held-out rows, or has no finite mean loss."""
+    """Refuse a task that cannot be evaluated on all held-out rows.
+
+    At its initial parameters, its mean loss and all figures must be finite.
+    """
     try:
-        loss, _ = evaluate(task, rows, device, task.parameters() | task.statistics())
+        found = evaluate(task, rows, device, task.parameters() | task.statistics())
     except Exception as error:
         raise ModelError(f"the model cannot be evaluated on the held-out rows: {error}") from error
-    if not math.isfinite(loss):
-        raise ModelError(
-            f"the mean loss of the {len(rows[task.inputs])} held-out rows is {loss} at the initial "
-            "parameters; it must be finite, so leave out rows with NaN or infinite numbers"
-        )
+    for name, reason in found.failed.items():
+        raise ModelError(f"figure {name!r} cannot be computed on the held-out rows: {reason}")
+    for name, value in {"the mean loss": found.loss, **found.figures}.items():
+        what = f"figure {name!r}" if name in found.figures else name
+        if not math.isfinite(value):
+            raise ModelError(
+                f"{what} of the {len(rows[task.targets])} held-out rows is {value} at the initial "
+                "parameters; it must be finite, so leave out rows with NaN or infinite numbers"
+            )
 
 
 def check_task(task: Task, examples: HeldOut) -> None:
@@ -194,17 +348,17 @@ def check_task(task: Task, examples: HeldOut) -> None:
     the model changes buffers, a copy of it does not use its own parameters, or what it gives for an
     example depends on those beside it.
     """
-    for column in (task.inputs, task.targets):
+    for column in task.fields:
         if column not in examples:
             raise ModelError(f"the data have no field {column!r}; they have {sorted(examples)}")
     parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
     if not parameters:
         raise ModelError("the model has no trainable parameter")
-    x, y = (torch.tensor(examples[column]) for column in (task.inputs, task.targets))
+    x, y = task.given({column: torch.tensor(examples[column]) for column in task.fields})
     constants = task.constants(torch.device("cpu"))
     tensors, before = parameters | constants, {n: t.clone() for n, t in constants.items()}
     try:
-        losses = task.losses_of(functional_call(task.model, tensors, (x,)), y)
+        losses = task.losses_of(called(task.model, tensors, x), y)
     except Exception as error:
         raise ModelError(f"the model cannot be evaluated on the data: {error}") from error
     for name, tensor in before.items():
@@ -213,9 +367,9 @@ def check_task(task: Task, examples: HeldOut) -> None:
                 f"buffer {name!r} changes in the forward pass, which would carry one user's data "
                 "to the next; use a layer without running state, such as GroupNorm"
             )
-    if losses.shape != (len(x),):
+    if losses.shape != (len(y),):
         raise ModelError(
-            f"the loss of {len(x)} examples has shape {list(losses.shape)}; it must be one "
+            f"the loss of {len(y)} examples has shape {list(losses.shape)}; it must be one "
             'number per example, as with reduction="none"'
         )
     if not bool(torch.isfinite(losses).all()):
@@ -226,9 +380,13 @@ def check_task(task: Task, examples: HeldOut) -> None:
     _check_copy(task, tensors, x)
     # What the first example gives, beside others and beside zeros.
     seen = []
-    for beside_x, beside_y in ((x, y), (torch.zeros_like(x), torch.zeros_like(y))):
-        outputs = _outputs_once(task.evaluated().model, tensors, torch.cat([x[:1], beside_x]))
-        seen.append((outputs[:1], task.losses_of(outputs, torch.cat([y[:1], beside_y]))[:1]))
+    for beside in (torch.clone, torch.zeros_like):
+
+        def first_of(column: Tensor, beside: Callable[[Tensor], Tensor] = beside) -> Tensor:
+            return torch.cat([column[:1], beside(column)])
+
+        outputs = _outputs_once(task.evaluated().model, tensors, each_input(first_of, x))
+        seen.append((outputs[:1], task.losses_of(outputs, first_of(y))[:1]))
     if not all(torch.equal(one, other) for one, other in zip(*seen, strict=True)):
         raise ModelError(
             "model or loss mix examples: what one example gives depends on those beside it, which "
@@ -236,7 +394,7 @@ def check_task(task: Task, examples: HeldOut) -> None:
         )
 
 
-def _check_copy(task: Task, tensors: TorchTensors, x: Tensor) -> None:
+def _check_copy(task: Task, tensors: TorchTensors, x: Inputs) -> None:
     """Refuse a model whose copy differs from it at other parameters: it reads the original's."""
     generator = torch.Generator().manual_seed(0)
     moved = {
@@ -244,10 +402,10 @@ def _check_copy(task: Task, tensors: TorchTensors, x: Tensor) -> None:
         for name, p in task.trainable().items()
     }
     # At an input of zeros, as a blank row is, weights make no difference.
-    x = x.masked_fill(x == 0, 1) if x.is_floating_point() else x
+    x = each_input(lambda t: t.masked_fill(t == 0, 1) if t.is_floating_point() else t, x)
     try:
         one, other = (
-            _outputs_once(model, {**tensors, **moved}, x.clone())
+            _outputs_once(model, {**tensors, **moved}, each_input(torch.clone, x))
             for model in (task.model, copy.deepcopy(task.model))
         )
     except Exception as error:
@@ -261,12 +419,29 @@ def _check_copy(task: Task, tensors: TorchTensors, x: Tensor) -> None:
         )
 
 
-def _outputs_once(model: nn.Module, tensors: TorchTensors, x: Tensor) -> Tensor:
+def _outputs_once(model: nn.Module, tensors: TorchTensors, x: Inputs) -> Tensor:
     """Outputs with the same dropout masks each time, leaving torch's generator as it was."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        outputs: Tensor = functional_call(model, tensors, (x,))
-        return outputs
+        return called(model, tensors, x)
+
+
+def each_input(change: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
+    """What a model reads, with each tensor of it changed."""
+    return {name: change(t) for name, t in x.items()} if isinstance(x, dict) else change(x)
+
+
+def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor:
+    """Outputs of a model with tensors put in by name."""
+    unnamed, named = ((), x) if isinstance(x, dict) else ((x,), {})
+    # functional_call costs as much as a small layer.
+    outputs: Tensor
+    outputs = (
+        functional_call(model, dict(tensors), unnamed, named)
+        if tensors
+        else model(*unnamed, **named)
+    )
+    return outputs
 
 
 class RunningNorm(nn.Module):
@@ -340,15 +515,14 @@ def activations_named(name: object) -> Activations:
 
 
 def outputs_of(
-    model: nn.Module, tensors: Mapping[str, Tensor], x: Tensor, activations: Activations
+    model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs, activations: Activations
 ) -> Tensor:
     """Outputs, float32, of a model in training, with tensors put in by name."""
     # Users' weights are lowered anew in each step, so there is nothing to cache.
     lower = activations == "bfloat16"
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=lower, cache_enabled=False):
-        # functional_call costs as much as a small layer.
-        outputs: Tensor
-        outputs = functional_call(model, dict(tensors), (x,)) if tensors else model(x)
+    device = next(iter(x.values())).device if isinstance(x, dict) else x.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=lower, cache_enabled=False):
+        outputs = called(model, tensors, x)
     return outputs.float() if lower else outputs
 
 

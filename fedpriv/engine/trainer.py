@@ -30,7 +30,16 @@ from fedpriv.engine import local_training
 from fedpriv.engine.layers import BatchedModel, batched_model
 from fedpriv.engine.local_training import Examples, Integers, Rung
 from fedpriv.engine.metrics import Measuring, diagnose_chunk, user_metrics
-from fedpriv.engine.task import Activations, RoundParameters, Task, plain_arithmetic, seeded
+from fedpriv.engine.task import (
+    Activations,
+    Inputs,
+    RoundParameters,
+    Task,
+    called,
+    each_input,
+    plain_arithmetic,
+    seeded,
+)
 from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates, integer_sum, rows_of
 from fedpriv.privacy.layout import Layout
@@ -113,11 +122,12 @@ class Trainer:
     def draws(self) -> bool:
         """Whether training draws random numbers; True if unknown."""
         device = next(iter(self.task.model.parameters())).device  # not where users train
-        x, y = (t.to(device) for t in self._blank_example)
+        x, y = self._blank_example
+        x, y = each_input(lambda t: t.to(device), x), y.to(device)
         with plain_arithmetic(self.device), torch.random.fork_rng(devices=[]), torch.no_grad():
             before = torch.random.get_rng_state()
             try:
-                self.task.losses_of(self.task.model(x), y)
+                self.task.losses_of(called(self.task.model, {}, x), y)
             except Exception:
                 return True
             return not torch.equal(before, torch.random.get_rng_state())
@@ -135,9 +145,9 @@ class Trainer:
             return self.batched and batched_model(self.evaluated, *self._blank_example)
 
     @property
-    def _blank_example(self) -> tuple[Tensor, Tensor]:
+    def _blank_example(self) -> tuple[Inputs, Tensor]:
         row = blank(self.users)
-        return torch.from_numpy(row[self.task.inputs]), torch.from_numpy(row[self.task.targets])
+        return self.task.given({name: torch.from_numpy(row[name]) for name in self.task.fields})
 
     @cached_property
     def _numbers(self) -> tuple[int, tuple[int, ...], int]:
@@ -155,8 +165,9 @@ class Trainer:
             for layer in self.task.model.modules():
                 if not any(layer.children()):
                     hooks.enter_context(layer.register_forward_hook(measure))
-            self.task.model(x)
-        return x.numel(), tuple(outputs), sum(patches)
+            called(self.task.model, {}, x)
+        inputs = x.values() if isinstance(x, dict) else [x]
+        return sum(t.numel() for t in inputs), tuple(outputs), sum(patches)
 
     def lanes_for(self, users: int, rung: Rung) -> int:
         """The least number of lanes, blank ones at the end, among which no user's place matters.
@@ -478,7 +489,7 @@ def _random_store(trainer: Trainer, sizes: Integers) -> UserStore:
     """Random users of these sizes, and as many whose numbers are zero or not finite."""
     rows = int(sizes.sum())
     fields: dict[str, npt.NDArray[np.generic]] = {}
-    for seed, name in enumerate((trainer.task.inputs, trainer.task.targets)):
+    for seed, name in enumerate(trainer.task.fields):
         rng = np.random.default_rng(seed)
         column = trainer.users.fields[name]
         values = np.zeros((2 * rows, *column.shape[1:]), column.dtype)

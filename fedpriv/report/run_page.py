@@ -77,7 +77,8 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
         name, value = "loss", f"{last.loss:.4g}"
         if last.accuracy is not None:
             name, value = "accuracy", f"{last.accuracy:.2%}"
-        cards.append(Card(name, value, "on held-out rows, last model"))
+        shown = {name: value, **{n: f"{v:.4g}" for n, v in last.figures.items()}}
+        cards += [Card(n, text, "on held-out rows, last model") for n, text in shown.items()]
     unit, n = unit_of(record.ledger), users_of(record.ledger)
     cards += [
         Card(
@@ -128,12 +129,17 @@ def _ledger_section(record: RunRecord) -> Section:
 
 
 def round_charts(rounds: Sequence[RoundResult]) -> list[Chart]:
-    """Accuracy and loss by round where they were measured, and private metrics with their noise."""
+    """Figures on held-out rows by round where they were measured, and private metrics."""
     charts = []
     for measure in (ACCURACY, LOSS):
         found, values = measured(measure, rounds)
         if found:
             charts.append(declared(measure.name, [Series(measure.name, _numbers(found), values)]))
+    charts += [
+        _figure_chart(rounds, n) for n in dict.fromkeys(n for r in rounds for n in r.figures)
+    ]
+    users = dict.fromkeys(name for each in rounds for name in each.held_out_users)
+    charts += [_users_chart(rounds, name) for name in users]
     names = dict.fromkeys(name for each in rounds for name in each.scalar_metrics)
     return [*charts, *(_metric_chart(rounds, name) for name in names)]
 
@@ -143,6 +149,21 @@ def _front_charts(record: RunRecord) -> list[Chart]:
     line = Series("models of this run", [each.epsilon for each in points], values)
     words = {"delta": record.delta, "unit": unit_of(record.ledger)}
     return [declared("front", [line], words)] if points else []
+
+
+def _figure_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
+    found = [each for each in rounds if name in each.figures]
+    line = Series(name, _numbers(found), [each.figures[name] for each in found])
+    return declared("figure", [line], {"figure": name}, f"figure-{quote(name, safe='')}")
+
+
+def _users_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
+    found = [each for each in rounds if name in each.held_out_users]
+    over = [each.held_out_users[name] for each in found]
+    low, median, high = ([each[end] for each in over] for end in ("q10", "q50", "q90"))
+    line = Series("median of held-out users, 10% to 90%", _numbers(found), median, low, high)
+    mean = Series("their mean", _numbers(found), [each["mean"] for each in over])
+    return declared("users", [line, mean], {"figure": name}, f"users-{quote(name, safe='')}")
 
 
 def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:

@@ -173,6 +173,23 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     return Table(caption, [Column("arm", "text"), *numbers], rows)
 
 
+def figures_tables(read: ReadStudy, target: Target) -> list[Table]:
+    """The task's own figures of arms at a target, and figures by held-out user; none, no table."""
+    arms = [arm for arm in read.arms if arm.target == target and arm.figures]
+    rows = [
+        (arm.arm, name, *(_digits(value) for value in (found.mean, found.half_width)))
+        for name in dict.fromkeys(name for arm in arms for name in arm.figures)
+        for arm in arms
+        if (found := arm.figures.get(name)) is not None
+    ]
+    caption = (
+        f"At ε = {target.epsilon:g}, on held-out rows, which belong to no enrolled user: means "
+        "over seeds ± Student's 95% interval"
+    )
+    columns = [Column("arm", "text"), Column("figure", "text"), Column("mean"), Column("±")]
+    return [Table(caption, columns, rows)] if rows else []
+
+
 def clipping_table(read: ReadStudy, target: Target) -> Table:
     """What arms clipped at a target, and how the rest stands against the noise."""
     texts = [Column(name, "text") for name in ("arm", "users clipped (%)", "layer")]
@@ -199,7 +216,8 @@ def print_study(read: ReadStudy, console: Console) -> None:
     for sentence in verdict(read.study, read.arms):
         console.print(sentence, style="bold", highlight=False, markup=False)
     for target in _targets(read.arms):
-        print_table(results_table(read, target), console)
+        for table in (results_table(read, target), *figures_tables(read, target)):
+            print_table(table, console)
         print_table(clipping_table(read, target), console)
     console.print(CAVEAT, highlight=False)
     if read.missing:
@@ -229,6 +247,10 @@ def _arm_row(arm: ArmSummary) -> dict[str, object]:
     for name in ("accuracy", "loss", "accuracy_difference", "loss_difference"):
         found: Interval | None = getattr(arm, name)
         row[name] = {end: found and getattr(found, end) for end in ("mean", "low", "high")}
+    row["figures"] = {
+        name: {end: getattr(found, end) for end in ("mean", "low", "high")}
+        for name, found in arm.figures.items()
+    }
     row["rounds_to"] = {f"{level:g}": asdict(found) for level, found in arm.rounds_to.items()}
     row["seeds"] = len(arm.seeds)
     return row
@@ -275,6 +297,10 @@ def _text(found: Interval | None, sign: str = "") -> str:
         return _NONE
     around = "" if found.half_width is None else f" ± {found.half_width:.2f}"
     return f"{found.mean:{sign}.2f}{around}"
+
+
+def _digits(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.4g}"
 
 
 def _rounds(arm: ArmSummary, level: float) -> str:

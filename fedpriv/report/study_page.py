@@ -98,7 +98,14 @@ def _summary(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -
             Card("seeds", str(len(study.seeds)), "the same in each arm"),
             Card(plural(study.unit), counts, _who(arms)),
         ],
-        tables=[studies.results_table(read, target) for target in targets],
+        tables=[
+            table
+            for target in targets
+            for table in (
+                studies.results_table(read, target),
+                *studies.figures_tables(read, target),
+            )
+        ],
     )
 
 

@@ -330,6 +330,8 @@ def _result(
         accuracy=outcome.accuracy,
         loss=cast(float, outcome.loss),  # populations have held-out rows
         evaluations=tuple((row.round, row.accuracy) for row in rounds if row.accuracy is not None),
+        figures=outcome.figures,
+        held_out_users=outcome.held_out_users,
         clipping_norms=rounds[-1].clipping_norms,
         noise_stddevs={query.group: query.noise_stddev for query in queries},
         simulation_only_users_per_second=plan.sampling.expected_cohort_size / seconds,

@@ -11,12 +11,12 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import tomli_w
 import torch
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from torch.utils.tensorboard import SummaryWriter
 
+_MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # on held-out rows
 _BETWEEN_LINES = 60.0  # seconds, where bars cannot move
 _log = logging.getLogger(__name__)
 
@@ -209,7 +210,8 @@ def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
 class Run:
     """A run that has ended; everything in it is also in its folder.
 
-    Accuracy and mean loss are those of the last model on the held-out rows, if there are any.
+    Accuracy, mean loss and figures are those of the last model on the held-out rows, if there are
+    any. They are no private statements, and the guarantee does not cover the rows.
     """
 
     folder: Path  # of plan, ledger, metrics, checkpoints and model
@@ -218,6 +220,9 @@ class Run:
     state: ServerState  # at the end, all of it released
     accuracy: float | None  # None if targets are not classes
     loss: float | None
+    figures: Mapping[str, float] = field(default_factory=dict)  # those of the task, by name
+    # If held-out rows have users: `users`, `mean`, `q10`, `q50`, `q90` over them, by figure.
+    held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @cached_property
     def rounds(self) -> tuple[RoundResult, ...]:
@@ -286,10 +291,11 @@ def conduct(
     """
     plan, output = experiment.plan, experiment.config.output
 
-    def measured() -> tuple[float | None, float | None]:
+    def measured() -> dict[str, Any]:
         if not experiment.held_out:
-            return None, None
-        return evaluate(experiment.task, experiment.held_out, experiment.device, state.model)
+            return {"loss": None, "accuracy": None}
+        found = evaluate(experiment.task, experiment.held_out, experiment.device, state.model)
+        return {name: getattr(found, name) for name in _MEASURED}
 
     def keep() -> None:
         checkpoint = Checkpoint(state, plan.digest, records.ledger.head)
@@ -306,8 +312,7 @@ def conduct(
         seconds = clock() - began if clock else None
         result = replace(result, simulation_only_seconds=seconds)
         if state.round % output.evaluate_every == 0 or state.round == plan.rounds:
-            loss, accuracy = measured()
-            result = replace(result, loss=loss, accuracy=accuracy)
+            result = replace(result, **measured())
         with_room(partial(folder.append_metrics, asdict(result)))
         if state.round % output.checkpoint_every == 0:
             keep()
@@ -315,8 +320,7 @@ def conduct(
     keep()
     model = released_model(state, folder.results())
     with_room(lambda: write_atomically(folder.model, model))
-    loss, accuracy = measured()
-    return Run(folder.path, experiment.task, stop, state, accuracy, loss)
+    return Run(folder.path, experiment.task, stop, state, **measured())
 
 
 def run_rounds(
@@ -531,6 +535,11 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
     rows = [] if run.accuracy is None else [("accuracy on held-out rows", f"{run.accuracy:.2%}")]
     if run.loss is not None:
         rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
+    rows += [(f"{name} on held-out rows", f"{value:.4g}") for name, value in run.figures.items()]
+    for name, over in run.held_out_users.items():
+        parts = f"10%: {over['q10']:.4g}, 50%: {over['q50']:.4g}, 90%: {over['q90']:.4g}"
+        label = f"{name} of {over['users']:.0f} held-out users"
+        rows.append((label, f"mean {over['mean']:.4g}; quantiles {parts}"))
     private = run.rounds[-1].metrics_text if run.rounds else ()
     rows += [("private metric before the last round", text) for text in private]
     level = f"{plan.sampling.unit}-level (ε, δ)"

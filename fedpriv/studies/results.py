@@ -81,6 +81,9 @@ class RunResult:
     accuracy: float | None  # of the last model on held-out rows; None if targets are not classes
     loss: float  # mean loss of the last model on held-out rows
     evaluations: tuple[tuple[int, float], ...] = ()  # (rounds done, accuracy)
+    figures: Mapping[str, float] = field(default_factory=dict)  # of the last model, of the task
+    # Likewise, by figure `users`, `mean`, `q10`, `q50` and `q90` over users of held-out rows.
+    held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     clipping_norms: Mapping[str, float] = field(default_factory=dict)  # S_g in the last round
     noise_stddevs: Mapping[str, float] = field(default_factory=dict)  # σ_g on the sum, first round
     # Expected cohort over the median time of a round, in one thread beside the study's other runs.
@@ -163,6 +166,9 @@ class ArmSummary:
     simulation_only_clipped: Mapping[str, float]
     simulation_only_update_norms: Mapping[str, float]
     simulation_only_signal_to_noise: Mapping[str, float]
+    # Figures of the task on held-out rows, and the mean and quantiles of figures over their users,
+    # as "accuracy of held-out users: mean".
+    figures: Mapping[str, Interval] = field(default_factory=dict)
 
 
 def summarise(study: Study, runs: Iterable[RunResult]) -> tuple[ArmSummary, ...]:
@@ -199,8 +205,21 @@ def _summary(
         noise_multiplier=runs[0].noise_multiplier,
         epsilon=max(run.epsilon for run in runs),
         simulation_only_users_per_second=statistics.median(speeds),
+        figures={
+            name: Interval.of([_figures(run).get(name, math.nan) for run in runs])
+            for name in _figures(runs[0])
+        },
         **{name: means([getattr(run, name) for run in runs]) for name in tables},
     )
+
+
+def _figures(run: RunResult) -> dict[str, float]:
+    of_users = {
+        f"{name} of held-out users: {label}": over[key]
+        for name, over in run.held_out_users.items()
+        for key, label in (("mean", "mean"), ("q10", "10%"), ("q50", "50%"), ("q90", "90%"))
+    }
+    return {**run.figures, **of_users}
 
 
 def means(tables: Sequence[Mapping[str, float | None]]) -> dict[str, float]:

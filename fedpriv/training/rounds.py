@@ -281,6 +281,10 @@ class RoundResult:
     metrics_noise_stddev: Mapping[str, float] = field(default_factory=dict)
     loss: float | None = None  # of the new model on held-out rows, where it was evaluated
     accuracy: float | None = None  # likewise
+    figures: Mapping[str, float] = field(default_factory=dict)  # likewise, those of the task
+    # Likewise, if held-out rows have users, none of whom is enrolled: by figure, loss and accuracy
+    # included, the number of `users`, their `mean`, and the quantiles `q10`, `q50` and `q90`.
+    held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     simulation_only_seconds: float | None = None
     unit: Unit = Unit.USER  # what (ε, δ) protects
 
@@ -299,6 +303,10 @@ class RoundResult:
         """
         own = {"test/loss": self.loss, "test/accuracy": self.accuracy}
         released = {name: value for name, value in own.items() if value is not None}
+        released |= {f"test/{name}": value for name, value in self.figures.items()}
+        for name, over in self.held_out_users.items():
+            told = {key: value for key, value in over.items() if key != "users"}
+            released |= {f"held_out_users/{name}/{key}": value for key, value in told.items()}
         released["privacy/epsilon"] = self.epsilon
         released |= {f"clipping_norm/{name}": norm for name, norm in self.clipping_norms.items()}
         released |= {f"unclipped/{name}": share for name, share in self.unclipped.items()}

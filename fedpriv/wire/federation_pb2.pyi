@@ -63,18 +63,24 @@ class Welcome(_message.Message):
     def __init__(self, population_name: _Optional[str] = ..., population: _Optional[int] = ..., users: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., purpose: _Optional[str] = ..., certificate_end: _Optional[int] = ...) -> None: ...
 
 class Task(_message.Message):
-    __slots__ = ("model", "options", "seed", "loss", "metrics")
+    __slots__ = ("model", "options", "seed", "loss", "metrics", "inputs", "targets", "ignore_index")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_INDEX_FIELD_NUMBER: _ClassVar[int]
     model: str
     options: str
     seed: int
     loss: str
     metrics: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., options: _Optional[str] = ..., seed: _Optional[int] = ..., loss: _Optional[str] = ..., metrics: _Optional[_Iterable[str]] = ...) -> None: ...
+    inputs: _containers.RepeatedScalarFieldContainer[str]
+    targets: str
+    ignore_index: int
+    def __init__(self, model: _Optional[str] = ..., options: _Optional[str] = ..., seed: _Optional[int] = ..., loss: _Optional[str] = ..., metrics: _Optional[_Iterable[str]] = ..., inputs: _Optional[_Iterable[str]] = ..., targets: _Optional[str] = ..., ignore_index: _Optional[int] = ...) -> None: ...
 
 class RoundId(_message.Message):
     __slots__ = ("run", "round", "attempt", "nonce")

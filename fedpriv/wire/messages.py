@@ -30,6 +30,7 @@ VERSION = 1  # of the protocol
 SUM = "sum"  # name of the one vector that users' contributions add up to
 _MAX_OPTIONS = 100_000  # of one metric
 _LONGEST_OPTIONS = 2**16  # characters of a model's options
+_IGNORED = -100  # torch's own ignore_index
 _USERS_OF_32_BITS = 63  # each adds less than 2^25 to a component
 
 Parameters = Mapping[str, npt.NDArray[np.float32]]
@@ -42,6 +43,10 @@ UInt32 = Annotated[int, below(32)]
 Epsilon = Annotated[float, Legal(lambda epsilon: epsilon >= 0.0, "be a number, not negative")]
 Noise = Annotated[float, Legal(lambda z: 0.0 <= z < math.inf, "be finite and not negative")]
 Delta = Annotated[float, Legal(lambda delta: 0.0 <= delta < 1.0, "be in [0, 1)")]
+
+
+def _fits_int64(number: int) -> bool:
+    return -(2**62) <= number < 2**62
 
 
 def _check_positions(users: Positions, population: int) -> None:
@@ -70,13 +75,16 @@ def digest_of(user_ids: Iterable[str]) -> bytes:
 
 @dataclass(frozen=True)
 class TaskDescription(Checked):
-    """Model and loss by name, as `fedpriv.build.build_task` reads them."""
+    """Model and loss by name, and the fields that they read, for `fedpriv.build.build_task`."""
 
     model: str  # a name, or the import path of a function that makes one
     options: Mapping[str, object]  # arguments of that function, as JSON has them
     seed: Annotated[int, below(63)]  # of the model's initial and frozen parameters
     loss: str
     metrics: tuple[str, ...] = ()  # import paths of those that are not built in
+    inputs: str | tuple[str, ...] = "x"  # fields that the model reads; several are named arguments
+    targets: Name = "y"  # the field that the loss reads
+    ignore_index: Annotated[int, Legal(_fits_int64, "be a whole number of 63 bits")] = _IGNORED
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -350,7 +358,17 @@ _POSITIONS = Part(np.ndarray.tolist, lambda users: np.array(users, np.int64))
 _NONE_IS_ZERO = Part(int, lambda number: number or None)
 _HELLO = Codec(Hello, pb.Hello, "a hello")
 encode_hello, decode_hello = _HELLO.encode, _HELLO.decode
-_TASK = Codec(TaskDescription, pb.Task, "a task", {"options": _JSON}, {"options": _LONGEST_OPTIONS})
+# A server that is older than these fields leaves them out, as defaults are.
+_OF_TASK: Parts = {
+    "options": _JSON,
+    "inputs": Part(
+        lambda given: {"x": []}.get(given, [given]) if isinstance(given, str) else list(given),
+        lambda names: tuple(names) if len(names) > 1 else next(iter(names), "x"),
+    ),
+    "targets": Part(lambda name: "" if name == "y" else name, lambda name: name or "y"),
+    "ignore_index": Part(lambda number: number - _IGNORED, lambda number: number + _IGNORED),
+}
+_TASK = Codec(TaskDescription, pb.Task, "a task", _OF_TASK, {"options": _LONGEST_OPTIONS})
 _WELCOMED: Parts = {"users": _POSITIONS, "task": _TASK}
 _WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOMED, {"users": MAX_USERS})
 encode_welcome, decode_welcome = _WELCOME.encode, _WELCOME.decode

@@ -21,7 +21,8 @@ def test_loss_and_accuracy_by_hand() -> None:
     task = Task(model, cross_entropy)
     weight = RNG.standard_normal((3, 6)).astype(np.float32)
     bias = np.zeros(3, np.float32)
-    loss, accuracy = evaluate(task, {"x": x, "y": y}, CPU, {"0.weight": weight, "0.bias": bias})
+    found = evaluate(task, {"x": x, "y": y}, CPU, {"0.weight": weight, "0.bias": bias})
+    loss, accuracy = found.loss, found.accuracy
     scores = torch.from_numpy(x @ weight.T)
     assert accuracy == pytest.approx(float((scores.argmax(1).numpy() == y).mean()))
     assert loss == pytest.approx(
@@ -36,13 +37,13 @@ def test_sequences_count_every_position() -> None:
     y = x.argmax(1)
     y[0] = (y[0] + 1) % 3
     task = Task(nn.Identity(), cross_entropy)
-    _, accuracy = evaluate(task, {"x": x, "y": y}, CPU, {})
+    accuracy = evaluate(task, {"x": x, "y": y}, CPU, {}).accuracy
     assert accuracy == pytest.approx(0.9)
 
 
 def test_regression_has_no_accuracy() -> None:
     x = RNG.standard_normal((10, 2)).astype(np.float32)
     task = Task(nn.Identity(), squared_error)
-    loss, accuracy = evaluate(task, {"x": x, "y": x + 2}, CPU, {})
-    assert accuracy is None
-    assert loss == pytest.approx(4.0)
+    found = evaluate(task, {"x": x, "y": x + 2}, CPU, {})
+    assert found.accuracy is None
+    assert found.loss == pytest.approx(4.0)

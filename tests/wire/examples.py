@@ -123,6 +123,9 @@ tasks = st.builds(
     st.integers(0, 2**63 - 1),
     words,
     st.lists(words, max_size=3).map(tuple),
+    words | st.lists(words, min_size=2, max_size=3).map(tuple),
+    words,
+    st.integers(-(2**62), 2**62 - 1),
 )
 welcomes = st.builds(Welcome, words, st.integers(2**40, 2**63 - 1), users, tasks)
 

@@ -1,0 +1,309 @@
+"""Figures of a model on held-out rows, by name, or functions of outputs and targets.
+
+A figure is a `Sums` of examples, which takes memory that does not grow with the rows, or a function
+of all outputs and targets, which are then collected. Targets that a task ignores count in none.
+Figures are of rows that belong to no enrolled user: they are not private statements.
+
+Classes are given scores [n, K, …], one more axis than their targets [n, …]; every position counts
+as a row of its own.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Self, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.stats import rankdata
+from torch import Tensor
+from torch.nn import functional
+
+from fedpriv.errors import InvalidValueError, ModelError, known_names
+from fedpriv.importing import call_imported, check_options, import_function, raised_with
+
+FigureFunction = Callable[[Tensor, Tensor], float | Tensor]
+"""Maps outputs and targets of all held-out rows [n, …], on the CPU, to a number."""
+ALWAYS = ("accuracy", "loss")  # what is measured without being asked for
+
+
+class Seen(NamedTuple):
+    """A model's outputs for some held-out rows."""
+
+    outputs: Tensor  # [n, …]
+    targets: Tensor  # [n, …]
+    counts: Tensor  # of the same shape: whether each target counts
+    losses: Tensor  # [n], of the task; those of targets that do not count are 0 in the mean
+
+
+@dataclass(frozen=True)
+class Sums:
+    """A figure that is computed from sums over rows."""
+
+    of_rows: Callable[[Seen], Tensor]  # [n, k], float64
+    finish: Callable[[Tensor], Tensor]  # sums [U, k] → figures [U]; NaN where there are none
+
+
+Figure = Sums | FigureFunction
+
+
+def figure_of(name: str, what: object) -> Figure:
+    """The figure that is called `name`: a function, or what a configuration says of one.
+
+    That is a name of `FIGURES` or "package.module:function", or a table with one of these as
+    `figure` and options beside it. InvalidValueError or ModelError if it cannot be made.
+    """
+    if isinstance(what, Sums):
+        return what
+    if isinstance(what, str):
+        what = {"figure": what}
+    if not isinstance(what, Mapping):
+        if callable(what):
+            return cast(FigureFunction, what)
+        raise InvalidValueError(
+            f"figure {name!r} is {what!r}; it must be a name, a table or a function"
+        )
+    options = {key: value for key, value in what.items() if key != "figure"}
+    kind, called = what.get("figure"), f"figure {name!r}"
+    if not isinstance(kind, str):
+        raise InvalidValueError(f"{called} is {dict(what)!r}; its key figure must be a name")
+    if kind in FIGURES:
+        make = FIGURES[kind]
+        check_options(called, make, options, InvalidValueError)
+        return call_imported(called, make, options, InvalidValueError, raised_with)
+    if ":" not in kind:
+        known = known_names(kind, FIGURES)
+        raise InvalidValueError(
+            f"{called} is {kind!r}, which is unknown; {known}, or package.module:function"
+        )
+    function = cast(FigureFunction, import_function(called, kind, ModelError))
+    return partial(function, **options) if options else function
+
+
+def _classified(seen: Seen, what: str) -> Tensor:
+    """Scores of each target, [n, …, K]."""
+    if seen.targets.dtype.is_floating_point or seen.outputs.dim() != seen.targets.dim() + 1:
+        raise InvalidValueError(
+            f"{what} needs targets that are classes, and scores of them with one axis more; "
+            f"targets are {seen.targets.dtype} {list(seen.targets.shape)} and outputs "
+            f"{list(seen.outputs.shape)}"
+        )
+    return seen.outputs.movedim(1, -1)
+
+
+def _per_row(values: Tensor, counts: Tensor) -> Tensor:
+    """Sums over a row's targets that count of values [n, …, k], and their number: [n, k + 1]."""
+    weights = counts.double()[..., None]
+    # Not a product with zero, which would keep NaN.
+    each = torch.where(counts[..., None], values.double(), 0.0)
+    both = torch.cat([each, weights], -1)
+    return both.reshape(len(both), -1, both.shape[-1]).sum(1)
+
+
+def _mean(sums: Tensor) -> Tensor:
+    return sums[:, 0] / sums[:, 1]
+
+
+def _mean_of(of_targets: Callable[[Seen], Tensor], then: Callable[[Tensor], Tensor]) -> Sums:
+    """A function of the mean over targets of a number of each, [n, …]."""
+    return Sums(
+        lambda seen: _per_row(of_targets(seen)[..., None], seen.counts),
+        lambda sums: then(_mean(sums)),
+    )
+
+
+def _top_k(k: int = 5) -> Sums:
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise InvalidValueError(f"k of top-k is {k!r}; it must be a whole number of at least 1")
+
+    def hits(seen: Seen) -> Tensor:
+        scores = _classified(seen, "top-k")
+        if k > scores.shape[-1]:
+            raise InvalidValueError(f"k of top-k is {k}; there are {scores.shape[-1]} classes")
+        return (scores.topk(k, -1).indices == seen.targets[..., None]).any(-1)
+
+    return _mean_of(hits, lambda mean: mean)
+
+
+def _perplexity() -> Sums:
+    def losses(seen: Seen) -> Tensor:
+        scores = _classified(seen, "perplexity").movedim(-1, 1)
+        classes = torch.where(seen.counts, seen.targets.long(), 0)
+        return functional.cross_entropy(scores, classes, reduction="none")
+
+    return _mean_of(losses, torch.exp)
+
+
+def _errors(seen: Seen, what: str) -> Tensor:
+    # Shapes that differ would be broadcast, [n, 1] − [n] to [n, n].
+    if seen.outputs.shape != seen.targets.shape:
+        raise InvalidValueError(
+            f"{what} needs outputs like targets; outputs are {list(seen.outputs.shape)} and "
+            f"targets {list(seen.targets.shape)}"
+        )
+    return seen.outputs.double() - seen.targets.double()
+
+
+def _mae() -> Sums:
+    return _mean_of(lambda seen: _errors(seen, "mae").abs(), lambda mean: mean)
+
+
+def _rmse() -> Sums:
+    return _mean_of(lambda seen: _errors(seen, "rmse").square(), torch.sqrt)
+
+
+def _brier() -> Sums:
+    """Brier 1950: the sum over classes of (probability − 1[it is the class])², in [0, 2]."""
+
+    def scores(seen: Seen) -> Tensor:
+        probabilities = _classified(seen, "brier").double().softmax(-1)
+        classes = torch.where(seen.counts, seen.targets.long(), 0)
+        right = functional.one_hot(classes, probabilities.shape[-1])
+        return (probabilities - right).square().sum(-1)
+
+    return _mean_of(scores, lambda mean: mean)
+
+
+def _calibration_error(bins: int = 15) -> Sums:
+    """Expected calibration error of Guo et al. 2017, equation 3.
+
+    Targets are put into bins (m − 1, m]/M of the largest probability. The error is the sum over
+    bins of |right − sum of largest probabilities|, over the number of targets.
+    """
+    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
+        raise InvalidValueError(
+            f"bins of calibration-error is {bins!r}; it must be a whole number of at least 1"
+        )
+
+    def gaps(seen: Seen) -> Tensor:
+        probabilities = _classified(seen, "calibration-error").double().softmax(-1)
+        confidence, found = probabilities.max(-1)
+        places = (confidence * bins).ceil().long().clamp(1, bins) - 1
+        gap = (found == seen.targets).double() - confidence
+        within = functional.one_hot(places, bins).bool()
+        return _per_row(torch.where(within, gap[..., None], 0.0), seen.counts)
+
+    return Sums(gaps, lambda sums: sums[:, :-1].abs().sum(1) / sums[:, -1])
+
+
+def _auc() -> FigureFunction:
+    """Area under the receiver operating characteristic: binary, or the mean of one against rest.
+
+    Of scores [n], [n, 1] or [n, 2] for classes 0 and 1. Of more, the mean over classes that some
+    rows have and others do not, of the area by the class's probability.
+    """
+
+    def auc(outputs: Tensor, targets: Tensor) -> float:
+        outputs, right = outputs.double(), targets.long()
+        if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
+            outputs = outputs[:, 0]
+        if outputs.dim() == targets.dim() + 1:
+            scores = outputs.movedim(1, -1)
+            if scores.shape[-1] > 2:
+                found = scores.reshape(-1, scores.shape[-1]).softmax(1).unbind(1)
+                one = right.flatten()
+                areas = [_area(each, one == number) for number, each in enumerate(found)]
+                known = [area for area in areas if not math.isnan(area)]
+                return sum(known) / len(known) if known else math.nan
+            outputs = scores[..., 1] - scores[..., 0]
+        if outputs.shape != targets.shape:
+            raise InvalidValueError(
+                f"auc needs a score of each target, or of each class; outputs are "
+                f"{list(outputs.shape)} and targets {list(targets.shape)}"
+            )
+        if not bool(((targets == 0) | (targets == 1)).all()):
+            raise InvalidValueError("auc of one score, or of two, needs targets 0 and 1")
+        return _area(outputs.flatten(), right.flatten() == 1)
+
+    return auc
+
+
+def _area(scores: Tensor, positive: Tensor) -> float:
+    """The share of pairs of a positive and a negative that are in order; ties count half.
+
+    It is (R − n₁(n₁ + 1)/2)/(n₁·n₀), with R the sum of ranks of the positives (Hanley & McNeil
+    1982); NaN if there are no pairs, or a score is NaN.
+    """
+    n1 = int(positive.sum())
+    pairs = n1 * (len(positive) - n1)
+    if not pairs or bool(scores.isnan().any()):
+        return math.nan
+    ranks = rankdata(scores.numpy())[positive.numpy()].sum()
+    return float(ranks - n1 * (n1 + 1) / 2.0) / pairs
+
+
+FIGURES: Mapping[str, Callable[..., Figure]] = {
+    "auc": _auc,
+    "brier": _brier,
+    "calibration-error": _calibration_error,
+    "mae": _mae,
+    "perplexity": _perplexity,
+    "rmse": _rmse,
+    "top-k": _top_k,
+}
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Outputs and targets that count, on the CPU, and the number of each one's user."""
+
+    outputs: Tensor  # [n, …]; [n, K] of classes, also where a row has several targets
+    targets: Tensor  # [n, …]; [n] of classes
+    owners: Tensor  # [n]
+
+    @classmethod
+    def of(cls, seen: Seen, owners: Tensor) -> Self:
+        """Those of some rows, of which targets that are classes become rows of their own."""
+        outputs, targets, counts = (t.cpu() for t in seen[:3])
+        owners = owners.cpu()
+        if not targets.dtype.is_floating_point and targets.dim() > 0:
+            if outputs.dim() == targets.dim() + 1:
+                outputs = outputs.movedim(1, -1)
+            if outputs.shape[: targets.dim()] == targets.shape:
+                each = owners.view(-1, *[1] * (targets.dim() - 1)).expand_as(targets)
+                return cls(outputs[counts], targets[counts], each[counts])
+        known = counts.flatten(1).any(1) if counts.dim() > 1 else counts
+        return cls(outputs[known], targets[known], owners[known])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """All of several parts."""
+        names = ("outputs", "targets", "owners")
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+    def value(self, function: FigureFunction) -> float:
+        """A figure of all; an error, or a number, or NaN where there is nothing."""
+        return float(function(self.outputs, self.targets)) if len(self.targets) else math.nan
+
+    def by_user(self, function: FigureFunction, users: int) -> npt.NDArray[np.float64]:
+        """A figure of each user's alone, [U]; NaN where it cannot be computed."""
+        order = torch.argsort(self.owners, stable=True)
+        sizes = torch.bincount(self.owners, minlength=users).tolist()
+        values = np.full(users, math.nan)
+        for user, rows in enumerate(torch.split(order, sizes)):
+            # A figure may need more than one user has, as both classes.
+            with suppress(Exception):
+                own = Collected(self.outputs[rows], self.targets[rows], self.owners[rows])
+                values[user] = own.value(function)
+        return values
+
+
+def spread(values: npt.NDArray[np.float64]) -> dict[str, float]:
+    """How a figure differs among users, [U]: over those for whom it is a number.
+
+    Their number `users`, the mean, and the quantiles 10%, 50% and 90%, interpolated linearly.
+    """
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return {"users": 0.0, **dict.fromkeys(("mean", "q10", "q50", "q90"), math.nan)}
+    low, median, high = np.quantile(known, [0.1, 0.5, 0.9]).tolist()
+    return {
+        "users": float(len(known)),
+        "mean": float(known.mean()),
+        "q10": low,
+        "q50": median,
+        "q90": high,
+    }

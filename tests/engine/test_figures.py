@@ -1,0 +1,250 @@
+"""Figures on held-out rows against scikit-learn, and slow obvious code."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.special import softmax
+from sklearn import metrics as known
+from torch import Tensor, nn
+
+from fedpriv.data.population import HELD_OUT_USER
+from fedpriv.engine.figures import FIGURES
+from fedpriv.engine.task import Task, check_held_out, evaluate, squared_error
+from fedpriv.errors import FedprivError, InvalidValueError, ModelError
+
+CPU = torch.device("cpu")
+ROWS = 4567  # more than are evaluated at once
+RNG = np.random.default_rng(0)
+SCORES = np.round(RNG.standard_normal((ROWS, 4)), 1).astype(np.float32)  # with ties
+CLASSES = RNG.integers(0, 4, ROWS)
+
+
+def found(x: np.ndarray, y: np.ndarray, figure: object, loss: object = None) -> float:
+    """A figure of a model whose outputs are its inputs."""
+    default = squared_error if y.dtype.kind == "f" else "cross-entropy"
+    task = Task(nn.Identity(), loss or default, figures={"it": figure})
+    evaluation = evaluate(task, {"x": x, "y": y}, CPU, {})
+    assert not evaluation.failed
+    return evaluation.figures["it"]
+
+
+def first_output(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that is of no interest."""
+    return outputs[:, 0] + targets
+
+
+def one_hot(y: np.ndarray) -> np.ndarray:
+    return np.eye(4)[y]
+
+
+def calibration_error(scores: np.ndarray, y: np.ndarray, bins: int) -> float:
+    """By a loop over bins of (m − 1, m]/bins."""
+    probabilities = softmax(scores.astype(np.float64), 1)
+    confidence, right = probabilities.max(1), probabilities.argmax(1) == y
+    total = 0.0
+    for number in range(bins):
+        inside = (confidence > number / bins) & (confidence <= (number + 1) / bins)
+        if inside.any():
+            total += inside.sum() * abs(right[inside].mean() - confidence[inside].mean())
+    return total / len(y)
+
+
+OF_CLASSES: dict[str, tuple[object, Callable[[np.ndarray, np.ndarray], float]]] = {
+    "top-1": ({"figure": "top-k", "k": 1}, lambda x, y: np.mean(x.argmax(1) == y)),
+    "top-2": (
+        {"figure": "top-k", "k": 2},
+        lambda x, y: known.top_k_accuracy_score(y, x, k=2, labels=range(4)),
+    ),
+    "perplexity": (
+        "perplexity",
+        lambda x, y: math.exp(known.log_loss(y, softmax(x.astype(float), 1), labels=range(4))),
+    ),
+    "auc": (
+        "auc",
+        lambda x, y: known.roc_auc_score(
+            y, softmax(x.astype(float), 1), multi_class="ovr", average="macro"
+        ),
+    ),
+    "brier": (
+        "brier",
+        lambda x, y: np.mean(np.sum((softmax(x.astype(float), 1) - one_hot(y)) ** 2, 1)),
+    ),
+    "calibration-error": ("calibration-error", lambda x, y: calibration_error(x, y, 15)),
+    "of 4 bins": (
+        {"figure": "calibration-error", "bins": 4},
+        lambda x, y: calibration_error(x, y, 4),
+    ),
+    "own": (
+        lambda outputs, targets: (outputs.argmax(1) - targets).double().abs().mean(),
+        lambda x, y: known.mean_absolute_error(y, x.argmax(1)),
+    ),
+}
+
+
+@pytest.fixture(params=OF_CLASSES)
+def of_classes(
+    request: pytest.FixtureRequest,
+) -> tuple[object, Callable[[np.ndarray, np.ndarray], float]]:
+    # Among equal scores the choice is free: ties are for ranks alone.
+    return OF_CLASSES[request.param]
+
+
+def untied(name: object, scores: np.ndarray) -> np.ndarray:
+    noise = 0.0 if name == "auc" else 1e-3
+    return (scores + noise * np.random.default_rng(1).random(scores.shape)).astype(np.float32)
+
+
+def test_figures_of_classes(of_classes: tuple[object, Callable[..., float]]) -> None:
+    figure, expected = of_classes
+    scores = untied(figure, SCORES)
+    value = found(scores, CLASSES, figure)
+    assert value == pytest.approx(expected(scores, CLASSES), rel=1e-5)
+
+
+def test_positions_that_count_are_rows_of_their_own(
+    of_classes: tuple[object, Callable[..., float]],
+) -> None:
+    figure, expected = of_classes
+    scores = untied(figure, SCORES)[:4560].reshape(1520, 3, 4)
+    y = CLASSES[:4560].reshape(1520, 3).copy()
+    y[np.random.default_rng(2).random(y.shape) < 0.3] = -100
+    y[5] = -100
+    value = found(np.ascontiguousarray(scores.swapaxes(1, 2)), y, figure)
+    assert value == pytest.approx(expected(scores[y >= 0], y[y >= 0]), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("figure", "expected"),
+    [("mae", known.mean_absolute_error), ("rmse", known.root_mean_squared_error)],
+)
+@pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 2)])
+def test_figures_of_numbers(
+    figure: str, expected: Callable[..., float], shape: tuple[int, ...]
+) -> None:
+    x, y = (RNG.standard_normal(shape).astype(np.float32) for _ in range(2))
+    assert found(x, y, figure) == pytest.approx(expected(y.ravel(), x.ravel()), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.float32])
+def test_the_area_of_two_classes(kind: type) -> None:
+    y, score = RNG.integers(0, 2, ROWS), SCORES[:, 0]
+    area = known.roc_auc_score(y, score)
+    assert found(score[:, None], y.astype(kind), "auc", first_output) == pytest.approx(area)
+    both = np.stack([-score, score], 1)
+    assert found(both, y, "auc") == pytest.approx(area)
+    assert found(score, y.astype(np.float32), "auc") == pytest.approx(area)
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=1, max_size=20))
+def test_the_area_is_the_share_of_pairs_in_order(rows: list[tuple[int, bool]]) -> None:
+    pairs = [(a > b) + (a == b) / 2 for a, one in rows if one for b, other in rows if not other]
+    scores = torch.tensor([float(score) for score, _ in rows])
+    value = FIGURES["auc"]()(scores, torch.tensor([float(one) for _, one in rows]))
+    assert math.isnan(value) if not pairs else value == pytest.approx(np.mean(pairs))
+
+
+def owners_of(rows: int, users: int) -> np.ndarray:
+    return np.array([f"person {n}" for n in np.random.default_rng(4).integers(0, users, rows)])
+
+
+@pytest.mark.parametrize("name", ["accuracy", "loss", "auc", "brier", "calibration-error", "own"])
+def test_figures_by_user_are_those_of_each_users_rows_alone(name: str) -> None:
+    own = {"own": lambda outputs, targets: float((outputs.argmax(1) == targets).sum())}
+    figures = {n: own.get(n, n) for n in ("auc", "brier", "calibration-error", "own")}
+    task, owners = Task(nn.Identity(), "cross-entropy", figures=figures), owners_of(ROWS, 30)
+    rows = {"x": SCORES, "y": CLASSES}
+    whole = evaluate(task, {**rows, HELD_OUT_USER: owners}, CPU, {})
+    values = []
+    for user in np.unique(owners):
+        alone = evaluate(task, {n: column[owners == user] for n, column in rows.items()}, CPU, {})
+        assert alone.held_out_users == {}
+        values.append({"accuracy": alone.accuracy, "loss": alone.loss, **alone.figures}[name])
+    told = whole.held_out_users[name]
+    assert told["users"] == 30
+    assert told["mean"] == pytest.approx(np.mean(values))
+    for key, share in (("q10", 0.1), ("q50", 0.5), ("q90", 0.9)):
+        assert told[key] == pytest.approx(np.quantile(values, share))
+    assert told["q10"] < told["q50"] < told["q90"]
+    without = evaluate(task, rows, CPU, {})
+    assert without.figures == pytest.approx(whole.figures)
+    assert (without.loss, without.accuracy) == pytest.approx((whole.loss, whole.accuracy))
+
+
+def test_users_for_whom_a_figure_is_no_number_are_left_out() -> None:
+    x, y = np.array([0.5, 2.0, 1.0, 3.0], np.float32), np.array([0, 1, 1, 1], np.float32)
+    task = Task(nn.Identity(), squared_error, figures={"auc": "auc"})
+    rows = {"x": x, "y": y, HELD_OUT_USER: np.array([7, 7, 9, 9])}
+    told = evaluate(task, rows, CPU, {}).held_out_users
+    assert told["auc"] == {"users": 1, "mean": 1.0, "q10": 1.0, "q50": 1.0, "q90": 1.0}
+    assert told["loss"]["users"] == 2
+    assert "accuracy" not in told
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ({"a": "acu"}, "figure 'a' is 'acu', which is unknown; did you mean 'auc'"),
+        ({"a": {"figure": "top-k", "kk": 3}}, "no option 'kk'; did you mean 'k'"),
+        ({"a": {"figure": "top-k", "k": 0}}, "k of top-k is 0; it must be a whole number"),
+        ({"a": {"figure": "calibration-error", "bins": 2.5}}, "bins .* is 2.5; it must be"),
+        ({"a": {"k": 2}}, "its key figure must be a name"),
+        ({"a": 3}, "figure 'a' is 3; it must be a name, a table or a function"),
+        ({"a": "nowhere:auc"}, "figure 'a' cannot be imported"),
+        ({"loss": "auc"}, "figure 'loss' is measured in any case; use another name"),
+    ],
+)
+def test_figures_that_cannot_be_made_are_refused(figures: dict[str, object], message: str) -> None:
+    with pytest.raises(FedprivError, match=message):
+        Task(nn.Identity(), "cross-entropy", figures=figures)
+
+
+def test_what_is_measured_in_any_case_may_be_named() -> None:
+    named = {"loss": "loss", "accuracy": "accuracy"}
+    assert Task(nn.Identity(), "cross-entropy", figures=named).figures == {}
+
+
+def raising(outputs: Tensor, targets: Tensor) -> float:
+    raise RuntimeError("no such thing")
+
+
+def spoilt(outputs: Tensor, targets: Tensor) -> float:
+    return math.nan
+
+
+@pytest.mark.parametrize(
+    ("figure", "message"),
+    [
+        (raising, "figure 'it' cannot be computed on the held-out rows: no such thing"),
+        (spoilt, "figure 'it' of the 40 held-out rows is nan at the initial parameters"),
+        ({"figure": "top-k", "k": 5}, "k of top-k is 5; there are 4 classes"),
+        ("mae", "mae needs outputs like targets; outputs are"),
+    ],
+)
+def test_figures_that_cannot_be_computed_are_refused_by_name(figure: object, message: str) -> None:
+    task = Task(nn.Identity(), "cross-entropy", figures={"it": figure})
+    rows = {"x": SCORES[:40], "y": CLASSES[:40]}
+    with pytest.raises(ModelError, match=message):
+        check_held_out(task, rows, CPU)
+    # Of a run that has spent already, it is no number, and the others stand.
+    found = evaluate(task, rows, CPU, {})
+    assert math.isnan(found.figures["it"])
+    assert math.isfinite(found.loss)
+
+
+def test_shapes_that_would_be_broadcast_are_refused() -> None:
+    x, y = np.ones((5, 1), np.float32), np.ones(5, np.float32)
+    task = Task(nn.Identity(), first_output, figures={"mae": "mae"})
+    assert (
+        "outputs are [5, 1] and targets [5]"
+        in evaluate(task, {"x": x, "y": y}, CPU, {}).failed["mae"]
+    )
+
+
+def test_the_value_of_an_unknown_kind_is_named() -> None:
+    with pytest.raises(InvalidValueError, match="figure 'a' is None"):
+        Task(nn.Identity(), "cross-entropy", figures={"a": None})
