@@ -184,7 +184,7 @@ class ModelSection(Section):
     options: Options = {}
     seed: Seed = 0
     loss: str = "cross-entropy"
-    inputs: str | Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = "x"
+    inputs: str | Annotated[tuple[str, ...], Field(strict=False)] = "x"
     targets: str = "y"
     ignore_index: int = -100  # targets of this class count nowhere
 
@@ -367,7 +367,7 @@ class EvaluationSection(Section):
     Each is a name, an import path, or a table with one of these as `figure`, and its options.
     """
 
-    figures: dict[str, str | Options] = {}
+    figures: Options = {}
 
 
 class AveragingSection(Section):

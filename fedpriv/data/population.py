@@ -329,8 +329,7 @@ def _check_not_enrolled(owners: IdArray, enrolled: Sequence[str] | IdArray | Non
         return
     if both := {str(user) for user in np.unique(owners)} & {str(user) for user in enrolled}:
         raise DataError(
-            f"{len(both)} users of held-out rows are enrolled, such as {min(both)!r}; held-out "
-            "rows must not belong to an enrolled user"
+            f"held-out rows belong to enrolled users, such as {min(both)!r}; they must be of others"
         )
 
 

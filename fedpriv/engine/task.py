@@ -6,7 +6,6 @@ mix; the server moves the statistics by a private metric, "batch-norm".
 
 import copy
 import hashlib
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,8 +25,6 @@ from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.importing import import_function
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.round import RoundRequest
-
-_log = logging.getLogger(__name__)
 
 HeldOut = Mapping[str, npt.NDArray[np.generic]]
 """Rows of no enrolled user, by field; figures are also by user if there is a `HELD_OUT_USER`."""
@@ -293,8 +290,6 @@ def evaluate(
             continue
         if HELD_OUT_USER in rows:
             by_user[name] = collected.by_user(function, len(users))
-    for name, reason in failed.items():
-        _log.warning("figure %r cannot be computed: %s", name, reason)
     known = {name: math.nan if name in failed else values[name] for name in figures}
     told = {n: each for n, each in by_user.items() if HELD_OUT_USER in rows and n not in failed}
     spreads = {name: spread(each) for name, each in told.items()}

@@ -295,6 +295,8 @@ def conduct(
         if not experiment.held_out:
             return {"loss": None, "accuracy": None}
         found = evaluate(experiment.task, experiment.held_out, experiment.device, state.model)
+        for name, reason in found.failed.items():  # what was spent must not be lost for it
+            _log.warning("figure %s cannot be computed: %s", name, reason)
         return {name: getattr(found, name) for name in _MEASURED}
 
     def keep() -> None:
@@ -537,9 +539,9 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
         rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
     rows += [(f"{name} on held-out rows", f"{value:.4g}") for name, value in run.figures.items()]
     for name, over in run.held_out_users.items():
-        parts = f"10%: {over['q10']:.4g}, 50%: {over['q50']:.4g}, 90%: {over['q90']:.4g}"
+        quantiles = ", ".join(f"{over[key]:.3g}" for key in ("q10", "q50", "q90"))
         label = f"{name} of {over['users']:.0f} held-out users"
-        rows.append((label, f"mean {over['mean']:.4g}; quantiles {parts}"))
+        rows.append((label, f"mean {over['mean']:.3g}; 10/50/90%: {quantiles}"))
     private = run.rounds[-1].metrics_text if run.rounds else ()
     rows += [("private metric before the last round", text) for text in private]
     level = f"{plan.sampling.unit}-level (ε, δ)"
