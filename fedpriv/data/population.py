@@ -328,9 +328,8 @@ def _check_not_enrolled(owners: IdArray, enrolled: Sequence[str] | IdArray | Non
     if enrolled is None:
         return
     if both := {str(user) for user in np.unique(owners)} & {str(user) for user in enrolled}:
-        raise DataError(
-            f"held-out rows belong to enrolled users, such as {min(both)!r}; they must be of others"
-        )
+        found = f"held-out rows name {len(both)} of the enrolled users"
+        raise DataError(f"{found}; they must not belong to an enrolled user")
 
 
 def _narrow(texts: NDArray[np.str_]) -> NDArray[np.str_]:

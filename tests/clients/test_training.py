@@ -10,12 +10,13 @@ import torch
 from fedpriv.build import build_task
 from fedpriv.clients.training import Host, Trainer
 from fedpriv.clients.worker import HostSettings
+from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
 from fedpriv.privacy.gaussian_mechanism import Metric
-from fedpriv.privacy.round import RoundRequest, add_up
-from fedpriv.wire import TaskDescription, digest_of
+from fedpriv.privacy.round import LocalTraining, RoundRequest, add_up
+from fedpriv.wire import TaskDescription, Welcome, decode_welcome, digest_of, encode_welcome
 from tests.clients import hostile
 from tests.clients.people import (
     GOOD,
@@ -28,6 +29,8 @@ from tests.clients.people import (
     source_of,
     welcome,
 )
+from tests.engine import words
+from tests.engine.everyone import request_under
 
 
 def task_of() -> Task:
@@ -185,3 +188,44 @@ def test_a_node_trains_with_its_own_activations() -> None:
 def test_users_that_cannot_be_loaded_are_refused() -> None:
     with pytest.raises(DataError, match="cannot be made: KeyError at "):
         Host.of(source_of("loader_that_raises"))
+
+
+def worded() -> UserStore:
+    """Users with words and masks, and some targets of class 2, which is ignored."""
+    return UserStore(words.columns_of(9), np.array([0, 3, 5, 9]), ["a", "b", "c"])
+
+
+def masked() -> torch.nn.Module:
+    return words.Masked()
+
+
+def test_a_node_reads_the_inputs_of_the_task_and_ignores_its_class() -> None:
+    module = "tests.clients.test_training"
+    task = TaskDescription(
+        f"{module}:masked",
+        {},
+        5,
+        "cross-entropy",
+        inputs=words.NAMES,
+        targets="y",
+        ignore_index=2,
+    )
+    users = np.array([4, 7, 9])
+    told = decode_welcome(encode_welcome(Welcome("people", 10, users, task)))
+    assert told.task == task
+    settings = HostSettings(f"{module}:worded", "cpu", memory_mebibytes=1024, processes=1)
+    node = Host.of(settings).trainer(told)
+    assert node.transport.task.ignore_index == 2
+    built = build_task(**vars(task))
+    request = replace(
+        request_under(built, LocalTraining(0.5, epochs=1, max_examples=9), 10, 1.0), users=users
+    )
+    engine = InProcessTransport(
+        built, worded(), torch.device("cpu"), 10**6, hosted=users, processes=1
+    )
+    expected = add_up(engine.collect(request), request.clipping, 3).total
+    assert expected.any()
+    np.testing.assert_array_equal(node.answer(request).total, expected)
+    plain = replace(engine, task=replace(built, ignore_index=-100))
+    other = add_up(plain.collect(request), request.clipping, 3).total
+    assert not np.array_equal(other, expected)

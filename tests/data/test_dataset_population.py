@@ -218,6 +218,13 @@ def test_options_that_do_not_fit_are_one_sentence(place, given, error, sentence)
         load_population("hugging-face", {**options(place), **given})
 
 
+def test_users_of_held_out_rows_are_kept_for_figures_by_user(place):
+    people = load_population("hugging-face", options(place, user_column="writer"))
+    owners = people.test["held_out_user"]
+    assert len(owners) == len(people.test["y"])
+    assert not {*owners.tolist()} & {people.users.id_of(n) for n in range(people.users.population)}
+
+
 def test_held_out_rows_of_the_enrolled_are_refused(place):
     files = options(place, test="saved/train", user_column="writer")
     with pytest.raises(

@@ -18,23 +18,10 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
 from tests.engine.everyone import total_of
+from tests.engine.words import NAMES, WORDS, Masked, columns_of
 
 CPU = torch.device("cpu")
-WORDS, LENGTH, WIDTH = 7, 5, 4
 SIZES = [3, 6, 1, 6, 2, 6]
-
-
-class Masked(nn.Module):
-    """The mean embedding of those words that a mask says are there, and a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.scores = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 3)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        mask = attention_mask[..., None].float()
-        hidden = (self.words(input_ids) * mask).sum(1) / mask.sum(1).clamp(min=1.0)
-        return self.scores(hidden)
 
 
 class Joined(nn.Module):
@@ -51,19 +38,6 @@ class Joined(nn.Module):
 class Dropping(Masked):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         return nn.functional.dropout(super().forward(input_ids, attention_mask), 0.5, self.training)
-
-
-NAMES = ("input_ids", "attention_mask")
-
-
-def columns_of(rows: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(1, LENGTH + 1, rows)
-    return {
-        "input_ids": rng.integers(0, WORDS, (rows, LENGTH)),
-        "attention_mask": (np.arange(LENGTH) < lengths[:, None]).astype(np.int64),
-        "y": rng.integers(0, 3, rows),
-    }
 
 
 def tasks() -> tuple[Task, Task]:

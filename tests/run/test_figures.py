@@ -227,7 +227,7 @@ def test_a_comparison_has_figures_of_each_arm(
 def test_users_of_held_out_rows_may_not_be_enrolled() -> None:
     owners = OWNERS.astype("U20")
     owners[3] = "person 7"
-    with pytest.raises(DataError, match="belong to enrolled users, such as 'person 7'"):
+    with pytest.raises(DataError, match="held-out rows name 1 of the enrolled users; they must"):
         people(owners)
     fields = {**people().users.fields, HELD_OUT_USER: np.arange(200)}
     users = replace(people().users, fields=fields)
