@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -142,6 +143,16 @@ def test_the_example_of_the_data_guide_runs(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.stdout, done.stderr) == ("100\n", "")
+
+
+def test_the_figure_of_the_guide_to_extending_can_be_computed() -> None:
+    import torch
+
+    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    names: dict[str, Callable[..., object]] = {}
+    exec(re.search(r"```python\n(def worst_class.*?)```", text, re.DOTALL)[1], names)
+    outputs, targets = torch.eye(3)[[0, 1, 1, 1, 2, 2]], torch.tensor([0, 0, 0, 1, 2, 2])
+    assert names["worst_class"](outputs, targets, 3) == pytest.approx(1 / 3)
 
 
 def test_the_version_is_one() -> None:

@@ -182,7 +182,7 @@ class Population:
     """
 
     name: str  # one printable line, such as "digits: 287 users, iid, seed 0"
-    users: UserStore  # the enrolled users' data; inputs are the field "x", targets the field "y"
+    users: UserStore  # the enrolled users' data, of which a task names inputs and targets
     # Rows that no enrolled user trains on, at least one; fields, dtypes and row shapes of `users`.
     # One more field, `HELD_OUT_USER`, may hold the id of each row's user, who is not enrolled.
     test: Fields = field(repr=False)

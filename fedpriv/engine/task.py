@@ -90,10 +90,10 @@ class Task:
         metrics: own metrics by name, e.g. from `own_metrics`: functions of outputs and targets
             [B, …], which they must not change, to a vector of each example, [B, *shape]. A user's
             metric is the mean over its examples. A round can ask for these and for built-in ones.
-        ignore_index: targets of this class count nowhere: not in losses and their means, not in
-            metrics, not in evaluation. A loss gets −100 in their place, which torch's leave out;
-            what another gives for them is not read. A metric of `metrics` is given them as they
-            are, but no example of which no target counts.
+        ignore_index: integer targets of this class count nowhere: not in losses and their means,
+            not in metrics, not in evaluation. A loss gets −100 in their place, which torch's leave
+            out; what another gives for them is not read. Own metrics are given them as they are,
+            but an example of which no target counts does not count in their means.
         figures: what models are measured by on held-out rows beside accuracy and loss, by names of
             your own: a name of `engine.figures.FIGURES`, a table of one as `figure` and its
             options, "package.module:function", or a function of outputs and targets of all rows
@@ -281,15 +281,15 @@ def evaluate(
     for name, total in sums.items():
         values[name] = float(summed[name].finish(total.sum(0, keepdim=True)))
         by_user[name] = summed[name].finish(total).cpu().numpy()
+    parts = [Collected.joined(parts)] if functions else []
     for name, function in functions.items():
-        collected = Collected.joined(parts)
         try:
-            values[name] = collected.value(function)
+            values[name] = parts[0].value(function)
         except Exception as error:
             failed[name] = str(error)
             continue
         if HELD_OUT_USER in rows:
-            by_user[name] = collected.by_user(function, len(users))
+            by_user[name] = parts[0].by_user(function, len(users))
     known = {name: math.nan if name in failed else values[name] for name in figures}
     told = {n: each for n, each in by_user.items() if HELD_OUT_USER in rows and n not in failed}
     spreads = {name: spread(each) for name, each in told.items()}

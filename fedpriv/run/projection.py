@@ -137,6 +137,10 @@ def _survey(section: ProjectionSection, run: str, population: Population, unit: 
 
 
 def _projected(method: Method, directions: FloatMatrix) -> Method:
+    if method.task.inputs != _INPUTS:
+        raise InvalidValueError(
+            f"model.inputs is {method.task.inputs!r}; with a projection it must be {_INPUTS!r}"
+        )
     model = Projected(directions, method.task.model)
     return replace(method, task=replace(method.task, model=model))
 

@@ -127,6 +127,7 @@ def test_a_run_that_ends_after_its_projection_pays_for_it_again(
         ("projection.noise_multiplier=0.5", "with the projection the ledger would hold ε ="),
         ("projection.sampling_probability=1.5", "projection.sampling_probability is 1.5"),
         ("projection.component=3", "did you mean 'components'"),
+        ("model.inputs=z", "model.inputs is 'z'; with a projection it must be 'x'"),
         ("model.options.inputs=64", "the model cannot be evaluated on the data"),
     ],
 )
