@@ -1,7 +1,8 @@
 """From a configuration or values to a resolved and checked experiment, and from values back."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -19,10 +20,12 @@ from fedpriv.engine.task import (
     check_task,
     running_norms,
 )
+from fedpriv.engine.trainer import SimulationOnlyDropped
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import InvalidValueError
 from fedpriv.importing import import_function, path_of
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
+from fedpriv.logs import one_line
 from fedpriv.mechanism import Mechanism
 from fedpriv.models import build_model
 from fedpriv.privacy.gaussian_mechanism import Metric
@@ -38,6 +41,8 @@ from fedpriv.training.rounds import (
     TrainingPlan,
     initial_state,
 )
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,9 +102,29 @@ def on_population(
         population.users,
         experiment.device,
         engine.chunk_mebibytes * 2**20,
+        on_dropped=_naming_the_first(population, mechanism.unit),
         activations=engine.activations,
         processes=engine.processes,
     )
+
+
+def _naming_the_first(
+    population: Population, unit: Unit
+) -> Callable[[SimulationOnlyDropped], None]:
+    """Name the first user, or record of another unit, that counts as zero in a simulation."""
+    named = list[SimulationOnlyDropped]()
+
+    def warn(dropped: SimulationOnlyDropped) -> None:
+        if not named:
+            named.append(dropped)
+            _log.warning(
+                "simulation only, not private: %s %s counts as zero: %s; others are not named",
+                unit,
+                population.users.id_of(dropped.user),
+                one_line(dropped.reason),
+            )
+
+    return warn
 
 
 def records_of(population: Population, mechanism: Mechanism) -> Population:
@@ -167,6 +192,7 @@ def build(
         description=f"{origin} {kinds} seed={config.seed}",
         metrics=metrics,
         metrics_share=mechanism.metrics_share if metrics else 0.0,
+        contributors_share=mechanism.contributors_share,
         adaptive=mechanism.adaptive,
         averaging=mechanism.averaging,
         statistics=statistics,

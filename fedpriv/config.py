@@ -15,6 +15,7 @@ from fedpriv.importing import Choice
 from fedpriv.local import ALGORITHMS, GRADIENT
 from fedpriv.mechanism import (
     CLIPPINGS,
+    CONTRIBUTORS_SHARE,
     SAMPLING_POLICIES,
     ClippingPolicy,
     Grouped,
@@ -349,10 +350,15 @@ class ClippingSection(ClippedSection):
 
 
 class MetricsSection(Section):
-    """What is released beside the update, and the share of a round's privacy for all of it."""
+    """What is released beside the update, and shares of a round's privacy for it.
+
+    `share` is for all that `report` names, `contributors_share` for counting the users of a cohort
+    whose update counted; 0 counts nobody.
+    """
 
     share: float = 0.05
-    report: dict[str, dict[str, int | float | list[float]]] = {}  # options of metrics by name
+    contributors_share: Annotated[float, Field(ge=0.0, lt=1.0)] = CONTRIBUTORS_SHARE
+    report: dict[str, dict[str, int | float | list[int | float]]] = {}  # options of metrics by name
 
 
 class AveragingSection(Section):
@@ -502,6 +508,7 @@ class Config(Section):
             averaging=Averaging(**self.averaging.model_dump(exclude={"weights"})),
             metrics=self.metrics.report,
             metrics_share=self.metrics.share,
+            contributors_share=self.metrics.contributors_share,
             **self.privacy.model_dump(include=_MECHANISM_KEYS),
         )
 
@@ -557,7 +564,11 @@ def tables_of(
         },
         "clipping": clipping,
         "noise": {"allocation": mechanism.allocation},
-        "metrics": {"share": mechanism.metrics_share, "report": mechanism.metrics},
+        "metrics": {
+            "share": mechanism.metrics_share,
+            "contributors_share": mechanism.contributors_share,
+            "report": mechanism.metrics,
+        },
         "averaging": {**asdict(averaging), "weights": weights},
     }
 

@@ -25,7 +25,9 @@ BELOW = {  # what each package may import of the library, besides errors and its
     "analytics": "data ledger privacy",
     "report": "accounting ledger studies training",
     "wire": "data privacy",
-    "build": "accounting config data engine importing ledger mechanism models privacy training",
+    "build": (
+        "accounting config data engine importing ledger logs mechanism models privacy training"
+    ),
     "run": (
         "accounting analytics build config data engine importing ledger local mechanism models "
         "privacy report studies training"

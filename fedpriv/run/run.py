@@ -52,6 +52,7 @@ from fedpriv.report.run_page import write_run_figures
 from fedpriv.report.tables import Column, Table, plural, print_table
 from fedpriv.run.folder import RunFolder, held, read_run, write_report
 from fedpriv.training.rounds import (
+    CONTRIBUTORS_METRIC,
     Checkpoint,
     OnRound,
     RoundResult,
@@ -59,6 +60,7 @@ from fedpriv.training.rounds import (
     Stop,
     TrainingPlan,
     checkpoints,
+    contributors_text,
     released_model,
     resume,
     save_checkpoint,
@@ -463,7 +465,8 @@ def displayed(console: Console) -> Iterator[Display]:
 @contextmanager
 def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRound]:
     """What to call with each result, so that a line shows how far the run is."""
-    units, last = plural(plan.sampling.unit), ""
+    units, last, seen = plural(plan.sampling.unit), "", list[RoundResult]()
+    sampling = plan.sampling.event()
     with displayed(console) as display:
         line = display.add(plan.run, plan.rounds, first)
 
@@ -475,7 +478,10 @@ def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRo
             # From the expected cohort, since the realised one is private.
             speed = f"{plan.sampling.expected_cohort_size / seconds:,.0f} {units}/s"
             spent = f"ε {format_epsilon(result.epsilon)}"
-            display.update(line, result.round, last, *result.metrics_text, spent, speed)
+            seen.append(result)
+            counted = contributors_text(seen, sampling)
+            figures = (counted and f"contributors {counted}", *result.metrics_text, spent, speed)
+            display.update(line, result.round, last, *figures)
             display.tell()
 
         yield show
@@ -486,7 +492,10 @@ def released_text(result: RoundResult, rounds: int) -> str:
     accuracy = () if result.accuracy is None else (f"accuracy {result.accuracy:.1%}",)
     spent = f"ε {format_epsilon(result.epsilon)} at δ {result.delta:g}"
     released = f"round {result.round} of {rounds} released"
-    return ", ".join((released, *accuracy, *result.metrics_text, spent))
+    noisy = result.scalar_metrics.get(CONTRIBUTORS_METRIC)
+    stddev = result.metrics_noise_stddev.get(CONTRIBUTORS_METRIC)
+    counted = () if noisy is None else (f"{CONTRIBUTORS_METRIC} {noisy:.4g} ± {stddev:.2g}",)
+    return ", ".join((released, *accuracy, *counted, *result.metrics_text, spent))
 
 
 def _warn(experiment: Experiment, console: Console) -> None:
@@ -533,6 +542,8 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
         rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
     private = run.rounds[-1].metrics_text if run.rounds else ()
     rows += [("private metric before the last round", text) for text in private]
+    if counted := contributors_text(run.rounds, plan.sampling.event()):
+        rows.append(("contributors, of those expected", counted))
     level = f"{plan.sampling.unit}-level (ε, δ)"
     rows.append((level, f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})"))
     if len(of_run) < len(charges):
