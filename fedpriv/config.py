@@ -28,6 +28,7 @@ from fedpriv.mechanism import (
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.training.optimizers import SCHEDULES, SERVER_OPTIMIZERS, Schedule, ServerOptimizer
+from fedpriv.training.stopping import Stopping
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _PATHS = {"privacy": {"ledger"}, "federation": {"enrolment", "certificates", "held_out"}}
@@ -361,6 +362,29 @@ class MetricsSection(Section):
     report: dict[str, dict[str, int | float | list[int | float]]] = {}  # options of metrics by name
 
 
+class EvaluationSection(Section):
+    """What users are asked of the released model, on examples kept from training; `Evaluation`."""
+
+    noise_multiplier: Positive
+    report: dict[str, dict[str, int | float | list[int | float]]] = {"accuracy": {}}
+    sampling_probability: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    every: Count | None = None
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
+
+
+class StoppingSection(Section):
+    """When a private metric says that a run is as good as it gets; see `Stopping`."""
+
+    metric: str
+    patience: Count
+    better: Literal["larger", "smaller"] | None = None
+    least_gain: NonNegative = 0.0
+
+    def build(self) -> Stopping:
+        """The rule with these settings."""
+        return Stopping(**self.model_dump())
+
+
 class AveragingSection(Section):
     """How much users count, and what sums are divided by; see `Averaging`."""
 
@@ -466,6 +490,8 @@ class Config(Section):
     server: ServerSection = ServerSection()
     noise: NoiseSection = NoiseSection()
     metrics: MetricsSection = MetricsSection()
+    evaluation: EvaluationSection | None = None  # where users train in one process only
+    stopping: StoppingSection | None = None
     averaging: AveragingSection = AveragingSection()
     engine: EngineSection = EngineSection()
     output: OutputSection = OutputSection()
@@ -475,6 +501,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _must_fit_the_unit(self) -> Self:
         unit = self.privacy.unit
+        if unit != "user" and self.evaluation is not None:
+            raise ValueError(
+                f"evaluation is given and privacy.unit is {unit!r}; it must be 'user', since "
+                "others have no examples of their own to keep from training"
+            )
         if self.local is None and unit == "user":
             raise ValueError("key local is absent; it says how each user trains")
         if unit != "user":

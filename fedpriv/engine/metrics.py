@@ -34,6 +34,7 @@ from fedpriv.privacy.layout import Layout, VectorGroup, layers, per_layer
 from fedpriv.privacy.round import RoundRequest
 
 _UPDATE_NORMS = "update-norms"
+_ROWS = 2_000  # of one user that are measured at once
 _UPWARD = 1.0 + 2.0**-50  # on radii that are met exactly, for the rounding of the root
 _ROUNDING = 1.0 + 2.0**-20  # of float32: a metric at its bound is not clipped
 
@@ -307,6 +308,27 @@ def _measured(
         m: kind.of_users(sums[m], sizes.view(-1, *[1] * len(m.shape)), m)
         for m, kind in kinds.items()
     }
+
+
+@torch.no_grad()
+def mean_metric(
+    measuring: Measuring, fields: Mapping[str, npt.NDArray[np.generic]], metric: Metric
+) -> npt.NDArray[np.float64]:
+    """A metric of the examples of one user: [1, *shape], or [0, *shape] if there are none.
+
+    An `InvalidValueError` says that it is of updates.
+    """
+    kind = _kind_of(metric.name, measuring.task.metrics)
+    if kind.of_examples is None:
+        raise InvalidValueError(f"metric {metric.name!r} is of updates; it must be of examples")
+    x, y = (fields[name] for name in (measuring.task.inputs, measuring.task.targets))
+    total = torch.zeros((min(1, len(x)), *metric.shape), dtype=torch.float64)
+    for start in range(0, len(x), _ROWS):
+        rows = slice(start, start + _ROWS)
+        seen = measuring.seen(torch.tensor(x[rows]), torch.tensor(y[rows]), 1)
+        total += _of_examples(seen, metric, kind).sum(0)
+    sizes = torch.full((len(total), *[1] * len(metric.shape)), float(len(x)), dtype=torch.float64)
+    return kind.of_users(total, sizes, metric).numpy()
 
 
 def _of_examples(seen: _Seen, metric: Metric, kind: _Kind) -> Tensor:

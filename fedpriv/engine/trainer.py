@@ -232,12 +232,12 @@ class Trainer:
             return self._sum(request, start, chunk)
         except Exception as error:
             if len(chunk.users) == 1:
-                what = f"training raised {type(error).__name__}"
                 if self.naming:
-                    dropped = SimulationOnlyDropped(int(chunk.users[0]), f"{what}: {error}")
+                    reason = f"training raised {type(error).__name__}: {error}"
+                    dropped = SimulationOnlyDropped(int(chunk.users[0]), reason)
                     return ChunkSum(merged(name, (), dimension), dropped=dropped)
                 # The text of the error may hold the user's data.
-                _log.warning("a user counts as zero: %s", what)
+                _log.warning("a user counts as zero: training raised %s", type(error).__name__)
                 return ChunkSum(merged(name, (), dimension))
         halves = [
             self.sum_of(request, start, replace(chunk, users=users))

@@ -25,7 +25,12 @@ from fedpriv.report.records import Figures, RunRecord, versions
 from fedpriv.report.studies import measured
 from fedpriv.report.tables import plural
 from fedpriv.studies.results import ACCURACY, LOSS
-from fedpriv.training.rounds import CONTRIBUTORS_METRIC, RoundResult, contributors_text
+from fedpriv.training.rounds import (
+    CONTRIBUTORS_METRIC,
+    EVALUATION_PREFIX,
+    RoundResult,
+    contributors_text,
+)
 
 FOOTER: str = texts()["footer"].format(version=__version__)
 
@@ -165,7 +170,8 @@ def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
     high = [value + half for value, half in zip(values, noise, strict=True)]
     line = Series("released, ± 2 std. dev. of its noise", _numbers(found), values, low, high)
     words = {"metric": name, **unit_words(rounds[0].unit)}
-    kind = "contributors" if name == CONTRIBUTORS_METRIC else "metric"
+    kind = "evaluation" if name.startswith(EVALUATION_PREFIX) else "metric"
+    kind = "contributors" if name == CONTRIBUTORS_METRIC else kind
     return declared(kind, [line], words, f"metric-{quote(name, safe='')}")
 
 

@@ -37,7 +37,7 @@ from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
 from fedpriv.build import Experiment, build, check_budget
-from fedpriv.config import Config, FederationSection, for_folder, load_config
+from fedpriv.config import Config, FederationSection, StoppingSection, for_folder, load_config
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import load_population
 from fedpriv.engine.task import HeldOut, Task, evaluate, running_norms
@@ -53,6 +53,7 @@ from fedpriv.report.tables import Column, Table, plural, print_table
 from fedpriv.run.folder import RunFolder, held, read_run, write_report
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
+    EVALUATION_PREFIX,
     Checkpoint,
     OnRound,
     RoundResult,
@@ -144,6 +145,11 @@ class RunSetup:
             raise InvalidValueError(
                 f"privacy.unit is {self.config.privacy.unit!r}; {where} it must be 'user', since "
                 "only a simulation in one process has the data of all users"
+            )
+        if self.config.evaluation is not None:
+            raise InvalidValueError(
+                f"evaluation is given; {where} it must be absent, since surveys reach users only "
+                "where they train in the process of fedpriv simulate"
             )
         local = self.config.local
         if local is not None and local.algorithm not in ALGORITHMS:
@@ -297,19 +303,29 @@ def conduct(
         checkpoint = Checkpoint(state, plan.digest, records.ledger.head)
         with_room(lambda: save_checkpoint(folder.checkpoints, checkpoint))
 
+    section, evaluation = experiment.config.stopping, experiment.evaluation
+    stopping = section.build() if section else None
+    before = (each for each in folder.results() if each.round <= state.round)
+    values = [value for each in before for value in _read(section, each)]
     rounds = train(plan, state, transport, records, experiment.entropy)
-    while True:
+    stop = Stop.NO_GAIN
+    while stopping is None or state.round == plan.rounds or not stopping.reached(values):
         began = clock() if clock else 0.0
         try:
             state, result = next(rounds)
         except StopIteration as end:
-            stop: Stop = end.value
+            stop = end.value
             break
         seconds = clock() - began if clock else None
         result = replace(result, simulation_only_seconds=seconds)
         if state.round % output.evaluate_every == 0 or state.round == plan.rounds:
             loss, accuracy = measured()
             result = replace(result, loss=loss, accuracy=accuracy)
+        if evaluation is not None:
+            ends = stopping is not None and stopping.reached([*values, *_read(section, result)])
+            if evaluation.due(state.round, last=ends or state.round == plan.rounds):
+                result = evaluation.added(result, state.model, records, experiment.entropy)
+        values += _read(section, result)
         with_room(partial(folder.append_metrics, asdict(result)))
         if state.round % output.checkpoint_every == 0:
             keep()
@@ -319,6 +335,12 @@ def conduct(
     with_room(lambda: write_atomically(folder.model, model))
     loss, accuracy = measured()
     return Run(folder.path, experiment.task, stop, state, accuracy, loss)
+
+
+def _read(section: StoppingSection | None, result: RoundResult) -> list[float]:
+    """What a run stops by, if the round released it."""
+    found = None if section is None else result.scalar_metrics.get(section.metric)
+    return [] if found is None else [found]
 
 
 def run_rounds(
@@ -541,7 +563,11 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
     if run.loss is not None:
         rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
     private = run.rounds[-1].metrics_text if run.rounds else ()
-    rows += [("private metric before the last round", text) for text in private]
+    when = {True: "users' evaluation of the model", False: "private metric before the last round"}
+    rows += [
+        (when[text.startswith(EVALUATION_PREFIX)], text.removeprefix(EVALUATION_PREFIX))
+        for text in private
+    ]
     if counted := contributors_text(run.rounds, plan.sampling.event()):
         rows.append(("contributors, of those expected", counted))
     level = f"{plan.sampling.unit}-level (ε, δ)"

@@ -55,6 +55,7 @@ from fedpriv.training.optimizers import FedAvg, OptimizerState, Parameters, Serv
 
 BATCH_NORM_METRIC = "batch-norm"  # the metric that moves running statistics
 CONTRIBUTORS_METRIC = CONTRIBUTORS.name  # the count of users whose update counted
+EVALUATION_PREFIX = "evaluation/"  # begins names of what users say of the model after a round
 _MOST_CHANGE = 4.0  # of a variance in a round, as a factor, whatever the noise
 _LARGEST_MEAN, _LARGEST_VARIANCE = 1e15, 1e30
 _FORMAT = "fedpriv checkpoint 3"
@@ -274,13 +275,15 @@ class Stop(StrEnum):
     BUDGET = "the next round would pass the privacy budget"
     ASKED = "it was asked to stop"
     DECLINED = "too few nodes agreed to the next round"
+    NO_GAIN = "its metric got no better"
 
 
 @dataclass(frozen=True)
 class RoundResult:
     """What one round released and what it cost: a line of the metrics; callbacks are given it.
 
-    Among the metrics, `contributors` is a count: of users of the cohort whose update counted.
+    Among the metrics, `contributors` is a count, of users of the cohort whose update counted, and
+    those that begin with `evaluation/` are of the model after the round.
     All of it may be published but for `simulation_only_seconds`, the wall time of the round in a
     simulation, which depends on who took part. Nothing else depends on users but through the noise.
     """
