@@ -94,7 +94,7 @@ class Trainer:
     transport: InProcessTransport  # without an observer; `hosted` says which users it has
 
     def __post_init__(self) -> None:
-        if self.transport.observer is not None:
+        if self.transport.observer is not None or self.transport.on_dropped is not None:
             sentence = "a node has a transport with an observer; only a simulation may have one"
             raise InvalidValueError(sentence)
 

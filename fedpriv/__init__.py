@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedpriv.accounting.accountants import epsilon
     from fedpriv.data.population import Population
     from fedpriv.engine.task import Task
+    from fedpriv.evaluation import Evaluation
     from fedpriv.local import SGD
     from fedpriv.mechanism import Flat, Grouped, Joint, Mechanism, Part, PerLayer, Poisson
     from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
@@ -37,14 +38,16 @@ if TYPE_CHECKING:
         StepDecay,
     )
     from fedpriv.training.rounds import RoundResult
+    from fedpriv.training.stopping import Stopping
 
 __version__ = "0.1.0"
 # fmt: off
 __all__ = [
-    "SGD", "AdaptiveClipping", "Averaging", "Comparison", "ExponentialDecay", "FedAdagrad",
-    "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "Flat", "Grouped", "Joint", "Mechanism", "Part",
-    "PerLayer", "Poisson", "PolynomialDecay", "Population", "PowerDecay", "Projection",
-    "RoundResult", "Run", "StepDecay", "Task", "__version__", "compare", "epsilon", "simulate",
+    "SGD", "AdaptiveClipping", "Averaging", "Comparison", "Evaluation", "ExponentialDecay",
+    "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "Flat", "Grouped", "Joint",
+    "Mechanism", "Part", "PerLayer", "Poisson", "PolynomialDecay", "Population", "PowerDecay",
+    "Projection", "RoundResult", "Run", "StepDecay", "Stopping", "Task", "__version__", "compare",
+    "epsilon", "simulate",
 ]
 # fmt: on
 
@@ -52,6 +55,7 @@ _NAMES_IN = {
     "accounting.accountants": "epsilon",
     "data.population": "Population",
     "engine.task": "Task",
+    "evaluation": "Evaluation",
     "local": "SGD",
     "mechanism": "Flat Grouped Joint Mechanism Part PerLayer Poisson",
     "privacy.gaussian_mechanism": "AdaptiveClipping Averaging",
@@ -64,6 +68,7 @@ _NAMES_IN = {
         "StepDecay"
     ),
     "training.rounds": "RoundResult",
+    "training.stopping": "Stopping",
 }
 
 

@@ -1,14 +1,15 @@
 """From a configuration or values to a resolved and checked experiment, and from values back."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from fedpriv.config import Config, parse_config, plain, tables_of
+from fedpriv.config import Config, EvaluationSection, parse_config, plain, tables_of
 from fedpriv.data.population import Population, cut_up, load_population
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
 from fedpriv.engine.task import (
@@ -19,10 +20,13 @@ from fedpriv.engine.task import (
     check_task,
     running_norms,
 )
+from fedpriv.engine.trainer import SimulationOnlyDropped
 from fedpriv.engine.transport import InProcessTransport, device_named
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.evaluation import Evaluation, UserEvaluation, kept_apart
 from fedpriv.importing import import_function, path_of
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
+from fedpriv.logs import one_line
 from fedpriv.mechanism import Mechanism
 from fedpriv.models import build_model
 from fedpriv.privacy.gaussian_mechanism import Metric
@@ -32,12 +36,15 @@ from fedpriv.privacy.round import LocalTraining
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import (
     BATCH_NORM_METRIC,
+    EVALUATION_PREFIX,
     OnRound,
     RunningStatistics,
     ServerState,
     TrainingPlan,
     initial_state,
 )
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class Experiment:
     entropy: Entropy  # of cohorts and noise
     device: torch.device
     on_round: Mapping[str, OnRound] = field(default_factory=dict)  # called with each release
+    evaluation: UserEvaluation | None = None  # what users are asked of released models
 
     @property
     def initial_state(self) -> ServerState:
@@ -86,20 +94,74 @@ def on_population(
 ) -> tuple[Experiment, InProcessTransport]:
     """As `simulated`, where the population is loaded already, and perhaps the method made.
 
-    Every example or microbatch is enrolled by itself where that is the unit of privacy.
+    Every example or microbatch is enrolled by itself where that is the unit of privacy. Where users
+    evaluate the model, part of their examples is kept from training, and what that will be charged
+    counts as spent.
     """
     mechanism = method.mechanism if method else config.mechanism()
-    population = records_of(population, mechanism)
+    population, evaluation = records_of(population, mechanism), None
+    if config.evaluation is not None:
+        method = method or method_of(config)
+        evaluation, population = _evaluation(
+            config, config.evaluation, run, population, method.task
+        )
+        asked, before = evaluation.events(config.rounds), spent
+        spent = [*before, asked]
+        budget = mechanism.budget
+        if mechanism.noise_multiplier is None and not budget.admits(spent):
+            raise InvalidValueError(
+                f"the evaluations would bring ε to {budget.epsilon_of(spent):.4g} at delta "
+                f"{budget.delta} without a round; privacy.epsilon is {budget.epsilon} and must be "
+                "larger, or evaluation.noise_multiplier must be"
+            )
     engine, name, users = config.engine, population.name, population.users.population
     experiment = build(config, run, name, users, population.test, spent, method)
+    if evaluation is not None:
+        # A run that is resumed keeps the same examples from training.
+        kept = f"{experiment.plan.description} held_out={evaluation.asked.held_out}"
+        plan = replace(experiment.plan, description=kept)
+        experiment = replace(experiment, plan=plan, evaluation=evaluation)
+        check_budget(experiment, [*before, replace(asked, count=1)])
     return experiment, InProcessTransport(
         experiment.task,
         population.users,
         experiment.device,
         engine.chunk_mebibytes * 2**20,
+        on_dropped=_naming_the_first(population, mechanism.unit),
         activations=engine.activations,
         processes=engine.processes,
     )
+
+
+def _evaluation(
+    config: Config, section: EvaluationSection, run: str, population: Population, task: Task
+) -> tuple[UserEvaluation, Population]:
+    """What users will be asked, and the population with what they train on."""
+    asked = Evaluation(**section.model_dump())
+    metrics = tuple(_metric(*named, task, None) for named in asked.report.items())
+    trained, kept = kept_apart(population.users, asked.held_out)
+    evaluation = UserEvaluation(asked, f"{config.run or run}-evaluation", kept, task, metrics)
+    evaluation.check(population.test)
+    return evaluation, replace(population, users=trained)
+
+
+def _naming_the_first(
+    population: Population, unit: Unit
+) -> Callable[[SimulationOnlyDropped], None]:
+    """Name the first user, or record of another unit, that counts as zero in a simulation."""
+    named = list[SimulationOnlyDropped]()
+
+    def warn(dropped: SimulationOnlyDropped) -> None:
+        if not named:
+            named.append(dropped)
+            _log.warning(
+                "simulation only, not private: %s %s counts as zero: %s; others are not named",
+                unit,
+                population.users.id_of(dropped.user),
+                one_line(dropped.reason),
+            )
+
+    return warn
 
 
 def records_of(population: Population, mechanism: Mechanism) -> Population:
@@ -167,12 +229,14 @@ def build(
         description=f"{origin} {kinds} seed={config.seed}",
         metrics=metrics,
         metrics_share=mechanism.metrics_share if metrics else 0.0,
+        contributors_share=mechanism.contributors_share,
         adaptive=mechanism.adaptive,
         averaging=mechanism.averaging,
         statistics=statistics,
     )
     if metrics:
         check_metrics(task, metrics, plan.mechanism.clipping, few)
+    _check_stopping(config, plan)
     if mechanism.rounds == plan.rounds:
         plan = plan.within(budget, spent)
     config = config.with_noise(plan.noise_multiplier).model_copy(update={"run": plan.run})
@@ -182,6 +246,25 @@ def build(
         for path in config.callbacks.on_round
     }
     return Experiment(config, held_out, task, plan, budget, entropy, device, callbacks)
+
+
+def _check_stopping(config: Config, plan: TrainingPlan) -> None:
+    """Refuse to stop by what is not released, or not a number, or not released often enough."""
+    if config.stopping is None:
+        return
+    name, asked = config.stopping.build().metric, config.evaluation
+    known = [metric.name for metric in plan.reported if metric.shape == ()]
+    if asked is not None and asked.every is not None:
+        known += [
+            EVALUATION_PREFIX + each
+            for each, numbers in asked.report.items()
+            if "shape" not in numbers
+        ]
+    if name not in known:
+        raise InvalidValueError(
+            f"stopping.metric is {name!r}, which no round releases as one number; "
+            f"{known_names(name, known)}"
+        )
 
 
 def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
@@ -199,16 +282,17 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
 def method_of(config: Config) -> Method:
     """How a configuration says that its model is trained, without a projection."""
     model = config.model
+    asked = config.evaluation.report if config.evaluation else {}
     task = build_task(
         model.name,
         model.options,
         model.seed,
         model.loss,
-        config.metrics.report,
+        [*config.metrics.report, *asked],
         inputs=model.inputs,
         targets=model.targets,
         ignore_index=model.ignore_index,
-        figures=config.evaluation.figures,
+        figures=config.held_out.figures,
     )
     return Method(task, config.mechanism(), config.training(), config.server.build())
 

@@ -15,6 +15,7 @@ from fedpriv.importing import Choice
 from fedpriv.local import ALGORITHMS, GRADIENT
 from fedpriv.mechanism import (
     CLIPPINGS,
+    CONTRIBUTORS_SHARE,
     SAMPLING_POLICIES,
     ClippingPolicy,
     Grouped,
@@ -27,6 +28,7 @@ from fedpriv.mechanism import (
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.training.optimizers import SCHEDULES, SERVER_OPTIMIZERS, Schedule, ServerOptimizer
+from fedpriv.training.stopping import Stopping
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _PATHS = {"privacy": {"ledger"}, "federation": {"enrolment", "certificates", "held_out"}}
@@ -355,13 +357,41 @@ class ClippingSection(ClippedSection):
 
 
 class MetricsSection(Section):
-    """What is released beside the update, and the share of a round's privacy for all of it."""
+    """What is released beside the update, and shares of a round's privacy for it.
+
+    `share` is for all that `report` names, `contributors_share` for counting the users of a cohort
+    whose update counted; 0 counts nobody.
+    """
 
     share: float = 0.05
-    report: dict[str, dict[str, int | float | list[float]]] = {}  # options of metrics by name
+    contributors_share: Annotated[float, Field(ge=0.0, lt=1.0)] = CONTRIBUTORS_SHARE
+    report: dict[str, dict[str, int | float | list[int | float]]] = {}  # options of metrics by name
 
 
 class EvaluationSection(Section):
+    """What users are asked of the released model, on examples kept from training; `Evaluation`."""
+
+    noise_multiplier: Positive
+    report: dict[str, dict[str, int | float | list[int | float]]] = {"accuracy": {}}
+    sampling_probability: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    every: Count | None = None
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
+
+
+class StoppingSection(Section):
+    """When a private metric says that a run is as good as it gets; see `Stopping`."""
+
+    metric: str
+    patience: Count
+    better: Literal["larger", "smaller"] | None = None
+    least_gain: NonNegative = 0.0
+
+    def build(self) -> Stopping:
+        """The rule with these settings."""
+        return Stopping(**self.model_dump())
+
+
+class HeldOutSection(Section):
     """Figures of models on held-out rows, by names of one's own; users are asked for nothing.
 
     Each is a name, an import path, or a table with one of these as `figure`, and its options.
@@ -475,8 +505,10 @@ class Config(Section):
     server: ServerSection = ServerSection()
     noise: NoiseSection = NoiseSection()
     metrics: MetricsSection = MetricsSection()
+    evaluation: EvaluationSection | None = None  # where users train in one process only
+    stopping: StoppingSection | None = None
     averaging: AveragingSection = AveragingSection()
-    evaluation: EvaluationSection = EvaluationSection()
+    held_out: HeldOutSection = HeldOutSection()
     engine: EngineSection = EngineSection()
     output: OutputSection = OutputSection()
     callbacks: CallbacksSection = CallbacksSection()
@@ -485,6 +517,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _must_fit_the_unit(self) -> Self:
         unit = self.privacy.unit
+        if unit != "user" and self.evaluation is not None:
+            raise ValueError(
+                f"evaluation is given and privacy.unit is {unit!r}; it must be 'user', since "
+                "others have no examples of their own to keep from training"
+            )
         if self.local is None and unit == "user":
             raise ValueError("key local is absent; it says how each user trains")
         if unit != "user":
@@ -518,6 +555,7 @@ class Config(Section):
             averaging=Averaging(**self.averaging.model_dump(exclude={"weights"})),
             metrics=self.metrics.report,
             metrics_share=self.metrics.share,
+            contributors_share=self.metrics.contributors_share,
             **self.privacy.model_dump(include=_MECHANISM_KEYS),
         )
 
@@ -573,7 +611,11 @@ def tables_of(
         },
         "clipping": clipping,
         "noise": {"allocation": mechanism.allocation},
-        "metrics": {"share": mechanism.metrics_share, "report": mechanism.metrics},
+        "metrics": {
+            "share": mechanism.metrics_share,
+            "contributors_share": mechanism.contributors_share,
+            "report": mechanism.metrics,
+        },
         "averaging": {**asdict(averaging), "weights": weights},
     }
 

@@ -43,7 +43,7 @@ from fedpriv.local import SGD
 from fedpriv.logs import one_line
 from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.clipping import Clipping, IntegerVector
-from fedpriv.privacy.gaussian_mechanism import Averaging
+from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, Averaging
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
@@ -173,6 +173,7 @@ class PrivateStrategy(Strategy):
             local=_OWN_TRAINING,
             optimizer=self.server,
             adaptive=mechanism.adaptive,
+            contributors_share=mechanism.contributors_share,
         )
         return plan.within(mechanism.budget) if mechanism.rounds == rounds else plan
 
@@ -313,7 +314,8 @@ def contribution(
         told = str(error) if isinstance(error, InvalidValueError) else type(error).__name__
         _log.warning("a malformed update counts as zero: %s", one_line(told))
         return np.zeros(clipping.layout.dimension, np.int64)
-    return clipping.contribution(update)
+    counted = {CONTRIBUTORS.tensor: np.ones(())} if CONTRIBUTORS.tensor in clipping.spans else {}
+    return clipping.contribution({**update, **counted})
 
 
 def clipping_mod(
@@ -336,7 +338,7 @@ def clipping_mod(
     clipping, users = flower_messages.asked(message.content)
     arrays, config = message.content.array_records[_ARRAYS], message.content.config_records[_CONFIG]
     names = [tensor for group in clipping.sent for tensor in group.tensors]
-    sent = {name: arrays[name].numpy() for name in names}
+    sent = {name: arrays[name].numpy() for name in names if name != CONTRIBUTORS.tensor}
     total = np.zeros(clipping.layout.dimension, np.int64)
     for user in users.tolist():
         own, blank = copy.copy(message), copy.copy(context)

@@ -26,6 +26,9 @@ from fedpriv.privacy.gaussian_mechanism import (
 from fedpriv.privacy.layout import Layout, VectorGroup
 from fedpriv.privacy.sampling import PoissonSampling
 
+# Noise on the update grows by 1/√(1 − ω), half a per cent. That on the count is z/√ω = 10·z users,
+# much in one round of a small cohort; the mean over T rounds has 1/√T of it.
+CONTRIBUTORS_SHARE = 0.01
 Allocation = Literal["proportional", "dimension"] | Mapping[str, float]
 """How vector groups share the noise: by clipping norm, by dimension, or by given weights."""
 
@@ -236,6 +239,8 @@ class Mechanism:
     averaging: Averaging = Averaging()  # noqa: RUF009 - frozen, so sharing it is safe
     metrics: Mapping[str, Mapping[str, float | Sequence[float]]] = field(default_factory=dict)
     metrics_share: float = 0.05  # of the round's privacy, for all metrics together
+    # Likewise, for counting the users of a cohort whose update counted; 0 counts nobody.
+    contributors_share: float = CONTRIBUTORS_SHARE
     accountant: str = "tight"  # prices the budget; it must give upper bounds
     unsafe_no_privacy: bool = False  # allows a run without noise or without a budget
     unit: Unit = Unit.USER  # what is sampled, clipped and protected
@@ -258,6 +263,7 @@ class Mechanism:
         averaging: Averaging | None = None,
         metrics: Mapping[str, Mapping[str, float | Sequence[float]]] | Iterable[str] = (),
         metrics_share: float = 0.05,
+        contributors_share: float = CONTRIBUTORS_SHARE,
         accountant: str = "tight",
         unit: Literal["user", "example", "microbatch"] = "user",
         microbatch: int | None = None,
@@ -276,6 +282,7 @@ class Mechanism:
             averaging=averaging or Averaging(),
             metrics=metrics if isinstance(metrics, Mapping) else {name: {} for name in metrics},
             metrics_share=metrics_share,
+            contributors_share=contributors_share,
             accountant=accountant,
             unit=Unit(check_unit(unit, microbatch)),
             microbatch=microbatch,

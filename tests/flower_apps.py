@@ -217,7 +217,7 @@ def summing(total: Callable[[int], np.ndarray], version: str = fedpriv.__version
     """Sends a sum as the mod does, of any integers."""
 
     def answer(message: Message, _context: Context) -> Message:
-        size = sum(int(np.prod(shape)) for shape in SHAPES.values())
+        size = sum(int(np.prod(shape)) for shape in SHAPES.values()) + 1  # one counts its users
         packed = flower_messages.packed({"sum": total(size)})
         sent = flower_messages.content_of({}, packed)
         sent["fedpriv"]["version"] = version

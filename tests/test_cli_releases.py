@@ -69,10 +69,11 @@ def test_plan_shows_every_group_and_spends_nothing(file: Path) -> None:
         "rest",
         "metrics/accuracy",
         "metrics/label-counts",
+        "metrics/contributors",
         "unclipped",
     ]
     shares = [float(row[4].rstrip("%")) for row in rows.values()]
-    assert shares == pytest.approx([52.5, 17.5, 10.0, 10.0, 10.0])
+    assert shares == pytest.approx([51.8, 17.2, 10.0, 10.0, 1.0, 10.0])
     assert rows["weights"][1:3] == ["640", "0.4"]
     text = printed("plan", file, cwd=file.parent)
     assert "Nothing was spent." in text
@@ -85,7 +86,7 @@ def test_a_run_releases_metrics_with_their_noise_at_one_epsilon(file: Path, tmp_
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3
     for row in rows:
-        assert set(row["metrics"]) == {"accuracy", "label-counts"}
+        assert set(row["metrics"]) == {"accuracy", "label-counts", "contributors"}
         assert len(row["metrics"]["label-counts"]) == 10
         assert row["metrics_noise_stddev"]["accuracy"] > 0.0
         assert len(row["clipping_norms"]) == len(row["unclipped"]) == 2
@@ -173,6 +174,38 @@ def test_weights_by_examples_and_a_floor_run(file: Path, tmp_path: Path) -> None
     # 0.4 and 0.1, moved twice as far as without a floor, and by what rounding adds to that.
     norms = [query.clipping_norm for query in first.queries[:2]]
     assert [0.8, 0.2] <= norms == pytest.approx([0.8, 0.2], rel=1e-5)
+
+
+OWN = """
+def both(outputs, targets):
+    return outputs.softmax(1)[:, :2]
+"""
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_vector_is_asked_for_in_the_file(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN, encoding="utf-8")
+    tables = """
+report."mine:both" = { radius = 1, shape = [2] }
+report."update-norms:rest" = { thresholds = [1, 0.5] }
+"""
+    text = file.read_text().replace("report.accuracy = {}", tables)
+    file.write_text(text, encoding="utf-8")
+    run, again = tmp_path / "run", tmp_path / "again"
+    printed("simulate", file, "--out", run, cwd=tmp_path)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    for row in rows:
+        assert len(row["metrics"]["mine:both"]) == len(row["metrics"]["update-norms:rest"]) == 2
+    assert np.ptp([row["metrics"]["mine:both"] for row in rows]) > 0.0
+    # The resolved plan says the same, and can be run again.
+    printed("simulate", run / "plan.toml", "--out", again, cwd=tmp_path)
+    plans = [folder / "plan.sha256" for folder in (run, again)]
+    assert plans[0].read_bytes() == plans[1].read_bytes()
+    for shape, found in (("[2.0]", "[2.0]"), ("2", "2"), ("[0]", "[0]")):
+        setting = f'metrics.report={{"mine:both"={{radius=1, shape={shape}}}}}'
+        sentence = refused("plan", file, "--set", setting, cwd=tmp_path)
+        assert f"shape of metric 'mine:both' is {found}; " in sentence
 
 
 MODEL = """

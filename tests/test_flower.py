@@ -29,6 +29,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.mechanism import Mechanism, Poisson
 from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.layout import Layout, flat, squared_bound
 from fedpriv.privacy.round import LocalTraining, RoundRequest, Transport
 from fedpriv.wire import flower_messages
@@ -141,13 +142,19 @@ def test_a_hostile_node_counts_as_zero_and_harms_nobody(
 LONGEST = math.isqrt(squared_bound(NORM) // sum(math.prod(shape) for shape in SHAPES.values()))
 
 
+def equal(component: int) -> App:
+    """Sends a sum of equal components, and one user."""
+    counted = round(1.0 / CONTRIBUTORS.group.granularity)
+    return summing(lambda size: np.append(np.full(size - 1, component), counted))
+
+
 @pytest.mark.parametrize(
     ("hostile", "moves"),
     [
         (weights(lambda w: w + 1e30), NORM),
         (weights(lambda w: w - 1e5), NORM),
-        (summing(lambda size: np.full(size, LONGEST)), NORM),
-        (summing(lambda size: np.full(size, LONGEST + 1)), 0.0),
+        (equal(LONGEST), NORM),
+        (equal(LONGEST + 1), 0.0),
     ],
     ids=["far", "near", "a sum of one", "a longer sum"],
 )

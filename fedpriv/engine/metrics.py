@@ -42,6 +42,7 @@ from fedpriv.privacy.layout import Layout, VectorGroup, layers, per_layer
 from fedpriv.privacy.round import RoundRequest
 
 _UPDATE_NORMS = "update-norms"
+_ROWS = 2_000  # of one user that are measured at once
 _UPWARD = 1.0 + 2.0**-50  # on radii that are met exactly, for the rounding of the root
 _ROUNDING = 1.0 + 2.0**-20  # of float32: a metric at its bound is not clipped
 
@@ -334,6 +335,32 @@ def _measured(
         m: kind.of_users(sums[m], sizes[m].view(-1, *[1] * len(m.shape)), m)
         for m, kind in kinds.items()
     }
+
+
+@torch.no_grad()
+def mean_metric(
+    measuring: Measuring, fields: Mapping[str, npt.NDArray[np.generic]], metric: Metric
+) -> npt.NDArray[np.float64]:
+    """A metric of the examples of one user: [1, *shape], or [0, *shape] if none counts.
+
+    An `InvalidValueError` says that it is of updates.
+    """
+    kind = _kind_of(metric.name, measuring.task.metrics)
+    if kind.of_examples is None:
+        raise InvalidValueError(f"metric {metric.name!r} is of updates; it must be of examples")
+    task, size = measuring.task, 0.0
+    total = torch.zeros(metric.shape, dtype=torch.float64)
+    for start in range(0, len(fields[task.targets]), _ROWS):
+        rows = slice(start, start + _ROWS)
+        x, y = task.given({name: torch.tensor(fields[name][rows]) for name in task.fields})
+        value = _of_examples(measuring.seen(x, y, 1), metric, kind)
+        weights = kind.weigh(task.shares(y, kind=torch.float64))
+        total += value[weights > 0.0].sum(0)
+        size += float(weights.sum())
+    if not size:
+        return np.empty((0, *metric.shape))
+    sizes = torch.full((1, *[1] * len(metric.shape)), size, dtype=torch.float64)
+    return kind.of_users(total[None], sizes, metric).numpy()
 
 
 def _of_examples(seen: _Seen, metric: Metric, kind: _Kind) -> Tensor:

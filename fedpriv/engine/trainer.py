@@ -29,7 +29,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine import local_training
 from fedpriv.engine.layers import BatchedModel, batched_model
 from fedpriv.engine.local_training import Examples, Integers, Rung
-from fedpriv.engine.metrics import Measuring, diagnose_chunk, user_metrics
+from fedpriv.engine.metrics import Measuring, diagnose_chunk, group_norms, user_metrics
 from fedpriv.engine.task import (
     Activations,
     Inputs,
@@ -41,7 +41,9 @@ from fedpriv.engine.task import (
     seeded,
 )
 from fedpriv.errors import ModelError
+from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates, integer_sum, rows_of
+from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged
 
@@ -75,11 +77,20 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class SimulationOnlyDropped:
+    """A user who counts as zero. Publishing it breaks the guarantee of that user."""
+
+    user: int  # position in the store
+    reason: str  # may hold the user's data
+
+
+@dataclass(frozen=True)
 class ChunkSum:
-    """The partial sum of a chunk, and what an observer is told of its users, if there is one."""
+    """The partial sum of a chunk, and what a simulation alone is told of its users."""
 
     partial: PartialSum
     diagnostics: tuple[npt.NDArray[np.float64], ...] = ()
+    dropped: SimulationOnlyDropped | None = None  # the first, if one was looked for
 
 
 def blank(users: UserStore) -> Mapping[str, npt.NDArray[np.generic]]:
@@ -103,6 +114,7 @@ class Trainer:
     memory: int  # bytes that a chunk may take, roughly
     activations: Activations
     observed: bool  # whether an observer is told of the users
+    naming: bool = False  # whether users who count as zero are told of
     # Held while the models know the parameters of a chunk's users, and by a thread that forks, so
     # that no process begins with those of another.
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
@@ -216,7 +228,7 @@ class Trainer:
         inputs, outputs, patches = self._numbers
         held = rung.steps * rung.width * (inputs + factors)
         activations = rung.width * (sum(outputs) + patches) * _ACTIVATIONS
-        metrics = _METRICS * sum(prod(metric.shape) for metric in request.metrics)
+        metrics = _METRICS * sum(prod(metric.shape) for metric in request.measured)
         copies = parameters * (_PARAMETERS + algorithm.memories)
         return 4 * (held + activations + copies + metrics)
 
@@ -231,6 +243,10 @@ class Trainer:
             return self._sum(request, start, chunk)
         except Exception as error:
             if len(chunk.users) == 1:
+                if self.naming:
+                    reason = f"training raised {type(error).__name__}: {error}"
+                    dropped = SimulationOnlyDropped(int(chunk.users[0]), reason)
+                    return ChunkSum(merged(name, (), dimension), dropped=dropped)
                 # The text of the error may hold the user's data.
                 _log.warning("a user counts as zero: training raised %s", type(error).__name__)
                 return ChunkSum(merged(name, (), dimension))
@@ -239,7 +255,9 @@ class Trainer:
             for users in np.array_split(chunk.users, 2)
         ]
         partial = merged(name, [each.partial for each in halves], dimension)
-        return ChunkSum(partial, halves[0].diagnostics + halves[1].diagnostics)
+        first, second = halves
+        diagnostics = first.diagnostics + second.diagnostics
+        return ChunkSum(partial, diagnostics, first.dropped or second.dropped)
 
     def _sum(self, request: RoundRequest, start: RoundParameters, chunk: Chunk) -> ChunkSum:
         diagnostics: tuple[npt.NDArray[np.float64], ...] = ()
@@ -251,8 +269,27 @@ class Trainer:
                 diagnostics = (diagnose_chunk(measuring, examples, tensors, request),)
             weights = np.minimum(examples.plan.counts, request.clipping.weight_cap)
             total = integer_sum(tensors, request.clipping, weights).cpu().numpy()
+            dropped = self._not_finite(request, chunk, tensors, total) if self.naming else None
         name, users = str(chunk.users[0]), len(chunk.users)
-        return ChunkSum(PartialSum(name, users, total, int(weights.sum())), diagnostics)
+        return ChunkSum(PartialSum(name, users, total, int(weights.sum())), diagnostics, dropped)
+
+    def _not_finite(
+        self, request: RoundRequest, chunk: Chunk, tensors: Updates, total: IntegerVector
+    ) -> SimulationOnlyDropped | None:
+        """The first user that was zeroed, where the count of contributors says that one was."""
+        if CONTRIBUTORS not in request.metrics:
+            return None
+        layout, step = request.clipping.layout, CONTRIBUTORS.group.granularity
+        (counted,) = total[layout.slices[CONTRIBUTORS.tensor]].tolist()
+        if round(counted * step) == len(chunk.users):
+            return None
+        norms = torch.stack([*group_norms(tensors, request.clipping.sent).values()], 1)
+        places = (~torch.isfinite(norms).all(1)).nonzero().flatten().tolist()
+        user, reason = int(chunk.users[places[0]]), "its update is not finite"
+        for name, column in self.users.examples_of(user).items():
+            if column.dtype.kind == "f" and not np.isfinite(column).all():
+                reason = f"its field {name!r} holds NaN or infinity"
+        return SimulationOnlyDropped(user, reason)
 
     def sent(
         self,
@@ -269,11 +306,16 @@ class Trainer:
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
     ) -> Updates:
         updates = self._train(request, start, chunk, examples)
-        if not request.metrics:
-            return updates
-        measuring = Measuring(self.evaluated, start, self.measured)
-        groups = request.clipping.groups
-        return {**updates, **user_metrics(measuring, examples, request.metrics, updates, groups)}
+        reported = TorchTensors()
+        if request.measured:
+            measuring, groups = (
+                Measuring(self.evaluated, start, self.measured),
+                request.clipping.groups,
+            )
+            reported = user_metrics(measuring, examples, request.measured, updates, groups)
+        if CONTRIBUTORS in request.metrics:
+            reported[CONTRIBUTORS.tensor] = torch.ones(chunk.lanes, device=self.device)
+        return {**updates, **reported}
 
     def _examples(
         self, request: RoundRequest, chunk: Chunk, store: UserStore | None = None
@@ -332,7 +374,7 @@ class Isolation:
         depends on more than its rows and the generators of torch.
         """
         self._start = self._start or start
-        measured = tuple((metric.name, metric.shape) for metric in request.metrics)
+        measured = tuple((metric.name, metric.shape) for metric in request.measured)
         key = (request.local, measured, rung)
         if key not in self._verdicts:
             self._verdicts[key] = self._examined(request, rung)

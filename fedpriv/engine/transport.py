@@ -36,7 +36,15 @@ from fedpriv.engine.task import (
     plain_arithmetic,
     refuse_flushing_threads,
 )
-from fedpriv.engine.trainer import Chunk, ChunkSum, Isolation, Trainer, blank, sizes_of
+from fedpriv.engine.trainer import (
+    Chunk,
+    ChunkSum,
+    Isolation,
+    SimulationOnlyDropped,
+    Trainer,
+    blank,
+    sizes_of,
+)
 from fedpriv.errors import InvalidValueError, WorkerError
 from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
 
@@ -71,6 +79,8 @@ class InProcessTransport(Transport):
     hosted: Integers | None = None
     # Called at the end of each round with figures that are not private; None in every deployment.
     observer: Callable[[SimulationOnlyDiagnostics], None] | None = None
+    # Called with users who count as zero; None in every deployment.
+    on_dropped: Callable[[SimulationOnlyDropped], None] | None = None
     activations: Activations = "float32"  # of the model while users train
     # How many train side by side on a CPU, with an equal share of torch's threads each; None: one
     # for each thread. They are forked from this one before the first round that has work for two,
@@ -94,14 +104,16 @@ class InProcessTransport(Transport):
         seen = list[npt.NDArray[np.float64]]()
         for users, found in self._sums(request):
             seen.extend(found.diagnostics)
+            if self.on_dropped is not None and found.dropped is not None:
+                self.on_dropped(found.dropped)
             yield users if self.hosted is None else self.hosted[users], found.partial
         if self.observer is not None:
             self.observer(diagnose_round(request, seen))
 
     def _sums(self, request: RoundRequest) -> Iterator[tuple[Integers, ChunkSum]]:
         """Users of chunks and their sums, in the order of chunks."""
-        if request.metrics:  # before any user's data are touched
-            check_metrics(self.task, request.metrics, request.clipping, blank(self.users))
+        if request.measured:  # before any user's data are touched
+            check_metrics(self.task, request.measured, request.clipping, blank(self.users))
         start = RoundParameters.of(request, self._trainer.constants, self.device)
         with computing_with(self._threads):
             with plain_arithmetic(self.device):
@@ -127,7 +139,7 @@ class InProcessTransport(Transport):
             users = request.users[known]
         else:
             users = np.flatnonzero(np.isin(self.hosted, request.users))
-        measured = bool(request.metrics) or self.observer is not None
+        measured = bool(request.measured) or self.observer is not None
         rungs = list(by_rung(sizes_of(self.users, users), request.local, measured=measured))
         work = [len(some) * rung.steps * rung.width for rung, some in rungs]
         for (rung, some), share in zip(rungs, work, strict=True):
@@ -160,6 +172,7 @@ class InProcessTransport(Transport):
             self.chunk_memory,
             self.activations,
             observed=self.observer is not None,
+            naming=self.on_dropped is not None,
         )
 
     @cached_property

@@ -370,6 +370,15 @@ class Metric:
         return VectorGroup.single(self.tensor, self.radius)
 
 
+# A user whose update counts adds 1. One that is dropped or absent is the zero vector, here as in
+# all groups, and adds 0. So one user more or less moves the sum by at most 1, the radius: exactly,
+# as 1 is a whole number of steps. What is released is this count over the constant expected cohort;
+# the share of those drawn would be a ratio to the size of the cohort, which is secret too. With +½
+# for counted and −½ for dropped, the noise would be half; but then what is broken would have to add
+# something, and a node that is away would count as half of its users.
+CONTRIBUTORS = Metric("contributors")
+
+
 @dataclass(frozen=True)
 class AdaptiveClipping:
     """Moves each clipping norm so that a share of the users, the quantile, is not clipped.

@@ -30,7 +30,7 @@ from fedpriv.ledger.events import PrivacyBudget, RoundEvent
 from fedpriv.ledger.ledger import Charge, Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping import Clipping, IntegerVector
-from fedpriv.privacy.gaussian_mechanism import Metric, PoissonGaussianMechanism
+from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, Metric, PoissonGaussianMechanism
 from fedpriv.privacy.layout import FloatVector
 from fedpriv.privacy.noise import Entropy
 
@@ -89,6 +89,11 @@ class RoundRequest:
     metrics: tuple[Metric, ...] = ()  # what users report beside their update
     # Running statistics of normalisations at the start of the round, by name.
     statistics: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+
+    @property
+    def measured(self) -> tuple[Metric, ...]:
+        """The metrics that must be computed: all but that a user contributes, which is 1."""
+        return tuple(metric for metric in self.metrics if metric != CONTRIBUTORS)
 
 
 @dataclass(frozen=True)

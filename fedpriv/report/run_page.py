@@ -25,7 +25,12 @@ from fedpriv.report.records import Figures, RunRecord, versions
 from fedpriv.report.studies import measured
 from fedpriv.report.tables import plural
 from fedpriv.studies.results import ACCURACY, LOSS
-from fedpriv.training.rounds import RoundResult
+from fedpriv.training.rounds import (
+    CONTRIBUTORS_METRIC,
+    EVALUATION_PREFIX,
+    RoundResult,
+    contributors_text,
+)
 
 FOOTER: str = texts()["footer"].format(version=__version__)
 
@@ -80,6 +85,7 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
         shown = {name: value, **{n: f"{v:.4g}" for n, v in last.figures.items()}}
         cards += [Card(n, text, "on held-out rows, last model") for n, text in shown.items()]
     unit, n = unit_of(record.ledger), users_of(record.ledger)
+    cards += _contributors(record)
     cards += [
         Card(
             f"{unit}-level ε", format_epsilon(loss.epsilon if loss else 0.0), _epsilon_note(record)
@@ -90,6 +96,17 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
     warned = warnings(record.delta, record.ledger)
     answer = [_statement(record, loss)]
     return Section("summary", "Summary", answer, answers=1, warnings=warned, cards=cards)
+
+
+def _contributors(record: RunRecord) -> list[Card]:
+    """How many users' updates counted, if that was released."""
+    charges = (row.event.sampling for row in record.ledger.charges if row.run == record.name)
+    sampling = next(charges, None)
+    if sampling is None:
+        return []
+    counted, _, expected = contributors_text(record.rounds, sampling).partition(" of ")
+    note = f"of {expected} expected in a round, on average"
+    return [Card("contributors", counted, note)] if counted else []
 
 
 def _epsilon_note(record: RunRecord) -> str:
@@ -174,7 +191,9 @@ def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
     high = [value + half for value, half in zip(values, noise, strict=True)]
     line = Series("released, ± 2 std. dev. of its noise", _numbers(found), values, low, high)
     words = {"metric": name, **unit_words(rounds[0].unit)}
-    return declared("metric", [line], words, f"metric-{quote(name, safe='')}")
+    kind = "evaluation" if name.startswith(EVALUATION_PREFIX) else "metric"
+    kind = "contributors" if name == CONTRIBUTORS_METRIC else kind
+    return declared(kind, [line], words, f"metric-{quote(name, safe='')}")
 
 
 def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:

@@ -37,7 +37,7 @@ from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
 from fedpriv.build import Experiment, build, check_budget
-from fedpriv.config import Config, FederationSection, for_folder, load_config
+from fedpriv.config import Config, FederationSection, StoppingSection, for_folder, load_config
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import load_population
 from fedpriv.engine.task import HeldOut, Task, evaluate, running_norms
@@ -52,6 +52,8 @@ from fedpriv.report.run_page import write_run_figures
 from fedpriv.report.tables import Column, Table, plural, print_table
 from fedpriv.run.folder import RunFolder, held, read_run, write_report
 from fedpriv.training.rounds import (
+    CONTRIBUTORS_METRIC,
+    EVALUATION_PREFIX,
     Checkpoint,
     OnRound,
     RoundResult,
@@ -59,6 +61,7 @@ from fedpriv.training.rounds import (
     Stop,
     TrainingPlan,
     checkpoints,
+    contributors_text,
     released_model,
     resume,
     save_checkpoint,
@@ -143,6 +146,11 @@ class RunSetup:
             raise InvalidValueError(
                 f"privacy.unit is {self.config.privacy.unit!r}; {where} it must be 'user', since "
                 "only a simulation in one process has the data of all users"
+            )
+        if self.config.evaluation is not None:
+            raise InvalidValueError(
+                f"evaluation is given; {where} it must be absent, since surveys reach users only "
+                "where they train in the process of fedpriv simulate"
             )
         local = self.config.local
         if local is not None and local.algorithm not in ALGORITHMS:
@@ -303,18 +311,28 @@ def conduct(
         checkpoint = Checkpoint(state, plan.digest, records.ledger.head)
         with_room(lambda: save_checkpoint(folder.checkpoints, checkpoint))
 
+    section, evaluation = experiment.config.stopping, experiment.evaluation
+    stopping = section.build() if section else None
+    before = (each for each in folder.results() if each.round <= state.round)
+    values = [value for each in before for value in _read(section, each)]
     rounds = train(plan, state, transport, records, experiment.entropy)
-    while True:
+    stop = Stop.NO_GAIN
+    while stopping is None or state.round == plan.rounds or not stopping.reached(values):
         began = clock() if clock else 0.0
         try:
             state, result = next(rounds)
         except StopIteration as end:
-            stop: Stop = end.value
+            stop = end.value
             break
         seconds = clock() - began if clock else None
         result = replace(result, simulation_only_seconds=seconds)
         if state.round % output.evaluate_every == 0 or state.round == plan.rounds:
             result = replace(result, **measured())
+        if evaluation is not None:
+            ends = stopping is not None and stopping.reached([*values, *_read(section, result)])
+            if evaluation.due(state.round, last=ends or state.round == plan.rounds):
+                result = evaluation.added(result, state.model, records, experiment.entropy)
+        values += _read(section, result)
         with_room(partial(folder.append_metrics, asdict(result)))
         if state.round % output.checkpoint_every == 0:
             keep()
@@ -323,6 +341,12 @@ def conduct(
     model = released_model(state, folder.results())
     with_room(lambda: write_atomically(folder.model, model))
     return Run(folder.path, experiment.task, stop, state, **measured())
+
+
+def _read(section: StoppingSection | None, result: RoundResult) -> list[float]:
+    """What a run stops by, if the round released it."""
+    found = None if section is None else result.scalar_metrics.get(section.metric)
+    return [] if found is None else [found]
 
 
 def run_rounds(
@@ -469,7 +493,8 @@ def displayed(console: Console) -> Iterator[Display]:
 @contextmanager
 def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRound]:
     """What to call with each result, so that a line shows how far the run is."""
-    units, last = plural(plan.sampling.unit), ""
+    units, last, seen = plural(plan.sampling.unit), "", list[RoundResult]()
+    sampling = plan.sampling.event()
     with displayed(console) as display:
         line = display.add(plan.run, plan.rounds, first)
 
@@ -481,7 +506,10 @@ def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRo
             # From the expected cohort, since the realised one is private.
             speed = f"{plan.sampling.expected_cohort_size / seconds:,.0f} {units}/s"
             spent = f"ε {format_epsilon(result.epsilon)}"
-            display.update(line, result.round, last, *result.metrics_text, spent, speed)
+            seen.append(result)
+            counted = contributors_text(seen, sampling)
+            figures = (counted and f"contributors {counted}", *result.metrics_text, spent, speed)
+            display.update(line, result.round, last, *figures)
             display.tell()
 
         yield show
@@ -492,7 +520,10 @@ def released_text(result: RoundResult, rounds: int) -> str:
     accuracy = () if result.accuracy is None else (f"accuracy {result.accuracy:.1%}",)
     spent = f"ε {format_epsilon(result.epsilon)} at δ {result.delta:g}"
     released = f"round {result.round} of {rounds} released"
-    return ", ".join((released, *accuracy, *result.metrics_text, spent))
+    noisy = result.scalar_metrics.get(CONTRIBUTORS_METRIC)
+    stddev = result.metrics_noise_stddev.get(CONTRIBUTORS_METRIC)
+    counted = () if noisy is None else (f"{CONTRIBUTORS_METRIC} {noisy:.4g} ± {stddev:.2g}",)
+    return ", ".join((released, *accuracy, *counted, *result.metrics_text, spent))
 
 
 def _warn(experiment: Experiment, console: Console) -> None:
@@ -543,7 +574,13 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
         label = f"{name} of {over['users']:.0f} held-out users"
         rows.append((label, f"mean {over['mean']:.3g}; 10/50/90%: {quantiles}"))
     private = run.rounds[-1].metrics_text if run.rounds else ()
-    rows += [("private metric before the last round", text) for text in private]
+    when = {True: "users' evaluation of the model", False: "private metric before the last round"}
+    rows += [
+        (when[text.startswith(EVALUATION_PREFIX)], text.removeprefix(EVALUATION_PREFIX))
+        for text in private
+    ]
+    if counted := contributors_text(run.rounds, plan.sampling.event()):
+        rows.append(("contributors, of those expected", counted))
     level = f"{plan.sampling.unit}-level (ε, δ)"
     rows.append((level, f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})"))
     if len(of_run) < len(charges):

@@ -19,6 +19,7 @@ from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
+from fedpriv.evaluation import Evaluation
 from fedpriv.importing import path_of
 from fedpriv.ledger.events import RoundEvent, Unit
 from fedpriv.ledger.participation import beside
@@ -33,6 +34,7 @@ from fedpriv.run.run import Run, RunSetup, carry_out
 from fedpriv.training.norm_search import NormQuantile, find_quantiles
 from fedpriv.training.optimizers import FedAvg, ServerOptimizer
 from fedpriv.training.rounds import OnRound, TrainingPlan
+from fedpriv.training.stopping import Stopping
 
 FEDAVG = FedAvg()
 
@@ -45,6 +47,8 @@ def simulate(
     local: LocalTraining | None = None,
     server: ServerOptimizer = FEDAVG,
     projection: Projection | None = None,
+    evaluation: Evaluation | None = None,
+    stopping: Stopping | None = None,
     rounds: int | None = None,
     out: Path | str | None = None,
     resume: bool = False,
@@ -84,6 +88,9 @@ def simulate(
     * local: how users train; left out with another unit, whose update is one gradient.
     * projection: of the inputs, which the model then sees in their place. Its query is charged
       first; a calibrated mechanism is calibrated again to what is left of the budget.
+    * evaluation: users evaluate released models on examples that are kept from training. Its
+      queries are charged too; a calibrated mechanism is calibrated again to what is left.
+    * stopping: ends the run when a private metric gets no better.
     * rounds: T; by default what the mechanism was calibrated for.
     * out: folder of the run; by default a new one under runs/.
     * resume: go on with the run in `out`, or start it if there is none.
@@ -109,18 +116,24 @@ def simulate(
     }
     if projection:
         others["projection"] = asdict(projection)
+    if evaluation:
+        others["evaluation"] = asdict(evaluation)
+    if stopping:
+        others["stopping"] = asdict(stopping)
     config = settings_of(name, population, method, rounds=rounds, seed=seed, **others)
     setup = RunSetup.at(config, Path(out) if out else None, resume=resume)
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
         begun = setup.config.privacy.noise_multiplier
         mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
-    elif projection and mechanism.rounds:
+    elif (projection or evaluation) and mechanism.rounds:
         mechanism = replace(mechanism, noise_multiplier=None)
     method, console = replace(method, mechanism=mechanism), Console(quiet=quiet)
     if projection:
         experiment, transport = projected(setup, population, console, method)
     else:
-        experiment, transport = on_population(setup.config, setup.run, population, method=method)
+        spent = setup.spent if evaluation else ()
+        config, run = setup.config, setup.run
+        experiment, transport = on_population(config, run, population, spent, method)
     callbacks = {f"{number}: {path_of(each)}": each for number, each in enumerate(on_round)}
     return _run(setup, replace(experiment, on_round=callbacks), transport, console)
 
@@ -211,11 +224,14 @@ def show_allocation(file: Path, assignments: list[str]) -> None:
     title = f"One round: {len(plan.shares)} vector groups, one sample, one charge"
     names = ("group", "tensors", "d", "S", "σ", "share", "signal/noise")
     _print(console, title, names, _group_rows(plan))
+    if experiment.evaluation:
+        before.append(experiment.evaluation.events(plan.rounds))
     event = replace(plan.mechanism.event, count=plan.rounds)
     loss = epsilon_of([*before, event], privacy.delta, privacy.accountant)
     sampling, weight = plan.sampling, plan.averaging.total_weight
     unit, units = sampling.unit, plural(sampling.unit)
-    charged = f"{plan.rounds} rounds" + (" and the projection" if before else "")
+    more = {"projection": config.projection, "evaluation": experiment.evaluation}
+    charged = " and the ".join([f"{plan.rounds} rounds", *(name for name in more if more[name])])
     facts = [
         f"z = {plan.noise_multiplier:.6g} of the whole round, q = "
         f"{sampling.sampling_probability:g} of N = {sampling.population} {units}, expected cohort "

@@ -80,7 +80,9 @@ def find_quantiles(
     if not 0.0 < quantile < 1.0:
         raise InvalidValueError(f"quantile is {quantile}; it must be in (0, 1)")
     known = tuple(NormQuantile(group.name) for group in plan.groups)
-    fixed = replace(plan, metrics=(), metrics_share=0.0, adaptive=None, statistics=None)
+    fixed = replace(
+        plan, metrics=(), metrics_share=0.0, contributors_share=0.0, adaptive=None, statistics=None
+    )
     for number in range(plan.rounds):
         metrics = tuple(each.metric for each in known)
         asking = replace(fixed, metrics=metrics, metrics_share=_SHARE)

@@ -29,9 +29,10 @@ from fedpriv.errors import (
     StoppedError,
 )
 from fedpriv.ledger import Head, Ledger
-from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent, SamplingEvent, Unit
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import (
+    CONTRIBUTORS,
     AdaptiveClipping,
     Averaging,
     Metric,
@@ -53,6 +54,8 @@ from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg, OptimizerState, Parameters, ServerOptimizer
 
 BATCH_NORM_METRIC = "batch-norm"  # the metric that moves running statistics
+CONTRIBUTORS_METRIC = CONTRIBUTORS.name  # the count of users whose update counted
+EVALUATION_PREFIX = "evaluation/"  # begins names of what users say of the model after a round
 _MOST_CHANGE = 4.0  # of a variance in a round, as a factor, whatever the noise
 _LARGEST_MEAN, _LARGEST_VARIANCE = 1e15, 1e30
 _FORMAT = "fedpriv checkpoint 3"
@@ -145,6 +148,7 @@ class TrainingPlan:
     description: str = ""
     metrics: tuple[Metric, ...] = ()  # what is released beside the update
     metrics_share: float = 0.0  # of the round's privacy, for all metrics in equal parts
+    contributors_share: float = 0.0  # likewise, for counting users whose update counts; 0: nobody
     adaptive: AdaptiveClipping | None = None  # how clipping norms move; None: they stay
     averaging: Averaging = Averaging()  # noqa: RUF009
     statistics: RunningStatistics | None = None  # how running statistics move, if they do
@@ -158,6 +162,14 @@ class TrainingPlan:
         if not (0.0 < self.metrics_share < 1.0 if self.metrics else self.metrics_share == 0.0):
             found = f"metrics_share is {self.metrics_share} with {len(self.metrics)} metrics"
             raise InvalidValueError(f"{found}; it must be in (0, 1), or 0 if there are none")
+        if not 0.0 <= self.contributors_share < 1.0:
+            found = f"contributors_share is {self.contributors_share}"
+            raise InvalidValueError(f"{found}; it must be in [0, 1)")
+        if CONTRIBUTORS.name in (metric.name for metric in self.metrics):
+            raise InvalidValueError(
+                f"a metric is named {CONTRIBUTORS.name!r}; that name is taken by the count of "
+                "users whose update counts, which contributors_share asks for"
+            )
         if not self._update_share > 0.0:
             taken = f"{1.0 - self._update_share:g} of the round's privacy"
             found = f"metrics and the counting of the clipped take {taken}"
@@ -177,6 +189,11 @@ class TrainingPlan:
         """S_g of each group of the update before the first round."""
         return tuple(group.clipping_norm for group in self.groups)
 
+    @property
+    def reported(self) -> tuple[Metric, ...]:
+        """What users report beside their update: metrics, and that they contribute, if asked."""
+        return (*self.metrics, CONTRIBUTORS) if self.contributors_share else self.metrics
+
     @cached_property
     def mechanism(self) -> PoissonGaussianMechanism:
         """The mechanism of the first round."""
@@ -186,9 +203,9 @@ class TrainingPlan:
         """The mechanism of a round with these clipping norms, at the plan's noise multiplier."""
         pairs = zip(self.groups, clipping_norms, strict=True)
         groups = [replace(group, clipping_norm=norm) for group, norm in pairs]
-        groups += [metric.group for metric in self.metrics]
+        groups += [metric.group for metric in self.reported]
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
-        shapes |= {metric.tensor: metric.shape for metric in self.metrics}
+        shapes |= {metric.tensor: metric.shape for metric in self.reported}
         indicator = Indicator.of(self.groups) if self.adaptive else None
         if indicator is not None:
             groups.append(indicator.group)
@@ -216,12 +233,14 @@ class TrainingPlan:
     def shares(self) -> tuple[float, ...]:
         """ω of every vector group of a round: those of the update, metrics, the indicator."""
         metrics = (self.metrics_share / max(1, len(self.metrics)),) * len(self.metrics)
-        counting = (self.adaptive.share,) if self.adaptive else ()
+        contributors = (self.contributors_share,) if self.contributors_share else ()
+        counting = (*contributors, *((self.adaptive.share,) if self.adaptive else ()))
         return (*(self._update_share * share for share in self.noise_shares), *metrics, *counting)
 
     @property
     def _update_share(self) -> float:
-        return 1.0 - self.metrics_share - (self.adaptive.share if self.adaptive else 0.0)
+        counting = self.contributors_share + (self.adaptive.share if self.adaptive else 0.0)
+        return 1.0 - self.metrics_share - counting
 
     @cached_property
     def digest(self) -> str:
@@ -256,12 +275,15 @@ class Stop(StrEnum):
     BUDGET = "the next round would pass the privacy budget"
     ASKED = "it was asked to stop"
     DECLINED = "too few nodes agreed to the next round"
+    NO_GAIN = "its metric got no better"
 
 
 @dataclass(frozen=True)
 class RoundResult:
     """What one round released and what it cost: a line of the metrics; callbacks are given it.
 
+    Among the metrics, `contributors` is a count, of users of the cohort whose update counted, and
+    those that begin with `evaluation/` are of the model after the round.
     All of it may be published but for `simulation_only_seconds`, the wall time of the round in a
     simulation, which depends on who took part. Nothing else depends on users but through the noise.
     """
@@ -314,11 +336,35 @@ class RoundResult:
 
     @property
     def metrics_text(self) -> tuple[str, ...]:
-        """The metrics that are one number, each with its noise, for people to read."""
+        """The metrics that are one number, each with its noise, for people to read.
+
+        Not the count of contributors, which `contributors_text` averages over rounds.
+        """
         return tuple(
             f"{name} {value:.3g} ± {self.metrics_noise_stddev[name]:.2g}"
             for name, value in self.scalar_metrics.items()
+            if name != CONTRIBUTORS_METRIC
         )
+
+
+def contributors_text(results: Iterable[RoundResult], sampling: SamplingEvent) -> str:
+    """How many updates counted in a round, as "82.3 ± 4.5 of 86.1", or "" if that was not asked.
+
+    It is the mean over these rounds, and the size of a cohort that is expected.
+    What follows ± is one standard deviation of noise and coins together, so that the figure can be
+    held against the expected one; if it is as large, only more rounds will tell.
+    """
+    name, expected = CONTRIBUTORS_METRIC, sampling.sampling_probability * sampling.population
+    found = [each for each in results if name in each.scalar_metrics]
+    if not found:
+        return ""
+    mean = math.fsum(each.scalar_metrics[name] for each in found) / len(found)
+    coins = expected * (1.0 - sampling.sampling_probability)
+    variance = math.fsum(each.metrics_noise_stddev[name] ** 2 + coins for each in found)
+    spread = math.sqrt(variance) / len(found)
+    places = 0 if spread >= 10.0 else 1
+    figures = (f"{figure:,.{places}f}" for figure in (mean, spread, expected))
+    return "{} ± {} of {}".format(*figures)
 
 
 OnRound = Callable[[RoundResult], object]  # called after each round; its result is not read
@@ -406,7 +452,7 @@ def _request_to_nobody(plan: TrainingPlan, state: ServerState, at: RoundAttempt)
         local=plan.local,
         users=np.empty(0, np.int64),
         local_key=bytes(32),
-        metrics=plan.metrics,
+        metrics=plan.reported,
         statistics=state.statistics,
     )
 
@@ -428,6 +474,10 @@ def close_round(
         unclipped = tuple(float(half) + 0.5 for half in tensors[UNCLIPPED])
         norms = tuple(map(plan.adaptive.step, norms, unclipped))
     metrics = {metric.name: tensors[metric.tensor] + metric.centre for metric in plan.metrics}
+    stddevs = {metric.name: query.tensor_stddevs[metric.tensor] for metric in plan.metrics}
+    if plan.contributors_share:  # a count: the constant that it was divided by is public
+        name, tensor, users = CONTRIBUTORS.name, CONTRIBUTORS.tensor, query.denominator
+        metrics[name], stddevs[name] = users * tensors[tensor], users * query.tensor_stddevs[tensor]
     statistics = state.statistics
     if plan.statistics is not None:
         statistics = plan.statistics.moved(statistics, metrics[BATCH_NORM_METRIC])
@@ -443,7 +493,7 @@ def close_round(
         clipping_norms=dict(zip(names, state.clipping_norms, strict=True)),
         unclipped=dict(zip(names, unclipped, strict=False)),
         metrics={name: value.tolist() for name, value in metrics.items()},
-        metrics_noise_stddev={m.name: query.tensor_stddevs[m.tensor] for m in plan.metrics},
+        metrics_noise_stddev=stddevs,
         unit=plan.sampling.unit,
     )
     return ServerState(state.round + 1, parameters, optimizer, norms, statistics), result

@@ -89,7 +89,9 @@ def trained(
         torch.manual_seed(seed)
         task = fedpriv.Task(mlp(inputs, hidden), loss="cross-entropy")
     clipping = fedpriv.Flat(setting.clipping_norm)
-    mechanism = fedpriv.Mechanism.poisson(q=setting.q, clipping=clipping, unit="example")
+    mechanism = fedpriv.Mechanism.poisson(
+        q=setting.q, clipping=clipping, unit="example", contributors_share=0.0
+    )
     rate = fedpriv.PolynomialDecay(setting.learning_rate, 0.0, setting.rounds)
     return fedpriv.simulate(
         people,

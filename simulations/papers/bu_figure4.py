@@ -124,7 +124,8 @@ def noisy_sgd(
     quiet: bool = False,
 ) -> fedpriv.Run:
     """Train on examples with the noise of an arm, and evaluate after each epoch."""
-    mechanism = fedpriv.Mechanism.poisson(q=setting.q, clipping=fedpriv.Flat(setting.clipping_norm))
+    clipping = fedpriv.Flat(setting.clipping_norm)
+    mechanism = fedpriv.Mechanism.poisson(q=setting.q, clipping=clipping, contributors_share=0.0)
     # A little more than it costs, so that no rounding ends the last round.
     budget = arm.epsilon * (1 + 1e-6)
     return fedpriv.simulate(

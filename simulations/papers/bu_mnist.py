@@ -96,7 +96,9 @@ class Row:
     def mechanism(self) -> fedpriv.Mechanism:
         """The paper's noise, or the least within ε."""
         clipping = fedpriv.Flat(self.clipping_norm)
-        mechanism = fedpriv.Mechanism.poisson(q=self.q, clipping=clipping, unit="example")
+        mechanism = fedpriv.Mechanism.poisson(
+            q=self.q, clipping=clipping, unit="example", contributors_share=0.0
+        )
         if self.epsilon is not None:
             return mechanism.calibrate(epsilon=self.epsilon, delta=DELTA, rounds=self.rounds)
         z = self.noise_multiplier or 0.0

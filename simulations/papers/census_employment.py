@@ -238,7 +238,9 @@ def train(
 def mechanism(training: Training, epsilon: float) -> fedpriv.Mechanism:
     """Noise for which all rounds cost at most ε."""
     clipping = fedpriv.Flat(CLIPPING_NORM)
-    poisson = fedpriv.Mechanism.poisson(q=training.sampling_probability, clipping=clipping)
+    poisson = fedpriv.Mechanism.poisson(
+        q=training.sampling_probability, clipping=clipping, contributors_share=0.0
+    )
     return poisson.calibrate(epsilon=epsilon, delta=DELTA, rounds=training.rounds)
 
 

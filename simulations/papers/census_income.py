@@ -82,7 +82,8 @@ def network(inputs: int, seed: int) -> nn.Module:
 
 def mechanism_of_paper(q: float) -> fedpriv.Mechanism:
     """Clipping and noise of the paper, under a budget that they do not reach."""
-    mechanism = fedpriv.Mechanism.poisson(q=q, clipping=fedpriv.Flat(CLIPPING_NORM))
+    clipping = fedpriv.Flat(CLIPPING_NORM)
+    mechanism = fedpriv.Mechanism.poisson(q=q, clipping=clipping, contributors_share=0.0)
     return mechanism.with_noise(NOISE_MULTIPLIER, epsilon=50.0, delta=DELTA)
 
 

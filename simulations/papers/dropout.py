@@ -207,6 +207,7 @@ def simulated(arm: Arm, people: fedpriv.Population, seed: int, folder: Path) -> 
     mechanism = fedpriv.Mechanism.poisson(
         q=setting.nu,
         clipping=fedpriv.PerLayer(math.sqrt(LAYERS) * setting.clipping_norm),
+        contributors_share=0.0,
         unit="example",
     )
     if arm.sigma:  # a little more than it costs, so that no rounding ends the last round

@@ -168,7 +168,7 @@ def test_one_of_each_is_added_from_outside_and_run(tmp_path: Path) -> None:
     )
     assert [each.round for each in run.rounds] == [1, 2, 3]
     assert list(run.rounds[0].clipping_norms) == ["weights", "biases"]
-    assert set(run.rounds[0].metrics) == {"top-2"}
+    assert set(run.rounds[0].metrics) == {"top-2", "contributors"}
     assert run.epsilon <= 8.0
     with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
         events = [row.event for row in ledger.charges()]

@@ -50,7 +50,8 @@ def request_to(users: list[int], norm: float = 1.0, attempt: int = 0) -> RoundRe
 def update_of(user: int, request: RoundRequest) -> dict[str, np.ndarray]:
     """An update that depends on the user and on the model that came."""
     rng = np.random.default_rng(user)
-    return {
+    counted = {m.tensor: np.ones(()) for m in request.metrics}
+    return counted | {
         name: (rng.standard_normal(p.shape) * 10.0**-user + 0.0 * p).astype(np.float32)
         for name, p in request.parameters.items()
     }

@@ -10,6 +10,7 @@ import numpy as np
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.layout import Layout, Tensors, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.privacy.sampling import PoissonSampling
@@ -29,7 +30,9 @@ class FakeTransport(Transport):
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         for user in request.users.tolist():
             try:
-                update = self.update_of(request, user)
+                update = dict(self.update_of(request, user))
+                if CONTRIBUTORS in request.metrics:
+                    update[CONTRIBUTORS.tensor] = np.ones(())
             except Exception:  # a failing user counts as zero, whatever the failure
                 continue
             weight = self.weight_of(user)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.layout import Layout, equal_split, flat, joint, layers, per_layer
 from fedpriv.privacy.round import PartialSum, RoundRequest, Transport, add_up
 
@@ -68,6 +69,22 @@ class TransportConformance(ABC):
         np.testing.assert_array_equal(
             self.sum_of([*others, failing]).total, self.sum_of(others).total
         )
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_users_whose_update_counts_are_counted(self, kind: str) -> None:
+        *others, failing = self.request().users.tolist()
+        asked = self.asked([*others, failing], kind)
+        of, one = asked.clipping, round(1.0 / CONTRIBUTORS.group.granularity)
+        layout = Layout(
+            (*of.layout.names, CONTRIBUTORS.tensor), (*of.layout.shapes, CONTRIBUTORS.shape)
+        )
+        clipping = replace(of, layout=layout, groups=(*of.groups, CONTRIBUTORS.group))
+        counting = replace(asked, clipping=clipping, metrics=(CONTRIBUTORS,))
+        total = add_up(self.collected(counting), clipping, asked.users.size).total
+        plain = add_up(self.collected(asked), of, asked.users.size).total
+        np.testing.assert_array_equal(total[:-1], plain)
+        counted = [user for user in others if np.any(self.sum_of([user], kind).total)]
+        assert 0 < total[-1] == one * len(counted)
 
     def test_an_empty_cohort_sums_to_zero(self) -> None:
         empty = self.sum_of([])

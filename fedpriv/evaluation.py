@@ -1,0 +1,213 @@
+"""Federated evaluation: users measure the released model on their own data, and a survey asks them.
+
+Part of each user's examples is kept from training. Now and then, or once at the end, users are
+drawn by coins of their own; each computes metrics of the model on what was kept, and their averages
+are released with noise, on the ledger of the run.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedpriv.analytics import Answer, Survey, VectorQuestion, ask
+from fedpriv.analytics.questions import FloatMatrix, UserValues, sampling_spread
+from fedpriv.data.population import Fields, UserStore, offsets_of
+from fedpriv.engine.metrics import Measuring, mean_metric
+from fedpriv.engine.task import RoundParameters, Task, plain_arithmetic
+from fedpriv.errors import BudgetExceededError, FedprivError, InvalidValueError, ModelError
+from fedpriv.ledger.events import RoundEvent
+from fedpriv.privacy.gaussian_mechanism import Metric
+from fedpriv.privacy.layout import FloatVector
+from fedpriv.privacy.noise import Entropy
+from fedpriv.privacy.round import PrivacyRecords
+from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.optimizers import Parameters
+from fedpriv.training.rounds import EVALUATION_PREFIX, RoundResult
+
+_log = logging.getLogger(__name__)
+# A label that is not a class raises for its user there; on a GPU it would end the process.
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What users are asked of the released model, how often, and with how much noise.
+
+    Each query draws its users by coins of its own, and is one more charge on the budget of the run.
+    Noise that is calibrated for a run allows for all of them.
+    """
+
+    noise_multiplier: float  # z > 0 of each query
+    report: Mapping[str, Mapping[str, float | Sequence[float]]] = field(
+        default_factory=lambda: {"accuracy": {}}
+    )  # metrics of examples: numbers by name, as for `Mechanism.metrics`
+    sampling_probability: float = 1.0  # with which each user is asked
+    every: int | None = None  # rounds between queries, beside the last; None: after the last alone
+    held_out: float = 0.2  # share of each user's examples that is kept from training, in [0, 1)
+
+
+@dataclass(frozen=True)
+class Measured(VectorQuestion):
+    """The mean over all enrolled users of a metric of a model, each within the metric's ball.
+
+    A user contributes m − centre, clipped to the radius, which is how far one user more or less
+    moves the sum; one that has no examples, or whose metric raises or is not finite, is the zero
+    vector. The answer has the metric's shape and is unbiased.
+    """
+
+    metric: Metric
+
+    @property
+    def width(self) -> int:
+        """A user has one value, of all components."""
+        return math.prod(self.metric.shape)
+
+    @property
+    def clipping_norm(self) -> float:
+        """The radius."""
+        return self.metric.radius
+
+    @property
+    def dimension(self) -> int:
+        """Components of the metric."""
+        return self.width
+
+    def contributions(self, held: UserValues) -> FloatMatrix:
+        """Values minus the centre: [users, d]."""
+        vectors, some = np.zeros((len(held.offsets) - 1, self.width)), np.diff(held.offsets) > 0
+        vectors[some] = held.values[held.offsets[:-1][some]] - self.metric.centre
+        return vectors
+
+    def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
+        """The mean: the centre and the average deviation from it."""
+        value = self.metric.centre + average.reshape(self.metric.shape)
+        return self.normal_answer(value, stddev, self.metric.radius * sampling_spread(sampling))
+
+
+def questions_about(
+    task: Task, model: Parameters, metrics: Sequence[Metric]
+) -> tuple[Measured, ...]:
+    """Questions for a survey: what the metrics of a model are on users' own data.
+
+    Args:
+        task: whose model gets the parameters.
+        model: all tensors that training moves, such as `Run.state.model`.
+        metrics: of examples, from `fedpriv.engine.metrics.metric`.
+    """
+    measuring = _measuring(task, model)
+
+    def values(metric: Metric, fields: Fields) -> FloatMatrix:
+        with plain_arithmetic(_CPU):
+            found = mean_metric(measuring, fields, metric)
+        return found.reshape(-1, math.prod(metric.shape))
+
+    return tuple(Measured(EVALUATION_PREFIX + m.name, partial(values, m), m) for m in metrics)
+
+
+def _measuring(task: Task, model: Parameters) -> Measuring:
+    with plain_arithmetic(_CPU):
+        evaluated = task.evaluated()
+        moved = {name: torch.tensor(tensor) for name, tensor in model.items()}
+        return Measuring(evaluated, RoundParameters({}, evaluated.constants(_CPU) | moved))
+
+
+def kept_apart(users: UserStore, share: float) -> tuple[UserStore, UserStore]:
+    """The users with what they train on, and with what is kept from it, spread over their rows.
+
+    Of a user's rows j = 0, 1, … those are kept at which ⌊(j + 1)·share⌋ steps up. With a share of 0
+    both are the same: all rows.
+    """
+    if share == 0.0:
+        return users, users
+    within = np.arange(users.rows) - np.repeat(users.offsets[:-1], users.sizes)
+    kept = np.floor((within + 1) * share) > np.floor(within * share)
+    before = np.concatenate([[0], np.cumsum(kept)])
+    sizes = np.diff(before[users.offsets])
+
+    def part(chosen: npt.NDArray[np.bool_], counts: npt.NDArray[np.int64]) -> UserStore:
+        return UserStore(users.take(np.flatnonzero(chosen)), offsets_of(counts), users.user_ids)
+
+    return part(~kept, users.sizes - sizes), part(kept, sizes)
+
+
+@dataclass(frozen=True)
+class UserEvaluation:
+    """The queries of a run."""
+
+    asked: Evaluation
+    run: str  # name in the ledger
+    users: UserStore  # with the examples that are kept from training
+    task: Task
+    metrics: tuple[Metric, ...]
+
+    def __post_init__(self) -> None:
+        asked = self.asked
+        if not asked.noise_multiplier > 0.0:
+            found = f"noise_multiplier of evaluation is {asked.noise_multiplier}"
+            raise InvalidValueError(f"{found}; it must be positive")
+        if asked.every is not None and asked.every < 1:
+            raise InvalidValueError(f"every of evaluation is {asked.every}; it must be at least 1")
+        if not self.metrics:
+            raise InvalidValueError("evaluation.report names no metric; it must name at least one")
+
+    def survey(self, number: int, model: Parameters) -> Survey:
+        """What is asked after a round."""
+        sampling = PoissonSampling(self.users.population, self.asked.sampling_probability)
+        questions = questions_about(self.task, model, self.metrics)
+        return Survey(self.run, questions, sampling, self.asked.noise_multiplier, round=number)
+
+    def events(self, rounds: int) -> RoundEvent:
+        """What all queries of a run are charged as."""
+        event, every = self.survey(1, self._initial).event, self.asked.every
+        return replace(event, count=1 if every is None else -(-rounds // every))
+
+    def check(self, rows: Fields) -> None:
+        """Refuse metrics that cannot be computed on a few public rows."""
+        measuring = _measuring(self.task, self._initial)
+        few = {name: column[:2] for name, column in rows.items()}
+        for metric in self.metrics:
+            try:
+                mean_metric(measuring, few, metric)
+            except FedprivError:
+                raise
+            except Exception as error:
+                raise ModelError(
+                    f"metric {metric.name!r} of evaluation cannot be computed: {error}"
+                ) from error
+
+    @property
+    def _initial(self) -> Parameters:
+        return self.task.parameters() | self.task.statistics()
+
+    def due(self, number: int, *, last: bool) -> bool:
+        """Whether users are asked after a round."""
+        return last or (self.asked.every is not None and number % self.asked.every == 0)
+
+    def added(
+        self, result: RoundResult, model: Parameters, records: PrivacyRecords, entropy: Entropy
+    ) -> RoundResult:
+        """The result of a round with what users say of the model after it.
+
+        Guarantees: those of `ask`. Where the budget would be passed, no user is asked, and the
+        result stays.
+        """
+        survey = self.survey(result.round, model)
+        try:
+            answers = ask(survey, self.users, records, entropy).answers
+        except BudgetExceededError as error:
+            _log.warning("the model is not evaluated: %s", error)
+            return result
+        values = {answer.question: answer.value.tolist() for answer in answers}
+        noise = {a.question: float(a.noise_stddev.max()) for a in answers}
+        return replace(
+            result,
+            metrics={**result.metrics, **values},
+            metrics_noise_stddev={**result.metrics_noise_stddev, **noise},
+            epsilon=records.ledger.epsilon(records.budget),
+        )

@@ -1,0 +1,178 @@
+"""Runs that end before their last round, by what they released."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import fedpriv
+from fedpriv.accounting.accountants import epsilon
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.run.run import Run
+from fedpriv.training.rounds import Stop
+from fedpriv.training.stopping import Stopping
+from tests.commandline import printed, refused
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+FILE = Path(__file__).parents[2] / "simulations" / "digits.toml"
+ROUNDS, PATIENCE = 12, 2
+
+
+@given(
+    values=st.lists(st.floats(-10.0, 10.0), max_size=12),
+    patience=st.integers(1, 4),
+    least=st.floats(0.0, 1.0),
+)
+def test_means_of_the_last_values_are_compared(
+    values: list[float], patience: int, least: float
+) -> None:
+    late, early = values[-patience:], values[-2 * patience : -patience]
+    full = len(late) == len(early) == patience
+    gain = float(np.mean(late) - np.mean(early)) if full else math.inf
+    if abs(abs(gain) - least) < 1e-9:
+        return  # as good as equal
+    larger = Stopping("accuracy", patience, least_gain=least)
+    smaller = Stopping("loss", patience, least_gain=least)
+    assert larger.reached(values) is (full and gain <= least)
+    assert smaller.reached(values) is (full and -gain <= least)
+    assert Stopping("mine", patience, "larger", least).reached(values) is larger.reached(values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"patience": 0}, "patience of stopping is 0; it must be at least 1"),
+        ({"least_gain": -1.0}, "least_gain of stopping is -1.0"),
+        ({"metric": "mine"}, "better of stopping is None for metric 'mine'; it must be 'larger'"),
+        ({"better": "more"}, "better of stopping is 'more'"),
+    ],
+)
+def test_a_rule_out_of_range_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        Stopping(**{"metric": "loss", "patience": 3, **settings})
+
+
+def population() -> fedpriv.Population:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 5)).astype(np.float32)
+    y = rng.integers(0, 3, 60)
+    return fedpriv.Population.from_arrays(x, y, np.repeat(np.arange(20), 3), held_out=(x, y))
+
+
+def run(folder: Path, stopping: Stopping | None, **others: object) -> Run:
+    mechanism = fedpriv.Mechanism.poisson(
+        q=0.5, clipping=fedpriv.Flat(1.0), metrics={"loss": {"bound": 4.0}}
+    )
+    torch.manual_seed(0)
+    return fedpriv.simulate(
+        population(),
+        fedpriv.Task(nn.Linear(5, 3)),
+        mechanism.calibrate(epsilon=8.0, delta=1e-2, rounds=ROUNDS),
+        local=fedpriv.SGD(0.1, epochs=1),
+        stopping=stopping,
+        out=folder,
+        seed=3,
+        quiet=True,
+        **others,
+    )
+
+
+def expected_round(values: list[float]) -> int:
+    """The round after which the rule stops a run with these losses."""
+    for end in range(2 * PATIENCE, len(values) + 1):
+        before, last = values[end - 4 : end - 2], values[end - 2 : end]
+        if sum(last) / 2 >= sum(before) / 2:
+            return end
+    return len(values)
+
+
+def test_a_run_stops_where_its_released_losses_say_and_charges_what_it_ran(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", None)
+    losses = [each.scalar_metrics["loss"] for each in whole.rounds]
+    end = expected_round(losses)
+    assert 2 * PATIENCE <= end < ROUNDS
+    stopped = run(tmp_path / "stopped", Stopping("loss", PATIENCE))
+    assert stopped.stop is Stop.NO_GAIN
+    assert [each.scalar_metrics["loss"] for each in stopped.rounds] == losses[:end]
+    with Ledger.open(tmp_path / "stopped" / "ledger.sqlite") as ledger:
+        spent = ledger.spent()
+    assert sum(event.count for event in spent) == end
+    # The noise is that of all rounds, and what is printed is what was charged.
+    assert stopped.rounds[0].metrics_noise_stddev == whole.rounds[0].metrics_noise_stddev
+    assert stopped.epsilon == pytest.approx(epsilon(spent, 1e-2).epsilon)
+    assert stopped.epsilon < 0.9 * whole.epsilon <= 8.0
+    assert stopped.epsilon == pytest.approx(whole.rounds[end - 1].epsilon)
+    # The model is the one that was released then.
+    assert stopped.accuracy == whole.rounds[end - 1].accuracy
+
+
+def test_resuming_stops_in_the_same_round_and_can_go_on_without_the_rule(tmp_path: Path) -> None:
+    rule = Stopping("loss", PATIENCE)
+    stopped = run(tmp_path / "stopped", rule)
+    end = len(stopped.rounds)
+
+    class CutShortError(Exception):
+        pass
+
+    def interrupt(result: fedpriv.RoundResult) -> None:
+        if result.round == end - 1:
+            raise CutShortError
+
+    folder = tmp_path / "interrupted"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedpriv.run.run._tell", lambda _, result: interrupt(result))
+        with pytest.raises(CutShortError):
+            run(folder, rule)
+    resumed = run(folder, rule, resume=True)
+    # Losses of before the interruption count.
+    assert resumed.stop is Stop.NO_GAIN
+    assert len(resumed.rounds) == end
+    again = run(folder, rule, resume=True)
+    assert (again.stop, len(again.rounds), again.epsilon) == (Stop.NO_GAIN, end, resumed.epsilon)
+    further = run(folder, None, resume=True)
+    assert (further.stop, len(further.rounds)) == (Stop.ROUNDS, ROUNDS)
+    assert further.epsilon <= 8.0
+
+
+def test_a_file_asks_for_it_and_the_result_says_why(tmp_path: Path) -> None:
+    settings = (
+        "metrics.report.loss={bound=3.0}",
+        'stopping={metric="loss", patience=1, least_gain=3.0}',
+        "rounds=5",
+        "seed=1",
+    )
+    given = [part for each in settings for part in ("--set", each)]
+    text = printed("simulate", FILE, *given, "--out", tmp_path / "run")
+    assert "2 of 5, 2 charged: stopped, its metric got no better" in " ".join(text.split())
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["epsilon"] < 1.9
+    resumed = printed("simulate", tmp_path / "run/plan.toml", "--out", tmp_path / "run", "--resume")
+    assert "2 of 5, 2 charged: stopped, its metric got no better" in " ".join(resumed.split())
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ('stopping={metric="los", patience=1, better="larger"}', "stopping.metric is 'los', which"),
+        ('stopping={metric="loss", patience=0}', "stopping.patience is 0"),
+        ('stopping={metric="evaluation/accuracy", patience=1}', "no round releases as one number"),
+        (
+            'stopping={metric="contributors", patience=1}',
+            "better of stopping is None for metric 'contributors'",
+        ),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_spent(
+    setting: str, message: str, tmp_path: Path
+) -> None:
+    given = ("--set", setting, "--set", "metrics.report.loss={bound=3.0}")
+    assert message in refused("simulate", FILE, *given, "--out", tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
