@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedpriv.accounting.accountants import epsilon
     from fedpriv.data.population import Population
     from fedpriv.engine.task import Task
-    from fedpriv.local import SGD
+    from fedpriv.local import SGD, AdamW, Scaffold
     from fedpriv.mechanism import Flat, Grouped, Joint, Mechanism, Part, PerLayer, Poisson
     from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
     from fedpriv.run.compare import Comparison, compare
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
     from fedpriv.training.optimizers import (
+        CosineDecay,
         ExponentialDecay,
         FedAdagrad,
         FedAdam,
@@ -41,10 +42,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 # fmt: off
 __all__ = [
-    "SGD", "AdaptiveClipping", "Averaging", "Comparison", "ExponentialDecay", "FedAdagrad",
-    "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "Flat", "Grouped", "Joint", "Mechanism", "Part",
-    "PerLayer", "Poisson", "PolynomialDecay", "Population", "PowerDecay", "Projection",
-    "RoundResult", "Run", "StepDecay", "Task", "__version__", "compare", "epsilon", "simulate",
+    "SGD", "AdamW", "AdaptiveClipping", "Averaging", "Comparison", "CosineDecay",
+    "ExponentialDecay", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "Flat", "Grouped",
+    "Joint", "Mechanism", "Part", "PerLayer", "Poisson", "PolynomialDecay", "Population",
+    "PowerDecay", "Projection", "RoundResult", "Run", "Scaffold", "StepDecay", "Task",
+    "__version__", "compare", "epsilon", "simulate",
 ]
 # fmt: on
 
@@ -52,7 +54,7 @@ _NAMES_IN = {
     "accounting.accountants": "epsilon",
     "data.population": "Population",
     "engine.task": "Task",
-    "local": "SGD",
+    "local": "SGD AdamW Scaffold",
     "mechanism": "Flat Grouped Joint Mechanism Part PerLayer Poisson",
     "privacy.gaussian_mechanism": "AdaptiveClipping Averaging",
     "run.compare": "Comparison compare",
@@ -60,8 +62,8 @@ _NAMES_IN = {
     "run.run": "Run",
     "run.simulate": "simulate",
     "training.optimizers": (
-        "ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi PolynomialDecay PowerDecay "
-        "StepDecay"
+        "CosineDecay ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi PolynomialDecay "
+        "PowerDecay StepDecay"
     ),
     "training.rounds": "RoundResult",
 }

@@ -24,7 +24,7 @@ BELOW = {  # what each package may import of the library, besides errors and its
     "studies": "config",
     "analytics": "data ledger privacy",
     "report": "accounting ledger studies training",
-    "wire": "data privacy",
+    "wire": "data local privacy",
     "build": "accounting config data engine importing ledger mechanism models privacy training",
     "run": (
         "accounting analytics build config data engine importing ledger local mechanism models "
