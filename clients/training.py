@@ -120,6 +120,8 @@ class Trainer:
         """
         task = self.transport.task
         _check_shapes("parameters", request.parameters, task.parameters())
+        control = task.parameters() if request.local.control else {}
+        _check_shapes("control variates", request.control, control)
         if request.statistics:
             _check_shapes("running statistics", request.statistics, task.statistics())
         # The log of a node's only user would say that it was drawn.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedpriv.data.population import Population
     from fedpriv.engine.task import Task
     from fedpriv.evaluation import Evaluation
-    from fedpriv.local import SGD
+    from fedpriv.local import SGD, AdamW, Scaffold
     from fedpriv.mechanism import Flat, Grouped, Joint, Mechanism, Part, PerLayer, Poisson
     from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
     from fedpriv.run.compare import Comparison, compare
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
     from fedpriv.training.optimizers import (
+        CosineDecay,
         ExponentialDecay,
         FedAdagrad,
         FedAdam,
@@ -43,11 +44,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 # fmt: off
 __all__ = [
-    "SGD", "AdaptiveClipping", "Averaging", "Comparison", "Evaluation", "ExponentialDecay",
-    "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "Flat", "Grouped", "Joint",
-    "Mechanism", "Part", "PerLayer", "Poisson", "PolynomialDecay", "Population", "PowerDecay",
-    "Projection", "RoundResult", "Run", "StepDecay", "Stopping", "Task", "__version__", "compare",
-    "epsilon", "simulate",
+    "SGD", "AdamW", "AdaptiveClipping", "Averaging", "Comparison", "CosineDecay", "Evaluation",
+    "ExponentialDecay", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "Flat", "Grouped",
+    "Joint", "Mechanism", "Part", "PerLayer", "Poisson", "PolynomialDecay", "Population",
+    "PowerDecay", "Projection", "RoundResult", "Run", "Scaffold", "StepDecay", "Stopping", "Task",
+    "__version__", "compare", "epsilon", "simulate",
 ]
 # fmt: on
 
@@ -56,7 +57,7 @@ _NAMES_IN = {
     "data.population": "Population",
     "engine.task": "Task",
     "evaluation": "Evaluation",
-    "local": "SGD",
+    "local": "SGD AdamW Scaffold",
     "mechanism": "Flat Grouped Joint Mechanism Part PerLayer Poisson",
     "privacy.gaussian_mechanism": "AdaptiveClipping Averaging",
     "run.compare": "Comparison compare",
@@ -64,8 +65,8 @@ _NAMES_IN = {
     "run.run": "Run",
     "run.simulate": "simulate",
     "training.optimizers": (
-        "ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi PolynomialDecay PowerDecay "
-        "StepDecay"
+        "CosineDecay ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi PolynomialDecay "
+        "PowerDecay StepDecay"
     ),
     "training.rounds": "RoundResult",
     "training.stopping": "Stopping",

@@ -3,7 +3,7 @@
 import os
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.importing import Choice
-from fedpriv.local import ALGORITHMS, GRADIENT
+from fedpriv.local import ALGORITHMS, COMMON, GRADIENT
 from fedpriv.mechanism import (
     CLIPPINGS,
     CONTRIBUTORS_SHARE,
@@ -138,6 +138,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
 Options = dict[str, object]
 
 _ALGORITHM = Choice("local.algorithm", ALGORITHMS, LocalTraining)
+_LOCAL_RATE = Choice("local.learning_rate.schedule", SCHEDULES, Schedule)
 _OPTIMIZER = Choice("server.optimizer", SERVER_OPTIMIZERS, ServerOptimizer)
 _POLICY = Choice("sampling.policy", SAMPLING_POLICIES, SamplingPolicy)
 _SCHEDULE = Choice("server.options.learning_rate.schedule", SCHEDULES, Schedule)
@@ -203,10 +204,13 @@ class ProjectionSection(Section):
 
 
 class LocalSection(Section):
-    """How each user trains; `options` are further fields of an algorithm of one's own."""
+    """How each user trains; `options` are the fields of an algorithm beside the common ones.
+
+    A learning rate that is a table is a schedule, as of the server.
+    """
 
     algorithm: Annotated[str, _one_of(_ALGORITHM)] = "sgd"
-    learning_rate: Positive
+    learning_rate: Positive | Options
     batch_size: Count | Literal["all"] = "all"
     epochs: Count | None = None
     steps: Count | None = None
@@ -215,9 +219,15 @@ class LocalSection(Section):
     max_examples: Count | None = None
     options: Options = {}
 
+    @model_validator(mode="after")
+    def _must_know_schedules(self) -> Self:
+        _check_schedule("learning_rate", self.learning_rate)
+        return self
+
     def build(self) -> LocalTraining:
         """Local training with these settings."""
         settings = self.model_dump(exclude={"algorithm", "options"}) | self.options
+        settings["learning_rate"] = _scheduled(_LOCAL_RATE, self.learning_rate)
         examples = None if self.batch_size == "all" else self.batch_size
         return _ALGORITHM.build(self.algorithm, settings | {"batch_size": examples}, {})
 
@@ -234,20 +244,33 @@ class ServerSection(Section):
     @model_validator(mode="after")
     def _must_know_schedules(self) -> Self:
         for key, value in self.options.items():
-            name = value.get("schedule") if isinstance(value, Mapping) else next(iter(SCHEDULES))
-            if name not in SCHEDULES and ":" not in str(name):
-                hint = f"{known_names(str(name), SCHEDULES)}, or package.module:Class"
-                raise ValueError(f"options.{key}.schedule is {name!r}; {hint}")
+            _check_schedule(f"options.{key}", value)
         return self
 
     def build(self) -> ServerOptimizer:
         """The optimiser with these settings."""
-        options = dict[str, object](self.options)
-        for key, value in self.options.items():
-            if isinstance(value, Mapping):
-                given = {k: v for k, v in value.items() if k != "schedule"}
-                options[key] = _SCHEDULE.build(str(value["schedule"]), given, {})
+        options = {key: _scheduled(_SCHEDULE, value) for key, value in self.options.items()}
         return _OPTIMIZER.build(self.optimizer, options, {})
+
+
+def _check_schedule(key: str, value: object) -> None:
+    """Refuse a table that names no schedule."""
+    name = value.get("schedule") if isinstance(value, Mapping) else next(iter(SCHEDULES))
+    if name not in SCHEDULES and ":" not in str(name):
+        hint = f"{known_names(str(name), SCHEDULES)}, or package.module:Class"
+        raise ValueError(f"{key}.schedule is {name!r}; {hint}")
+
+
+def _scheduled(choice: Choice[Schedule], value: object) -> object:
+    """The schedule that a table describes; anything else as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    given = {key: number for key, number in value.items() if key != "schedule"}
+    return choice.build(str(value["schedule"]), given, {})
+
+
+def _schedule_table(schedule: Schedule) -> dict[str, Any]:
+    return {"schedule": _SCHEDULE.name_of(schedule), **_scalars(schedule)}
 
 
 class SamplingSection(Section):
@@ -563,7 +586,7 @@ class Config(Section):
 def refuse_training_of(unit: str, local: LocalSection | None, weights: str) -> None:
     """Refuse what a record that is no user may not have: its update is one gradient, unweighted."""
     given = local.model_dump() if local else {}
-    legal = LocalSection(learning_rate=GRADIENT.learning_rate, steps=1).model_dump()
+    legal = LocalSection(learning_rate=GRADIENT.rate, steps=1).model_dump()
     if given.get("epochs") == 1 and given["steps"] is None:
         legal |= {"epochs": 1, "steps": None}
     for key, value in given.items():
@@ -585,12 +608,11 @@ def tables_of(
 ) -> dict[str, Any]:
     """What the sections of a configuration say of values."""
     averaging, adaptive, sampling = mechanism.averaging, mechanism.adaptive, mechanism.sampling
-    common = {field.name: getattr(local, field.name) for field in fields(LocalTraining)}
+    common = {name: getattr(local, name) for name in COMMON}
+    if isinstance(local.learning_rate, Schedule):
+        common["learning_rate"] = _schedule_table(local.learning_rate)
     numbers = {k: v for k, v in _scalars(optimizer).items() if not isinstance(v, str)}
-    schedules = {
-        name: {"schedule": _SCHEDULE.name_of(each), **_scalars(each)}
-        for name, each in optimizer.schedules.items()
-    }
+    schedules = {name: _schedule_table(each) for name, each in optimizer.schedules.items()}
     clipping = _clipping_table(mechanism.clipping) | {"adaptive": adaptive and asdict(adaptive)}
     policy, weights = _POLICY.name_of(sampling), "equal" if averaging.cap is None else "examples"
     return {

@@ -1,9 +1,21 @@
-"""Ways to train locally, by the names that a configuration gives them."""
+"""Ways to train locally, by the names that a configuration gives them.
 
+Each is one frozen class with the fields of `LocalTraining` and its own. Privacy is the same for
+all: what a user sends is a function of its own data and the round's request, is clipped afterwards
+to the norms of the round's vector groups, and nothing that a user computed is kept at the user.
+"""
+
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.errors import InvalidValueError
+from fedpriv.privacy.gaussian_mechanism import ControlVariates
+from fedpriv.privacy.round import LocalStep, LocalTraining
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -12,15 +24,110 @@ class SGD(LocalTraining):
 
     One step on all examples is FedSGD (McMahan et al. 2017), `proximal` > 0 is FedProx
     (Li et al. 2020). Give exactly one of epochs and steps; the fields are those of `LocalTraining`.
+    The rate may be a schedule by round, as of the server.
 
     >>> SGD(0.5, batch_size=10, epochs=2).proximal
     0.0
     """
 
 
+@dataclass(frozen=True)
+class AdamW(LocalTraining):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2), as torch has it.
+
+    m ← β₁·m + (1 − β₁)·g;  v ← β₂·v + (1 − β₂)·g²;  in step t, from 1,
+    y ← y − η·(m/(1 − β₁ᵗ)/(√(v/(1 − β₂ᵗ)) + ε) + λ·y).
+
+    Privacy: m, v and t begin at zero for each user in each round, and are thrown away after it. So
+    the update, which is clipped like any other, depends on the user's own data and the model alone.
+    """
+
+    weight_decay: float = 0.01  # λ ≥ 0
+    beta1: float = 0.9  # in [0, 1)
+    beta2: float = 0.999  # in [0, 1)
+    epsilon: float = 1e-8  # ε > 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _refuse_momentum(self, "beta1 is in its place")
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise InvalidValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1)")
+        if not 0.0 <= self.weight_decay < math.inf:
+            found = f"weight_decay is {self.weight_decay}"
+            raise InvalidValueError(f"{found}; it must be finite and not negative")
+        if not 0.0 < self.epsilon < math.inf:
+            raise InvalidValueError(f"epsilon of AdamW is {self.epsilon}; it must be positive")
+
+    @property
+    def memories(self) -> int:
+        """Two: m and v."""
+        return 2
+
+    def direction(self, step: LocalStep) -> tuple["Tensor", tuple["Tensor", ...]]:
+        """The step's direction, and m and v."""
+        taken, (m, v) = step.number + 1, step.memory
+        m = m.mul_(self.beta1).add_(step.gradient * (1.0 - self.beta1))
+        v = v.mul_(self.beta2).add_(step.gradient.square() * (1.0 - self.beta2))
+        root = (v / (1.0 - self.beta2**taken)).sqrt_().add_(self.epsilon)
+        way = (m / (1.0 - self.beta1**taken)).div_(root)
+        return way.add_(step.parameter * self.weight_decay), (m, v)
+
+
+@dataclass(frozen=True)
+class Scaffold(LocalTraining):
+    """SCAFFOLD (Karimireddy et al. 2020, algorithm 1) by option I, without state at users.
+
+    At the round's model x, a user's control variate is its own gradient, c_i = ∇f_i(x), on all of
+    its examples. Each step is y ← y − η·(∇f_i(y) − c_i + c), so that a user goes the way of all
+    users, c, and adds what its own way bends. Beside its update, it sends Δc_i = c_i − c.
+
+    The paper's users keep c_i until they take part again. Here c_i is found anew in each round; it
+    is the gradient of the first step, and users need no state. For a user that has kept nothing,
+    Δc_i is the difference from c; and c ← c + β·Δc, with β in the place of the paper's |S|/N.
+
+    Privacy: Δc_i is a vector group of its own, clipped to `control_norm`, in the same round: one
+    cohort, one query, one charge. The group gets `control_share` of the round's privacy, and what
+    it gets the update's groups do without: Σ_g (Δ_g/σ_g)² is 1/z² in all, as without it. c was
+    released. No user has a state, so a user's part in a round depends on that round's request only.
+    """
+
+    control_norm: float = field(kw_only=True)  # S > 0, the bound on the L2 norm of Δc_i
+    control_share: float = 0.3  # in (0, 1), of the round's privacy
+    control_rate: float = 0.5  # β in (0, 1]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _refuse_momentum(self, "control variates take its place")
+
+    @property
+    def memories(self) -> int:
+        """One: Δc_i."""
+        return 1
+
+    @property
+    def control(self) -> ControlVariates:
+        """How Δc_i is clipped, and how the server moves by it."""
+        return ControlVariates(self.control_norm, self.control_share, self.control_rate)
+
+    def direction(self, step: LocalStep) -> tuple["Tensor", tuple["Tensor", ...]]:
+        """∇f_i(y) − Δc_i, and Δc_i."""
+        change = step.memory[0] if step.number else step.gradient - step.control
+        return step.gradient - change, (change,)
+
+
 GRADIENT = SGD(1.0, steps=1)
 """The update is minus the gradient of the mean loss: the only training of an example's or of a
 microbatch's, whose step size is the server's (Abadi et al. 2016, Algorithm 1)."""
 
-ALGORITHMS: Mapping[str, type[LocalTraining]] = {"sgd": SGD}
-"""The values of local.algorithm in a configuration."""
+ALGORITHMS: Mapping[str, type[LocalTraining]] = {"sgd": SGD, "adamw": AdamW, "scaffold": Scaffold}
+"""The values of local.algorithm in a configuration; nodes know these."""
+
+COMMON = tuple(each.name for each in fields(LocalTraining))
+"""The fields that all of them have."""
+
+
+def _refuse_momentum(local: LocalTraining, why: str) -> None:
+    if local.momentum:
+        kind = type(local).__name__
+        raise InvalidValueError(f"momentum of {kind} is {local.momentum}; it must be 0, as {why}")

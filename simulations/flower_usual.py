@@ -60,7 +60,7 @@ def train(message: Message, context: Context) -> Message:
     start = [parameter.detach().clone() for parameter in model.parameters()]
     x, y = torch.from_numpy(data["x"]), torch.from_numpy(data["y"])
     local = work.config.training()
-    optimizer = torch.optim.SGD(model.parameters(), lr=local.learning_rate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=local.rate)
     for _ in range(local.epochs or 1):
         optimizer.zero_grad()
         torch.autograd.backward(work.task.losses_of(model(x), y).mean())

@@ -88,7 +88,7 @@ def plain_round(model: nn.Module, users: UserStore, clipping_norm: float) -> Non
         with torch.no_grad():
             for parameter, initial in zip(model.parameters(), start, strict=True):
                 parameter.copy_(initial)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LOCAL.learning_rate)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LOCAL.rate)
         data = users.examples_of(user)
         x, y = torch.from_numpy(data["x"]), torch.from_numpy(data["y"])
         for rows in torch.split(torch.randperm(len(x)), LOCAL.batch_size or len(x)):

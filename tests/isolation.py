@@ -17,6 +17,7 @@ from torch import nn
 from fedpriv.data.population import Population, UserStore
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import Task, cross_entropy, running_norms
+from fedpriv.local import AdamW, Scaffold
 from fedpriv.models import build_model
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging, Metric
 from fedpriv.privacy.layout import (
@@ -220,6 +221,8 @@ LOCALS = (
     LocalTraining(0.1, batch_size=3, steps=4, momentum=0.9),
     LocalTraining(0.1, batch_size=8, epochs=2, proximal=0.5),
     LocalTraining(3.0, batch_size=1, epochs=1, max_examples=9),
+    AdamW(0.02, batch_size=4, epochs=2),
+    Scaffold(0.3, epochs=3, control_norm=0.4),
 )
 
 plans = st.builds(
@@ -305,6 +308,12 @@ def request_of(plan: Plan, population: int) -> RoundRequest:
     """The request of the first round, to all of a population."""
     task, asked = task_of(plan.model), training_plan(plan, population)
     state = initial_state(asked, task.parameters(), task.statistics())
+    if state.control:  # as in a later round
+        rng = np.random.default_rng(4)
+        control = {
+            n: rng.standard_normal(c.shape).astype(c.dtype) for n, c in state.control.items()
+        }
+        state = replace(state, control=control)
     return open_round(asked, state, 0, SeededEntropy(3))
 
 

@@ -24,7 +24,7 @@ BELOW = {  # what each package may import of the library, besides errors and its
     "studies": "config",
     "analytics": "data ledger privacy",
     "report": "accounting ledger studies training",
-    "wire": "data privacy",
+    "wire": "data local privacy",
     "evaluation": "analytics data engine ledger privacy training",
     "build": (
         "accounting config data engine evaluation importing ledger logs mechanism models privacy "

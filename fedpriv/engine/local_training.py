@@ -5,21 +5,11 @@ user's data decide how it computes. Shapes lie on a ladder, since users of diffe
 train together; up to a quarter of a shape is padding, which counts for nothing. Rows are chosen by
 each user's own key.
 
-An `Algorithm` says what a step does with a gradient; `algorithm_of` finds it by the type of the
-round's `LocalTraining`. To add one, derive a frozen dataclass from `LocalTraining` for its settings
-and register a function that makes its algorithm:
-
-    @algorithm_of.register
-    def _(local: MyTraining) -> Algorithm: ...
-
-Products and sums are operations of their own: torch may round what it fuses differently at the end
-of a loop over all lanes, and a user's place in the chunk would then matter.
+What a step does with a gradient is up to the `direction` of the round's `LocalTraining`.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +29,8 @@ from fedpriv.engine.task import (
     outputs_of,
 )
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.privacy.gaussian_mechanism import CONTROL_PREFIX
+from fedpriv.privacy.round import LocalStep, LocalTraining
 
 Integers = npt.NDArray[np.int64]
 
@@ -248,86 +239,66 @@ def _counted_up(lengths: Integers) -> Integers:
     return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
 
 
-class Algorithm(ABC):
-    """What a step of local training does with a gradient, for each user separately."""
+def is_linear(local: LocalTraining) -> bool:
+    """Whether directions are linear in gradients, displacements and memories.
 
-    learning_rate: float  # a step goes this far against its direction
-    # Whether directions are linear in gradients, displacement and memory, with the same
-    # coefficients for all parameters. Others train without low-rank corrections.
-    linear: bool
-    memories: int  # how many tensors like its parameters a user keeps from step to step
-
-    @abstractmethod
-    def direction(
-        self, gradient: Tensor, displacement: Tensor | None, memory: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The direction of a step, and what to remember of it.
-
-        Args:
-            gradient: by a parameter of each user, [C, *shape]; must not be written to.
-            displacement: of that parameter from the round's, [C, *shape]; must not be written to.
-                None in the first step, where it is zero.
-            memory: from the step before, free to be overwritten; None in the first step.
-        """
-
-
-class HeavyBall(Algorithm):
-    """Gradient descent with momentum and FedProx's proximal term (Li et al. 2020)."""
-
-    linear = True
-
-    def __init__(self, learning_rate: float, momentum: float = 0.0, proximal: float = 0.0) -> None:
-        self.learning_rate, self.momentum, self.proximal = learning_rate, momentum, proximal
-        self.memories = int(momentum > 0.0)
-
-    def direction(
-        self, gradient: Tensor, displacement: Tensor | None, memory: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Velocity ← momentum · velocity + gradient + proximal · displacement."""
-        if displacement is not None and self.proximal:
-            gradient = (displacement * self.proximal).add_(gradient)
-        if not self.momentum:
-            return gradient, None
-        velocity = gradient.clone() if memory is None else memory.mul_(self.momentum).add_(gradient)
-        return velocity, velocity
-
-
-@singledispatch
-def algorithm_of(local: LocalTraining) -> Algorithm:
-    """The algorithm of a round, by the type of its local training."""
-    return HeavyBall(local.learning_rate, local.momentum, local.proximal)
+    Coefficients must be the same for all parameters, as they are where no algorithm says otherwise.
+    Others train without low-rank corrections.
+    """
+    return type(local).direction is LocalTraining.direction and local.control is None
 
 
 class Descent:
     """How far C users have moved from the same parameters, which are never written to."""
 
-    def __init__(self, start: TorchTensors, algorithm: Algorithm) -> None:
+    def __init__(
+        self, start: TorchTensors, local: LocalTraining, control: TorchTensors | None = None
+    ) -> None:
         self.displacement: TorchTensors = {}  # [C, *shape]; empty before the first step
-        self._start, self._algorithm = start, algorithm
-        self._memory: dict[str, Tensor | None] = {}
+        self.memory: dict[str, tuple[Tensor, ...]] = {}
+        self._start, self._local, self._control = start, local, control or {}
         self._parameters: TorchTensors = {}
+        self._rate, self._steps = local.rate, 0
 
     def parameters(self, users: int) -> TorchTensors:
         """Parameters of each user, [C, *shape], in memory that the next call overwrites."""
         if not self.displacement:
-            return same_for_all(self._start, users)
+            self._parameters = same_for_all(self._start, users)
+            return self._parameters
+        own = {} if self._steps == 1 else self._parameters
         self._parameters = {
-            name: torch.add(self._start[name], moved, out=self._parameters.get(name))
+            name: torch.add(self._start[name], moved, out=own.get(name))
             for name, moved in self.displacement.items()
         }
         return self._parameters
 
     def step(self, gradients: TorchTensors, active: Tensor | None) -> None:
-        """Take a step along gradients [C, *shape], where a user is active, [C]; None: all are."""
+        """Take a step along gradients [C, *shape] at the `parameters` that were given last.
+
+        Active says which users take it, [C]; None: all do.
+        """
+        local = self._local
         for name, gradient in gradients.items():
             moved = self.displacement.get(name)
-            found = self._algorithm.direction(gradient, moved, self._memory.get(name))
-            direction, self._memory[name] = found
+            if moved is not None and local.proximal:
+                gradient = (moved * local.proximal).add_(gradient)  # noqa: PLW2901
+            memory = self.memory.get(name)
+            if memory is None:
+                memory = tuple(torch.zeros_like(gradient) for _ in range(local.memories))
+            control = self._control.get(name, gradient.new_zeros(()))
+            begun = LocalStep(self._steps, gradient, self._parameters[name], memory, control)
+            direction, self.memory[name] = local.direction(begun)
             if active is not None:
                 has_step = active.view(-1, *[1] * (direction.dim() - 1))
                 direction = torch.where(has_step, direction, 0.0)
-            way = direction * -self._algorithm.learning_rate
+            way = direction * -self._rate
             self.displacement[name] = way if moved is None else moved.add_(way)
+        self._steps += 1
+
+    def sent(self) -> TorchTensors:
+        """What users send: their displacements, and the changes of control variates."""
+        changes = {CONTROL_PREFIX + name: self.memory[name][0] for name in self._control}
+        return {**self.displacement, **changes}
 
 
 def same_for_all(parameters: TorchTensors, count: int) -> TorchTensors:
@@ -349,7 +320,8 @@ def train_chunk(
     """Train the users of a chunk side by side by `torch.func`, whatever the model is made of.
 
     Training draws no random numbers, unless one user trains `alone`, as the model itself would.
-    Returns updates (trained minus initial parameters), each tensor [L, *shape].
+    Returns updates (trained minus initial parameters), each tensor [L, *shape], and changes of
+    control variates where the algorithm has some.
     """
 
     def mean_loss(parameters: TorchTensors, x: Inputs, y: Tensor, weights: Tensor) -> Tensor:
@@ -366,13 +338,13 @@ def train_chunk(
     # In the first step, too, each user has parameters of its own: one product for all users would
     # round a user's numbers according to their place in it.
     gradient = of_one if alone else vmap(grad(mean_loss), randomness="error")
-    descent = Descent(start.parameters, algorithm_of(local))
+    descent = Descent(start.parameters, local, start.control)
     lanes, steps, _ = batches.weights.shape
     for step in range(steps):
         x = each_input(lambda t, step=step: t[:, step], batches.x)  # type: ignore[misc]
         y, weights = batches.y[:, step], batches.weights[:, step]
         descent.step(gradient(descent.parameters(lanes), x, y, weights), batches.active(step))
-    return descent.displacement
+    return descent.sent()
 
 
 def _one_if_none(counted: Tensor) -> Tensor:
@@ -395,8 +367,8 @@ def train_layers_chunk(
     """
     inputs, (users, steps, width) = batches.x, batches.weights.shape
     assert isinstance(inputs, Tensor)  # batched models have one input
-    algorithm, parameters = algorithm_of(local), start.parameters
-    names = model.low_rank(steps, width) if algorithm.linear else ()
+    parameters = start.parameters
+    names = model.low_rank(steps, width) if is_linear(local) else ()
     shared = {key for name in names for key in model.keys[name]}
     low_rank = {n: LowRankLinear(inputs, *(parameters[k] for k in model.keys[n])) for n in names}
     # Parameters lie in memory as their gradients do: those of convolutions by patches.
@@ -405,8 +377,8 @@ def train_layers_chunk(
         for n, p in parameters.items()
         if n not in shared
     }
-    descent = Descent(own, algorithm)
-    coefficients = Descent({"": batches.weights.new_zeros(steps)}, algorithm)
+    descent = Descent(own, local, start.control)
+    coefficients = Descent({"": batches.weights.new_zeros(steps)}, local)
     # A mean over each user's real targets; users are apart in the sum, so are its gradients.
     counted = (batches.weights * task.shares(batches.y, axes=3)).sum(2, keepdim=True)
     shares = batches.weights / _one_if_none(counted)
@@ -425,10 +397,11 @@ def train_layers_chunk(
         descent.step(dict(zip(own, gradients, strict=False)), active)
         unit = batches.weights.new_zeros((users, steps))
         unit[:, step] = 1.0
+        coefficients.parameters(users)
         coefficients.step({"": unit}, active)
         for layer in low_rank.values():
             layer.learn(coefficients.displacement[""])
-    learnt: dict[str, Tensor | OuterProducts] = {**descent.displacement}
+    learnt: dict[str, Tensor | OuterProducts] = {**descent.sent()}
     for name, layer in low_rank.items():
         learnt |= zip(model.keys[name], layer.updates(), strict=True)
-    return {name: learnt[name] for name in parameters}
+    return {name: learnt.pop(name) for name in parameters} | learnt

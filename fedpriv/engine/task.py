@@ -211,6 +211,8 @@ class RoundParameters:
 
     parameters: TorchTensors  # what is trained
     constants: TorchTensors  # frozen parameters and buffers
+    # The server's control variates, where the local algorithm has some.
+    control: TorchTensors = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -219,7 +221,8 @@ class RoundParameters:
         """Copy a request's tensors to a device; its statistics replace those of the constants."""
         parameters = {n: torch.tensor(p, device=device) for n, p in request.parameters.items()}
         statistics = {n: torch.tensor(s, device=device) for n, s in request.statistics.items()}
-        return cls(parameters, constants | statistics)
+        control = {n: torch.tensor(c, device=device) for n, c in request.control.items()}
+        return cls(parameters, constants | statistics, control)
 
 
 @dataclass(frozen=True)

@@ -218,10 +218,10 @@ class Trainer:
 
     def _lane_bytes(self, request: RoundRequest, rung: Rung) -> int:
         """Estimate of the memory of one user in a chunk."""
-        algorithm, batched = local_training.algorithm_of(request.local), self.batched
+        local, batched = request.local, self.batched
         parameters = sum(p.numel() for p in self.task.trainable().values())
         factors = 0
-        if batched is not None and algorithm.linear:
+        if batched is not None and local_training.is_linear(local):
             for name, layer in batched.low_rank(rung.steps, rung.width).items():
                 parameters -= sum(p.numel() for p in layer.parameters())
                 factors += batched.rows[name] * (layer.in_features + 2 * layer.out_features)
@@ -229,7 +229,7 @@ class Trainer:
         held = rung.steps * rung.width * (inputs + factors)
         activations = rung.width * (sum(outputs) + patches) * _ACTIVATIONS
         metrics = _METRICS * sum(prod(metric.shape) for metric in request.measured)
-        copies = parameters * (_PARAMETERS + algorithm.memories)
+        copies = parameters * (_PARAMETERS + local.memories)
         return 4 * (held + activations + copies + metrics)
 
     def sum_of(self, request: RoundRequest, start: RoundParameters, chunk: Chunk) -> ChunkSum:
@@ -375,7 +375,8 @@ class Isolation:
         """
         self._start = self._start or start
         measured = tuple((metric.name, metric.shape) for metric in request.measured)
-        key = (request.local, measured, rung)
+        # Rates only multiply, and those of random users are not the plan's.
+        key = (replace(request.local, learning_rate=_LEARNING_RATE), measured, rung)
         if key not in self._verdicts:
             self._verdicts[key] = self._examined(request, rung)
         verdict = self._verdicts[key]

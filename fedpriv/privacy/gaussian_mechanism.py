@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent, SumQueryEvent
@@ -411,3 +412,44 @@ class AdaptiveClipping:
         fraction = min(max(unclipped, 0.0), 1.0)
         moved = norm * math.exp(-self.learning_rate * (fraction - self.quantile))
         return min(max(moved, _SMALLEST_NORM), _LARGEST_NORM)
+
+
+CONTROL_PREFIX = "control/"  # begins the names of tensors of control variates, and of their group
+
+
+@dataclass(frozen=True)
+class ControlVariates:
+    """A second vector that users send, as large as the update, and how the server's moves by it.
+
+    The server keeps a control variate c of the shape of the model, at first zero, and sends it with
+    each round. A user sends how its own differs from it, Δc_i = c_i − c. Then c moves by
+    c ← c + β·Δc, where Δc is what was released: the noised average of the clipped Δc_i.
+    """
+
+    norm: float  # S, the bound on the L2 norm of Δc_i
+    share: float  # ω in (0, 1), of the round's privacy
+    rate: float  # β in (0, 1]; noise of earlier rounds is averaged over about 1/β of them
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share < 1.0:
+            raise InvalidValueError(f"control_share is {self.share}; it must be in (0, 1)")
+        if not 0.0 < self.rate <= 1.0:
+            raise InvalidValueError(f"control_rate is {self.rate}; it must be in (0, 1]")
+        _ = VectorGroup.single(CONTROL_PREFIX, self.norm)  # a norm that cannot be is refused here
+
+    def group(self, layout: Layout) -> VectorGroup:
+        """The vector group beside those of an update of this layout."""
+        tensors = tuple(CONTROL_PREFIX + name for name in layout.names)
+        return VectorGroup(CONTROL_PREFIX + "variates", tensors, self.norm, (1.0,) * len(tensors))
+
+    def moved(
+        self, control: Mapping[str, npt.NDArray[np.float32]], released: Mapping[str, FloatVector]
+    ) -> dict[str, npt.NDArray[np.float32]]:
+        """The control variate after a round, by parameter, saturated to what float32 holds."""
+        limit = np.finfo(np.float32).max
+        return {
+            name: np.clip(c + self.rate * released[CONTROL_PREFIX + name], -limit, limit).astype(
+                np.float32
+            )
+            for name, c in control.items()
+        }

@@ -11,9 +11,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +30,41 @@ from fedpriv.ledger.events import PrivacyBudget, RoundEvent
 from fedpriv.ledger.ledger import Charge, Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping import Clipping, IntegerVector
-from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, Metric, PoissonGaussianMechanism
+from fedpriv.privacy.gaussian_mechanism import (
+    CONTRIBUTORS,
+    ControlVariates,
+    Metric,
+    PoissonGaussianMechanism,
+)
 from fedpriv.privacy.layout import FloatVector
 from fedpriv.privacy.noise import Entropy
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _LONGEST_WAIT_SECONDS = 60.0
+
+
+@runtime_checkable
+class Rates(Protocol):
+    """A learning rate by round, such as a `fedpriv.training.optimizers.Schedule`."""
+
+    def at(self, number: int) -> float:
+        """The rate in a round, from 1: a function of that number alone, which is public."""
+
+
+class LocalStep(NamedTuple):
+    """Where a step of local training begins, for one of the parameters of each of C users."""
+
+    number: int  # of the step, from 0
+    # Of the mean loss, [C, *shape], with FedProx's term; must not be written to.
+    gradient: "Tensor"
+    parameter: "Tensor"  # the user's own, [C, *shape]; must not be written to
+    # What the step before returned, [C, *shape] each and free to be overwritten; at first zeros.
+    memory: tuple["Tensor", ...]
+    control: "Tensor"  # the server's control variate, [*shape]; 0 where the algorithm has none
 
 
 @dataclass(frozen=True)
@@ -44,22 +72,33 @@ class LocalTraining:
     """How a user trains: minibatch SGD from the round's parameters on the user's own examples.
 
     One step on all examples is FedSGD; the update is then −learning_rate × gradient.
+
+    A local algorithm is a frozen dataclass derived from this one. It adds fields of its own, and
+    overrides `direction`, with `memories` if it keeps anything from step to step, and `control` if
+    users send a control variate beside their update.
+
+    Privacy: none of this is trusted. What a user sends is clipped afterwards, group by group, and
+    what an algorithm keeps begins at zero for each user in each round and is thrown away.
     """
 
-    learning_rate: float  # step size > 0
+    # Step size > 0 of each step; a schedule is one number in each round, `at` which it is found.
+    learning_rate: float | Rates
     batch_size: int | None = None  # examples per step; None: all of a user's in one batch
     # Exactly one is given: passes over the examples, each in a fresh order, or a number of batches.
     epochs: int | None = None
     steps: int | None = None
     momentum: float = 0.0  # heavy-ball, in [0, 1), starting from rest in every round
-    proximal: float = 0.0  # μ ≥ 0 of FedProx, towards the round's parameters (Li et al. 2020)
+    # μ ≥ 0 of FedProx (Li et al. 2020): the gradient of μ/2·‖y − x‖², by which y is drawn towards
+    # the round's parameters x, is added to that of the loss, whatever the algorithm.
+    proximal: float = 0.0
     # The most examples of a user that count in a round, chosen by the user's key; None: all do. It
     # bounds the work that one user can make for a node.
     max_examples: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.learning_rate < math.inf:
-            raise InvalidValueError(f"learning_rate is {self.learning_rate}; it must be positive")
+        rate = self.learning_rate
+        if not isinstance(rate, Rates) and not 0.0 < rate < math.inf:
+            raise InvalidValueError(f"learning_rate is {rate}; it must be positive")
         if (self.epochs is None) == (self.steps is None):
             raise InvalidValueError(
                 f"epochs is {self.epochs} and steps is {self.steps}; exactly one must be given"
@@ -72,6 +111,46 @@ class LocalTraining:
             raise InvalidValueError(f"momentum is {self.momentum}; it must be in [0, 1)")
         if not 0.0 <= self.proximal < math.inf:
             raise InvalidValueError(f"proximal is {self.proximal}; it must not be negative")
+        if self.control is not None and self.batch_size is not None:
+            raise InvalidValueError(
+                f"batch_size is {self.batch_size}; with control variates it must be absent, since "
+                "a user's control variate is the gradient on all of its examples"
+            )
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of a round, in whose settings it is a number."""
+        if isinstance(self.learning_rate, Rates):
+            found = f"learning_rate is {self.learning_rate}"
+            raise InvalidValueError(f"{found}; a step needs its number, that of a round")
+        return self.learning_rate
+
+    def at(self, number: int) -> Self:
+        """Local training in a round, from 1: a number stands in the place of a schedule."""
+        rate = self.learning_rate
+        return replace(self, learning_rate=rate.at(number)) if isinstance(rate, Rates) else self
+
+    @property
+    def memories(self) -> int:
+        """How many tensors like its parameters a user keeps from step to step."""
+        return int(self.momentum > 0.0)
+
+    @property
+    def control(self) -> ControlVariates | None:
+        """What users send beside their update, if they do: the first of their memories."""
+        return None
+
+    def direction(self, step: LocalStep) -> tuple["Tensor", tuple["Tensor", ...]]:
+        """The direction [C, *shape], against which a step goes by the rate, and what to remember.
+
+        Each user's numbers may depend on its own alone. Products and sums should be operations of
+        their own: torch may round what it fuses differently at the end of a loop over all users.
+        Here it is the velocity, velocity ← momentum · velocity + gradient.
+        """
+        if not self.momentum:
+            return step.gradient, ()
+        velocity = step.memory[0].mul_(self.momentum).add_(step.gradient)
+        return velocity, (velocity,)
 
 
 @dataclass(frozen=True)
@@ -89,6 +168,8 @@ class RoundRequest:
     metrics: tuple[Metric, ...] = ()  # what users report beside their update
     # Running statistics of normalisations at the start of the round, by name.
     statistics: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    # The server's control variate of each parameter, where the local algorithm has some.
+    control: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
     @property
     def measured(self) -> tuple[Metric, ...]:

@@ -2,7 +2,8 @@
 
 The released average Δ of the users' updates takes the place of the negative gradient
 (Reddi et al. 2021, "Adaptive Federated Optimization", algorithm 2). Everything here sees
-released quantities only. A learning rate is a number, or a `Schedule` of the public round number.
+released quantities only. A learning rate, here and in local training, is a number, or a `Schedule`
+of the public round number.
 
 Where Δ is minus an average of clipped gradients, FedAvg is NoisySGD (Abadi et al. 2016, algorithm
 1) and FedAdam NoisyAdam (Bu et al. 2020, algorithm 2), with m₀ = 0, u₀ = τ² and ξ = τ; their sums
@@ -70,6 +71,29 @@ class PolynomialDecay(Schedule):
 
 
 @dataclass(frozen=True)
+class CosineDecay(Schedule):
+    """From `start` in round 1 to `end` after so many rounds, and from then on, along a cosine.
+
+    end + (start − end)·(1 + cos(π·(t − 1)/rounds))/2 (Loshchilov & Hutter 2017, without restarts).
+
+    >>> [round(CosineDecay(1.0, 0.0, rounds=2).at(number), 9) for number in (1, 2, 3, 4)]
+    [1.0, 0.5, 0.0, 0.0]
+    """
+
+    start: float
+    end: float
+    rounds: int
+
+    def __post_init__(self) -> None:
+        _check_schedule(self)
+
+    def at(self, number: int) -> float:
+        """The rate in a round."""
+        angle = math.pi * min(1.0, (number - 1) / self.rounds)
+        return float(self.end + (self.start - self.end) * (1.0 + math.cos(angle)) / 2.0)
+
+
+@dataclass(frozen=True)
 class ExponentialDecay(Schedule):
     """start·factor^((t − 1)/rounds): it falls by the factor in so many rounds."""
 
@@ -116,8 +140,9 @@ class PowerDecay(Schedule):
         return float(self.start / number**self.power)
 
 
-SCHEDULES: Mapping[str, type[Schedule]] = {  # values of server.options.learning_rate.schedule
+SCHEDULES: Mapping[str, type[Schedule]] = {  # values of learning_rate.schedule
     "polynomial": PolynomialDecay,
+    "cosine": CosineDecay,
     "exponential": ExponentialDecay,
     "step": StepDecay,
     "power": PowerDecay,

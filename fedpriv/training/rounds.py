@@ -35,6 +35,7 @@ from fedpriv.privacy.gaussian_mechanism import (
     CONTRIBUTORS,
     AdaptiveClipping,
     Averaging,
+    ControlVariates,
     Metric,
     PoissonGaussianMechanism,
 )
@@ -44,6 +45,7 @@ from fedpriv.privacy.round import (
     LocalTraining,
     PartialSum,
     PrivacyRecords,
+    Rates,
     Release,
     RoundAttempt,
     RoundRequest,
@@ -51,7 +53,12 @@ from fedpriv.privacy.round import (
     private_round,
 )
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.training.optimizers import FedAvg, OptimizerState, Parameters, ServerOptimizer
+from fedpriv.training.optimizers import (
+    FedAvg,
+    OptimizerState,
+    Parameters,
+    ServerOptimizer,
+)
 
 BATCH_NORM_METRIC = "batch-norm"  # the metric that moves running statistics
 CONTRIBUTORS_METRIC = CONTRIBUTORS.name  # the count of users whose update counted
@@ -59,7 +66,7 @@ EVALUATION_PREFIX = "evaluation/"  # begins names of what users say of the model
 _MOST_CHANGE = 4.0  # of a variance in a round, as a factor, whatever the noise
 _LARGEST_MEAN, _LARGEST_VARIANCE = 1e15, 1e30
 _FORMAT = "fedpriv checkpoint 3"
-_PARTS = ("parameters", "first", "second", "statistics")  # of a checkpoint
+_PARTS = ("parameters", "first", "second", "statistics", "control")  # of a checkpoint
 _KEPT = 3  # checkpoints
 
 
@@ -172,7 +179,7 @@ class TrainingPlan:
             )
         if not self._update_share > 0.0:
             taken = f"{1.0 - self._update_share:g} of the round's privacy"
-            found = f"metrics and the counting of the clipped take {taken}"
+            found = f"metrics, control variates and the counting of the clipped take {taken}"
             raise InvalidValueError(f"{found}; they must leave some to the update")
         shapes = {metric.name: metric.shape for metric in self.metrics}
         found_shape = shapes.get(BATCH_NORM_METRIC)
@@ -182,6 +189,8 @@ class TrainingPlan:
             raise InvalidValueError(f"running statistics move by {needed}; {found}")
         for number in range(1, self.rounds + 1) if self.optimizer.schedules else ():
             self.optimizer.at(number)  # learning rates out of range are refused here
+        for number in range(1, self.rounds + 1) if self._local_schedules else ():
+            self.local.at(number)
         _ = self.mechanism  # groups, shares and sampling that do not fit are refused here
 
     @property
@@ -203,8 +212,12 @@ class TrainingPlan:
         """The mechanism of a round with these clipping norms, at the plan's noise multiplier."""
         pairs = zip(self.groups, clipping_norms, strict=True)
         groups = [replace(group, clipping_norm=norm) for group, norm in pairs]
-        groups += [metric.group for metric in self.reported]
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        if self.control is not None:
+            groups.append(self.control.group(self.layout))
+            shapes |= dict(zip(groups[-1].tensors, self.layout.shapes, strict=True))
+        averaged = tuple(group.name for group in groups)
+        groups += [metric.group for metric in self.reported]
         shapes |= {metric.tensor: metric.shape for metric in self.reported}
         indicator = Indicator.of(self.groups) if self.adaptive else None
         if indicator is not None:
@@ -212,7 +225,7 @@ class TrainingPlan:
             shapes[indicator.tensor] = (len(indicator.groups),)
         averaging = self.averaging
         plain = averaging.cap is None and averaging.floor is None
-        weighted = () if plain else tuple(group.name for group in self.groups)
+        weighted = () if plain else averaged
         layout = Layout(tuple(shapes), tuple(shapes.values()))
         clipping = Clipping(layout, tuple(groups), indicator, weighted, averaging.cap or 1)
         return PoissonGaussianMechanism.calibrated(
@@ -231,21 +244,33 @@ class TrainingPlan:
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
-        """ω of every vector group of a round: those of the update, metrics, the indicator."""
+        """ω of every vector group of a round: of the update, control, metrics, the indicator."""
         metrics = (self.metrics_share / max(1, len(self.metrics)),) * len(self.metrics)
         contributors = (self.contributors_share,) if self.contributors_share else ()
         counting = (*contributors, *((self.adaptive.share,) if self.adaptive else ()))
-        return (*(self._update_share * share for share in self.noise_shares), *metrics, *counting)
+        control = (self.control.share,) if self.control else ()
+        update = (self._update_share * share for share in self.noise_shares)
+        return (*update, *control, *metrics, *counting)
 
     @property
     def _update_share(self) -> float:
         counting = self.contributors_share + (self.adaptive.share if self.adaptive else 0.0)
-        return 1.0 - self.metrics_share - counting
+        return 1.0 - self.metrics_share - counting - (self.control.share if self.control else 0.0)
+
+    @property
+    def control(self) -> ControlVariates | None:
+        """What users send beside their update, if the local algorithm has them do so."""
+        return self.local.control
+
+    @property
+    def _local_schedules(self) -> tuple[Rates, ...]:
+        rate = self.local.learning_rate
+        return (rate,) if isinstance(rate, Rates) else ()
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the whole plan; equal plans have equal digests."""
-        parts = (self.optimizer, *self.optimizer.schedules.values())
+        parts = (self.optimizer, *self.optimizer.schedules.values(), *self._local_schedules)
         kinds = " ".join(type(part).__name__ for part in parts)
         fields = {**asdict(self), "optimizer_class": kinds}
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
@@ -261,6 +286,7 @@ class ServerState:
     optimizer: OptimizerState
     clipping_norms: tuple[float, ...]  # S_g of each group of the update in the next round
     statistics: Parameters = field(default_factory=dict)  # running statistics, by name
+    control: Parameters = field(default_factory=dict)  # control variates, by parameter
 
     @property
     def model(self) -> Parameters:
@@ -379,7 +405,9 @@ def initial_state(
         plan.statistics.check(statistics)
     tensors = plan.layout.unflatten(plan.layout.flatten(parameters))
     ordered = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
-    return ServerState(0, ordered, plan.optimizer.init(ordered), plan.clipping_norms, statistics)
+    control = {name: np.zeros_like(p) for name, p in ordered.items()} if plan.control else {}
+    moments = plan.optimizer.init(ordered)
+    return ServerState(0, ordered, moments, plan.clipping_norms, statistics, control)
 
 
 def train(
@@ -449,11 +477,12 @@ def _request_to_nobody(plan: TrainingPlan, state: ServerState, at: RoundAttempt)
         attempt=at.attempt,
         parameters=state.parameters,
         clipping=plan.mechanism_at(state.clipping_norms).clipping,
-        local=plan.local,
+        local=plan.local.at(at.round),
         users=np.empty(0, np.int64),
         local_key=bytes(32),
         metrics=plan.reported,
         statistics=state.statistics,
+        control=state.control,
     )
 
 
@@ -481,6 +510,7 @@ def close_round(
     statistics = state.statistics
     if plan.statistics is not None:
         statistics = plan.statistics.moved(statistics, metrics[BATCH_NORM_METRIC])
+    control = plan.control.moved(state.control, tensors) if plan.control else state.control
     names = [group.name for group in plan.groups]
     result = RoundResult(
         run=plan.run,
@@ -496,7 +526,8 @@ def close_round(
         metrics_noise_stddev=stddevs,
         unit=plan.sampling.unit,
     )
-    return ServerState(state.round + 1, parameters, optimizer, norms, statistics), result
+    after = ServerState(state.round + 1, parameters, optimizer, norms, statistics, control)
+    return after, result
 
 
 @dataclass(frozen=True)
@@ -512,9 +543,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write `round-NNNNNN.safetensors`, named by its last round, atomically; keep the last 3."""
     state, head = checkpoint.state, checkpoint.ledger_head
     moments = (state.optimizer.first, state.optimizer.second)
+    kept = (state.parameters, *moments, state.statistics, state.control)
     tensors = {
         f"{part}/{name}": np.asarray(tensor, order="C")
-        for part, named in zip(_PARTS, (state.parameters, *moments, state.statistics), strict=True)
+        for part, named in zip(_PARTS, kept, strict=True)
         for name, tensor in named.items()
     }
     metadata = {
@@ -572,10 +604,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
     for key, tensor in tensors.items():
         part, _, name = key.partition("/")
         parts[part][name] = tensor
-    parameters, first, second, statistics = parts.values()
+    parameters, first, second, statistics, control = parts.values()
     norms = tuple(map(float, metadata["clipping_norms"].split()))
     moments = OptimizerState(first, second)
-    state = ServerState(int(metadata["round"]), parameters, moments, norms, statistics)
+    state = ServerState(int(metadata["round"]), parameters, moments, norms, statistics, control)
     head = Head(int(metadata["ledger_count"]), metadata["ledger_hash"])
     return Checkpoint(state, metadata["plan_digest"], head)
 
@@ -598,8 +630,10 @@ def resume(path: Path, plan: TrainingPlan, ledger: Ledger) -> ServerState:
         found = f"{checkpoint.ledger_head.count} charges that the ledger does not hold"
         legal = "a run can only be resumed with its own, complete ledger"
         raise CheckpointError(f"{path} has seen {found}; {legal}")
-    state = checkpoint.state
-    return replace(state, parameters={name: state.parameters[name] for name in plan.layout.names})
+    state, names = checkpoint.state, plan.layout.names
+    parameters = {name: state.parameters[name] for name in names}
+    control = {name: state.control[name] for name in names} if plan.control else {}
+    return replace(state, parameters=parameters, control=control)
 
 
 @contextmanager

@@ -203,7 +203,7 @@ class VectorGroup(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[str]] = ..., clipping_norm: _Optional[float] = ..., scales: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LocalTraining(_message.Message):
-    __slots__ = ("learning_rate", "batch_size", "epochs", "steps", "momentum", "proximal", "max_examples")
+    __slots__ = ("learning_rate", "batch_size", "epochs", "steps", "momentum", "proximal", "max_examples", "algorithm", "options")
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +211,8 @@ class LocalTraining(_message.Message):
     MOMENTUM_FIELD_NUMBER: _ClassVar[int]
     PROXIMAL_FIELD_NUMBER: _ClassVar[int]
     MAX_EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     learning_rate: float
     batch_size: int
     epochs: int
@@ -218,7 +220,9 @@ class LocalTraining(_message.Message):
     momentum: float
     proximal: float
     max_examples: int
-    def __init__(self, learning_rate: _Optional[float] = ..., batch_size: _Optional[int] = ..., epochs: _Optional[int] = ..., steps: _Optional[int] = ..., momentum: _Optional[float] = ..., proximal: _Optional[float] = ..., max_examples: _Optional[int] = ...) -> None: ...
+    algorithm: str
+    options: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, learning_rate: _Optional[float] = ..., batch_size: _Optional[int] = ..., epochs: _Optional[int] = ..., steps: _Optional[int] = ..., momentum: _Optional[float] = ..., proximal: _Optional[float] = ..., max_examples: _Optional[int] = ..., algorithm: _Optional[str] = ..., options: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Metric(_message.Message):
     __slots__ = ("name", "shape", "centre", "radius", "options")

@@ -9,16 +9,18 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Annotated
+from types import SimpleNamespace
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.errors import InvalidValueError, WireError, known_names
+from fedpriv.local import ALGORITHMS, COMMON
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
-from fedpriv.privacy.gaussian_mechanism import Metric
+from fedpriv.privacy.gaussian_mechanism import CONTROL_PREFIX, Metric
 from fedpriv.privacy.layout import Layout, Tensors, VectorGroup
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from fedpriv.wire import codec, tensors
@@ -171,7 +173,8 @@ class Vote(Checked):
 class RoundOffer(Checked):
     """A `RoundRequest` to one node; the tensors that `model` declares follow separately.
 
-    They are float32: the update's tensors as `clipping` orders them, then running statistics.
+    They are float32: the tensors that users send as `clipping` orders them, parameters and control
+    variates, then running statistics.
     """
 
     id: RoundId
@@ -196,6 +199,7 @@ class RoundOffer(Checked):
         if self.clipping.indicator is not None:
             shapes.pop(self.clipping.indicator.tensor, None)
         model = self.model.layout
+        # Update and control variates; the server's control variates come with the model.
         first = list(zip(model.names, model.shapes, strict=True))[: len(shapes)]
         if not shapes or first != list(shapes.items()):
             raise InvalidValueError("the model does not begin with the tensors of the update")
@@ -222,21 +226,23 @@ class RoundOffer(Checked):
         statistics = {n: t.astype(np.float32, copy=False) for n, t in tensors.items()}
         update = [name for name in tensors if name in self.clipping.layout.names]
         weights = {name: statistics.pop(name) for name in update}
+        changes = [name for name in update if name.startswith(CONTROL_PREFIX)]
+        control = {name.removeprefix(CONTROL_PREFIX): weights.pop(name) for name in changes}
         at, clipping, local = self.id, self.clipping, self.local
         users, key, metrics = self.users, self.local_key, self.metrics
-        return RoundRequest(
-            at.run, at.round, at.attempt, weights, clipping, local, users, key, metrics, statistics
-        )
+        rest = users, key, metrics, statistics, control
+        return RoundRequest(at.run, at.round, at.attempt, weights, clipping, local, *rest)
 
 
 Terms = Proposal | RoundOffer  # what both say is what a node consents to
 
 
 def model_of(request: RoundRequest) -> Parameters:
-    """The tensors that follow the offer of a request: parameters, then running statistics."""
+    """What follows the offer of a request: parameters, control variates, running statistics."""
     if both := sorted(set(request.parameters) & set(request.statistics)):
         raise InvalidValueError(f"{both} are parameters and statistics; each must be one")
-    return {**request.parameters, **request.statistics}
+    control = {CONTROL_PREFIX + name: c for name, c in request.control.items()}
+    return {**request.parameters, **control, **request.statistics}
 
 
 @dataclass(frozen=True)
@@ -353,6 +359,31 @@ def _check_groups(message: pb.Clipping) -> None:
     codec.at_most("groups of an indicator", len(message.indicator.groups), groups)
 
 
+def _spelled_out(local: LocalTraining) -> Any:
+    """The fields of the message of local training."""
+    own = [each.name for each in fields(local) if each.name not in COMMON]
+    plain = not own and type(local).direction is LocalTraining.direction
+    names = [""] if plain else [n for n, kind in ALGORITHMS.items() if kind is type(local)]
+    if not names:
+        found = f"local training is {type(local).__name__}, which nodes do not know"
+        raise WireError(f"{found}; known are {', '.join(ALGORITHMS)}")
+    with codec.refusing("local training"):
+        common = {name: getattr(local, name) for name in COMMON} | {"learning_rate": local.rate}
+    options = [float(getattr(local, name)) for name in own]
+    return SimpleNamespace(**common, algorithm=names[0], options=options)
+
+
+def _local_training(algorithm: str, options: tuple[float, ...], **common: Any) -> LocalTraining:
+    """Local training of the fields of its message; InvalidValueError or ValueError if of none."""
+    if not algorithm and not options:
+        return LocalTraining(**common)
+    if (kind := ALGORITHMS.get(algorithm)) is None:
+        hint = known_names(algorithm, ALGORITHMS)
+        raise InvalidValueError(f"algorithm is {algorithm!r}; {hint}")
+    own = [each.name for each in fields(kind) if each.name not in COMMON]
+    return kind(**common | dict(zip(own, options, strict=True)))
+
+
 _JSON = Part(_encode_options, _decode_options)
 _POSITIONS = Part(np.ndarray.tolist, lambda users: np.array(users, np.int64))
 _NONE_IS_ZERO = Part(int, lambda number: number or None)
@@ -384,7 +415,8 @@ _CLIPPED: Parts = {
 }
 CLIPPING = Codec(Clipping, pb.Clipping, "a clipping", _CLIPPED, {}, _check_groups, "indicator")
 _ABSENT = dict.fromkeys(("batch_size", "epochs", "steps", "max_examples"), _NONE_IS_ZERO)
-LOCAL_TRAINING = Codec(LocalTraining, pb.LocalTraining, "local training", _ABSENT)
+_LOCAL = Codec(_local_training, pb.LocalTraining, "local training", _ABSENT)
+LOCAL_TRAINING = Part(lambda local: _LOCAL.encode(_spelled_out(local)), _LOCAL.decode)
 METRIC = Codec(Metric, pb.Metric, "a metric", {"shape": SHAPE}, {"options": _MAX_OPTIONS})
 _OFFERED: Parts = {
     "id": _ROUND_ID,

@@ -25,7 +25,7 @@ def opacus(work: Work, device: torch.device, use: Callable[[Train], None]) -> No
     model = GradSampleModule(work.build().to(device))
     x, y = work.x.to(device), work.y.to(device)
     start = [p.detach().clone() for p in model.parameters()]
-    rate = work.local.learning_rate
+    rate = work.local.rate
     optimizer = DPOptimizer(
         torch.optim.SGD(model.parameters(), lr=rate),
         noise_multiplier=0.0,

@@ -84,7 +84,7 @@ class Work:
 
 def sgd(model: nn.Module, x: torch.Tensor, y: torch.Tensor, local: LocalTraining) -> None:
     """Train a model on the examples of a user, in an order of its own in each epoch."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=local.learning_rate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=local.rate)
     for _ in range(local.epochs or 1):
         order = torch.randperm(len(x), device=x.device)
         for batch in torch.split(order, local.batch_size or len(x)):

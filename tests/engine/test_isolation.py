@@ -75,7 +75,7 @@ def test_a_sum_is_that_of_what_each_user_gives_alone(
 
 
 # Each model with two ways to train; each way with two models or more.
-PAIRS = [(model, LOCALS[(i + j) % 6]) for i, model in enumerate(sorted(MODELS)) for j in (0, 3)]
+PAIRS = [(model, LOCALS[(i + j) % 8]) for i, model in enumerate(sorted(MODELS)) for j in (0, 4)]
 
 
 @pytest.mark.parametrize(("model", "local"), PAIRS, ids=str)

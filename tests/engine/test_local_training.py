@@ -1,6 +1,6 @@
 """An algorithm of local training from outside the package, chosen by the type of its settings."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -9,10 +9,9 @@ from torch import nn
 from torch.func import functional_call
 
 from fedpriv.engine import layers as engine_layers
-from fedpriv.engine.local_training import Algorithm, algorithm_of
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.privacy.round import LocalStep, LocalTraining
 from tests.engine.everyone import request_under, total_of, users_of
 
 SIZES = [5, 1, 12, 3]
@@ -24,25 +23,15 @@ class SignTraining(LocalTraining):
 
     decay: float = 1.0
 
+    @property
+    def memories(self) -> int:
+        return 1
 
-class SignDescent(Algorithm):
-    linear, memories = False, 1
-
-    def __init__(self, local: SignTraining) -> None:
-        self.learning_rate, self.decay = local.learning_rate, local.decay
-
-    def direction(
-        self,
-        gradient: torch.Tensor,
-        displacement: torch.Tensor | None,
-        memory: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert (displacement is None) == (memory is None)  # in the first step
-        scale = torch.ones_like(gradient) if memory is None else memory * self.decay
-        return gradient.sign() * scale, scale
-
-
-algorithm_of.register(SignTraining, SignDescent)
+    def direction(self, step: LocalStep) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        (before,) = step.memory
+        assert bool((before == 0).all()) == (step.number == 0)
+        scale = torch.ones_like(before) if step.number == 0 else before * self.decay
+        return step.gradient.sign() * scale, (scale,)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -76,13 +65,3 @@ def test_an_algorithm_from_outside_trains_users(
             expected[name] += own[name].numpy() - p
     for name, update in expected.items():
         np.testing.assert_allclose(found[name], update, atol=5e-6)
-
-
-def test_settings_without_an_algorithm_of_their_own_are_gradient_descent() -> None:
-    @dataclass(frozen=True)
-    class Named(LocalTraining):
-        name: str = ""
-
-    algorithm = algorithm_of(Named(0.5, steps=1, name="mine"))
-    assert (algorithm.learning_rate, algorithm.linear, algorithm.memories) == (0.5, True, 0)
-    assert algorithm_of(replace(Named(0.5, steps=1), momentum=0.9)).memories == 1

@@ -1,8 +1,10 @@
 """One of everything that docs/extending.md lists, added from outside the package and run."""
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +16,16 @@ import fedpriv
 from fedpriv.accounting.fdp import trade_off
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.config import load_config
-from fedpriv.engine.local_training import Algorithm, algorithm_of
+from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent, SamplingEvent
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.mechanism import Allocation, ClippingPolicy, Grouping, SamplingPolicy
-from fedpriv.privacy.layout import Layout, VectorGroup
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, VectorGroup, flat
+from fedpriv.privacy.round import LocalStep, LocalTraining, RoundRequest, add_up
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.run.run import RunSetup
 from fedpriv.training.optimizers import (
     Average,
     OptimizerState,
@@ -41,24 +45,8 @@ class SignSGD(LocalTraining):
 
     shrinking: float = 1.0
 
-
-class Sign(Algorithm):
-    linear = False
-    memories = 0
-
-    def __init__(self, learning_rate: float) -> None:
-        self.learning_rate = learning_rate
-
-    def direction(
-        self, gradient: torch.Tensor, displacement: object, memory: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        del displacement, memory
-        return gradient.sign(), None
-
-
-@algorithm_of.register
-def _(local: SignSGD) -> Algorithm:
-    return Sign(local.learning_rate * local.shrinking)
+    def direction(self, step: LocalStep) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        return step.gradient.sign() * self.shrinking, ()
 
 
 @dataclass(frozen=True)
@@ -244,6 +232,67 @@ def test_what_is_named_and_does_not_fit_is_one_sentence(
     said = refused("simulate", file, "--set", assignment, "--out", tmp_path / "run")
     assert re.search(message, said)
     assert "TypeError" not in said
+
+
+@pytest.fixture
+def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[LocalTraining]]:
+    """The class of the guide, from its very text, as the module `mine`."""
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    section = page.split("## A local algorithm")[1]
+    (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", section, re.DOTALL)[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    kind: type[LocalTraining] = import_module("mine").Lion
+    yield kind
+    del sys.modules["mine"]
+
+
+def test_the_local_algorithm_of_the_guide_is_a_plain_loop_over_users(
+    documented: type[LocalTraining],
+) -> None:
+    people, whole = population(5), task()
+    local = documented(0.01, steps=4, weight_decay=0.5, beta2=0.9)
+    layout = Layout.of(whole.parameters())
+    clipping = Clipping(layout, flat(layout, 2.0))
+    everyone = np.arange(5)
+    request = RoundRequest("run", 1, 0, whole.parameters(), clipping, local, everyone, bytes(32))
+    transport = InProcessTransport(whole, people.users, torch.device("cpu"), 10**6, processes=1)
+    found = layout.unflatten(add_up(transport.collect(request), clipping, 5).total * clipping.steps)
+    expected = {name: np.zeros(p.shape) for name, p in whole.parameters().items()}
+    for user in range(5):
+        net, data = model(), people.users.examples_of(user)
+        kept = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+        for _ in range(4):
+            net.zero_grad()
+            x, y = torch.tensor(data["x"]), torch.tensor(data["y"])
+            nn.functional.cross_entropy(net(x), y).backward()
+            for name, p in net.named_parameters():
+                way = (0.9 * kept[name] + 0.1 * p.grad).sign() + 0.5 * p.detach()
+                kept[name] = 0.9 * kept[name] + 0.1 * p.grad
+                p.data -= 0.01 * way
+        for name, p in net.named_parameters():
+            expected[name] += p.detach().numpy() - whole.parameters()[name]
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor, atol=2e-5)
+        assert np.abs(tensor).max() > 0.01
+
+
+def test_the_local_algorithm_of_the_guide_runs_from_a_file_and_nodes_refuse_it(
+    documented: type[LocalTraining], tmp_path: Path
+) -> None:
+    file, folder = tmp_path / "named.toml", tmp_path / "run"
+    text = NAMED.replace(f"{__name__}:SignSGD", "mine:Lion").replace(
+        "shrinking = 0.5", "beta2 = 0.98"
+    )
+    file.write_text(text)
+    printed("simulate", file, "--out", folder)
+    begun = load_config(folder / "plan.toml").training()
+    assert repr(begun) == repr(documented(0.05, steps=2, beta2=0.98))
+    setup = RunSetup.of(file, [], tmp_path / "other", resume=False)
+    with pytest.raises(
+        InvalidValueError, match="'mine:Lion'; on nodes it must be one of sgd, adamw"
+    ):
+        setup.refuse_true_figures("on nodes")
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:

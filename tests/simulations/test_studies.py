@@ -19,6 +19,7 @@ STUDIES = [
     "clipping_shakespeare",
     "clipping_two_scanners",
     "norm_mnist_writers",
+    "one_label",
     "users_mnist",
 ]
 ROWS = 400

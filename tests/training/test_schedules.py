@@ -18,6 +18,7 @@ from fedpriv.mechanism import Flat, Mechanism
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.training.optimizers import (
     SERVER_OPTIMIZERS,
+    CosineDecay,
     ExponentialDecay,
     FedAdam,
     FedAvg,
@@ -32,6 +33,7 @@ from fedpriv.training.rounds import ServerState, initial_state, run_round, train
 
 SCHEDULES: list[Schedule] = [
     PolynomialDecay(0.8, 0.1, rounds=4, power=2.0),
+    CosineDecay(0.8, 0.1, rounds=4),
     ExponentialDecay(0.8, 0.5, rounds=2),
     StepDecay(0.8, 0.5, rounds=2),
     PowerDecay(0.8, 0.5),
@@ -53,6 +55,8 @@ class Falling(Schedule):
         (PolynomialDecay(0.1, 0.052, rounds=10), [0.1, 0.0952, 0.0904]),
         (PolynomialDecay(0.8, 0.0, rounds=2, power=2.0), [0.8, 0.2, 0.0, 0.0]),
         (PolynomialDecay(0.1, 0.5, rounds=1), [0.1, 0.5, 0.5]),
+        (CosineDecay(0.8, 0.0, rounds=4), [0.8, 0.4 + 0.4 / math.sqrt(2.0), 0.4]),
+        (CosineDecay(0.8, 0.2, rounds=2), [0.8, 0.5, 0.2, 0.2]),
         (ExponentialDecay(0.8, 0.25, rounds=2), [0.8, 0.4, 0.2, 0.1]),
         (ExponentialDecay(0.8, 0.5), [0.8, 0.4, 0.2]),
         (StepDecay(0.8, 0.5, rounds=2), [0.8, 0.8, 0.4, 0.4, 0.2]),
@@ -72,7 +76,7 @@ def test_rates_never_rise_and_stay_legal(
     schedule: Schedule, number: int, start: float, rounds: int
 ) -> None:
     changes = {"start": start} | ({} if isinstance(schedule, PowerDecay) else {"rounds": rounds})
-    changes |= {"end": start / 2} if isinstance(schedule, PolynomialDecay) else {}
+    changes |= {"end": start / 2} if hasattr(schedule, "end") else {}
     placed = replace(schedule, **changes)
     now, then = placed.at(number), placed.at(number + 1)
     assert 0.0 <= then <= now <= start
@@ -168,7 +172,7 @@ def test_a_file_says_what_python_says(schedule: Schedule) -> None:
     ("rate", "message"),
     [
         ({"schedule": "polynomal", "start": 1.0}, "schedule is 'polynomal'; did you mean 'polyno"),
-        ({"start": 1.0, "factor": 0.5}, "schedule is None; known are: exponential, polynomial"),
+        ({"start": 1.0, "factor": 0.5}, "schedule is None; known are: cosine, exponential, "),
         ({"schedule": "power", "begin": 1.0}, "has no option 'begin'"),
         ({"schedule": "step", "start": 1.0}, "needs the option 'factor'"),
         ({"schedule": "power", "start": -1.0}, "start of the schedule is -1.0"),

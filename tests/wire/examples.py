@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from fedpriv.local import AdamW, Scaffold
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, VectorGroup, flat
@@ -82,10 +83,20 @@ statuses = st.builds(
     uints,
     st.sampled_from(RunState),
 )
+
+
+def make_local(kind: type[LocalTraining], passes: bool, number: int, *rest, **others):
+    others["epochs" if passes else "steps"] = number
+    if kind is Scaffold:  # on all examples at once
+        return Scaffold(rest[0], **{**others, "momentum": 0.0}, control_norm=0.7, control_rate=0.2)
+    if kind is AdamW:
+        return AdamW(*rest, **{**others, "momentum": 0.0}, weight_decay=0.3, beta1=0.7)
+    return kind(*rest, **others)
+
+
 locals_ = st.builds(
-    lambda passes, number, *rest, **others: LocalTraining(
-        *rest, **{"epochs" if passes else "steps": number}, **others
-    ),
+    make_local,
+    st.sampled_from([LocalTraining, AdamW, Scaffold]),
     st.booleans(),
     st.integers(1, 2**32 - 1),
     positive,
@@ -212,6 +223,18 @@ def small_request() -> RoundRequest:
     return RoundRequest(
         "r", 3, 1, PARAMETERS, clipping, local, drawn, bytes(range(32)), measured, STATISTICS
     )
+
+
+def request_with_control() -> RoundRequest:
+    """A request whose users send control variates."""
+    local = Scaffold(0.25, epochs=2, control_norm=0.5, max_examples=100)
+    group = local.control.group(LAYOUT)
+    layout = Layout((*LAYOUT.names, *group.tensors), LAYOUT.shapes * 2)
+    clipping = Clipping(layout, (*flat(LAYOUT, 1.0), group))
+    control = {name: 3.0 * p for name, p in PARAMETERS.items()}
+    drawn = np.array([1, 300], np.int64)
+    key = bytes(range(32))
+    return RoundRequest("r", 3, 1, PARAMETERS, clipping, local, drawn, key, (), STATISTICS, control)
 
 
 def small_offer() -> RoundOffer:

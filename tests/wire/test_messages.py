@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedpriv import wire
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.local import SGD
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import PartialSum, RoundRequest
+from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
+from fedpriv.training.optimizers import PolynomialDecay
 from fedpriv.wire import (
     Answer,
     Hello,
@@ -30,8 +32,8 @@ from fedpriv.wire import (
 )
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import parse
+from fedpriv.wire.messages import LOCAL_TRAINING, SUM, model_of
 from fedpriv.wire.messages import PRICE as PRICE_CODEC
-from fedpriv.wire.messages import SUM
 from fedpriv.wire.tensors import INT32, INT64
 from tests.wire import examples
 
@@ -101,6 +103,33 @@ def test_a_node_gets_the_request_that_the_server_made(request: RoundRequest) -> 
     for chunk in wire.chunks(wire.pieces(model)):
         receiver.add(chunk)
     assert examples.same(offered.request(receiver.finish()), request)
+
+
+def test_a_request_with_control_variates_survives() -> None:
+    request = examples.request_with_control()
+    model = model_of(request)
+    assert list(model) == ["w", "b", "control/w", "control/b", *request.statistics]
+    offer = RoundOffer.of(request, 60.0, examples.PRICE, manifest_of(model))
+    found = wire.decode_offer(wire.encode_offer(offer)).request(model)
+    assert examples.same(found, request)
+    assert list(found.control) == ["w", "b"]
+    lacking = {name: tensor for name, tensor in model.items() if name != "control/b"}
+    with pytest.raises(InvalidValueError, match="does not begin with the tensors of the update"):
+        RoundOffer.of(request, 60.0, examples.PRICE, manifest_of(lacking))
+
+
+def test_only_the_rate_of_a_round_and_what_nodes_know_are_sent() -> None:
+    falling = SGD(PolynomialDecay(0.5, 0.1, rounds=4), epochs=1)
+    assert LOCAL_TRAINING.encode(falling.at(3)).learning_rate == pytest.approx(0.3)
+    with pytest.raises(WireError, match="a step needs its number"):
+        LOCAL_TRAINING.encode(falling)
+
+    class Mine(LocalTraining):
+        def direction(self, step):
+            return step.gradient.sign(), ()
+
+    with pytest.raises(WireError, match="is Mine, which nodes do not know; known are sgd, adamw"):
+        LOCAL_TRAINING.encode(Mine(0.1, epochs=1))
 
 
 @quick

@@ -1,0 +1,221 @@
+"""The package's local algorithms against a plain loop over users, with torch.optim where it can."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedpriv.engine.local_training import by_rung, schedule
+from fedpriv.engine.task import Task, cross_entropy
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.errors import InvalidValueError
+from fedpriv.local import SGD, AdamW, Scaffold
+from fedpriv.privacy.noise import SeededEntropy
+from fedpriv.privacy.round import LocalStep, LocalTraining, RoundRequest
+from fedpriv.training.optimizers import PolynomialDecay
+from fedpriv.training.rounds import initial_state
+from tests.engine.everyone import total_of, users_of
+from tests.isolation import Plan, training_plan
+from tests.opening import open_round
+
+SIZES = [5, 1, 12, 0, 3, 20]
+CPU = torch.device("cpu")
+
+
+class Own(nn.Module):
+    """Weights that the engine knows nothing of, so that `torch.func` trains them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 3) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.w
+
+
+def known() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def task_with(model: type[nn.Module]) -> Task:
+    torch.manual_seed(0)
+    return Task(Own() if model is Own else known(), cross_entropy)
+
+
+def request_to(task: Task, local: LocalTraining, control: float = 0.0) -> RoundRequest:
+    """The first round's, of all users, hardly clipped, at a control variate of this size."""
+    plan = training_plan(Plan("linear", "flat", "equal", local, False, False, 64.0), len(SIZES))
+    parameters = task.parameters()
+    layout = type(plan.layout).of(parameters)
+    (group,) = plan.groups
+    group = replace(group, tensors=layout.names, scales=(1.0,) * len(layout.names))
+    plan = replace(plan, layout=layout, groups=(group,))
+    request = open_round(plan, initial_state(plan, parameters), 0, SeededEntropy(0))
+    rng = np.random.default_rng(1)
+    drawn = {
+        name: (control * rng.standard_normal(c.shape)).astype(np.float32)
+        for name, c in request.control.items()
+    }
+    return replace(request, control=drawn)
+
+
+def batches(request: RoundRequest, user: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    users, local = users_of(SIZES), request.local
+    size = users.sizes[[user]]
+    for rung, _ in by_rung(size, local, measured=False):
+        starts, key = users.offsets[[user]], request.local_key
+        plan = schedule(np.array([user]), starts, size, local, key, rung)
+        for rows, weights in zip(plan.rows[0], plan.weights[0], strict=True):
+            if weights.any():
+                batch = users.take(rows[weights > 0])
+                yield torch.from_numpy(batch["x"]), torch.from_numpy(batch["y"])
+
+
+def slowly(task: Task, request: RoundRequest) -> dict[str, np.ndarray]:
+    """What all users add up to, one after the other."""
+    layout = request.clipping.layout
+    total = np.zeros(layout.dimension, np.int64)
+    for user in range(len(SIZES)):
+        total += request.clipping.contribution(contribution(task, request, user))
+    return layout.unflatten(total * request.clipping.steps)
+
+
+def contribution(task: Task, request: RoundRequest, user: int) -> dict[str, np.ndarray]:
+    model, local = copy.deepcopy(task.model), request.local
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    changes = {f"control/{name}": np.zeros(c.shape) for name, c in request.control.items()}
+    server = {name: torch.from_numpy(c) for name, c in request.control.items()}
+    corrections: dict[str, torch.Tensor] = {}
+    if isinstance(local, AdamW):
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=local.rate,
+            betas=(local.beta1, local.beta2),
+            eps=local.epsilon,
+            weight_decay=local.weight_decay,
+        )
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=local.rate, momentum=local.momentum)
+    for x, y in batches(request, user):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).mean().backward()
+        if (
+            isinstance(local, Scaffold) and not corrections
+        ):  # on all examples, at the server's model
+            for name, p in model.named_parameters():
+                changes[f"control/{name}"] = (p.grad - server[name]).numpy()
+                corrections[name] = server[name] - p.grad
+        for name, p in model.named_parameters():
+            p.grad += local.proximal * (p.detach() - start[name])
+            p.grad += corrections.get(name, torch.zeros(()))
+        optimizer.step()
+    update = {n: (p.detach() - start[n]).numpy() for n, p in model.named_parameters()}
+    return {**update, **changes}
+
+
+@pytest.mark.parametrize("model", [nn.Linear, Own], ids=["batched", "by torch.func"])
+@pytest.mark.parametrize(
+    "local",
+    [
+        SGD(0.1, batch_size=4, epochs=2, momentum=0.9, proximal=0.5),
+        AdamW(0.01, batch_size=4, epochs=3),
+        AdamW(0.02, batch_size=2, steps=12, weight_decay=0.3, beta1=0.5, beta2=0.9, epsilon=1e-3),
+        AdamW(0.01, epochs=4, proximal=0.7, beta1=0.0, weight_decay=0.0),
+        Scaffold(0.3, epochs=5, control_norm=64.0),
+        Scaffold(0.1, steps=7, proximal=0.4, control_norm=64.0),
+    ],
+    ids=repr,
+)
+def test_users_train_as_they_would_in_a_plain_loop(
+    model: type[nn.Module], local: LocalTraining
+) -> None:
+    task, users = task_with(model), users_of(SIZES)
+    request = request_to(task, local, control=0.2)
+    transport = InProcessTransport(task, users, CPU, 10**6, processes=1)
+    layout, steps = request.clipping.layout, request.clipping.steps
+    found = layout.unflatten(total_of(transport, request) * steps)
+    expected = slowly(task, request)
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor, atol=3e-5)
+        assert np.abs(tensor).max() > 1e-2
+
+
+def test_a_control_variate_makes_the_first_step_that_of_the_server() -> None:
+    task = task_with(Own)
+    request = request_to(task, Scaffold(0.5, steps=1, control_norm=64.0), control=1.0)
+    update = contribution(task, request, 2)["w"]
+    np.testing.assert_allclose(update, -0.5 * request.control["w"], atol=1e-6)
+    transport = InProcessTransport(task, users_of(SIZES), CPU, 10**6, processes=1)
+    total = request.clipping.layout.unflatten(total_of(transport, request))
+    steps = request.clipping.layout.unflatten(request.clipping.steps)
+    everyone = sum(size > 0 for size in SIZES)
+    np.testing.assert_allclose(total["w"] * steps["w"], everyone * update, atol=3e-5)
+
+
+def test_algorithms_train_in_processes_what_they_train_here() -> None:
+    for local in (AdamW(0.01, batch_size=4, epochs=2), Scaffold(0.3, epochs=2, control_norm=0.5)):
+        task = task_with(nn.Linear)
+        request = request_to(task, local, control=0.2)
+        here, there = (
+            InProcessTransport(task, users_of(SIZES), CPU, 10**6, processes=processes)
+            for processes in (1, 2)
+        )
+        np.testing.assert_array_equal(total_of(there, request), total_of(here, request))
+
+
+def test_a_rate_that_changes_asks_for_no_new_trials() -> None:
+    task = task_with(nn.Linear)
+    request = request_to(task, SGD(0.1, epochs=1))
+    transport = InProcessTransport(task, users_of(SIZES), CPU, 10**6, processes=1)
+    first = total_of(transport, request)
+    tried = transport._isolation._verdicts
+    before = len(tried)
+    double = total_of(transport, replace(request, local=SGD(0.2, epochs=1)))
+    assert len(tried) == before > 0
+    np.testing.assert_allclose(double, 2 * first, atol=len(SIZES) * 8)
+
+
+def test_a_step_needs_the_rate_of_a_round() -> None:
+    falling = SGD(PolynomialDecay(0.4, 0.1, rounds=3), epochs=1)
+    assert [falling.at(number).rate for number in (1, 2, 4)] == pytest.approx([0.4, 0.3, 0.1])
+    with pytest.raises(InvalidValueError, match="a step needs its number"):
+        _ = falling.rate
+
+
+def test_where_no_server_says_otherwise_the_control_variate_is_zero() -> None:
+    seen = []
+
+    class Noting(LocalTraining):
+        def direction(self, step: LocalStep) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+            seen.append(float(step.control))
+            return super().direction(step)
+
+    task = task_with(nn.Linear)
+    transport = InProcessTransport(task, users_of(SIZES), CPU, 10**6, processes=1)
+    total_of(transport, request_to(task, Noting(0.1, epochs=1)))
+    assert seen
+    assert set(seen) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AdamW(0.1, epochs=1, momentum=0.9), "momentum of AdamW is 0.9; it must be 0"),
+        (lambda: AdamW(0.1, epochs=1, beta2=1.0), "beta2 is 1.0; it must be in"),
+        (lambda: AdamW(0.1, epochs=1, weight_decay=-1.0), "weight_decay is -1.0; it must be"),
+        (lambda: AdamW(0.1, epochs=1, epsilon=0.0), "epsilon of AdamW is 0.0"),
+        (lambda: Scaffold(0.1, steps=2, control_norm=0.0), "clipping_norm"),
+        (lambda: Scaffold(0.1, steps=2, control_norm=1.0, control_share=1.0), "control_share is"),
+        (lambda: Scaffold(0.1, steps=2, control_norm=1.0, control_rate=0.0), "control_rate is 0"),
+        (lambda: Scaffold(0.1, steps=2, control_norm=1.0, batch_size=4), "batch_size is 4; with"),
+        (lambda: Scaffold(0.1, steps=2, control_norm=1.0, momentum=0.5), "momentum of Scaffold"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(make: object, message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        make()  # type: ignore[operator]
