@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedpriv.run.projection import Projection
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
+    from fedpriv.trackers import EndedRun, MLflow, StartedRun, TensorBoard, Tracker, WandB
     from fedpriv.training.optimizers import (
         ExponentialDecay,
         FedAdagrad,
@@ -41,10 +42,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 # fmt: off
 __all__ = [
-    "SGD", "AdaptiveClipping", "Averaging", "Comparison", "ExponentialDecay", "FedAdagrad",
-    "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "Flat", "Grouped", "Joint", "Mechanism", "Part",
-    "PerLayer", "Poisson", "PolynomialDecay", "Population", "PowerDecay", "Projection",
-    "RoundResult", "Run", "StepDecay", "Task", "__version__", "compare", "epsilon", "simulate",
+    "SGD", "AdaptiveClipping", "Averaging", "Comparison", "EndedRun", "ExponentialDecay",
+    "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "Flat", "Grouped", "Joint", "MLflow",
+    "Mechanism", "Part", "PerLayer", "Poisson", "PolynomialDecay", "Population", "PowerDecay",
+    "Projection", "RoundResult", "Run", "StartedRun", "StepDecay", "Task", "TensorBoard", "Tracker",
+    "WandB", "__version__", "compare", "epsilon", "simulate",
 ]
 # fmt: on
 
@@ -59,6 +61,7 @@ _NAMES_IN = {
     "run.projection": "Projection",
     "run.run": "Run",
     "run.simulate": "simulate",
+    "trackers": "EndedRun MLflow StartedRun TensorBoard Tracker WandB",
     "training.optimizers": (
         "ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi PolynomialDecay PowerDecay "
         "StepDecay"

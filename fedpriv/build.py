@@ -21,7 +21,7 @@ from fedpriv.engine.task import (
 )
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import InvalidValueError
-from fedpriv.importing import import_function, path_of
+from fedpriv.importing import Choice, import_function, path_of
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
 from fedpriv.mechanism import Mechanism
 from fedpriv.models import build_model
@@ -29,6 +29,7 @@ from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import LocalTraining
+from fedpriv.trackers import TRACKERS, Tracker
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import (
     BATCH_NORM_METRIC,
@@ -38,6 +39,8 @@ from fedpriv.training.rounds import (
     TrainingPlan,
     initial_state,
 )
+
+_TRACKER = Choice[Tracker]("callbacks.trackers", {}, Tracker)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Experiment:
     entropy: Entropy  # of cohorts and noise
     device: torch.device
     on_round: Mapping[str, OnRound] = field(default_factory=dict)  # called with each release
+    trackers: Mapping[str, Tracker] = field(default_factory=dict)  # told from the start to the end
 
     @property
     def initial_state(self) -> ServerState:
@@ -181,7 +185,9 @@ def build(
         path: cast(OnRound, import_function(f"callback {path!r}", path, InvalidValueError))
         for path in config.callbacks.on_round
     }
-    return Experiment(config, held_out, task, plan, budget, entropy, device, callbacks)
+    trackers = {name: kind() for name, kind in TRACKERS.items() if getattr(config.output, name)}
+    trackers |= {path: _TRACKER.build(path, {}, {}) for path in config.callbacks.trackers}
+    return Experiment(config, held_out, task, plan, budget, entropy, device, callbacks, trackers)
 
 
 def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:

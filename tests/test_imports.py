@@ -25,10 +25,13 @@ BELOW = {  # what each package may import of the library, besides errors and its
     "analytics": "data ledger privacy",
     "report": "accounting ledger studies training",
     "wire": "data privacy",
-    "build": "accounting config data engine importing ledger mechanism models privacy training",
+    "trackers": "config importing training",
+    "build": (
+        "accounting config data engine importing ledger mechanism models privacy trackers training"
+    ),
     "run": (
         "accounting analytics build config data engine importing ledger local mechanism models "
-        "privacy report studies training"
+        "privacy report studies trackers training"
     ),
     "flower": "accounting importing ledger local logs mechanism privacy training wire",
 }

@@ -62,9 +62,10 @@ def test_there_are_examples() -> None:
 
 
 FACE = """
-    AdaptiveClipping Averaging Comparison ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi
-    Flat Grouped Joint Mechanism Part PerLayer Poisson PolynomialDecay Population PowerDecay
-    Projection RoundResult Run SGD StepDecay Task __version__ compare epsilon simulate
+    AdaptiveClipping Averaging Comparison EndedRun ExponentialDecay FedAdagrad FedAdam FedAvg
+    FedAvgM FedYogi Flat Grouped Joint MLflow Mechanism Part PerLayer Poisson PolynomialDecay
+    Population PowerDecay Projection RoundResult Run SGD StartedRun StepDecay Task TensorBoard
+    Tracker WandB __version__ compare epsilon simulate
 """
 
 

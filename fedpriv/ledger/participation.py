@@ -126,7 +126,9 @@ class ParticipationRecord:
 
     def has_other_than(self, run: str) -> bool:
         """Whether a cohort of another run is recorded."""
-        return bool(self.database.read("SELECT 1 FROM participation WHERE run <> ? LIMIT 1", (run,)))
+        return bool(
+            self.database.read("SELECT 1 FROM participation WHERE run <> ? LIMIT 1", (run,))
+        )
 
     def users_of(self, commitment: str) -> Users:
         """Positions of the users of a cohort; LedgerError if there is none or it was changed."""

@@ -22,6 +22,7 @@ from fedpriv.config import (
     Section,
     assign,
     checked,
+    flat,
     for_folder,
     from_folder,
     parse_config,
@@ -166,7 +167,7 @@ class Study(Section):
     def flat_settings(self, arm: Arm) -> dict[str, object]:
         """All settings of an arm but its names, defaults included, under keys "a.b"."""
         config = self.config_of(Cell(arm, self.targets[0], self.seeds[0]))
-        return _flat(config.model_dump(exclude={"name", "run"}))
+        return flat(config.model_dump(exclude={"name", "run"}))
 
 
 def _varied(base: Mapping[str, object], arm: Arm) -> dict[str, object]:
@@ -174,16 +175,6 @@ def _varied(base: Mapping[str, object], arm: Arm) -> dict[str, object]:
     for assignment in arm.set:
         assign(table, assignment)
     return table
-
-
-def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _levels(key: str, axis: object) -> list[Arm]:
@@ -270,8 +261,8 @@ def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
     """Refuse an arm that would cost something else, or charge something else, than the others."""
     what = f"arm {arm.name!r}"
     try:
-        before, varied = _flat(base), _varied(base, arm)
-        table = _flat(varied)
+        before, varied = flat(base), _varied(base, arm)
+        table = flat(varied)
     except InvalidValueError as error:
         raise ValueError(f"{what}: {error}") from error
     for reason, keys in _FIXED.items():
