@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fedpriv.run.projection import Projection
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
+    from fedpriv.trackers import EndedRun, MLflow, StartedRun, TensorBoard, Tracker, WandB
     from fedpriv.training.optimizers import (
         CosineDecay,
         ExponentialDecay,
@@ -44,11 +45,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 # fmt: off
 __all__ = [
-    "SGD", "AdamW", "AdaptiveClipping", "Averaging", "Comparison", "CosineDecay", "Evaluation",
-    "ExponentialDecay", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "Flat", "Grouped",
-    "Joint", "Mechanism", "Part", "PerLayer", "Poisson", "PolynomialDecay", "Population",
-    "PowerDecay", "Projection", "RoundResult", "Run", "Scaffold", "StepDecay", "Stopping", "Task",
-    "__version__", "compare", "epsilon", "simulate",
+    "SGD", "AdamW", "AdaptiveClipping", "Averaging", "Comparison", "CosineDecay", "EndedRun",
+    "Evaluation", "ExponentialDecay", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi",
+    "Flat", "Grouped", "Joint", "MLflow", "Mechanism", "Part", "PerLayer", "Poisson",
+    "PolynomialDecay", "Population", "PowerDecay", "Projection", "RoundResult", "Run", "Scaffold",
+    "StartedRun", "StepDecay", "Stopping", "Task", "TensorBoard", "Tracker", "WandB", "__version__",
+    "compare", "epsilon", "simulate",
 ]
 # fmt: on
 
@@ -64,6 +66,7 @@ _NAMES_IN = {
     "run.projection": "Projection",
     "run.run": "Run",
     "run.simulate": "simulate",
+    "trackers": "EndedRun MLflow StartedRun TensorBoard Tracker WandB",
     "training.optimizers": (
         "CosineDecay ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi PolynomialDecay "
         "PowerDecay StepDecay"

@@ -24,7 +24,7 @@ from fedpriv.engine.trainer import SimulationOnlyDropped
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.evaluation import Evaluation, UserEvaluation, kept_apart
-from fedpriv.importing import import_function, path_of
+from fedpriv.importing import Choice, import_function, path_of
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
 from fedpriv.logs import one_line
 from fedpriv.mechanism import Mechanism
@@ -33,6 +33,7 @@ from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import LocalTraining
+from fedpriv.trackers import TRACKERS, Tracker
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import (
     BATCH_NORM_METRIC,
@@ -45,6 +46,7 @@ from fedpriv.training.rounds import (
 )
 
 _log = logging.getLogger(__name__)
+_TRACKER = Choice[Tracker]("callbacks.trackers", {}, Tracker)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Experiment:
     device: torch.device
     on_round: Mapping[str, OnRound] = field(default_factory=dict)  # called with each release
     evaluation: UserEvaluation | None = None  # what users are asked of released models
+    trackers: Mapping[str, Tracker] = field(default_factory=dict)  # told from the start to the end
 
     @property
     def initial_state(self) -> ServerState:
@@ -245,7 +248,11 @@ def build(
         path: cast(OnRound, import_function(f"callback {path!r}", path, InvalidValueError))
         for path in config.callbacks.on_round
     }
-    return Experiment(config, held_out, task, plan, budget, entropy, device, callbacks)
+    trackers = {name: kind() for name, kind in TRACKERS.items() if getattr(config.output, name)}
+    trackers |= {path: _TRACKER.build(path, {}, {}) for path in config.callbacks.trackers}
+    return Experiment(
+        config, held_out, task, plan, budget, entropy, device, callbacks, None, trackers
+    )
 
 
 def _check_stopping(config: Config, plan: TrainingPlan) -> None:

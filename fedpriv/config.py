@@ -465,12 +465,15 @@ class OutputSection(Section):
     checkpoint_every: Count = 1
     simulation_only: bool = False
     tensorboard: bool = False
+    wandb: bool = False
+    mlflow: bool = False
 
 
 class CallbacksSection(Section):
-    """Functions by import path that are given each released round; see `RoundResult`."""
+    """Functions that are given each `RoundResult`, and classes of a `Tracker`, by import path."""
 
     on_round: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    trackers: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
 
 class FederationSection(Section):
@@ -691,6 +694,21 @@ def spelled_out(table: Mapping[str, object]) -> dict[str, object]:
     """The table of an experiment, with data and model as tables even if names alone are given."""
     alone = {key: table[key] for key in ("data", "model") if isinstance(table.get(key), str)}
     return {**table, **{key: {"name": name} for key, name in alone.items()}}
+
+
+def flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """A table of tables as one, under keys "a.b".
+
+    >>> flat({"a": {"b": 1, "c": {}}, "d": 2})
+    {'a.b': 1, 'a.c': {}, 'd': 2}
+    """
+    found: dict[str, object] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
 
 
 def assign(table: dict[str, object], override: str) -> None:

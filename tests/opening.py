@@ -9,6 +9,6 @@ def open_round(
     plan: TrainingPlan, state: ServerState, attempt: int, entropy: Entropy
 ) -> RoundRequest:
     """What an attempt at the next round asks of a cohort that is drawn here."""
-    at = RoundAttempt(plan.run, state.round + 1, attempt)
+    at = RoundAttempt(plan.run, state.round + 1, attempt, first=True)
     users = draw_cohort(plan.mechanism_at(state.clipping_norms), at, entropy)
     return round_request(plan, state, at, users, entropy)

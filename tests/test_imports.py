@@ -26,13 +26,14 @@ BELOW = {  # what each package may import of the library, besides errors and its
     "report": "accounting ledger studies training",
     "wire": "data local privacy",
     "evaluation": "analytics data engine ledger privacy training",
+    "trackers": "config importing training",
     "build": (
         "accounting config data engine evaluation importing ledger logs mechanism models privacy "
-        "training"
+        "trackers training"
     ),
     "run": (
         "accounting analytics build config data engine evaluation importing ledger local mechanism "
-        "models privacy report studies training"
+        "models privacy report studies trackers training"
     ),
     "flower": "accounting importing ledger local logs mechanism privacy training wire",
 }

@@ -62,10 +62,11 @@ def test_there_are_examples() -> None:
 
 
 FACE = """
-    AdamW AdaptiveClipping Averaging Comparison CosineDecay Evaluation ExponentialDecay FedAdagrad
-    FedAdam FedAvg FedAvgM FedYogi Flat Grouped Joint Mechanism Part PerLayer Poisson
-    PolynomialDecay Population PowerDecay Projection RoundResult Run SGD Scaffold StepDecay
-    Stopping Task __version__ compare epsilon simulate
+    AdamW AdaptiveClipping Averaging Comparison CosineDecay EndedRun Evaluation ExponentialDecay
+    FedAdagrad FedAdam FedAvg FedAvgM FedYogi Flat Grouped Joint MLflow Mechanism Part PerLayer
+    Poisson PolynomialDecay Population PowerDecay Projection RoundResult Run SGD Scaffold
+    StartedRun StepDecay Stopping Task TensorBoard Tracker WandB __version__ compare epsilon
+    simulate
 """
 
 

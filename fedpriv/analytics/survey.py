@@ -41,14 +41,14 @@ class Survey:
     sampling: PoissonSampling
     noise_multiplier: float  # z ≥ 0 of the whole round
     shares: Mapping[str, float] | None = None
-    round: int = 1  # of the run, from 1, where a run asks repeatedly
+    round: int = 1  # of the run, where it asks repeatedly; 0 before its first round of training
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "questions", tuple(self.questions))
         if not self.run.isprintable() or not self.run or "/" in self.run:
             raise InvalidValueError(f"run is {self.run!r}; it must be a printable name without '/'")
-        if self.round < 1:
-            raise InvalidValueError(f"round is {self.round}; it must be at least 1")
+        if self.round < 0:
+            raise InvalidValueError(f"round is {self.round}; it must not be negative")
         names = [question.name for question in self.questions]
         if not names or len(set(names)) < len(names):
             legal = "there must be one or more, of different names"

@@ -313,6 +313,12 @@ class Ledger:
             self._catch_up()
             return list(repeated(self._rounds))
 
+    @property
+    def first_run(self) -> str | None:
+        """The run that was charged first, if there is a charge."""
+        rows = self.database.read("SELECT run FROM chain WHERE position = 1")
+        return str(rows[0]["run"]) if rows else None
+
     def next_attempt(self, run: str, round_number: int) -> int:
         """One more than the highest attempt at a round that was charged; 0 if there is none."""
         sql = "SELECT max(attempt) + 1 AS next FROM chain WHERE run = ? AND round = ?"

@@ -124,6 +124,12 @@ class ParticipationRecord:
         sql = "SELECT max(attempt) + 1 AS next FROM participation WHERE run = ? AND round = ?"
         return int(self.database.read(sql, (run, round_number))[0]["next"] or 0)
 
+    def has_other_than(self, run: str) -> bool:
+        """Whether a cohort of another run is recorded."""
+        return bool(
+            self.database.read("SELECT 1 FROM participation WHERE run <> ? LIMIT 1", (run,))
+        )
+
     def users_of(self, commitment: str) -> Users:
         """Positions of the users of a cohort; LedgerError if there is none or it was changed."""
         return self._cohort_of(commitment)[1]

@@ -306,6 +306,14 @@ class PrivacyRecords:
                 f"δ = {self.budget.delta}; no user was asked and nothing charged"
             )
 
+    def is_first(self, run: str) -> bool:
+        """Whether a run was charged first or, where nothing was charged, alone has asked cohorts.
+
+        After a charge this is true of exactly one run of the ledger, and for ever.
+        """
+        first = self.ledger.first_run
+        return first == run if first else not self.participation.has_other_than(run)
+
     def next_attempt(self, run: str, round_number: int) -> int:
         """The first attempt at a round that was neither charged nor has asked a cohort.
 
@@ -324,10 +332,16 @@ class RoundAttempt:
     run: str
     round: int  # from 1
     attempt: int  # from 0
+    first: bool = False  # whether the run is the first of its ledger
 
     def purpose(self, stream: str) -> str:
-        """Name the draw of a stream: "sampling", "noise" or "local"."""
-        return f"{stream}/{self.run}/{self.round}/{self.attempt}"
+        """Name the draw of a stream: "sampling", "noise" or "local".
+
+        One run of a ledger can be its first, and goes without a name: what a seed gives then does
+        not depend on what the run is called. Names tell all others apart.
+        """
+        name = "" if self.first else self.run
+        return f"{stream}/{name}/{self.round}/{self.attempt}"
 
 
 # From an attempt and its cohort, positions in the population, to the partial sums of its users.
@@ -369,7 +383,7 @@ def private_round(
       there is no room to write, the round waits for it.
     """
     event = mechanism.event
-    at = RoundAttempt(run, number, records.next_attempt(run, number))
+    at = RoundAttempt(run, number, records.next_attempt(run, number), records.is_first(run))
     records.refuse_if_beyond(event, f"run {run}, round {number}")
     prepare(at)
     users = draw_cohort(mechanism, at, entropy)
@@ -379,6 +393,7 @@ def private_round(
     proposed = ProposedCharge(run, number, at.attempt, entropy.randomness, event, commitment)
     charge = with_room(lambda: records.ledger.charge(proposed, records.budget))
     with_room(lambda: records.participation.keep_head(records.ledger.head))
+    at = replace(at, first=records.is_first(run))  # others may have charged first in the meantime
     return Release(at.attempt, release(mechanism, at, cohort, charge, entropy), charge.hash)
 
 

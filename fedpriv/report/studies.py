@@ -1,5 +1,6 @@
 """What a study found: charts and tables of its arms, printed, drawn, and for other programs."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from rich.console import Console
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.errors import DataError, writing
 from fedpriv.report.charts import Axis, Chart, Series, declared, save, spans_decades, texts
-from fedpriv.report.tables import Column, Table, json_text, print_table
+from fedpriv.report.tables import Column, Table, fitted, json_text, print_table
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target
 from fedpriv.studies.results import ACCURACY, LOSS, Measure, verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes
@@ -156,16 +157,17 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     """How arms compare at a target."""
     study, arms = read.study, [arm for arm in read.arms if arm.target == target]
     measure, seeds = measure_of(arms), len(study.seeds)
-    levels = [f"rounds\nto {100 * level:g}%" for level in study.accuracies]
     end = "accuracy\n(%)" if measure is ACCURACY else "loss"
-    numbers = [Column(name) for name in (end, "difference", *levels, "noise\nz", "ε\nspent")]
+    levels = [Column(f"rounds\nto {100 * level:g}%", spare=2) for level in study.accuracies]
+    spent = [Column("noise\nz", spare=3), Column("ε\nspent", spare=1)]
+    numbers = [Column(end), Column("difference"), *levels, *spent]
     rows = []
     for arm in arms:
         some = "" if len(arm.seeds) == seeds else f" ({len(arm.seeds)} seeds)"
         against = "baseline" if arm.arm == study.baseline else _text(measure.difference(arm), "+")
         reached = [_rounds(arm, level) for level in study.accuracies]
-        spent = (f"{arm.noise_multiplier:.4g}", format_epsilon(arm.epsilon))
-        rows.append((f"{arm.arm}{some}", _text(measure.end(arm)), against, *reached, *spent))
+        cost = (f"{arm.noise_multiplier:.4g}", format_epsilon(arm.epsilon))
+        rows.append((f"{arm.arm}{some}", _text(measure.end(arm)), against, *reached, *cost))
     caption = (
         f"At ε = {target.epsilon:g}, δ = {target.delta:g}: means over {seeds} seeds ± "
         f"Student's 95% interval, differences from {study.baseline} paired by seed"
@@ -192,18 +194,23 @@ def figures_tables(read: ReadStudy, target: Target) -> list[Table]:
 
 def clipping_table(read: ReadStudy, target: Target) -> Table:
     """What arms clipped at a target, and how the rest stands against the noise."""
-    texts = [Column(name, "text") for name in ("arm", "users clipped (%)", "layer")]
-    numbers = [Column(name) for name in ("mean update\nnorm (L2)", "signal\nto noise", "users/s")]
+    texts = [Column(name, "text") for name in ("arm", "users clipped\n(%)", "layer")]
+    names = {"mean update\nnorm (L2)": 2, "signal\nto noise": 1, "users/s": 3}
+    numbers = [Column(name, spare=spare) for name, spare in names.items()]
     rows = []
     for arm in (arm for arm in read.arms if arm.target == target):
         clipped = arm.simulation_only_clipped.items()
-        shares = ", ".join(f"{name}: {100 * share:.0f}" for name, share in clipped)
-        first = (arm.arm, shares, f"{arm.simulation_only_users_per_second:,.0f}")
+        shares = [f"{name}: {100 * share:.0f}" for name, share in clipped]
+        of_layers = []
         for layer, norm in arm.simulation_only_update_norms.items():
             ratio = arm.simulation_only_signal_to_noise.get(layer)
-            shown = _NONE if ratio is None else f"{ratio:.3g}"
-            rows.append((*first[:2], layer, f"{norm:.3g}", shown, first[2]))
-            first = ("", "", "")
+            of_layers.append((layer, f"{norm:.3g}", _NONE if ratio is None else f"{ratio:.3g}"))
+        speed = f"{arm.simulation_only_users_per_second:,.0f}"
+        # Groups beside layers, each in a line of its own.
+        lines = itertools.zip_longest(shares, of_layers)
+        for number, (share, of_layer) in enumerate(lines):
+            first, last = ("", "") if number else (arm.arm, speed)
+            rows.append((first, share or "", *(of_layer or ("", "", "")), last))
     caption = (
         f"At ε = {target.epsilon:g}: means over rounds and seeds, from users' data without "
         "noise; they must not be published of real users"
@@ -216,9 +223,14 @@ def print_study(read: ReadStudy, console: Console) -> None:
     for sentence in verdict(read.study, read.arms):
         console.print(sentence, style="bold", highlight=False, markup=False)
     for target in _targets(read.arms):
-        for table in (results_table(read, target), *figures_tables(read, target)):
-            print_table(table, console)
-        print_table(clipping_table(read, target), console)
+        tables = results_table(read, target), *figures_tables(read, target)
+        for table in (*tables, clipping_table(read, target)):
+            shown, left_out = fitted(table, console.width)
+            print_table(shown, console)
+            if left_out:
+                names, width = ", ".join(left_out), console.width
+                told = f"Left out of {width} columns, and in results.json: {names}."
+                console.print(told, highlight=False, markup=False)
     console.print(CAVEAT, highlight=False)
     if read.missing:
         console.print(f"{read.missing} runs are not finished.", style="yellow")
@@ -308,4 +320,4 @@ def _rounds(arm: ArmSummary, level: float) -> str:
     found = arm.rounds_to[level]
     median = "never" if found.median is None else f"{found.median:g}"
     some = found.reached not in {0, len(arm.seeds)}
-    return f"{median}\n({found.reached} of {len(arm.seeds)})" if some else median
+    return f"{median} ({found.reached}/{len(arm.seeds)})" if some else median

@@ -1,9 +1,9 @@
 """Tables and numbers in the terminal, and the same for other programs as JSON."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from decimal import ROUND_CEILING, Context
 from fractions import Fraction
 from pathlib import Path
@@ -24,6 +24,8 @@ from fedpriv.ledger.events import RoundEvent, SumQueryEvent, Unit
 from fedpriv.ledger.ledger import ExportedLedger, Ledger, is_export
 from fedpriv.ledger.participation import ParticipationRecord
 
+_READABLE, _LEAST = 24, 8  # characters of a text that is shortened: while columns can go, and after
+
 
 @dataclass(frozen=True)
 class Column:
@@ -31,6 +33,7 @@ class Column:
 
     name: str
     kind: Literal["number", "text", "long"] = "number"  # "long" may be broken anywhere
+    spare: int = 0  # where it is narrow, the columns of the highest are left out first; 0: never
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,74 @@ def print_table(
     for row in table.rows:
         printed.add_row(*map(Text, row))
     (console or Console()).print(printed)
+
+
+def fitted(table: Table, width: int) -> tuple[Table, tuple[str, ...]]:
+    """The table with each row in one line of a terminal, and the columns that this leaves out.
+
+    Texts are shortened a little before columns are left out, and more when none can be. Texts that
+    differ still do. Very narrow terminals may not have room for the numbers that remain.
+    """
+    left_out: list[str] = []
+    while True:
+        spare = max(range(len(table.columns)), key=lambda at: (table.columns[at].spare, at))
+        last = not table.columns[spare].spare
+        shortened = _shortened(table, width, _LEAST if last else _READABLE)
+        if last or sum(_widths(shortened)) <= width:
+            return shortened, tuple(left_out)
+        left_out.append(" ".join(table.columns[spare].name.split()))
+        columns = [each for at, each in enumerate(table.columns) if at != spare]
+        rows = [[each for at, each in enumerate(row) if at != spare] for row in table.rows]
+        table = replace(table, columns=columns, rows=rows)
+
+
+def _widths(table: Table) -> list[int]:
+    """Of each column with the two spaces between columns or, together, at both ends."""
+    columns = enumerate(table.columns)
+    return [2 + max(_heading(each), _longest(table, at)) for at, each in columns]
+
+
+def _heading(column: Column) -> int:
+    return max(map(len, column.name.split("\n")))
+
+
+def _longest(table: Table, at: int) -> int:
+    return max((len(row[at]) for row in table.rows), default=0)
+
+
+def _shortened(table: Table, width: int, least: int) -> Table:
+    """The table with texts shortened, the longest first, to no fewer characters than `least`."""
+    texts = [at for at, column in enumerate(table.columns) if column.kind == "text"]
+    while (over := sum(_widths(table)) - width) > 0:
+        lengths = {_longest(table, at): at for at in texts}
+        longest, *others = sorted(lengths, reverse=True)
+        at = lengths[longest]
+        next_one = others[0] - 1 if others else 0
+        room = max(least, _heading(table.columns[at]), longest - over, next_one)
+        if room >= longest:
+            break
+        short = shortened((row[at] for row in table.rows), room)
+        rows = [[*row[:at], short[row[at]], *row[at + 1 :]] for row in table.rows]
+        table = replace(table, rows=rows)
+    return table
+
+
+def shortened(names: Iterable[str], most: int) -> dict[str, str]:
+    """Names of at most so many characters, at least 5, by name; those that differ still do.
+
+    >>> list(shortened(["norm-0.25_per-layer", "norm-0.5_per-layer", "flat"], 12).values())
+    ['norm-0.2…yer', 'norm-0.5…yer', 'flat']
+    """
+    given = list(dict.fromkeys(names))
+    # As much of the beginning as of the end, unless another cut tells them apart.
+    cuts = sorted(range(most), key=lambda head: abs(2 * head - most))
+    for head in cuts:
+        tail = most - 1 - head
+        short = {n: n if len(n) <= most else f"{n[:head]}…{n[len(n) - tail :]}" for n in given}
+        if len(set(short.values())) == len(given):
+            return short
+    numbered = {n: f"…{number}" for number, n in enumerate(given, 1)}
+    return {n: n if len(n) <= most else n[: most - len(e)] + e for n, e in numbered.items()}
 
 
 def format_epsilon_low(epsilon: float) -> str:

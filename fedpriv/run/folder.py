@@ -54,7 +54,6 @@ class RunFolder:
     model = _File("model.safetensors")  # after the last round
     projection = _File("projection.npz")  # the frozen first layer, if there is one
     sites = _File("sites.json")  # how each node does; says who took part, readable by its owner
-    tensorboard = _File("tensorboard")  # event files, if they were asked for
 
     def create(self) -> None:
         """Make the folder, unless it holds a run already."""

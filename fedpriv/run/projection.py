@@ -131,7 +131,7 @@ def _survey(section: ProjectionSection, run: str, population: Population, unit: 
         )
     sampling = PoissonSampling(users.population, section.sampling_probability, unit)
     question = SecondMoments(_QUESTION, _INPUTS, inputs)
-    survey = Survey(f"{run}-projection", (question,), sampling, section.noise_multiplier)
+    survey = Survey(run, (question,), sampling, section.noise_multiplier, round=0)
     survey.check(users)
     return survey
 

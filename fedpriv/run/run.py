@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -51,6 +50,7 @@ from fedpriv.report.records import versions
 from fedpriv.report.run_page import write_run_figures
 from fedpriv.report.tables import Column, Table, plural, print_table
 from fedpriv.run.folder import RunFolder, held, read_run, write_report
+from fedpriv.trackers import Followers, StartedRun
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
     EVALUATION_PREFIX,
@@ -71,11 +71,10 @@ from fedpriv.training.rounds import (
 
 if TYPE_CHECKING:
     import pandas as pd
-    from torch.utils.tensorboard import SummaryWriter
 
 _MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # on held-out rows
-_BETWEEN_LINES = 60.0  # seconds, where bars cannot move
 _log = logging.getLogger(__name__)
+_BETWEEN_LINES = 60.0  # seconds, where bars cannot move
 
 
 @dataclass(frozen=True)
@@ -357,12 +356,7 @@ def run_rounds(
     clock: Callable[[], float] | None,
 ) -> Run:
     """Start or resume an experiment in its folder; callbacks are not told how long rounds took."""
-    folder, plan, output = setup.folder, experiment.plan, experiment.config.output
-    if output.tensorboard and find_spec("tensorboard") is None:
-        raise InvalidValueError(
-            "output.tensorboard is true, but tensorboard cannot be imported; "
-            "pip install 'fedpriv[tensorboard]' installs it"
-        )
+    folder, plan = setup.folder, experiment.plan
     if setup.resuming:
         setup.refuse_other_plan(plan)
     else:
@@ -375,24 +369,26 @@ def run_rounds(
         setup.write_plan(experiment)
         stack.enter_context(held(folder.plan, f"{folder.path} holds a run"))
         state = state_to_start_from(folder, plan, records, experiment.initial_state)
-        callbacks = dict(experiment.on_round)
-        if output.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, and slow
-
-            # This hides the events of rounds that a run repeats after a crash.
-            writer = SummaryWriter(str(folder.tensorboard), purge_step=state.round + 1)
-            stack.enter_context(writer)
-            callbacks = {"tensorboard": partial(_write_scalars, writer), **callbacks}
         transport = hosted(experiment, records)
+        followed = bool(experiment.on_round or experiment.trackers)
+        followers, stop = Followers(experiment.on_round, experiment.trackers), None
 
         def run(show: OnRound) -> Run:
             def on_round(result: RoundResult) -> None:
-                _tell(callbacks, replace(result, simulation_only_seconds=None))
+                if followed:
+                    followers.released(replace(result, simulation_only_seconds=None))
                 show(result)
 
             return conduct(folder, experiment, state, transport, records, on_round, clock)
 
-        return follow(experiment, state.round, run)
+        place = records.ledger.ledger_id, folder.path, state.round
+        followers.start(StartedRun.of(experiment.config, plan, *place))
+        try:
+            ended = follow(experiment, state.round, run)
+            stop = ended.stop
+            return ended
+        finally:
+            followers.end(stop)
 
 
 def _spent(ledger: Path, population: str) -> list[RoundEvent]:
@@ -401,21 +397,6 @@ def _spent(ledger: Path, population: str) -> list[RoundEvent]:
         return []
     with Ledger.open_or_create(ledger, population) as opened:
         return opened.spent()
-
-
-def _tell(callbacks: Mapping[str, OnRound], result: RoundResult) -> None:
-    """Call each callback; one that raises is logged, and called again after the next round."""
-    for name, callback in callbacks.items():
-        try:
-            callback(result)
-        except Exception as error:  # a service that is down must not cost a run what it has spent
-            kind = type(error).__name__
-            _log.warning("callback %s raised %s in round %d: %s", name, kind, result.round, error)
-
-
-def _write_scalars(writer: "SummaryWriter", result: RoundResult) -> None:
-    for name, value in result.scalars.items():
-        writer.add_scalar(name, value, result.round)
 
 
 def carry_out(

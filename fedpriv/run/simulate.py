@@ -31,6 +31,7 @@ from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, Rou
 from fedpriv.report.tables import Column, Table, plural, print_table
 from fedpriv.run.projection import Projection, planned, projected
 from fedpriv.run.run import Run, RunSetup, carry_out
+from fedpriv.trackers import Tracker, named
 from fedpriv.training.norm_search import NormQuantile, find_quantiles
 from fedpriv.training.optimizers import FedAvg, ServerOptimizer
 from fedpriv.training.rounds import OnRound, TrainingPlan
@@ -58,6 +59,7 @@ def simulate(
     evaluate_every: int = 1,
     checkpoint_every: int = 1,
     on_round: Sequence[OnRound] = (),
+    trackers: Sequence[Tracker] = (),
     simulation_only: bool = False,
     device: str = "auto",
     quiet: bool = False,
@@ -101,6 +103,7 @@ def simulate(
     * evaluate_every: rounds between evaluations on the held-out rows.
     * checkpoint_every: rounds between checkpoints.
     * on_round: called with each `RoundResult`.
+    * trackers: told when the run starts, after each release and when it ends.
     * simulation_only: also record true figures of each round, which no guarantee covers.
     * device: where to train, such as "cpu" or "cuda"; "auto" chooses.
     * quiet: print nothing.
@@ -135,7 +138,8 @@ def simulate(
         config, run = setup.config, setup.run
         experiment, transport = on_population(config, run, population, spent, method)
     callbacks = {f"{number}: {path_of(each)}": each for number, each in enumerate(on_round)}
-    return _run(setup, replace(experiment, on_round=callbacks), transport, console)
+    followed = replace(experiment, on_round=callbacks, trackers=named(trackers))
+    return _run(setup, followed, transport, console)
 
 
 def training_of(mechanism: Mechanism, local: LocalTraining | None) -> LocalTraining:

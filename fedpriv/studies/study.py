@@ -22,6 +22,7 @@ from fedpriv.config import (
     Section,
     assign,
     checked,
+    flat,
     for_folder,
     from_folder,
     parse_config,
@@ -135,11 +136,11 @@ class Study(Section):
         return tuple(Cell(arm, target, seed) for seed, target, arm in order)
 
     def table_of(self, cell: Cell) -> dict[str, object]:
-        """The experiment of a run, as a table.
+        """The experiment of a run, as a table; see `config_of` for its name in its ledger.
 
-        Runs with the same seed have the same name in their ledgers and the same initial parameters:
-        cohorts, noise and the order of examples are then drawn from the same keys in every arm, so
-        that differences between arms are paired.
+        Runs with the same seed have the same initial parameters. Each is the first of its ledger,
+        so cohorts, noise and the order of examples are drawn from the same keys in every arm, and
+        differences between arms are paired.
         """
         table = _varied(self.base, cell.arm)
         privacy, model = (table.setdefault(section, {}) for section in ("privacy", "model"))
@@ -151,8 +152,10 @@ class Study(Section):
         return table | {"name": f"{self.name}-{cell.arm.name}", "run": run, "seed": cell.seed}
 
     def config_of(self, cell: Cell) -> Config:
-        """The experiment of a run."""
-        return parse_config(self.table_of(cell), f"arm {cell.arm.name!r}")
+        """The experiment of a run, which is called after its arm, target and seed."""
+        config = parse_config(self.table_of(cell), f"arm {cell.arm.name!r}")
+        at = f"-epsilon{cell.target.epsilon:g}".replace("+", "") if len(self.targets) > 1 else ""
+        return config.model_copy(update={"run": f"{config.name}{at}-seed{cell.seed}"})
 
     def digest_of(self, cell: Cell) -> str:
         """SHA-256 of the settings of a run; a finished run of the same digest stands."""
@@ -162,9 +165,9 @@ class Study(Section):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def flat_settings(self, arm: Arm) -> dict[str, object]:
-        """All settings of an arm but its name, defaults included, under keys "a.b"."""
+        """All settings of an arm but its names, defaults included, under keys "a.b"."""
         config = self.config_of(Cell(arm, self.targets[0], self.seeds[0]))
-        return _flat(config.model_dump(exclude={"name"}))
+        return flat(config.model_dump(exclude={"name", "run"}))
 
 
 def _varied(base: Mapping[str, object], arm: Arm) -> dict[str, object]:
@@ -172,16 +175,6 @@ def _varied(base: Mapping[str, object], arm: Arm) -> dict[str, object]:
     for assignment in arm.set:
         assign(table, assignment)
     return table
-
-
-def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _levels(key: str, axis: object) -> list[Arm]:
@@ -268,8 +261,8 @@ def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
     """Refuse an arm that would cost something else, or charge something else, than the others."""
     what = f"arm {arm.name!r}"
     try:
-        before, varied = _flat(base), _varied(base, arm)
-        table = _flat(varied)
+        before, varied = flat(base), _varied(base, arm)
+        table = flat(varied)
     except InvalidValueError as error:
         raise ValueError(f"{what}: {error}") from error
     for reason, keys in _FIXED.items():

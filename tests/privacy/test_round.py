@@ -271,9 +271,10 @@ def test_steps_are_taken_in_order_and_the_charge_is_on_disk_before_noise_is_draw
         (row,) = records.ledger.charges()
         records.ledger.verify(records.participation)
         cohort = records.participation.users_of(row.cohort_commitment)
-    assert seen == [("asked", FIRST, 0), ("noised", None, 1), ("noised", None, 1)]
+    alone = replace(FIRST, first=True)
+    assert seen == [("asked", alone, 0), ("noised", None, 1), ("noised", None, 1)]
     assert (row.event, row.hash, row.attempt) == (MECHANISM.event, made.charge_hash, made.attempt)
-    np.testing.assert_array_equal(cohort, draw_cohort(MECHANISM, FIRST, SEEDED))
+    np.testing.assert_array_equal(cohort, draw_cohort(MECHANISM, alone, SEEDED))
 
 
 def test_where_the_budget_would_be_passed_no_user_is_asked_and_nothing_noised(
@@ -376,6 +377,38 @@ def test_cohorts_and_noise_are_fresh_per_run_round_and_attempt() -> None:
     assert len({tuple(cohort) for cohort in cohorts}) == len(places)
     assert draw_cohort(many, FIRST, SEEDED).tolist() == cohorts[0]
     assert draw_cohort(many, FIRST, OperatingSystemEntropy()).tolist() != cohorts[0]
+
+
+def test_what_a_seed_gives_does_not_depend_on_the_name_of_the_first_run(tmp_path: Path) -> None:
+    purposes = []
+    for name in ("run", "other"):
+        (tmp_path / name).mkdir()
+        with open_records(tmp_path / name) as records:
+            asked = Asked()
+            for number in (1, 1, 2):  # with a second attempt
+                private_round(MECHANISM, name, number, nobody, records, asked)
+            purposes.append(asked.purposes)
+    assert purposes[0] == purposes[1]
+
+
+def test_noise_without_a_name_is_that_of_the_run_that_was_charged_first(tmp_path: Path) -> None:
+    """Even if both runs asked their cohorts before either was charged."""
+    asked = Asked()
+    with open_records(tmp_path) as records, open_records(tmp_path) as others:
+
+        def overtaken(*_: object) -> Iterator[PartialSum]:
+            private_round(MECHANISM, "fast", 1, nobody, others, asked)
+            yield from ()
+
+        private_round(MECHANISM, "slow", 1, overtaken, records, asked)
+        for name in ("fast", "slow"):
+            private_round(MECHANISM, name, 2, nobody, records, asked)
+        assert [row.run for row in records.ledger.charges()] == ["fast", "slow", "fast", "slow"]
+    noise = [purpose for purpose in asked.purposes if purpose.startswith("noise")]
+    assert len(set(noise)) == len(noise) == 8
+    unnamed = {purpose.split("/")[2] for purpose in noise if purpose.startswith("noise//")}
+    assert unnamed == {"1", "2"}
+    assert len(set(asked.purposes)) == len(asked.purposes)
 
 
 def test_calibration_gives_the_noise_multiplier_of_the_round_whatever_is_averaged() -> None:

@@ -11,8 +11,6 @@ import pytest
 import tomli_w
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fedpriv.errors import InvalidValueError
-from fedpriv.run.simulate import run_simulation
 from fedpriv.training.rounds import RoundResult
 from tests.commandline import fedpriv, printed, refused
 from tests.studies.studying import BASE
@@ -39,21 +37,22 @@ def rows(folder: Path) -> list[dict[str, object]]:
 def test_the_example_of_the_guide_is_told_what_metrics_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "following.md").read_text(), re.DOTALL)
-    (section,) = re.findall(r"```toml\n(.*?)```", (DOCS / "following.md").read_text(), re.DOTALL)
-    (tmp_path / "mine.py").write_text(code)
-    # A stand-in that writes down what the tracker would be sent.
-    (tmp_path / "mlflow.py").write_text(
-        "import json\n\n\ndef log_metrics(metrics, step):\n"
-        "    with open('sent.jsonl', 'a') as file:\n"
-        "        file.write(json.dumps([step, metrics]) + '\\n')\n"
-    )
+    page = (DOCS / "following.md").read_text()
+    function, tracker = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    on_round, trackers = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "mine.py").write_text(function)
+    (tmp_path / "notes.py").write_text(tracker)
     path = experiment(tmp_path)
-    path.write_text(path.read_text() + section)
-    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    path.write_text(path.read_text() + on_round + trackers.replace("[callbacks]\n", ""))
+    monkeypatch.delitem(sys.modules, "notes", raising=False)
     printed("simulate", path, "--out", "run", cwd=tmp_path)
-    sent = [json.loads(line) for line in (tmp_path / "sent.jsonl").read_text().splitlines()]
-    sys.modules.pop("mlflow")
+    sys.modules.pop("notes")
+    first, *noted, last = (tmp_path / "run" / "notes.txt").read_text().splitlines()
+    assert first.endswith(" at clipping norm 0.5")
+    expected = [f"{row['round']} {row['epsilon']}" for row in rows(tmp_path / "run")]
+    assert noted == expected
+    assert last == "3 of 3 rounds: all rounds were run"
+    sent = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     assert [step for step, _ in sent] == [1, 2, 3]
     for row, (_, metrics) in zip(rows(tmp_path / "run"), sent, strict=True):
         assert metrics == {
@@ -90,7 +89,7 @@ def test_a_callback_that_raises_is_named_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "mine.py").write_text(
-        "def down(released):\n    raise OSError('nobody answers')\n\n\n"
+        "def down(released):\n    raise OSError('nobody\\n answers')\n\n\n"
         "def seen(released):\n    with open('seen', 'a') as file:\n        file.write('x')\n"
     )
     path = experiment(tmp_path, callbacks={"on_round": ["mine:down", "mine:seen"]})
@@ -99,8 +98,8 @@ def test_a_callback_that_raises_is_named_and_the_run_goes_on(
     assert len(rows(tmp_path / "run")) == 3
     assert (tmp_path / "seen").read_text() == "xxx"
     assert caplog.messages == [
-        f"callback mine:down raised OSError in round {number}: nobody answers"
-        for number in (1, 2, 3)
+        "callback mine:down raised OSError in round 1: nobody answers; it is called after later "
+        "rounds too, with no other warning"
     ]
 
 
@@ -137,14 +136,4 @@ def test_nothing_that_is_not_released_has_a_place() -> None:
 def test_bad_callbacks_are_refused_before_the_run(tmp_path: Path, path: str, words: str) -> None:
     file = experiment(tmp_path, callbacks={"on_round": [path]})
     assert words in refused("simulate", file, "--out", "run", cwd=tmp_path)
-    assert not (tmp_path / "run").exists()
-
-
-def test_without_tensorboard_event_files_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fedpriv.run.run.find_spec", lambda _name: None)
-    file = experiment(tmp_path, output={"tensorboard": True})
-    with pytest.raises(InvalidValueError, match=r"pip install 'fedpriv\[tensorboard\]'"):
-        run_simulation(file, [], tmp_path / "run", resume=False)
     assert not (tmp_path / "run").exists()

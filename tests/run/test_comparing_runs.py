@@ -1,24 +1,28 @@
 """One run of a study: its result is true, its figures are those of the folder, nothing is left."""
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tomli_w
 from safetensors.numpy import load_file
 
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.config import load_config
 from fedpriv.data.population import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.run.compare import calibrated, run_cell
 from fedpriv.run.folder import RunFolder
+from fedpriv.run.simulate import run_simulation
 from fedpriv.studies import Cell, RunResult, Study
 from fedpriv.studies.results import RESULT, read_results
 from fedpriv.studies.study import load_study
-from tests.studies.studying import study_file
+from tests.studies.studying import BASE, study_file
 
 
 def run(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> RunResult:
@@ -74,6 +78,32 @@ def test_arms_of_a_seed_have_the_same_users_and_seeds_have_others(tmp_path: Path
     assert drawn["flat", 1] == drawn["joint", 1]
     assert drawn["flat", 0] != drawn["flat", 1]
     assert len(drawn["flat", 0]) == 2
+
+
+def test_the_same_settings_and_seed_release_the_same_whatever_they_are_called(
+    tmp_path: Path,
+) -> None:
+    """In a study or alone, with or without a name for the ledger."""
+    results, models = [], []
+    for name in ("tiny-study", "another"):
+        (tmp_path / name).mkdir()
+        study = load_study(study_file(tmp_path / name, name=name, base=BASE | {"name": name}))
+        cell = study.cells[-1]
+        found = run(study, cell, tmp_path / name, 2.0)
+        results.append(replace(found, settings="", simulation_only_users_per_second=0.0))
+        models.append(load_file(RunFolder(tmp_path / name / cell.path).model))
+    assert results[0] == results[1]
+    plan = tmp_path / "another" / cell.path / "plan.toml"
+    assert load_config(plan).run == "another-joint-seed1"
+    renamed = load_config(plan, ["name=third", "run=mine"])
+    (tmp_path / "plan.toml").write_text(tomli_w.dumps(renamed.model_dump(exclude_none=True)))
+    run_simulation(tmp_path / "plan.toml", [], tmp_path / "mine", resume=False)
+    models.append(load_file(RunFolder(tmp_path / "mine").model))
+    for name, released in models[0].items():
+        for model in models[1:]:
+            np.testing.assert_array_equal(model[name], released)
+    with Ledger.open(RunFolder(tmp_path / "mine").ledger) as ledger:
+        assert {charge.run for charge in ledger.charges()} == {"mine"}
 
 
 def test_a_run_that_was_cut_short_is_done_again_and_releases_the_same(

@@ -44,11 +44,11 @@ def test_projection_and_rounds_share_a_budget_and_learn_digits(tmp_path: Path) -
         rows = list(ledger.charges())
         ledger.verify()
     (first, *rounds) = rows
-    assert first.run == "digits-projection-seed1-projection"
+    assert (first.run, first.round) == ("digits-projection-seed1", 0)
     assert [query.group for query in first.event.queries] == ["projection"]
     assert first.event.noise_multiplier == pytest.approx(4.0)
     assert first.event.sampling.sampling_probability == 1.0
-    assert {row.run for row in rounds} == {"digits-projection-seed1"}
+    assert {row.run for row in rounds} == {first.run}
     assert len(rounds) == 100
     # One ε for all of it, which the budget bounds and nearly all of which is used.
     spent = epsilon([row.event for row in rows], 1e-4).epsilon
@@ -61,7 +61,7 @@ def test_projection_and_rounds_share_a_budget_and_learn_digits(tmp_path: Path) -
     assert results[-1].accuracy is not None
     assert results[-1].accuracy > 0.75
     assert f"charge {first.hash[:12]}" in text
-    assert "of which this run alone" in text
+    assert "100 of 100, 101 charged" in text
     assert directions(folder).shape == (64, 16)
 
 
@@ -108,13 +108,10 @@ def test_a_run_that_ends_after_its_projection_pays_for_it_again(
     with monkeypatch.context() as patch:
         patch.setattr("fedpriv.run.simulate._run", lambda *_: None)
         printed("simulate", FILE, *SHORT, "--out", folder, "--set", "seed=1")
-    assert charges(folder) == [("digits-projection-seed1-projection", 1)]
+    assert charges(folder) == [("digits-projection-seed1", 0)]
     first = directions(folder)
     printed("simulate", FILE, *SHORT, "--out", folder, "--set", "seed=1", "--resume")
-    assert [run for run, _ in charges(folder)] == [
-        *["digits-projection-seed1-projection"] * 2,
-        *["digits-projection-seed1"] * 2,
-    ]
+    assert [number for _, number in charges(folder)] == [0, 0, 1, 2]
     assert not np.array_equal(directions(folder), first)
 
 
@@ -196,10 +193,7 @@ def test_python_asks_for_the_same_directions_and_keeps_its_budget(tmp_path: Path
     mechanism = Mechanism.poisson(q=0.5, clipping=Flat(1.0))
     calibrated = mechanism.calibrate(epsilon=2.0, delta=1e-3, rounds=5)
     run = in_python(tmp_path / "python", calibrated)
-    assert charges(tmp_path / "python") == [
-        ("run-seed1-projection", 1),
-        *(("run-seed1", number) for number in range(1, 6)),
-    ]
+    assert charges(tmp_path / "python") == [("run-seed1", number) for number in range(6)]
     assert 1.99 <= run.epsilon <= 2.0
     assert run.model(torch.zeros(2, 64)).shape == (2, 10)
     # The same plan in a file asks the same users, with the same noise.

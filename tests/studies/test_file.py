@@ -80,11 +80,11 @@ def test_a_path_in_an_arm_is_absolute(tmp_path: Path) -> None:
 def test_arms_differ_in_what_they_set_and_in_nothing_else(tmp_path: Path) -> None:
     study = load_study(study_file(tmp_path))
     flat, joint = (study.config_of(cell) for cell in study.cells if cell.seed == 1)
-    assert flat.run == joint.run
+    assert (flat.run, joint.run) == (f"{flat.name}-seed1", f"{joint.name}-seed1")
     assert flat.seed == joint.seed == flat.model.seed == 1
     assert (flat.privacy.epsilon, flat.privacy.delta) == (8.0, 1e-2)
     assert joint.clipping.strategy == "joint"
-    same = {"name", "clipping"}
+    same = {"name", "run", "clipping"}
     assert flat.model_dump(exclude=same) == joint.model_dump(exclude=same)
 
 

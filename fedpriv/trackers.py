@@ -1,0 +1,303 @@
+"""Trackers: who is told of a run when it starts, after each release, and when it ends.
+
+They are given what may be published, and nothing else: settings, released rounds, and why the run
+ended. A tracker that fails is named once and left alone; the run goes on.
+"""
+
+import hashlib
+import logging
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedpriv.config import Config, flat, with_paths
+from fedpriv.errors import InvalidValueError
+from fedpriv.importing import path_of
+from fedpriv.training.rounds import OnRound, RoundResult, Stop, TrainingPlan
+
+if TYPE_CHECKING:
+    import mlflow
+    import wandb
+    from torch.utils.tensorboard import SummaryWriter
+
+_PROJECT = "fedpriv"  # where a service keeps runs, unless its own variable says otherwise
+_MLFLOW_KEY = "fedpriv.key"
+_MLFLOW_PARAMETERS, _MLFLOW_LENGTH = 100, 6000  # in one request; characters of one
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """A run before its first round, or before it goes on."""
+
+    name: str  # in its ledger; in a study, with its arm and seed
+    group: str  # name of the experiment; in a study, with the arm
+    key: str  # the same when the run is resumed, and of no other run
+    folder: Path  # of its files
+    released: int  # rounds that were released before
+    settings: Mapping[str, object]  # resolved, under keys "a.b"; see `settings_of`
+
+    @classmethod
+    def of(
+        cls, config: Config, plan: TrainingPlan, ledger_id: str, folder: Path, released: int
+    ) -> "StartedRun":
+        """What is told of a run; a ledger has at most one of each name."""
+        key = hashlib.sha256(f"{ledger_id}/{plan.run}".encode()).hexdigest()[:16]
+        facts = {"population": plan.population, "enrolled": plan.sampling.population}
+        facts["parameters"] = plan.layout.dimension
+        settings = facts | shown_settings(config)
+        return cls(plan.run, config.name, key, folder, released, settings)
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """How a run ended."""
+
+    stop: Stop | None  # None: an error or an interrupt cut it short, and it can be resumed
+    last: RoundResult | None  # the last round that was released since it started
+
+    def __str__(self) -> str:
+        why = self.stop or "it was cut short"
+        return f"{self.last.round} of {self.last.rounds} rounds: {why}" if self.last else str(why)
+
+
+class Tracker(ABC):
+    """Follows runs; derive a class from it that takes no arguments, to name it in a file.
+
+    Whatever a method raises ends the following of that run, and never the run. A round waits for
+    the method that is told of the one before.
+    """
+
+    def on_start(self, run: StartedRun) -> None:  # noqa: B027 - may be left out
+        """Called before anything is charged."""
+
+    @abstractmethod
+    def on_round(self, result: RoundResult) -> None:
+        """Called after each release, in the order of rounds."""
+
+    def on_end(self, run: EndedRun) -> None:  # noqa: B027 - may be left out
+        """Called in the end, after an error and an interrupt too."""
+
+
+class TensorBoard(Tracker):
+    """Writes event files into the folder `tensorboard` of the run."""
+
+    def __init__(self) -> None:
+        _check_installed("tensorboard")
+        self._writer: SummaryWriter
+
+    def on_start(self, run: StartedRun) -> None:
+        """Write the settings; events of rounds that a run repeats after a crash are hidden."""
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, and slow
+
+        folder = str(run.folder / "tensorboard")
+        self._writer = SummaryWriter(folder, purge_step=run.released + 1)
+        rows = [f"| {key} | {value} |" for key, value in run.settings.items()]
+        self._writer.add_text("settings", "\n".join(["| key | value |", "| --- | --- |", *rows]))
+
+    def on_round(self, result: RoundResult) -> None:
+        """Write the scalars of a round."""
+        for name, value in result.scalars.items():
+            self._writer.add_scalar(name, value, result.round)
+
+    def on_end(self, run: EndedRun) -> None:
+        """Write why it ended, and close the file."""
+        self._writer.add_text("end", str(run))
+        self._writer.close()
+
+
+class WandB(Tracker):
+    """Sends to Weights & Biases, into the project WANDB_PROJECT or "fedpriv".
+
+    Of the machine nothing is sent: no output, no load, no code.
+    """
+
+    def __init__(self) -> None:
+        _check_installed("wandb")
+        self._run: wandb.Run
+
+    def on_start(self, run: StartedRun) -> None:
+        """Start a run of its name, grouped by experiment or arm, or go on with it."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb  # noqa: PLC0415 - an extra, and slow
+
+        private = wandb.Settings(
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            disable_job_creation=True,
+            host=_PROJECT,  # in place of the machine's name
+            silent=not sys.stderr.isatty(),  # else it would write between the lines of a log
+            x_disable_machine_info=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+        )
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            name=run.name,
+            group=run.group,
+            id=run.key,
+            resume="allow",
+            reinit="create_new",  # beside a run that the caller has open
+            dir=os.environ.get("WANDB_DIR", str(run.folder)),
+            config=dict(run.settings),
+            settings=private,
+        )
+        self._run.define_metric("*", step_metric="round")  # a repeated round may go back
+
+    def on_round(self, result: RoundResult) -> None:
+        """Send the scalars of a round."""
+        self._run.log({"round": result.round, **result.scalars})
+
+    def on_end(self, run: EndedRun) -> None:
+        """Send why it ended; a run that was cut short has failed."""
+        self._run.summary["end"] = str(run)
+        self._run.finish(exit_code=0 if run.stop else 1)
+
+
+class MLflow(Tracker):
+    """Sends to MLflow at MLFLOW_TRACKING_URI: experiment MLFLOW_EXPERIMENT_NAME, or "fedpriv".
+
+    A run that the caller has open in MLflow is left alone.
+    """
+
+    def __init__(self) -> None:
+        _check_installed("mlflow")
+        self._client: mlflow.MlflowClient
+        self._run = ""
+
+    def on_start(self, run: StartedRun) -> None:
+        """Create a run of its name, with settings as parameters, or go on with it."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow import MlflowClient  # noqa: PLC0415 - an extra, and slow
+        from mlflow.entities import Param  # noqa: PLC0415
+
+        client = self._client = MlflowClient()
+        experiment = _mlflow_experiment(client)
+        found = client.search_runs([experiment], f"tags.`{_MLFLOW_KEY}` = '{run.key}'")
+        if found:
+            self._run = found[0].info.run_id
+            client.update_run(self._run, status="RUNNING")
+            return
+        tags = {_MLFLOW_KEY: run.key, "fedpriv.group": run.group}
+        self._run = client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
+        settings = [Param(k, str(v)[:_MLFLOW_LENGTH]) for k, v in run.settings.items()]
+        for first in range(0, len(settings), _MLFLOW_PARAMETERS):
+            client.log_batch(self._run, params=settings[first : first + _MLFLOW_PARAMETERS])
+
+    def on_round(self, result: RoundResult) -> None:
+        """Send the scalars of a round."""
+        from mlflow.entities import Metric  # noqa: PLC0415
+
+        now = time.time_ns() // 10**6
+        metrics = [Metric(name, v, now, result.round) for name, v in result.scalars.items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def on_end(self, run: EndedRun) -> None:
+        """Send why it ended; a run that was cut short was killed."""
+        self._client.set_tag(self._run, "fedpriv.end", str(run))
+        self._client.set_terminated(self._run, "FINISHED" if run.stop else "KILLED")
+
+
+TRACKERS: Mapping[str, type[Tracker]] = {  # by their key in the section output
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "mlflow": MLflow,
+}
+
+
+class Followers:
+    """Functions and trackers that follow one run; whatever they raise is logged once."""
+
+    def __init__(self, functions: Mapping[str, OnRound], trackers: Mapping[str, Tracker]) -> None:
+        self._functions, self._trackers = dict(functions), dict(trackers)
+        self._named = set[str]()
+        self._last: RoundResult | None = None
+
+    def start(self, run: StartedRun) -> None:
+        """Tell trackers that the run starts."""
+        self._tell("at the start", lambda tracker: tracker.on_start(run))
+
+    def released(self, result: RoundResult) -> None:
+        """Tell of a release."""
+        self._last = result
+        when = f"in round {result.round}"
+        self._tell(when, lambda tracker: tracker.on_round(result))
+        for name, function in self._functions.items():
+            try:
+                function(result)
+            except Exception as error:  # must not cost a run what it has spent
+                if name not in self._named:
+                    goes_on = "it is called after later rounds too, with no other warning"
+                    _log.warning("callback %s raised %s; %s", name, _told(error, when), goes_on)
+                self._named.add(name)
+
+    def end(self, stop: Stop | None) -> None:
+        """Tell trackers why the run ended; None: it was cut short."""
+        self._tell("at the end", lambda tracker: tracker.on_end(EndedRun(stop, self._last)))
+
+    def _tell(self, when: str, what: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                what(tracker)
+            except Exception as error:  # nor is it waited for again
+                left = "the run goes on without it, and metrics.jsonl has every round"
+                _log.warning("tracker %s raised %s; %s", name, _told(error, when), left)
+                del self._trackers[name]
+
+
+def named(trackers: Sequence[Tracker]) -> dict[str, Tracker]:
+    """Trackers by name, each by another."""
+    return {f"{number}: {path_of(each)}": each for number, each in enumerate(trackers)}
+
+
+def shown_settings(config: Config) -> dict[str, object]:
+    """Settings under keys "a.b", without what is about machines.
+
+    That is the section federation, folders of files, and the options of data of one's own, which
+    may hold anything.
+    """
+    table: dict[str, Any] = config.model_dump(
+        exclude_none=True, exclude={"callbacks", "federation"}
+    )
+    table = with_paths(table, os.path.basename)
+    if data := table.get("data"):
+        named = (data["name"], data["options"].get("population", ""))
+        if any(":" in str(name) for name in named):
+            table["data"] = {"name": data["name"]}
+    return flat(table)
+
+
+def _told(error: Exception, when: str) -> str:
+    return f"{type(error).__name__} {when}: {' '.join(str(error).split())}"
+
+
+def _check_installed(name: str) -> None:
+    if find_spec(name) is None:
+        raise InvalidValueError(
+            f"{name} cannot follow the run, as it cannot be imported; "
+            f"pip install 'fedpriv[{name}]' installs it"
+        )
+
+
+def _mlflow_experiment(client: "mlflow.MlflowClient") -> str:
+    """Id of the experiment, which is made if there is none."""
+    from mlflow.exceptions import MlflowException  # noqa: PLC0415
+
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return str(client.create_experiment(name))
+        except MlflowException:  # another run of a study made it in the meantime
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    return str(found.experiment_id)
