@@ -9,10 +9,8 @@ what a survey releases, and are not private.
 """
 
 import argparse
-import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +21,13 @@ from fedpriv.accounting import ACCOUNTANTS, calibrate_noise_multiplier
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.analytics import Answers, Histogram, Mean, Quantiles, Survey, ask
 from fedpriv.data import UserStore
-from fedpriv.errors import DataError, FedprivError
+from fedpriv.data.files import read_csv
+from fedpriv.data.people import CENSUS_FILE, find_census
+from fedpriv.errors import FedprivError
 from fedpriv.ledger import PrivacyBudget
 from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling
 from fedpriv.privacy.round import PrivacyRecords
 
-FILE = "FultonPUMS5full.csv"
 COLUMNS = ("age", "educ", "income")
 EDUCATION = (
     *("none", "to 4th grade", "5th to 6th grade", "7th to 8th grade", "9th grade", "10th grade"),
@@ -45,43 +44,9 @@ PROBABILITIES = (0.1, 0.25, 0.5, 0.75, 0.9)
 INCOMES = tuple(range(0, 200_001, 2_000))
 
 
-def find_file(folder: str | None) -> Path:
-    """The census file in a folder, or that of FEDPRIV_DATA, or `census_pums` inside it.
-
-    Raises:
-        DataError: no folder is named, or it has no such file.
-    """
-    named = folder or os.environ.get("FEDPRIV_DATA")
-    if not named:
-        raise DataError(
-            f"no folder for the census: give --data or set FEDPRIV_DATA to the folder of {FILE}"
-        )
-    places = (Path(named), Path(named) / "census_pums")
-    found = next((place / FILE for place in places if (place / FILE).is_file()), None)
-    if found is None:
-        raise DataError(f"{FILE} is absent from {' and '.join(map(str, places))}")
-    return found
-
-
-def read_columns(file: Path, columns: Sequence[str]) -> dict[str, np.ndarray]:
-    """Columns of the census by name, one number for each person.
-
-    Raises:
-        DataError: the file is not a table of numbers with these columns.
-    """
-    try:
-        with file.open(encoding="utf-8") as lines:
-            header = [name.strip('"') for name in next(lines, "").strip().split(",")]
-            wanted = [header.index(column) for column in columns]
-            rows = np.loadtxt(lines, delimiter=",", usecols=wanted, ndmin=2)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
-    return dict(zip(columns, np.ascontiguousarray(rows.T), strict=True))
-
-
 def load(file: Path) -> UserStore:
     """One user per person, with the columns age, educ and income."""
-    fields = read_columns(file, COLUMNS)
+    fields = read_csv(file, COLUMNS)
     return UserStore(fields, np.arange(len(fields["age"]) + 1))
 
 
@@ -140,7 +105,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     Raises:
         FedprivError: the data are absent, or asking would pass the budget.
     """
-    users = load(find_file(arguments.data))
+    users = load(find_census(arguments.data))
     q, delta = arguments.sampling_probability, arguments.delta
     z = calibrate_noise_multiplier(arguments.epsilon, delta, 1, q)
     budget = PrivacyBudget(arguments.epsilon, delta, ACCOUNTANTS["tight"].upper_epsilon)
@@ -164,7 +129,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
 def main() -> None:
     """Run with the arguments of the command line; exit with one sentence if that cannot be done."""
     parser = argparse.ArgumentParser(description="a census asked with user-level privacy")
-    parser.add_argument("--data", help=f"folder of {FILE}; by default, FEDPRIV_DATA")
+    parser.add_argument("--data", help=f"folder of {CENSUS_FILE}; by default, FEDPRIV_DATA")
     parser.add_argument("--epsilon", type=float, default=1.0)
     parser.add_argument("--delta", type=float, default=1e-5)
     parser.add_argument("--sampling-probability", type=float, default=1.0)

@@ -29,13 +29,17 @@ def run_seed(file: Path, seed: int, assignments: list[str]) -> list[Row]:
 
 
 def summary(runs: list[list[Row]]) -> dict[str, object]:
-    """What the README quotes: final accuracies, their mean and spread, and the ε of each run."""
+    """What the README quotes: final accuracies, their mean and spread, and the ε of each run.
+
+    Where nothing is classified, the losses on held-out rows instead.
+    """
     last = [rows[-1] for rows in runs]
-    accuracy = [float(str(row["accuracy"])) for row in last]
+    measure = "loss" if last[0]["accuracy"] is None else "accuracy"
+    scores = [float(str(row[measure])) for row in last]
     return {
-        "accuracy": accuracy,
-        "mean": float(np.mean(accuracy)),
-        "standard_deviation": float(np.std(accuracy, ddof=1)) if len(accuracy) > 1 else None,
+        measure: scores,
+        "mean": float(np.mean(scores)),
+        "standard_deviation": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
         "epsilon": [row["epsilon"] for row in last],
         "delta": last[0]["delta"],
         "unit": last[0]["unit"],

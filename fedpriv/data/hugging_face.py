@@ -1,11 +1,13 @@
 """Users from Hugging Face datasets: named by a column, or dealt by a partitioner.
 
-Datasets are read from files of this machine; nothing is fetched and nothing is written.
+Datasets are read from files of this machine, where nothing is fetched and nothing written, or by
+their name on the Hugging Face hub, from there or from the cache of the package `datasets`.
 """
 
 import hashlib
 import importlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +41,7 @@ ColumnNames: TypeAlias = Mapping[str, str | Sequence[str]]
 
 DEFAULT_COLUMNS: ColumnNames = {"x": "image", "y": "label"}
 _ROW = "fedpriv.row"
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _Kind = TypeVar("_Kind")
 
 
@@ -75,27 +78,40 @@ def redeal(store: UserStore, partitioner: "Partitioner") -> UserStore:
 
 
 def load_hugging_face(
-    train: str,
-    test: str,
+    train: str | None = None,
+    test: str | None = None,
     *,
+    dataset: str | None = None,
+    subset: str | None = None,
+    revision: str | None = None,
+    splits: Sequence[str] = ("train", "test"),
     columns: ColumnNames = DEFAULT_COLUMNS,
     user_column: str | None = None,
     partitioner: str | None = None,
     arguments: Mapping[str, object] | None = None,
 ) -> Population:
-    """Load a dataset from this machine, its users named by a column or dealt by a partitioner.
+    """Load a dataset, its users named by a column or dealt by a partitioner.
 
-    `train` (users' rows) and `test` (held-out rows) are paths as for `open_dataset`. Images in x,
-    uint8 [rows, height, width] or [..., channels], become float32 [rows, channels, height, width]
-    in [0, 1]. Test rows of an enrolled user are refused: what is measured on them would escape the
-    ledger.
+    Either `train` (users' rows) and `test` (held-out rows) are paths as for `open_dataset`, or
+    `dataset` is a name on the hub, as for `fetch_splits`. Images in x, uint8 [rows, height, width]
+    or [..., channels], become float32 [rows, channels, height, width] in [0, 1]. Test rows of an
+    enrolled user are refused: what is measured on them would escape the ledger.
     """
     listed = columns.values() if isinstance(columns, Mapping) else [None]
     names = [name for each in listed for name in (each if isinstance(each, list) else [each])]
     if not all(isinstance(name, str) for name in names):
         raise InvalidValueError(f"columns is {columns!r}; it must map fields to columns")
-    rows = open_dataset(_option("train", train, str))
-    held_out = open_dataset(_option("test", test, str))
+    if (dataset is None) == (train is None and test is None):
+        found = f"dataset is {dataset!r}, train {train!r} and test {test!r}"
+        legal = "dataset, a name on the Hugging Face hub, or both paths must be given"
+        raise InvalidValueError(f"{found}; either {legal}")
+    if dataset is None:
+        rows = open_dataset(_option("train", train, str))
+        held_out = open_dataset(_option("test", test, str))
+        source = Path(_option("train", train, str)).name
+    else:
+        rows, held_out = fetch_splits(dataset, splits, subset, revision)
+        source = " ".join([dataset, *([subset] if subset else []), splits[0]])
     if isinstance(user_column, str) and partitioner is None and arguments is None:
         store, how = from_dataset(rows, user_column, columns), user_column
         _check_held_out(store, held_out, user_column)
@@ -110,7 +126,7 @@ def load_hugging_face(
     if user_column is not None and user_column in held_out.column_names:
         tested[HELD_OUT_USER] = as_id_array(_read_ids(held_out, user_column))
     users = UserStore(_as_inputs(store.fields), store.offsets, store.user_ids)
-    name = f"hugging-face: {users.population} users by {how} of {Path(train).name}"
+    name = f"hugging-face: {users.population} users by {how} of {source}"
     return Population(name, users, tested)
 
 
@@ -130,6 +146,47 @@ def load_redealt(
     return Population(name, users, test)
 
 
+def fetch_splits(
+    name: str, splits: Sequence[str], subset: str | None = None, revision: str | None = None
+) -> tuple["Dataset", "Dataset"]:
+    """Two splits of a dataset on the hub, of one revision: users' rows and held-out ones.
+
+    What was loaded once is read from the cache, also where the hub cannot be reached or
+    HF_HUB_OFFLINE=1 forbids it. The cache is that of the package, which HF_HOME moves. Splits may
+    be slices, such as "train[:90%]"; `subset` is one of the dataset's configurations, `revision` a
+    commit, tag or branch. A dataset's own code is never run.
+    """
+    package = _package("datasets", "datasets")
+    if not isinstance(name, str) or not _HUB_NAME.fullmatch(name):
+        raise InvalidValueError(f"dataset is {name!r}; it must be a name such as 'ylecun/mnist'")
+    if isinstance(splits, str) or len(splits) != 2 or not all(isinstance(s, str) for s in splits):
+        raise InvalidValueError(f"splits is {splits!r}; it must be a pair of names")
+    for option, value in (("subset", subset), ("revision", revision)):
+        if value is not None:
+            _option(option, value, str)
+    if Path(name).exists():  # which the package would read instead
+        raise DataError(f"dataset {name!r} is also a file here; give paths as train and test")
+    what = f"dataset {name!r} of the Hugging Face hub"
+    try:
+        builder = package.load_dataset_builder(name, subset, revision=revision)
+    except Exception as error:  # of many classes; no data were read yet that its text might quote
+        sentence = " ".join(str(error).split()) or type(error).__name__
+        cache = package.config.HF_DATASETS_CACHE
+        raise DataError(
+            f"{what} is neither reached nor in the cache {cache}: {sentence}"
+        ) from error
+    try:
+        builder.download_and_prepare()
+    except Exception as error:
+        raise DataError(f"{what} cannot be fetched or read ({type(error).__name__})") from error
+    try:
+        rows, held_out = builder.as_dataset(split=list(splits))
+    except Exception as error:
+        known = ", ".join(builder.info.splits or ())
+        raise DataError(f"{what} has no splits {list(splits)}; known are: {known}") from error
+    return rows, held_out
+
+
 def open_dataset(path: str | Path) -> "Dataset":
     """Read a dataset into memory, without the network or the package's cache in the home folder.
 
@@ -139,7 +196,7 @@ def open_dataset(path: str | Path) -> "Dataset":
     """
     place, package = Path(path), _package("datasets", "datasets")
     if not place.exists():
-        raise DataError(f"{place} does not exist")
+        raise DataError(f"{place} does not exist; a name on the Hugging Face hub goes into dataset")
     if (place / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(str(p) for p in place.iterdir() if p.is_dir()))
         raise DataError(f"{place} holds several splits; name one of them: {splits}")

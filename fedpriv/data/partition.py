@@ -2,7 +2,7 @@
 
 Every partitioner returns int64 [rows], the user of each row, such that every row has one user in
 [0, users) and **every user has at least one row**. The seed fixes the result; it protects nothing.
-A setting out of range raises InvalidValueError.
+A setting out of range raises InvalidValueError. docs/data.md shows in figures what each one deals.
 """
 
 import math
@@ -29,7 +29,8 @@ def dirichlet(labels: Array, users: int, alpha: float, seed: int) -> NDArray[np.
     q_u ~ Dir(α·p), p being the labels' shares in all rows, and then its rows one by one with labels
     from q_u, without replacement. Sizes differ by at most one. A label that is used up is dropped
     from q_u and the rest renormalised; when all of q_u is used up the user takes the rows that are
-    left, in proportion to their labels. α → ∞ gives every user the shares p, α → 0 one label.
+    left, in proportion to their labels. α → ∞ gives every user the shares p, α → 0 one label; with
+    K labels that are equally frequent, α = K makes all mixtures equally likely.
     """
     check_count("users", users)
     if not isinstance(alpha, Real) or not 0.0 < alpha < math.inf:

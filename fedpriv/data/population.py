@@ -40,9 +40,12 @@ HELD_OUT_USER = "held_out_user"
 _FORMAT = "fedpriv user store"
 _VERSION = 1
 _LOADERS = {
+    "census": "fedpriv.data.people:load_census",
     "digits": "fedpriv.data.images:load_digits",
+    "har": "fedpriv.data.people:load_har",
     "hugging-face": "fedpriv.data.hugging_face:load_hugging_face",
     "mnist-writers": "fedpriv.data.images:load_mnist_writers",
+    "parkinsons": "fedpriv.data.people:load_parkinsons",
     "redealt": "fedpriv.data.hugging_face:load_redealt",
     "shakespeare-roles": "fedpriv.data.shakespeare:load_shakespeare_roles",
     "synthetic": "fedpriv.data.synthetic:synthetic_population",

@@ -22,6 +22,7 @@ from fedpriv.errors import InvalidValueError
 COLOURS = ("#3a86c8", "#d9622b", "#1a9a72", "#c973a6", "#c98a00", "#8a74c9", "#2aa3b8", "#8a8a8a")
 _SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-left")
 _MARKERS = 20  # on a line, at most
+_LARGEST = 400  # of markers with sizes, in square pixels
 _DODGE = 0.008  # of the axis, between error bars at the same x
 _BREAK = 40  # characters of an axis title that fit on a phone
 _SIZE = (600, 300)  # of the plot in a file, in pixels at 96 per inch
@@ -64,6 +65,7 @@ class Series:
     dashed: bool = False
     joined: bool = True  # a line joins the points
     marked: bool = True  # points have markers
+    sizes: Sequence[float] = ()  # areas of markers, in proportion; none: all alike
     bars: bool = False  # error bars instead of a band
     colour: int | None = None  # index in COLOURS; None: the next
 
@@ -185,6 +187,9 @@ def _layers(chart: Chart, *, clip: bool) -> list[alt.Chart]:
     spread = {"y": alt.Y("low:Q"), "y2": alt.Y2("high:Q")}
     dash = alt.when("datum.dashed").then(alt.value([6, 4])).otherwise(alt.value([1, 0]))
     points = base.mark_point(filled=True, size=45, opacity=1, clip=clip)
+    if any(each.sizes for each in chart.series):
+        scale = alt.Scale(zero=True, rangeMin=0, rangeMax=_LARGEST)
+        points = points.encode(size=alt.Size("size:Q", scale=scale, legend=None))
     marks = {
         "band": base.mark_area(fillOpacity=0.2, clip=clip).encode(**spread),
         "bar": base.mark_rule(strokeWidth=1.5, clip=clip).encode(**spread),
@@ -226,7 +231,7 @@ def _rows(chart: Chart) -> alt.InlineData:
     rows = []
     for number, each in enumerate(chart.series):
         aside = _DODGE * (number - (len(chart.series) - 1) / 2) if each.bars and each.joined else 0
-        every = math.ceil(len(each.x) / _MARKERS)
+        every = 1 if each.sizes else math.ceil(len(each.x) / _MARKERS)
         for index, (x, y) in enumerate(zip(each.x, each.y, strict=True)):
             # Its x, or a little aside from the error bars of other series.
             place = x * (high / low) ** aside if chart.x.log else x + (high - low) * aside
@@ -234,6 +239,8 @@ def _rows(chart: Chart) -> alt.InlineData:
             row |= {"place": _shown(place, chart.x), "y": _shown(y, chart.y)}
             row |= {"joined": each.joined, "dashed": each.dashed}
             row["marked"] = each.marked and index % every == 0
+            if each.sizes:
+                row["size"] = float(each.sizes[index])
             if each.low:
                 row["bar" if each.bars else "band"] = True
                 row["low"] = _shown(each.low[index], chart.y)

@@ -29,6 +29,8 @@ from torch.nn import functional
 
 import fedpriv
 from fedpriv.accounting.accountants import format_epsilon
+from fedpriv.data.files import read_csv
+from fedpriv.data.people import find_census
 from fedpriv.errors import FedprivError
 from fedpriv.report.charts import Axis, Chart, Series, figure
 from fedpriv.training.optimizers import (
@@ -38,7 +40,6 @@ from fedpriv.training.optimizers import (
     ServerOptimizer,
     Step,
 )
-from simulations.census import find_file, read_columns
 
 Floats = npt.NDArray[np.float64]
 
@@ -94,7 +95,7 @@ class People:
 
 def load(file: Path) -> People:
     """Everybody in the census file. In `sex` 1 is a woman; `educ` counts steps of education."""
-    columns = read_columns(file, COLUMNS)
+    columns = read_csv(file, COLUMNS)
     columns["educ"] = (columns["educ"] >= ASSOCIATE).astype(float)
     y = columns.pop("employed")
     return People(np.stack([*columns.values()], axis=1), y)
@@ -468,7 +469,7 @@ def main() -> None:
             f"--seeds is {arguments.seeds}; it must be at least 2 for a standard deviation"
         )
     try:
-        people = load(find_file(arguments.data))
+        people = load(find_census(arguments.data))
     except FedprivError as error:
         sys.exit(str(error))
     study = Study.of(*people.split(HELD_OUT), SETTINGS, arguments.seeds)

@@ -25,18 +25,11 @@ from torch import nn
 
 import fedpriv
 from fedpriv.accounting.accountants import format_epsilon
+from fedpriv.data.files import read_csv
+from fedpriv.data.people import INCOME, YES_OR_NO, census_facts, find_census
 from fedpriv.errors import FedprivError
-from simulations.census import find_file, read_columns
 
-BINARY = (
-    *("sex", "latino", "black", "asian", "married", "divorced", "uscitizen", "children"),
-    *("disability", "militaryservice", "employed", "englishability"),
-)
-COLUMNS = ("income", "age", "educ", *BINARY)
-LIMIT = 50_000  # dollars a year
-AGES = (25, 35, 45, 55, 65, 75)  # where a new group of ages begins
-LEVELS = 16  # of education, from 1
-
+COLUMNS = ("income", "age", "educ", *YES_OR_NO)
 # Section 3.1 of the paper; its probability is 256/29,305.
 LOT, NOISE_MULTIPLIER, CLIPPING_NORM, LEARNING_RATE, DELTA = 256, 0.55, 1.0, 0.15, 1e-5
 EPOCHS, EPOCHS_WITHOUT_PRIVACY = 18, 20
@@ -61,11 +54,7 @@ class People:
     @classmethod
     def of(cls, columns: Mapping[str, npt.NDArray[np.float64]]) -> "People":
         """Of the census's columns by name."""
-        age = np.eye(len(AGES) + 1)[np.digitize(columns["age"], AGES)]
-        school = np.eye(LEVELS)[columns["educ"].astype(int) - 1]
-        facts = [np.eye(2)[columns[name].astype(int)] for name in BINARY]
-        x = np.hstack([age, school, *facts]).astype(np.float32)
-        return cls(x, (columns["income"] > LIMIT).astype(np.int64))
+        return cls(census_facts(columns), (columns["income"] > INCOME).astype(np.int64))
 
     def split(self, seed: int) -> tuple["People", "People"]:
         """Nine tenths to train on and, at random, a tenth to test on: as in the paper."""
@@ -166,7 +155,7 @@ def main() -> None:
     if arguments.seeds < 1:
         parser.error(f"--seeds is {arguments.seeds}; it must be at least 1")
     try:
-        people = People.of(read_columns(find_file(arguments.data), COLUMNS))
+        people = People.of(read_csv(find_census(arguments.data), COLUMNS))
     except FedprivError as error:
         sys.exit(str(error))
     found = study(people, arguments.seeds)

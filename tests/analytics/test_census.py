@@ -32,7 +32,7 @@ def census(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
-        ({}, "no folder for the census: give --data or set FEDPRIV_DATA"),
+        ({}, "no folder for the census: give folder= or set FEDPRIV_DATA"),
         ({"FEDPRIV_DATA": "/nowhere"}, f"{FILE} is absent from /nowhere and /nowhere/census_pums"),
     ],
 )

@@ -56,7 +56,7 @@ def test_import_path(module):
     ("name", "message"),
     [
         ("digit", "unknown population 'digit'; did you mean 'digits'"),
-        ("?", "known are: digits, hugging-face, mnist-writers, redealt, shakespeare-roles, synth"),
+        ("?", "known are: census, digits, har, hugging-face, mnist-writers, parkinsons, redealt, "),
         ("?", "shakespeare-roles, synthetic, or package.module:function"),
         ("shakespeare", "unknown population .* did you mean 'shakespeare-roles'"),
         ("own_populations:mak", "no function 'mak'; did you mean 'make'"),

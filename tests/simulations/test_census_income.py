@@ -10,7 +10,9 @@ import pytest
 
 import fedpriv
 from fedpriv.accounting import epsilon, poisson_gaussian
-from simulations.census import FILE, read_columns
+from fedpriv.data.files import read_csv
+from fedpriv.data.people import CENSUS_FILE as FILE
+from fedpriv.data.people import YES_OR_NO
 from simulations.papers import bu, census_income
 from simulations.papers.census_income import People
 
@@ -21,7 +23,7 @@ FOLDER = Path(os.environ.get("FEDPRIV_DATA", ROOT.parent / "shared" / "data"))
 def columns(count: int) -> dict[str, np.ndarray]:
     """Invented people: those with a master's degree earn more."""
     draw = np.random.default_rng(0)
-    found = {name: draw.integers(0, 2, count).astype(float) for name in census_income.BINARY}
+    found = {name: draw.integers(0, 2, count).astype(float) for name in YES_OR_NO}
     found["age"] = draw.integers(18, 94, count).astype(float)
     found["educ"] = draw.integers(1, 17, count).astype(float)
     found["income"] = np.where(found["educ"] >= 14, 60_000.0, 20_000.0)
@@ -32,7 +34,7 @@ def test_people_are_14_facts() -> None:
     found = People.of(columns(400))
     assert found.x.shape == (400, 7 + 16 + 2 * 12)
     assert set(found.x.sum(axis=1)) == {14.0}
-    one = {name: np.array([0.0]) for name in census_income.BINARY}
+    one = {name: np.array([0.0]) for name in YES_OR_NO}
     one |= {"age": np.array([25.0]), "educ": np.array([16.0]), "sex": np.array([1.0])}
     for income, above in ((50_000.0, 0), (50_001.0, 1)):
         person = People.of(one | {"income": np.array([income])})
@@ -95,7 +97,7 @@ def test_seven_private_epochs_tell_some_of_those_who_earn_more() -> None:
     found = [place for place in places if place.is_file()]
     if not found:
         pytest.skip(f"{FILE} is absent: set FEDPRIV_DATA to the folder that holds it")
-    people = People.of(read_columns(found[0], census_income.COLUMNS))
+    people = People.of(read_csv(found[0], census_income.COLUMNS))
     outcome = census_income.train(people, 0, 7, private=True)
     # After four epochs the network still says that nobody does.
     assert outcome.accuracy > 1.0 - people.split(0)[1].y.mean() + 0.02
