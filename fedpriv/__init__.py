@@ -7,8 +7,8 @@
     run = fedpriv.simulate(people, task, mechanism, local=fedpriv.SGD(0.5, epochs=1))
     run.epsilon, run.accuracy, run.rounds, run.model, run.to_pandas(), run.report()
 
-`simulate` and `compare` run things; the other names are the values that they take. Names are loaded
-when they are first used: importing fedpriv loads neither torch nor numpy.
+`simulate`, `compare` and `tune` run things; the other names are the values that they take or
+return. Names are loaded when they are first used: importing fedpriv loads neither torch nor numpy.
 """
 
 from importlib import import_module
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedpriv.run.projection import Projection
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
+    from fedpriv.run.tune import Tuning, tune
     from fedpriv.training.optimizers import (
         ExponentialDecay,
         FedAdagrad,
@@ -44,7 +45,8 @@ __all__ = [
     "SGD", "AdaptiveClipping", "Averaging", "Comparison", "ExponentialDecay", "FedAdagrad",
     "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "Flat", "Grouped", "Joint", "Mechanism", "Part",
     "PerLayer", "Poisson", "PolynomialDecay", "Population", "PowerDecay", "Projection",
-    "RoundResult", "Run", "StepDecay", "Task", "__version__", "compare", "epsilon", "simulate",
+    "RoundResult", "Run", "StepDecay", "Task", "Tuning", "__version__", "compare", "epsilon",
+    "simulate", "tune",
 ]
 # fmt: on
 
@@ -59,6 +61,7 @@ _NAMES_IN = {
     "run.projection": "Projection",
     "run.run": "Run",
     "run.simulate": "simulate",
+    "run.tune": "Tuning tune",
     "training.optimizers": (
         "ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi PolynomialDecay PowerDecay "
         "StepDecay"

@@ -9,7 +9,6 @@ that learns from trial to trial, as Optuna's do but for the random one, has no s
 """
 
 import math
-import secrets
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -87,8 +86,3 @@ def number_of_trials(word: int, mean: float, shape: float | None = None) -> int:
     gamma = gamma_of(mean, shape)
     some = -math.expm1(shape * math.log(gamma))  # the law's chance of a trial before truncation
     return max(1, int(nbinom.isf(share * some, shape, gamma)))
-
-
-def secret_number_of_trials(mean: float, shape: float | None = None) -> int:
-    """K from the operating system's CSPRNG."""
-    return number_of_trials(secrets.randbits(_BITS), mean, shape)

@@ -29,7 +29,7 @@ BELOW = {  # what each package may import of the library, besides errors and its
     "build": "accounting config data engine importing ledger mechanism models privacy training",
     "run": (
         "accounting analytics build config data engine importing ledger local mechanism models "
-        "privacy report studies training"
+        "privacy report selection studies training"
     ),
     "flower": "accounting importing ledger local logs mechanism privacy training wire",
 }

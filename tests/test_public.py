@@ -64,7 +64,8 @@ def test_there_are_examples() -> None:
 FACE = """
     AdaptiveClipping Averaging Comparison ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi
     Flat Grouped Joint Mechanism Part PerLayer Poisson PolynomialDecay Population PowerDecay
-    Projection RoundResult Run SGD StepDecay Task __version__ compare epsilon simulate
+    Projection RoundResult Run SGD StepDecay Task Tuning __version__ compare epsilon
+    simulate tune
 """
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import secrets
 
 import dp_accounting as dpa
 import numpy as np
@@ -21,7 +22,6 @@ from fedpriv.ledger.events import RoundEvent, Selection, Trial
 from fedpriv.selection import (
     gamma_of,
     number_of_trials,
-    secret_number_of_trials,
     selected_rdp,
 )
 
@@ -60,7 +60,7 @@ def test_the_law_of_the_number_of_trials_is_that_of_the_paper(mean: float, shape
 
 
 def test_secret_numbers_of_trials_have_the_mean() -> None:
-    drawn = [secret_number_of_trials(5.0, 1.0) for _ in range(4000)]
+    drawn = [number_of_trials(secrets.randbits(52), 5.0, 1.0) for _ in range(4000)]
     # Five standard errors of the geometric law, whose standard deviation is √20.
     assert abs(np.mean(drawn) - 5.0) < 5 * math.sqrt(20.0 / 4000)
 
